@@ -1,0 +1,236 @@
+"""Wiring: the only place where rooms are put together and observers are chosen."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import msgspec
+from pdproxy.settings.schema import Settings
+
+from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.prober import Prober
+from pdproxy.kit.errors import EngineError, OverloadedError, Wait
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.events import DeadlinePassed, Event, LegFailed, Observers
+from pdproxy.observe.logs import LogObserver
+from pdproxy.observe.metrics import Gauge, Metrics
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import NodeSpec, Role
+from pdproxy.serving.admission import Admission
+from pdproxy.serving.custody import Custodian
+from pdproxy.serving.exchange import Engines
+from pdproxy.serving.service import Keys, Service
+from pdproxy.transfer.contract import Contract
+from pdproxy.transfer.nixl import NIXL
+from pdproxy.upstream.admin import EngineAdmin
+from pdproxy.upstream.client import EngineClient
+from pdproxy.web.app import Answers, Readiness
+from pdproxy.web.protocol import DataPath, DataPathProtocol, protocol_class
+
+logger = logging.getLogger("pdproxy")
+
+CONTRACTS: dict[str, Contract] = {contract.name: contract for contract in (NIXL,)}
+
+
+class _ProbeSoon:
+    """An observer that has an engine probed at once when a leg to it failed."""
+
+    def __init__(self) -> None:
+        self.prober: Prober | None = None
+
+    def notify(self, event: Event) -> None:
+        if isinstance(event, LegFailed) and self.prober is not None:
+            self.prober.soon(event.node)
+
+
+@dataclass(slots=True)
+class Proxy:
+    """All parts of one running proxy. Start it inside an event loop, stop it there."""
+
+    settings: Settings
+    ledger: Ledger
+    clients: dict[str, EngineClient]
+    admin: EngineAdmin
+    auditor: Auditor
+    prober: Prober
+    custodian: Custodian
+    admission: Admission
+    service: Service
+    metrics: Metrics
+    observers: Observers
+    tasks: TaskOwner
+
+    @classmethod
+    def build(cls, settings: Settings) -> Proxy:
+        """Wire a proxy. Nothing is sent yet."""
+        pool = settings.pools[0]
+        metrics, probe_soon = Metrics(), _ProbeSoon()
+        observers = Observers([metrics, LogObserver(), probe_soon])
+        limits, deadlines = settings.limits, settings.deadlines
+        ledger = Ledger(
+            [NodeSpec(node.url, Role(node.role)) for node in pool.nodes],
+            breaker_failures=limits.breaker_failures,
+            breaker_cooldown=limits.breaker_cooldown,
+        )
+        clients = {
+            node.url: EngineClient(node.url, connect_timeout=deadlines.connect, keepalive=limits.engine_keepalive)
+            for node in pool.nodes
+        }
+        key = settings.auth.engine_api_key
+        admin = EngineAdmin(timeout=deadlines.probe, authorization=f"Bearer {key}" if key else None)
+        auditor = Auditor(ledger, observers)
+        block_sizes = {node.url: node.facts.block_size for node in pool.nodes if node.facts.block_size is not None}
+        prober = probe_soon.prober = Prober(
+            ledger,
+            admin,
+            auditor,
+            observers,
+            interval=settings.probes.interval,
+            scrape_interval=settings.probes.scrape_interval,
+            block_sizes=block_sizes,
+        )
+        contract = CONTRACTS[pool.connector]
+        custodian = Custodian(contract, ledger, clients, deadlines, observers, time.monotonic)
+        engines = Engines(
+            contract, ledger, clients, custodian, deadlines, limits.attempts, observers, auditor, time.monotonic
+        )
+        admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers)
+        service = Service(engines, admission, Keys(tuple(settings.auth.api_keys), key))
+        proxy = cls(
+            settings,
+            ledger,
+            clients,
+            admin,
+            auditor,
+            prober,
+            custodian,
+            admission,
+            service,
+            metrics,
+            observers,
+            TaskOwner("fleet"),
+        )
+        metrics.add_gauges(proxy._gauges())
+        return proxy
+
+    def start(self) -> None:
+        """Begin to probe the engines."""
+        for node in self.ledger.nodes:
+            self.tasks.spawn(self.prober.run(node), f"probe {node.url}")
+
+    async def drain(self, requests: Collection[asyncio.Task[object]]) -> None:
+        """Refuse new requests, wait for those in flight, cut off what is left at the deadline, and see the KV home."""
+        deadlines = self.settings.deadlines
+        try:
+            async with asyncio.timeout(deadlines.drain):
+                await self.admission.close()
+        except TimeoutError:
+            self.observers.notify(DeadlinePassed(Wait.DRAIN.value))
+            logger.warning("%d requests were cut off after %g s", self.admission.inflight, deadlines.drain)
+            left = list(requests)
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+        await self.custodian.settle(deadlines.abandoned_prefill + deadlines.release)
+
+    async def stop(self) -> None:
+        """Stop probing and drop all connections."""
+        await self.tasks.settle(0)
+        for client in self.clients.values():
+            client.close()
+        await self.admin.close()
+
+    # -- what the web room asks
+
+    def protocol(self) -> type[DataPathProtocol]:
+        """Return the protocol class for uvicorn."""
+        limits, deadlines = self.settings.limits, self.settings.deadlines
+        path = DataPath(
+            self.service.generate, self.observers, max_body=limits.max_body_bytes, body_timeout=deadlines.client_body
+        )
+        return protocol_class(path)
+
+    def answers(self) -> Answers:
+        """Return what the FastAPI routes answer with."""
+        return Answers(self.service.keys.check, self.readiness, self.models, self.metrics.page)
+
+    def readiness(self) -> Readiness:
+        """Tell whether a request could be served now."""
+        now = time.monotonic()
+        reason = "shutting down" if self.admission.closed else self.ledger.not_ready(now)
+        return Readiness(reason, [*self.ledger.shortcomings(now), *self.auditor.shortcomings()])
+
+    async def models(self) -> bytes:
+        """Return the models of all engines that can serve by themselves, each once, in the engines' own words."""
+        cards: dict[str, msgspec.Raw] = {}
+        failed: EngineError | None = None
+        now = time.monotonic()
+        for node in self.ledger.nodes:
+            if (
+                node.role is Role.PREFILL
+                or not node.usable(now)
+                or node.evidence is None
+                or node.evidence.models <= set(cards)
+            ):
+                continue
+            try:
+                listed = msgspec.json.decode(await self.admin.models_body(node.url), type=_ModelList)
+            except msgspec.MsgspecError as error:
+                failed = EngineError(f"{node.url}: /v1/models answered something else: {error}")
+                continue
+            except EngineError as error:
+                failed = error
+                continue
+            for card in listed.data:
+                cards.setdefault(msgspec.json.decode(card, type=_ModelName).id, card)
+        if not cards:
+            raise failed or OverloadedError("no engine is up: see /ready")
+        return msgspec.json.encode(_ModelList(data=list(cards.values())))
+
+    def _gauges(self) -> Iterable[Gauge]:
+        nodes = self.ledger.nodes
+
+        def handles() -> Iterable[tuple[tuple[str, ...], float]]:
+            return [((state,), count) for state, (count, _) in self.custodian.snapshot().items()]
+
+        def ages() -> Iterable[tuple[tuple[str, ...], float]]:
+            return [((state,), age) for state, (_, age) in self.custodian.snapshot().items()]
+
+        node_labels = ("node", "role")
+        return (
+            Gauge(
+                "pdproxy_node_inflight",
+                "Legs in flight on an engine",
+                node_labels,
+                lambda: [((n.url, n.role.value), n.requests) for n in nodes],
+            ),
+            Gauge(
+                "pdproxy_node_up",
+                "Whether an engine may be used",
+                node_labels,
+                lambda: [((n.url, n.role.value), float(n.usable(time.monotonic()))) for n in nodes],
+            ),
+            Gauge("pdproxy_kv_handles", "KV handles that are not over, by state", ("state",), handles),
+            Gauge("pdproxy_kv_handle_age_seconds", "Age of the oldest KV handle in a state", ("state",), ages),
+            Gauge("pdproxy_inflight", "Requests being served", (), lambda: [((), self.admission.inflight)]),
+            Gauge("pdproxy_queue", "Requests waiting for a place", (), lambda: [((), self.admission.waiting)]),
+            Gauge(
+                "pdproxy_kv_missing_tokens",
+                "Prompt tokens that never arrived by KV transfer since the engine's start",
+                ("node",),
+                lambda: [((url,), missing) for url, missing in self.auditor.missing().items()],
+            ),
+        )
+
+
+class _ModelList(msgspec.Struct):
+    data: list[msgspec.Raw]
+    object: str = "list"
+
+
+class _ModelName(msgspec.Struct):
+    id: str

@@ -1,0 +1,140 @@
+"""The server process: limits checked, signals taken, drained in order, one exit code.
+
+Owns the signals. The first SIGTERM or SIGINT turns `/ready` to 503, refuses new requests, lets streams end and KV be given
+back, and ends with 0; a second SIGINT ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+from pdproxy.settings.schema import Settings
+
+from pdproxy import __version__
+from pdproxy.app.compose import Proxy
+from pdproxy.observe.logs import configure
+from pdproxy.web.app import create_app
+
+logger = logging.getLogger("pdproxy")
+
+FILES_A_REQUEST = 3
+"""A client's socket, one to a prefill and one to a decode engine."""
+FILES_BESIDES = 64
+INTERRUPTED = 130
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its signal handlers: shutting down has an order that only we know."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run(settings: Settings) -> int:
+    """Serve until told to stop. Return the exit code: 0, or 2 if it can't start, 130 at a second Ctrl-C."""
+    configure(settings.observe.log_level, settings.observe.log_format)
+    _check_files(settings.limits.max_inflight)
+    try:
+        listener = _listen(settings.listen.host, settings.listen.port)
+    except OSError as error:
+        address = f"{settings.listen.host}:{settings.listen.port}"
+        sys.stderr.write(f"pdproxy: can't listen on listen.host:listen.port = {address}: {error.strerror or error}\n")
+        return 2
+    with listener:
+        return uvloop.run(_serve(settings, listener))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+        listener.set_inheritable(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _check_files(max_inflight: int) -> None:
+    """Raise the soft limit on open files as far as needed and allowed; say so if that is not enough."""
+    need = max_inflight * FILES_A_REQUEST + FILES_BESIDES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < need:
+        wanted = need if hard == resource.RLIM_INFINITY else min(need, hard)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft != resource.RLIM_INFINITY and soft < need:
+        logger.warning(
+            "ulimit -n is %d, but limits.max_inflight = %d needs %d open files: raise the one or lower the other to %d",
+            soft,
+            max_inflight,
+            need,
+            max(1, (soft - FILES_BESIDES) // FILES_A_REQUEST),
+        )
+
+
+async def _serve(settings: Settings, listener: socket.socket) -> int:
+    proxy = Proxy.build(settings)
+    server = _Server(
+        uvicorn.Config(
+            create_app(proxy.answers()),
+            http=proxy.protocol(),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            ws="none",
+            timeout_graceful_shutdown=1,
+        )
+    )
+    ending = _Ending()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ending.signalled, number)
+    proxy.start()
+    port = listener.getsockname()[1]
+    logger.info("pdproxy %s listens on http://%s:%d", __version__, settings.listen.host, port)
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="server")
+    asked = asyncio.create_task(ending.asked.wait(), name="ending")
+    await asyncio.wait({serving, asked}, return_when=asyncio.FIRST_COMPLETED)
+    if not serving.done():
+        logger.info("shutting down: %d requests in flight", proxy.admission.inflight)
+        draining = asyncio.create_task(proxy.drain(server.server_state.tasks), name="drain")
+        at_once = asyncio.create_task(ending.at_once.wait(), name="at once")
+        await asyncio.wait({draining, at_once}, return_when=asyncio.FIRST_COMPLETED)
+        draining.cancel()
+        at_once.cancel()
+        server.should_exit = True
+        server.force_exit = ending.at_once.is_set()
+        await serving
+    asked.cancel()
+    await proxy.stop()
+    return INTERRUPTED if ending.at_once.is_set() else 0
+
+
+class _Ending:
+    """Counts the requests to stop."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.at_once = asyncio.Event()
+
+    def signalled(self, number: int) -> None:
+        """Take a signal: the first asks, a second SIGINT insists."""
+        if self.asked.is_set() and number == signal.SIGINT:
+            self.at_once.set()
+        self.asked.set()

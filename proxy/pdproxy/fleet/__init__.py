@@ -1,0 +1,1 @@
+"""Engines as they really are: probed, compared, and audited for KV that never moved."""

@@ -1,0 +1,1 @@
+"""What every other room may use: errors, identifiers, task ownership. Standard library only."""

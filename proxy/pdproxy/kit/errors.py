@@ -1,0 +1,130 @@
+"""Errors by fault, so that every failure has one meaning wherever it surfaces.
+
+Owns the vocabulary of failure: whose fault it was (`Fault`), what we waited for (`Wait`), and the exceptions that
+carry them. What a client sees of each is decided in one place, `pdproxy.web.errors`.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Fault(Enum):
+    """Who has to act for the failure to go away."""
+
+    CLIENT = "client"  # the request is wrong
+    ENGINE = "engine"  # an engine failed, hung or answered nonsense
+    CAPACITY = "capacity"  # nothing is wrong but the amount of work
+    OURS = "ours"  # a defect in pdproxy
+    CLIENT_LEFT = "client_left"  # nobody is listening any more
+
+
+class Wait(Enum):
+    """Every wait with a deadline. The value is the label of `pdproxy_deadline_total{wait}` and a key of `deadlines`."""
+
+    CLIENT_BODY = "client_body"
+    QUEUE = "queue"
+    CONNECT = "connect"
+    PREFILL = "prefill"
+    FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
+    BETWEEN_TOKENS = "between_tokens"
+    CLIENT_WRITE = "client_write"
+    ABANDONED_PREFILL = "abandoned_prefill"
+    RELEASE = "release"
+    DRAIN = "drain"
+    TOTAL = "total"
+    PROBE = "probe"
+
+
+class PdproxyError(Exception):
+    """A failure with a fault. `status` is the HTTP status it has before the first byte was sent."""
+
+    fault = Fault.OURS
+    status = 500
+    type = "InternalServerError"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class BadRequestError(PdproxyError):
+    """The client sent something that no engine could serve."""
+
+    fault = Fault.CLIENT
+    status = 400
+    type = "BadRequestError"
+
+
+class BodyTooLargeError(BadRequestError):
+    """The body is over `limits.max_body_bytes`."""
+
+    status = 413
+
+
+class UnauthorizedError(PdproxyError):
+    """Proxy keys are set and the client brought none of them."""
+
+    fault = Fault.CLIENT
+    status = 401
+    type = "AuthenticationError"
+
+
+class OverloadedError(PdproxyError):
+    """No place, no engine, or shutting down: the same request may succeed later."""
+
+    fault = Fault.CAPACITY
+    status = 503
+    type = "ServiceUnavailableError"
+
+
+class EngineError(PdproxyError):
+    """An engine failed: it answered nonsense, or closed the connection before its answer was whole."""
+
+    fault = Fault.ENGINE
+    status = 502
+    type = "BadGatewayError"
+
+
+class EngineUnreachableError(EngineError):
+    """An engine did not take the connection. It has seen nothing of the request."""
+
+    status = 503
+    type = "ServiceUnavailableError"
+
+    def __init__(self, message: str, *, wait: Wait | None = None) -> None:
+        super().__init__(message)
+        self.wait = wait
+
+
+class StaleConnectionError(EngineError):
+    """A kept connection closed before the first byte of an answer: the engine had shut it while it was idle."""
+
+
+class EngineTimeoutError(EngineError):
+    """A deadline on an engine passed. `wait` names it."""
+
+    status = 504
+    type = "GatewayTimeoutError"
+
+    def __init__(self, message: str, *, wait: Wait) -> None:
+        super().__init__(message)
+        self.wait = wait
+
+
+class EngineRefusedError(EngineError):
+    """An engine answered with an error instead of data. The client gets the engine's own status and body."""
+
+    def __init__(self, message: str, *, status: int, body: bytes) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = body
+
+
+class ClientLeftError(PdproxyError):
+    """The client closed its connection or stopped reading."""
+
+    fault = Fault.CLIENT_LEFT
+    status = 499
+    type = "ClientClosedRequest"

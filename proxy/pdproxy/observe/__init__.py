@@ -1,0 +1,1 @@
+"""What happened, as frozen events; who wants to know subscribes. Changes nothing."""

@@ -1,0 +1,162 @@
+"""The events that pdproxy emits, and the protocol of those who hear them.
+
+Events say what happened in the past tense and hold plain values only. Observers are called in the event loop, once a
+request or a state change and never once a chunk, and must not raise or wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+ITL_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
+"""Upper bounds in seconds of the buckets in which gaps between tokens are counted."""
+
+
+@dataclass(slots=True)
+class Gaps:
+    """Gaps between stream events of one request, counted in buckets (one more than `ITL_BOUNDS`), `total` in seconds."""
+
+    buckets: list[int] = field(default_factory=lambda: [0] * (len(ITL_BOUNDS) + 1))
+    total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LegTimes:
+    """One prompt's way: engines by url, durations in seconds, None where a phase did not happen.
+
+    `prefill_s` from the prefill leg's start to its answer, `kv_s` from the decode leg's start to its first data (the
+    transfer and the first step), `why_alone` the rule or failure by which one engine served it.
+    """
+
+    prefill: str | None = None
+    decode: str | None = None
+    why_alone: str | None = None
+    prefill_s: float | None = None
+    kv_s: float | None = None
+    attempts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """A request is over. `outcome` is "ok", "client_left", or the fault that ended it; `first_s` is the time to first token."""
+
+    request_id: str
+    endpoint: str
+    model: str | None
+    outcome: str
+    status: int
+    legs: Sequence[LegTimes]
+    queue_s: float
+    first_s: float | None
+    total_s: float
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    gaps: Gaps
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAlone:
+    """A prompt was given to one engine alone."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """A wait ended by its deadline."""
+
+    wait: str
+    node: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HandleEnded:
+    """A KV handle is over. `end`: loaded, released, refused (the decode engine released it), aborted or lost."""
+
+    end: str
+    prefill: str
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LegFailed:
+    """A leg to an engine failed; `will_retry` says whether another engine is asked."""
+
+    request_id: str
+    node: str
+    phase: str
+    error: str
+    will_retry: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeChanged:
+    """An engine came up, went down or was shut out."""
+
+    node: str
+    role: str
+    up: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PairEjected:
+    """Two engines counted different prompt lengths for one request and are not paired again."""
+
+    prefill: str
+    decode: str
+    prefill_tokens: int
+    decode_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvShortfall:
+    """A decode engine received fewer prompt tokens by KV transfer than were sent to it: it recomputed them, silently."""
+
+    node: str
+    tokens: int
+    expected: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvCounted:
+    """A scrape accounted for prompt tokens that should have moved to a decode engine."""
+
+    node: str
+    moved: int
+    missing: int
+
+
+Event = (
+    RequestEnded
+    | ServedAlone
+    | DeadlinePassed
+    | HandleEnded
+    | LegFailed
+    | NodeChanged
+    | PairEjected
+    | KvShortfall
+    | KvCounted
+)
+
+
+class Observer(Protocol):
+    """Hears events."""
+
+    def notify(self, event: Event) -> None:
+        """Take note of an event, quickly."""
+
+
+class Observers:
+    """Passes each event to all observers, in order."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = tuple(observers)
+
+    def notify(self, event: Event) -> None:
+        """Tell every observer."""
+        for observer in self._observers:
+            observer.notify(event)

@@ -1,0 +1,140 @@
+"""Log lines: one at INFO for each request, the way through the engines at DEBUG, trouble where it happens.
+
+Owns the formats, text and JSON. No prompt and no key is ever logged: events hold none.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+
+import msgspec
+
+from pdproxy.observe.events import (
+    DeadlinePassed,
+    Event,
+    HandleEnded,
+    KvCounted,
+    KvShortfall,
+    LegFailed,
+    NodeChanged,
+    PairEjected,
+    RequestEnded,
+    ServedAlone,
+)
+
+access = logging.getLogger("pdproxy.access")
+legs = logging.getLogger("pdproxy.legs")
+fleet = logging.getLogger("pdproxy.fleet")
+kv = logging.getLogger("pdproxy.kv")
+
+Fields = Mapping[str, object]
+
+
+class LogObserver:
+    """Writes events to the log."""
+
+    def notify(self, event: Event) -> None:
+        """Log an event at its level."""
+        match event:
+            case RequestEnded():
+                if access.isEnabledFor(logging.INFO):
+                    _log(access, logging.INFO, "request", access_fields(event))
+            case LegFailed():
+                _log(legs, logging.WARNING, "leg failed", _plain(event))
+            case NodeChanged(up=up):
+                _log(
+                    fleet,
+                    logging.INFO if up else logging.WARNING,
+                    "engine is up" if up else "engine is down",
+                    _plain(event),
+                )
+            case PairEjected():
+                _log(fleet, logging.ERROR, "pair ejected: prefill and decode saw different prompts", _plain(event))
+            case KvShortfall():
+                _log(fleet, logging.WARNING, "KV did not arrive: the decode engine computed it again", _plain(event))
+            case HandleEnded() | ServedAlone() | DeadlinePassed() | KvCounted():
+                if legs.isEnabledFor(logging.DEBUG):
+                    _log(legs, logging.DEBUG, type(event).__name__, _plain(event))
+
+
+def access_fields(event: RequestEnded) -> Fields:
+    """Return what the access line says: times in milliseconds, engines as prefill>decode, one for each prompt."""
+    found: dict[str, object] = {
+        "id": event.request_id,
+        "path": event.endpoint,
+        "model": event.model,
+        "status": event.status,
+        "outcome": event.outcome,
+        "nodes": ",".join(dict.fromkeys(f"{leg.prefill or ''}>{leg.decode or ''}" for leg in event.legs)) or None,
+        "why_alone": ",".join(dict.fromkeys(leg.why_alone for leg in event.legs if leg.why_alone)) or None,
+        "attempts": max((leg.attempts for leg in event.legs), default=1),
+        "queue_ms": _ms(event.queue_s),
+        "prefill_ms": _ms(max((leg.prefill_s for leg in event.legs if leg.prefill_s is not None), default=None)),
+        "kv_ms": _ms(max((leg.kv_s for leg in event.legs if leg.kv_s is not None), default=None)),
+        "first_ms": _ms(event.first_s),
+        "total_ms": _ms(event.total_s),
+        "prompt_tokens": event.prompt_tokens,
+        "completion_tokens": event.completion_tokens,
+        "error": event.error,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 1)
+
+
+def _plain(event: Event) -> Fields:
+    return {name: getattr(event, name) for name in event.__dataclass_fields__}
+
+
+def _log(logger: logging.Logger, level: int, message: str, fields: Fields) -> None:
+    logger.log(level, "%s", message, extra={"fields": fields})
+
+
+class TextFormatter(logging.Formatter):
+    """`time LEVEL logger message key=value ...`, values quoted where they hold spaces."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is logging's
+        line = super().formatMessage(record)
+        fields: Fields = getattr(record, "fields", {})
+        return line + "".join(f" {name}={_quoted(value)}" for name, value in fields.items())
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return msgspec.json.encode(text).decode() if not text or any(c in text for c in ' "=\n\r\t') else text
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+def configure(level: str, log_format: str) -> None:
+    """Send all of pdproxy's and uvicorn's log lines to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    for name in ("pdproxy", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.propagate = False
+        logger.setLevel(level.upper() if name == "pdproxy" else max(logging.INFO, logging.getLevelName(level.upper())))
+    logging.getLogger("uvicorn.access").disabled = True  # the access line is ours
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

@@ -1,0 +1,208 @@
+"""The ledger: which engines exist, how they are, what each is doing, and who gets the next request.
+
+Owns every `Node` and every open `Lease`. Choosing and leasing are one synchronous step, so that two requests can't both
+see the same free engine. A lease is closed once, and that closing is the only place where a request's load and its
+verdict on an engine (the breaker) are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
+
+
+class Verdict(Enum):
+    """What one leg said about an engine's health."""
+
+    GOOD = "good"
+    NEUTRAL = "neutral"  # the client left, or was refused: nothing is known
+    FAILED = "failed"
+    UNREACHABLE = "unreachable"  # it refused the connection: nothing more is sent until a probe succeeds
+
+
+@dataclass(slots=True)
+class Lease:
+    """One leg's place on an engine. Close it with `Ledger.close`, once."""
+
+    node: Node
+    prompt_bytes: int
+    closed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prefill and a decode engine, both leased."""
+
+    prefill: Lease
+    decode: Lease
+
+
+class Ledger:
+    """All engines of one pool. `breaker_failures` in a row keep an engine out for `breaker_cooldown` seconds."""
+
+    def __init__(self, specs: Iterable[NodeSpec], *, breaker_failures: int, breaker_cooldown: float) -> None:
+        self._nodes = {spec.url: Node(spec) for spec in specs}
+        self._breaker_failures = breaker_failures
+        self._breaker_cooldown = breaker_cooldown
+        self._turn = 0
+
+    def __repr__(self) -> str:
+        busy = ", ".join(f"{n.role.value} {n.url} {n.down_because or 'up'} x{n.requests}" for n in self._nodes.values())
+        return f"<Ledger {busy}>"
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All engines, in the order of the settings. Read only."""
+        return tuple(self._nodes.values())
+
+    # -- what probes and audits report
+
+    def saw(self, url: str, evidence: Evidence) -> bool:
+        """Note that an engine answered its probe. Return whether it is new: first seen, restarted or changed."""
+        node = self._nodes[url]
+        new = node.evidence != evidence or node.down_because is not None
+        if node.evidence is not None and node.evidence != evidence:
+            self._forgive(node)
+        if node.down_because is not None:
+            node.failures, node.closed_until = 0, 0.0
+        node.evidence, node.down_because, node.probed = evidence, None, True
+        return new
+
+    def lost(self, url: str, reason: str) -> bool:
+        """Note that an engine can't serve. Return whether it could before."""
+        node = self._nodes[url]
+        was_up = node.down_because is None
+        node.down_because, node.probed = reason, True
+        return was_up
+
+    def eject(self, prefill: str, decode: str) -> None:
+        """Never pair these two again, until one of them changes."""
+        self._nodes[prefill].ejected.add(decode)
+        self._nodes[decode].ejected.add(prefill)
+
+    def _forgive(self, node: Node) -> None:
+        for url in node.ejected:
+            self._nodes[url].ejected.discard(node.url)
+        node.ejected.clear()
+
+    # -- what a request asks
+
+    def block_size(self) -> int | None:
+        """Return the smallest KV block of any engine in tokens, None while unknown."""
+        sizes = [n.evidence.block_size for n in self._nodes.values() if n.evidence and n.evidence.block_size]
+        return min(sizes, default=None)
+
+    def template_tokens(self) -> int:
+        """Return how many tokens a chat template adds to a message at the most."""
+        return max((n.evidence.template_tokens for n in self._nodes.values() if n.evidence), default=0)
+
+    def pair(self, model: str | None, prompt_bytes: int, now: float, *, without: Collection[str] = ()) -> Pair | None:
+        """Lease the least loaded pair of like engines that serves `model`, None if there is none.
+
+        Prefill by outstanding prompt bytes, decode by requests in flight; ties go round.
+        """
+        prefills = self._ranked(Role.PREFILL, model, now, without)
+        decodes = self._ranked(Role.DECODE, model, now, without)
+        for prefill in prefills:
+            for decode in decodes:
+                if self.unlike(prefill, decode) is None:
+                    return Pair(self._lease(prefill, prompt_bytes), self._lease(decode, 0))
+        return None
+
+    def alone(self, model: str | None, prompt_bytes: int, now: float, *, without: Collection[str] = ()) -> Lease | None:
+        """Lease the least loaded engine that can serve `model` by itself: aggregated ones first, then decode."""
+        for role in (Role.AGGREGATED, Role.DECODE):
+            for node in self._ranked(role, model, now, without):
+                return self._lease(node, prompt_bytes)
+        return None
+
+    def releaser(self, now: float, *, prefer_not: str | None = None) -> Node | None:
+        """Return the decode engine to give a handle back through, not leased: a release is no load."""
+        ranked = self._ranked(Role.DECODE, None, now, ())
+        others = [node for node in ranked if node.url != prefer_not]
+        return next(iter(others or ranked), None)
+
+    def close(self, lease: Lease, verdict: Verdict, now: float) -> bool:
+        """End a lease. Closing twice changes nothing. Return whether the engine was just shut out by its breaker."""
+        if lease.closed:
+            return False
+        lease.closed = True
+        node = lease.node
+        node.requests -= 1
+        node.prompt_bytes -= lease.prompt_bytes
+        if verdict is Verdict.GOOD:
+            node.failures = 0
+        elif verdict is Verdict.UNREACHABLE:
+            return self.lost(node.url, "connection refused")
+        elif verdict is Verdict.FAILED:
+            node.failures += 1
+            if node.failures >= self._breaker_failures and now >= node.closed_until:
+                node.closed_until = now + self._breaker_cooldown
+                return True
+        return False
+
+    def unlike(self, prefill: Node, decode: Node) -> str | None:
+        """Return why two engines may not be paired, None if they may."""
+        if prefill.evidence is None or decode.evidence is None:
+            return "not probed yet"
+        if decode.url in prefill.ejected:
+            return "ejected: they counted different prompt lengths for one request"
+        return prefill.evidence.difference(decode.evidence)
+
+    def _ranked(self, role: Role, model: str | None, now: float, without: Collection[str]) -> list[Node]:
+        """Return usable engines of a role, least loaded first. An unknown model matches any, for the engine's own 404."""
+        usable = [n for n in self._nodes.values() if n.role is role and n.url not in without and n.usable(now)]
+        serving = [n for n in usable if model is None or (n.evidence is not None and model in n.evidence.models)]
+        candidates = serving or (usable if role is not Role.PREFILL else [])
+        if len(candidates) > 1:
+            self._turn += 1
+            turn = self._turn % len(candidates)
+            candidates = candidates[turn:] + candidates[:turn]
+            candidates.sort(key=_prefill_load if role is Role.PREFILL else _decode_load)
+        return candidates
+
+    def _lease(self, node: Node, prompt_bytes: int) -> Lease:
+        node.requests += 1
+        node.prompt_bytes += prompt_bytes
+        return Lease(node, prompt_bytes)
+
+    # -- what an operator asks
+
+    def not_ready(self, now: float) -> str | None:
+        """Return why no request could be served, None if one could."""
+        waiting = [n.url for n in self._nodes.values() if not n.probed]
+        if waiting:
+            return f"starting: not probed yet: {', '.join(waiting)}"
+        if not any(n.role is not Role.PREFILL and n.usable(now) for n in self._nodes.values()):
+            return "no decode or aggregated engine is up: " + "; ".join(
+                f"{n.url} {n.down_because or 'its breaker is open'}"
+                for n in self._nodes.values()
+                if n.role is not Role.PREFILL
+            )
+        return None
+
+    def shortcomings(self, now: float) -> list[str]:
+        """Return what is wrong although requests are served, a sentence each."""
+        found = [f"{n.role.value} {n.url}: {n.down_because}" for n in self._nodes.values() if n.down_because]
+        found += [
+            f"{n.role.value} {n.url}: failed {n.failures} times in a row, shut out for {n.closed_until - now:.1f} s"
+            for n in self._nodes.values()
+            if n.down_because is None and now < n.closed_until
+        ]
+        up = [n for n in self._nodes.values() if n.down_because is None]
+        for prefill in (n for n in up if n.role is Role.PREFILL):
+            for decode in (n for n in up if n.role is Role.DECODE):
+                if (why := self.unlike(prefill, decode)) is not None:
+                    found.append(f"{prefill.url} and {decode.url} are not paired: {why}")
+        return found
+
+
+def _prefill_load(node: Node) -> tuple[int, int]:
+    return node.prompt_bytes, node.requests
+
+
+def _decode_load(node: Node) -> tuple[int, int]:
+    return node.requests, node.prompt_bytes

@@ -1,0 +1,85 @@
+"""What the scheduler knows of an engine: what was configured, what was seen, and what is in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Role(Enum):
+    """What an engine is for. An aggregated engine prefills and decodes, and never takes a KV handle."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    AGGREGATED = "aggregated"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """An engine as configured. `url` is `http://host:port` and the engine's identity."""
+
+    url: str
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What an engine said of itself when it was last asked.
+
+    `models` are the names it serves (adapters included), `roots` what its base models were loaded from,
+    `block_size` tokens a KV block, `canary` the token ids of a fixed prompt and chat for each base model,
+    `template_tokens` how many tokens its chat template adds to one message at the most, `started` the engine's start in
+    Unix seconds (a change means a restart).
+    """
+
+    models: frozenset[str]
+    version: str
+    block_size: int | None
+    canary: tuple[tuple[int, ...], ...]
+    template_tokens: int
+    started: float
+
+    def difference(self, other: Evidence) -> str | None:
+        """Return why two engines may not share a prompt's KV, None if they are alike."""
+        if not self.models & other.models:
+            return f"no model in common ({_names(self.models)} / {_names(other.models)})"
+        if self.version != other.version:
+            return f"different versions ({self.version} / {other.version})"
+        if self.block_size != other.block_size:
+            return f"different block sizes ({self.block_size} / {other.block_size})"
+        if self.canary != other.canary:
+            return "different token ids for the same canary prompt: another tokenizer or chat template"
+        return None
+
+
+def _names(models: frozenset[str]) -> str:
+    return ",".join(sorted(models)) or "none"
+
+
+@dataclass(slots=True)
+class Node:
+    """An engine's mutable state. Owned by the Ledger: nothing else writes to it."""
+
+    spec: NodeSpec
+    evidence: Evidence | None = None
+    down_because: str | None = "not probed yet"
+    probed: bool = False
+    requests: int = 0
+    prompt_bytes: int = 0
+    failures: int = 0
+    closed_until: float = 0.0
+    ejected: set[str] = field(default_factory=set)
+
+    @property
+    def url(self) -> str:
+        """The engine's identity."""
+        return self.spec.url
+
+    @property
+    def role(self) -> Role:
+        """What the engine is for."""
+        return self.spec.role
+
+    def usable(self, now: float) -> bool:
+        """Tell whether a request may be sent to the engine: alive by the last probe, breaker not open."""
+        return self.down_because is None and self.evidence is not None and now >= self.closed_until

@@ -1,0 +1,207 @@
+"""Custody of KV: every handle that a prefill engine gave us ends loaded or given back, never forgotten.
+
+Owns all live handles and the background work of ending them: giving back (`max_tokens: 0` to a decode engine), and waiting
+for a prefill's answer after its client has left. That work outlives the request; shutdown waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from enum import Enum
+
+from pdproxy.settings.schema import Deadlines
+
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, Wait
+from pdproxy.kit.ids import mint
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.events import DeadlinePassed, HandleEnded, Observers
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.transfer.contract import Contract, Handle
+from pdproxy.upstream.client import Answer, EngineClient, Pending
+from pdproxy.wire.engine import prefill_answer
+
+logger = logging.getLogger("pdproxy.kv")
+
+RELEASE_PATH = "/v1/completions"
+_RELEASE_TRIES = 3
+
+
+class State(Enum):
+    """Where a live handle is."""
+
+    HELD = "held"  # the prefill engine keeps the KV, nobody has been told
+    ASKED = "asked"  # a decode engine was told, and has shown nothing yet
+    RELEASING = "releasing"  # being given back
+
+
+class End(Enum):
+    """How a handle ended."""
+
+    LOADED = "loaded"  # the decode engine produced data from it
+    RELEASED = "released"  # we gave it back
+    REFUSED = "refused"  # the decode engine refused the request and gave it back
+    ABORTED = "aborted"  # the decode engine owned it when its request was closed: it frees it
+    LOST = "lost"  # nobody could be told: the prefill engine's lease frees it
+
+
+class Custody:
+    """One live handle. Ended once; ending again changes nothing."""
+
+    def __init__(
+        self, custodian: Custodian, handle: Handle, prefill: str, model: str | None, authorization: _Auth
+    ) -> None:
+        self._custodian = custodian
+        self.handle = handle
+        self.prefill = prefill
+        self.decode: str | None = None
+        self.model = model
+        self.authorization = authorization
+        self.state: State | None = State.HELD
+        self.since = custodian.now()
+
+    def __repr__(self) -> str:
+        return f"<Custody {self.handle.remote_request_id} {self.state and self.state.value} of {self.prefill}>"
+
+    def asked(self, decode: str) -> None:
+        """The handle went out to a decode engine."""
+        self.decode = decode
+        self.state = State.ASKED
+
+    def end(self, how: End) -> None:
+        """The handle is over."""
+        if self.state is not None:
+            self.state = None
+            self._custodian.ended(self, how)
+
+    def release(self) -> None:
+        """Give the handle back in the background."""
+        if self.state is not None and self.state is not State.RELEASING:
+            self.state = State.RELEASING
+            self._custodian.give_back(self)
+
+
+_Auth = tuple[tuple[bytes, bytes], ...]
+
+
+class Custodian:
+    """All live handles of one pool."""
+
+    def __init__(
+        self,
+        contract: Contract,
+        ledger: Ledger,
+        clients: dict[str, EngineClient],
+        deadlines: Deadlines,
+        observers: Observers,
+        now: Callable[[], float],
+    ) -> None:
+        self._contract = contract
+        self._ledger = ledger
+        self._clients = clients
+        self._deadlines = deadlines
+        self._observers = observers
+        self.now = now
+        self._live: set[Custody] = set()
+        self._tasks = TaskOwner("custody")
+        self._orphans = 0
+
+    def __repr__(self) -> str:
+        return f"<Custodian {len(self._live)} live handles, {self._orphans} prefills without a client>"
+
+    def snapshot(self) -> dict[str, tuple[int, float]]:
+        """Return for each state how many handles are in it and the age of the oldest in seconds."""
+        now = self.now()
+        found = {state.value: (0, 0.0) for state in State}
+        for custody in self._live:
+            if custody.state is not None:
+                count, oldest = found[custody.state.value]
+                found[custody.state.value] = (count + 1, max(oldest, now - custody.since))
+        return found
+
+    def take(self, handle: Handle, prefill: str, model: str | None, authorization: _Auth) -> Custody:
+        """Become responsible for a handle."""
+        custody = Custody(self, handle, prefill, model, authorization)
+        self._live.add(custody)
+        return custody
+
+    def ended(self, custody: Custody, how: End) -> None:
+        """Forget a handle that is over. Called by `Custody.end` alone."""
+        self._live.discard(custody)
+        self._observers.notify(HandleEnded(how.value, custody.prefill, self.now() - custody.since))
+
+    def give_back(self, custody: Custody) -> None:
+        """Start giving a handle back. Called by `Custody.release` alone."""
+        self._tasks.spawn(self._give_back(custody), custody.handle.remote_request_id)
+
+    def adopt(
+        self, pending: Pending, prefill: str, model: str | None, authorization: _Auth, done: Callable[[], None]
+    ) -> None:
+        """Take over a prefill leg whose client has left: await its answer for a grace, give back what it holds.
+
+        Closing the leg instead would lose the handle if the engine was just finishing. `done` is called when the leg is
+        over.
+        """
+        self._orphans += 1
+        self._tasks.spawn(self._adopted(pending, prefill, model, authorization, done), "adopted prefill")
+
+    async def settle(self, timeout: float) -> int:
+        """Wait up to `timeout` seconds for the background work; return how much was given up."""
+        return await self._tasks.settle(timeout)
+
+    async def _adopted(
+        self, pending: Pending, prefill: str, model: str | None, authorization: _Auth, done: Callable[[], None]
+    ) -> None:
+        try:
+            async with asyncio.timeout(self._deadlines.abandoned_prefill):
+                answer = await pending.answer
+        except TimeoutError:
+            self._observers.notify(DeadlinePassed(Wait.ABANDONED_PREFILL.value, prefill))
+            return
+        except EngineError:
+            return
+        finally:
+            self._orphans -= 1
+            pending.close()
+            done()
+        if answer.status == 200 and (read := prefill_answer(answer.body)) is not None:
+            handle = self._contract.handle(read)
+            if isinstance(handle, Handle):
+                self.take(handle, prefill, model, authorization).release()
+
+    async def _give_back(self, custody: Custody) -> None:
+        body = self._contract.release_body(custody.model, custody.handle)
+        how = End.LOST
+        if body is not None:
+            try:
+                for attempt in range(_RELEASE_TRIES):
+                    node = self._ledger.releaser(self.now(), prefer_not=custody.decode)
+                    if node is not None and await self._told(custody, node.url, body):
+                        how = End.RELEASED
+                        break
+                    if attempt + 1 < _RELEASE_TRIES:
+                        await asyncio.sleep(self._deadlines.release / _RELEASE_TRIES)
+            finally:
+                custody.end(how)
+        if how is End.LOST:
+            logger.warning(
+                "KV of %s on %s could not be given back: its lease frees it",
+                custody.handle.remote_request_id,
+                custody.prefill,
+            )
+
+    async def _told(self, custody: Custody, decode: str, body: bytes) -> bool:
+        client = self._clients[decode]
+        headers = ((b"x-request-id", b"release-" + mint().encode()), *custody.authorization)
+        try:
+            answer: Answer = await client.whole(
+                client.request(RELEASE_PATH, headers, body), self._deadlines.release, Wait.RELEASE
+            )
+        except EngineTimeoutError as error:
+            self._observers.notify(DeadlinePassed(error.wait.value, decode))
+            return False
+        except (EngineUnreachableError, EngineError):
+            return False
+        # Only the handler's own refusal frees the blocks; 401 and 404 come from before it.
+        return answer.status == 400

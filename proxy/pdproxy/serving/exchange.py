@@ -1,0 +1,403 @@
+"""One prompt's exchange with the engines: prefill, hand over the KV, decode, and another engine where one fails.
+
+Owns the leases, the legs and the custody of one prompt from the choice of engines to the last byte. Every way out, a
+cancelled task (the client left) included, closes the leases once and leaves no KV behind:
+
+    before the prefill's answer    the leg is adopted by the custodian, which awaits it and gives the KV back
+    before the decode is asked     the handle is given back
+    before the decode has shown that it took the request, its leg gets a moment to do so; then it is closed, and the KV
+                                   is given back if the engine may not have seen the handle
+    later                          the decode leg is closed, the decode engine frees both sides
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdproxy.settings.schema import Deadlines
+
+from pdproxy.fleet.audit import Auditor
+from pdproxy.kit.errors import (
+    EngineError,
+    EngineRefusedError,
+    EngineTimeoutError,
+    EngineUnreachableError,
+    OverloadedError,
+    StaleConnectionError,
+    Wait,
+)
+from pdproxy.observe.events import DeadlinePassed, LegFailed, LegTimes, Observers, ServedAlone
+from pdproxy.scheduling.ledger import Lease, Ledger, Pair, Verdict
+from pdproxy.scheduling.split import why_alone
+from pdproxy.serving.custody import Custodian, Custody, End
+from pdproxy.serving.output import Output
+from pdproxy.serving.relay import Relay
+from pdproxy.transfer.bodies import alone_body
+from pdproxy.transfer.contract import Contract, Handle
+from pdproxy.upstream.client import Answer, EngineClient, Pending
+from pdproxy.upstream.connection import Connection
+from pdproxy.wire.engine import error_of, prefill_answer
+from pdproxy.wire.request import Alone, Parsed, Prompt
+
+ACCEPT_GRACE = 0.15
+"""Seconds that a decode leg may take to show that the engine has the request, once its client has left (0.2 s in all)."""
+ACCEPTED_UNSEEN = 1.0
+"""Seconds after which an engine that is asked for an unstreamed answer counts as having the request."""
+FINISH_GRACE = 1.0
+"""Seconds that an engine may take from its end mark to the end of its HTTP answer before the connection is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """What an exchange works with. One for the whole process."""
+
+    contract: Contract
+    ledger: Ledger
+    clients: dict[str, EngineClient]
+    custodian: Custodian
+    deadlines: Deadlines
+    attempts: int
+    observers: Observers
+    auditor: Auditor
+    now: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What every leg of one request carries: its id, its path and the headers that go on."""
+
+    request_id: str
+    path: str
+    headers: tuple[tuple[bytes, bytes], ...]
+    authorization: tuple[tuple[bytes, bytes], ...]
+
+
+class Exchange:
+    """One prompt (or, with `prompt` None, a whole request for one engine alone). Run once."""
+
+    def __init__(
+        self, engines: Engines, parsed: Parsed, prompt: Prompt | None, heading: Heading, new_relay: Callable[[], Relay]
+    ) -> None:
+        self._engines = engines
+        self._parsed = parsed
+        self._prompt = prompt
+        self._heading = heading
+        self._new_relay = new_relay
+        self._without: set[str] = set()
+        self._attempts = 0
+        self._prefill_lost = False
+        self._prefill_url: str | None = None
+        self._decode_url: str | None = None
+        self._why_alone: Alone | None = None
+        self._prefill_s: float | None = None
+        self._kv_s: float | None = None
+        self.relay: Relay | None = None
+
+    def __repr__(self) -> str:
+        return f"<Exchange {self._heading.request_id} {self._prefill_url} -> {self._decode_url}, {self.relay!r}>"
+
+    def times(self) -> LegTimes:
+        """Return what happened so far."""
+        return LegTimes(
+            prefill=self._prefill_url,
+            decode=self._decode_url,
+            why_alone=self._why_alone.value if self._why_alone else None,
+            prefill_s=self._prefill_s,
+            kv_s=self._kv_s,
+            attempts=max(1, self._attempts),
+        )
+
+    async def run(self, stream_to: Callable[[Relay], Output]) -> Answer | None:
+        """Serve the prompt. Return a whole answer; or None once a stream has been passed on to `stream_to(relay)`.
+
+        Raises:
+            PdproxyError: before any data came, or in the stream.
+        """
+        why = self._rule()
+        while True:
+            self._attempts += 1
+            try:
+                if why is None:
+                    return await self._split(stream_to)
+                return await self._alone(why, stream_to)
+            except _PrefillFailedError as failed:
+                # Only the prefill is lost: another one, else one engine alone.
+                if self._attempts >= self._engines.attempts or not failed.another:
+                    why = failed.alone
+            except _BeforeDataError as failed:
+                last = self._attempts >= self._engines.attempts
+                self._tell(failed.node, "decode", failed.error, will_retry=not last)
+                if last:
+                    raise failed.error from None
+
+    def _rule(self) -> Alone | None:
+        parsed, ledger = self._parsed, self._engines.ledger
+        if self._prompt is None:
+            return parsed.alone or Alone.UNUSUAL
+        return why_alone(parsed, self._prompt, block_size=ledger.block_size(), template_tokens=ledger.template_tokens())
+
+    # -- one engine alone
+
+    async def _alone(self, why: Alone, stream_to: Callable[[Relay], Output]) -> Answer | None:
+        engines = self._engines
+        lease = engines.ledger.alone(
+            self._parsed.model, self._parsed.body_bytes, engines.now(), without=self._without
+        ) or engines.ledger.alone(self._parsed.model, self._parsed.body_bytes, engines.now())
+        if lease is None:
+            raise OverloadedError("no engine can serve this request: see /ready")
+        if self._why_alone is not why:
+            self._why_alone = why
+            engines.observers.notify(ServedAlone(why.value))
+        self._prefill_url, self._prefill_s = None, None
+        return await self._decode(lease, None, alone_body(self._parsed, self._prompt), None, stream_to)
+
+    # -- prefill and decode
+
+    async def _split(self, stream_to: Callable[[Relay], Output]) -> Answer | None:
+        engines, prompt = self._engines, self._prompt
+        assert prompt is not None
+        size = prompt.text_bytes or self._parsed.body_bytes
+        pair = engines.ledger.pair(self._parsed.model, size, engines.now(), without=self._without)
+        if pair is None:
+            raise _PrefillFailedError(Alone.PREFILL_FAILED if self._prefill_lost else Alone.NO_PAIR, another=False)
+        custody: Custody | None = None
+        try:
+            got = await self._prefill(pair)
+            if isinstance(got, Answer):
+                return got
+            custody = got
+            body = engines.contract.decode_body(self._parsed, prompt, got.handle)
+            return await self._decode(pair.decode, pair.prefill.node.url, body, got, stream_to)
+        finally:
+            # Both are no-ops where the decode leg has ended them already.
+            engines.ledger.close(pair.decode, Verdict.NEUTRAL, engines.now())
+            if custody is not None:
+                custody.release()
+
+    async def _prefill(self, pair: Pair) -> Custody | Answer:
+        """Have the prompt prefilled. Return custody of its KV, or an answer that is the client's own fault."""
+        engines = self._engines
+        node = pair.prefill.node
+        assert self._prompt is not None
+        request = engines.clients[node.url].request(
+            self._heading.path, self._heading.headers, engines.contract.prefill_body(self._parsed, self._prompt)
+        )
+        self._prefill_url, self._decode_url, self._why_alone = node.url, None, None
+        started = engines.now()
+        verdict = Verdict.NEUTRAL
+        adopted = False
+        pending: Pending | None = None
+
+        def end() -> None:
+            engines.ledger.close(pair.prefill, verdict, engines.now())
+
+        try:
+            answer: Answer | None = None
+            async with asyncio.timeout(engines.deadlines.prefill):
+                for fresh in (False, True):
+                    pending = await engines.clients[node.url].ask(request, fresh=fresh)
+                    try:
+                        answer = await asyncio.shield(pending.answer)
+                        break
+                    except StaleConnectionError:
+                        if fresh:
+                            raise
+            assert answer is not None
+            self._prefill_s = engines.now() - started
+            got = self._read_prefill(node.url, answer)
+            verdict = Verdict.GOOD
+            return got
+        except asyncio.CancelledError:
+            if pending is not None and not pending.answer.cancelled():
+                engines.custodian.adopt(pending, node.url, self._parsed.model, self._heading.authorization, end)
+                adopted = True
+            raise
+        except TimeoutError:
+            message = f"{node.url} did not prefill in {engines.deadlines.prefill:g} s"
+            verdict = Verdict.FAILED
+            raise self._prefill_failed(node.url, EngineTimeoutError(message, wait=Wait.PREFILL)) from None
+        except EngineError as error:
+            verdict = _verdict(error)
+            raise self._prefill_failed(node.url, error) from None
+        finally:
+            if not adopted:
+                if pending is not None:
+                    pending.close()
+                end()
+
+    def _read_prefill(self, url: str, answer: Answer) -> Custody | Answer:
+        if answer.status != 200:
+            if 400 <= answer.status < 500 and answer.status != 429:
+                return answer
+            raise EngineRefusedError(f"{url} answered {answer.status}", status=answer.status, body=answer.body)
+        read = prefill_answer(answer.body)
+        if read is None:
+            raise EngineError(f"{url} answered a prefill with something that is not a completion")
+        handle = self._engines.contract.handle(read)
+        if isinstance(handle, Handle):
+            return self._engines.custodian.take(handle, url, self._parsed.model, self._heading.authorization)
+        self._tell(url, "prefill", EngineError(f"{url} gave no usable KV handle: {handle}"), will_retry=True)
+        raise _PrefillFailedError(Alone.NO_HANDLE, another=False)
+
+    def _prefill_failed(self, url: str, error: EngineError) -> _PrefillFailedError:
+        self._without.add(url)
+        self._prefill_lost = True
+        self._tell(url, "prefill", error, will_retry=True)
+        return _PrefillFailedError(Alone.PREFILL_FAILED, another=True)
+
+    # -- decode
+
+    async def _decode(
+        self,
+        lease: Lease,
+        prefill: str | None,
+        body: bytes,
+        custody: Custody | None,
+        stream_to: Callable[[Relay], Output],
+    ) -> Answer | None:
+        """Have an engine decode, with the KV in `custody` or alone. The lease and the custody end here."""
+        engines = self._engines
+        url = lease.node.url
+        client = engines.clients[url]
+        self._decode_url = url
+        started = engines.now()
+        verdict = Verdict.NEUTRAL
+        connection: Connection | None = None
+        relay = self.relay = self._new_relay()
+        proven = whole = False
+        try:
+            if custody is not None:
+                custody.asked(url)
+            request = client.request(self._heading.path, self._heading.headers, body)
+            timeout = engines.deadlines.first_token if self._parsed.stream else engines.deadlines.total
+            try:
+                async with asyncio.timeout(timeout):
+                    connection = await client.send(request, relay)
+                    try:
+                        first = await relay.first
+                    except StaleConnectionError:
+                        relay = self.relay = self._new_relay()
+                        connection = await client.send(request, relay, fresh=True)
+                        first = await relay.first
+            except TimeoutError:
+                raise EngineTimeoutError(f"{url} sent no data in {timeout:g} s", wait=Wait.FIRST_TOKEN) from None
+            proven = True
+            self._kv_s = engines.now() - started
+            if isinstance(first, Answer):
+                whole = True
+                self._judge(url, first, custody)
+                verdict = Verdict.GOOD
+                self._compare(prefill, url, custody, relay)
+                return first
+            if custody is not None:
+                self._loaded(url, custody)
+            relay.flow(stream_to(relay), connection)
+            await relay.watch(
+                engines.deadlines.between_tokens,
+                engines.deadlines.client_write,
+                lambda wait: engines.observers.notify(DeadlinePassed(wait.value, url)),
+            )
+            whole = True
+            verdict = Verdict.GOOD
+            self._compare(prefill, url, custody, relay)
+            return None
+        except asyncio.CancelledError:
+            asked = connection is not None and custody is not None and not proven
+            if asked and custody is not None and await self._accepted(relay, started):
+                custody.end(End.ABORTED)
+            raise  # a handle that has not ended is given back below, once the leg is closed
+        except EngineError as error:
+            verdict = _verdict(error)
+            if isinstance(error, EngineTimeoutError) and not proven:
+                engines.observers.notify(DeadlinePassed(error.wait.value, url))
+            if proven and not whole:
+                raise  # data has gone out: another engine can't take over
+            if isinstance(error, EngineRefusedError) and error.status < 500 and error.status != 429:
+                raise
+            self._without.add(url)
+            raise _BeforeDataError(url, error) from error
+        finally:
+            if connection is not None:
+                if whole:
+                    connection.let_finish(FINISH_GRACE)
+                else:
+                    connection.close()
+            if custody is not None:
+                custody.release()  # whatever has not ended by now
+            engines.ledger.close(lease, verdict, engines.now())
+
+    async def _accepted(self, relay: Relay, asked: float) -> bool:
+        """Tell whether the engine has the request, giving it a moment to show it: then closing the leg frees the KV.
+
+        A stream shows it by its headers. An answer that is not streamed shows nothing before its end: there, time does.
+        """
+        if not self._parsed.stream and self._engines.now() - asked > ACCEPTED_UNSEEN:
+            return True
+        try:
+            async with asyncio.timeout(ACCEPT_GRACE):
+                await relay.accepted.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _judge(self, url: str, answer: Answer, custody: Custody | None) -> None:
+        """Decide what a whole answer says about the KV. Raise for one that another engine may do better."""
+        if answer.status == 200:
+            if custody is not None:
+                self._loaded(url, custody)
+            return
+        if 400 <= answer.status < 500 and answer.status != 429:
+            if custody is not None:
+                error_type, param = _error_kind(answer.body)
+                if self._engines.contract.refusal_released(error_type, param):
+                    custody.end(End.REFUSED)
+            return
+        raise EngineRefusedError(f"{url} answered {answer.status}", status=answer.status, body=answer.body)
+
+    def _loaded(self, url: str, custody: Custody) -> None:
+        custody.end(End.LOADED)
+        self._engines.auditor.sent(url, custody.handle.prompt_tokens)
+
+    def _compare(self, prefill: str | None, decode: str, custody: Custody | None, relay: Relay) -> None:
+        if prefill is not None and custody is not None and relay.usage is not None:
+            self._engines.auditor.compared(prefill, decode, custody.handle.prompt_tokens, relay.usage.prompt_tokens)
+
+    def _tell(self, node: str, phase: str, error: EngineError, *, will_retry: bool) -> None:
+        wait = getattr(error, "wait", None)
+        if phase == "prefill" and isinstance(wait, Wait):
+            self._engines.observers.notify(DeadlinePassed(wait.value, node))
+        self._engines.observers.notify(LegFailed(self._heading.request_id, node, phase, error.message, will_retry))
+
+
+class _PrefillFailedError(Exception):
+    """The prefill leg gave no KV. `alone` is the reason if one engine must now do it; `another`: a pair may be left."""
+
+    def __init__(self, alone: Alone, *, another: bool) -> None:
+        super().__init__(alone.value)
+        self.alone = alone
+        self.another = another
+
+
+class _BeforeDataError(Exception):
+    """A decode leg failed before its first data: the client has seen nothing yet."""
+
+    def __init__(self, node: str, error: EngineError) -> None:
+        super().__init__(str(error))
+        self.node = node
+        self.error = error
+
+
+def _verdict(error: EngineError) -> Verdict:
+    """Return what a failed leg says about its engine. Being full or refusing a bad request is no fault."""
+    if isinstance(error, EngineUnreachableError):
+        return Verdict.UNREACHABLE
+    if isinstance(error, EngineRefusedError) and (error.status < 500 or error.status == 503):
+        return Verdict.NEUTRAL
+    return Verdict.FAILED
+
+
+def _error_kind(body: bytes) -> tuple[str, str | None]:
+    detail = error_of(body)
+    return (detail.type, detail.param) if detail is not None else ("", None)

@@ -1,0 +1,137 @@
+"""A list of prompts is one exchange a prompt; this puts their answers back together, in the order of the list.
+
+vLLM keeps only the first prompt's KV handle of a list and decodes the others on it, so lists are never sent whole to a
+prefill engine. The merged answer is the one a single engine would have given: the choices by index, the usage added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from pdproxy.kit.errors import EngineError
+from pdproxy.serving.output import Output
+from pdproxy.upstream.client import Answer
+from pdproxy.upstream.connection import Headers
+from pdproxy.wire import sse
+from pdproxy.wire.engine import TokensDetails, Usage
+from pdproxy.wire.request import Fields
+
+_body_decoder = msgspec.json.Decoder(Fields)
+_choices_decoder = msgspec.json.Decoder(list[Fields])
+
+
+def add_usage(usages: Sequence[Usage]) -> Usage:
+    """Return the usage of several answers as one."""
+    cached = [u.prompt_tokens_details.cached_tokens for u in usages if u.prompt_tokens_details is not None]
+    known = [count for count in cached if count is not None]
+    return Usage(
+        prompt_tokens=sum(u.prompt_tokens for u in usages),
+        total_tokens=sum(u.total_tokens for u in usages),
+        completion_tokens=sum(u.completion_tokens or 0 for u in usages),
+        prompt_tokens_details=TokensDetails(sum(known)) if known else None,
+    )
+
+
+def merge_answers(answers: Sequence[tuple[Answer, Usage | None]]) -> Answer:
+    """Return one whole answer from one a prompt, all of status 200.
+
+    Raises:
+        EngineError: one of them is not a completion.
+    """
+    try:
+        merged = _body_decoder.decode(answers[0][0].body)
+        choices: list[Fields] = []
+        for index, (answer, _) in enumerate(answers):
+            own = _choices_decoder.decode(_body_decoder.decode(answer.body)["choices"])
+            choices += [{**choice, "index": msgspec.Raw(b"%d" % index)} for choice in own]
+        merged["choices"] = msgspec.Raw(msgspec.json.encode(choices))
+        merged["usage"] = _with_usage(merged["usage"], [usage for _, usage in answers if usage is not None])
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
+        raise EngineError(f"an engine's answer is not a completion: {error!r}") from None
+    body = msgspec.json.encode(merged)
+    return Answer(200, answers[0][0].headers, body)
+
+
+def merge_usage_event(event: bytes, usages: Sequence[Usage]) -> bytes:
+    """Return the usage event of a merged stream, from one of the streams' own."""
+    fields = _body_decoder.decode(sse.payload(event))
+    fields["usage"] = _with_usage(fields["usage"], usages)
+    return sse.data(msgspec.json.encode(fields))
+
+
+def _with_usage(template: msgspec.Raw, usages: Sequence[Usage]) -> msgspec.Raw:
+    """Return the sum of the usages with just the fields that the engine's own has."""
+    total = add_usage(usages)
+    fields = _body_decoder.decode(template)
+    for name in ("prompt_tokens", "total_tokens", "completion_tokens"):
+        fields[name] = msgspec.Raw(msgspec.json.encode(getattr(total, name)))
+    if total.prompt_tokens_details is not None:
+        fields["prompt_tokens_details"] = msgspec.Raw(msgspec.json.encode(total.prompt_tokens_details))
+    return msgspec.Raw(msgspec.json.encode(fields))
+
+
+class MergedStream:
+    """One client stream from several engine streams. Owns the client's output: begun once, ended once, by its owner."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._pressure: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        output.on_pressure(self._pause, self._resume)
+
+    def channel(self) -> Output:
+        """Return the output for one of the streams."""
+        return _Channel(self)
+
+    def write(self, data: bytes) -> None:
+        """Send bytes of any stream."""
+        self._output.write(data)
+
+    @property
+    def paused(self) -> bool:
+        """Whether the client reads slower than the engines write."""
+        return self._output.paused
+
+    def listen(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
+        """Have one stream's source told of pressure."""
+        self._pressure.append((pause, resume))
+
+    def _pause(self) -> None:
+        for pause, _ in self._pressure:
+            pause()
+
+    def _resume(self) -> None:
+        for _, resume in self._pressure:
+            resume()
+
+
+class _Channel:
+    """The output of one stream of a merged one: it passes bytes, and leaves beginning and ending to the owner."""
+
+    def __init__(self, stream: MergedStream) -> None:
+        self._stream = stream
+
+    begun = True
+
+    @property
+    def paused(self) -> bool:
+        return self._stream.paused
+
+    def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        raise RuntimeError("one stream of several cannot answer for all")
+
+    def begin(self, headers: Headers) -> None:
+        """Begun already."""
+
+    def write(self, data: bytes) -> None:
+        self._stream.write(data)
+
+    def finish(self) -> None:
+        """The owner ends the stream once all are over."""
+
+    def break_off(self) -> None:
+        """The owner breaks the stream off."""
+
+    def on_pressure(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
+        self._stream.listen(pause, resume)

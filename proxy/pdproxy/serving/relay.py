@@ -1,0 +1,291 @@
+"""The relay: a decode engine's answer to the client, byte for byte, read by read.
+
+Owns one answer from its first byte to its last. It holds everything back until the answer is proven good by real data
+(an engine may say 200 and then fail: status first would be a lie), then passes reads on with as little work as possible:
+whole events that hold nothing special are forwarded as they are, and only errors, the usage and the end mark are looked at.
+A stream that ends without its end mark has failed, whatever the connection says.
+
+    HOLDING --real data--> PROVEN --flow()--> FLOWING --[DONE]--> ENDED
+       |  whole answer: `first` gets it           |
+       +--error, EOF-----> `first` fails          +--error event, EOF, deadline--> `done` fails
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import Callable
+from enum import Enum
+
+from pdproxy.kit.errors import ClientLeftError, EngineError, EngineRefusedError, EngineTimeoutError, PdproxyError, Wait
+from pdproxy.observe.events import ITL_BOUNDS, Gaps
+from pdproxy.serving.output import Output
+from pdproxy.upstream.client import Answer
+from pdproxy.upstream.connection import Connection, Headers
+from pdproxy.wire import sse
+from pdproxy.wire.engine import Usage, error_of, usage_of
+
+
+class _Phase(Enum):
+    HOLDING = "holding"
+    PROVEN = "proven"
+    FLOWING = "flowing"
+    ENDED = "ended"
+
+
+class StreamStarted:
+    """The answer is a stream, and its first real data has come."""
+
+
+STREAM_STARTED = StreamStarted()
+
+
+class Relay:
+    """One answer of an engine: the sink of its connection, the source of the client's bytes.
+
+    `first` resolves once the answer is known to be good or bad, `done` once it is over; both before and after that the
+    caller closes the connection. `wants_usage`: whether the client asked for the usage event that we always ask for.
+    `wants_done`: whether the end mark goes to the client (False for one stream of several).
+    """
+
+    def __init__(self, *, wants_usage: bool, wants_done: bool = True, index: int | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        self.first: asyncio.Future[Answer | StreamStarted] = loop.create_future()
+        self.done: asyncio.Future[None] = loop.create_future()
+        self.accepted = asyncio.Event()
+        self.usage: Usage | None = None
+        self.usage_event: bytes | None = None
+        self.events = 0
+        self.gaps = Gaps()
+        self._time = loop.time
+        self._wants_usage = wants_usage
+        self._wants_done = wants_done
+        self._index = index
+        self._phase = _Phase.HOLDING
+        self._status = 0
+        self._headers: Headers = []
+        self._is_stream = False
+        self._held: list[bytes] = []
+        self._tail = b""
+        self._saw_done = False
+        self._output: Output | None = None
+        self._connection: Connection | None = None
+        self._last = loop.time()
+        self._paused_since: float | None = None
+        self._ending: EngineError | None = None
+
+    def __repr__(self) -> str:
+        return f"<Relay {self._phase.value}, {self.events} events, status {self._status}>"
+
+    @property
+    def headers(self) -> Headers:
+        """The engine's headers."""
+        return self._headers
+
+    # -- the caller's side
+
+    def flow(self, output: Output, connection: Connection) -> None:
+        """Pass on what was held, and from now on everything as it comes."""
+        self._output, self._connection = output, connection
+        self._phase = _Phase.FLOWING if self._phase is _Phase.PROVEN else self._phase
+        self._last = self._time()
+        output.on_pressure(self._pause, self._resume)
+        held, self._held = self._held, []
+        if held:
+            self._forward(b"".join(held))
+        if self._ending is not None:
+            self._over(self._ending)
+        elif output.paused:
+            self._pause()
+
+    async def watch(self, between_tokens: float, client_write: float, passed: Callable[[Wait], None]) -> None:
+        """Wait until the stream is over.
+
+        Raises:
+            EngineError: the stream failed after data had been sent; EngineTimeoutError: no event for `between_tokens` s.
+            ClientLeftError: the client read nothing for `client_write` s.
+        """
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal timer
+            now = loop.time()
+            if self._paused_since is not None:
+                due = self._paused_since + client_write
+                if now >= due:
+                    passed(Wait.CLIENT_WRITE)
+                    self._fail(ClientLeftError(f"the client read nothing for {client_write:g} s"))
+                    return
+            else:
+                due = self._last + between_tokens
+                if now >= due:
+                    passed(Wait.BETWEEN_TOKENS)
+                    message = f"the engine sent nothing for {between_tokens:g} s"
+                    self._fail(EngineTimeoutError(message, wait=Wait.BETWEEN_TOKENS))
+                    return
+            # The shorter of both waits, since a pause may begin before this timer fires.
+            timer = loop.call_at(min(due, now + min(between_tokens, client_write)), look)
+
+        timer = loop.call_later(min(between_tokens, client_write), look)
+        try:
+            await self.done
+        finally:
+            timer.cancel()
+
+    # -- the connection's side
+
+    def head(self, status: int, headers: Headers) -> None:
+        self._status, self._headers = status, headers
+        content_type = next((value for name, value in headers if name == b"content-type"), b"")
+        self._is_stream = status == 200 and content_type.startswith(b"text/event-stream")
+        self.accepted.set()
+
+    def data(self, chunk: bytes) -> None:
+        if not self._is_stream:
+            self._held.append(chunk)
+            return
+        if self._tail:
+            chunk = self._tail + chunk
+            self._tail = b""
+        if not chunk.endswith(sse.END):
+            cut = chunk.rfind(sse.END) + len(sse.END)
+            if cut < len(sse.END):
+                self._tail = chunk
+                return
+            self._tail = chunk[cut:]
+            chunk = chunk[:cut]
+        if self._phase is _Phase.FLOWING:
+            self._forward(chunk)
+        elif self._phase is not _Phase.ENDED:
+            self._hold(chunk)
+
+    def end(self) -> None:
+        if not self._is_stream:
+            body = b"".join(self._held)
+            if self._status == 200:
+                self.usage = usage_of(body)
+                self.events = 1
+            self._phase = _Phase.ENDED
+            if not self.first.done():
+                self.first.set_result(Answer(self._status, self._headers, body))
+            return
+        self._over(EngineError("the engine ended the stream without its end mark"))
+
+    def failed(self, error: EngineError) -> None:
+        self.accepted.set()
+        if self._is_stream:
+            self._over(error)
+        else:
+            self._fail(error)
+
+    # -- inside
+
+    def _hold(self, batch: bytes) -> None:
+        """Keep events until one of them is real data: not the opening of a chat, a comment, an error or the end mark."""
+        self._held.append(batch)
+        if self._phase is _Phase.PROVEN:
+            return
+        real = False
+        for event in batch.split(sse.END):
+            if not event or sse.is_comment(event) or sse.is_role_only(event):
+                continue
+            if sse.is_error(event):
+                self._fail(_refusal(sse.payload(event)))
+                return
+            if sse.is_done(event):
+                if not real:
+                    self._fail(EngineError("the engine ended the stream without any data"))
+                    return
+                break
+            real = True
+        if real:
+            self._phase = _Phase.PROVEN
+            if not self.first.done():
+                self.first.set_result(STREAM_STARTED)
+
+    def _forward(self, batch: bytes) -> None:
+        now = self._time()
+        if self._index is not None or sse.may_need_care(batch):
+            batch = self._care(batch)
+        count = batch.count(sse.END)
+        if count:
+            if self.events:
+                gap = now - self._last
+                buckets = self.gaps.buckets
+                buckets[bisect_left(ITL_BOUNDS, gap)] += 1
+                buckets[0] += count - 1
+                self.gaps.total += gap
+            else:
+                self.gaps.buckets[0] += count - 1
+            self.events += count
+        self._last = now
+        if batch and self._output is not None:
+            self._output.write(batch)
+        if self._saw_done:
+            self._over(None)
+
+    def _care(self, batch: bytes) -> bytes:
+        """Look at each event of a batch: take out what is ours, mark what ends the stream, return what goes on."""
+        passed: list[bytes] = []
+        for bare in batch.split(sse.END):
+            if not bare:
+                continue
+            event = bare + sse.END
+            if sse.is_error(event):
+                self._fail(_refusal(sse.payload(event)))
+                break
+            if sse.is_done(event):
+                self._saw_done = True
+                if self._wants_done:
+                    passed.append(event)
+                break
+            if sse.is_usage_only(event):
+                self.usage = usage_of(sse.payload(event))
+                self.usage_event = event
+                if not self._wants_usage:
+                    continue
+            elif self._index is not None:
+                event = sse.with_index(event, self._index)
+            passed.append(event)
+        return b"".join(passed)
+
+    def _over(self, error: EngineError | None) -> None:
+        if self._phase is _Phase.PROVEN:
+            self._ending = error  # what was held may hold the end mark: `flow` will see
+            return
+        if error is not None and not self._saw_done:
+            self._fail(error)
+            return
+        self._phase = _Phase.ENDED
+        if not self.done.done():
+            self.done.set_result(None)
+
+    def _fail(self, error: PdproxyError) -> None:
+        """Fail where the caller is waiting: at the first data, or in the stream."""
+        before, self._phase = self._phase, _Phase.ENDED
+        if before is _Phase.HOLDING and not self.first.done():
+            self.first.set_exception(error)
+            self.first.exception()  # read: a caller that has left must not be reported as careless
+        elif before is not _Phase.ENDED and not self.done.done():
+            self.done.set_exception(error)
+            self.done.exception()
+
+    def _pause(self) -> None:
+        if self._paused_since is None and self._connection is not None:
+            self._paused_since = self._time()
+            self._connection.pause()
+
+    def _resume(self) -> None:
+        if self._paused_since is not None and self._connection is not None:
+            self._paused_since = None
+            self._last = self._time()
+            self._connection.resume()
+
+
+def _refusal(payload: bytes) -> EngineRefusedError:
+    detail = error_of(payload)
+    code = detail.code if detail is not None else None
+    status = code if isinstance(code, int) and 400 <= code <= 599 else 500
+    message = detail.message if detail is not None else "the engine sent an error event"
+    return EngineRefusedError(message, status=status, body=payload)

@@ -1,0 +1,275 @@
+"""A generating request from its first byte to its last: read, admitted, exchanged, answered, reported.
+
+Owns the answer to the client and the one report (`RequestEnded`) that each request leaves, whatever became of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pdproxy.kit.errors import (
+    BadRequestError,
+    ClientLeftError,
+    EngineRefusedError,
+    EngineTimeoutError,
+    Fault,
+    PdproxyError,
+    UnauthorizedError,
+    Wait,
+)
+from pdproxy.kit.ids import mint, usable
+from pdproxy.observe.events import DeadlinePassed, Gaps, RequestEnded
+from pdproxy.serving.admission import Admission
+from pdproxy.serving.exchange import Engines, Exchange, Heading
+from pdproxy.serving.merge import MergedStream, merge_answers, merge_usage_event
+from pdproxy.serving.output import Output
+from pdproxy.serving.relay import Relay
+from pdproxy.upstream.client import Answer
+from pdproxy.upstream.connection import Headers
+from pdproxy.wire import sse
+from pdproxy.wire.engine import Usage
+from pdproxy.wire.errors import error_body
+from pdproxy.wire.request import Incoming, Parsed, body_request_id, parse
+
+logger = logging.getLogger("pdproxy")
+
+_PASSED_HEADERS = (b"content-type", b"retry-after")
+JSON_TYPE = (b"content-type", b"application/json")
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """API keys. With `proxy_keys`, clients must bring one, and engines get `engine_key`; without, theirs goes on."""
+
+    proxy_keys: tuple[str, ...] = ()
+    engine_key: str | None = None
+
+    def check(self, authorization: bytes | None) -> None:
+        """Raise UnauthorizedError unless the header holds one of the keys, or none are set."""
+        if not self.proxy_keys:
+            return
+        scheme, _, given = (authorization or b"").partition(b" ")
+        if scheme.lower() == b"bearer" and any(
+            hmac.compare_digest(given.strip(), key.encode()) for key in self.proxy_keys
+        ):
+            return
+        raise UnauthorizedError("A valid API key is needed in the Authorization header")
+
+    def to_engine(self, authorization: bytes | None) -> tuple[tuple[bytes, bytes], ...]:
+        """Return the Authorization header for engines, if any."""
+        if self.engine_key is not None:
+            return ((b"authorization", b"Bearer " + self.engine_key.encode()),)
+        if authorization is not None and not self.proxy_keys:
+            return ((b"authorization", authorization),)
+        return ()
+
+
+@dataclass(slots=True)
+class _Report:
+    """What becomes known of a request as it goes. Owned by one call of `Service.generate`."""
+
+    request_id: str
+    received: float
+    parsed: Parsed | None = None
+    admitted: float | None = None
+    exchanges: Sequence[Exchange] = ()
+    first: float | None = None
+    status: int = 0
+
+
+class Service:
+    """Serves the two generating routes."""
+
+    def __init__(self, engines: Engines, admission: Admission, keys: Keys) -> None:
+        self._engines = engines
+        self._admission = admission
+        self.keys = keys
+
+    async def generate(self, incoming: Incoming, output: Output) -> None:
+        """Answer a request through `output`. Raises nothing but CancelledError, which means that the client has left."""
+        now = self._engines.now
+        report = _Report(usable(incoming.request_id) or mint(), now())
+        error: PdproxyError | None = None
+        admitted = False
+        try:
+            self.keys.check(incoming.authorization)
+            if incoming.content_type.split(";")[0].strip().lower() != "application/json":
+                raise BadRequestError("Unsupported Media Type: Only 'application/json' is allowed")
+            parsed = report.parsed = parse(incoming.route, incoming.body)
+            if incoming.request_id is None:
+                report.request_id = usable(body_request_id(parsed.fields)) or report.request_id
+            async with asyncio.timeout(self._engines.deadlines.total):
+                await self._admission.enter()
+                admitted = True
+                report.admitted = now()
+                await self._serve(parsed, incoming, output, report)
+        except asyncio.CancelledError:
+            error = ClientLeftError("the client closed the connection")
+            raise
+        except TimeoutError:
+            total = self._engines.deadlines.total
+            self._engines.observers.notify(DeadlinePassed(Wait.TOTAL.value))
+            error = EngineTimeoutError(f"the request took longer than {total:g} s", wait=Wait.TOTAL)
+        except PdproxyError as failed:
+            error = failed
+        except Exception as failed:
+            logger.exception("request %s failed in pdproxy itself", report.request_id)
+            error = PdproxyError(f"{type(failed).__name__}: {failed}")
+        finally:
+            if admitted:
+                self._admission.leave()
+            if error is not None and not isinstance(error, ClientLeftError):
+                self._answer_error(error, output, report)
+            elif error is not None:
+                output.break_off()
+            self._report(incoming, report, error)
+
+    async def _serve(self, parsed: Parsed, incoming: Incoming, output: Output, report: _Report) -> None:
+        authorization = self.keys.to_engine(incoming.authorization)
+        request_id = report.request_id.encode()
+        heading = Heading(
+            report.request_id,
+            incoming.route.value,
+            ((b"x-request-id", request_id), *authorization, *incoming.forward),
+            authorization,
+        )
+        if parsed.is_list and len(parsed.prompts) > 1 and parsed.alone is None:
+            await self._serve_list(parsed, heading, output, report)
+        else:
+            await self._serve_one(parsed, heading, output, report)
+
+    async def _serve_one(self, parsed: Parsed, heading: Heading, output: Output, report: _Report) -> None:
+        prompt = None if parsed.alone is not None else parsed.prompts[0]
+        exchange = Exchange(self._engines, parsed, prompt, heading, lambda: Relay(wants_usage=parsed.wants_usage))
+        report.exchanges = (exchange,)
+
+        def begin(relay: Relay) -> Output:
+            report.first = self._engines.now()
+            report.status = 200
+            output.begin(self._headers(relay.headers, report))
+            return output
+
+        answer = await exchange.run(begin)
+        if answer is None:
+            output.finish()
+        else:
+            self._answer(answer, output, report)
+
+    async def _serve_list(self, parsed: Parsed, heading: Heading, output: Output, report: _Report) -> None:
+        exchanges = [
+            Exchange(self._engines, parsed, prompt, heading, _ListRelay(index))
+            for index, prompt in enumerate(parsed.prompts)
+        ]
+        report.exchanges = exchanges
+        merged = MergedStream(output)
+
+        def begin(relay: Relay) -> Output:
+            if report.first is None:
+                report.first = self._engines.now()
+                report.status = 200
+                output.begin(self._headers(relay.headers, report))
+            return merged.channel()
+
+        answers = await _all(exchanges, begin)
+        wholes = [answer for answer in answers if answer is not None]
+        refused = next((answer for answer in wholes if answer.status != 200), None)
+        usages = [exchange.relay.usage if exchange.relay else None for exchange in exchanges]
+        if output.begun:
+            if refused is not None:
+                raise EngineRefusedError("one of the prompts was refused", status=refused.status, body=refused.body)
+            self._end_merged(parsed, exchanges, [usage for usage in usages if usage is not None], output)
+        elif refused is not None:
+            self._answer(refused, output, report)
+        else:
+            self._answer(merge_answers(list(zip(wholes, usages, strict=True))), output, report)
+
+    def _end_merged(
+        self, parsed: Parsed, exchanges: Sequence[Exchange], usages: Sequence[Usage], output: Output
+    ) -> None:
+        event = next((e.relay.usage_event for e in exchanges if e.relay and e.relay.usage_event), None)
+        if parsed.wants_usage and event is not None:
+            output.write(merge_usage_event(event, usages))
+        output.write(sse.DONE + sse.END)
+        output.finish()
+
+    # -- answering
+
+    def _headers(self, headers: Headers, report: _Report) -> Headers:
+        passed = [(name, value) for name, value in headers if name in _PASSED_HEADERS]
+        return [*passed, (b"x-request-id", report.request_id.encode())]
+
+    def _answer(self, answer: Answer, output: Output, report: _Report) -> None:
+        report.status = answer.status
+        if report.first is None and answer.status == 200:
+            report.first = self._engines.now()
+        output.whole(answer.status, self._headers(answer.headers, report), answer.body)
+
+    def _answer_error(self, error: PdproxyError, output: Output, report: _Report) -> None:
+        body = error_body(error)
+        if output.begun:
+            output.write(sse.data(body))
+            output.break_off()
+            return
+        report.status = error.status
+        headers = [JSON_TYPE, (b"x-request-id", report.request_id.encode())]
+        if error.fault is Fault.CAPACITY:
+            headers.append((b"retry-after", b"1"))
+        if isinstance(error, UnauthorizedError):
+            headers.append((b"www-authenticate", b"Bearer"))
+        output.whole(error.status, headers, body)
+
+    def _report(self, incoming: Incoming, report: _Report, error: PdproxyError | None) -> None:
+        now = self._engines.now()
+        relays = [exchange.relay for exchange in report.exchanges if exchange.relay is not None]
+        usages = [relay.usage for relay in relays if relay.usage is not None]
+        gaps = Gaps()
+        for relay in relays:
+            gaps.total += relay.gaps.total
+            gaps.buckets = [a + b for a, b in zip(gaps.buckets, relay.gaps.buckets, strict=True)]
+        outcome = "ok" if error is None else error.fault.value
+        if error is None and report.status >= 400:
+            outcome = Fault.CLIENT.value
+        self._engines.observers.notify(
+            RequestEnded(
+                request_id=report.request_id,
+                endpoint=incoming.route.value,
+                model=report.parsed.model if report.parsed else None,
+                outcome=outcome,
+                status=report.status,
+                legs=[exchange.times() for exchange in report.exchanges],
+                queue_s=(report.admitted or now) - report.received,
+                first_s=None if report.first is None else report.first - report.received,
+                total_s=now - report.received,
+                prompt_tokens=sum(usage.prompt_tokens for usage in usages) if usages else None,
+                completion_tokens=sum(usage.completion_tokens or 0 for usage in usages)
+                if usages
+                else sum(relay.events for relay in relays) or None,
+                gaps=gaps,
+                error=None if error is None else error.message,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _ListRelay:
+    """Makes the relays of one prompt of a list."""
+
+    index: int
+
+    def __call__(self) -> Relay:
+        return Relay(wants_usage=False, wants_done=False, index=self.index)
+
+
+async def _all(exchanges: Sequence[Exchange], begin: Callable[[Relay], Output]) -> list[Answer | None]:
+    """Run exchanges at once. The first failure ends the others and is raised."""
+    tasks = [asyncio.ensure_future(exchange.run(begin)) for exchange in exchanges]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,75 @@
+"""The parts of the legs' bodies that all contracts of vLLM share.
+
+Source: vLLM 0.32.0 `entrypoints/openai/*/protocol.py`. What the prefill leg must not carry is refused by the engine
+(`stream_options` without a stream, `min_tokens` over `max_tokens`) or costs work on a token that is thrown away.
+"""
+
+from __future__ import annotations
+
+from pdproxy.transfer.contract import encode, raw
+from pdproxy.wire.request import Fields, Parsed, Prompt, Route
+
+_ONE = raw(b"1")
+_FALSE = raw(b"false")
+_TRUE = raw(b"true")
+_USAGE_AT_THE_END = raw(b'{"include_usage":true,"continuous_usage_stats":false}')
+
+DROPPED_ON_PREFILL = (
+    "stream_options",
+    "logprobs",
+    "top_logprobs",
+    "logprob_token_ids",
+    "prompt_logprobs",
+    "echo",
+    "structured_outputs",
+)
+"""Fields the prefill leg does without. None of them changes the prompt."""
+
+
+def prefill_fields(parsed: Parsed, prompt: Prompt) -> Fields:
+    """Return the fields of a prefill leg: one token, whole, with the prompt's ids, the client's object untouched.
+
+    `response_format` stays on chats, since some chat templates print it; completions have no template. `tools` and
+    `tool_choice` stay, since they change the prompt.
+    """
+    fields = dict(parsed.fields)
+    for name in DROPPED_ON_PREFILL:
+        fields.pop(name, None)
+    if parsed.route is Route.COMPLETIONS:
+        fields.pop("response_format", None)
+    _set_prompt(fields, prompt)
+    fields["max_tokens"] = _ONE
+    if "max_completion_tokens" in fields:
+        fields["max_completion_tokens"] = _ONE
+    if "min_tokens" in fields:
+        # 1 masks EOS and the stop ids for that token, as the client's larger number would have.
+        fields["min_tokens"] = _ONE if bytes(fields["min_tokens"]) not in (b"0", b"null") else fields["min_tokens"]
+    if "n" in fields:
+        fields["n"] = _ONE
+    fields["stream"] = _FALSE
+    fields["return_token_ids"] = _TRUE
+    return fields
+
+
+def decode_fields(parsed: Parsed, prompt: Prompt) -> Fields:
+    """Return the fields of a decode leg: the client's own, and on streams a usage event at the end, for us."""
+    fields = dict(parsed.fields)
+    _set_prompt(fields, prompt)
+    if parsed.stream and not parsed.wants_usage:
+        fields["stream_options"] = _USAGE_AT_THE_END
+    return fields
+
+
+def alone_body(parsed: Parsed, prompt: Prompt | None) -> bytes:
+    """Return the body for one engine that serves the request, or one prompt of it, without KV transfer."""
+    if prompt is None:  # the whole request as it came
+        fields = dict(parsed.fields)
+        if parsed.stream and not parsed.wants_usage:
+            fields["stream_options"] = _USAGE_AT_THE_END
+        return encode(fields)
+    return encode(decode_fields(parsed, prompt))
+
+
+def _set_prompt(fields: Fields, prompt: Prompt) -> None:
+    if prompt.raw is not None:
+        fields["prompt"] = prompt.raw

@@ -1,0 +1,116 @@
+"""NIXL, pull: the prefill engine keeps the blocks, the decode engine reads them.
+
+Source: vLLM 0.32.0 `nixl/pull_scheduler.py`, `nixl/pull_worker.py`, `renderers/online_renderer.py`. The prefill answer's
+`kv_transfer_params` go to the decode engine verbatim, with the prompt's ids beside them, so that both engines see one
+prompt whatever their templates say. A handle that is incomplete, or holds no blocks, kills a decode engine's core:
+such a one is never sent on.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdproxy.transfer.bodies import DROPPED_ON_PREFILL, alone_body, decode_fields, prefill_fields
+from pdproxy.transfer.contract import Contract, Handle, Order, encode, raw
+from pdproxy.wire.engine import PrefillAnswer
+from pdproxy.wire.request import Parsed, Prompt
+
+_ASK = raw(
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+)
+
+
+class _Params(msgspec.Struct, frozen=True):
+    """What must be there before a decode engine may see a handle."""
+
+    do_remote_prefill: bool
+    remote_engine_id: str
+    remote_request_id: str
+    remote_host: str
+    remote_port: int
+    remote_block_ids: list[msgspec.Raw]
+    remote_num_tokens: int | None = None
+
+
+_params_decoder = msgspec.json.Decoder(_Params)
+
+
+def prefill_body(parsed: Parsed, prompt: Prompt) -> bytes:
+    """Return the prefill leg's body: it asks the engine to keep the KV for a remote decode."""
+    fields = prefill_fields(parsed, prompt)
+    fields["kv_transfer_params"] = _ASK
+    return encode(fields)
+
+
+def handle(answer: PrefillAnswer) -> Handle | str:
+    """Return the handle in a prefill answer, or the reason why there is none that may be used."""
+    params_json = bytes(answer.kv_transfer_params)
+    if params_json == b"null":
+        return (
+            "the answer has no kv_transfer_params: is the engine started with a --kv-transfer-config of NixlConnector?"
+        )
+    try:
+        params = _params_decoder.decode(params_json)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return f"kv_transfer_params are incomplete: {error}"
+    if not params.do_remote_prefill:
+        return "kv_transfer_params say do_remote_prefill=false"
+    if not params.remote_block_ids or any(
+        bytes(group).strip() in (b"[]", b"null") for group in params.remote_block_ids
+    ):
+        return "kv_transfer_params hold no blocks"
+    return Handle(
+        params=params_json,
+        token_ids=answer.token_ids(),
+        prompt_tokens=answer.usage.prompt_tokens,
+        remote_request_id=params.remote_request_id,
+    )
+
+
+def decode_body(parsed: Parsed, prompt: Prompt, given: Handle | None) -> bytes:
+    """Return the decode leg's body: the client's request with the handle, or without any."""
+    if given is None:
+        return alone_body(parsed, prompt)
+    fields = decode_fields(parsed, prompt)
+    params = given.params
+    if given.token_ids is not None:
+        params = params[: params.rindex(b"}")] + b',"prompt_token_ids":' + given.token_ids + b"}"
+    fields["kv_transfer_params"] = raw(params)
+    return encode(fields)
+
+
+def release_body(model: str | None, given: Handle) -> bytes:
+    """Return a completion that the decode engine's handler refuses (`max_tokens` 0), which frees the prefill's blocks.
+
+    It must pass the schema and fail in the handler: vLLM gives a rejected request's KV back only from there.
+    """
+    fields = {"prompt": raw(b'"x"'), "max_tokens": raw(b"0"), "stream": raw(b"false")}
+    if model is not None:
+        fields["model"] = raw(msgspec.json.encode(model))
+    fields["kv_transfer_params"] = raw(given.params)
+    return encode(fields)
+
+
+def refusal_released(error_type: str, param: str | None) -> bool:
+    """Tell whether a 4xx of the decode engine has already given the handle back.
+
+    A refusal by the handler has; one by the schema has not. The schema's own errors have the type "Bad Request"; its
+    validators speak as "BadRequestError" like the handler, but can only name what the prefill leg did not carry. In
+    doubt the answer is no: a second release is a log line on the prefill engine, a forgotten one holds blocks for a lease.
+    """
+    if error_type == "Bad Request":
+        return False
+    field = (param or "").split(".")[0]
+    return field not in (*DROPPED_ON_PREFILL, "response_format", "")
+
+
+NIXL = Contract(
+    name="nixl",
+    order=Order.PREFILL_THEN_DECODE,
+    prefill_body=prefill_body,
+    handle=handle,
+    decode_body=decode_body,
+    release_body=release_body,
+    refusal_released=refusal_released,
+)

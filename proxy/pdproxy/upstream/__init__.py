@@ -1,0 +1,1 @@
+"""The legs to engines. Socket errors become `EngineError`s here, once."""

@@ -1,0 +1,171 @@
+"""Questions to engines outside the data path: health, models, version, tokenize, metrics. On aiohttp.
+
+Owns one aiohttp session. Every question has a deadline; what goes wrong becomes an `EngineError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, Wait
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """One entry of an engine's `/v1/models`. `parent` names an adapter's base model."""
+
+    id: str
+    root: str | None
+    parent: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """What we read of an engine's `/metrics` (names of vLLM 0.32.0). Token counts are since the engine's start.
+
+    `by_source`: prompt tokens by where their KV came from; empty where the engine does not say.
+    """
+
+    started: float
+    block_size: int | None
+    running: float
+    waiting: float
+    kv_usage: float
+    by_source: Mapping[str, float]
+
+
+_T = TypeVar("_T")
+
+
+class _Card(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Card]
+
+
+class _Version(msgspec.Struct):
+    version: str = ""
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class EngineAdmin:
+    """Asks engines about themselves. `timeout` in seconds bounds each question."""
+
+    def __init__(self, *, timeout: float, authorization: str | None) -> None:
+        self._timeout = timeout
+        self._headers = {"authorization": authorization} if authorization else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def healthy(self, url: str) -> None:
+        """Return if the engine says that it is alive; raise EngineError otherwise."""
+        await self._get(url, "/health")
+
+    async def models(self, url: str) -> list[ModelCard]:
+        """Return the models an engine serves."""
+        found = self._read(url, "/v1/models", await self._get(url, "/v1/models"), _Models)
+        return [ModelCard(card.id, card.root, card.parent) for card in found.data]
+
+    async def models_body(self, url: str) -> bytes:
+        """Return the engine's own answer to `/v1/models`."""
+        return await self._get(url, "/v1/models")
+
+    async def version(self, url: str) -> str:
+        """Return the engine's version, "" if it does not say."""
+        return self._read(url, "/version", await self._get(url, "/version"), _Version).version
+
+    async def tokenize(self, url: str, body: Mapping[str, object]) -> tuple[int, ...]:
+        """Return the token ids of a prompt or a chat."""
+        answer = await self._request("POST", url, "/tokenize", msgspec.json.encode(body))
+        return tuple(self._read(url, "/tokenize", answer, _Tokens).tokens)
+
+    async def scrape(self, url: str) -> Scrape:
+        """Return an engine's load and counters."""
+        return read_metrics((await self._get(url, "/metrics")).decode("utf-8", "replace"))
+
+    async def close(self) -> None:
+        """Close the session."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _get(self, url: str, path: str) -> bytes:
+        return await self._request("GET", url, path, None)
+
+    async def _request(self, method: str, url: str, path: str, body: bytes | None) -> bytes:
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=self._timeout)
+            self._session = aiohttp.ClientSession(timeout=timeout, headers=self._headers, trust_env=False)
+        headers = {"content-type": "application/json"} if body is not None else {}
+        try:
+            async with self._session.request(method, url + path, data=body, headers=headers) as answer:
+                content = await answer.read()
+        except TimeoutError:
+            raise EngineTimeoutError(f"{path} did not answer in {self._timeout:g} s", wait=Wait.PROBE) from None
+        except aiohttp.ClientConnectorError as error:
+            raise EngineUnreachableError(f"no connection: {error.strerror or error}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineError(f"{path}: {type(error).__name__}: {error}") from None
+        if answer.status != 200:
+            raise EngineError(f"{path} answered {answer.status}")
+        return content
+
+    def _read(self, url: str, path: str, content: bytes, kind: type[_T]) -> _T:
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise EngineError(f"{path} answered something else: {error}") from None
+
+
+def read_metrics(text: str) -> Scrape:
+    """Read the Prometheus text of an engine; raise EngineError if it is none."""
+    started = running = waiting = kv_usage = 0.0
+    block_size: int | None = None
+    by_source: dict[str, float] = {}
+    try:
+        for line_family in text_string_to_metric_families(_relevant(text)):
+            for sample in line_family.samples:
+                match sample.name:
+                    case "process_start_time_seconds":
+                        started = sample.value
+                    case "vllm:num_requests_running":
+                        running += sample.value
+                    case "vllm:num_requests_waiting":
+                        waiting += sample.value
+                    case "vllm:kv_cache_usage_perc":
+                        kv_usage = max(kv_usage, sample.value)
+                    case "vllm:prompt_tokens_by_source_total":
+                        source = sample.labels.get("source", "")
+                        by_source[source] = by_source.get(source, 0.0) + sample.value
+                    case "vllm:cache_config_info":
+                        size = sample.labels.get("block_size", "")
+                        block_size = int(size) if size.isdigit() else None
+    except (ValueError, KeyError, IndexError) as error:
+        raise EngineError(f"/metrics is not in Prometheus text format: {error}") from None
+    return Scrape(started, block_size, running, waiting, kv_usage, by_source)
+
+
+_RELEVANT = (
+    "process_start_time_seconds",
+    "vllm:num_requests_running{",
+    "vllm:num_requests_waiting{",
+    "vllm:kv_cache_usage_perc",
+    "vllm:prompt_tokens_by_source_total",
+    "vllm:cache_config_info",
+)
+
+
+def _relevant(text: str) -> str:
+    """Return the lines that are read: an engine's page is 60 KB, of which we need a dozen lines."""
+    return "\n".join(line for line in text.splitlines() if line.startswith(_RELEVANT)) + "\n"

@@ -1,0 +1,176 @@
+"""The client for one engine: a pool of kept connections, and the two ways to use one.
+
+Owns the engine's connections. `ask` waits for a whole answer (prefill legs, releases); `send` hands the answer to a sink
+as it comes (decode legs). Connecting has a deadline here; every other deadline belongs to the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, StaleConnectionError, Wait
+from pdproxy.upstream.connection import Connection, Headers, Sink
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer of an engine. Header names are in lower case."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+    def header(self, name: bytes) -> bytes | None:
+        """Return the first header of that name, None if there is none."""
+        return next((value for key, value in self.headers if key == name), None)
+
+
+class Pending:
+    """A request whose whole answer is awaited. Whoever holds it may await `answer`, again or elsewhere, or close it."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._status = 0
+        self._headers: Headers = []
+        self._body: list[bytes] = []
+        self._connection: Connection | None = None
+
+    def attach(self, connection: Connection) -> None:
+        """Note which connection the request is on."""
+        self._connection = connection
+
+    def close(self) -> None:
+        """Give the answer up. An engine that is still at work aborts it."""
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            connection.close()
+        if not self.answer.cancel() and not self.answer.cancelled():
+            self.answer.exception()  # read, so that asyncio does not report it as forgotten
+
+    def head(self, status: int, headers: Headers) -> None:
+        self._status, self._headers = status, headers
+
+    def data(self, chunk: bytes) -> None:
+        self._body.append(chunk)
+
+    def end(self) -> None:
+        self._connection = None
+        if not self.answer.done():
+            self.answer.set_result(Answer(self._status, self._headers, b"".join(self._body)))
+
+    def failed(self, error: EngineError) -> None:
+        self._connection = None
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+class EngineClient:
+    """All connections to one engine at `url` (`http://host:port`).
+
+    Kept connections are reused for `keepalive` seconds; vLLM closes idle ones after 5.
+    """
+
+    def __init__(self, url: str, *, connect_timeout: float, keepalive: float) -> None:
+        parts = urlsplit(url)
+        self.url = url
+        self._host = parts.hostname or ""
+        self._port = parts.port or 80
+        self._netloc = parts.netloc.encode()
+        self._connect_timeout = connect_timeout
+        self._keepalive = keepalive
+        self._idle: list[Connection] = []
+        self._all: set[Connection] = set()
+
+    def __repr__(self) -> str:
+        return f"<EngineClient {self.url}: {len(self._all)} connections, {len(self._idle)} idle>"
+
+    def request(self, path: str, headers: tuple[tuple[bytes, bytes], ...], body: bytes) -> bytes:
+        """Return the bytes of a POST of JSON."""
+        lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+        return (
+            b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b\r\n"
+            % (path.encode(), self._netloc, len(body), lines)
+        ) + body
+
+    async def send(self, request: bytes, sink: Sink, *, fresh: bool = False) -> Connection:
+        """Send a request and return the connection it is on, at once; the answer goes to `sink`.
+
+        Raises:
+            EngineUnreachableError: the engine refused the connection, or did not take it in time.
+        """
+        connection = (None if fresh else self._kept()) or await self._connect()
+        connection.send(request, sink)
+        return connection
+
+    async def ask(self, request: bytes, *, fresh: bool = False) -> Pending:
+        """Send a request whose whole answer will be awaited, on a new connection if `fresh`.
+
+        Raises:
+            EngineUnreachableError: as `send`.
+        """
+        pending = Pending()
+        pending.attach(await self.send(request, pending, fresh=fresh))
+        return pending
+
+    async def whole(self, request: bytes, timeout: float, wait: Wait) -> Answer:
+        """Send a request and wait up to `timeout` seconds for its whole answer.
+
+        Raises:
+            EngineTimeoutError: the deadline named by `wait` passed; the request was closed.
+            EngineError: the engine could not be reached or closed the connection.
+        """
+        for last in (False, True):
+            pending = Pending()
+            try:
+                async with asyncio.timeout(timeout):
+                    pending.attach(await self.send(request, pending, fresh=last))
+                    return await pending.answer
+            except StaleConnectionError:
+                if last:
+                    raise
+            except TimeoutError:
+                raise EngineTimeoutError(f"{self.url} did not answer in {timeout:g} s", wait=wait) from None
+            finally:
+                pending.close()
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        """Drop every connection."""
+        for connection in list(self._all):
+            connection.close()
+
+    def _kept(self) -> Connection | None:
+        oldest = asyncio.get_running_loop().time() - self._keepalive
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable and connection.idle_since >= oldest:
+                return connection
+            connection.close()
+        return None
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                _, connection = await loop.create_connection(
+                    lambda: Connection(self.url, self._free, self._lost), self._host, self._port
+                )
+        except TimeoutError:
+            raise EngineUnreachableError(
+                f"{self.url} took no connection in {self._connect_timeout:g} s", wait=Wait.CONNECT
+            ) from None
+        except OSError as error:
+            raise EngineUnreachableError(f"{self.url} took no connection: {error.strerror or error}") from None
+        self._all.add(connection)
+        return connection
+
+    def _free(self, connection: Connection) -> None:
+        connection.idle_since = asyncio.get_running_loop().time()
+        self._idle.append(connection)
+
+    def _lost(self, connection: Connection) -> None:
+        self._all.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)

@@ -1,0 +1,176 @@
+"""One keep-alive HTTP/1.1 connection to an engine, as an asyncio protocol on httptools.
+
+Owns the socket, the response parser and, while a request is on it, the sink that hears of the answer. The sink is called
+once a TCP read with all body bytes of that read, whole HTTP chunks or not, so a relay pays per read and not per chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import httptools
+
+from pdproxy.kit.errors import EngineError, StaleConnectionError
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Sink(Protocol):
+    """Who hears of an answer. `head` first, then `data` any number of times, then `end` or `failed`; `failed` may come alone."""
+
+    def head(self, status: int, headers: Headers) -> None:
+        """The status line and headers (names in lower case) are whole."""
+
+    def data(self, chunk: bytes) -> None:
+        """Body bytes, not empty."""
+
+    def end(self) -> None:
+        """The answer is whole."""
+
+    def failed(self, error: EngineError) -> None:
+        """No more will come."""
+
+
+class Connection(asyncio.Protocol):
+    """One connection. `on_free` is called when it can take another request, `on_lost` once when it is gone."""
+
+    def __init__(self, name: str, on_free: Callable[[Connection], None], on_lost: Callable[[Connection], None]) -> None:
+        self._name = name
+        self._on_free = on_free
+        self._on_lost = on_lost
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._sink: Sink | None = None
+        self._headers: Headers = []
+        self._parts: list[bytes] = []
+        self._complete = False
+        self._answering = False
+        self._until_eof = False
+        self._requests = 0
+        self.idle_since = 0.0
+
+    def __repr__(self) -> str:
+        state = "busy" if self._sink else "idle"
+        return f"<Connection {self._name} {state}, {self._requests} requests>"
+
+    @property
+    def usable(self) -> bool:
+        """Whether a request may be sent."""
+        return self._transport is not None and not self._transport.is_closing() and self._sink is None
+
+    def send(self, request: bytes, sink: Sink) -> None:
+        """Write a whole request; its answer goes to `sink`."""
+        if self._transport is None or self._sink is not None:
+            raise RuntimeError(f"{self!r} can't take a request")
+        self._sink = sink
+        self._requests += 1
+        self._answering = False
+        self._transport.write(request)
+
+    def close(self) -> None:
+        """Drop the connection at once. The sink hears nothing more."""
+        self._sink = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def let_finish(self, seconds: float) -> None:
+        """The caller has what it wanted: keep the connection if the answer is whole within `seconds`, drop it otherwise."""
+        if self._sink is not None:
+            number = self._requests
+            asyncio.get_running_loop().call_later(
+                seconds, lambda: self.close() if self._sink is not None and self._requests == number else None
+            )
+
+    def pause(self) -> None:
+        """Stop reading: the engine's sends block once the buffers are full."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read again."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    # -- asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        sink = self._sink
+        if sink is None:
+            self.close()  # bytes nobody asked for: the stream is out of step
+            return
+        self._answering = True
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._flush()
+            self._fail(EngineError(f"{self._name} does not speak HTTP/1.1: {error}"))
+            return
+        self._flush()
+        if self._complete and self._sink is sink:
+            self._finish(keep=self._parser.should_keep_alive())
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_lost(self)
+        if self._sink is None:
+            return
+        if self._until_eof:
+            self._finish(keep=False)
+        elif self._requests > 1 and not self._answering:
+            self._fail(StaleConnectionError(f"{self._name} closed a kept connection"))
+        else:
+            why = f": {exc}" if exc else ""
+            self._fail(EngineError(f"{self._name} closed the connection before its answer was whole{why}"))
+
+    # -- httptools
+
+    def on_message_begin(self) -> None:
+        self._headers = []
+        self._complete = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200 or self._sink is None:
+            return
+        framed = any(name in (b"content-length", b"transfer-encoding") for name, _ in self._headers)
+        self._until_eof = not framed and status not in (204, 304)
+        self._sink.head(status, self._headers)
+
+    def on_body(self, body: bytes) -> None:
+        self._parts.append(body)
+
+    def on_message_complete(self) -> None:
+        self._complete = self._parser.get_status_code() >= 200
+
+    # -- endings
+
+    def _flush(self) -> None:
+        if self._parts and self._sink is not None:
+            parts, self._parts = self._parts, []
+            self._sink.data(parts[0] if len(parts) == 1 else b"".join(parts))
+
+    def _finish(self, *, keep: bool) -> None:
+        sink, self._sink = self._sink, None
+        self._complete = False
+        if keep:
+            self._on_free(self)
+        else:
+            self.close()
+        if sink is not None:
+            sink.end()
+
+    def _fail(self, error: EngineError) -> None:
+        sink, self._sink = self._sink, None
+        self.close()
+        if sink is not None:
+            sink.failed(error)

@@ -1,0 +1,126 @@
+"""The FastAPI application: everything that is not the data path, and the documentation of all of it.
+
+The generating routes never get here (`web.protocol` takes them); they are declared for `/docs` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from pdproxy import __version__
+from pdproxy.kit.errors import PdproxyError
+from pdproxy.wire.errors import error_body
+from pdproxy.wire.request import Route
+
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether a request could be served now, why not, and what is wrong although it could."""
+
+    reason: str | None
+    details: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What the routes answer with. Each is asked at every request."""
+
+    authorize: Callable[[bytes | None], None]
+    readiness: Callable[[], Readiness]
+    models: Callable[[], Awaitable[bytes]]
+    metrics: Callable[[], bytes]
+
+
+def create_app(answers: Answers) -> FastAPI:
+    """Return the application."""
+    app = FastAPI(
+        title="pdproxy",
+        version=__version__,
+        description="One OpenAI server in front of vLLM engines with prefill and decode split apart.",
+    )
+
+    @app.exception_handler(PdproxyError)
+    async def _failed(_: Request, error: PdproxyError) -> Response:
+        return Response(error_body(error), error.status, media_type="application/json")
+
+    @app.exception_handler(HTTPException)
+    async def _http(_: Request, error: HTTPException) -> Response:
+        # As vLLM answers an unknown route or a wrong method.
+        return JSONResponse({"detail": error.detail}, error.status_code, headers=error.headers)
+
+    @app.get("/health", summary="Whether the process is alive", tags=["operation"])
+    async def health() -> Response:
+        return Response(status_code=200)
+
+    @app.get("/ready", summary="Whether a request could be served", tags=["operation"])
+    async def ready() -> Response:
+        state = answers.readiness()
+        body = {"ready": state.reason is None, "reason": state.reason, "details": state.details}
+        return JSONResponse(body, 200 if state.reason is None else 503)
+
+    @app.get("/version", summary="The version of pdproxy", tags=["operation"])
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/metrics", summary="Prometheus metrics", tags=["operation"])
+    async def metrics() -> Response:
+        return Response(answers.metrics(), headers={"content-type": PROMETHEUS})
+
+    @app.get("/v1/models", summary="The models that the engines serve", tags=["OpenAI"])
+    async def models(request: Request) -> Response:
+        authorization = request.headers.get("authorization")
+        answers.authorize(authorization.encode("latin-1") if authorization is not None else None)
+        return Response(await answers.models(), media_type="application/json")
+
+    for route, summary in ((Route.COMPLETIONS, "Complete a prompt"), (Route.CHAT, "Answer a chat")):
+        app.add_api_route(
+            route.value,
+            _taken_before,
+            methods=["POST"],
+            summary=summary,
+            tags=["OpenAI"],
+            openapi_extra=_generating(route),
+            responses={
+                200: {"description": "The engine's answer, whole or as server-sent events"},
+                **{
+                    status: {"description": text}
+                    for status, text in (
+                        (400, "The request is wrong"),
+                        (401, "No valid API key"),
+                        (413, "The body is too large"),
+                        (502, "Every engine that was tried failed"),
+                        (503, "No engine, no place, or shutting down"),
+                        (504, "An engine missed a deadline"),
+                    )
+                },
+            },
+        )
+    return app
+
+
+async def _taken_before() -> Response:
+    """Answer for a server that was started without the data path's protocol class."""
+    raise PdproxyError("the data path is not installed")
+
+
+def _generating(route: Route) -> dict[str, object]:
+    prompt: dict[str, object] = (
+        {"messages": {"type": "array", "items": {"type": "object"}}}
+        if route is Route.CHAT
+        else {"prompt": {"description": "A text, token ids, or a list of either"}}
+    )
+    schema = {
+        "type": "object",
+        "required": list(prompt),
+        "properties": {"model": {"type": "string"}, **prompt, "stream": {"type": "boolean"}},
+        "additionalProperties": True,
+        "description": "Every field that vLLM knows is passed on.",
+    }
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

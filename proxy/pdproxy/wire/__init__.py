@@ -1,0 +1,1 @@
+"""What crosses the network, and the stages of a request. Pure: no sockets, no clock."""

@@ -1,0 +1,105 @@
+"""What engines answer, as far as pdproxy reads it. Unknown fields are ignored here and forwarded elsewhere."""
+
+from __future__ import annotations
+
+import msgspec
+
+_ABSENT = msgspec.Raw(b"null")  # a union of Raw with None is not decoded as Raw
+
+
+class TokensDetails(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`usage.prompt_tokens_details`."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of an answer, in tokens."""
+
+    prompt_tokens: int = 0
+    total_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: TokensDetails | None = None
+
+
+class _PrefillChoice(msgspec.Struct, frozen=True):
+    prompt_token_ids: msgspec.Raw = _ABSENT
+    finish_reason: str | None = None
+
+
+class PrefillAnswer(msgspec.Struct, frozen=True):
+    """A prefill engine's answer to the prefill leg (completions or chat)."""
+
+    kv_transfer_params: msgspec.Raw = _ABSENT
+    prompt_token_ids: msgspec.Raw = _ABSENT
+    choices: list[_PrefillChoice] = msgspec.field(default_factory=list)
+    usage: Usage = Usage()
+
+    def token_ids(self) -> bytes | None:
+        """Return the prompt's token ids as a JSON array, or None if the engine does not say them.
+
+        Completions carry them in the choice, chats at the top (vLLM 0.32.0).
+        """
+        candidates = [self.prompt_token_ids, *(choice.prompt_token_ids for choice in self.choices[:1])]
+        for raw in candidates:
+            if (ids := bytes(raw)) not in (b"null", b"[]"):
+                return ids
+        return None
+
+
+class DecodeAnswer(msgspec.Struct, frozen=True):
+    """The part of a decode engine's whole answer, or of its last stream event, that we read."""
+
+    usage: Usage | None = None
+
+
+class _ErrorBody(msgspec.Struct, frozen=True):
+    message: str = ""
+    type: str = ""
+    param: str | None = None
+    code: int | str | None = None
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True):
+    """An OpenAI-shaped error, in a body or in a stream event. Older engines put its fields at the top."""
+
+    error: _ErrorBody | None = None
+    object: str = ""
+    message: str = ""
+    type: str = ""
+    param: str | None = None
+    code: int | str | None = None
+
+    def detail(self) -> _ErrorBody:
+        """Return the error wherever the engine put it."""
+        return self.error or _ErrorBody(self.message, self.type, self.param, self.code)
+
+
+_prefill = msgspec.json.Decoder(PrefillAnswer)
+_decode = msgspec.json.Decoder(DecodeAnswer)
+_error = msgspec.json.Decoder(ErrorAnswer)
+
+
+def prefill_answer(body: bytes) -> PrefillAnswer | None:
+    """Read a prefill engine's answer; None if it is not one."""
+    try:
+        return _prefill.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def usage_of(body: bytes) -> Usage | None:
+    """Return the usage of an answer or event, None if it has none or is unreadable."""
+    try:
+        return _decode.decode(body).usage
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def error_of(body: bytes) -> _ErrorBody | None:
+    """Return the error an engine describes in `body`, None if it describes none."""
+    try:
+        detail = _error.decode(body).detail()
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return detail if detail.message or detail.type else None
