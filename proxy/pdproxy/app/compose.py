@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import msgspec
-from pdproxy.settings.schema import Settings
 
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.prober import Prober
@@ -24,6 +23,7 @@ from pdproxy.serving.admission import Admission
 from pdproxy.serving.custody import Custodian
 from pdproxy.serving.exchange import Engines
 from pdproxy.serving.service import Keys, Service
+from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract
 from pdproxy.transfer.nixl import NIXL
 from pdproxy.upstream.admin import EngineAdmin

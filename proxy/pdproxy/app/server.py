@@ -17,11 +17,11 @@ from collections.abc import Iterator
 
 import uvicorn
 import uvloop
-from pdproxy.settings.schema import Settings
 
 from pdproxy import __version__
 from pdproxy.app.compose import Proxy
 from pdproxy.observe.logs import configure
+from pdproxy.settings.schema import Settings
 from pdproxy.web.app import create_app
 
 logger = logging.getLogger("pdproxy")
@@ -87,20 +87,23 @@ def _check_files(max_inflight: int) -> None:
         )
 
 
+def uvicorn_config(proxy: Proxy) -> uvicorn.Config:
+    """Return how uvicorn serves a proxy: the data path's protocol class, no log lines and no signals of its own."""
+    return uvicorn.Config(
+        create_app(proxy.answers()),
+        http=proxy.protocol(),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        ws="none",
+        timeout_graceful_shutdown=1,
+    )
+
+
 async def _serve(settings: Settings, listener: socket.socket) -> int:
     proxy = Proxy.build(settings)
-    server = _Server(
-        uvicorn.Config(
-            create_app(proxy.answers()),
-            http=proxy.protocol(),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            ws="none",
-            timeout_graceful_shutdown=1,
-        )
-    )
+    server = _Server(uvicorn_config(proxy))
     ending = _Ending()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

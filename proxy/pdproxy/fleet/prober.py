@@ -54,7 +54,10 @@ class Prober:
         """Probe one engine for ever."""
         beat = 0
         while True:
-            await self.probe(node, scrape=beat % self._scrape_every == 0)
+            try:
+                await self.probe(node, scrape=beat % self._scrape_every == 0)
+            except Exception:
+                logger.exception("a probe of %s failed in pdproxy itself", node.url)  # the next may not
             beat += 1
             wake = self._wake[node.url]
             try:

@@ -36,9 +36,13 @@ class TaskOwner:
 
     async def settle(self, timeout: float) -> int:
         """Wait up to `timeout` seconds for the tasks to end by themselves, cancel the rest; return how many those were."""
-        if not self._tasks:
-            return 0
-        _, pending = await asyncio.wait(set(self._tasks), timeout=timeout)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + timeout
+        while self._tasks:  # one that ends may have spawned another
+            if (left := end - loop.time()) <= 0:
+                break
+            await asyncio.wait(set(self._tasks), timeout=left)
+        pending = set(self._tasks)
         for task in pending:
             task.cancel()
         if pending:

@@ -47,7 +47,7 @@ class Ledger:
         self._nodes = {spec.url: Node(spec) for spec in specs}
         self._breaker_failures = breaker_failures
         self._breaker_cooldown = breaker_cooldown
-        self._turn = 0
+        self._turns = dict.fromkeys(Role, 0)
 
     def __repr__(self) -> str:
         busy = ", ".join(f"{n.role.value} {n.url} {n.down_because or 'up'} x{n.requests}" for n in self._nodes.values())
@@ -114,14 +114,17 @@ class Ledger:
 
     def alone(self, model: str | None, prompt_bytes: int, now: float, *, without: Collection[str] = ()) -> Lease | None:
         """Lease the least loaded engine that can serve `model` by itself: aggregated ones first, then decode."""
+        first: Node | None = None
         for role in (Role.AGGREGATED, Role.DECODE):
-            for node in self._ranked(role, model, now, without):
-                return self._lease(node, prompt_bytes)
-        return None
+            for node in self._ranked(role, model, now, without)[:1]:
+                if model is None or node.serves(model):
+                    return self._lease(node, prompt_bytes)
+                first = first or node
+        return None if first is None else self._lease(first, prompt_bytes)
 
-    def releaser(self, now: float, *, prefer_not: str | None = None) -> Node | None:
-        """Return the decode engine to give a handle back through, not leased: a release is no load."""
-        ranked = self._ranked(Role.DECODE, None, now, ())
+    def releaser(self, model: str | None, now: float, *, prefer_not: str | None = None) -> Node | None:
+        """Return the decode engine to give a handle of `model` back through, not leased: a release is no load."""
+        ranked = self._ranked(Role.DECODE, model, now, ())
         others = [node for node in ranked if node.url != prefer_not]
         return next(iter(others or ranked), None)
 
@@ -155,11 +158,11 @@ class Ledger:
     def _ranked(self, role: Role, model: str | None, now: float, without: Collection[str]) -> list[Node]:
         """Return usable engines of a role, least loaded first. An unknown model matches any, for the engine's own 404."""
         usable = [n for n in self._nodes.values() if n.role is role and n.url not in without and n.usable(now)]
-        serving = [n for n in usable if model is None or (n.evidence is not None and model in n.evidence.models)]
+        serving = [n for n in usable if model is None or n.serves(model)]
         candidates = serving or (usable if role is not Role.PREFILL else [])
         if len(candidates) > 1:
-            self._turn += 1
-            turn = self._turn % len(candidates)
+            self._turns[role] += 1
+            turn = self._turns[role] % len(candidates)
             candidates = candidates[turn:] + candidates[:turn]
             candidates.sort(key=_prefill_load if role is Role.PREFILL else _decode_load)
         return candidates

@@ -80,6 +80,10 @@ class Node:
         """What the engine is for."""
         return self.spec.role
 
+    def serves(self, model: str) -> bool:
+        """Tell whether the engine named a model when it was last asked."""
+        return self.evidence is not None and model in self.evidence.models
+
     def usable(self, now: float) -> bool:
         """Tell whether a request may be sent to the engine: alive by the last probe, breaker not open."""
         return self.down_because is None and self.evidence is not None and now >= self.closed_until

@@ -11,13 +11,12 @@ import logging
 from collections.abc import Callable
 from enum import Enum
 
-from pdproxy.settings.schema import Deadlines
-
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, Wait
 from pdproxy.kit.ids import mint
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, HandleEnded, Observers
 from pdproxy.scheduling.ledger import Ledger
+from pdproxy.settings.schema import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.upstream.client import Answer, EngineClient, Pending
 from pdproxy.wire.engine import prefill_answer
@@ -176,7 +175,7 @@ class Custodian:
         if body is not None:
             try:
                 for attempt in range(_RELEASE_TRIES):
-                    node = self._ledger.releaser(self.now(), prefer_not=custody.decode)
+                    node = self._ledger.releaser(custody.model, self.now(), prefer_not=custody.decode)
                     if node is not None and await self._told(custody, node.url, body):
                         how = End.RELEASED
                         break
@@ -198,10 +197,9 @@ class Custodian:
             answer: Answer = await client.whole(
                 client.request(RELEASE_PATH, headers, body), self._deadlines.release, Wait.RELEASE
             )
-        except EngineTimeoutError as error:
-            self._observers.notify(DeadlinePassed(error.wait.value, decode))
-            return False
-        except (EngineUnreachableError, EngineError):
+        except EngineError as error:
+            if isinstance(error, EngineTimeoutError | EngineUnreachableError) and error.wait is not None:
+                self._observers.notify(DeadlinePassed(error.wait.value, decode))
             return False
         # Only the handler's own refusal frees the blocks; 401 and 404 come from before it.
         return answer.status == 400

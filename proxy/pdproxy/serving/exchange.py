@@ -16,8 +16,6 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdproxy.settings.schema import Deadlines
-
 from pdproxy.fleet.audit import Auditor
 from pdproxy.kit.errors import (
     EngineError,
@@ -28,12 +26,13 @@ from pdproxy.kit.errors import (
     StaleConnectionError,
     Wait,
 )
-from pdproxy.observe.events import DeadlinePassed, LegFailed, LegTimes, Observers, ServedAlone
+from pdproxy.observe.events import DeadlinePassed, LegFailed, LegTimes, NodeChanged, Observers, ServedAlone
 from pdproxy.scheduling.ledger import Lease, Ledger, Pair, Verdict
 from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.custody import Custodian, Custody, End
 from pdproxy.serving.output import Output
 from pdproxy.serving.relay import Relay
+from pdproxy.settings.schema import Deadlines
 from pdproxy.transfer.bodies import alone_body
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.upstream.client import Answer, EngineClient, Pending
@@ -87,7 +86,7 @@ class Exchange:
         self._new_relay = new_relay
         self._without: set[str] = set()
         self._attempts = 0
-        self._prefill_lost = False
+        self._prefill_lost: Alone | None = None
         self._prefill_url: str | None = None
         self._decode_url: str | None = None
         self._why_alone: Alone | None = None
@@ -161,7 +160,7 @@ class Exchange:
         size = prompt.text_bytes or self._parsed.body_bytes
         pair = engines.ledger.pair(self._parsed.model, size, engines.now(), without=self._without)
         if pair is None:
-            raise _PrefillFailedError(Alone.PREFILL_FAILED if self._prefill_lost else Alone.NO_PAIR, another=False)
+            raise _PrefillFailedError(self._prefill_lost or Alone.NO_PAIR, another=False)
         custody: Custody | None = None
         try:
             got = await self._prefill(pair)
@@ -172,7 +171,7 @@ class Exchange:
             return await self._decode(pair.decode, pair.prefill.node.url, body, got, stream_to)
         finally:
             # Both are no-ops where the decode leg has ended them already.
-            engines.ledger.close(pair.decode, Verdict.NEUTRAL, engines.now())
+            self._close(pair.decode, Verdict.NEUTRAL)
             if custody is not None:
                 custody.release()
 
@@ -191,7 +190,7 @@ class Exchange:
         pending: Pending | None = None
 
         def end() -> None:
-            engines.ledger.close(pair.prefill, verdict, engines.now())
+            self._close(pair.prefill, verdict)
 
         try:
             answer: Answer | None = None
@@ -229,23 +228,22 @@ class Exchange:
 
     def _read_prefill(self, url: str, answer: Answer) -> Custody | Answer:
         if answer.status != 200:
-            if 400 <= answer.status < 500 and answer.status != 429:
+            if _is_clients_fault(answer):
                 return answer
-            raise EngineRefusedError(f"{url} answered {answer.status}", status=answer.status, body=answer.body)
+            raise _refused(url, answer)
         read = prefill_answer(answer.body)
         if read is None:
             raise EngineError(f"{url} answered a prefill with something that is not a completion")
         handle = self._engines.contract.handle(read)
         if isinstance(handle, Handle):
             return self._engines.custodian.take(handle, url, self._parsed.model, self._heading.authorization)
-        self._tell(url, "prefill", EngineError(f"{url} gave no usable KV handle: {handle}"), will_retry=True)
-        raise _PrefillFailedError(Alone.NO_HANDLE, another=False)
+        raise self._prefill_failed(url, EngineError(f"{url} gave no usable KV handle: {handle}"), Alone.NO_HANDLE)
 
-    def _prefill_failed(self, url: str, error: EngineError) -> _PrefillFailedError:
+    def _prefill_failed(self, url: str, error: EngineError, alone: Alone = Alone.PREFILL_FAILED) -> _PrefillFailedError:
         self._without.add(url)
-        self._prefill_lost = True
+        self._prefill_lost = alone
         self._tell(url, "prefill", error, will_retry=True)
-        return _PrefillFailedError(Alone.PREFILL_FAILED, another=True)
+        return _PrefillFailedError(alone, another=True)
 
     # -- decode
 
@@ -310,7 +308,7 @@ class Exchange:
             raise  # a handle that has not ended is given back below, once the leg is closed
         except EngineError as error:
             verdict = _verdict(error)
-            if isinstance(error, EngineTimeoutError) and not proven:
+            if isinstance(error, EngineTimeoutError | EngineUnreachableError) and error.wait is not None and not proven:
                 engines.observers.notify(DeadlinePassed(error.wait.value, url))
             if proven and not whole:
                 raise  # data has gone out: another engine can't take over
@@ -326,7 +324,7 @@ class Exchange:
                     connection.close()
             if custody is not None:
                 custody.release()  # whatever has not ended by now
-            engines.ledger.close(lease, verdict, engines.now())
+            self._close(lease, verdict)
 
     async def _accepted(self, relay: Relay, asked: float) -> bool:
         """Tell whether the engine has the request, giving it a moment to show it: then closing the leg frees the KV.
@@ -340,7 +338,7 @@ class Exchange:
                 await relay.accepted.wait()
         except TimeoutError:
             return False
-        return True
+        return relay.status == 200  # refused or lost: then the engine owns nothing
 
     def _judge(self, url: str, answer: Answer, custody: Custody | None) -> None:
         """Decide what a whole answer says about the KV. Raise for one that another engine may do better."""
@@ -348,13 +346,14 @@ class Exchange:
             if custody is not None:
                 self._loaded(url, custody)
             return
-        if 400 <= answer.status < 500 and answer.status != 429:
-            if custody is not None:
+        if _is_clients_fault(answer):
+            # 401 and 404 come from before the handler that gives KV back.
+            if custody is not None and answer.status == 400:
                 error_type, param = _error_kind(answer.body)
                 if self._engines.contract.refusal_released(error_type, param):
                     custody.end(End.REFUSED)
             return
-        raise EngineRefusedError(f"{url} answered {answer.status}", status=answer.status, body=answer.body)
+        raise _refused(url, answer)
 
     def _loaded(self, url: str, custody: Custody) -> None:
         custody.end(End.LOADED)
@@ -363,6 +362,12 @@ class Exchange:
     def _compare(self, prefill: str | None, decode: str, custody: Custody | None, relay: Relay) -> None:
         if prefill is not None and custody is not None and relay.usage is not None:
             self._engines.auditor.compared(prefill, decode, custody.handle.prompt_tokens, relay.usage.prompt_tokens)
+
+    def _close(self, lease: Lease, verdict: Verdict) -> None:
+        engines, node = self._engines, lease.node
+        if engines.ledger.close(lease, verdict, engines.now()):
+            reason = node.down_because or f"failed {node.failures} times in a row, shut out for a while"
+            engines.observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=reason))
 
     def _tell(self, node: str, phase: str, error: EngineError, *, will_retry: bool) -> None:
         wait = getattr(error, "wait", None)
@@ -396,6 +401,17 @@ def _verdict(error: EngineError) -> Verdict:
     if isinstance(error, EngineRefusedError) and (error.status < 500 or error.status == 503):
         return Verdict.NEUTRAL
     return Verdict.FAILED
+
+
+def _is_clients_fault(answer: Answer) -> bool:
+    return 400 <= answer.status < 500 and answer.status != 429
+
+
+def _refused(url: str, answer: Answer) -> EngineError:
+    """Return the error for an answer that is neither data nor the client's fault."""
+    if answer.status == 429 or 500 <= answer.status <= 599:
+        return EngineRefusedError(f"{url} answered {answer.status}", status=answer.status, body=answer.body)
+    return EngineError(f"{url} answered {answer.status}, which no engine should")
 
 
 def _error_kind(body: bytes) -> tuple[str, str | None]:

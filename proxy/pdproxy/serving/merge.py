@@ -89,6 +89,11 @@ class MergedStream:
         self._output.write(data)
 
     @property
+    def gone(self) -> bool:
+        """Whether the client has left."""
+        return self._output.gone
+
+    @property
     def paused(self) -> bool:
         """Whether the client reads slower than the engines write."""
         return self._output.paused
@@ -113,6 +118,10 @@ class _Channel:
         self._stream = stream
 
     begun = True
+
+    @property
+    def gone(self) -> bool:
+        return self._stream.gone
 
     @property
     def paused(self) -> bool:

@@ -34,6 +34,10 @@ class Output(Protocol):
         """Whether anything was sent."""
 
     @property
+    def gone(self) -> bool:
+        """Whether the client has left."""
+
+    @property
     def paused(self) -> bool:
         """Whether the client reads slower than we write."""
 

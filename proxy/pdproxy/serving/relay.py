@@ -78,6 +78,11 @@ class Relay:
         return f"<Relay {self._phase.value}, {self.events} events, status {self._status}>"
 
     @property
+    def status(self) -> int:
+        """The engine's status, 0 before it came."""
+        return self._status
+
+    @property
     def headers(self) -> Headers:
         """The engine's headers."""
         return self._headers

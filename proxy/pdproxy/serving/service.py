@@ -17,6 +17,7 @@ from pdproxy.kit.errors import (
     EngineRefusedError,
     EngineTimeoutError,
     Fault,
+    OverloadedError,
     PdproxyError,
     UnauthorizedError,
     Wait,
@@ -90,7 +91,7 @@ class Service:
         self.keys = keys
 
     async def generate(self, incoming: Incoming, output: Output) -> None:
-        """Answer a request through `output`. Raises nothing but CancelledError, which means that the client has left."""
+        """Answer a request through `output`. Raises nothing but CancelledError, at a shutdown or when the client has left."""
         now = self._engines.now
         report = _Report(usable(incoming.request_id) or mint(), now())
         error: PdproxyError | None = None
@@ -109,6 +110,8 @@ class Service:
                 await self._serve(parsed, incoming, output, report)
         except asyncio.CancelledError:
             error = ClientLeftError("the client closed the connection")
+            if not output.gone:  # it was the shutdown
+                error = OverloadedError("pdproxy is shutting down")
             raise
         except TimeoutError:
             total = self._engines.deadlines.total

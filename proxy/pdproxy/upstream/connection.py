@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
         self._on_lost(self)
         if self._sink is None:
             return
-        if self._until_eof:
+        if self._until_eof and exc is None:
             self._finish(keep=False)
         elif self._requests > 1 and not self._answering:
             self._fail(StaleConnectionError(f"{self._name} closed a kept connection"))

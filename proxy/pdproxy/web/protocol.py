@@ -12,6 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from pdproxy.kit.errors import BodyTooLargeError, Wait
@@ -95,6 +96,9 @@ class GenerateCycle(RequestResponseCycle):
         except asyncio.CancelledError:
             if not self.disconnected:
                 self.break_off()  # cancelled by the shutdown
+        except Exception:
+            logger.exception("a request failed in pdproxy itself")
+            self.break_off()
         finally:
             self.on_response = _nothing
 
@@ -130,6 +134,11 @@ class GenerateCycle(RequestResponseCycle):
     def begun(self) -> bool:
         """Whether anything was sent."""
         return self.response_started
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client has left."""
+        return self.disconnected
 
     @property
     def paused(self) -> bool:
@@ -179,7 +188,10 @@ class GenerateCycle(RequestResponseCycle):
         self.keep_alive = False
         if self.response_started and self._chunked:
             self.transport.write(b"0\r\n\r\n")
+        stuck = self.paused
         self._complete()
+        if stuck:
+            self.transport.abort()  # a close would wait for the client to read
 
     def _head(self, status: int, headers: Headers) -> bytes:
         self.response_started = True
@@ -208,8 +220,8 @@ class DataPathProtocol(HttpToolsProtocol):
     data_path: DataPath
 
     def on_headers_complete(self) -> None:
-        route = _ROUTES.get(self.url.split(b"?", 1)[0]) if self.parser.get_method() == b"POST" else None
-        if route is None or self.parser.should_upgrade():
+        route = _ROUTES.get(self._path()) if self.parser.get_method() == b"POST" else None
+        if route is None or (self.parser.should_upgrade() and self._should_upgrade()):
             super().on_headers_complete()
             return
         http_1_1 = self.parser.get_http_version() != "1.0"
@@ -236,6 +248,11 @@ class DataPathProtocol(HttpToolsProtocol):
         else:  # pipelined: it waits for the one before
             self.flow.pause_reading()
             self.pipeline.appendleft((cycle, self.app))
+
+    def _path(self) -> bytes:
+        if self.url[:1] == b"/":
+            return self.url.split(b"?", 1)[0]
+        return httptools.parse_url(self.url).path or b""  # the absolute form, which a server must take, too
 
     def on_body(self, body: bytes) -> None:
         if isinstance(self.cycle, GenerateCycle):

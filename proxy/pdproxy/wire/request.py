@@ -128,17 +128,18 @@ def parse(route: Route, body: bytes) -> Parsed:
     """
     try:
         fields = _fields_decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        _strip_handles(fields)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequestError(f"The request body is not a JSON object: {error}", param="body") from None
-    _strip_handles(fields)
     try:
         model = _read(fields, "model", _str_decoder)
         stream = bool(_read(fields, "stream", _bool_decoder))
         wants_usage = _wants_usage(fields, stream)
         is_list, prompts, non_text = _messages(fields) if route is Route.CHAT else _prompts(fields)
         alone = Alone.NON_TEXT if non_text else _alone(fields, route)
-    except (_UnusualError, msgspec.MsgspecError, UnicodeDecodeError):
-        return Parsed(route, fields, _model_or_none(fields), False, False, False, (), Alone.UNUSUAL, len(body))
+    except (_UnusualError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        # wants_usage: an engine may yet read the request as a stream with usage, and then that event is the client's.
+        return Parsed(route, fields, _model_or_none(fields), False, True, False, (), Alone.UNUSUAL, len(body))
     return Parsed(route, fields, model, stream, wants_usage, is_list, prompts, alone, len(body))
 
 

@@ -1,0 +1,121 @@
+# One prefill engine, one decode engine and the proxy, each in a terminal of its own:
+#
+#   just prefill | just decode | just proxy
+#   just send_request, just benchmark, just eval
+#
+# Variables are set on the command line: just MODEL=Qwen/Qwen3-8B DECODE_GPU=3 decode
+# Where vLLM isn't on the path: just VLLM="path/to/vllm" prefill
+
+MODEL := "Qwen/Qwen3-0.6B"
+VLLM := "vllm"
+PDPROXY := "pdproxy"
+
+HOST := "127.0.0.1"
+PREFILL_PORT := "8200"
+DECODE_PORT := "8300"
+PROXY_PORT := "8000"
+
+# Where each engine offers its KV to the others. Two engines on one machine need two.
+PREFILL_SIDE_PORT := "5600"
+DECODE_SIDE_PORT := "5700"
+
+PREFILL_GPU := "0"
+DECODE_GPU := "1"
+TENSOR_PARALLEL := "1"
+
+# More flags for both engines, such as "--max-model-len 8192".
+ENGINE_FLAGS := ""
+
+# The load of `benchmark`.
+INPUT_LENS := "128 1024 4096 8192"
+OUTPUT_LEN := "128"
+NUM_PROMPTS := "200"
+REQUEST_RATE := "4"
+
+# The load of `eval`.
+CONCURRENT := "64"
+EVAL_LIMIT := "500"
+
+# List the recipes
+default:
+    @just --list
+
+# Install pdproxy from this checkout with all that its tests need
+setup:
+    python3 -m venv .venv
+    .venv/bin/pip install -e '.[test]'
+
+# Start the engine that computes prompts
+prefill:
+    CUDA_VISIBLE_DEVICES={{ PREFILL_GPU }} \
+    VLLM_NIXL_SIDE_CHANNEL_HOST={{ HOST }} \
+    VLLM_NIXL_SIDE_CHANNEL_PORT={{ PREFILL_SIDE_PORT }} \
+    {{ VLLM }} serve {{ MODEL }} \
+        --host {{ HOST }} \
+        --port {{ PREFILL_PORT }} \
+        --tensor-parallel-size {{ TENSOR_PARALLEL }} \
+        --enable-prompt-tokens-details \
+        --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_producer"}' {{ ENGINE_FLAGS }}
+
+# Start the engine that generates from what the other one computed
+decode:
+    CUDA_VISIBLE_DEVICES={{ DECODE_GPU }} \
+    VLLM_NIXL_SIDE_CHANNEL_HOST={{ HOST }} \
+    VLLM_NIXL_SIDE_CHANNEL_PORT={{ DECODE_SIDE_PORT }} \
+    {{ VLLM }} serve {{ MODEL }} \
+        --host {{ HOST }} \
+        --port {{ DECODE_PORT }} \
+        --tensor-parallel-size {{ TENSOR_PARALLEL }} \
+        --enable-prompt-tokens-details \
+        --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_consumer"}' {{ ENGINE_FLAGS }}
+
+# Start the proxy in front of both
+proxy:
+    {{ PDPROXY }} serve \
+        --port {{ PROXY_PORT }} \
+        --prefill {{ HOST }}:{{ PREFILL_PORT }} \
+        --decode {{ HOST }}:{{ DECODE_PORT }}
+
+# Ask one question through the proxy
+send_request PROMPT="Name three rivers, and the sea that each one reaches.":
+    curl --fail-with-body --silent --show-error http://{{ HOST }}:{{ PROXY_PORT }}/v1/chat/completions \
+        -H 'Content-Type: application/json' \
+        -d '{"model": "{{ MODEL }}", "max_tokens": 120, "messages": [{"role": "user", "content": "{{ PROMPT }}"}]}'
+    @echo
+
+# Measure one prompt length, in tokens (its seed differs from other lengths', or their prompts would be cached)
+benchmark_one INPUT_LEN:
+    {{ VLLM }} bench serve \
+        --host {{ HOST }} \
+        --port {{ PROXY_PORT }} \
+        --model {{ MODEL }} \
+        --dataset-name random \
+        --random-input-len {{ INPUT_LEN }} \
+        --random-output-len {{ OUTPUT_LEN }} \
+        --num-prompts {{ NUM_PROMPTS }} \
+        --request-rate {{ REQUEST_RATE }} \
+        --ignore-eos \
+        --seed {{ INPUT_LEN }}
+
+# Measure each prompt length of INPUT_LENS, one after the other
+benchmark:
+    for input_len in {{ INPUT_LENS }}; do \
+        echo "== prompts of $input_len tokens"; \
+        {{ just_executable() }} --justfile '{{ justfile() }}' \
+            MODEL='{{ MODEL }}' VLLM='{{ VLLM }}' HOST={{ HOST }} PROXY_PORT={{ PROXY_PORT }} OUTPUT_LEN={{ OUTPUT_LEN }} \
+            NUM_PROMPTS={{ NUM_PROMPTS }} REQUEST_RATE={{ REQUEST_RATE }} \
+            benchmark_one $input_len || exit 1; \
+    done
+
+# Solve school mathematics through the proxy: a wrong KV transfer shows as a worse score
+eval:
+    lm_eval --model local-completions --tasks gsm8k --limit {{ EVAL_LIMIT }} \
+        --model_args model={{ MODEL }},base_url=http://{{ HOST }}:{{ PROXY_PORT }}/v1/completions,num_concurrent={{ CONCURRENT }},max_retries=3,tokenized_requests=False
+
+# Run the tests
+test *ARGS:
+    pytest {{ ARGS }}
+
+# Run all that a change has to pass
+ci:
+    .ci/run

@@ -1,0 +1,1 @@
+"""The `pdproxy` command: one file a command that parses, calls and prints."""

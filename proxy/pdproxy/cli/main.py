@@ -1,0 +1,37 @@
+"""The entry point: finds the command, and turns an operator's mistake into one line and exit code 2.
+
+Owns the list of commands. A command is a module with `add(commands)`, which sets the function to call as `run`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from pdproxy import __version__
+from pdproxy.cli import config, serve
+from pdproxy.cli.parser import USAGE_ERROR, Parser
+from pdproxy.settings.errors import SettingsError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (None: the process's own) and return its exit code."""
+    parser = Parser(prog="pdproxy", description="One OpenAI server before vLLM engines with prefill and decode split.")
+    parser.add_argument("--version", action="version", version=f"pdproxy {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (serve, config):
+        command.add(commands)
+    try:
+        arguments = parser.parse_args(argv)
+    except SystemExit as stop:  # --help, --version, or arguments that don't parse
+        return stop.code if isinstance(stop.code, int) else USAGE_ERROR
+    try:
+        code: int = arguments.run(arguments)
+    except SettingsError as error:
+        sys.stderr.write(f"pdproxy: {error}\n")
+        return USAGE_ERROR
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""The options that are settings, shared by all commands that need settings.
+
+Owns which option sets which key. Values are passed on as text: the schema is the only judge, so that a port is refused
+with the same words wherever it came from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import get_args
+
+from pdproxy.settings.load import CONNECTOR, Engine, Flag, load
+from pdproxy.settings.schema import Connector, LogFormat, LogLevel, Role, Settings
+
+_OPTIONS = (
+    ("--host", "HOST", "listen.host", "address to listen on (default: 127.0.0.1)"),
+    ("--port", "PORT", "listen.port", "port to listen on (default: 8000)"),
+    ("--connector", "NAME", CONNECTOR, f"how KV is transferred: {', '.join(get_args(Connector))} (default: nixl)"),
+    ("--max-inflight", "N", "limits.max_inflight", "requests served at once; others wait (default: 1024)"),
+    ("--log-level", "LEVEL", "observe.log_level", f"{', '.join(get_args(LogLevel))} (default: info)"),
+    ("--log-format", "FORMAT", "observe.log_format", f"{', '.join(get_args(LogFormat))} (default: text)"),
+)
+_ENGINES: dict[Role, str] = {
+    "prefill": "engines that compute prompts",
+    "decode": "engines that generate from them",
+    "aggregated": "engines that do both by themselves",
+}
+
+
+def add_settings_options(parser: argparse.ArgumentParser) -> None:
+    """Give a command all options that are settings."""
+    engines = parser.add_argument_group("engines", "added to those of the file; host:port is enough")
+    for role, words in _ENGINES.items():
+        engines.add_argument(f"--{role}", metavar="URL", nargs="+", action="extend", default=[], help=words)
+    group = parser.add_argument_group("settings", "stronger than PDPROXY_* variables, which are stronger than the file")
+    group.add_argument("--config", metavar="FILE", type=Path, help="YAML file (default: PDPROXY_CONFIG, else none)")
+    for option, metavar, key, words in _OPTIONS:
+        group.add_argument(option, metavar=metavar, dest=key, help=words)
+
+
+def settings_from(arguments: argparse.Namespace, *, need_engines: bool = True) -> Settings:
+    """Return the settings in force for a parsed command line and the process's environment.
+
+    Raises:
+        SettingsError: what is wrong, in one line.
+    """
+    given = vars(arguments)
+    flags = [Flag(option, key, given[key]) for option, _, key, _ in _OPTIONS if given[key] is not None]
+    engines = [Engine(role, url) for role in _ENGINES for url in given[role]]
+    return load(arguments.config, os.environ, flags, engines, need_engines=need_engines)

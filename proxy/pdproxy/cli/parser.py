@@ -1,0 +1,31 @@
+"""The argument parser that all commands share. Owns how wrong arguments are told."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    # argparse gives the type no public name, and at run time it takes no parameter.
+    from argparse import _SubParsersAction
+
+    Commands = _SubParsersAction["Parser"]
+
+USAGE_ERROR = 2
+"""The exit code of wrong arguments and of wrong settings, as argparse has it."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are two lines however many options there are, and which takes no abbreviations.
+
+    An abbreviation that is unique today means another option, or none, after an upgrade.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def error(self, message: str) -> NoReturn:
+        """Print a line of usage and the message, and exit with 2."""
+        sys.stderr.write(f"usage: {self.prog} ... (see {self.prog} --help)\n{self.prog}: error: {message}\n")
+        raise SystemExit(USAGE_ERROR)

@@ -1,0 +1,33 @@
+"""`pdproxy serve`: run the proxy until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from pdproxy.cli.options import add_settings_options, settings_from
+
+if TYPE_CHECKING:
+    from pdproxy.cli.parser import Commands
+
+
+def add(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "serve",
+        help="run the proxy",
+        description="Serve the OpenAI API from prefill and decode engines.",
+        usage="pdproxy serve --prefill URL [URL ...] --decode URL [URL ...] [option ...]",
+        epilog="example: pdproxy serve --prefill 127.0.0.1:8200 --decode 127.0.0.1:8300",
+    )
+    add_settings_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read the settings, run the server, return its exit code."""
+    settings = settings_from(arguments)
+    # Imported here: the server's libraries take a while to load, and wrong settings should be told at once.
+    from pdproxy.app.server import run as run_server
+
+    return run_server(settings)

@@ -1,0 +1,124 @@
+"""Holds a tree of plain values against the schema and names the first key that doesn't fit.
+
+msgspec would say it too, but with its own paths and type names, and without what we know: where the value was read,
+which key was probably meant, and which values must not be shown. Owns the wording of expectations.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any, Literal, Union, get_args, get_origin
+
+import msgspec
+from msgspec import inspect
+
+from pdproxy.settings.errors import KeyPath, SettingsError, did_you_mean, spell_key, spell_value
+
+
+def conform(value: object, kind: Any, where: str, path: KeyPath = ()) -> Any:
+    """Return `value` as the schema's `kind` wants it, still plain: sections left empty in YAML are dropped.
+
+    `kind` is a type of the schema, `where` says where the value was read.
+
+    Raises:
+        SettingsError: naming the first key that doesn't fit.
+    """
+    if _is_section(kind):
+        return _section(value, kind, where, path)
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple):
+            raise _unexpected(value, kind, where, path)
+        return [conform(item, get_args(kind)[0], where, (*path, index)) for index, item in enumerate(value)]
+    if get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            raise _unexpected(value, kind, where, path)
+        return {
+            _name(name, where, path): conform(item, get_args(kind)[1], where, (*path, str(name)))
+            for name, item in value.items()
+        }
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        raise _unexpected(value, kind, where, path) from None
+
+
+def parse(text: str, kind: Any) -> object:
+    """Read the text of a variable or a flag as `kind`; a text that doesn't fit is returned for `conform` to refuse."""
+    text = text.strip()
+    if get_origin(kind) is tuple:
+        return [part.strip() for part in text.split(",")]
+    try:
+        return msgspec.convert(text, kind, strict=False)
+    except msgspec.ValidationError:
+        return text
+
+
+def leaves(kind: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield path and type of every setting that a text can give: all but lists of sections and what is in them."""
+    for field in msgspec.structs.fields(kind):
+        here = (*path, field.name)
+        if _is_section(field.type):
+            yield from leaves(field.type, here)
+        elif not (get_origin(field.type) is tuple and _is_section(get_args(field.type)[0])):
+            yield here, field.type
+
+
+def _section(value: object, kind: Any, where: str, path: KeyPath) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise _unexpected(value, kind, where, path)
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    tree: dict[str, object] = {}
+    for given, item in value.items():
+        name = _name(given, where, path)
+        if name not in fields:
+            hint = did_you_mean(name, fields)
+            raise SettingsError(f"{spell_key((*path, name))}: unknown key{hint}{where}")
+        # A heading whose keys are all commented out reads as null: that means its defaults.
+        if item is None and _is_section(fields[name].type):
+            continue
+        tree[name] = conform(item, fields[name].type, where, (*path, name))
+    for name, field in fields.items():
+        if field.required and name not in tree:
+            raise SettingsError(f"{spell_key((*path, name))}: missing: expected {expectation(field.type)}{where}")
+    return tree
+
+
+def _name(name: object, where: str, path: KeyPath) -> str:
+    if isinstance(name, str):
+        return name
+    raise SettingsError(f"{spell_key(path)}: expected text as key, got {spell_value(path, name)}{where}")
+
+
+def _unexpected(value: object, kind: Any, where: str, path: KeyPath) -> SettingsError:
+    return SettingsError(f"{spell_key(path)}: expected {expectation(kind)}, got {spell_value(path, value)}{where}")
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def expectation(kind: Any) -> str:
+    """Say in words what a type of the schema takes."""
+    if get_origin(kind) is Literal:
+        return " or ".join(map(str, get_args(kind)))
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join("null" if one is type(None) else expectation(one) for one in get_args(kind))
+    match inspect.type_info(kind):
+        case inspect.Metadata(extra_json_schema={"description": str(words)}):
+            return words
+        case inspect.IntType() as number:
+            return f"a whole number{_bounds(number)}"
+        case inspect.FloatType() as number:
+            return f"a number{_bounds(number)}"
+        case inspect.StrType(min_length=least):
+            return "text that isn't empty" if least else "text"
+        case inspect.VarTupleType():
+            return "a list"
+        case _:
+            return "a mapping"
+
+
+def _bounds(number: inspect.IntType | inspect.FloatType) -> str:
+    signs = (">", number.gt), (">=", number.ge), ("<=", number.le)
+    return " and".join(f" {sign} {bound}" for sign, bound in signs if bound is not None)

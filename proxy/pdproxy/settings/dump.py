@@ -1,0 +1,33 @@
+"""The settings as YAML, for an operator who asks what is in force. Owns the mask that stands for a key."""
+
+from __future__ import annotations
+
+import msgspec
+import yaml
+
+from pdproxy.settings.schema import Settings
+
+MASK = "********"
+
+
+def dump(settings: Settings) -> str:
+    """Return all settings, defaults included, as YAML that can be loaded again; keys are masked."""
+    auth = settings.auth
+    masked = msgspec.structs.replace(
+        auth,
+        api_keys=(MASK,) * len(auth.api_keys),
+        engine_api_key=MASK if auth.engine_api_key else None,
+    )
+    tree = msgspec.to_builtins(msgspec.structs.replace(settings, auth=masked), builtin_types=())
+    return yaml.safe_dump(_lists(tree), sort_keys=False, allow_unicode=True)
+
+
+def _lists(tree: object) -> object:
+    # PyYAML writes a tuple with a Python tag, which no safe loader takes.
+    match tree:
+        case dict():
+            return {name: _lists(value) for name, value in tree.items()}
+        case list() | tuple():
+            return [_lists(value) for value in tree]
+        case _:
+            return tree

@@ -1,0 +1,100 @@
+"""Where settings come from: flags over environment over YAML over defaults.
+
+Owns that order. Each source is held against the schema by itself, so that an error names the source that is wrong even
+where a stronger one would have hidden it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pdproxy.settings.conform import conform, leaves, parse
+from pdproxy.settings.crosscheck import crosscheck
+from pdproxy.settings.environment import CONFIG, read_environment, refuse_empty
+from pdproxy.settings.errors import KeyPath, spell_key
+from pdproxy.settings.schema import Connector, Role, Settings
+from pdproxy.settings.yamlfile import read_yaml, spell_file
+
+
+class Flag(NamedTuple):
+    """A setting from the command line: the option's name for errors, the dotted key, the text as typed."""
+
+    option: str
+    key: str
+    text: str
+
+
+class Engine(NamedTuple):
+    """An engine from the command line. A URL without a scheme gets `http://`."""
+
+    role: Role
+    url: str
+
+
+CONNECTOR = "pool.connector"
+"""The key of a `Flag` that sets the first pool's connector."""
+
+
+def load(
+    config: Path | None,
+    env: Mapping[str, str],
+    flags: Iterable[Flag] = (),
+    engines: Iterable[Engine] = (),
+    *,
+    need_engines: bool = True,
+) -> Settings:
+    """Return the settings in force. Neither the process's environment nor its arguments are looked at.
+
+    `config` is the YAML file (None: the one that PDPROXY_CONFIG names, if any), `engines` are added to the first pool,
+    `need_engines` False leaves a pool without any engine alone.
+
+    Raises:
+        SettingsError: one line that names the key, the variable, the flag or the engine.
+    """
+    if config is None and CONFIG in env:
+        refuse_empty(CONFIG, env[CONFIG])
+        config = Path(env[CONFIG])
+    tree = _read_file(config) if config is not None else {}
+    for path, value in read_environment(env):
+        _put(tree, path, value)
+    kinds = {spell_key(path): (path, kind) for path, kind in leaves(Settings)}
+    for option, key, text in flags:
+        where = f" ({option})"
+        if key == CONNECTOR:
+            pool_path: KeyPath = ("pools", 0, "connector")
+            _first_pool(tree)["connector"] = conform(text, Connector, where, pool_path)
+        else:
+            path, kind = kinds[key]
+            _put(tree, path, conform(parse(text, kind), kind, where, path))
+    for role, url in engines:
+        _first_pool(tree).setdefault("nodes", []).append({"url": with_scheme(url), "role": role})
+    return crosscheck(msgspec.convert(tree, Settings), need_engines=need_engines)
+
+
+def with_scheme(url: str) -> str:
+    """Return the URL, with `http://` before a bare `host:port`."""
+    return url if "://" in url else f"http://{url}"
+
+
+def _read_file(config: Path) -> dict[str, Any]:
+    value = read_yaml(config)
+    tree: dict[str, Any] = conform({} if value is None else value, Settings, f" (file {spell_file(config)})")
+    return tree
+
+
+def _put(tree: dict[str, Any], path: tuple[str, ...], value: object) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = value
+
+
+def _first_pool(tree: dict[str, Any]) -> dict[str, Any]:
+    pools = tree.setdefault("pools", [])
+    if not pools:
+        pools.append({})
+    pool: dict[str, Any] = pools[0]
+    return pool

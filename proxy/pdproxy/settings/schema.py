@@ -1,0 +1,221 @@
+"""The settings as one typed tree, so that every room is handed values that are already right.
+
+Owns names, units, bounds and defaults. `pdproxy.settings.load` fills the tree, `pdproxy.settings.crosscheck` says what
+no single field can, and `configs/reference.yaml` shows all of it to operators: a new field is added there as well.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Role = Literal["prefill", "decode", "aggregated"]
+Connector = Literal["nixl"]
+Policy = Literal["least_load"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+# A week is longer than any wait that makes sense, and keeps infinity away from the event loop's timers.
+Seconds = Annotated[float, Meta(gt=0, le=604_800)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Text = Annotated[str, Meta(min_length=1)]
+# A key travels in a header: a blank, a line break or a letter beyond ASCII in it could never match, or would split it.
+Key = Annotated[str, Meta(pattern=r"\A[\x21-\x7e]+\Z", description="a key of visible ASCII characters without blanks")]
+Host = Annotated[str, Meta(pattern=r"\A[^\s/\[\]]+\Z", description="a host name or a bare address")]
+Port = Annotated[int, Meta(ge=1, le=65_535)]
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What all sections share: immutable, filled by name, no field that the schema doesn't know."""
+
+
+class Listen(_Section, frozen=True):
+    """Where clients reach the proxy."""
+
+    host: Host = "127.0.0.1"
+    """Address to bind. The loopback, because a proxy that is open to a network should have been asked to be."""
+
+    port: Port = 8000
+    """TCP port. The one that `vllm serve` takes too, so that clients need no change."""
+
+
+class Auth(_Section, frozen=True):
+    """Who may use the proxy, and who the proxy is to the engines."""
+
+    api_keys: tuple[Key, ...] = ()
+    """Keys of clients. With any set, a client's `Authorization` is checked and consumed; without, it goes on to the
+    engines, which then decide."""
+
+    engine_api_key: Key | None = None
+    """Key sent to the engines as a bearer token. None: the engines want none."""
+
+    def __repr__(self) -> str:
+        # Settings end up in logs and tracebacks; keys must not.
+        key = "set" if self.engine_api_key else "not set"
+        return f"Auth(<{len(self.api_keys)} api_keys>, <engine_api_key {key}>)"
+
+
+class Facts(_Section, frozen=True):
+    """What an engine is known to be before it has been asked."""
+
+    block_size: Count | None = None
+    """Tokens in a KV block. None: read from the engine's metrics."""
+
+
+class Node(_Section, frozen=True):
+    """One engine: a vLLM server with an HTTP port of its own."""
+
+    url: str
+    """Where it listens, `http://host:port`. Also its name in logs and metrics."""
+
+    role: Role
+    """What it does for a request: make the KV, use it, or both by itself."""
+
+    labels: dict[str, str] = {}
+    """Free text by name, for the operator. Nothing is decided by it yet."""
+
+    facts: Facts = Facts()
+    """What is known beforehand."""
+
+
+class PoolPolicy(_Section, frozen=True):
+    """How an engine is chosen among those that are fit for a request."""
+
+    prefill: Policy = "least_load"
+    """For the prefill leg. Least outstanding prompt bytes: what a prefill engine's time goes into."""
+
+    decode: Policy = "least_load"
+    """For the decode leg. Fewest active streams: what a decode engine's step time grows with."""
+
+
+class Pool(_Section, frozen=True):
+    """Engines that can work together, and how."""
+
+    name: Text = "default"
+    """The pool's name in logs."""
+
+    connector: Connector = "nixl"
+    """How KV gets from prefill to decode engines: the `kv_connector` they were started with."""
+
+    policy: PoolPolicy = PoolPolicy()
+    """How engines are chosen."""
+
+    nodes: tuple[Node, ...] = ()
+    """The engines. Those named by flags are added behind these."""
+
+
+class Deadlines(_Section, frozen=True):
+    """How long each wait may last, in seconds. No wait is without one."""
+
+    connect: Seconds = 2.0
+    """TCP connection to an engine. One that takes longer inside a data center is down or drowning."""
+
+    client_body: Seconds = 60.0
+    """A request's body, once its head is here. A body is sent at once; a client that drips one holds a connection."""
+
+    queue: Seconds = 30.0
+    """A request's wait for a place (`limits.max_inflight`). Clients give up at about this time."""
+
+    prefill: Seconds = 120.0
+    """The prefill leg, from its request to its whole answer. Long prompts behind others take a minute."""
+
+    first_token: Seconds = 60.0
+    """From the decode leg's request to its first data: KV transfer, and waiting for a place in its batch."""
+
+    between_tokens: Seconds = 30.0
+    """Between two pieces of a stream. A batch that was preempted pauses for seconds; more is a hang."""
+
+    client_write: Seconds = 60.0
+    """A client that doesn't read its answer, before it is dropped: its stream holds KV on an engine."""
+
+    abandoned_prefill: Seconds = 10.0
+    """Grace for a prefill answer once the client has left: without it its KV can't be given back at once."""
+
+    release: Seconds = 5.0
+    """Giving KV back to a prefill engine. Past it, the engine's own lease ends the matter."""
+
+    drain: Seconds = 60.0
+    """Running requests after a request to stop. Keep it below the orchestrator's grace period."""
+
+    total: Seconds = 3600.0
+    """A whole request, whatever it waits for: the net under all others."""
+
+    probe: Seconds = 2.0
+    """One probe of an engine. A health route that answers later is not healthy."""
+
+
+class Limits(_Section, frozen=True):
+    """How much is taken on, and how often something is tried."""
+
+    max_inflight: Count = 1024
+    """Requests being served at once. Above what a few engines batch, below what would hurt the proxy."""
+
+    max_queue: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 1024
+    """Requests waiting for a place; one more is refused with 503. 0: nobody waits."""
+
+    max_body_bytes: Count = 67_108_864
+    """Largest request body in bytes, 64 MiB: a few images in base64, or more text than any context holds."""
+
+    attempts: Annotated[int, Meta(ge=1, le=100)] = 3
+    """Tries of one request before its first data, the first included. After data nothing is tried again."""
+
+    engine_keepalive: Seconds = 4.0
+    """Seconds an idle engine connection may be used again. vLLM closes it after 5: a second is left for the race."""
+
+    breaker_failures: Count = 3
+    """Failures of an engine in a row that shut it out. One may be chance, three are not."""
+
+    breaker_cooldown: Seconds = 5.0
+    """Seconds an engine stays shut out. Long enough for a restart to be noticed, short enough to come back soon."""
+
+
+class Probes(_Section, frozen=True):
+    """How often engines are asked how they are, in seconds."""
+
+    interval: Seconds = 2.0
+    """Between two probes of an engine's health: the time a dead engine can go unnoticed without traffic."""
+
+    scrape_interval: Seconds = 5.0
+    """Between two readings of an engine's metrics, which cost it more than a probe."""
+
+
+class Observe(_Section, frozen=True):
+    """What the proxy says about itself."""
+
+    log_level: LogLevel = "info"
+    """Least severe record that is written. Prompts and keys are in none."""
+
+    log_format: LogFormat = "text"
+    """`text` for eyes, `json` for a log collector: one object a line."""
+
+
+class Settings(_Section, frozen=True):
+    """Everything that can be configured."""
+
+    listen: Listen = Listen()
+    """Where clients reach the proxy."""
+
+    auth: Auth = Auth()
+    """Keys of clients and of engines."""
+
+    pools: tuple[Pool, ...] = ()
+    """The engines. One pool for now, and after `load` always exactly one."""
+
+    deadlines: Deadlines = Deadlines()
+    """How long each wait may last."""
+
+    limits: Limits = Limits()
+    """How much is taken on."""
+
+    probes: Probes = Probes()
+    """How often engines are asked."""
+
+    observe: Observe = Observe()
+    """What the proxy says about itself."""
+
+    @property
+    def pool(self) -> Pool:
+        """The one pool."""
+        return self.pools[0]

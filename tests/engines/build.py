@@ -1,0 +1,162 @@
+#!/usr/bin/env python3
+"""Build what the engines run on, once: `python tests/engines/build.py [DIR]`.
+
+DIR (default: `PDPROXY_ENGINES_DIR`, else `.engines` at the checkout's root) gets a virtual environment with vLLM's CPU
+build and NIXL (2.4 GB), patched for few cores, and a tiny model. A stamp holds a digest of all that went into each of
+the two; a second run finds it and returns at once, a half-built environment is made anew.
+
+torch's CPU build is not where the other packages are. Where it comes from, first match wins:
+- `--torch-index URL` or `PDPROXY_TORCH_INDEX`: a package index that has it;
+- `PIP_FIND_LINKS`: a folder or page with the wheel;
+- else uv's own `--torch-backend cpu`, which knows PyTorch's index.
+
+Standard library only, so that it runs on a fresh machine. uv does the installing (taken from PATH, else put into a
+helper environment inside DIR).
+"""
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+DEFAULT_DIR = HERE.parents[1] / ".engines"
+PYTHON = "3.11"  # the lock was made for it, and so was the CPU wheel of torch
+
+
+class EnginesUnavailable(Exception):  # noqa: N818 - reads as what it reports
+    """Real engines can't be had on this machine; the message is one line that says why."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """Where a finished build lies."""
+
+    root: Path
+    python: Path
+    model: Path
+
+
+def default_dir() -> Path:
+    """The folder that holds the build: `PDPROXY_ENGINES_DIR` or `.engines` in the checkout."""
+    return Path(os.environ.get("PDPROXY_ENGINES_DIR") or DEFAULT_DIR).resolve()
+
+
+def ensure(root: Path | None = None, torch_index: str | None = None) -> Built:
+    """Return the build in `root`, making what is missing. Raises EnginesUnavailable."""
+    root = (root or default_dir()).resolve()
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise EnginesUnavailable(
+            f"the pinned CPU engines are for Linux on x86-64, not {sys.platform} {platform.machine()}"
+        )
+    root.mkdir(parents=True, exist_ok=True)
+    built = Built(root, root / "venv" / "bin" / "python", root / "model")
+    with _locked(root):
+        _once(root / "venv", _digest("requirements.lock", "patch_env.py"), lambda: _make_environment(root, torch_index))
+        _once(built.model, _digest("make_model.py", "chat_template.jinja"), lambda: _make_model(built))
+    return built
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """One build at a time; a second caller waits and then finds the stamps."""
+    with (root / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _once(folder: Path, digest: str, make: Callable[[], None]) -> None:
+    """Call `make` unless `folder` was finished from the same inputs. The stamp is written last."""
+    stamp = folder / "pdproxy.stamp"
+    with contextlib.suppress(OSError):
+        if stamp.read_text() == digest:
+            return
+    shutil.rmtree(folder, ignore_errors=True)
+    make()
+    stamp.write_text(digest)
+
+
+def _digest(*names: str) -> str:
+    digest = hashlib.sha256()
+    for name in names:
+        digest.update((HERE / name).read_bytes())
+    return digest.hexdigest()
+
+
+def _make_environment(root: Path, torch_index: str | None) -> None:
+    uv = _find_uv(root)
+    venv = root / "venv"
+    _run("no Python " + PYTHON, uv, "venv", "--quiet", "--python", PYTHON, venv)
+    python = venv / "bin" / "python"
+    _run(
+        "the engines' packages can't be installed (for torch see PDPROXY_TORCH_INDEX in tests/engines/build.py)",
+        *(uv, "pip", "install", "--python", python, "--no-deps", *_torch_source(torch_index)),
+        *("-r", HERE / "requirements.lock"),
+    )
+    _run("the engines' packages can't be patched", python, HERE / "patch_env.py")
+
+
+def _torch_source(torch_index: str | None) -> list[str]:
+    index = torch_index or os.environ.get("PDPROXY_TORCH_INDEX")
+    if index:
+        return ["--index", index, "--index-strategy", "unsafe-best-match"]
+    links = os.environ.get("PIP_FIND_LINKS", "").split()
+    if links:
+        return [option for link in links for option in ("--find-links", link)]
+    return ["--torch-backend", "cpu"]
+
+
+def _find_uv(root: Path) -> str:
+    if found := shutil.which("uv"):
+        return found
+    helper = root / "helper"
+    uv = helper / "bin" / "uv"
+    if not uv.exists():
+        shutil.rmtree(helper, ignore_errors=True)
+        _run("no helper environment for uv (python3-venv?)", sys.executable, "-m", "venv", helper)
+        _run("uv can't be installed", helper / "bin" / "python", "-m", "pip", "install", "--quiet", "uv")
+    return str(uv)
+
+
+def _make_model(built: Built) -> None:
+    _run("the tiny model can't be made", built.python, HERE / "make_model.py", built.model)
+
+
+def _run(failure: str, *command: str | Path) -> None:
+    """Run `command`; a failure becomes one EnginesUnavailable line behind all that it said."""
+    line = [str(part) for part in command]
+    done = subprocess.run(
+        line, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode == 0:
+        return
+    sys.stderr.write(done.stderr)
+    last = next((text.strip() for text in reversed(done.stderr.splitlines()) if text.strip()), "no message")
+    raise EnginesUnavailable(f"{failure}: {Path(line[0]).name} exited with {done.returncode}: {last}")
+
+
+def main() -> int:
+    """The command line. Exit code 3: engines can't be had here."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("dir", nargs="?", type=Path, help="where to build (default: PDPROXY_ENGINES_DIR or .engines)")
+    parser.add_argument("--torch-index", metavar="URL", help="a package index with torch's CPU build")
+    options = parser.parse_args()
+    try:
+        built = ensure(options.dir, options.torch_index)
+    except EnginesUnavailable as error:
+        print(f"engines unavailable: {error}", file=sys.stderr)
+        return 3
+    print(f"engines ready: {built.python} with the model {built.model}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Whether two engines' answers are the same answer: masking what must differ, and naming the first other difference."""
+
+import copy
+import math
+import re
+from typing import Any
+
+from .client import Answer
+
+# The same sum is added up in another order where a prompt's last token was prefilled (plain) or decoded (split).
+LOGPROB_TOLERANCE = 2e-3
+# The engine's own fingerprint; a time; and how many tokens D itself added to its prefix cache (P's answer has that number).
+MASKED = {"system_fingerprint", "created", "created_cache_tokens"}
+_MINTED = re.compile(r"^(cmpl-|chatcmpl-tool-|chatcmpl-|call_)?[0-9a-f-]{16,}$")
+
+
+def differs(plain: Answer, other: Answer, *, strict: bool = True, warm: bool = False) -> str:
+    """The first difference between two answers, empty where there is none.
+
+    `warm`: the prompt may have been seen by one of the engines before, so cached tokens aren't compared.
+    `strict` also compares chunk by chunk. An engine that lags behind puts two tokens into one chunk, and that is allowed
+    for where both say something. Seldom it isn't enough (half a character says nothing): ask again before you complain.
+    """
+    if plain.status != other.status:
+        return f"status: {plain.status} != {other.status}: {other.body[:500]!r}"
+    if plain.broken != other.broken:
+        return f"connection: {plain.broken!r} != {other.broken!r}"
+    if (one := plain.headers.get("Content-Type")) != (two := other.headers.get("Content-Type")):
+        return f"Content-Type: {one!r} != {two!r}"
+    masked = MASKED | ({"cached_tokens"} if warm else set())
+    if not plain.streamed:
+        return first_difference(mask(plain.json, masked), mask(other.json, masked))
+    if plain.events[-1] != "[DONE]" or other.events[-1] != "[DONE]":
+        return f"last event: {plain.events[-1]!r} != {other.events[-1]!r}"
+    if why := mixed_ids(other):
+        return why
+    one, two = mask(plain.chunks, masked), mask(other.chunks, masked)
+    if strict and (why := _cut_differently(by_choice(one), by_choice(two))):
+        return why
+    return first_difference(joined(one), joined(two))
+
+
+def mixed_ids(answer: Answer) -> str:
+    """Two ids or two times in one stream: it was put together from several answers and shows it."""
+    for name in ("id", "created", "model"):
+        if len(values := {chunk.get(name) for chunk in answer.chunks}) > 1:
+            return f"the stream's chunks differ in {name}: {values}"
+    return ""
+
+
+def mask(value: Any, masked: set[str]) -> Any:
+    """Replace what two right answers never share: minted ids, and under the keys in `masked` all but whether it is null."""
+    if isinstance(value, list):
+        return [mask(item, masked) for item in value]
+    if not isinstance(value, dict):
+        return value
+    out = {}
+    for key, item in value.items():
+        if key == "id" and isinstance(item, str) and (minted := _MINTED.match(item)):
+            out[key] = f"{minted[1] or ''}*"
+        elif key in masked:
+            out[key] = item is not None
+        else:
+            out[key] = mask(item, masked)
+    return out
+
+
+def by_choice(chunks: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The chunks in order for each choice: choices may overtake each other, a choice's own chunks may not."""
+    groups: dict[str, list[Any]] = {}
+    for chunk in chunks:
+        indexes = ",".join(str(choice["index"]) for choice in chunk.get("choices", ())) or "no choice"
+        groups.setdefault(indexes, []).append(chunk)
+    return groups
+
+
+def _cut_differently(one: dict[str, list[Any]], two: dict[str, list[Any]]) -> str:
+    """The first chunk that differs from its counterpart, after putting together those that are shorter there."""
+    if one.keys() != two.keys():
+        return f"choices: {sorted(one)} != {sorted(two)}"
+    for key in one:
+        left, right = list(one[key]), list(two[key])
+        at = 0
+        while at < min(len(left), len(right)):
+            while why := first_difference(left[at], right[at], f"$.{key}[{at}]"):
+                shorter = left if _said(left[at]) < _said(right[at]) else right
+                if not _said(shorter[at]) or at + 1 == len(shorter) or not _said(shorter[at + 1]):
+                    return why
+                shorter[at : at + 2] = [_glue(*shorter[at : at + 2])]
+            at += 1
+        if len(left) != len(right):
+            return f"$.{key}: {len(left)} chunks != {len(right)} chunks"
+    return ""
+
+
+def _said(chunk: dict[str, Any]) -> int:
+    """How many characters a chunk adds to its choice."""
+    total = 0
+    for choice in chunk.get("choices", ()):
+        delta = choice.get("delta", choice)
+        total += sum(len(delta.get(key) or "") for key in ("text", "content", "reasoning"))
+        total += sum(len(call["function"].get("arguments") or "") for call in delta.get("tool_calls") or ())
+    return total
+
+
+def _glue(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Two chunks of one choice as the one that an engine would have sent had it been slower."""
+    out = copy.deepcopy(first)
+    _join(out["choices"][0], second["choices"][0])
+    return out | {key: value for key, value in second.items() if key != "choices"}
+
+
+def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a stream says however it is cut: each choice's deltas put together, what stands beside them, all keys."""
+    out: dict[str, Any] = {"choices": {}, "usage": [], "beside": {}, "keys": set()}
+    for chunk in (dict(chunk) for chunk in chunks):
+        choices = chunk.pop("choices", [])
+        usage = chunk.pop("usage", None)
+        if usage and not choices:
+            out["usage"].append(usage)
+        out["keys"].add(",".join(sorted(chunk)))
+        out["beside"].update({key: value for key, value in chunk.items() if value is not None})
+        for choice in choices:
+            out["keys"].add(",".join(sorted(choice)))
+            _join(out["choices"].setdefault(choice["index"], {}), choice)
+    out["keys"] = sorted(out["keys"])
+    return out
+
+
+def _join(into: dict[str, Any], piece: dict[str, Any]) -> None:
+    """Add one delta to what a choice said so far: texts and lists grow, objects are joined, other values must agree."""
+    for key, value in piece.items():
+        if value is None:
+            into.setdefault(key, None)
+        elif into.get(key) is None:
+            into[key] = copy.deepcopy(value)
+        elif key == "tool_calls":
+            _join_calls(into[key], value)
+        elif isinstance(value, dict):
+            _join(into[key], value)
+        elif isinstance(value, list) or key in {"text", "content", "reasoning", "arguments"}:
+            into[key] = into[key] + value
+        elif into[key] != value:
+            into[key] = f"{into[key]!r}, then {value!r}"
+
+
+def _join_calls(into: list[dict[str, Any]], calls: list[dict[str, Any]]) -> None:
+    for call in calls:
+        known = next((have for have in into if have.get("index") == call.get("index")), None)
+        if known is None:
+            into.append(copy.deepcopy(call))
+        else:
+            _join(known, {key: value for key, value in call.items() if key != "index"})
+
+
+def first_difference(one: Any, two: Any, path: str = "$") -> str:
+    """Where two JSON values part, with both values; empty where they don't. Floats (logprobs) may differ a little."""
+    if isinstance(one, float) and isinstance(two, float):
+        return "" if math.isclose(one, two, rel_tol=1e-3, abs_tol=LOGPROB_TOLERANCE) else f"{path}: {one} != {two}"
+    if type(one) is not type(two):
+        return f"{path}: {_short(one)} != {_short(two)}"
+    if isinstance(one, dict):
+        if less := one.keys() - two.keys():
+            return f"{path}: only plain has {sorted(less)}"
+        if more := two.keys() - one.keys():
+            return f"{path}: plain hasn't {sorted(more)}"
+        return next((why for key in one if (why := first_difference(one[key], two[key], f"{path}.{key}"))), "")
+    if isinstance(one, list):
+        pairs = enumerate(zip(one, two, strict=False))
+        why = next((why for at, (x, y) in pairs if (why := first_difference(x, y, f"{path}[{at}]"))), "")
+        return why or ("" if len(one) == len(two) else f"{path}: {len(one)} items != {len(two)} items")
+    return "" if one == two else f"{path}: {_short(one)} != {_short(two)}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 300 else text[:300] + "..."

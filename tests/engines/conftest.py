@@ -1,0 +1,86 @@
+"""The engines once a run, the proxies in front of them, and a loud word where engines can't be had.
+
+PDPROXY_REQUIRE_ENGINES=1 turns the skip into a failure; PDPROXY_ENGINES_KEEP=1 leaves the engines to the next run.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .build import EnginesUnavailable
+from .engine import EngineFailed
+from .fleet import Fleet, keep
+from .proxy import Proxy
+
+HERE = Path(__file__).resolve().parent
+# Faults cost engines, so they come last; the load test wants the warm ones.
+ORDER = ["test_equality", "test_clients", "test_load", "test_faults"]
+SKIPPED = pytest.StashKey[str]()
+FLEET = pytest.StashKey[Fleet]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put this folder's tests behind all others, in ORDER."""
+
+    def rank(item: pytest.Item) -> int:
+        return ORDER.index(item.path.stem) if item.path.parent == HERE and item.path.stem in ORDER else -1
+
+    items.sort(key=rank)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say it where nobody overlooks it: without engines nothing was proved about engines."""
+    if reason := config.stash.get(SKIPPED, None):
+        terminalreporter.write_sep("!", "REAL ENGINES SKIPPED", red=True, bold=True)
+        terminalreporter.write_line(f"REAL ENGINES SKIPPED: {reason}", red=True, bold=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Attach the logs of the engines and the proxy to a test that failed."""
+    report: Any = yield
+    if report.failed and item.path.parent == HERE:
+        if fleet := item.config.stash.get(FLEET, None):
+            for engine in fleet.engines.values():
+                report.sections.append((f"engine {engine.name}", engine.tail()))
+        for proxy in (value for value in getattr(item, "funcargs", {}).values() if isinstance(value, Proxy)):
+            report.sections.append(("pdproxy", proxy.tail()))
+    return report
+
+
+@pytest.fixture(scope="session")
+def fleet(pytestconfig: pytest.Config) -> Iterator[Fleet]:
+    """One plain engine, two that prefill, two that decode: started (or taken over) once."""
+    try:
+        fleet = Fleet.start()
+    except (EnginesUnavailable, EngineFailed) as error:
+        if os.environ.get("PDPROXY_REQUIRE_ENGINES") == "1" or isinstance(error, EngineFailed):
+            raise
+        pytestconfig.stash[SKIPPED] = str(error)
+        pytest.skip(f"REAL ENGINES SKIPPED: {error}")
+    pytestconfig.stash[FLEET] = fleet
+    yield fleet
+    fleet.launcher.close()
+    if not keep():
+        fleet.stop()
+
+
+def _serve(fleet: Fleet, pairs: int, folder: Path) -> Iterator[Proxy]:
+    proxy = Proxy.start(fleet.prefills[:pairs], fleet.decodes[:pairs], folder)
+    yield proxy
+    assert proxy.stop() == 0, proxy.tail()
+
+
+@pytest.fixture(scope="session")
+def proxy_1p1d(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    """pdproxy in front of the first prefill and the first decode engine."""
+    yield from _serve(fleet, 1, tmp_path_factory.mktemp("1p1d"))
+
+
+@pytest.fixture(scope="session")
+def proxy_2p2d(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    """pdproxy in front of two of each."""
+    yield from _serve(fleet, 2, tmp_path_factory.mktemp("2p2d"))

@@ -1,0 +1,175 @@
+"""One real vLLM engine as a process: start it, know when it is healthy, hurt it, read its counters, stop it.
+
+An engine is two processes (API server, engine core with its worker) in a session of its own, so that a
+signal reaches all of them and nothing else. Standard library only: the demo runs on it too.
+"""
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import time
+import urllib.error
+import urllib.request
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .counters import Counters
+from .launcher import Launcher
+
+Role = Literal["plain", "prefill", "decode"]
+
+MODEL = "tiny"
+BLOCK = 32  # tokens in a KV block; the CPU attention takes multiples of 32 alone
+CONTEXT = 2048  # --max-model-len
+START_TIMEOUT = 300.0
+
+FLAGS = (
+    f"--served-model-name {MODEL} --host 127.0.0.1 --dtype float32 --enforce-eager --max-model-len {CONTEXT} "
+    f"--max-num-seqs 16 --block-size {BLOCK} --num-gpu-blocks-override 512 --distributed-executor-backend uni "
+    "--enable-prompt-tokens-details --enable-auto-tool-choice --tool-call-parser hermes "
+    # A model of random weights never tires of whitespace where a grammar allows some.
+    """--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'"""
+)
+KV: dict[Role, dict[str, Any]] = {
+    "prefill": {"kv_role": "kv_producer", "kv_connector_extra_config": {"kv_lease_duration": 30}},
+    "decode": {"kv_role": "kv_consumer", "kv_load_failure_policy": "fail"},
+}
+
+
+class EngineFailed(Exception):  # noqa: N818 - reads as what it reports
+    """An engine died or didn't become healthy in time; the message ends with its log's last lines."""
+
+
+def free_port() -> int:
+    """A TCP port of the loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass
+class Engine:
+    """A started engine. All fields are plain data, so that a later run can take it over."""
+
+    name: str
+    role: Role
+    port: int
+    pid: int
+    log: str
+
+    @classmethod
+    def start(cls, launcher: Launcher, name: str, role: Role, port: int = 0) -> "Engine":
+        """Start a process and return at once; `wait` tells when it serves."""
+        port, side_port = port or free_port(), free_port()
+        argv = ["--model", str(launcher.built.model), *shlex.split(FLAGS), "--port", str(port)]
+        if role != "plain":
+            argv += [
+                "--kv-transfer-config",
+                json.dumps({"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"} | KV[role]),
+            ]
+        log = launcher.built.root / "logs" / f"{name}.log"
+        pid = launcher.launch(argv, {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}, log)
+        return cls(name, role, port, pid, str(log))
+
+    def dump(self) -> dict[str, Any]:
+        """What `Engine(**...)` takes to attach to the same processes later."""
+        return asdict(self)
+
+    @property
+    def url(self) -> str:
+        """The engine's base URL, without a slash at the end."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait(self, timeout: float = START_TIMEOUT) -> "Engine":
+        """Return once /health answers 200; raise EngineFailed when the process is gone or `timeout` seconds passed."""
+        deadline = time.monotonic() + timeout
+        while not self.healthy():
+            if not _alive(self.pid):
+                raise EngineFailed(f"{self.name} died while starting\n{self.tail()}")
+            if time.monotonic() > deadline:
+                raise EngineFailed(f"{self.name} wasn't healthy within {timeout:.0f} s\n{self.tail()}")
+            time.sleep(0.3)
+        return self
+
+    def healthy(self) -> bool:
+        """Whether /health answers 200 within two seconds."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
+                return answer.status == 200
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def pids(self) -> list[int]:
+        """The engine's processes that still run, all those of the session that `start` made."""
+        found = []
+        for entry in os.listdir("/proc"):
+            if entry.isdigit() and (stat := _stat(int(entry))) and stat[0] != "Z" and int(stat[3]) == self.pid:
+                found.append(int(entry))
+        return found
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all of the engine's processes, as a lost or frozen host looks from outside."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def terminate(self) -> None:
+        """SIGTERM to the API server alone, as a container's runtime does."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+
+    def stop(self, grace: float = 20.0) -> None:
+        """End it: SIGTERM, and SIGKILL for what is left after `grace` seconds."""
+        self.signal(signal.SIGCONT)
+        self.terminate()
+        deadline = time.monotonic() + grace
+        while self.pids() and time.monotonic() < deadline:
+            _reap(self.pid)
+            time.sleep(0.1)
+        self.signal(signal.SIGKILL)
+        _reap(self.pid)
+
+    def counters(self) -> Counters:
+        """The engine's metrics of this moment."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            return Counters.parse(answer.read().decode())
+
+    def post(self, path: str, body: dict[str, Any], timeout: float = 180.0) -> dict[str, Any]:
+        """POST JSON, return the JSON answer; an HTTP error status raises urllib's HTTPError."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return json.load(answer)
+
+    def tail(self, lines: int = 30) -> str:
+        """The end of the engine's log."""
+        with contextlib.suppress(OSError):
+            text = Path(self.log).read_text(errors="replace").splitlines()
+            text = [line for line in text if '"GET /' not in line][-lines:]  # scrapes and probes drown the rest
+            return f"--- {self.log}\n" + "\n".join(text)
+        return f"--- {self.log}: no log"
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat after the command name: state, parent, group, session, ..."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _alive(pid: int) -> bool:
+    _reap(pid)
+    stat = _stat(pid)
+    return stat is not None and stat[0] != "Z"
+
+
+def _reap(pid: int) -> None:
+    """Collect a child that ended; another run's engine is no child of ours."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)

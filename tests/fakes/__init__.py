@@ -1,0 +1,1 @@
+"""Stand-ins for engines and clients that the fast tests talk to over real sockets."""

@@ -1,0 +1,43 @@
+"""The books of KV handles: who gave out which, and what became of it, as the engines saw it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+class Books:
+    """One for all engines of a test. Each handle has the list of what happened to it, in order.
+
+    `given` by a prefill engine, `asked` when a decode engine received it with a request, then `loaded` (data was made from
+    it), `released` (a request with `max_tokens: 0` gave it back), `refused` (the handler's 400 gave it back) or `aborted`
+    (the decode engine had accepted the request when its connection was closed).
+    """
+
+    def __init__(self) -> None:
+        self.history: dict[str, list[str]] = {}
+        self.params: dict[str, dict[str, object]] = {}
+        self.unknown: list[object] = []
+
+    def given(self, params: dict[str, object]) -> None:
+        """A prefill engine has given out a handle."""
+        handle = str(params["remote_request_id"])
+        self.params[handle] = params
+        self.history[handle] = ["given"]
+
+    def note(self, params: dict[str, object], what: str) -> None:
+        """A decode engine has seen a handle. It must be one that was given out, in the engine's own words."""
+        handle = str(params.get("remote_request_id"))
+        sent = {name: value for name, value in params.items() if name != "prompt_token_ids"}
+        if sent != self.params.get(handle):
+            self.unknown.append(params)
+            return
+        self.history[handle].append(what)
+
+    @property
+    def endings(self) -> Counter[str]:
+        """How many handles ended in which way; those that did not end count as `held`."""
+        found: Counter[str] = Counter()
+        for history in self.history.values():
+            ends = [what for what in history if what not in ("given", "asked")]
+            found["+".join(ends) or "held"] += 1
+        return found

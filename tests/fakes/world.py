@@ -1,0 +1,219 @@
+"""A whole small world: the real proxy in front of fake engines, all in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
+
+from pdproxy.app.compose import Proxy
+from pdproxy.app.server import uvicorn_config
+from pdproxy.observe.events import Event, RequestEnded
+from pdproxy.settings.schema import Auth, Deadlines, Limits, Node, Pool, Probes, Settings
+from tests.fakes.books import Books
+from tests.fakes.client import Answer, Client, request
+from tests.fakes.engine import FakeEngine
+
+DEADLINES = Deadlines(
+    connect=1,
+    queue=2,
+    prefill=4,
+    first_token=4,
+    between_tokens=4,
+    client_write=4,
+    client_body=4,
+    abandoned_prefill=2,
+    release=2,
+    drain=3,
+    total=30,
+    probe=2,
+)
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+PROMPT = "import os\ndef main(argv):\n    for name in os.listdir(argv[1]):\n        print(name)\n"
+_E = TypeVar("_E")
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    """The body of a completion with a prompt of some blocks."""
+    return {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, **fields}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    """The body of a chat."""
+    return {"model": "tiny", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4, **fields}
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def notify(self, event: Event) -> None:
+        self.events.append(event)
+
+
+class World:
+    """What a test sees of it."""
+
+    def __init__(self, proxy: Proxy, books: Books, engines: Sequence[FakeEngine], recorder: _Recorder) -> None:
+        self.proxy = proxy
+        self.books = books
+        self.engines = engines
+        self.prefill = [engine for engine in engines if engine.role == "prefill"]
+        self.decode = [engine for engine in engines if engine.role == "decode"]
+        self.aggregated = [engine for engine in engines if engine.role == "aggregated"]
+        self.port = 0
+        self.server: uvicorn.Server | None = None
+        self._recorder = recorder
+        self._clients: list[Client] = []
+
+    async def client(self, *, receive_buffer: int | None = None) -> Client:
+        """A new connection to the proxy."""
+        client = await Client.connect(self.port, receive_buffer=receive_buffer)
+        self._clients.append(client)
+        return client
+
+    async def ask(
+        self, path: str, body: object = b"", headers: Sequence[tuple[str, str]] = (), *, method: str = "POST"
+    ) -> Answer:
+        """One request on a connection of its own, its whole answer."""
+        client = await self.client()
+        client.send(request(method, path, body, headers))
+        answer = await client.answer(head_only=method == "HEAD")
+        client.close()
+        return answer
+
+    async def get(self, path: str, headers: Sequence[tuple[str, str]] = ()) -> Answer:
+        """A GET."""
+        return await self.ask(path, b"", headers, method="GET")
+
+    async def probe(self) -> None:
+        """Have every engine probed and its counters read, now."""
+        await asyncio.gather(*(self.proxy.prober.probe(node, scrape=True) for node in self.proxy.ledger.nodes))
+
+    def events(self, kind: type[_E]) -> list[_E]:
+        """The events of one kind so far."""
+        return [event for event in self._recorder.events if isinstance(event, kind)]
+
+    async def ended(self, count: int = 1) -> RequestEnded:
+        """Wait until so many requests are over; return the report of the last of them."""
+        await until(lambda: len(self.events(RequestEnded)) >= count)
+        return self.events(RequestEnded)[count - 1]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of a sample on the metrics page; 0 where there is none."""
+        for family in text_string_to_metric_families(self.proxy.metrics.page().decode()):
+            for sample in family.samples:
+                if sample.name == name and labels.items() <= sample.labels.items():
+                    return float(sample.value)
+        return 0.0
+
+    def busy(self) -> list[str]:
+        """What is not over yet."""
+        proxy = self.proxy
+        found = [f"{n.url} has {n.requests} requests, {n.prompt_bytes} bytes" for n in proxy.ledger.nodes if n.requests]
+        found += [f"{n.url} owes {n.prompt_bytes} bytes" for n in proxy.ledger.nodes if n.prompt_bytes]
+        found += [f"{count} handles {state}" for state, (count, _) in proxy.custodian.snapshot().items() if count]
+        if proxy.custodian._orphans or len(proxy.custodian._tasks):
+            found.append(repr(proxy.custodian))
+        if proxy.admission.inflight or proxy.admission.waiting:
+            found.append(repr(proxy.admission))
+        return found
+
+    async def quiet(self) -> None:
+        """Wait until nothing is in flight: no lease open, no handle alive, no task at work."""
+        try:
+            await until(lambda: not self.busy())
+        except TimeoutError:
+            raise AssertionError(f"not over: {self.busy()}") from None
+
+
+async def until(condition: Callable[[], object], patience: float = 4.0) -> None:
+    """Wait until a condition holds; TimeoutError if it does not."""
+    deadline = time.monotonic() + patience
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def world(
+    prefill: int = 1,
+    decode: int = 1,
+    aggregated: int = 0,
+    *,
+    deadlines: dict[str, float] | None = None,
+    limits: dict[str, Any] | None = None,
+    auth: dict[str, Any] | None = None,
+    before: Callable[[World], None] | None = None,
+    probed: bool = True,
+    leaves: bool = False,
+) -> AsyncIterator[World]:
+    """Run a proxy in front of so many engines.
+
+    `before` is called once the engines listen and before they are probed. At the end nothing may be in flight, and every
+    handle must have ended just once, unless `leaves` says that the test leaves some behind.
+    """
+    books, recorder = Books(), _Recorder()
+    roles = ["prefill"] * prefill + ["decode"] * decode + ["aggregated"] * aggregated
+    engines = [FakeEngine(role, books) for role in roles]
+    for engine in engines:
+        await engine.listen()
+    import msgspec
+
+    settings = Settings(
+        auth=Auth(**(auth or {})),
+        pools=(Pool(nodes=tuple(Node(url=e.url, role=e.role) for e in engines)),),  # type: ignore[arg-type]
+        deadlines=msgspec.structs.replace(DEADLINES, **(deadlines or {})),
+        limits=Limits(**(limits or {})),
+        probes=Probes(interval=3600, scrape_interval=3600),
+    )
+    proxy = Proxy.build(settings)
+    proxy.observers._observers += (recorder,)
+    made = World(proxy, books, engines, recorder)
+    if before is not None:
+        before(made)
+    if probed:
+        await made.probe()
+        proxy.start()
+    server = made.server = await _serve(proxy, made)
+    try:
+        yield made
+        if not leaves:
+            await made.quiet()
+            assert not books.unknown, "an engine got a handle that no engine gave out"
+            assert all("held" != how and "+" not in how for how in books.endings), books.history
+    finally:
+        for listener in server.servers:
+            listener.close()
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        for client in made._clients:
+            client.close()
+        await asyncio.sleep(0)
+        await proxy.custodian.settle(0)
+        await proxy.stop()
+        for engine in engines:
+            engine.stop()
+        if server.server_state.tasks:
+            await asyncio.wait(set(server.server_state.tasks), timeout=2)
+
+
+async def _serve(proxy: Proxy, made: World) -> uvicorn.Server:
+    """Start uvicorn as the server process does, without its main loop."""
+    config = uvicorn_config(proxy)
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    made.port = listener.getsockname()[1]
+    await server.startup(sockets=[listener])
+    return server

@@ -1,0 +1,1 @@
+"""The proxy in front of fake engines, over real sockets."""

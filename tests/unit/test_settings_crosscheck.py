@@ -1,0 +1,164 @@
+"""Engines and pools: what a single field can't tell, and the one spelling of an engine's URL."""
+
+from pathlib import Path
+
+import pytest
+
+from pdproxy.settings.crosscheck import crosscheck, engine_url
+from pdproxy.settings.dump import MASK, dump
+from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.load import Engine, load
+from pdproxy.settings.schema import Auth, Facts, Node, Pool, Role, Settings
+
+
+def pool_error(*engines: tuple[Role, str]) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load(None, {}, (), [Engine(role, url) for role, url in engines])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "spelling"),
+    [
+        ("http://127.0.0.1:8200", "http://127.0.0.1:8200"),
+        ("http://127.0.0.1:8200/", "http://127.0.0.1:8200"),
+        ("http://GPU-7.example.com.:80", "http://gpu-7.example.com.:80"),
+        ("HTTP://host:1", "http://host:1"),
+        ("http://host", "http://host:80"),
+        ("http://prefill_0:8200", "http://prefill_0:8200"),
+        ("http://[::1]:8200", "http://[::1]:8200"),
+        ("http://[0:0::1]", "http://[::1]:80"),
+    ],
+)
+def test_one_spelling(url: str, spelling: str) -> None:
+    """However an engine's URL is written, it becomes http://host:port, and that again becomes itself."""
+    assert engine_url(url, ("url",)) == spelling
+    assert engine_url(spelling, ("url",)) == spelling
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("https://host:1", "https to engines isn't supported yet: expected http://host:port"),
+        ("ftp://host:1", "expected http://host:port"),
+        ("host:8200", "expected http://host:port"),
+        ("http:host", "expected http://host:port"),
+        ("", "expected http://host:port"),
+        ("http://", "has no host name: expected http://host:port"),
+        ("http://:8200", "has no host name: expected http://host:port"),
+        ("http://host:0", "nothing listens on port 0"),
+        ("http://host:65536", "no URL: expected http://host:port"),
+        ("http://host:x", "no URL: expected http://host:port"),
+        ("http://[::1", "no URL: expected http://host:port"),
+        ("http://[zz]:1", "no URL: expected http://host:port"),
+        ("http://a,b:1", "its host name can't exist"),
+        ("http://-a:1", "its host name can't exist"),
+        ("http://host:1/v1", "an engine is a host and a port: nothing may follow them, not even /v1"),
+        ("http://host:1?a", "an engine is a host and a port: nothing may follow them, not even /v1"),
+        ("http://host:1/#", "an engine is a host and a port: nothing may follow them, not even /v1"),
+        ("http://ho st:1", "an engine's URL can't hold blanks, control characters or letters beyond ASCII"),
+        ("http://host:1\n", "an engine's URL can't hold blanks, control characters or letters beyond ASCII"),
+        ("http://höst:1", "an engine's URL can't hold blanks, control characters or letters beyond ASCII"),
+    ],
+)
+def test_wrong_urls(url: str, why: str) -> None:
+    """A URL that no engine can have is refused with the key, the URL and the reason, on one line."""
+    with pytest.raises(SettingsError) as caught:
+        engine_url(url, ("pools", 0, "nodes", 2, "url"))
+    text = str(caught.value)
+    assert text.startswith('pools[0].nodes[2].url: "')
+    assert text.endswith(f'": {why}')
+    assert text.isprintable()
+
+
+def test_passwords_in_urls_are_refused_unseen() -> None:
+    """A URL with a password is no engine's, and the error doesn't print it."""
+    text = pool_error(("decode", "http://user:hunter2@host:1"))
+    assert text == (
+        'pools[0].nodes[0].url: "http://***@host:1": user and password aren\'t supported: set auth.engine_api_key'
+    )
+    assert "hunter2" not in pool_error(("decode", "user:hunter2@host:1"))
+
+
+def test_an_engine_given_twice() -> None:
+    """The same engine in two spellings or two roles is one too many."""
+    assert pool_error(("prefill", "http://A:80/"), ("decode", "b:1"), ("decode", "a")) == (
+        "pools[0].nodes[0] and pools[0].nodes[2]: http://a:80 is given twice: "
+        "an engine has one role (flags add to the file's nodes)"
+    )
+
+
+def test_pools_that_could_serve_nothing() -> None:
+    """No engine, or prefill engines without anyone to hand over to, is an error that says so."""
+    assert pool_error() == (
+        "pools[0].nodes: no engine is configured: give --prefill and --decode, or nodes in the YAML file"
+    )
+    alone = "pools[0].nodes: prefill engines, but no decode engine that could take what they compute"
+    assert pool_error(("prefill", "a:1")) == alone
+    assert pool_error(("prefill", "a:1"), ("aggregated", "b:1")) == alone
+
+
+@pytest.mark.parametrize("roles", [("decode",), ("aggregated",), ("decode", "aggregated"), ("prefill", "decode")])
+def test_pools_that_can_serve(roles: tuple[Role, ...]) -> None:
+    """One engine that answers by itself is enough; prefill is optional."""
+    settings = load(None, {}, (), [Engine(role, f"host:{port}") for port, role in enumerate(roles, 1)])
+    assert tuple(node.role for node in settings.pool.nodes) == roles
+
+
+def test_only_one_pool_for_now(tmp_path: Path) -> None:
+    """Two pools are refused with a sentence that says that this is a limit of today."""
+    path = tmp_path / "x.yaml"
+    path.write_text("pools: [{name: a}, {name: b}]")
+    with pytest.raises(
+        SettingsError, match=r'^pools: 2 are configured \("a", "b"\), but only one is supported for now$'
+    ):
+        load(path, {})
+
+
+def test_no_engines_needed_for_a_look() -> None:
+    """Without engines the rest can still be read, but engines that are there are still checked."""
+    assert load(None, {}, need_engines=False).pool.nodes == ()
+    with pytest.raises(SettingsError, match="no decode engine"):
+        load(None, {}, (), [Engine("prefill", "a:1")], need_engines=False)
+
+
+FULL = Settings(
+    pools=(
+        Pool(
+            name="gänse",
+            nodes=(
+                Node(url="http://a:1", role="prefill", labels={"zone": "1"}, facts=Facts(block_size=16)),
+                Node(url="http://b:1", role="decode"),
+            ),
+        ),
+    )
+)
+
+
+def test_dump_can_be_loaded_again(tmp_path: Path) -> None:
+    """What `config print` shows is a file with the same meaning."""
+    path = tmp_path / "x.yaml"
+    path.write_text(dump(FULL), encoding="utf-8")
+    assert load(path, {}) == FULL
+
+
+@pytest.mark.parametrize(
+    "auth",
+    [Auth(api_keys=("s3cret", "t0p")), Auth(engine_api_key="s3cret"), Auth(api_keys=("t0p",), engine_api_key="s3cret")],
+)
+def test_dump_masks_keys(tmp_path: Path, auth: Auth) -> None:
+    """Keys are masked, and a dump with masks isn't taken for settings: `********` must never open a proxy."""
+    settings = Settings(pools=FULL.pools, auth=auth)
+    text = dump(settings)
+    assert "s3cret" not in text
+    assert "t0p" not in text
+    assert text.count(MASK) == len(auth.api_keys) + (auth.engine_api_key is not None)
+    path = tmp_path / "x.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(SettingsError, match="shows in place of a key"):
+        load(path, {})
+
+
+def test_crosscheck_is_idempotent() -> None:
+    """Checked settings pass the check unchanged."""
+    assert crosscheck(crosscheck(FULL)) == crosscheck(FULL) == FULL
