@@ -117,6 +117,10 @@ class Engine:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    def kill(self) -> None:
+        """SIGKILL to all of it: a host that is gone."""
+        self.signal(signal.SIGKILL)
+
     def terminate(self) -> None:
         """SIGTERM to the API server alone, as a container's runtime does."""
         with contextlib.suppress(ProcessLookupError):

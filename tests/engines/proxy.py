@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -56,7 +57,13 @@ class Proxy:
             command += ["--config", str(config)]
         log = folder / f"proxy-{port}.log"
         with log.open("wb") as out:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command,
+                env={name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")},  # ours
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
         proxy = cls(process, port, log)
         if ready:
             try:

@@ -138,7 +138,8 @@ SHAPES = [
     _completion("completion-list-of-one", lambda nonce: [story(nonce)], stream=True),
     _completion("completion-short", lambda nonce: nonce[-6:], alone=ALONE_SHORT),
     _completion("completion-without-special-tokens", add_special_tokens=False),
-    _completion("completion-truncated-prompt", truncate_prompt_tokens=70),
+    # What is kept is the end: the nonce stands where its first block begins.
+    _completion("completion-truncated-prompt", lambda nonce: f"{STORY}{nonce}{STORY[:150]}", truncate_prompt_tokens=70),
     # Completions: how the answer goes.
     _completion("completion-streamed", stream=True),
     _completion("completion-streamed-usage", **USAGE),

@@ -6,7 +6,7 @@ import secrets
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from openai import AsyncOpenAI, NotFoundError, OpenAI
@@ -97,7 +97,7 @@ class Trip(BaseModel):
     """What the model must answer in."""
 
     abroad: bool
-    days: int
+    city: Literal["Oslo", "Rome"]
 
 
 async def test_openai_structured_output(openai: OpenAI) -> None:
@@ -109,7 +109,6 @@ async def test_openai_structured_output(openai: OpenAI) -> None:
         response_format=Trip,
         temperature=0,
         max_tokens=60,
-        logit_bias={},
     )
     assert isinstance(answer.choices[0].message.parsed, Trip)
 

@@ -20,7 +20,7 @@ from .shapes import CHAT, COMPLETIONS, SHAPES, Body, Shape, question, story
 
 pytestmark = pytest.mark.engines
 
-SECONDS = float(os.environ.get("PDPROXY_LOAD_SECONDS", "60"))
+SECONDS = float(os.environ.get("PDPROXY_TEST_LOAD_SECONDS", "60"))
 CLIENTS, DISTINCT = 16, 150
 LEAVERS, LEAVERS_AT_ONCE = 200, 16
 LEASE = 30.0  # seconds P keeps blocks that nobody fetches
@@ -64,7 +64,7 @@ async def test_every_answer_under_load_is_right(fleet: Fleet, proxy_2p2d: Proxy)
         for _ in range(CLIENTS):
             group.create_task(client(chance.sample(range(DISTINCT), DISTINCT)))
     print(f"{answered.total()} answers to {len(answered)} distinct requests in {SECONDS:.0f} s, {len(wrong)} wrong")
-    assert not wrong
+    assert not Counter(wrong)
     assert answered.total() > CLIENTS
     assert computed == [engine.counters().sum(COMPUTED[0], **COMPUTED[1]) for engine in fleet.decodes]
 

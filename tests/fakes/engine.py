@@ -166,7 +166,11 @@ class _Connection(asyncio.Protocol):
         self._task = asyncio.ensure_future(self._answer(self._request))
 
     async def _answer(self, request: Request) -> None:
-        await self._engine.answer(Reply(self._engine, request, self))
+        try:
+            await self._engine.answer(Reply(self._engine, request, self))
+        except Exception as error:
+            self._engine.crashes.append(f"{request.path}: {error!r}")
+            self.transport.abort()
         self.over()
 
     def over(self) -> None:
@@ -195,6 +199,7 @@ class FakeEngine:
         self.releases: list[Request] = []
         self.connections: set[_Connection] = set()
         self.connected = 0
+        self.crashes: list[str] = []
         self.scripts: deque[Script] = deque()
         self.default: Script = prefill if role == "prefill" else decode
         self.on_release: Script | None = None
@@ -385,12 +390,15 @@ async def decode(reply: Reply) -> None:
     """A decode or aggregated engine: loads the handle if there is one, and answers whole or as a stream."""
     engine, request = reply.engine, reply.request
     body = request.json
-    ids = engine.ids(request)
     if body.get("model") not in (None, *engine.models):
         await reply.whole(answers.MODEL_404, 404)
         return
+    if not isinstance(body.get("max_tokens"), int | None) or isinstance(body.get("messages"), str):
+        await reply.whole(answers.SCHEMA_400, 400)
+        return
     count = min(len(engine.words), body.get("max_completion_tokens") or body.get("max_tokens") or 4)
     words = engine.words[:count]
+    ids = engine.ids(request)
     if not body.get("stream"):
         if request.kv is not None:
             engine.loaded(request)

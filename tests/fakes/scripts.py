@@ -82,6 +82,18 @@ def gate(event: asyncio.Event, then: Script) -> Script:
     return script
 
 
+def after_word(seen: asyncio.Event, then: Script) -> Script:
+    """A stream of completions whose first word the test waits for, before it goes on."""
+
+    async def script(reply: Reply) -> None:
+        await reply.start()
+        await reply.piece(WORD)
+        await seen.wait()
+        await then(reply)
+
+    return script
+
+
 def without(names: Sequence[str]) -> Script:
     """A prefill answer whose handle lacks some keys."""
 

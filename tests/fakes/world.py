@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+import msgspec
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy.app.compose import Proxy
 from pdproxy.app.server import uvicorn_config
-from pdproxy.observe.events import Event, RequestEnded
+from pdproxy.observe.events import Event, HandleEnded, RequestEnded
 from pdproxy.settings.schema import Auth, Deadlines, Limits, Node, Pool, Probes, Settings
 from tests.fakes.books import Books
 from tests.fakes.client import Answer, Client, request
@@ -166,8 +167,6 @@ async def world(
     engines = [FakeEngine(role, books) for role in roles]
     for engine in engines:
         await engine.listen()
-    import msgspec
-
     settings = Settings(
         auth=Auth(**(auth or {})),
         pools=(Pool(nodes=tuple(Node(url=e.url, role=e.role) for e in engines)),),  # type: ignore[arg-type]
@@ -189,7 +188,9 @@ async def world(
         if not leaves:
             await made.quiet()
             assert not books.unknown, "an engine got a handle that no engine gave out"
-            assert all("held" != how and "+" not in how for how in books.endings), books.history
+            assert not [crash for engine in engines for crash in engine.crashes]
+            assert "held" not in books.endings, books.history
+            assert len(made.events(HandleEnded)) == len(books.history), "each handle is ended just once by the proxy"
     finally:
         for listener in server.servers:
             listener.close()

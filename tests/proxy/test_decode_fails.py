@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from pdproxy.observe.events import HandleEnded
 from tests.fakes import answers, scripts
 from tests.fakes.engine import Reply, Script
 from tests.fakes.scripts import WORD, streams
@@ -35,6 +36,21 @@ BEFORE_DATA: dict[str, Script] = {
     "stalled": scripts.stall,
     "stalled after its role": streams(ROLE, then="stall"),
 }
+
+
+def tail(*pieces: bytes, then: str = "finish") -> Script:
+    """The rest of a stream whose head has been sent."""
+
+    async def script(reply: Reply) -> None:
+        await reply.pieces(*pieces)
+        await scripts.ending(reply, then)
+
+    return script
+
+
+async def _garbage(reply: Reply) -> None:
+    await reply.raw(b"zzz this is no chunk\r\n")
+    await reply.stall()
 
 
 @pytest.mark.parametrize("broken", BEFORE_DATA)
@@ -69,7 +85,8 @@ async def test_an_unstreamed_answer_is_tried_again_too(broken: str) -> None:
         answer = await w.ask(COMPLETIONS, completion())
         assert answer.status == 200
         await w.quiet()
-        assert w.books.endings == {"released": 1, "loaded": 1}
+        assert [event.end for event in w.events(HandleEnded)] == ["released", "loaded"]
+        assert w.books.endings["loaded"] == 1
 
 
 async def test_a_decode_engine_that_refuses_connections() -> None:
@@ -118,41 +135,40 @@ async def test_all_decode_engines_fail(script: Script, status: int, kind: str) -
 
 
 BAD_ENDS: dict[str, tuple[Script, str]] = {
-    "eof": (streams(WORD, WORD, then="eof"), "closed the connection"),
-    "reset": (streams(WORD, WORD, then="reset"), "closed the connection"),
-    "finish without done": (streams(WORD, WORD), "without its end mark"),
-    "error event": (streams(WORD, WORD, ERROR, answers.DONE), "Internal server error"),
-    "error event in the same write": (streams(WORD, WORD + ERROR + answers.DONE), "Internal server error"),
-    "half an event, then the end": (streams(WORD, WORD, WORD[:-9]), "without its end mark"),
-    "stall": (streams(WORD, WORD, then="stall"), "sent nothing for"),
-    "stall in an event": (streams(WORD, WORD, WORD[:30], then="stall"), "sent nothing for"),
+    "eof": (tail(then="eof"), "closed the connection"),
+    "reset": (tail(then="reset"), "closed the connection"),
+    "finish without done": (tail(), "without its end mark"),
+    "error event": (tail(ERROR, answers.DONE), "Internal server error"),
+    "error event in pieces": (tail(ERROR[:9], ERROR[9:], answers.DONE), "Internal server error"),
+    "error event behind data in one write": (tail(WORD + ERROR + answers.DONE), "Internal server error"),
+    "half an event, then the end": (tail(WORD[:-9]), "without its end mark"),
+    "stall": (tail(then="stall"), "sent nothing for"),
+    "stall in an event": (tail(WORD[:30], then="stall"), "sent nothing for"),
+    "garbage": (_garbage, "does not speak HTTP"),
 }
 
 
-async def _garbage(reply: Reply) -> None:
-    await reply.start()
-    await reply.pieces(WORD, WORD)
-    await reply.raw(b"zzz this is no chunk\r\n")
-    await reply.stall()
-
-
-@pytest.mark.parametrize("bad", [*BAD_ENDS, "garbage"])
+@pytest.mark.parametrize("bad", BAD_ENDS)
 async def test_a_stream_that_fails_after_data_ends_with_an_error_and_no_end_mark(bad: str) -> None:
     """The client keeps what came, then gets one OpenAI error event, no [DONE], and a closed connection."""
-    script, message = {**BAD_ENDS, "garbage": (_garbage, "does not speak HTTP")}[bad]
+    script, message = BAD_ENDS[bad]
     async with world(decode=2, deadlines={"between_tokens": 0.2}) as w:
+        seen = asyncio.Event()
         for engine in w.decode:
-            engine.script(script)
+            engine.script(scripts.after_word(seen, script))
         client = await w.client()
         client.post(COMPLETIONS, completion(stream=True))
-        answer = await client.answer()
+        head = await client.head()
+        assert await client.piece() == WORD
+        seen.set()
+        answer = await client.rest(head)
         assert answer.status == 200
-        assert answer.body.startswith(WORD + WORD)
         assert b"[DONE]" not in answer.body
+        assert answer.body.startswith(WORD if "behind" in bad else b'data: {"error":')
         last = answer.events[-1]
-        assert last.startswith(b'data: {"error":{')
+        assert last.startswith(b'data: {"error":') or last == ERROR
         assert message in last.decode()
-        assert len(answer.events) == 3
+        assert len(answer.events) == (2 if "behind" in bad else 1)
         assert await client.closed()
         assert sum(len(engine.requests) for engine in w.decode) == 1, "not tried again: data had gone out"
         assert (await w.ended()).outcome == "engine"

@@ -6,7 +6,9 @@ Owns the formats, text and JSON. No prompt and no key is ever logged: events hol
 from __future__ import annotations
 
 import logging
+import re
 import sys
+import time
 from collections.abc import Mapping
 
 import msgspec
@@ -95,20 +97,32 @@ def _log(logger: logging.Logger, level: int, message: str, fields: Fields) -> No
 
 
 class TextFormatter(logging.Formatter):
-    """`time LEVEL logger message key=value ...`, values quoted where they hold spaces."""
+    """`time LEVEL logger message key=value ...`, values quoted where they hold spaces.
+
+    Every request writes a line, so the time down to the second is kept from one line to the next.
+    """
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
+        super().__init__()
+        self._second = 0
+        self._shown = ""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is logging's
-        line = super().formatMessage(record)
+    def format(self, record: logging.LogRecord) -> str:
+        second = int(record.created)
+        if second != self._second:
+            self._second, self._shown = second, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
         fields: Fields = getattr(record, "fields", {})
-        return line + "".join(f" {name}={_quoted(value)}" for name, value in fields.items())
+        told = "".join([f" {name}={_quoted(value)}" for name, value in fields.items()])
+        line = f"{self._shown},{int(record.msecs):03d} {record.levelname} {record.name} {record.getMessage()}{told}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+_NEEDS_QUOTES = re.compile(r'[\s"=\x00-\x1f]')
 
 
 def _quoted(value: object) -> str:
     text = str(value)
-    return msgspec.json.encode(text).decode() if not text or any(c in text for c in ' "=\n\r\t') else text
+    return msgspec.json.encode(text).decode() if not text or _NEEDS_QUOTES.search(text) else text
 
 
 class JsonFormatter(logging.Formatter):

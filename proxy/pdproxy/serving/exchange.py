@@ -36,7 +36,7 @@ from pdproxy.settings.schema import Deadlines
 from pdproxy.transfer.bodies import alone_body
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.upstream.client import Answer, EngineClient, Pending
-from pdproxy.upstream.connection import Connection
+from pdproxy.upstream.connection import Leg
 from pdproxy.wire.engine import error_of, prefill_answer
 from pdproxy.wire.request import Alone, Parsed, Prompt
 
@@ -262,7 +262,7 @@ class Exchange:
         self._decode_url = url
         started = engines.now()
         verdict = Verdict.NEUTRAL
-        connection: Connection | None = None
+        leg: Leg | None = None
         relay = self.relay = self._new_relay()
         proven = whole = False
         try:
@@ -272,12 +272,12 @@ class Exchange:
             timeout = engines.deadlines.first_token if self._parsed.stream else engines.deadlines.total
             try:
                 async with asyncio.timeout(timeout):
-                    connection = await client.send(request, relay)
+                    leg = await client.send(request, relay)
                     try:
                         first = await relay.first
                     except StaleConnectionError:
                         relay = self.relay = self._new_relay()
-                        connection = await client.send(request, relay, fresh=True)
+                        leg = await client.send(request, relay, fresh=True)
                         first = await relay.first
             except TimeoutError:
                 raise EngineTimeoutError(f"{url} sent no data in {timeout:g} s", wait=Wait.FIRST_TOKEN) from None
@@ -291,7 +291,7 @@ class Exchange:
                 return first
             if custody is not None:
                 self._loaded(url, custody)
-            relay.flow(stream_to(relay), connection)
+            relay.flow(stream_to(relay), leg)
             await relay.watch(
                 engines.deadlines.between_tokens,
                 engines.deadlines.client_write,
@@ -302,7 +302,7 @@ class Exchange:
             self._compare(prefill, url, custody, relay)
             return None
         except asyncio.CancelledError:
-            asked = connection is not None and custody is not None and not proven
+            asked = leg is not None and custody is not None and not proven
             if asked and custody is not None and await self._accepted(relay, started):
                 custody.end(End.ABORTED)
             raise  # a handle that has not ended is given back below, once the leg is closed
@@ -317,11 +317,11 @@ class Exchange:
             self._without.add(url)
             raise _BeforeDataError(url, error) from error
         finally:
-            if connection is not None:
+            if leg is not None:
                 if whole:
-                    connection.let_finish(FINISH_GRACE)
+                    leg.let_finish(FINISH_GRACE)
                 else:
-                    connection.close()
+                    leg.close()
             if custody is not None:
                 custody.release()  # whatever has not ended by now
             self._close(lease, verdict)

@@ -21,7 +21,7 @@ from pdproxy.kit.errors import ClientLeftError, EngineError, EngineRefusedError,
 from pdproxy.observe.events import ITL_BOUNDS, Gaps
 from pdproxy.serving.output import Output
 from pdproxy.upstream.client import Answer
-from pdproxy.upstream.connection import Connection, Headers
+from pdproxy.upstream.connection import Headers, Leg
 from pdproxy.wire import sse
 from pdproxy.wire.engine import Usage, error_of, usage_of
 
@@ -69,7 +69,7 @@ class Relay:
         self._tail = b""
         self._saw_done = False
         self._output: Output | None = None
-        self._connection: Connection | None = None
+        self._leg: Leg | None = None
         self._last = loop.time()
         self._paused_since: float | None = None
         self._ending: EngineError | None = None
@@ -89,9 +89,9 @@ class Relay:
 
     # -- the caller's side
 
-    def flow(self, output: Output, connection: Connection) -> None:
+    def flow(self, output: Output, leg: Leg) -> None:
         """Pass on what was held, and from now on everything as it comes."""
-        self._output, self._connection = output, connection
+        self._output, self._leg = output, leg
         self._phase = _Phase.FLOWING if self._phase is _Phase.PROVEN else self._phase
         self._last = self._time()
         output.on_pressure(self._pause, self._resume)
@@ -277,15 +277,15 @@ class Relay:
             self.done.exception()
 
     def _pause(self) -> None:
-        if self._paused_since is None and self._connection is not None:
+        if self._paused_since is None and self._leg is not None:
             self._paused_since = self._time()
-            self._connection.pause()
+            self._leg.pause()
 
     def _resume(self) -> None:
-        if self._paused_since is not None and self._connection is not None:
+        if self._paused_since is not None and self._leg is not None:
             self._paused_since = None
             self._last = self._time()
-            self._connection.resume()
+            self._leg.resume()
 
 
 def _refusal(payload: bytes) -> EngineRefusedError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, StaleConnectionError, Wait
-from pdproxy.upstream.connection import Connection, Headers, Sink
+from pdproxy.upstream.connection import Connection, Headers, Leg, Sink
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +35,16 @@ class Pending:
         self._status = 0
         self._headers: Headers = []
         self._body: list[bytes] = []
-        self._connection: Connection | None = None
+        self._leg: Leg | None = None
 
-    def attach(self, connection: Connection) -> None:
-        """Note which connection the request is on."""
-        self._connection = connection
+    def attach(self, leg: Leg) -> None:
+        """Note where the request is."""
+        self._leg = leg
 
     def close(self) -> None:
         """Give the answer up. An engine that is still at work aborts it."""
-        if self._connection is not None:
-            connection, self._connection = self._connection, None
-            connection.close()
+        if self._leg is not None:
+            self._leg.close()
         if not self.answer.cancel() and not self.answer.cancelled():
             self.answer.exception()  # read, so that asyncio does not report it as forgotten
 
@@ -56,12 +55,10 @@ class Pending:
         self._body.append(chunk)
 
     def end(self) -> None:
-        self._connection = None
         if not self.answer.done():
             self.answer.set_result(Answer(self._status, self._headers, b"".join(self._body)))
 
     def failed(self, error: EngineError) -> None:
-        self._connection = None
         if not self.answer.done():
             self.answer.set_exception(error)
 
@@ -94,15 +91,14 @@ class EngineClient:
             % (path.encode(), self._netloc, len(body), lines)
         ) + body
 
-    async def send(self, request: bytes, sink: Sink, *, fresh: bool = False) -> Connection:
-        """Send a request and return the connection it is on, at once; the answer goes to `sink`.
+    async def send(self, request: bytes, sink: Sink, *, fresh: bool = False) -> Leg:
+        """Send a request and return the hold on it, at once; the answer goes to `sink`.
 
         Raises:
             EngineUnreachableError: the engine refused the connection, or did not take it in time.
         """
         connection = (None if fresh else self._kept()) or await self._connect()
-        connection.send(request, sink)
-        return connection
+        return connection.send(request, sink)
 
     async def ask(self, request: bytes, *, fresh: bool = False) -> Pending:
         """Send a request whose whole answer will be awaited, on a new connection if `fresh`.

@@ -33,6 +33,37 @@ class Sink(Protocol):
         """No more will come."""
 
 
+class Leg:
+    """One request on a connection. Once its answer is over it does nothing: the connection may carry another's by then."""
+
+    def __init__(self, connection: Connection, number: int) -> None:
+        self._connection = connection
+        self._number = number
+
+    def __repr__(self) -> str:
+        return f"<Leg {self._number} on {self._connection!r}>"
+
+    def close(self) -> None:
+        """Give the answer up: the engine sees its client leave."""
+        if self._connection.carries(self._number):
+            self._connection.close()
+
+    def let_finish(self, seconds: float) -> None:
+        """The caller has what it wanted: give up only if the answer isn't whole within `seconds`."""
+        if self._connection.carries(self._number):
+            asyncio.get_running_loop().call_later(seconds, self.close)
+
+    def pause(self) -> None:
+        """Stop reading: the engine's sends block once the buffers are full."""
+        if self._connection.carries(self._number):
+            self._connection.pause()
+
+    def resume(self) -> None:
+        """Read again."""
+        if self._connection.carries(self._number):
+            self._connection.resume()
+
+
 class Connection(asyncio.Protocol):
     """One connection. `on_free` is called when it can take another request, `on_lost` once when it is gone."""
 
@@ -46,9 +77,11 @@ class Connection(asyncio.Protocol):
         self._headers: Headers = []
         self._parts: list[bytes] = []
         self._complete = False
+        self._keep = False
         self._answering = False
         self._until_eof = False
         self._requests = 0
+        self._paused = False
         self.idle_since = 0.0
 
     def __repr__(self) -> str:
@@ -60,14 +93,22 @@ class Connection(asyncio.Protocol):
         """Whether a request may be sent."""
         return self._transport is not None and not self._transport.is_closing() and self._sink is None
 
-    def send(self, request: bytes, sink: Sink) -> None:
-        """Write a whole request; its answer goes to `sink`."""
+    def send(self, request: bytes, sink: Sink) -> Leg:
+        """Write a whole request; its answer goes to `sink`. Return the caller's hold on it."""
         if self._transport is None or self._sink is not None:
             raise RuntimeError(f"{self!r} can't take a request")
         self._sink = sink
         self._requests += 1
         self._answering = False
+        if self._paused:  # the request before ended while its client was not reading
+            self._paused = False
+            self._transport.resume_reading()
         self._transport.write(request)
+        return Leg(self, self._requests)
+
+    def carries(self, number: int) -> bool:
+        """Tell whether the connection is still at work on its `number`th request."""
+        return self._sink is not None and self._requests == number
 
     def close(self) -> None:
         """Drop the connection at once. The sink hears nothing more."""
@@ -75,22 +116,16 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def let_finish(self, seconds: float) -> None:
-        """The caller has what it wanted: keep the connection if the answer is whole within `seconds`, drop it otherwise."""
-        if self._sink is not None:
-            number = self._requests
-            asyncio.get_running_loop().call_later(
-                seconds, lambda: self.close() if self._sink is not None and self._requests == number else None
-            )
-
     def pause(self) -> None:
         """Stop reading: the engine's sends block once the buffers are full."""
         if self._transport is not None and not self._transport.is_closing():
+            self._paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
         """Read again."""
         if self._transport is not None and not self._transport.is_closing():
+            self._paused = False
             self._transport.resume_reading()
 
     # -- asyncio
@@ -112,7 +147,7 @@ class Connection(asyncio.Protocol):
             return
         self._flush()
         if self._complete and self._sink is sink:
-            self._finish(keep=self._parser.should_keep_alive())
+            self._finish(keep=self._keep)
 
     def eof_received(self) -> bool:
         return False
@@ -151,6 +186,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._complete = self._parser.get_status_code() >= 200
+        self._keep = self._parser.should_keep_alive()  # asked here, since the parser forgets it after the message
 
     # -- endings
 

@@ -108,8 +108,10 @@ class GenerateCycle(RequestResponseCycle):
             self.waiting_for_100_continue = False
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
-            async with asyncio.timeout(self._data_path.body_timeout):
-                fits = await self._whole_body
+            if not self._whole_body.done():  # most bodies come in one read with their head
+                async with asyncio.timeout(self._data_path.body_timeout):
+                    await self._whole_body
+            fits = self._whole_body.result()
         except TimeoutError:
             self._data_path.observers.notify(DeadlinePassed(Wait.CLIENT_BODY.value))
             self.break_off()
@@ -151,7 +153,7 @@ class GenerateCycle(RequestResponseCycle):
 
     def whole(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a complete answer."""
-        if self.disconnected or self.response_started:
+        if self._unwritable() or self.response_started:
             return
         head = self._head(status, [*headers, (b"content-length", b"%d" % len(body))])
         self.transport.write(head + body)
@@ -159,7 +161,7 @@ class GenerateCycle(RequestResponseCycle):
 
     def begin(self, headers: Headers) -> None:
         """Send the status 200 and the headers of a stream."""
-        if self.disconnected or self.response_started:
+        if self._unwritable() or self.response_started:
             return
         if self._chunked:
             headers = [*headers, (b"transfer-encoding", b"chunked")]
@@ -169,13 +171,13 @@ class GenerateCycle(RequestResponseCycle):
 
     def write(self, data: bytes) -> None:
         """Send stream bytes."""
-        if self.disconnected or self.response_complete:
+        if self._unwritable() or self.response_complete:
             return
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 
     def finish(self) -> None:
         """End the stream in good order."""
-        if self.disconnected or self.response_complete:
+        if self._unwritable() or self.response_complete:
             return
         if self._chunked:
             self.transport.write(b"0\r\n\r\n")
@@ -183,7 +185,7 @@ class GenerateCycle(RequestResponseCycle):
 
     def break_off(self) -> None:
         """End the stream and close the connection."""
-        if self.disconnected or self.response_complete:
+        if self._unwritable() or self.response_complete:
             return
         self.keep_alive = False
         if self.response_started and self._chunked:
@@ -192,6 +194,10 @@ class GenerateCycle(RequestResponseCycle):
         self._complete()
         if stuck:
             self.transport.abort()  # a close would wait for the client to read
+
+    def _unwritable(self) -> bool:
+        # uvloop raises where asyncio drops what is written between the loss of a connection and the notice of it.
+        return self.disconnected or self.transport.is_closing()
 
     def _head(self, status: int, headers: Headers) -> bytes:
         self.response_started = True
@@ -218,6 +224,12 @@ class DataPathProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with generating requests taken out. Subclassed by `protocol_class` for one data path."""
 
     data_path: DataPath
+    active: RequestResponseCycle | None = None
+    """The request being served; with requests in the pipeline, `cycle` is the last one that was read."""
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self.active = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_headers_complete(self) -> None:
         route = _ROUTES.get(self._path()) if self.parser.get_method() == b"POST" else None
@@ -267,20 +279,20 @@ class DataPathProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for cycle in (self.cycle, *(queued for queued, _ in self.pipeline)):
+        for cycle in (self.active, *(queued for queued, _ in self.pipeline)):
             if isinstance(cycle, GenerateCycle):
                 cycle.left()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if isinstance(self.cycle, GenerateCycle):
-            self.cycle.pressure(paused=True)
+        if isinstance(self.active, GenerateCycle):
+            self.active.pressure(paused=True)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if isinstance(self.cycle, GenerateCycle):
-            self.cycle.pressure(paused=False)
+        if isinstance(self.active, GenerateCycle):
+            self.active.pressure(paused=False)
 
 
 def protocol_class(path: DataPath) -> type[DataPathProtocol]:

@@ -1,0 +1,199 @@
+"""Waiting for a place, and leaving in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import textwrap
+
+import pytest
+
+from tests.fakes import answers, scripts
+from tests.fakes.books import Books
+from tests.fakes.client import Client
+from tests.fakes.engine import FakeEngine, prefill
+from tests.fakes.scripts import WORD
+from tests.fakes.world import COMPLETIONS, completion, until, world
+
+
+async def test_requests_wait_in_order_of_arrival() -> None:
+    """With one place, requests are served one after the other, the longest waiting first."""
+    async with world(limits={"max_inflight": 1}) as w:
+        go = asyncio.Event()
+        w.prefill[0].script(scripts.gate(go, prefill))
+        clients = []
+        for number in range(4):
+            client = await w.client()
+            client.post(COMPLETIONS, completion(), [("x-request-id", f"r{number}")])
+            await until(lambda number=number: w.proxy.admission.inflight + w.proxy.admission.waiting == number + 1)
+            clients.append(client)
+        assert (w.proxy.admission.inflight, w.proxy.admission.waiting) == (1, 3)
+        assert w.metric("pdproxy_inflight") == 1
+        assert w.metric("pdproxy_queue") == 3
+        go.set()
+        for client in clients:
+            assert (await client.answer()).status == 200
+        assert [request.ident for request in w.prefill[0].requests] == ["r0", "r1", "r2", "r3"]
+
+
+async def test_a_full_queue_refuses_at_once() -> None:
+    """Beyond `max_queue` nobody waits: 503 with Retry-After, and the others are served."""
+    async with world(limits={"max_inflight": 1, "max_queue": 1}) as w:
+        go = asyncio.Event()
+        w.prefill[0].script(scripts.gate(go, prefill))
+        waiting = [await w.client() for _ in range(2)]
+        for count, client in enumerate(waiting):
+            client.post(COMPLETIONS, completion())
+            await until(lambda count=count: w.proxy.admission.inflight + w.proxy.admission.waiting == count + 1)
+        refused = await w.ask(COMPLETIONS, completion())
+        assert (refused.status, refused.header("retry-after")) == (503, "1")
+        assert refused.json["error"]["type"] == "ServiceUnavailableError"
+        go.set()
+        assert [(await client.answer()).status for client in waiting] == [200, 200]
+
+
+async def test_drain_lets_streams_end_and_refuses_the_rest() -> None:
+    """While draining: not ready, new requests refused, those that wait refused, the running stream ends by itself."""
+    async with world(limits={"max_inflight": 1}) as w:
+        go = asyncio.Event()
+        w.decode[0].script(scripts.after_word(go, _rest))
+        client, queued = await w.client(), await w.client()
+        client.post(COMPLETIONS, completion(stream=True))
+        head = await client.head()
+        queued.post(COMPLETIONS, completion())
+        await until(lambda: w.proxy.admission.waiting == 1)
+        assert w.server is not None
+        drain = asyncio.create_task(w.proxy.drain(w.server.server_state.tasks))
+        assert (await queued.answer()).status == 503
+        ready = await w.get("/ready")
+        assert (ready.status, ready.json["reason"]) == (503, "shutting down")
+        assert (await w.get("/health")).status == 200
+        assert (await w.ask(COMPLETIONS, completion())).status == 503
+        assert not drain.done()
+        go.set()
+        assert (await client.rest(head)).body == WORD + WORD + answers.DONE
+        await asyncio.wait_for(drain, 2)
+        assert w.metric("pdproxy_deadline_total", wait="drain") == 0
+
+
+async def _rest(reply: scripts.Reply) -> None:
+    await reply.pieces(WORD, answers.DONE)
+    await reply.finish()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_drain_cuts_off_what_is_left_at_its_deadline(stream: bool) -> None:
+    """A request that does not end is told so: an error event without an end mark, or a 503; its leg is closed."""
+    async with world(deadlines={"drain": 0.15}) as w:
+        w.decode[0].script(scripts.streams(WORD, then="stall") if stream else scripts.stall)
+        client = await w.client()
+        client.post(COMPLETIONS, completion(stream=stream))
+        await w.decode[0].asked()
+        head = await client.head() if stream else None
+        if stream:
+            assert await client.piece() == WORD
+        assert w.server is not None
+        await asyncio.wait_for(w.proxy.drain(w.server.server_state.tasks), 3)
+        answer = await (client.rest(head) if head else client.answer())
+        assert b"shutting down" in answer.body
+        assert b"[DONE]" not in answer.body
+        assert answer.status == (200 if stream else 503)
+        assert w.metric("pdproxy_deadline_total", wait="drain") == 1
+        assert w.decode[0].requests[0].left.is_set()
+        assert (await w.ended()).outcome == "capacity"
+
+
+async def test_drain_sees_abandoned_kv_home() -> None:
+    """A prefill whose client has left is awaited, and its KV given back, before the process goes."""
+    async with world() as w:
+        go = asyncio.Event()
+        w.prefill[0].script(scripts.gate(go, prefill))
+        client = await w.client()
+        client.post(COMPLETIONS, completion())
+        await w.prefill[0].asked()
+        client.close()
+        await w.ended()
+        assert w.server is not None
+        drain = asyncio.create_task(w.proxy.drain(w.server.server_state.tasks))
+        await asyncio.sleep(0.05)
+        assert not drain.done()
+        go.set()
+        await asyncio.wait_for(drain, 3)
+        assert w.books.endings == {"released": 1}
+
+
+SERVE = textwrap.dedent(
+    """
+    import sys
+    from pdproxy.app.server import run
+    from pdproxy.settings.schema import Deadlines, Listen, Node, Pool, Settings
+    port, prefill, decode = sys.argv[1:]
+    nodes = (Node(url=prefill, role="prefill"), Node(url=decode, role="decode"))
+    sys.exit(run(Settings(listen=Listen(port=int(port)), pools=(Pool(nodes=nodes),), deadlines=Deadlines(drain=5))))
+    """
+)
+
+
+@pytest.mark.parametrize(("signals", "code"), [([signal.SIGTERM], 0), ([signal.SIGINT, signal.SIGINT], 130)])
+async def test_the_process_ends_in_order(signals: list[signal.Signals], code: int) -> None:
+    """SIGTERM: the stream ends, then exit code 0. A second Ctrl-C: at once, 130."""
+    books = Books()
+    engines = [FakeEngine("prefill", books), FakeEngine("decode", books)]
+    for engine in engines:
+        await engine.listen()
+    go = asyncio.Event()
+    engines[1].script(scripts.after_word(go, _rest))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", SERVE, str(port), *(engine.url for engine in engines),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(20):
+            while True:
+                with contextlib.suppress(OSError):
+                    probe = await Client.connect(port)
+                    probe.send(b"GET /ready HTTP/1.1\r\nhost: x\r\n\r\n")
+                    if (await probe.answer()).status == 200:
+                        break
+                await asyncio.sleep(0.05)
+            client = await Client.connect(port)
+            client.post(COMPLETIONS, completion(stream=True))
+            head = await client.head()
+            for number in signals:
+                process.send_signal(number)
+                await asyncio.sleep(0.2)
+            if code == 0:
+                assert process.returncode is None, "it waits for the stream"
+                go.set()
+                assert (await client.rest(head)).body == WORD + WORD + answers.DONE
+            assert await process.wait() == code
+            assert await client.closed()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        for engine in engines:
+            engine.stop()
+
+
+async def test_a_port_that_is_taken() -> None:
+    """The process says which setting it is about, and ends with 2."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", SERVE, str(port), "http://127.0.0.1:1", "http://127.0.0.1:2",
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        _, said = await process.communicate()
+        assert process.returncode == 2
+        assert f"listen.host:listen.port = 127.0.0.1:{port}" in said.decode()

@@ -1,0 +1,117 @@
+"""An exchange cancelled at every await: leases closed, handles ended, no task left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pdproxy.observe.events import HandleEnded
+from pdproxy.wire.request import Incoming, Route
+from tests.fakes import answers, scripts
+from tests.fakes.world import World, completion, until, world
+
+
+class _Output:
+    """A client's end that keeps everything in memory."""
+
+    def __init__(self) -> None:
+        self.body = b""
+        self.begun = self.gone = self.paused = self.over = False
+
+    def whole(self, status: int, headers: object, body: bytes) -> None:
+        self.body, self.over, self.begun = body, True, True
+
+    def begin(self, headers: object) -> None:
+        self.begun = True
+
+    def write(self, data: bytes) -> None:
+        self.body += data
+
+    def finish(self) -> None:
+        self.over = True
+
+    def break_off(self) -> None:
+        self.over = True
+
+    def on_pressure(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
+        pass
+
+
+class _Steps:
+    """Drives a coroutine and counts how often it waits; at step `stop` it is cancelled instead of woken."""
+
+    def __init__(self, coroutine: Any, stop: int) -> None:
+        self._coroutine = coroutine
+        self._stop = stop
+        self.taken = 0
+
+    def __await__(self) -> Any:
+        send: Callable[[], Any] = lambda: self._coroutine.send(None)
+        while True:
+            try:
+                waited = send()
+            except StopIteration as done:
+                return done.value
+            self.taken += 1
+            if self.taken == self._stop:
+                asyncio.current_task().cancel()  # type: ignore[union-attr]
+            try:
+                yield waited
+                send = lambda: self._coroutine.send(None)
+            except BaseException as error:
+                send = lambda error=error: self._coroutine.throw(error)
+
+
+async def _serve(w: World, body: dict[str, Any], stop: int) -> tuple[int, _Output]:
+    """Serve a request, cancelled at its wait number `stop`; return how many waits there were."""
+    incoming = Incoming(Route.COMPLETIONS, None, None, "application/json", (), answers.compact(body))
+    output = _Output()
+    steps = _Steps(w.proxy.service.generate(incoming, output), stop)
+
+    async def run() -> None:
+        await steps
+
+    task = asyncio.ensure_future(run())
+    try:
+        await task
+    except asyncio.CancelledError:
+        pass
+    return steps.taken, output
+
+
+BODIES = {
+    "whole": completion(),
+    "stream": completion(stream=True),
+    "list": completion(prompt=["p" * 40, "q" * 40], stream=True),
+    "alone": completion(n=2, stream=True),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("failing", [False, True])
+async def test_cancelled_at_every_await(body: str, failing: bool) -> None:
+    """For every k: after a cancel at the k-th wait nothing is in flight and each handle has ended once."""
+    async with world(2, 2, limits={"breaker_failures": 1000}) as w:
+        stop, given = 1, 0
+        while True:
+            for engine in w.engines:
+                engine.scripts.clear()
+                if failing:
+                    engine.script(scripts.whole(answers.INTERNAL_500, 500))
+            before = len(w.events(HandleEnded))
+            taken, output = await _serve(w, BODIES[body], stop)
+            await w.quiet()
+            given = len(w.books.history)
+            assert len(w.events(HandleEnded)) == given, f"after a cancel at wait {stop}"
+            assert before <= given
+            assert output.over
+            if taken < stop:
+                break  # it was over before that wait
+            stop += 1
+        assert stop > 2
+        assert output.body
+        await until(lambda: len(asyncio.all_tasks()) <= 1 + len(w.proxy.ledger.nodes) + 2)
+        assert w.metric("pdproxy_inflight") == 0

@@ -1,0 +1,286 @@
+"""A client that leaves, at every stage: the engines are told at once, and no KV stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from pdproxy.observe.events import HandleEnded
+from tests.fakes import answers, scripts
+from tests.fakes.client import Client
+from tests.fakes.engine import Reply, Request, prefill
+from tests.fakes.scripts import WORD
+from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
+
+AT_ONCE = 0.2
+"""Seconds in which a decode leg is closed once its client has left."""
+SLACK = 0.15
+"""Seconds that a busy machine may add."""
+STREAM = pytest.mark.parametrize("stream", [False, True])
+
+
+async def leave(client: Client, how: str = "close") -> float:
+    """Have the client leave; return when."""
+    if how == "reset":
+        client.reset()
+    else:
+        client.close()
+    return time.monotonic()
+
+
+async def closed_in(request: Request, left: float) -> float:
+    """Return after how many seconds an engine saw its leg closed."""
+    async with asyncio.timeout(3):
+        await request.left.wait()
+    assert request.left_at is not None
+    return request.left_at - left
+
+
+def ends(w: World) -> list[str]:
+    """How the handles ended, as the proxy saw it."""
+    return [event.end for event in w.events(HandleEnded)]
+
+
+@STREAM
+async def test_before_the_prefill_engine_answers(stream: bool) -> None:
+    """The prefill leg stays open for its answer, and the KV that it brings is given back; no decode engine is asked."""
+    go = asyncio.Event()
+    async with world() as w:
+        w.prefill[0].script(scripts.gate(go, prefill))
+        client = await w.client()
+        client.post(COMPLETIONS, completion(stream=stream))
+        request = await w.prefill[0].asked()
+        await leave(client)
+        report = await w.ended()
+        assert report.outcome == "client_left"
+        assert w.metric("pdproxy_node_inflight", node=w.prefill[0].url) == 1, "it is still at work"
+        assert w.metric("pdproxy_node_inflight", node=w.decode[0].url) == 0
+        assert not request.left.is_set()
+        go.set()
+        await w.decode[0].given_back()
+        await w.quiet()
+        assert not w.decode[0].requests
+        assert w.books.endings == {"released": 1}
+        assert ends(w) == ["released"]
+
+
+@pytest.mark.parametrize("after", ["eof", "500", "no handle", "garbage"])
+async def test_before_a_prefill_that_fails(after: str) -> None:
+    """An abandoned prefill that fails leaves nothing to give back, and is over."""
+    go = asyncio.Event()
+    then = {
+        "eof": scripts.eof,
+        "500": scripts.whole(answers.INTERNAL_500, 500),
+        "no handle": scripts.whole(answers.whole(False, [1], "x", 1)),
+        "garbage": scripts.garbage,
+    }[after]
+    async with world() as w:
+        w.prefill[0].script(scripts.gate(go, then))
+        client = await w.client()
+        client.post(COMPLETIONS, completion())
+        await w.prefill[0].asked()
+        await leave(client)
+        await w.ended()
+        go.set()
+        await w.quiet()
+        assert not w.decode[0].releases
+
+
+async def test_before_a_prefill_that_never_answers() -> None:
+    """The grace for an abandoned prefill has a deadline; then its leg is closed and counted."""
+    async with world(deadlines={"abandoned_prefill": 0.15}) as w:
+        w.prefill[0].script(scripts.stall)
+        client = await w.client()
+        client.post(COMPLETIONS, completion())
+        request = await w.prefill[0].asked()
+        left = await leave(client)
+        assert 0.1 < await closed_in(request, left) < 1
+        await w.quiet()
+        assert w.metric("pdproxy_deadline_total", wait="abandoned_prefill") == 1
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+async def test_after_the_decode_engine_was_asked_before_its_headers_streamed(how: str) -> None:
+    """An engine that shows nothing is closed within 0.2 s, and the KV is given back: it may not have seen the handle."""
+    async with world(decode=2) as w:
+        for engine in w.decode:
+            engine.script(scripts.stall)
+        client = await w.client()
+        client.post(CHAT, chat(stream=True))
+        await until(lambda: any(engine.requests for engine in w.decode))
+        request = next(engine.requests[0] for engine in w.decode if engine.requests)
+        left = await leave(client, how)
+        assert await closed_in(request, left) < AT_ONCE + SLACK
+        await w.quiet()
+        assert ends(w) == ["released"]
+        assert sum(len(engine.releases) for engine in w.decode) == 1
+
+
+async def test_after_the_decode_engine_was_asked_and_its_headers_come_in_the_grace() -> None:
+    """An engine that accepts the request just after the client left owns the KV: it is closed, nothing is released."""
+    go = asyncio.Event()
+    async with world() as w:
+        w.decode[0].script(scripts.gate(go, scripts.streams(then="stall")))
+        client = await w.client()
+        client.post(COMPLETIONS, completion(stream=True))
+        request = await w.decode[0].asked()
+        left = await leave(client)
+        go.set()
+        assert await closed_in(request, left) < AT_ONCE + SLACK
+        await w.quiet()
+        assert ends(w) == ["aborted"]
+        assert not w.decode[0].releases
+        assert w.books.endings == {"aborted": 1}
+
+
+@pytest.mark.parametrize("status", [400, 500])
+async def test_a_decode_engine_that_refuses_in_the_grace(status: int) -> None:
+    """An engine that refuses just after the client left owns nothing: the KV is given back."""
+    go = asyncio.Event()
+    async with world() as w:
+        w.decode[0].script(scripts.gate(go, scripts.whole(answers.SCHEMA_400, status)))
+        client = await w.client()
+        client.post(COMPLETIONS, completion(stream=True))
+        await w.decode[0].asked()
+        await leave(client)
+        go.set()
+        await w.quiet()
+        assert ends(w) == ["released"]
+
+
+async def test_after_the_decode_engine_was_asked_unstreamed() -> None:
+    """An unstreamed leg shows nothing before its end: closed within 0.2 s, the KV given back if it was just asked."""
+    async with world() as w:
+        w.decode[0].script(scripts.stall)
+        client = await w.client()
+        client.post(COMPLETIONS, completion())
+        request = await w.decode[0].asked()
+        left = await leave(client)
+        assert await closed_in(request, left) < AT_ONCE + SLACK
+        await w.quiet()
+        assert ends(w) == ["released"]
+
+
+async def test_long_after_the_decode_engine_was_asked_unstreamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once time has shown that the engine has the request, closing its leg is enough."""
+    monkeypatch.setattr("pdproxy.serving.exchange.ACCEPTED_UNSEEN", 0.05)
+    async with world() as w:
+        w.decode[0].script(scripts.stall)
+        client = await w.client()
+        client.post(COMPLETIONS, completion())
+        request = await w.decode[0].asked()
+        asked = time.monotonic()
+        await until(lambda: time.monotonic() - asked > 0.1)
+        left = await leave(client)
+        assert await closed_in(request, left) < AT_ONCE + SLACK
+        await w.quiet()
+        assert ends(w) == ["aborted"]
+        assert not w.decode[0].releases
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+async def test_after_headers_before_data(how: str) -> None:
+    """Between the engine's headers and its first data: the leg is closed at once, the engine frees both sides."""
+    sent = asyncio.Event()
+
+    async def script(reply: Reply) -> None:
+        await reply.start()
+        sent.set()
+        await reply.stall()
+
+    async with world() as w:
+        w.decode[0].script(script)
+        client = await w.client()
+        client.post(COMPLETIONS, completion(stream=True))
+        request = await w.decode[0].asked()
+        await sent.wait()
+        left = await leave(client, how)
+        assert await closed_in(request, left) < AT_ONCE + SLACK
+        await w.quiet()
+        assert ends(w) == ["aborted"]
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+async def test_mid_stream(how: str) -> None:
+    """In the stream: the decode leg is closed at once; the KV had been loaded."""
+    async with world() as w:
+        w.decode[0].script(scripts.streams(WORD, then="stall"))
+        client = await w.client()
+        client.post(COMPLETIONS, completion(stream=True))
+        await client.head()
+        assert await client.piece() == WORD
+        request = w.decode[0].requests[0]
+        left = await leave(client, how)
+        assert await closed_in(request, left) < AT_ONCE
+        await w.quiet()
+        assert ends(w) == ["loaded"]
+        assert (await w.ended()).outcome == "client_left"
+
+
+async def test_in_the_middle_of_a_list() -> None:
+    """All streams of a list are closed together."""
+    async with world() as w:
+        w.decode[0].default = scripts.streams(WORD, then="stall")
+        client = await w.client()
+        client.post(COMPLETIONS, completion(prompt=["p" * 50, "q" * 50], stream=True))
+        await client.head()
+        await client.piece()
+        await w.decode[0].asked(2)
+        left = await leave(client)
+        for request in w.decode[0].requests:
+            assert await closed_in(request, left) < AT_ONCE + SLACK
+        await w.quiet()
+
+
+async def test_in_the_queue() -> None:
+    """A client that leaves while waiting for a place frees its place in the queue; no engine hears of it."""
+    async with world(limits={"max_inflight": 1}) as w:
+        w.decode[0].script(scripts.streams(WORD, then="stall"))
+        first = await w.client()
+        first.post(COMPLETIONS, completion(stream=True))
+        await first.head()
+        second = await w.client()
+        second.post(COMPLETIONS, completion())
+        await until(lambda: w.proxy.admission.waiting == 1)
+        await leave(second)
+        await until(lambda: w.proxy.admission.waiting == 0)
+        await leave(first)
+        await w.quiet()
+        assert len(w.prefill[0].requests) == 1
+
+
+async def test_in_the_middle_of_its_own_body() -> None:
+    """A client that leaves before its body is whole was never a request."""
+    async with world() as w:
+        client = await w.client()
+        client.send(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 1000\r\n\r\n{")
+        await until(lambda: w.server is not None and w.server.server_state.tasks)
+        await leave(client)
+        await until(lambda: w.server is not None and not w.server.server_state.tasks)
+        assert not w.prefill[0].requests
+
+
+async def test_between_prefill_and_decode() -> None:
+    """A client that leaves while the decode engine takes no connection: nobody was told, the KV is given back."""
+    async with world(decode=2) as w:
+        blocked = [True]
+        for engine in w.decode:
+            client_of = w.proxy.clients[engine.url]
+
+            async def connect(original: Callable[[], Awaitable[object]] = client_of._connect) -> object:
+                if blocked and blocked.pop():
+                    await asyncio.Event().wait()
+                return await original()
+
+            client_of._connect = connect  # type: ignore[assignment, method-assign]
+        client = await w.client()
+        client.post(COMPLETIONS, completion(stream=True))
+        await until(lambda: w.books.history)
+        await until(lambda: w.proxy.custodian.snapshot()["asked"][0] == 1)
+        await leave(client)
+        await w.quiet()
+        assert ends(w) == ["released"]
+        assert not any(engine.requests for engine in w.decode)

@@ -1,0 +1,189 @@
+"""Every wait has a deadline; each is reached here once and counted once. (Prefill, first token, between tokens, release and
+the abandoned prefill are reached beside what they end: test_prefill_fails, test_decode_fails, test_client_leaves.)"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.fakes import answers, scripts
+from tests.fakes.engine import FakeEngine, Reply
+from tests.fakes.scripts import WORD
+from tests.fakes.world import COMPLETIONS, completion, until, world
+
+
+@contextmanager
+def deaf(engine: FakeEngine) -> Iterator[None]:
+    """Have an engine's port take no connection and refuse none: its backlog is full."""
+    engine.stop()
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", engine.port))
+        listener.listen(0)
+        fillers = [socket.socket() for _ in range(3)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(("127.0.0.1", engine.port))
+        try:
+            yield
+        finally:
+            for filler in fillers:
+                filler.close()
+
+
+@pytest.mark.parametrize("role", [0, 1])
+async def test_connect(role: int) -> None:
+    """An engine that takes no connection is left for another within `connect`, and counted."""
+    async with world(2, 2, deadlines={"connect": 0.15}) as w:
+        engine = (w.prefill, w.decode)[role][1]  # round robin begins behind the first
+        with deaf(engine):
+            started = time.monotonic()
+            answer = await w.ask(COMPLETIONS, completion(stream=True))
+            assert answer.status == 200
+            assert 0.1 < time.monotonic() - started < 1
+            await w.quiet()
+        assert w.metric("pdproxy_deadline_total", wait="connect") == 1
+        assert w.metric("pdproxy_node_up", node=engine.url) == 0
+
+
+async def test_queue() -> None:
+    """A request that gets no place in time is a 503 that may be retried."""
+    async with world(deadlines={"queue": 0.1}, limits={"max_inflight": 1}) as w:
+        w.decode[0].script(scripts.streams(WORD, then="stall"))
+        first = await w.client()
+        first.post(COMPLETIONS, completion(stream=True))
+        await first.head()
+        answer = await w.ask(COMPLETIONS, completion())
+        assert answer.status == 503
+        assert answer.header("retry-after") == "1"
+        assert "no place came free" in answer.json["error"]["message"]
+        assert w.metric("pdproxy_deadline_total", wait="queue") == 1
+        assert (await w.ended()).outcome == "capacity"
+        first.close()
+
+
+async def test_client_body() -> None:
+    """A body that never becomes whole: the connection is closed, no engine asked."""
+    async with world(deadlines={"client_body": 0.1}) as w:
+        client = await w.client()
+        client.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
+        assert await client.closed()
+        assert w.metric("pdproxy_deadline_total", wait="client_body") == 1
+        assert not w.prefill[0].requests
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_total(stream: bool) -> None:
+    """A request that takes too long in all: 504 before data, an error event and a closed connection after."""
+    async with world(deadlines={"total": 0.2}) as w:
+        w.decode[0].script(scripts.streams(WORD, then="stall") if stream else scripts.stall)
+        client = await w.client()
+        client.post(COMPLETIONS, completion(stream=stream))
+        answer = await client.answer()
+        assert answer.status == (200 if stream else 504)
+        if stream:
+            assert answer.events[0] == WORD
+            assert b'"code":504' in answer.events[1]
+            assert len(answer.events) == 2
+            assert await client.closed()
+        else:
+            assert answer.json["error"]["type"] == "GatewayTimeoutError"
+        assert w.metric("pdproxy_deadline_total", wait="total") == 1
+        assert w.metric("pdproxy_deadline_total", wait="first_token") == 0
+        assert (await w.ended()).outcome == "engine"
+        await asyncio.wait_for(w.decode[0].requests[0].left.wait(), 1)
+
+
+async def test_probe() -> None:
+    """An engine whose health route does not answer in time is not used, and /ready says so."""
+    async with world(deadlines={"probe": 0.1}) as w:
+        w.decode[0].admin["/health"] = scripts.stall
+        await w.proxy.prober.probe(w.proxy.ledger.nodes[1], scrape=False)
+        assert w.metric("pdproxy_deadline_total", wait="probe") == 1
+        ready = await w.get("/ready")
+        assert ready.status == 503
+        assert w.decode[0].url in ready.json["reason"]
+        assert "/health did not answer in 0.1 s" in ready.json["reason"]
+
+
+BIG = answers.piece(False, "x" * 30_000)
+
+
+async def test_a_client_that_does_not_read_pauses_the_decode_engine_and_goes_on() -> None:
+    """Backpressure reaches the engine: its writes stop; once the client reads, everything arrives, in order."""
+    state = {"sent": 0}
+
+    async def flood(reply: Reply) -> None:
+        await reply.start()
+        for _ in range(600):
+            await reply.piece(BIG)
+            state["sent"] += 1
+        await reply.pieces(answers.DONE)
+        await reply.finish()
+
+    async with world() as w:
+        w.decode[0].script(flood)
+        client = await w.client(receive_buffer=16384)
+        client.post(COMPLETIONS, completion(stream=True))
+        head = await client.head()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        last = -1
+        while state["sent"] != last:
+            last = state["sent"]
+            await asyncio.sleep(0.1)
+        assert last < 500, "18 MB are not held for a client that does not read"
+        client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        answer = await client.rest(head)
+        assert answer.body == BIG * 600 + answers.DONE
+        assert (await w.ended()).outcome == "ok"
+
+
+async def test_client_write() -> None:
+    """A client that never reads on is dropped at its deadline: both connections close, nothing is held for it."""
+
+    async def flood(reply: Reply) -> None:
+        await reply.start()
+        while True:
+            await reply.piece(BIG)
+
+    async with world(deadlines={"client_write": 0.3, "between_tokens": 3}) as w:
+        w.decode[0].script(flood)
+        client = await w.client(receive_buffer=16384)
+        client.post(COMPLETIONS, completion(stream=True))
+        await client.head()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        request = w.decode[0].requests[0]
+        await asyncio.wait_for(request.left.wait(), 3)
+        assert w.metric("pdproxy_deadline_total", wait="client_write") == 1
+        assert w.metric("pdproxy_deadline_total", wait="between_tokens") == 0
+        assert (await w.ended()).outcome == "client_left"
+        assert w.server is not None
+        await until(lambda: w.server is not None and not w.server.server_state.connections)
+
+
+async def test_a_slow_client_is_not_taken_for_a_silent_engine() -> None:
+    """While the client does not read, the wait between tokens does not run."""
+
+    async def flood(reply: Reply) -> None:
+        await reply.start()
+        for _ in range(300):
+            await reply.piece(BIG)
+        await reply.pieces(answers.DONE)
+        await reply.finish()
+
+    async with world(deadlines={"between_tokens": 0.15, "client_write": 3}) as w:
+        w.decode[0].script(flood)
+        client = await w.client(receive_buffer=16384)
+        client.post(COMPLETIONS, completion(stream=True))
+        head = await client.head()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await asyncio.sleep(0.4)
+        client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        answer = await client.rest(head)
+        assert answer.body.endswith(answers.DONE)
+        assert b'"error"' not in answer.body

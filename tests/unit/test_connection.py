@@ -1,0 +1,124 @@
+"""What one kept connection promises to the requests that follow one another on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from pdproxy.kit.errors import EngineError
+from pdproxy.upstream.client import EngineClient
+from pdproxy.upstream.connection import Headers
+
+WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+class Sink:
+    """Notes what it hears."""
+
+    def __init__(self) -> None:
+        self.body = b""
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def head(self, status: int, headers: Headers) -> None:
+        assert status == 200
+
+    def data(self, chunk: bytes) -> None:
+        self.body += chunk
+
+    def end(self) -> None:
+        self.over.set_result(None)
+
+    def failed(self, error: EngineError) -> None:
+        self.over.set_exception(error)
+
+
+class Server:
+    """Answers what a test tells it to, on each of its connections."""
+
+    def __init__(self) -> None:
+        self.writers: list[asyncio.StreamWriter] = []
+        self.heard: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
+        try:
+            while await reader.readuntil(b"\r\n\r\nx"):
+                self.heard.put_nowait(writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[tuple[Server, EngineClient]]:
+    """A server and the client of it."""
+    told = Server()
+    listening = await asyncio.start_server(told.serve, "127.0.0.1", 0)
+    port = listening.sockets[0].getsockname()[1]
+    client = EngineClient(f"http://127.0.0.1:{port}", connect_timeout=2, keepalive=4)
+    yield told, client
+    client.close()
+    listening.close()
+
+
+def request(client: EngineClient) -> bytes:
+    return client.request("/v1/completions", (), b"x")
+
+
+async def test_a_finished_leg_never_touches_the_next_request(server: tuple[Server, EngineClient]) -> None:
+    """Whoever held a leg may close, pause or time it out after its end: the request that came next goes on undisturbed."""
+    told, client = server
+    first = Sink()
+    leg = await client.send(request(client), first)
+    (await told.heard.get()).write(WHOLE)
+    await first.over
+    second = Sink()
+    await client.send(request(client), second)
+    writer = await told.heard.get()
+    assert len(told.writers) == 1, "the second request is on the first one's connection"
+    leg.let_finish(0)
+    leg.pause()
+    leg.close()
+    await asyncio.sleep(0)
+    writer.write(WHOLE)
+    async with asyncio.timeout(2):
+        await second.over
+    assert second.body == b"ok"
+
+
+async def test_an_unfinished_leg_is_dropped_after_its_grace(server: tuple[Server, EngineClient]) -> None:
+    """An engine that never ends an answer whose end mark was seen loses the connection, so that none is occupied for ever."""
+    told, client = server
+    sink = Sink()
+    leg = await client.send(request(client), sink)
+    await told.heard.get()
+    leg.let_finish(0.01)
+    async with asyncio.timeout(2):
+        while not told.writers[0].is_closing():
+            await asyncio.sleep(0.01)
+    assert not sink.over.done(), "a leg that was given up is told nothing"
+
+
+async def test_a_paused_leg_leaves_no_pause_behind(server: tuple[Server, EngineClient]) -> None:
+    """A client that stopped reading in its last moment must not freeze the next request on that engine connection."""
+    told, client = server
+    first = Sink()
+    leg = await client.send(request(client), first)
+    writer = await told.heard.get()
+    writer.write(WHOLE)
+    leg_paused_in_data = first.data
+
+    def data(chunk: bytes) -> None:
+        leg_paused_in_data(chunk)
+        leg.pause()
+
+    first.data = data  # type: ignore[method-assign]
+    await first.over
+    second = Sink()
+    await client.send(request(client), second)
+    assert (await told.heard.get()) is writer
+    writer.write(WHOLE)
+    async with asyncio.timeout(2):
+        await second.over
+    assert second.body == b"ok"
