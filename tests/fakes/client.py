@@ -141,7 +141,9 @@ class Client:
         self.writer.transport.abort()
 
 
-def request(method: str, path: str, body: object, headers: Sequence[tuple[str, str]] = (), version: str = "1.1") -> bytes:
+def request(
+    method: str, path: str, body: object, headers: Sequence[tuple[str, str]] = (), version: str = "1.1"
+) -> bytes:
     """A request's bytes."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"{method} {path} HTTP/{version}", "host: proxy", f"content-length: {len(content)}"]

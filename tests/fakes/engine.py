@@ -83,14 +83,18 @@ class Reply:
     async def whole(self, body: bytes, status: int = 200, headers: Sequence[tuple[str, str]] = ()) -> None:
         """A complete answer with a length."""
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
-        kind = "" if any(name.lower() == "content-type" for name, _ in headers) else "content-type: application/json\r\n"
+        kind = (
+            "" if any(name.lower() == "content-type" for name, _ in headers) else "content-type: application/json\r\n"
+        )
         head = f"HTTP/1.1 {status} X\r\nserver: uvicorn\r\n{kind}content-length: {len(body)}\r\n{lines}\r\n"
         await self.raw(head.encode() + body)
 
     async def start(self, kind: str = "text/event-stream; charset=utf-8") -> None:
         """The head of a stream."""
         self._chunked = True
-        await self.raw(f"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: {kind}\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+        await self.raw(
+            f"HTTP/1.1 200 OK\r\nserver: uvicorn\r\ncontent-type: {kind}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+        )
 
     async def piece(self, data: bytes) -> None:
         """One HTTP chunk."""
@@ -347,7 +351,9 @@ class FakeEngine:
             f'vllm:cache_config_info{{block_size="{self.block_size}",engine="0"}} 1.0',
         ]
         for source, count in self.by_source.items():
-            lines.append(f'vllm:prompt_tokens_by_source_total{{engine="0",model_name="tiny",source="{source}"}} {count}.0')
+            lines.append(
+                f'vllm:prompt_tokens_by_source_total{{engine="0",model_name="tiny",source="{source}"}} {count}.0'
+            )
         return "\n".join(lines) + "\n"
 
 

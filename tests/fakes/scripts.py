@@ -68,7 +68,7 @@ async def garbage(reply: Reply) -> None:
 
 async def half(reply: Reply) -> None:
     """An answer that breaks off in its body."""
-    await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 500\r\n\r\n{\"id\":")
+    await reply.raw(b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 500\r\n\r\n{"id":')
     reply.eof()
 
 

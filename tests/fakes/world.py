@@ -180,8 +180,8 @@ async def world(
     if before is not None:
         before(made)
     if probed:
-        await made.probe()
         proxy.start()
+        await until(lambda: all(node.probed for node in proxy.ledger.nodes))
     server = made.server = await _serve(proxy, made)
     try:
         yield made

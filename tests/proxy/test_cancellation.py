@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -41,44 +42,42 @@ class _Output:
 
 
 class _Steps:
-    """Drives a coroutine and counts how often it waits; at step `stop` it is cancelled instead of woken."""
+    """Drives a coroutine and counts how often it waits; at the steps `stops` it is cancelled instead of woken."""
 
-    def __init__(self, coroutine: Any, stop: int) -> None:
+    def __init__(self, coroutine: Any, stops: Sequence[int]) -> None:
         self._coroutine = coroutine
-        self._stop = stop
+        self._stops = stops
         self.taken = 0
 
     def __await__(self) -> Any:
-        send: Callable[[], Any] = lambda: self._coroutine.send(None)
+        thrown: BaseException | None = None
         while True:
             try:
-                waited = send()
+                waited = self._coroutine.throw(thrown) if thrown is not None else self._coroutine.send(None)
             except StopIteration as done:
                 return done.value
             self.taken += 1
-            if self.taken == self._stop:
+            if self.taken in self._stops:
                 asyncio.current_task().cancel()  # type: ignore[union-attr]
             try:
+                thrown = None
                 yield waited
-                send = lambda: self._coroutine.send(None)
             except BaseException as error:
-                send = lambda error=error: self._coroutine.throw(error)
+                thrown = error
 
 
-async def _serve(w: World, body: dict[str, Any], stop: int) -> tuple[int, _Output]:
-    """Serve a request, cancelled at its wait number `stop`; return how many waits there were."""
+async def _serve(w: World, body: dict[str, Any], stops: Sequence[int]) -> tuple[int, _Output]:
+    """Serve a request, cancelled at its waits `stops`; return how many waits there were."""
     incoming = Incoming(Route.COMPLETIONS, None, None, "application/json", (), answers.compact(body))
     output = _Output()
-    steps = _Steps(w.proxy.service.generate(incoming, output), stop)
+    steps = _Steps(w.proxy.service.generate(incoming, output), stops)
 
     async def run() -> None:
         await steps
 
     task = asyncio.ensure_future(run())
-    try:
+    with contextlib.suppress(asyncio.CancelledError):
         await task
-    except asyncio.CancelledError:
-        pass
     return steps.taken, output
 
 
@@ -92,8 +91,9 @@ BODIES = {
 
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("failing", [False, True])
-async def test_cancelled_at_every_await(body: str, failing: bool) -> None:
-    """For every k: after a cancel at the k-th wait nothing is in flight and each handle has ended once."""
+@pytest.mark.parametrize("times", [1, 2])
+async def test_cancelled_at_every_await(body: str, failing: bool, times: int) -> None:
+    """For every k: after a cancel at the k-th wait, and another in the clean-up, nothing is left and handles ended once."""
     async with world(2, 2, limits={"breaker_failures": 1000}) as w:
         stop, given = 1, 0
         while True:
@@ -102,7 +102,7 @@ async def test_cancelled_at_every_await(body: str, failing: bool) -> None:
                 if failing:
                     engine.script(scripts.whole(answers.INTERNAL_500, 500))
             before = len(w.events(HandleEnded))
-            taken, output = await _serve(w, BODIES[body], stop)
+            taken, output = await _serve(w, BODIES[body], range(stop, stop + times))
             await w.quiet()
             given = len(w.books.history)
             assert len(w.events(HandleEnded)) == given, f"after a cancel at wait {stop}"

@@ -300,5 +300,3 @@ async def test_connections_are_kept_and_closed_as_the_engine_says() -> None:
         await w.ask(COMPLETIONS, completion())
         assert len({request.connection for request in w.decode[0].requests}) == 2
         assert w.metric("pdproxy_leg_failures_total") == 0
-
-

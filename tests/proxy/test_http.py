@@ -117,14 +117,18 @@ async def test_other_methods_on_the_generating_routes(path: str, method: str) ->
             assert answer.json == {"detail": "Method Not Allowed"}
 
 
-@pytest.mark.parametrize("path", ["/v1/completions?x=1", "http://proxy/v1/completions", "http://proxy/v1/completions?y"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions?x=1", "http://proxy/v1/completions", "http://proxy/v1/completions?y"]
+)
 async def test_other_forms_of_the_same_target(path: str) -> None:
     """A query or the absolute form of the target is the same route."""
     async with world() as w:
         assert (await w.ask(path, completion())).status == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/nope", "/", "/pause", "/collective_rpc", "/sleep", "/v1/load_lora_adapter", "/abort_requests"])
+@pytest.mark.parametrize(
+    "path", ["/v1/nope", "/", "/pause", "/collective_rpc", "/sleep", "/v1/load_lora_adapter", "/abort_requests"]
+)
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_other_routes_are_404_and_never_reach_an_engine(path: str, method: str) -> None:
     """Only the routes that the proxy knows exist; an engine's admin routes cannot be reached through it."""

@@ -24,7 +24,9 @@ async def _echo(reply: Reply) -> None:
     if reply.request.json.get("stream"):
         await reply.start()
         with_usage = "stream_options" in reply.request.json
-        await reply.pieces(*answers.stream(False, len(ids), [text, "!"], with_usage=with_usage, ident=reply.request.ident))
+        await reply.pieces(
+            *answers.stream(False, len(ids), [text, "!"], with_usage=with_usage, ident=reply.request.ident)
+        )
         await reply.finish()
     else:
         await reply.whole(answers.whole(False, ids, text + "!", 2, ident=reply.request.ident))
@@ -45,7 +47,9 @@ async def test_a_list_is_merged(prompts: list[Any], lengths: list[int]) -> None:
         assert body["usage"]["completion_tokens"] == 6
         assert body["usage"]["total_tokens"] == sum(lengths) + 6
         assert body["id"] == "cmpl-r"
-        assert list(body) == list(json.loads(answers.whole(False, [1], "", 1))), "the fields of a single engine's answer"
+        assert list(body) == list(json.loads(answers.whole(False, [1], "", 1))), (
+            "the fields of a single engine's answer"
+        )
         await w.quiet()
         assert w.books.endings == {"loaded": 3}
         assert sorted(len(r.json["prompt"]) for e in w.decode for r in e.requests) == sorted(len(p) for p in prompts)

@@ -9,8 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy import __version__
-from pdproxy.observe.events import DeadlinePassed, NodeChanged
 from pdproxy.kit.errors import Wait
+from pdproxy.observe.events import DeadlinePassed, NodeChanged
 from tests.fakes import answers, scripts
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, world
 

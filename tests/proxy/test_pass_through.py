@@ -11,7 +11,9 @@ from tests.fakes import answers
 from tests.fakes.engine import Reply
 from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, chat, completion, world
 
-ROUTES = pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, completion()), (CHAT, chat())], ids=["completions", "chat"])
+ROUTES = pytest.mark.parametrize(
+    ("path", "body"), [(COMPLETIONS, completion()), (CHAT, chat())], ids=["completions", "chat"]
+)
 
 
 @ROUTES

@@ -101,7 +101,9 @@ async def test_a_prefill_engine_that_says_nothing() -> None:
 @pytest.mark.parametrize("status", [400, 404, 422])
 async def test_what_is_the_clients_fault_passes_through(path: str, stream: bool, status: int) -> None:
     """A 4xx of the prefill engine is the client's answer as it is; no decode engine is asked."""
-    said = answers.error("This model's maximum context length is 2048 tokens", "BadRequestError", status, "input_tokens")
+    said = answers.error(
+        "This model's maximum context length is 2048 tokens", "BadRequestError", status, "input_tokens"
+    )
     async with world() as w:
         w.prefill[0].script(scripts.whole(said, status))
         body = completion(stream=stream) if path == COMPLETIONS else chat(stream=stream)

@@ -140,7 +140,18 @@ async def test_content_types_that_are_json(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b'"x"', b"null", b"1", b'{"model":"tiny",}', b"\xff\xfe", b'{"a":' * 100_000, b'{"a":' + b"[" * 5000],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"null",
+        b"1",
+        b'{"model":"tiny",}',
+        b"\xff\xfe",
+        b'{"a":' * 100_000,
+        b'{"a":' + b"[" * 5000,
+    ],
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_a_body_that_is_no_json_object_is_a_400(path: str, body: bytes) -> None:

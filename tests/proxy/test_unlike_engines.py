@@ -186,5 +186,3 @@ async def test_an_engine_that_does_not_count_is_said_to_be_blind() -> None:
     async with world(before=blind) as w:
         details = (await w.get("/ready")).json["details"]
         assert details == [f"decode {w.decode[0].url}: its /metrics do not say where prompt tokens come from"]
-
-

@@ -5,6 +5,7 @@ Owns the formats, text and JSON. No prompt and no key is ever logged: events hol
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -117,12 +118,14 @@ class TextFormatter(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
-_NEEDS_QUOTES = re.compile(r'[\s"=\x00-\x1f]')
+_SEPARATORS = re.compile(r'[ "=]')
 
 
 def _quoted(value: object) -> str:
     text = str(value)
-    return msgspec.json.encode(text).decode() if not text or _NEEDS_QUOTES.search(text) else text
+    if text and text.isprintable() and not _SEPARATORS.search(text):
+        return text
+    return json.dumps(text)  # escapes whatever a terminal would act on
 
 
 class JsonFormatter(logging.Formatter):

@@ -32,12 +32,14 @@ from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.custody import Custodian, Custody, End
 from pdproxy.serving.output import Output
 from pdproxy.serving.relay import Relay
+from pdproxy.serving.verdicts import error_kind, is_clients_fault, refused, verdict_of
 from pdproxy.settings.schema import Deadlines
 from pdproxy.transfer.bodies import alone_body
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.upstream.client import Answer, EngineClient, Pending
 from pdproxy.upstream.connection import Leg
-from pdproxy.wire.engine import error_of, prefill_answer
+from pdproxy.wire import sse
+from pdproxy.wire.engine import prefill_answer
 from pdproxy.wire.request import Alone, Parsed, Prompt
 
 ACCEPT_GRACE = 0.15
@@ -218,7 +220,7 @@ class Exchange:
             verdict = Verdict.FAILED
             raise self._prefill_failed(node.url, EngineTimeoutError(message, wait=Wait.PREFILL)) from None
         except EngineError as error:
-            verdict = _verdict(error)
+            verdict = verdict_of(error)
             raise self._prefill_failed(node.url, error) from None
         finally:
             if not adopted:
@@ -228,12 +230,14 @@ class Exchange:
 
     def _read_prefill(self, url: str, answer: Answer) -> Custody | Answer:
         if answer.status != 200:
-            if _is_clients_fault(answer):
+            if is_clients_fault(answer):
                 return answer
-            raise _refused(url, answer)
+            raise refused(url, answer)
         read = prefill_answer(answer.body)
         if read is None:
             raise EngineError(f"{url} answered a prefill with something that is not a completion")
+        if any(choice.finish_reason == "abort" for choice in read.choices):
+            raise EngineError(f"{url} gave the prefill up")
         handle = self._engines.contract.handle(read)
         if isinstance(handle, Handle):
             return self._engines.custodian.take(handle, url, self._parsed.model, self._heading.authorization)
@@ -307,7 +311,7 @@ class Exchange:
                 custody.end(End.ABORTED)
             raise  # a handle that has not ended is given back below, once the leg is closed
         except EngineError as error:
-            verdict = _verdict(error)
+            verdict = verdict_of(error)
             if isinstance(error, EngineTimeoutError | EngineUnreachableError) and error.wait is not None and not proven:
                 engines.observers.notify(DeadlinePassed(error.wait.value, url))
             if proven and not whole:
@@ -343,17 +347,19 @@ class Exchange:
     def _judge(self, url: str, answer: Answer, custody: Custody | None) -> None:
         """Decide what a whole answer says about the KV. Raise for one that another engine may do better."""
         if answer.status == 200:
+            if sse.is_aborted(answer.body):
+                raise EngineError(f"{url} gave the answer up half-way")
             if custody is not None:
                 self._loaded(url, custody)
             return
-        if _is_clients_fault(answer):
+        if is_clients_fault(answer):
             # 401 and 404 come from before the handler that gives KV back.
             if custody is not None and answer.status == 400:
-                error_type, param = _error_kind(answer.body)
+                error_type, param = error_kind(answer.body)
                 if self._engines.contract.refusal_released(error_type, param):
                     custody.end(End.REFUSED)
             return
-        raise _refused(url, answer)
+        raise refused(url, answer)
 
     def _loaded(self, url: str, custody: Custody) -> None:
         custody.end(End.LOADED)
@@ -392,28 +398,3 @@ class _BeforeDataError(Exception):
         super().__init__(str(error))
         self.node = node
         self.error = error
-
-
-def _verdict(error: EngineError) -> Verdict:
-    """Return what a failed leg says about its engine. Being full or refusing a bad request is no fault."""
-    if isinstance(error, EngineUnreachableError):
-        return Verdict.UNREACHABLE
-    if isinstance(error, EngineRefusedError) and (error.status < 500 or error.status == 503):
-        return Verdict.NEUTRAL
-    return Verdict.FAILED
-
-
-def _is_clients_fault(answer: Answer) -> bool:
-    return 400 <= answer.status < 500 and answer.status != 429
-
-
-def _refused(url: str, answer: Answer) -> EngineError:
-    """Return the error for an answer that is neither data nor the client's fault."""
-    if answer.status == 429 or 500 <= answer.status <= 599:
-        return EngineRefusedError(f"{url} answered {answer.status}", status=answer.status, body=answer.body)
-    return EngineError(f"{url} answered {answer.status}, which no engine should")
-
-
-def _error_kind(body: bytes) -> tuple[str, str | None]:
-    detail = error_of(body)
-    return (detail.type, detail.param) if detail is not None else ("", None)

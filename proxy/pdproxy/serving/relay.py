@@ -195,8 +195,8 @@ class Relay:
         for event in batch.split(sse.END):
             if not event or sse.is_comment(event) or sse.is_role_only(event):
                 continue
-            if sse.is_error(event):
-                self._fail(_refusal(sse.payload(event)))
+            if sse.is_error(event) or sse.is_aborted(event):
+                self._fail(_refusal(event))
                 return
             if sse.is_done(event):
                 if not real:
@@ -237,8 +237,8 @@ class Relay:
             if not bare:
                 continue
             event = bare + sse.END
-            if sse.is_error(event):
-                self._fail(_refusal(sse.payload(event)))
+            if sse.is_error(event) or sse.is_aborted(event):
+                self._fail(_refusal(event))
                 break
             if sse.is_done(event):
                 self._saw_done = True
@@ -288,7 +288,10 @@ class Relay:
             self._leg.resume()
 
 
-def _refusal(payload: bytes) -> EngineRefusedError:
+def _refusal(event: bytes) -> EngineError:
+    if sse.is_aborted(event):
+        return EngineError("the engine gave the answer up half-way")
+    payload = sse.payload(event)
     detail = error_of(payload)
     code = detail.code if detail is not None else None
     status = code if isinstance(code, int) and 400 <= code <= 599 else 500

@@ -11,12 +11,18 @@ END = b"\n\n"
 _ERRORS = (b'data: {"error"', b'data: {"object":"error"', b'data: {"object": "error"')
 _USAGE_ONLY = b'"choices":[],"usage":{'
 _FIRST_INDEX = b'"choices":[{"index":0,'
+_ABORTED = b'"finish_reason":"abort"'
 _ROLE = b'"delta":{"role":"'
 
 
 def is_error(event: bytes) -> bool:
     """Tell whether an event is an error object instead of data."""
     return event.startswith(_ERRORS)
+
+
+def is_aborted(data: bytes) -> bool:
+    """Tell whether an event, or a whole answer, was given up half-way. vLLM says so when it is terminated, as if it were done."""
+    return _ABORTED in data
 
 
 def is_done(event: bytes) -> bool:
@@ -40,10 +46,11 @@ def is_role_only(event: bytes) -> bool:
 
 
 def may_need_care(batch: bytes) -> bool:
-    """Tell whether a batch of whole events holds one that is not plain data: an error, the usage or the end mark."""
+    """Tell whether a batch of whole events holds one that is not plain data: an error, an abort, the usage or the end mark."""
     return (
         DONE in batch
         or _USAGE_ONLY in batch
+        or _ABORTED in batch
         or batch.startswith(_ERRORS)
         or b'\n\ndata: {"error"' in batch
         or b'\n\ndata: {"object":"error"' in batch

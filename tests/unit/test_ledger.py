@@ -1,0 +1,217 @@
+"""The ledger under any sequence of events: loads, leases, breakers, ejections."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from pdproxy.scheduling.ledger import Lease, Ledger, Verdict
+from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+
+SPECS = [
+    NodeSpec("p1", Role.PREFILL),
+    NodeSpec("p2", Role.PREFILL),
+    NodeSpec("d1", Role.DECODE),
+    NodeSpec("d2", Role.DECODE),
+    NodeSpec("a1", Role.AGGREGATED),
+]
+URLS = [spec.url for spec in SPECS]
+
+
+def evidence(models: str = "m", version: str = "1", started: float = 1.0, block: int | None = 16) -> Evidence:
+    """What an engine says of itself."""
+    return Evidence(frozenset(models), version, block, ((1, 2),), 5, started)
+
+
+def ledger(*, probed: bool = True) -> Ledger:
+    """All engines, up and alike."""
+    made = Ledger(SPECS, breaker_failures=2, breaker_cooldown=10)
+    if probed:
+        for url in URLS:
+            made.saw(url, evidence())
+    return made
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Any events in any order, beside a simple model of what must hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = ledger()
+        self.open: list[Lease] = []
+        self.closed: list[Lease] = []
+        self.ejected: set[frozenset[str]] = set()
+        self.down: set[str] = set()
+        self.now = 0.0
+        self.started = 1.0
+
+    @rule(
+        size=st.integers(0, 1000), model=st.sampled_from(["m", None, "other"]), without=st.sets(st.sampled_from(URLS))
+    )
+    def pair(self, size: int, model: str | None, without: set[str]) -> None:
+        got = self.ledger.pair(model, size, self.now, without=without)
+        if got is None:
+            return
+        p, d = got.prefill.node, got.decode.node
+        assert (p.role, d.role) == (Role.PREFILL, Role.DECODE)
+        assert frozenset((p.url, d.url)) not in self.ejected
+        assert not {p.url, d.url} & (self.down | without)
+        assert p.usable(self.now)
+        assert d.usable(self.now)
+        assert model != "other"
+        assert p.evidence is not None
+        assert d.evidence is not None
+        assert p.evidence.difference(d.evidence) is None
+        self.open += [got.prefill, got.decode]
+
+    @rule(size=st.integers(0, 1000), model=st.sampled_from(["m", None, "other"]))
+    def alone(self, size: int, model: str | None) -> None:
+        lease = self.ledger.alone(model, size, self.now)
+        if lease is not None:
+            assert lease.node.role is not Role.PREFILL
+            assert lease.node.url not in self.down
+            self.open.append(lease)
+
+    @rule(data=st.data(), verdict=st.sampled_from(Verdict))
+    def close(self, data: st.DataObject, verdict: Verdict) -> None:
+        if self.open:
+            lease = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+            self.ledger.close(lease, verdict, self.now)
+            if verdict is Verdict.UNREACHABLE:
+                self.down.add(lease.node.url)
+            self.closed.append(lease)
+
+    @rule(data=st.data(), verdict=st.sampled_from(Verdict))
+    def close_again(self, data: st.DataObject, verdict: Verdict) -> None:
+        if self.closed:
+            lease = data.draw(st.sampled_from(range(len(self.closed))).map(self.closed.__getitem__))
+            before = repr(self.ledger)
+            assert self.ledger.close(lease, verdict, self.now) is False
+            assert repr(self.ledger) == before
+
+    @rule(p=st.sampled_from(["p1", "p2"]), d=st.sampled_from(["d1", "d2"]))
+    def eject(self, p: str, d: str) -> None:
+        self.ledger.eject(p, d)
+        self.ejected.add(frozenset((p, d)))
+
+    @rule(url=st.sampled_from(URLS), restarted=st.booleans(), version=st.sampled_from("12"))
+    def saw(self, url: str, restarted: bool, version: str) -> None:
+        node = next(node for node in self.ledger.nodes if node.url == url)
+        if restarted:
+            self.started += 1
+        assert node.evidence is not None
+        found = evidence(version=version, started=self.started if restarted else node.evidence.started)
+        if found != node.evidence:
+            self.ejected = {pair for pair in self.ejected if url not in pair}
+        self.ledger.saw(url, found)
+        self.down.discard(url)
+
+    @rule(url=st.sampled_from(URLS))
+    def lost(self, url: str) -> None:
+        assert self.ledger.lost(url, "gone") is (url not in self.down)
+        self.down.add(url)
+
+    @rule(seconds=st.floats(0.1, 20))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def loads_are_what_is_open(self) -> None:
+        for node in self.ledger.nodes:
+            mine = [lease for lease in self.open if lease.node is node]
+            assert node.requests == len(mine)
+            assert node.prompt_bytes == sum(lease.prompt_bytes for lease in mine)
+            assert node.failures >= 0
+        assert isinstance(self.ledger.shortcomings(self.now), list)
+        reason = self.ledger.not_ready(self.now)
+        assert (reason is None) is any(n.role is not Role.PREFILL and n.usable(self.now) for n in self.ledger.nodes)
+
+
+TestLedgerMachine = LedgerMachine.TestCase
+TestLedgerMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_the_least_loaded_is_taken() -> None:
+    """Prefill by outstanding bytes, decode by requests."""
+    made = ledger()
+    first = made.pair("m", 1000, 0)
+    second = made.pair("m", 10, 0)
+    third = made.pair("m", 10, 0)
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert second.prefill.node is third.prefill.node
+    assert second.prefill.node is not first.prefill.node
+    assert {first.decode.node.url, second.decode.node.url} == {"d1", "d2"}
+
+
+def test_ties_go_round_for_each_role() -> None:
+    """Requests one after the other use all engines of both roles alike."""
+    made = ledger()
+    used: list[str] = []
+    for _ in range(8):
+        pair = made.pair("m", 1, 0)
+        assert pair is not None
+        used += [pair.prefill.node.url, pair.decode.node.url]
+        for lease in (pair.prefill, pair.decode):
+            made.close(lease, Verdict.GOOD, 0)
+    assert {url: used.count(url) for url in URLS[:4]} == dict.fromkeys(URLS[:4], 4)
+
+
+def test_the_breaker() -> None:
+    """Failures in a row shut an engine out for the cooldown; one good leg forgives."""
+    made = ledger()
+
+    def fail(now: float, verdict: Verdict = Verdict.FAILED) -> bool:
+        lease = made.alone("m", 0, now)
+        assert lease is not None
+        assert lease.node.url == "a1"
+        return made.close(lease, verdict, now)
+
+    assert [fail(0), fail(0, Verdict.GOOD), fail(0), fail(0)] == [False, False, False, True]
+    other = made.alone("m", 0, 9.9)
+    assert other is not None
+    assert other.node.role is Role.DECODE
+    assert fail(10) is True, "the first failure after the cooldown shuts it out again"
+    assert any("shut out" in line for line in made.shortcomings(11))
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (evidence(models="x"), "no model in common"),
+        (evidence(version="2"), "different versions"),
+        (evidence(block=32), "different block sizes"),
+        (Evidence(frozenset("m"), "1", 16, ((9,),), 5, 1.0), "canary"),
+        (evidence(started=99), None),
+    ],
+)
+def test_differences(other: Evidence, why: str | None) -> None:
+    """Everything that makes KV of one engine wrong for another counts; the start time does not."""
+    found = evidence().difference(other)
+    assert (found is None) is (why is None)
+    assert why is None or why in (found or "")
+
+
+def test_a_release_goes_to_an_engine_that_knows_the_model() -> None:
+    """A handle is given back where its model is served, and elsewhere than where it failed."""
+    made = ledger()
+    made.saw("d2", evidence(models="x"))
+    node = made.releaser("m", 0, prefer_not="d2")
+    assert node is not None
+    assert node.url == "d1"
+    made.saw("d2", evidence())
+    for _ in range(3):
+        node = made.releaser("m", 0, prefer_not="d1")
+        assert node is not None
+        assert node.url == "d2"
+
+
+def test_not_ready_before_all_are_probed() -> None:
+    """A pool that has not been looked at is not ready, and names whom it waits for."""
+    made = ledger(probed=False)
+    assert "p1, p2, d1, d2, a1" in (made.not_ready(0) or "")
+    assert made.pair("m", 1, 0) is None
+    assert made.alone("m", 1, 0) is None

@@ -1,0 +1,172 @@
+"""The relay alone: however the bytes are cut, the client gets the same, and the same ending."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdproxy.kit.errors import EngineError, EngineRefusedError
+from pdproxy.serving.relay import STREAM_STARTED, Relay
+from pdproxy.upstream.connection import Connection
+from pdproxy.wire import sse
+from tests.fakes import answers
+
+HEAD = [(b"content-type", b"text/event-stream; charset=utf-8")]
+TEXT = answers.stream(False, 9, [" a", "é🦊", '\\n\\n "data: [DONE]"', "d"], with_usage=True)
+CHAT = answers.stream(True, 9, [" a", "b"], with_usage=True)
+
+
+class Sink:
+    """An output and a connection in one, in memory."""
+
+    def __init__(self) -> None:
+        self.body = b""
+        self.paused = False
+
+    def write(self, data: bytes) -> None:
+        self.body += data
+
+    def on_pressure(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
+        pass
+
+    def pause(self) -> None:
+        pass
+
+    resume = pause
+
+
+async def run(pieces: Sequence[bytes], relay: Relay, *, end: bool = True, late: int = 0) -> bytes:
+    """Feed pieces; `flow` is called `late` pieces after the first data. Return what a client got; raise what it is told."""
+    sink = Sink()
+    relay.head(200, list(HEAD))
+    waiting, flowing = late, False
+    for piece in pieces:
+        relay.data(piece)
+        if relay.first.done() and not flowing:
+            if waiting == 0:
+                assert await relay.first is STREAM_STARTED
+                relay.flow(sink, cast("Connection", sink))  # type: ignore[arg-type]
+                flowing = True
+            waiting -= 1
+    if end:
+        relay.end()
+    else:
+        relay.failed(EngineError("lost"))
+    if not flowing:
+        await relay.first
+        relay.flow(sink, cast("Connection", sink))  # type: ignore[arg-type]
+    try:
+        await relay.done
+    except EngineError as error:
+        error.add_note(sink.body.decode("utf-8", "replace"))
+        raise
+    return sink.body
+
+
+def cut(data: bytes, at: Sequence[int]) -> list[bytes]:
+    """Cut bytes at the given places."""
+    places = [0, *sorted(set(at)), len(data)]
+    return [data[a:b] for a, b in pairwise(places) if a < b]
+
+
+def without_usage(events: Sequence[bytes]) -> bytes:
+    """A stream without its usage event."""
+    return b"".join(event for event in events if b'"choices":[]' not in event)
+
+
+@pytest.mark.parametrize("events", [TEXT, CHAT], ids=["completions", "chat"])
+async def test_split_at_every_byte(events: list[bytes]) -> None:
+    """Two reads, cut at each byte in turn: the same bytes, the same usage."""
+    data = b"".join(events)
+    for at in range(len(data) + 1):
+        relay = Relay(wants_usage=False)
+        assert await run(cut(data, [at]), relay) == without_usage(events)
+        assert relay.usage is not None
+        assert relay.usage.prompt_tokens == 9
+
+
+@given(st.sets(st.integers(0, 2000), max_size=40), st.booleans(), st.integers(0, 5), st.sampled_from([TEXT, CHAT]))
+@settings(deadline=None)
+def test_split_and_joined_anyhow(places: set[int], wants: bool, late: int, events: list[bytes]) -> None:
+    """Any cuts, any moment at which the client's side begins: nothing lost, doubled or reordered."""
+    data = b"".join(events)
+
+    async def check() -> None:
+        got = await run(cut(data, [p for p in places if p < len(data)]), Relay(wants_usage=wants), late=late)
+        assert got == (data if wants else without_usage(events))
+
+    asyncio.run(check())
+
+
+@given(st.integers(0, 2000), st.booleans())
+@settings(deadline=None)
+def test_a_stream_cut_off_anywhere_fails(keep: int, end: bool) -> None:
+    """A stream without its end mark is a failure wherever it stops; whole events before it are passed on."""
+    data = b"".join(TEXT)
+    keep = min(keep, len(data) - len(answers.DONE))
+
+    async def check() -> None:
+        with pytest.raises(EngineError) as caught:
+            await run(cut(data[:keep], range(0, keep, 37)), Relay(wants_usage=True), end=end)
+        whole = data[: data.rfind(sse.END, 0, keep) + 2] if sse.END in data[:keep] else b""
+        notes = "".join(getattr(caught.value, "__notes__", []))
+        assert notes.encode() == whole
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+async def test_an_error_event_at_any_place(at: int) -> None:
+    """Before real data it is `first` that fails, with the engine's own status; after it, `done`."""
+    events = [*CHAT[:at], answers.error_event("boom", 503), *CHAT[at:]]
+    with pytest.raises(EngineRefusedError, match="boom") as caught:
+        await run(events, Relay(wants_usage=False))
+    assert caught.value.status == 503
+    assert b"".join(caught.value.body.split()) == b"".join(answers.error_event("boom", 503)[6:].split())
+    with pytest.raises(EngineRefusedError, match="boom"):
+        await run([b"".join(events)], Relay(wants_usage=False))
+
+
+async def test_text_that_looks_like_structure_passes() -> None:
+    """A model that writes end marks, errors or usage in its text changes nothing."""
+    nasty = ["data: [DONE]\n\n", '"choices":[],"usage":{', 'data: {"error": {', '"delta":{"role":"', '{"index":0,']
+    events = answers.stream(False, 9, nasty, with_usage=False)
+    for pieces in (events, [b"".join(events)]):
+        relay = Relay(wants_usage=False)
+        assert await run(pieces, relay) == b"".join(events)
+        assert relay.events == len(events)
+
+
+async def test_an_index_is_put_in() -> None:
+    """One stream of several carries its own index in every event, and leaves out the end mark."""
+    relay = Relay(wants_usage=False, wants_done=False, index=3)
+    body = await run([b"".join(TEXT)], relay)
+    assert body == without_usage(TEXT[:-1]).replace(b'[{"index":0,', b'[{"index":3,')
+
+
+async def test_a_whole_answer_is_handed_over() -> None:
+    """What is no stream is collected, with its usage."""
+    relay = Relay(wants_usage=False)
+    relay.head(200, [(b"content-type", b"application/json")])
+    body = answers.whole(False, [1, 2, 3], "x", 5)
+    for piece in cut(body, range(0, len(body), 10)):
+        relay.data(piece)
+    relay.end()
+    answer = await relay.first
+    assert answer.body == body  # type: ignore[union-attr]
+    assert relay.usage is not None
+    assert (relay.usage.prompt_tokens, relay.usage.completion_tokens) == (3, 5)
+
+
+async def test_gaps_are_counted_an_event() -> None:
+    """Each event but the first is one gap, whether it came alone or with others."""
+    relay = Relay(wants_usage=False)
+    await run([TEXT[0], TEXT[1] + TEXT[2], TEXT[3], answers.DONE], relay)
+    assert relay.events == 5
+    assert sum(relay.gaps.buckets) == 4

@@ -1,0 +1,60 @@
+"""Server-sent events as bytes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdproxy.wire import sse
+from tests.fakes import answers
+
+ERRORS = (
+    answers.error_event(),
+    b'data: {"error":{"message":"x"}}\n\n',
+    b'data: {"object":"error","message":"x"}\n\n',
+    b'data: {"object": "error", "message":"x"}\n\n',
+)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_errors_are_found_alone_and_behind_data(error: bytes) -> None:
+    """An error event is one wherever it stands in a batch."""
+    data = answers.piece(True, "x")
+    assert sse.is_error(error)
+    assert not sse.is_error(data)
+    assert sse.may_need_care(error)
+    assert sse.may_need_care(data + error + answers.DONE)
+    assert sse.may_need_care(data + error)
+
+
+@given(st.text(), st.booleans())
+def test_data_is_data_whatever_the_text(text: str, chat: bool) -> None:
+    """No text of a model makes an event something else, and its index is found."""
+    event = answers.piece(chat, text)
+    assert not sse.is_error(event)
+    assert not sse.is_done(event)
+    assert not sse.is_usage_only(event)
+    assert not sse.is_role_only(event)
+    assert not sse.is_comment(event)
+    assert event.count(sse.END) == 1
+    renamed = json.loads(sse.payload(sse.with_index(event, 7)))
+    assert renamed["choices"][0]["index"] == 7
+    before = json.loads(sse.payload(event))
+    before["choices"][0]["index"] = 7
+    assert renamed == before
+
+
+def test_the_other_kinds() -> None:
+    """The end mark, the usage, a chat's opening and a comment are told apart."""
+    usage = answers.usage_event(True, 3, 4)
+    assert sse.is_usage_only(usage)
+    assert sse.may_need_care(usage)
+    assert sse.is_done(answers.DONE)
+    assert sse.may_need_care(answers.piece(False, "x") + answers.DONE)
+    assert sse.is_role_only(answers.role())
+    assert sse.is_comment(b": ping\n\n")
+    assert not sse.may_need_care(answers.piece(False, "x") + answers.role())
+    assert sse.payload(sse.data(b"{}")) == b"{}"

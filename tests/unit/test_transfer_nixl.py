@@ -1,0 +1,159 @@
+"""The NIXL contract against recorded answers of vLLM 0.32.0."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdproxy.transfer.contract import Handle
+from pdproxy.transfer.nixl import NIXL
+from pdproxy.wire.engine import PrefillAnswer, prefill_answer
+from pdproxy.wire.request import Parsed, Route, parse
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def recorded(name: str) -> bytes:
+    """The body of a recorded answer."""
+    return (DATA / name).read_bytes().partition(b"<<<")[2].partition(b"\n\n")[2].strip()
+
+
+def read(body: bytes) -> PrefillAnswer:
+    """A prefill answer, which it must be."""
+    answer = prefill_answer(body)
+    assert answer is not None
+    return answer
+
+
+def given(name: str) -> Handle:
+    """The handle of a recorded answer."""
+    handle = NIXL.handle(read(recorded(name)))
+    assert isinstance(handle, Handle)
+    return handle
+
+
+def parsed(route: Route = Route.COMPLETIONS, **fields: Any) -> Parsed:
+    """A request that may be split."""
+    prompt = (
+        {"prompt": "p" * 50} if route is Route.COMPLETIONS else {"messages": [{"role": "user", "content": "x" * 50}]}
+    )
+    found = parse(route, json.dumps({"model": "tiny", **prompt, **fields}).encode())
+    assert found.alone is None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "ident"),
+    [
+        ("prefill_completion.txt", 61, "cmpl-a20c7aad6961e7b4-0-a96861aa"),
+        ("prefill_chat.txt", 81, "chatcmpl-b4c1bd17855cce6a-8caf4112"),
+    ],
+)
+def test_recorded_handles(name: str, tokens: int, ident: str) -> None:
+    """A recorded answer gives a handle: the engine's bytes, the prompt's ids and length."""
+    handle = given(name)
+    assert handle.prompt_tokens == tokens
+    assert handle.remote_request_id == ident
+    assert handle.token_ids is not None
+    assert len(json.loads(handle.token_ids)) == tokens
+    assert handle.params in recorded(name), "verbatim"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_block_ids": []},
+        {"remote_block_ids": [[]]},
+        {"remote_block_ids": None},
+        {"remote_engine_id": None},
+        {"remote_host": 5},
+        {"remote_port": "x"},
+        {"remote_request_id": None},
+        {"do_remote_prefill": False},
+    ],
+)
+def test_a_handle_that_would_kill_an_engine_is_none(change: dict[str, Any]) -> None:
+    """Incomplete or empty handles are refused with a reason; so is a key that is missing."""
+    body = json.loads(recorded("prefill_completion.txt"))
+    body["kv_transfer_params"] |= change
+    assert isinstance(NIXL.handle(read(json.dumps(body).encode())), str)
+    for name in change:
+        del body["kv_transfer_params"][name]
+    assert isinstance(NIXL.handle(read(json.dumps(body).encode())), str)
+
+
+def test_an_answer_without_params() -> None:
+    """The reason names the engine's option, which is what an operator has to look at."""
+    for params in (None, {}):
+        body = json.loads(recorded("prefill_completion.txt")) | {"kv_transfer_params": params}
+        reason = NIXL.handle(read(json.dumps(body).encode()))
+        assert isinstance(reason, str)
+    assert prefill_answer(b"[]") is None
+    assert prefill_answer(b"\xff") is None
+
+
+@pytest.mark.parametrize("name", ["prefill_completion.txt", "prefill_chat.txt"])
+def test_the_decode_body(name: str) -> None:
+    """The client's request, the handle verbatim and the ids beside it."""
+    request = parsed(stream=True, temperature=0.5)
+    handle = given(name)
+    body = json.loads(NIXL.decode_body(request, request.prompts[0], handle))
+    kv = body.pop("kv_transfer_params")
+    assert handle.token_ids is not None
+    assert kv.pop("prompt_token_ids") == json.loads(handle.token_ids)
+    assert kv == json.loads(handle.params)
+    assert body["temperature"] == 0.5
+    assert body["stream_options"]["include_usage"] is True
+    alone = json.loads(NIXL.decode_body(request, request.prompts[0], None))
+    assert "kv_transfer_params" not in alone
+
+
+@pytest.mark.parametrize(("least", "sent"), [(0, 0), (1, 1), (3, 1), (None, None)])
+def test_the_prefill_bodys_min_tokens(least: int | None, sent: int | None) -> None:
+    """More than one token at the least is a 400 for one token at the most; none stays none."""
+    request = parsed(min_tokens=least)
+    assert json.loads(NIXL.prefill_body(request, request.prompts[0]))["min_tokens"] == sent
+
+
+def test_the_prefill_body_leaves_the_clients_object_alone() -> None:
+    """Both legs start from the same fields."""
+    request = parsed(Route.CHAT, max_completion_tokens=9, logprobs=True, response_format={"type": "text"})
+    before = dict(request.fields)
+    body = json.loads(NIXL.prefill_body(request, request.prompts[0]))
+    assert body["response_format"] == {"type": "text"}, "some chat templates print it"
+    assert "logprobs" not in body
+    assert request.fields == before
+    completion = parsed(response_format={"type": "text"})
+    assert "response_format" not in json.loads(NIXL.prefill_body(completion, completion.prompts[0]))
+
+
+def test_the_release_body() -> None:
+    """It passes the schema and fails in the handler."""
+    handle = given("prefill_chat.txt")
+    raw = NIXL.release_body('na"me', handle)
+    assert raw is not None
+    body = json.loads(raw)
+    assert body.pop("kv_transfer_params") == json.loads(handle.params)
+    assert body == {"model": 'na"me', "prompt": "x", "max_tokens": 0, "stream": False}
+    assert "model" not in json.loads(NIXL.release_body(None, handle) or b"")
+
+
+@pytest.mark.parametrize(
+    ("kind", "param", "released"),
+    [
+        ("BadRequestError", "temperature", True),
+        ("BadRequestError", "max_tokens", True),
+        ("BadRequestError", "input_tokens", True),
+        ("Bad Request", "body.max_tokens", False),
+        ("BadRequestError", "stream_options", False),
+        ("BadRequestError", "logprobs", False),
+        ("BadRequestError", None, False),
+        ("", None, False),
+    ],
+)
+def test_who_released_after_a_refusal(kind: str, param: str | None, released: bool) -> None:
+    """The handler has, the schema has not, and in doubt nobody has."""
+    assert NIXL.refusal_released(kind, param) is released

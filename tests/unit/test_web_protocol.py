@@ -1,0 +1,83 @@
+"""What `web.protocol` relies on in uvicorn's class: a new uvicorn has to pass this before its bound moves."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+import pytest
+import uvicorn
+from uvicorn.protocols.http import httptools_impl
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from pdproxy.web import protocol
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["on_headers_complete", "on_body", "on_message_complete", "on_response_complete", "connection_lost", "pause_writing",
+     "resume_writing", "_start_asgi_task", "_should_upgrade"],
+)  # fmt: skip
+def test_methods_of_the_protocol(name: str) -> None:
+    """Methods that are overridden or called."""
+    assert callable(getattr(HttpToolsProtocol, name))
+
+
+async def test_attributes_of_the_protocol() -> None:
+    """State that is read on a connection's protocol."""
+    config = uvicorn.Config(lambda: None, http=HttpToolsProtocol, log_config=None)
+    config.load()
+    made = HttpToolsProtocol(config, ServerState(), {}, asyncio.get_running_loop())
+    for name in ("parser", "cycle", "pipeline", "scope", "transport", "flow", "logger", "access_logger", "app", "url",
+                 "server_state", "expect_100_continue", "tasks"):  # fmt: skip
+        assert hasattr(made, name) or name == "url", name
+    made.on_message_begin()
+    assert made.url == b""
+    assert isinstance(made.scope["headers"], list)
+    for name in ("get_method", "get_http_version", "should_keep_alive", "should_upgrade"):
+        assert callable(getattr(made.parser, name))
+    assert isinstance(made.server_state.default_headers, list)
+
+
+def test_the_cycle_takes_what_it_is_given() -> None:
+    """The constructor's arguments, by name, and nothing else."""
+    found = set(inspect.signature(RequestResponseCycle.__init__).parameters) - {"self"}
+    assert found == {"scope", "transport", "flow", "logger", "access_logger", "access_log", "default_headers",
+                     "message_event", "expect_100_continue", "keep_alive", "on_response"}  # fmt: skip
+
+
+def test_the_cycles_state() -> None:
+    """Attributes that uvicorn's protocol and ours both read."""
+    source = inspect.getsource(RequestResponseCycle.__init__)
+    for name in ("disconnected", "keep_alive", "waiting_for_100_continue", "response_started", "response_complete",
+                 "on_response", "transport", "flow", "scope", "default_headers", "message_event"):  # fmt: skip
+        assert f"self.{name}" in source, name
+    assert inspect.iscoroutinefunction(RequestResponseCycle.run_asgi)
+    assert list(inspect.signature(RequestResponseCycle.run_asgi).parameters) == ["self", "app"]
+
+
+def test_uvicorn_starts_requests_in_one_place() -> None:
+    """Direct and pipelined requests both go through `_start_asgi_task`, which tells us whose turn it is."""
+    for method in (HttpToolsProtocol.on_headers_complete, HttpToolsProtocol.on_response_complete):
+        assert "self._start_asgi_task(" in inspect.getsource(method)
+    assert "run_asgi" in inspect.getsource(HttpToolsProtocol._start_asgi_task)
+    assert "run_asgi" not in inspect.getsource(HttpToolsProtocol.on_headers_complete)
+
+
+def test_flow_and_status_lines() -> None:
+    """Flow control says whether writing is paused; status lines exist for every status we send."""
+    assert "write_paused" in inspect.getsource(FlowControl.__init__)
+    assert callable(FlowControl.pause_reading)
+    for status in range(200, 600):
+        assert httptools_impl.STATUS_LINE[status].startswith(b"HTTP/1.1 %d " % status)
+
+
+def test_every_name_used_is_named_here() -> None:
+    """The data path's module uses nothing else of uvicorn than its class, its cycle and its status lines."""
+    source = inspect.getsource(protocol)
+    assert source.count("uvicorn.protocols") == 1
+    assert "import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle" in source
+    bound = protocol.protocol_class(None)  # type: ignore[arg-type]
+    assert issubclass(bound, HttpToolsProtocol)

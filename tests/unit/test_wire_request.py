@@ -1,0 +1,138 @@
+"""Reading a client's body: fields survive byte for byte, nothing crashes, no handle gets through."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pdproxy.kit.errors import BadRequestError
+from pdproxy.transfer.contract import encode
+from pdproxy.transfer.nixl import decode_body, prefill_body
+from pdproxy.wire.request import NEVER_FROM_CLIENTS, Alone, Route, body_request_id, parse
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+NAMES = st.sampled_from(
+    ["model", "prompt", "messages", "stream", "stream_options", "n", "echo", "max_tokens", "min_tokens", "logprobs",
+     "prompt_logprobs", "prompt_embeds", "request_id", "vllm_xargs", "sampling_params", "kv_transfer_params",
+     "ec_transfer_params", "top_logprobs", "use_beam_search", "max_completion_tokens", "return_token_ids"]
+)  # fmt: skip
+ROUTES = st.sampled_from(Route)
+
+
+@given(ROUTES, st.dictionaries(st.text() | NAMES, JSON, max_size=8))
+def test_any_object_is_read_and_comes_out_as_it_went_in(route: Route, body: dict[str, Any]) -> None:
+    """Whatever the fields hold, parsing never fails, and all but the handles come out with the same values."""
+    parsed = parse(route, json.dumps(body).encode())
+    out = json.loads(encode(parsed.fields))
+    assert not set(NEVER_FROM_CLIENTS) & set(out)
+    for name, value in body.items():
+        if name not in (*NEVER_FROM_CLIENTS, "vllm_xargs", "sampling_params"):
+            assert out[name] == value
+    for prompt in parsed.prompts:
+        json.loads(prefill_body(parsed, prompt))
+        json.loads(decode_body(parsed, prompt, None))
+    body_request_id(parsed.fields)
+
+
+@given(ROUTES, st.binary(max_size=60))
+@example(Route.CHAT, b'{"a":' * 10_000)
+@example(Route.COMPLETIONS, b'{"vllm_xargs":' + b'{"a":' * 900)
+@example(Route.COMPLETIONS, b'{"prompt":"\xff"}')
+@example(Route.CHAT, b'{"messages":[{"content":[{"type":"\xff"}]}]}')
+def test_any_bytes_are_an_object_or_the_clients_error(route: Route, body: bytes) -> None:
+    """Bytes that are no JSON object raise the one error that becomes a 400."""
+    with contextlib.suppress(BadRequestError):
+        assert isinstance(parse(route, body).fields, dict)
+
+
+@pytest.mark.parametrize("depth", range(500, 1100, 7))
+def test_nesting_at_the_limit_of_recursion_never_lets_a_handle_through(depth: int) -> None:
+    """However deep a carrier is, its handle is removed or the request refused."""
+    deep = b'{"vllm_xargs":{"kv_transfer_params":{},"d":' + b"[" * depth + b"]" * depth + b"}}"
+    try:
+        parsed = parse(Route.CHAT, deep)
+    except BadRequestError:
+        return
+    assert b"kv_transfer_params" not in encode(parsed.fields)
+
+
+@given(st.lists(st.sampled_from([" ", "\t", "\n", "\r"]), max_size=3).map("".join), st.text(), st.integers(1, 10**30))
+def test_raw_values_keep_their_bytes(space: str, text: str, number: int) -> None:
+    """Values keep their escapes, their digits and their inner white space; only the frame is written anew."""
+    value = f'{{"x"{space}:{space}[ {json.dumps(text)} , {number}.50E+2 ]}}'
+    body = f'{space}{{"v"{space}:{space}{value}{space}}}{space}'.encode()
+    assert encode(parse(Route.CHAT, body).fields) == b'{"v":' + value.encode() + b"}"
+
+
+@pytest.mark.parametrize("name", [*NEVER_FROM_CLIENTS, "kv\\u005ftransfer_params", "\\u0065c_transfer_params"])
+@pytest.mark.parametrize(
+    "frame", ["{{{}}}", '{{"vllm_xargs":{{{}}}}}', '{{"sampling_params":{{"extra_args":{{{}}}}}}}']
+)
+def test_handles_of_clients_are_removed(name: str, frame: str) -> None:
+    """At the top and in every carrier, escaped or repeated."""
+    body = frame.format(f'"{name}":{{"a":1}},"keep":2,"{name}":null')
+    out = encode(parse(Route.COMPLETIONS, body.encode()).fields).decode()
+    assert "transfer_params" not in out
+    assert '"keep":2' in out
+
+
+@pytest.mark.parametrize(
+    ("fields", "alone"),
+    [
+        ({"prompt": "x"}, None),
+        ({"prompt": ["x", "y"]}, None),
+        ({"prompt": [1, 2]}, None),
+        ({"prompt": [[1, 2], [3]]}, None),
+        ({"prompt": "x", "n": 1, "stream": False, "max_tokens": 1, "min_tokens": 1}, None),
+        ({"prompt": "x", "n": 2}, Alone.N),
+        ({"prompt": "x", "n": 0}, Alone.N),
+        ({"prompt": "x", "n": "2"}, Alone.UNUSUAL),
+        ({"prompt": "x", "max_tokens": 0}, Alone.UNUSUAL),
+        ({"prompt": "x", "max_tokens": 1.5}, Alone.UNUSUAL),
+        ({"prompt": "x", "min_tokens": -1}, Alone.UNUSUAL),
+        ({"prompt": [-1]}, Alone.UNUSUAL),
+        ({"prompt": []}, Alone.UNUSUAL),
+        ({"prompt": [[]]}, Alone.UNUSUAL),
+        ({"prompt": [["x"]]}, Alone.UNUSUAL),
+        ({"prompt": None}, Alone.UNUSUAL),
+        ({}, Alone.UNUSUAL),
+        ({"prompt": "x", "stream_options": {"include_usage": True}, "stream": True}, None),
+        ({"prompt": "x", "stream_options": {"include_usage": "yes"}, "stream": True}, Alone.UNUSUAL),
+        ({"prompt": "x", "stream_options": [], "stream": True}, Alone.UNUSUAL),
+        ({"prompt": "x", "logprob_token_ids": [1]}, Alone.UNUSUAL),
+        ({"prompt": "x", "logprob_token_ids": [1], "logprobs": 0}, None),
+        ({"prompt": None, "prompt_embeds": "A"}, Alone.NON_TEXT),
+    ],
+)
+def test_what_the_request_itself_says_about_splitting(fields: dict[str, Any], alone: Alone | None) -> None:
+    """The rules of a request, on completions."""
+    assert parse(Route.COMPLETIONS, json.dumps(fields).encode()).alone is alone
+
+
+@given(st.text(min_size=1))
+def test_the_size_of_a_text_is_never_underestimated(text: str) -> None:
+    """A prompt's `text_bytes` bounds its UTF-8 size, however it was escaped."""
+    for ascii_only in (True, False):
+        body = json.dumps({"prompt": text}, ensure_ascii=ascii_only)
+        try:
+            raw = body.encode()
+            size = len(text.encode())
+        except UnicodeEncodeError:
+            continue
+        assert parse(Route.COMPLETIONS, raw).prompts[0].text_bytes >= size
+
+
+@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=50))
+def test_token_ids_are_counted_exactly(ids: list[int]) -> None:
+    """The length of an array of ids is known without making it a list."""
+    for body in (json.dumps({"prompt": ids}), json.dumps({"prompt": ids}, indent=1)):
+        assert parse(Route.COMPLETIONS, body.encode()).prompts[0].tokens == len(ids)
