@@ -68,8 +68,8 @@ def show(proxy: Proxy, fleet: Fleet) -> None:
         print(piece, end="", flush=True)
     say("\n  (random weights: the words mean nothing, but they are exactly what one plain engine would say)")
     after = sources(fleet.decodes)
-    for name, meaning in (("external_kv_transfer", "came from P over NIXL"), ("local_compute", "computed by D")):
-        say(f"D's prompt tokens that {meaning}: {before[name]} -> {after[name]}")
+    for name, meaning in (("external_kv_transfer", "from P over NIXL"), ("local_compute", "computed by itself")):
+        say(f"D's prompt tokens {meaning}: {before[name]} -> {after[name]}")
 
 
 def port_for(wanted: int) -> int:

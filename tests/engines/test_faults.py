@@ -177,10 +177,10 @@ async def test_decode_ends_before_the_whole_answer(fleet: Fleet, serve: START, e
 
 
 async def test_decode_terminated_mid_stream(fleet: Fleet, serve: START) -> None:
-    """SIGTERM makes vLLM break an open stream off as if it were done, or stall it: the client sees an error event.
+    """However vLLM leaves an open stream behind at SIGTERM, the client sees an error event.
 
-    Which of the two depends on where the worker lives: in the engine core, the stream ends with `finish_reason: "abort"`
-    and [DONE]; in a process of its own, nothing more comes and the deadline between tokens has to end it.
+    It is a race with three ends, all seen: `finish_reason: "abort"` and [DONE] as if it were a success; an error event;
+    or nothing more at all, and the deadline between tokens has to end it.
     """
     proxy = serve(fleet.prefills[:1], fleet.decodes[:1])
     body = _body(stream=True, ignore_eos=True, max_tokens=400)

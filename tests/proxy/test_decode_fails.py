@@ -33,6 +33,7 @@ BEFORE_DATA: dict[str, Script] = {
     "done without data": streams(answers.DONE),
     "role, then done": streams(ROLE, answers.DONE),
     "half an event, then eof": streams(WORD[:-10], then="eof"),
+    "given up": streams(ROLE, answers.piece(True, "", finish="abort"), answers.DONE),
     "stalled": scripts.stall,
     "stalled after its role": streams(ROLE, then="stall"),
 }
@@ -142,6 +143,7 @@ BAD_ENDS: dict[str, tuple[Script, str]] = {
     "error event in pieces": (tail(ERROR[:9], ERROR[9:], answers.DONE), "Internal server error"),
     "error event behind data in one write": (tail(WORD + ERROR + answers.DONE), "Internal server error"),
     "half an event, then the end": (tail(WORD[:-9]), "without its end mark"),
+    "given up": (tail(answers.piece(False, "", finish="abort"), answers.DONE), "gave the answer up"),
     "stall": (tail(then="stall"), "sent nothing for"),
     "stall in an event": (tail(WORD[:30], then="stall"), "sent nothing for"),
     "garbage": (_garbage, "does not speak HTTP"),
@@ -235,6 +237,17 @@ async def test_a_release_is_tried_again_and_then_counted_as_lost() -> None:
         assert len(w.decode[0].releases) == 3
         assert w.metric("pdproxy_kv_handles_ended_total", end="lost") == 1
         assert w.metric("pdproxy_deadline_total", wait="release") == 3
+
+
+@pytest.mark.parametrize("status", [200, 401, 404, 500, 503])
+async def test_only_the_handlers_own_refusal_gives_a_handle_back(status: int) -> None:
+    """A release that is answered from before the handler, or by a failure, has released nothing: it is not counted so."""
+    async with world(deadlines={"release": 0.1}, leaves=True) as w:
+        w.decode[0].script(scripts.whole(answers.SCHEMA_400, 400))
+        w.decode[0].on_release = scripts.whole(answers.INTERNAL_500, status)
+        await w.ask(COMPLETIONS, completion())
+        await w.quiet()
+        assert [event.end for event in w.events(HandleEnded)] == ["lost"]
 
 
 async def test_the_release_body() -> None:
