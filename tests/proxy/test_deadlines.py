@@ -166,6 +166,19 @@ async def test_client_write() -> None:
         await until(lambda: w.server is not None and not w.server.server_state.connections)
 
 
+async def test_client_write_of_a_whole_answer() -> None:
+    """An answer that isn't streamed and larger than the socket takes is no reason to keep its client for ever, either."""
+    async with world(deadlines={"client_write": 0.3}) as w:
+        w.decode[0].script(scripts.whole(answers.whole(False, [1, 2, 3], "x" * (8 << 20), 5)))
+        client = await w.client(receive_buffer=16384)
+        client.post(COMPLETIONS, completion())
+        await client.head()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        assert w.server is not None
+        await until(lambda: w.server is not None and not w.server.server_state.connections)
+        assert w.metric("pdproxy_deadline_total", wait="client_write") == 1
+
+
 async def test_a_slow_client_is_not_taken_for_a_silent_engine() -> None:
     """While the client does not read, the wait between tokens does not run."""
 

@@ -150,7 +150,11 @@ class Proxy:
         """Return the protocol class for uvicorn."""
         limits, deadlines = self.settings.limits, self.settings.deadlines
         path = DataPath(
-            self.service.generate, self.observers, max_body=limits.max_body_bytes, body_timeout=deadlines.client_body
+            self.service.generate,
+            self.observers,
+            max_body=limits.max_body_bytes,
+            body_timeout=deadlines.client_body,
+            write_timeout=deadlines.client_write,
         )
         return protocol_class(path)
 

@@ -39,7 +39,7 @@ class Wait(Enum):
 class PdproxyError(Exception):
     """A failure with a fault. `status` is the HTTP status it has before the first byte was sent."""
 
-    fault = Fault.OURS
+    fault: Fault = Fault.OURS
     status = 500
     type = "InternalServerError"
 
@@ -120,6 +120,8 @@ class EngineRefusedError(EngineError):
         super().__init__(message)
         self.status = status
         self.body = body
+        if 400 <= status < 500 and status != 429:
+            self.fault = Fault.CLIENT
 
 
 class ClientLeftError(PdproxyError):

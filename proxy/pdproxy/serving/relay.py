@@ -25,6 +25,9 @@ from pdproxy.upstream.connection import Headers, Leg
 from pdproxy.wire import sse
 from pdproxy.wire.engine import Usage, error_of, usage_of
 
+MAX_EVENT = 32 << 20
+"""Bytes. No event of an engine comes near it; without a bound one that never ends would fill the memory."""
+
 
 class _Phase(Enum):
     HOLDING = "holding"
@@ -157,6 +160,8 @@ class Relay:
             cut = chunk.rfind(sse.END) + len(sse.END)
             if cut < len(sse.END):
                 self._tail = chunk
+                if len(chunk) > MAX_EVENT:
+                    self._over(EngineError(f"the engine sent an event of more than {MAX_EVENT} bytes"))
                 return
             self._tail = chunk[cut:]
             chunk = chunk[:cut]
@@ -213,8 +218,8 @@ class Relay:
         now = self._time()
         if self._index is not None or sse.may_need_care(batch):
             batch = self._care(batch)
-        count = batch.count(sse.END)
-        if count:
+        count = batch.count(sse.END) - (self._saw_done and self._wants_done)
+        if count > 0:
             if self.events:
                 gap = now - self._last
                 buckets = self.gaps.buckets

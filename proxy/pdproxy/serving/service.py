@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pdproxy.kit.errors import (
     BadRequestError,
     ClientLeftError,
+    EngineError,
     EngineRefusedError,
     EngineTimeoutError,
     Fault,
@@ -179,16 +180,13 @@ class Service:
 
         answers = await _all(exchanges, begin)
         wholes = [answer for answer in answers if answer is not None]
-        refused = next((answer for answer in wholes if answer.status != 200), None)
         usages = [exchange.relay.usage if exchange.relay else None for exchange in exchanges]
-        if output.begun:
-            if refused is not None:
-                raise EngineRefusedError("one of the prompts was refused", status=refused.status, body=refused.body)
-            self._end_merged(parsed, exchanges, [usage for usage in usages if usage is not None], output)
-        elif refused is not None:
-            self._answer(refused, output, report)
-        else:
+        if not output.begun:
             self._answer(merge_answers(list(zip(wholes, usages, strict=True))), output, report)
+        elif wholes:
+            raise EngineError("an engine answered one prompt of a streamed list whole")
+        else:
+            self._end_merged(parsed, exchanges, [usage for usage in usages if usage is not None], output)
 
     def _end_merged(
         self, parsed: Parsed, exchanges: Sequence[Exchange], usages: Sequence[Usage], output: Output
@@ -268,8 +266,15 @@ class _ListRelay:
 
 
 async def _all(exchanges: Sequence[Exchange], begin: Callable[[Relay], Output]) -> list[Answer | None]:
-    """Run exchanges at once. The first failure ends the others and is raised."""
-    tasks = [asyncio.ensure_future(exchange.run(begin)) for exchange in exchanges]
+    """Run exchanges at once. The first that fails or is refused ends the others and is raised."""
+
+    async def one(exchange: Exchange) -> Answer | None:
+        answer = await exchange.run(begin)
+        if answer is not None and answer.status != 200:
+            raise EngineRefusedError("one of the prompts was refused", status=answer.status, body=answer.body)
+        return answer
+
+    tasks = [asyncio.ensure_future(one(exchange)) for exchange in exchanges]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

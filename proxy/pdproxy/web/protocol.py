@@ -31,13 +31,16 @@ Generate = Callable[[Incoming, "GenerateCycle"], Awaitable[None]]
 
 
 class DataPath:
-    """What the protocol needs to know. One for the whole process; `body_timeout` in seconds, `max_body` in bytes."""
+    """What the protocol needs to know. One for the whole process; timeouts in seconds, `max_body` in bytes."""
 
-    def __init__(self, generate: Generate, observers: Observers, *, max_body: int, body_timeout: float) -> None:
+    def __init__(
+        self, generate: Generate, observers: Observers, *, max_body: int, body_timeout: float, write_timeout: float
+    ) -> None:
         self.generate = generate
         self.observers = observers
         self.max_body = max_body
         self.body_timeout = body_timeout
+        self.write_timeout = write_timeout
 
 
 class GenerateCycle(RequestResponseCycle):
@@ -50,7 +53,8 @@ class GenerateCycle(RequestResponseCycle):
         self._chunked = chunked
         self._parts: list[bytes] = []
         self._size = 0
-        self._whole_body: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.loop = asyncio.get_running_loop()
+        self._whole_body: asyncio.Future[bool] = self.loop.create_future()
         self._serving: asyncio.Task[None] | None = None
         self._pause: Callable[[], None] | None = None
         self._resume: Callable[[], None] | None = None
@@ -157,7 +161,22 @@ class GenerateCycle(RequestResponseCycle):
             return
         head = self._head(status, [*headers, (b"content-length", b"%d" % len(body))])
         self.transport.write(head + body)
+        if self.paused:  # the answer is larger than the socket takes: the client has to read some of it
+            self.loop.call_later(
+                self._data_path.write_timeout, self._drop_unread, self.transport.get_write_buffer_size()
+            )
         self._complete()
+
+    def _drop_unread(self, before: int) -> None:
+        """Drop a client that has read nothing of its answer since there were `before` bytes of it left."""
+        left = self.transport.get_write_buffer_size()
+        if not left:
+            return
+        if left < before:
+            self.loop.call_later(self._data_path.write_timeout, self._drop_unread, left)
+            return
+        self._data_path.observers.notify(DeadlinePassed(Wait.CLIENT_WRITE.value))
+        self.transport.abort()
 
     def begin(self, headers: Headers) -> None:
         """Send the status 200 and the headers of a stream."""
