@@ -168,7 +168,7 @@ async def test_client_write() -> None:
 
 async def test_client_write_of_a_whole_answer() -> None:
     """An answer that isn't streamed and larger than the socket takes is no reason to keep its client for ever, either."""
-    async with world(deadlines={"client_write": 0.3}) as w:
+    async with world(deadlines={"client_write": 0.3}, leaves=True) as w:
         w.decode[0].script(scripts.whole(answers.whole(False, [1, 2, 3], "x" * (8 << 20), 5)))
         client = await w.client(receive_buffer=16384)
         client.post(COMPLETIONS, completion())
