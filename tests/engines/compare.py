@@ -11,6 +11,7 @@ from .client import Answer
 LOGPROB_TOLERANCE = 2e-3
 # The engine's own fingerprint; a time; and how many tokens D itself added to its prefix cache (P's answer has that number).
 MASKED = {"system_fingerprint", "created", "created_cache_tokens"}
+_CLOCK = re.compile(r"\[\d\d:\d\d:\d\d\]")  # xgrammar dates its complaints
 _MINTED = re.compile(r"^(cmpl-|chatcmpl-tool-|chatcmpl-|call_)?[0-9a-f-]{16,}$")
 
 
@@ -48,7 +49,7 @@ def mixed_ids(answer: Answer) -> str:
     return ""
 
 
-def mask(value: Any, masked: set[str]) -> Any:
+def mask(value: Any, masked: set[str] = MASKED) -> Any:
     """Replace what two right answers never share: minted ids, and under the keys in `masked` all but whether it is null."""
     if isinstance(value, list):
         return [mask(item, masked) for item in value]
@@ -58,6 +59,8 @@ def mask(value: Any, masked: set[str]) -> Any:
     for key, item in value.items():
         if key == "id" and isinstance(item, str) and (minted := _MINTED.match(item)):
             out[key] = f"{minted[1] or ''}*"
+        elif key == "message" and isinstance(item, str):
+            out[key] = _CLOCK.sub("[*]", item)
         elif key in masked:
             out[key] = item is not None
         else:

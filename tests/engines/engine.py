@@ -60,6 +60,9 @@ class Engine:
     port: int
     pid: int
     log: str
+    born: str = (
+        ""  # when the kernel started the process, in its own ticks: an id alone may come back as somebody else's
+    )
 
     @classmethod
     def start(cls, launcher: Launcher, name: str, role: Role, port: int = 0) -> "Engine":
@@ -73,7 +76,7 @@ class Engine:
             ]
         log = launcher.built.root / "logs" / f"{name}.log"
         pid = launcher.launch(argv, {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}, log)
-        return cls(name, role, port, pid, str(log))
+        return cls(name, role, port, pid, str(log), _born(pid))
 
     def dump(self) -> dict[str, Any]:
         """What `Engine(**...)` takes to attach to the same processes later."""
@@ -105,6 +108,8 @@ class Engine:
 
     def pids(self) -> list[int]:
         """The engine's processes that still run, all those of the session that `start` made."""
+        if self.born and _born(self.pid) not in {self.born, ""}:
+            return []
         found = []
         for entry in os.listdir("/proc"):
             if entry.isdigit() and (stat := _stat(int(entry))) and stat[0] != "Z" and int(stat[3]) == self.pid:
@@ -123,8 +128,9 @@ class Engine:
 
     def terminate(self) -> None:
         """SIGTERM to the API server alone, as a container's runtime does."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGTERM)
+        if self.pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
 
     def stop(self, grace: float = 20.0) -> None:
         """End it: SIGTERM, and SIGKILL for what is left after `grace` seconds."""
@@ -165,6 +171,12 @@ def _stat(pid: int) -> list[str] | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
+
+
+def _born(pid: int) -> str:
+    """A process's start time; empty where there is no such process. Its id isn't given anew while its session lasts."""
+    stat = _stat(pid)
+    return stat[19] if stat else ""
 
 
 def _alive(pid: int) -> bool:

@@ -6,6 +6,7 @@ folder says which processes they are). `python tests/engines/fleet.py start|stop
 """
 
 import argparse
+import fcntl
 import json
 import os
 import sys
@@ -13,16 +14,22 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 if __package__ in {None, ""}:  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "engines"
 
-from .build import EnginesUnavailable, ensure
+from .build import EnginesUnavailable, default_dir, ensure
 from .engine import MODEL, Engine, Role
 from .launcher import Launcher
 
+COMPLETIONS = "/v1/completions"
 NAMES: dict[str, Role] = {"plain": "plain", "p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode"}
+
+
+class EnginesBusy(Exception):  # noqa: N818 - reads as what it reports
+    """Two runs on one set of engines would kill each other's; the message says where."""
 
 
 @dataclass
@@ -32,6 +39,8 @@ class Fleet:
     launcher: Launcher
     engines: dict[str, Engine] = field(default_factory=dict)
     state: Path | None = None  # where it is written down which processes these are
+    left: list[Engine] = field(default_factory=list)  # written down there and not taken over
+    claim: TextIO | None = None  # open for as long as nobody else may use the engines
 
     @property
     def plain(self) -> Engine:
@@ -50,8 +59,15 @@ class Fleet:
 
     @classmethod
     def start(cls) -> "Fleet":
-        """Build if need be, attach to engines that an earlier run kept, start the others, wait for all of them."""
+        """Build if need be, attach to engines that an earlier run kept, start the others, wait for all of them.
+
+        One run at a time: raises EnginesBusy while another one uses them.
+        """
+        claim = _claim()
         fleet = cls.attach()
+        fleet.claim = claim
+        for engine in fleet.stale():
+            engine.stop()  # half dead, or frozen by a test that was killed: nobody else would end it
         try:
             fleet.launch({name: role for name, role in NAMES.items() if name not in fleet.engines})
         except BaseException:
@@ -61,36 +77,47 @@ class Fleet:
 
     @classmethod
     def attach(cls) -> "Fleet":
-        """Take over what an earlier run left running, if anything."""
+        """Find what an earlier run left running, if anything; changes nothing."""
         built = ensure()
-        state = built.root / "run" / "fleet.json"
+        state = _run_folder() / "fleet.json"
         kept = json.loads(state.read_text()) if state.exists() else {}
-        engines = {name: Engine(**kept[name]) for name in NAMES if name in kept}
-        # Another process may have got the id since: ask the port, too.
-        alive = {name: engine for name, engine in engines.items() if engine.pids() and engine.healthy()}
-        return cls(Launcher(built), alive, state)
+        engines = [Engine(**kept[name]) for name in NAMES if name in kept]
+        alive = {engine.name: engine for engine in engines if engine.pids() and engine.healthy()}
+        return cls(Launcher(built), alive, state, [engine for engine in engines if engine.name not in alive])
 
-    def launch(self, names: dict[str, Role], ports: dict[str, int] | None = None) -> None:
-        """Start engines at once and wait until all of them are healthy and warm."""
+    def stale(self) -> list[Engine]:
+        """Engines of an earlier run that run and don't answer."""
+        return [engine for engine in self.left if engine.pids()]
+
+    def launch(self, names: dict[str, Role], ports: dict[str, int] | None = None, meet: bool = True) -> None:
+        """Start engines at once and wait until all of them are healthy and warm.
+
+        `meet`: each new pair exchanges one prompt. Before its first pull from a P, D may fail to tell it that it may free
+        the blocks of a request that D has refused, and P holds them until its lease ends.
+        """
         for name, role in names.items():
             self.engines[name] = Engine.start(self.launcher, name, role, (ports or {}).get(name, 0))
         self._save()
         for name in names:
             self.engines[name].wait()
         self._warm_up(names)
+        for prefill in self.prefills if meet else ():
+            for decode in self.decodes:
+                if {prefill.name, decode.name} & set(names):
+                    exchange(prefill, decode)
 
-    def restart(self, *names: str) -> None:
-        """Bring engines back on the ports they had, as a supervisor would."""
+    def restart(self, *names: str, meet: bool = True) -> None:
+        """Bring engines back on the ports they had, as a supervisor would. `meet`: as in `launch`."""
         old = [self.engines[name] for name in names]
         for engine in old:
             engine.stop()
-        self.launch({engine.name: engine.role for engine in old}, {engine.name: engine.port for engine in old})
+        self.launch({engine.name: engine.role for engine in old}, {engine.name: engine.port for engine in old}, meet)
 
     def _warm_up(self, names: Iterable[str]) -> None:
         """Ask each engine for logprobs once: the first time takes it 20 s and more, which no deadline should see."""
         body = {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1}
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda name: self.engines[name].post("/v1/completions", body), names))
+            list(pool.map(lambda name: self.engines[name].post(COMPLETIONS, body), names))
 
     def heal(self) -> None:
         """Restart what a test killed."""
@@ -98,7 +125,6 @@ class Fleet:
 
     def _save(self) -> None:
         if self.state:
-            self.state.parent.mkdir(parents=True, exist_ok=True)
             self.state.write_text(json.dumps({name: engine.dump() for name, engine in self.engines.items()}, indent=1))
 
     def stop(self) -> None:
@@ -110,6 +136,34 @@ class Fleet:
             engine.stop()
         if self.state:
             self.state.unlink(missing_ok=True)
+        if self.claim:
+            self.claim.close()
+
+
+def _run_folder() -> Path:
+    folder = default_dir() / "run"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _claim() -> TextIO:
+    """Hold the engines until the file is closed; raises EnginesBusy where another process does."""
+    lock = (_run_folder() / "fleet.lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise EnginesBusy(f"another run uses the engines of {default_dir()}") from None
+    return lock
+
+
+def exchange(prefill: Engine, decode: Engine) -> None:
+    """One prompt by hand through a pair, without a proxy."""
+    body = {"model": MODEL, "prompt": f"{decode.pid} meets {prefill.pid} " * 20, "temperature": 0}
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    params |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    answer = prefill.post(COMPLETIONS, body | {"max_tokens": 1, "kv_transfer_params": params})
+    decode.post(COMPLETIONS, body | {"max_tokens": 2, "kv_transfer_params": answer["kv_transfer_params"]})
 
 
 def keep() -> bool:
@@ -123,12 +177,17 @@ def main() -> int:
     parser.add_argument("action", choices=["start", "stop", "show"])
     action = parser.parse_args().action
     try:
+        claim = _claim() if action == "stop" else None
         fleet = Fleet.start() if action == "start" else Fleet.attach()
+        if claim:
+            fleet.engines |= {engine.name: engine for engine in fleet.stale()}
+            fleet.stop()
     except EnginesUnavailable as error:
         print(f"engines unavailable: {error}", file=sys.stderr)
         return 3
-    if action == "stop":
-        fleet.stop()
+    except EnginesBusy as error:
+        print(error, file=sys.stderr)
+        return 1
     for engine in fleet.engines.values():
         print(f"{engine.name:6} {engine.role:8} {engine.url}  pid {engine.pid}  {engine.log}")
     return 0

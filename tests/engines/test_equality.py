@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from .client import Answer, ask
-from .compare import differs
+from .compare import differs, mask
 from .counters import Counters
 from .engine import MODEL
 from .fleet import Fleet
@@ -137,7 +137,7 @@ async def test_streamed_refusal_gets_a_status(fleet: Fleet, proxy: Proxy) -> Non
     plain, other = await ask(fleet.plain.url, COMPLETIONS, body), await ask(proxy.url, COMPLETIONS, body)
     assert (plain.status, plain.events[-1]) == (200, "[DONE]")
     assert other.status == 400
-    assert other.json == plain.chunks[0]
+    assert mask(other.json) == mask(plain.chunks[0])
 
 
 def _refusal(answer: Answer) -> dict[str, Any]:
@@ -175,8 +175,6 @@ async def test_unreadable_body_is_refused_alike(
     ("method", "path", "body"),
     [
         ("GET", "/v1/models", None),
-        ("POST", "/tokenize", {"model": MODEL, "prompt": story("")}),
-        ("POST", "/detokenize", {"model": MODEL, "tokens": [700, 800, 900]}),
         ("GET", "/v1/no-such-route", None),
         ("GET", COMPLETIONS, None),
     ],

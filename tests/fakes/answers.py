@@ -76,6 +76,15 @@ def stream(chat: bool, prompt: int, words: Sequence[str], *, with_usage: bool, i
     return [*events, DONE]
 
 
+def without_usage(events: Sequence[bytes]) -> list[bytes]:
+    """The same stream as vLLM sends it without `include_usage`: the fingerprint is in the last event before the end mark."""
+    kept = [event for event in events if b'"choices":[],"usage":{' not in event]
+    if len(kept) == len(events):
+        return kept
+    *others, last, done = kept if kept[-1] == DONE else [*kept, b""]
+    return [*others, last.removesuffix(b"}\n\n") + b',"system_fingerprint":"%b"}\n\n' % FINGERPRINT.encode(), done]
+
+
 def whole(
     chat: bool,
     prompt_ids: Sequence[int],

@@ -68,13 +68,27 @@ async def test_queue() -> None:
 
 
 async def test_client_body() -> None:
-    """A body that never becomes whole: the connection is closed, no engine asked."""
+    """A body that never becomes whole: a 408, the connection is closed, no engine asked."""
     async with world(deadlines={"client_body": 0.1}) as w:
         client = await w.client()
         client.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
+        answer = await client.answer()
+        assert (answer.status, answer.header("connection")) == (408, "close")
+        assert answer.json["error"]["type"] == "RequestTimeout"
         assert await client.closed()
         assert w.metric("pdproxy_deadline_total", wait="client_body") == 1
         assert not w.prefill[0].requests
+
+
+async def test_a_connection_that_never_asks_anything() -> None:
+    """It is closed after `client_body`; one that has asked is kept for the next request."""
+    async with world(deadlines={"client_body": 0.15}) as w:
+        mute, kept = await w.client(), await w.client()
+        kept.post(COMPLETIONS, completion())
+        assert (await kept.answer()).status == 200
+        assert await mute.closed()
+        kept.post(COMPLETIONS, completion())
+        assert (await kept.answer()).status == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -100,11 +114,13 @@ async def test_total(stream: bool) -> None:
 
 
 async def test_probe() -> None:
-    """An engine whose health route does not answer in time is not used, and /ready says so."""
+    """An engine whose health route is late three times in a row is not used, and /ready says so."""
     async with world(deadlines={"probe": 0.1}) as w:
         w.decode[0].admin["/health"] = scripts.stall
-        await w.proxy.prober.probe(w.proxy.ledger.nodes[1], scrape=False)
-        assert w.metric("pdproxy_deadline_total", wait="probe") == 1
+        for late in range(1, 4):
+            assert (await w.get("/ready")).status == 200
+            await w.proxy.prober.probe(w.proxy.ledger.nodes[1], scrape=False)
+            assert w.metric("pdproxy_deadline_total", wait="probe") == late
         ready = await w.get("/ready")
         assert ready.status == 503
         assert w.decode[0].url in ready.json["reason"]

@@ -118,10 +118,18 @@ async def test_other_methods_on_the_generating_routes(path: str, method: str) ->
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/completions?x=1", "http://proxy/v1/completions", "http://proxy/v1/completions?y"]
+    "path",
+    [
+        "/v1/completions?x=1",
+        "http://proxy/v1/completions",
+        "http://proxy/v1/completions?y",
+        "/v1/%63ompletions",
+        "/v1%2Fcompletions?x=%2F",
+        "http://proxy/%761/completions",
+    ],
 )
 async def test_other_forms_of_the_same_target(path: str) -> None:
-    """A query or the absolute form of the target is the same route."""
+    """A query, the absolute form or a percent-encoded form of the target is the same route."""
     async with world() as w:
         assert (await w.ask(path, completion())).status == 200
 
@@ -144,7 +152,7 @@ async def test_a_client_that_offers_http_2() -> None:
     async with world() as w:
         answer = await w.ask(COMPLETIONS, completion(), offer)
         assert answer.status == 400
-        assert answer.json["error"]["type"] == "BadRequestError"
+        assert answer.json["error"]["type"] == "Bad Request"
 
 
 async def test_bytes_that_are_no_http() -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+from itertools import pairwise
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy import __version__
+from pdproxy.fleet import prober
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.events import DeadlinePassed, NodeChanged
 from tests.fakes import answers, scripts
-from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, world
+from tests.fakes.engine import Reply, Script
+from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
 
 
 async def test_health_and_version() -> None:
@@ -58,18 +62,113 @@ async def test_ready_says_what_is_down() -> None:
         assert [up for node, up in changes if node == decode] == [True, False, True]
 
 
-@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models"])
-async def test_an_engine_whose_own_routes_fail_is_down(path: str) -> None:
-    """An engine that answers 500, nonsense or nothing to a probe is not used."""
+ABOUT = ["/metrics", "/v1/models", "/version", "/tokenize"]
+
+
+async def test_an_engine_that_is_not_healthy_is_down_at_once() -> None:
+    """An engine that answers 500 or nothing to the question for its health is not used, until it is well again."""
     async with world(decode=2) as w:
-        w.decode[0].admin[path] = scripts.whole(b"{nonsense", 500)
-        w.decode[1].admin[path] = scripts.reset
+        w.decode[0].admin["/health"] = scripts.whole(b"", 500)
+        w.decode[1].admin["/health"] = scripts.reset
         await w.probe()
         assert (await w.get("/ready")).status == 503
         w.decode[0].admin.clear()
         await w.probe()
         assert (await w.get("/ready")).status == 200
         assert (await w.ask(COMPLETIONS, completion())).status == 200
+
+
+@pytest.mark.parametrize("path", ABOUT)
+@pytest.mark.parametrize("bad", [scripts.whole(b"{nonsense", 500), scripts.reset, scripts.stall])
+async def test_a_healthy_engine_stays_up_whatever_else_fails(path: str, bad: Script) -> None:
+    """A busy engine may have no time to tell of itself: what is known of it stands, even if it has just restarted."""
+    async with world(deadlines={"probe": 0.05}) as w:
+        engine = w.decode[0]
+        engine.started += 1
+        engine.admin[path] = bad
+        await w.probe()
+        assert (await w.get("/ready")).json == {"ready": True, "reason": None, "details": []}
+        assert (await w.ask(COMPLETIONS, completion())).status == 200
+        assert len(w.prefill[0].requests) == 1
+
+
+@pytest.mark.parametrize("path", ABOUT)
+async def test_an_engine_that_was_down_is_asked_anew(path: str) -> None:
+    """It is used again only once it has told everything; a failure that may pass is not taken for an answer."""
+    async with world(decode=2) as w:
+        engine, other = w.decode
+        engine.admin["/health"] = scripts.whole(b"", 500)
+        await w.probe()
+        engine.template = "[{role}]"  # another engine on the same port, with the same start time
+        engine.admin = {path: scripts.whole(b"", 503)}
+        await w.probe()
+        details = (await w.get("/ready")).json["details"]
+        assert any(engine.url in line and f"{path} answered 503" in line for line in details), details
+        engine.admin.clear()
+        await w.probe()
+        details = (await w.get("/ready")).json["details"]
+        assert len(details) == 1
+        assert f"{w.prefill[0].url} and {engine.url} are not paired" in details[0]
+        for _ in range(2):
+            await w.ask(CHAT, chat())
+        assert (len(engine.requests), len(other.requests)) == (0, 2)
+
+
+async def test_late_answers_count_only_in_a_row() -> None:
+    """Two late answers and a good one, over and over, leave an engine up."""
+    async with world(deadlines={"probe": 0.02}) as w:
+        for _ in range(3):
+            w.decode[0].admin["/health"] = scripts.stall
+            for _ in range(2):
+                await w.probe()
+            w.decode[0].admin.clear()
+            await w.probe()
+        assert [event.up for event in w.events(NodeChanged) if event.node == w.decode[0].url] == [True]
+
+
+async def test_an_early_probe_waits_for_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many reasons to look at an engine make one probe, and the next one comes no sooner than the gap."""
+    monkeypatch.setattr(prober, "MIN_GAP", 0.2)
+    async with world() as w:
+        asked: list[float] = []
+
+        async def health(reply: Reply) -> None:
+            asked.append(time.monotonic())
+            w.proxy.prober.soon(w.decode[0].url)
+            await reply.whole(b"")
+
+        w.decode[0].admin["/health"] = health
+        for _ in range(50):
+            w.proxy.prober.soon(w.decode[0].url)
+        await until(lambda: len(asked) >= 3)
+        assert min(b - a for a, b in pairwise(asked)) > 0.15
+
+
+async def test_an_engine_without_metrics_is_used() -> None:
+    """An engine that shows no metrics can serve; /ready says that its KV can't be audited."""
+
+    def mute(w: World) -> None:
+        for engine in w.engines:
+            engine.admin["/metrics"] = scripts.whole(b"", 404)
+
+    async with world(before=mute) as w:
+        assert (await w.ask(COMPLETIONS, completion())).status == 200
+        assert len(w.prefill[0].requests) == 1
+        ready = (await w.get("/ready")).json
+        assert ready["ready"]
+        assert [line.split(": ")[1] for line in ready["details"]] == [
+            "its /metrics do not say where prompt tokens come from"
+        ]
+
+
+async def test_an_engine_that_wants_a_key_is_said_to() -> None:
+    """A probe that is answered 401 names the setting that is missing."""
+
+    def locked(w: World) -> None:
+        w.decode[0].admin["/v1/models"] = scripts.whole(b'{"error":"Unauthorized"}', 401)
+
+    async with world(before=locked) as w:
+        assert "set auth.engine_api_key" in (await w.get("/ready")).json["reason"]
 
 
 async def test_an_engine_without_version_or_tokenizer_routes_is_used() -> None:
@@ -112,9 +211,9 @@ async def test_the_metrics_page() -> None:
             await w.ask(COMPLETIONS, completion(stream=True))
             await w.ask(CHAT, chat(n=2))
         w.proxy.observers.notify(DeadlinePassed(Wait.QUEUE.value))
-        await w.probe()
-        await w.probe()
         await w.quiet()
+        for _ in range(3):
+            await w.probe()
         answer = await w.get("/metrics")
         assert answer.header("content-type") == "text/plain; version=0.0.4; charset=utf-8"
         families = {family.name: family for family in text_string_to_metric_families(answer.body.decode())}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.engine import Reply
 from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, World, chat, completion, world
 
 FAKE = {"do_remote_prefill": True, "remote_engine_id": "made-up", "remote_block_ids": [[1]]}
@@ -95,6 +96,24 @@ async def test_without_keys_the_clients_authorization_goes_on() -> None:
         assert [e.requests[0].header("authorization") for e in w.engines] == ["Bearer theirs"] * 2
 
 
+async def test_without_proxy_keys_the_engine_key_is_kept_for_probes() -> None:
+    """A proxy that asks for no key opens no engine that wants one: a client's request carries what the client brought."""
+    async with world(auth={"engine_api_key": "engine-key"}) as w:
+        await w.ask(COMPLETIONS, completion(), [("authorization", "Bearer theirs")])
+        await w.ask(COMPLETIONS, completion())
+        for engine in w.engines:
+            assert [r.header("authorization") for r in engine.requests] == ["Bearer theirs", None]
+        seen: list[str | None] = []
+
+        async def health(reply: Reply) -> None:
+            seen.append(reply.request.header("authorization"))
+            await reply.whole(b"")
+
+        w.decode[0].admin["/health"] = health
+        await w.probe()
+        assert seen == ["Bearer engine-key"]
+
+
 @pytest.mark.parametrize(
     "given", [None, "Bearer wrong", "Bearer", "Basic one", "one", "Bearer one two", "Bearer On\u00e9"]
 )
@@ -127,6 +146,7 @@ async def test_another_content_type_is_refused(kind: str) -> None:
     async with world() as w:
         answer = await w.ask(COMPLETIONS, completion(), [("content-type", kind)])
         assert answer.status == 400
+        assert answer.json["error"]["type"] == "Bad Request"
         assert "Unsupported Media Type" in answer.json["error"]["message"]
         assert not legs(w)
 
@@ -159,7 +179,7 @@ async def test_a_body_that_is_no_json_object_is_a_400(path: str, body: bytes) ->
     async with world() as w:
         answer = await w.ask(path, body)
         assert answer.status == 400
-        assert answer.json["error"]["type"] == "BadRequestError"
+        assert answer.json["error"]["type"] == "Bad Request"
         assert answer.json["error"]["code"] == 400
         assert not legs(w)
 
@@ -189,6 +209,18 @@ async def test_a_body_far_over_the_limit_still_gets_its_413() -> None:
     async with world(limits={"max_body_bytes": 1000}) as w:
         answer = await w.ask(COMPLETIONS, b" " * 8_000_000)
         assert answer.status == 413
+
+
+async def test_a_length_over_the_limit_is_refused_before_the_body() -> None:
+    """A client that announces too much gets its 413 at once, and no 100 Continue."""
+    async with world(limits={"max_body_bytes": 1000}, deadlines={"client_body": 30}) as w:
+        client = await w.client()
+        client.send(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\nexpect: 100-continue\r\n\r\n"
+        )
+        answer = await client.answer()
+        assert (answer.status, answer.header("connection")) == (413, "close")
+        assert await client.closed()
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

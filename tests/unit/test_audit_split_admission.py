@@ -44,34 +44,46 @@ def scrape(external: float, local: float = 0.0, started: float = 1.0) -> Scrape:
     return Scrape(started, 16, 0, 0, 0, {"external_kv_transfer": external, "local_cache_hit": local})
 
 
-@given(st.lists(st.tuples(st.integers(0, 500), st.booleans()), max_size=30))
+def moved(auditor: Auditor, tokens: int) -> None:
+    """A leg with KV, from its begin to its end, that has shown data."""
+    auditor.asked("d", tokens)
+    auditor.over("d", tokens, loaded=True)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 500), st.integers(0, 6), st.integers(0, 8), st.sampled_from(["ok", "left", "failed"])),
+        max_size=30,
+    )
+)
 @settings(deadline=None)
-def test_no_alarm_while_everything_arrives(steps: list[tuple[int, bool]]) -> None:
-    """Counters that rise by at least what was sent, at the latest by the next scrape, never alarm."""
+def test_no_alarm_while_everything_arrives(legs: list[tuple[int, int, int, str]]) -> None:
+    """However many scrapes a leg lasts, and whenever in it (or up to two scrapes behind) the engine counts: no alarm."""
     auditor, ledger, heard = books()
     auditor.scraped(ledger.nodes[0], scrape(1000))
-    external, late = 1000, 0
-    for tokens, lags in steps:
-        auditor.sent("d", tokens)
-        external += late
-        late = tokens if lags else 0
-        external += 0 if lags else tokens
+    external = 1000
+    for now in range(len(legs) + 12):
+        for begin, (tokens, lasts, lag, how) in enumerate(legs):
+            if now == begin:
+                auditor.asked("d", tokens)
+            if how != "failed" and now == begin + min(lag, lasts + 2):
+                external += tokens
+            if now == begin + lasts:
+                auditor.over("d", tokens, loaded=how == "ok")
         auditor.scraped(ledger.nodes[0], scrape(external))
-    for _ in range(2):
-        auditor.scraped(ledger.nodes[0], scrape(external + late))
     assert not [event for event in heard.events if isinstance(event, KvShortfall)]
-    moved = sum(event.moved for event in heard.events if isinstance(event, KvCounted))
-    assert moved == sum(tokens // 16 * 16 for tokens, _ in steps)
+    found = sum(event.moved for event in heard.events if isinstance(event, KvCounted))
+    assert found == sum(tokens // 16 * 16 for tokens, _, _, how in legs if how == "ok")
     assert auditor.shortcomings() == []
 
 
 @given(st.lists(st.integers(16, 500), min_size=1, max_size=20))
 def test_what_never_arrives_is_counted_in_full(sent: list[int]) -> None:
-    """Counters that stand still: after two scrapes all of it is missing, each token reported once."""
+    """Counters that stand still: after three scrapes all of it is missing, each token reported once."""
     auditor, ledger, heard = books()
     auditor.scraped(ledger.nodes[0], scrape(0))
     for tokens in sent:
-        auditor.sent("d", tokens)
+        moved(auditor, tokens)
         auditor.scraped(ledger.nodes[0], scrape(0))
     for _ in range(2):
         auditor.scraped(ledger.nodes[0], scrape(0))
@@ -88,23 +100,46 @@ def test_a_surplus_does_not_hide_a_shortfall_for_ever() -> None:
     auditor.scraped(ledger.nodes[0], scrape(0))
     for _ in range(3):
         auditor.scraped(ledger.nodes[0], scrape(10_000))
-    auditor.sent("d", 160)
+    moved(auditor, 160)
     for _ in range(3):
         auditor.scraped(ledger.nodes[0], scrape(10_000))
     assert auditor.missing() == {"d": 160}
 
 
-def test_cached_prompts_need_not_move_and_a_restart_starts_over() -> None:
-    """The decode engine's own cache hits count as arrived; counters of a restarted engine begin anew."""
+def test_an_unstreamed_answer_of_many_scrapes_is_no_surplus() -> None:
+    """What an engine counted at a leg's begin is not written off before the leg's end, however long that takes."""
     auditor, ledger, heard = books()
     auditor.scraped(ledger.nodes[0], scrape(0))
-    auditor.sent("d", 160)
-    for _ in range(2):
+    auditor.asked("d", 160)
+    for _ in range(20):
+        auditor.scraped(ledger.nodes[0], scrape(160))
+    auditor.over("d", 160, loaded=True)
+    for _ in range(5):
+        auditor.scraped(ledger.nodes[0], scrape(160))
+    assert [type(event) for event in heard.events] == [KvCounted]
+    assert auditor.missing() == {"d": 0}
+
+
+@pytest.mark.parametrize("again", [scrape(0, started=2.0), scrape(10), scrape(10, started=2.0)])
+def test_cached_prompts_need_not_move_and_a_restart_starts_over(again: Scrape) -> None:
+    """The engine's own cache hits count as arrived; a new start time, or counters that fall, begin a new account."""
+    auditor, ledger, heard = books()
+    auditor.scraped(ledger.nodes[0], scrape(0))
+    moved(auditor, 160)
+    for _ in range(3):
         auditor.scraped(ledger.nodes[0], scrape(60, local=100))
-    auditor.sent("d", 160)
-    auditor.scraped(ledger.nodes[0], scrape(0, started=2.0))
-    auditor.scraped(ledger.nodes[0], scrape(0, started=2.0))
+    moved(auditor, 160)
+    auditor.asked("d", 320)
+    for _ in range(3):
+        auditor.scraped(ledger.nodes[0], again)
+    auditor.over("d", 320, loaded=False)
+    for _ in range(3):
+        auditor.scraped(ledger.nodes[0], again)
     assert not [event for event in heard.events if isinstance(event, KvShortfall)]
+    moved(auditor, 160)
+    for _ in range(3):
+        auditor.scraped(ledger.nodes[0], again)
+    assert auditor.missing() == {"d": 160}, "the new account counts"
 
 
 def test_recorded_metrics_are_read() -> None:

@@ -58,8 +58,10 @@ class LedgerMachine(RuleBasedStateMachine):
         assert (p.role, d.role) == (Role.PREFILL, Role.DECODE)
         assert frozenset((p.url, d.url)) not in self.ejected
         assert not {p.url, d.url} & (self.down | without)
-        assert p.usable(self.now)
-        assert d.usable(self.now)
+        for node in (p, d):
+            assert node.alive
+            alike = [n for n in self.ledger.nodes if n.role is node.role and n.url not in without]
+            assert node.usable(self.now) or not any(n.usable(self.now) for n in alike)
         assert model != "other"
         assert p.evidence is not None
         assert d.evidence is not None
@@ -72,6 +74,8 @@ class LedgerMachine(RuleBasedStateMachine):
         if lease is not None:
             assert lease.node.role is not Role.PREFILL
             assert lease.node.url not in self.down
+            others = [n for n in self.ledger.nodes if n.role is not Role.PREFILL]
+            assert lease.node.usable(self.now) or not any(n.usable(self.now) for n in others)
             self.open.append(lease)
 
     @rule(data=st.data(), verdict=st.sampled_from(Verdict))
@@ -110,7 +114,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(url=st.sampled_from(URLS))
     def lost(self, url: str) -> None:
-        assert self.ledger.lost(url, "gone") is (url not in self.down)
+        assert self.ledger.lost(url, "gone", self.now) is (url not in self.down)
         self.down.add(url)
 
     @rule(seconds=st.floats(0.1, 20))
@@ -125,8 +129,9 @@ class LedgerMachine(RuleBasedStateMachine):
             assert node.prompt_bytes == sum(lease.prompt_bytes for lease in mine)
             assert node.failures >= 0
         assert isinstance(self.ledger.shortcomings(self.now), list)
-        reason = self.ledger.not_ready(self.now)
-        assert (reason is None) is any(n.role is not Role.PREFILL and n.usable(self.now) for n in self.ledger.nodes)
+        alive = [n for n in self.ledger.nodes if n.alive]
+        assert {n.url for n in alive} == set(URLS) - self.down
+        assert (self.ledger.not_ready() is None) is any(n.role is not Role.PREFILL for n in alive)
 
 
 TestLedgerMachine = LedgerMachine.TestCase
@@ -178,6 +183,51 @@ def test_the_breaker() -> None:
     assert any("shut out" in line for line in made.shortcomings(11))
 
 
+def test_the_breaker_never_takes_the_last_engine() -> None:
+    """Where all engines of a role, or of a model, are shut out, they are used all the same, and the pool stays ready."""
+    made = ledger()
+    made.saw("d1", evidence(models="x"))
+    made.lost("a1", "gone", 0)
+
+    def shut_out(url: str) -> None:
+        for _ in range(2):
+            lease = made.alone("x" if url == "d1" else "m", 0, 0)
+            assert lease is not None
+            assert lease.node.url == url
+            made.close(lease, Verdict.FAILED, 0)
+
+    shut_out("d1")
+    only = made.alone("x", 0, 1)
+    assert only is not None
+    assert only.node.url == "d1", "d2 would only say that it does not know the model"
+    shut_out("d2")
+    assert not any(node.usable(1) for node in made.nodes if node.role is Role.DECODE)
+    pair = made.pair("m", 1, 1)
+    assert pair is not None
+    assert pair.decode.node.url == "d2"
+    assert made.not_ready() is None
+    for url in ("d1", "d2"):
+        made.lost(url, "gone", 1)
+    assert made.pair("m", 1, 1) is None, "an engine that is down is no engine"
+    assert "d1 gone; d2 gone; a1 gone" in (made.not_ready() or "")
+
+
+def test_how_long_an_engine_has_been_down() -> None:
+    """It counts from the first bad news, not from each repetition, and ends with the first good one."""
+    made = ledger()
+    node = made.nodes[2]
+    assert (node.alive, node.down_for(50)) == (True, 0)
+    assert made.lost("d1", "gone", 10) is True
+    assert made.lost("d1", "still gone", 20) is False
+    assert (node.alive, node.down_for(25)) == (False, 15)
+    made.saw("d1", evidence())
+    assert (node.alive, node.down_for(30)) == (True, 0)
+    lease = made.alone("m", 0, 31, without={"a1", "d2"})
+    assert lease is not None
+    made.close(lease, Verdict.UNREACHABLE, 31)
+    assert node.down_for(32) == 1
+
+
 @pytest.mark.parametrize(
     ("other", "why"),
     [
@@ -212,6 +262,6 @@ def test_a_release_goes_to_an_engine_that_knows_the_model() -> None:
 def test_not_ready_before_all_are_probed() -> None:
     """A pool that has not been looked at is not ready, and names whom it waits for."""
     made = ledger(probed=False)
-    assert "p1, p2, d1, d2, a1" in (made.not_ready(0) or "")
+    assert "p1, p2, d1, d2, a1" in (made.not_ready() or "")
     assert made.pair("m", 1, 0) is None
     assert made.alone("m", 1, 0) is None

@@ -76,8 +76,8 @@ def cut(data: bytes, at: Sequence[int]) -> list[bytes]:
 
 
 def without_usage(events: Sequence[bytes]) -> bytes:
-    """A stream without its usage event."""
-    return b"".join(event for event in events if b'"choices":[]' not in event)
+    """A stream as vLLM sends it without `include_usage`: the fingerprint stands beside the finish reason."""
+    return b"".join(answers.without_usage(events))
 
 
 @pytest.mark.parametrize("events", [TEXT, CHAT], ids=["completions", "chat"])
@@ -141,6 +141,31 @@ async def test_text_that_looks_like_structure_passes() -> None:
         relay = Relay(wants_usage=False)
         assert await run(pieces, relay) == b"".join(events)
         assert relay.events == len(events) - 1, "the end mark is no data"
+
+
+async def test_a_finish_is_held_until_the_next_event() -> None:
+    """A finish waits for the usage event, goes as it is before any other event, and not at all where nothing follows."""
+    finish, usage = TEXT[-3], TEXT[-2]
+    fields = [b'"finish_reason":"length"', b'"system_fingerprint":"' + answers.FINGERPRINT.encode() + b'"']
+    data = [b"".join([*TEXT[:-3], finish]), usage, answers.DONE]
+    body = await run(data, Relay(wants_usage=False))
+    assert all(field in body.split(sse.END)[-3] for field in fields)
+    other = answers.piece(False, "c", index=1)
+    body = await run([*TEXT[:-2], other, answers.piece(False, "", index=1, finish="stop"), usage, answers.DONE],
+                     Relay(wants_usage=False))  # fmt: skip
+    assert finish + other in body
+    assert body.count(b'"system_fingerprint"') == 1, "vLLM puts it into the last event alone"
+    with pytest.raises(EngineError) as caught:
+        await run(TEXT[:-2], Relay(wants_usage=False))
+    assert "".join(caught.value.__notes__).encode() == b"".join(TEXT[:-3])
+    assert await run([*TEXT[:-2], answers.DONE], Relay(wants_usage=False)) == b"".join([*TEXT[:-2], answers.DONE])
+
+
+async def test_a_client_that_sees_the_usage_gets_no_fingerprint_elsewhere() -> None:
+    """One stream of several whose common usage event goes to the client leaves the finish as it is."""
+    relay = Relay(wants_usage=False, wants_done=False, index=0, keeps_usage=True)
+    assert await run(TEXT, relay) == b"".join(TEXT[:-2])
+    assert relay.usage_event == TEXT[-2]
 
 
 async def test_an_index_is_put_in() -> None:

@@ -58,3 +58,28 @@ def test_the_other_kinds() -> None:
     assert sse.is_comment(b": ping\n\n")
     assert not sse.may_need_care(answers.piece(False, "x") + answers.role())
     assert sse.payload(sse.data(b"{}")) == b"{}"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_fingerprint_goes_from_the_usage_event_to_the_finish(chat: bool) -> None:
+    """A finish is told from other events; it gets the usage event's fingerprint as its last field, and never a second one."""
+    finish, usage = answers.piece(chat, "x", finish="stop"), answers.usage_event(chat, 3, 4)
+    assert sse.is_last_of_choice(finish)
+    assert sse.may_need_care(answers.piece(chat, "x") + finish)
+    assert not sse.is_last_of_choice(answers.piece(chat, '"finish_reason":"stop"'))
+    made = sse.with_fingerprint(finish, usage)
+    assert made.endswith(b"}" + sse.END)
+    assert json.loads(sse.payload(made)) == {**json.loads(sse.payload(finish)), "system_fingerprint": answers.FINGERPRINT}
+    assert sse.with_fingerprint(made, usage) == made
+    assert sse.with_fingerprint(finish, usage.replace(b"system_fingerprint", b"other")) == finish
+    behind = usage.replace(b"}" + sse.END, b',"x":1}' + sse.END)
+    assert sse.with_fingerprint(finish, behind) == made
+
+
+def test_the_time_of_creation() -> None:
+    """It is read and replaced wherever it stands, and left alone where there is none."""
+    event = answers.piece(False, '"created":1,')
+    assert sse.created_of(event) == b"%d" % answers.CREATED
+    assert json.loads(sse.payload(sse.with_created(event, b"7"))) == {**json.loads(sse.payload(event)), "created": 7}
+    assert sse.created_of(b'data: {"x":1}\n\n') is None
+    assert sse.with_created(b'data: {"x":1}\n\n', b"7") == b'data: {"x":1}\n\n'

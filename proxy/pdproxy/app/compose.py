@@ -21,7 +21,7 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.serving.admission import Admission
 from pdproxy.serving.custody import Custodian
-from pdproxy.serving.exchange import Engines
+from pdproxy.serving.engines import Engines
 from pdproxy.serving.service import Keys, Service
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract
@@ -165,7 +165,7 @@ class Proxy:
     def readiness(self) -> Readiness:
         """Tell whether a request could be served now."""
         now = time.monotonic()
-        reason = "shutting down" if self.admission.closed else self.ledger.not_ready(now)
+        reason = "shutting down" if self.admission.closed else self.ledger.not_ready()
         return Readiness(reason, [*self.ledger.shortcomings(now), *self.auditor.shortcomings()])
 
     async def models(self) -> bytes:

@@ -41,7 +41,7 @@ class _Server(uvicorn.Server):
 
 
 def run(settings: Settings) -> int:
-    """Serve until told to stop. Return the exit code: 0, or 2 if it can't start, 130 at a second Ctrl-C."""
+    """Serve until told to stop. Return the exit code: 0, 1 if it died, 2 if it can't start, 130 at a second Ctrl-C."""
     configure(settings.observe.log_level, settings.observe.log_format)
     _check_files(settings.limits.max_inflight)
     try:
@@ -126,6 +126,9 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
         await serving
     asked.cancel()
     await proxy.stop()
+    if not ending.asked.is_set():
+        logger.error("the server ended by itself")
+        return 1
     return INTERRUPTED if ending.at_once.is_set() else 0
 
 

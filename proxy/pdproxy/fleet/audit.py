@@ -22,8 +22,8 @@ LOCAL_HIT = "local_cache_hit"
 class _Account:
     """One decode engine's books, in prompt tokens.
 
-    `expected` grows with every split request; `due` is what `expected` was at the scrape before, so that an engine has at least
-    one scrape's time to count what it was just sent. `surplus` is what the engine counted beyond `expected`: requests whose
+    `loading` is under way; `expected` has shown data; `due` is what `expected` was two scrapes before, so that an engine has
+    at least that time to count what it was just sent. `surplus` is what the engine counted beyond `expected`: requests whose
     clients left before the first data, or another proxy's. What stays over for two scrapes is written off, lest it hide a
     later shortfall.
     """
@@ -32,7 +32,10 @@ class _Account:
     base_external: float
     base_local: float
     expected: int = 0
+    loading: int = 0
     due: int = 0
+    next_due: int = 0
+    last_external: float = 0.0
     settled: int = 0
     missing: int = 0
     surplus: int = 0
@@ -47,12 +50,20 @@ class Auditor:
         self._accounts: dict[str, _Account] = {}
         self._blind: set[str] = set()
 
-    def sent(self, decode: str, prompt_tokens: int) -> None:
-        """A decode engine has shown its first data for a prompt whose KV it was to load."""
-        account = self._accounts.get(decode)
-        if account is not None:
-            block = self._ledger.block_size() or 1
-            account.expected += prompt_tokens // block * block
+    def asked(self, decode: str, prompt_tokens: int) -> None:
+        """A decode engine was given the KV of a prompt. It may count it at once, long before we see any data."""
+        if (account := self._accounts.get(decode)) is not None:
+            account.loading += self._blocks(prompt_tokens)
+
+    def over(self, decode: str, prompt_tokens: int, *, loaded: bool) -> None:
+        """That leg is over; `loaded`: the engine has shown data for it, so the KV must have arrived."""
+        if (account := self._accounts.get(decode)) is not None:
+            account.loading = max(0, account.loading - self._blocks(prompt_tokens))
+            account.expected += self._blocks(prompt_tokens) if loaded else 0
+
+    def _blocks(self, prompt_tokens: int) -> int:
+        block = self._ledger.block_size() or 1
+        return prompt_tokens // block * block
 
     def compared(self, prefill: str, decode: str, prefill_tokens: int, decode_tokens: int) -> None:
         """A split answer is whole: its prompt's length by both engines. Different lengths mean different prompts."""
@@ -71,15 +82,17 @@ class Auditor:
         external = scrape.by_source.get(EXTERNAL, 0.0)
         local = scrape.by_source.get(LOCAL_HIT, 0.0)
         account = self._accounts.get(node.url)
-        if account is None or account.started != scrape.started:
-            self._accounts[node.url] = _Account(scrape.started, external, local)
+        restarted = account is None or account.started != scrape.started or external < account.last_external
+        if account is None or restarted:
+            self._accounts[node.url] = _Account(scrape.started, external, local, last_external=external)
             return
+        account.last_external = external
         # Prompts that the decode engine had cached need not move; its own hits are all it can have had.
         arrived = int(external - account.base_external) + int(local - account.base_local)
-        surplus = max(0, arrived - account.expected)
+        surplus = max(0, arrived - account.expected - account.loading)
         account.base_external += min(surplus, account.surplus)
         account.surplus = max(0, surplus - account.surplus)
-        due, account.due = account.due, account.expected
+        due, account.due, account.next_due = account.due, account.next_due, account.expected
         missing = max(account.missing, due - arrived)
         fresh = due - account.settled
         if fresh > 0 or missing > account.missing:

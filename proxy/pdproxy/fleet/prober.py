@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
 from pdproxy.fleet.audit import Auditor
-from pdproxy.kit.errors import EngineError, EngineTimeoutError
+from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError
 from pdproxy.observe.events import DeadlinePassed, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, Node
-from pdproxy.upstream.admin import EngineAdmin, ModelCard, Scrape
+from pdproxy.upstream.admin import NO_METRICS, EngineAdmin, ModelCard, Scrape
 
 logger = logging.getLogger("pdproxy.fleet")
 
@@ -25,6 +26,12 @@ CANARY = "The quick brown fox jumps over 13 lazy dogs.\n\tdéjà vu — 日本�
 
 
 _T = TypeVar("_T")
+
+
+MIN_GAP = 1.0
+"""Seconds between two probes of an engine at the least."""
+PATIENCE = 3
+"""Health questions in a row that may time out before an engine counts as down: a busy one answers late."""
 
 
 class Prober:
@@ -48,6 +55,7 @@ class Prober:
         self._interval = interval
         self._scrape_every = max(1, round(scrape_interval / interval))
         self._block_sizes = block_sizes
+        self._late = {node.url: 0 for node in ledger.nodes}
         self._wake: dict[str, asyncio.Event] = {node.url: asyncio.Event() for node in ledger.nodes}
 
     async def run(self, node: Node) -> None:
@@ -68,6 +76,7 @@ class Prober:
             if wake.is_set():
                 wake.clear()
                 beat = 0
+                await asyncio.sleep(MIN_GAP)  # many legs may fail at once, and the engine be drowning
 
     def soon(self, url: str) -> None:
         """Probe an engine now: something about it has just changed."""
@@ -77,25 +86,45 @@ class Prober:
         """Ask one engine how it is, once, and write down the answer."""
         try:
             await self._admin.healthy(node.url)
-            if scrape or node.evidence is None or node.down_because is not None:
-                metrics = await self._admin.scrape(node.url)
-                evidence = await self._evidence(node, metrics)
-                was_up = node.down_because is None
-                if self._ledger.saw(node.url, evidence) or not was_up:
-                    reason = f"{','.join(sorted(evidence.models))} on vLLM {evidence.version or '?'}"
-                    self._observers.notify(NodeChanged(node.url, node.role.value, up=True, reason=reason))
-                self._auditor.scraped(node, metrics)
+            self._late[node.url] = 0
         except EngineError as error:
-            if isinstance(error, EngineTimeoutError):
-                self._observers.notify(DeadlinePassed(error.wait.value, node.url))
-            if self._ledger.lost(node.url, error.message):
-                self._observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=error.message))
+            self._count_late(node, error)
+            self._late[node.url] = self._late[node.url] + 1 if isinstance(error, EngineTimeoutError) else PATIENCE
+            if not node.alive or self._late[node.url] >= PATIENCE:
+                self._lost(node, error)
+            return
+        if not scrape and node.alive:
+            return
+        try:
+            metrics = await self._scraped(node)
+            evidence = await self._evidence(node, metrics)
+        except EngineError as error:
+            self._count_late(node, error)
+            if not node.alive:  # a healthy engine keeps what is known of it until it has time to answer
+                self._lost(node, error)
+            return
+        if self._ledger.saw(node.url, evidence):
+            reason = f"{','.join(sorted(evidence.models))} on vLLM {evidence.version or '?'}"
+            self._observers.notify(NodeChanged(node.url, node.role.value, up=True, reason=reason))
+        self._auditor.scraped(node, metrics)
+
+    def _count_late(self, node: Node, error: EngineError) -> None:
+        if isinstance(error, EngineTimeoutError):
+            self._observers.notify(DeadlinePassed(error.wait.value, node.url))
+
+    def _lost(self, node: Node, error: EngineError) -> None:
+        if self._ledger.lost(node.url, error.message, time.monotonic()):
+            self._observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=error.message))
+
+    async def _scraped(self, node: Node) -> Scrape:
+        """Return the engine's metrics, empty ones if it has none to show: they are no condition for serving."""
+        return await self._or_default(self._admin.scrape(node.url), NO_METRICS)
 
     async def _evidence(self, node: Node, metrics: Scrape) -> Evidence:
-        known = node.evidence
+        known = node.evidence if node.alive else None  # one that was down may be another one now
         cards = await self._admin.models(node.url)
         names = frozenset(card.id for card in cards)
-        if known is not None and known.started == metrics.started and known.models == names and known.canary:
+        if known is not None and known.started == metrics.started and known.models == names:
             return known
         version = await self._or_default(self._admin.version(node.url), "")
         canary, template_tokens = await self._canaries(node.url, cards)
@@ -118,10 +147,11 @@ class Prober:
         return await self._or_default(self._admin.tokenize(url, body), ())
 
     async def _or_default(self, question: Awaitable[_T], default: _T) -> _T:
+        """Return the default where the engine has no such route or refuses it; any other failure may pass and is raised."""
         try:
             return await question
-        except EngineTimeoutError:
-            raise
-        except EngineError as error:
+        except EngineRefusedError as error:
+            if error.status not in (400, 403, 404, 405, 501):
+                raise
             logger.debug("left open: %s", error.message)
             return default

@@ -57,10 +57,23 @@ class BadRequestError(PdproxyError):
     type = "BadRequestError"
 
 
+class UnreadableError(BadRequestError):
+    """The body can't be read at all. vLLM's type for what fails its schema."""
+
+    type = "Bad Request"
+
+
 class BodyTooLargeError(BadRequestError):
     """The body is over `limits.max_body_bytes`."""
 
     status = 413
+
+
+class BodyTimeoutError(BadRequestError):
+    """The body did not come in `deadlines.client_body`."""
+
+    status = 408
+    type = "RequestTimeout"
 
 
 class UnauthorizedError(PdproxyError):

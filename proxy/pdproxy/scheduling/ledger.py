@@ -71,10 +71,12 @@ class Ledger:
         node.evidence, node.down_because, node.probed = evidence, None, True
         return new
 
-    def lost(self, url: str, reason: str) -> bool:
+    def lost(self, url: str, reason: str, now: float) -> bool:
         """Note that an engine can't serve. Return whether it could before."""
         node = self._nodes[url]
         was_up = node.down_because is None
+        if was_up or not node.probed:
+            node.down_since = now
         node.down_because, node.probed = reason, True
         return was_up
 
@@ -114,13 +116,12 @@ class Ledger:
 
     def alone(self, model: str | None, prompt_bytes: int, now: float, *, without: Collection[str] = ()) -> Lease | None:
         """Lease the least loaded engine that can serve `model` by itself: aggregated ones first, then decode."""
-        first: Node | None = None
-        for role in (Role.AGGREGATED, Role.DECODE):
-            for node in self._ranked(role, model, now, without)[:1]:
-                if model is None or node.serves(model):
-                    return self._lease(node, prompt_bytes)
-                first = first or node
-        return None if first is None else self._lease(first, prompt_bytes)
+        best = [n for role in (Role.AGGREGATED, Role.DECODE) for n in self._ranked(role, model, now, without)[:1]]
+        if not best:
+            return None
+        # One that serves the model before one that doesn't, a sound one before one that its breaker has shut out.
+        best.sort(key=lambda n: (model is not None and not n.serves(model), not n.usable(now)))
+        return self._lease(best[0], prompt_bytes)
 
     def releaser(self, model: str | None, now: float, *, prefer_not: str | None = None) -> Node | None:
         """Return the decode engine to give a handle of `model` back through, not leased: a release is no load."""
@@ -139,7 +140,7 @@ class Ledger:
         if verdict is Verdict.GOOD:
             node.failures = 0
         elif verdict is Verdict.UNREACHABLE:
-            return self.lost(node.url, "connection refused")
+            return self.lost(node.url, "connection refused", now)
         elif verdict is Verdict.FAILED:
             node.failures += 1
             if node.failures >= self._breaker_failures and now >= node.closed_until:
@@ -157,9 +158,11 @@ class Ledger:
 
     def _ranked(self, role: Role, model: str | None, now: float, without: Collection[str]) -> list[Node]:
         """Return usable engines of a role, least loaded first. An unknown model matches any, for the engine's own 404."""
-        usable = [n for n in self._nodes.values() if n.role is role and n.url not in without and n.usable(now)]
-        serving = [n for n in usable if model is None or n.serves(model)]
-        candidates = serving or (usable if role is not Role.PREFILL else [])
+        alive = [n for n in self._nodes.values() if n.role is role and n.url not in without and n.alive]
+        # A breaker makes room for others. Where there are none, a shut-out engine is better than no answer.
+        serving = [n for n in alive if model is None or n.serves(model)]
+        fitting = serving or (alive if role is not Role.PREFILL else [])
+        candidates = [n for n in fitting if n.usable(now)] or fitting
         if len(candidates) > 1:
             self._turns[role] += 1
             turn = self._turns[role] % len(candidates)
@@ -174,16 +177,14 @@ class Ledger:
 
     # -- what an operator asks
 
-    def not_ready(self, now: float) -> str | None:
+    def not_ready(self) -> str | None:
         """Return why no request could be served, None if one could."""
         waiting = [n.url for n in self._nodes.values() if not n.probed]
         if waiting:
             return f"starting: not probed yet: {', '.join(waiting)}"
-        if not any(n.role is not Role.PREFILL and n.usable(now) for n in self._nodes.values()):
+        if not any(n.role is not Role.PREFILL and n.alive for n in self._nodes.values()):
             return "no decode or aggregated engine is up: " + "; ".join(
-                f"{n.url} {n.down_because or 'its breaker is open'}"
-                for n in self._nodes.values()
-                if n.role is not Role.PREFILL
+                f"{n.url} {n.down_because}" for n in self._nodes.values() if n.role is not Role.PREFILL
             )
         return None
 

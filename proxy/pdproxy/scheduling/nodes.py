@@ -63,6 +63,7 @@ class Node:
     spec: NodeSpec
     evidence: Evidence | None = None
     down_because: str | None = "not probed yet"
+    down_since: float = 0.0
     probed: bool = False
     requests: int = 0
     prompt_bytes: int = 0
@@ -84,6 +85,15 @@ class Node:
         """Tell whether the engine named a model when it was last asked."""
         return self.evidence is not None and model in self.evidence.models
 
+    @property
+    def alive(self) -> bool:
+        """Whether the engine was well when it was last probed."""
+        return self.down_because is None and self.evidence is not None
+
     def usable(self, now: float) -> bool:
-        """Tell whether a request may be sent to the engine: alive by the last probe, breaker not open."""
-        return self.down_because is None and self.evidence is not None and now >= self.closed_until
+        """Tell whether a request should be sent to the engine: alive, and its breaker not open."""
+        return self.alive and now >= self.closed_until
+
+    def down_for(self, now: float) -> float:
+        """Return for how many seconds the engine has been down, 0 if it is up."""
+        return now - self.down_since if self.down_because is not None else 0.0

@@ -58,6 +58,7 @@ class Custody:
         self.model = model
         self.authorization = authorization
         self.state: State | None = State.HELD
+        self.how: End | None = None
         self.since = custodian.now()
 
     def __repr__(self) -> str:
@@ -71,7 +72,7 @@ class Custody:
     def end(self, how: End) -> None:
         """The handle is over."""
         if self.state is not None:
-            self.state = None
+            self.state, self.how = None, how
             self._custodian.ended(self, how)
 
     def release(self) -> None:

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from pdproxy.fleet.audit import Auditor
 from pdproxy.kit.errors import (
     EngineError,
     EngineRefusedError,
@@ -26,20 +24,19 @@ from pdproxy.kit.errors import (
     StaleConnectionError,
     Wait,
 )
-from pdproxy.observe.events import DeadlinePassed, LegFailed, LegTimes, NodeChanged, Observers, ServedAlone
-from pdproxy.scheduling.ledger import Lease, Ledger, Pair, Verdict
+from pdproxy.observe.events import DeadlinePassed, LegTimes, ServedAlone
+from pdproxy.scheduling.ledger import Lease, Verdict
 from pdproxy.scheduling.split import why_alone
-from pdproxy.serving.custody import Custodian, Custody, End
+from pdproxy.serving.custody import Custody, End
+from pdproxy.serving.engines import Engines, Heading
 from pdproxy.serving.output import Output
-from pdproxy.serving.relay import Relay
+from pdproxy.serving.prefill import PrefillFailedError, prefill
+from pdproxy.serving.relay import Relay, StreamStarted
 from pdproxy.serving.verdicts import error_kind, is_clients_fault, refused, verdict_of
-from pdproxy.settings.schema import Deadlines
 from pdproxy.transfer.bodies import alone_body
-from pdproxy.transfer.contract import Contract, Handle
-from pdproxy.upstream.client import Answer, EngineClient, Pending
+from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Leg
 from pdproxy.wire import sse
-from pdproxy.wire.engine import prefill_answer
 from pdproxy.wire.request import Alone, Parsed, Prompt
 
 ACCEPT_GRACE = 0.15
@@ -48,31 +45,6 @@ ACCEPTED_UNSEEN = 1.0
 """Seconds after which an engine that is asked for an unstreamed answer counts as having the request."""
 FINISH_GRACE = 1.0
 """Seconds that an engine may take from its end mark to the end of its HTTP answer before the connection is dropped."""
-
-
-@dataclass(frozen=True, slots=True)
-class Engines:
-    """What an exchange works with. One for the whole process."""
-
-    contract: Contract
-    ledger: Ledger
-    clients: dict[str, EngineClient]
-    custodian: Custodian
-    deadlines: Deadlines
-    attempts: int
-    observers: Observers
-    auditor: Auditor
-    now: Callable[[], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """What every leg of one request carries: its id, its path and the headers that go on."""
-
-    request_id: str
-    path: str
-    headers: tuple[tuple[bytes, bytes], ...]
-    authorization: tuple[tuple[bytes, bytes], ...]
 
 
 class Exchange:
@@ -123,13 +95,13 @@ class Exchange:
                 if why is None:
                     return await self._split(stream_to)
                 return await self._alone(why, stream_to)
-            except _PrefillFailedError as failed:
+            except PrefillFailedError as failed:
                 # Only the prefill is lost: another one, else one engine alone.
                 if self._attempts >= self._engines.attempts or not failed.another:
                     why = failed.alone
             except _BeforeDataError as failed:
                 last = self._attempts >= self._engines.attempts
-                self._tell(failed.node, "decode", failed.error, will_retry=not last)
+                self._engines.tell(self._heading, failed.node, "decode", failed.error, will_retry=not last)
                 if last:
                     raise failed.error from None
 
@@ -162,99 +134,34 @@ class Exchange:
         size = prompt.text_bytes or self._parsed.body_bytes
         pair = engines.ledger.pair(self._parsed.model, size, engines.now(), without=self._without)
         if pair is None:
-            raise _PrefillFailedError(self._prefill_lost or Alone.NO_PAIR, another=False)
+            raise PrefillFailedError(self._prefill_lost or Alone.NO_PAIR, another=False)
         custody: Custody | None = None
         try:
-            got = await self._prefill(pair)
+            self._prefill_url, self._decode_url, self._why_alone = pair.prefill.node.url, None, None
+            started = engines.now()
+            got = await prefill(engines, pair.prefill, self._parsed, prompt, self._heading)
+            self._prefill_s = engines.now() - started
             if isinstance(got, Answer):
                 return got
             custody = got
             body = engines.contract.decode_body(self._parsed, prompt, got.handle)
             return await self._decode(pair.decode, pair.prefill.node.url, body, got, stream_to)
+        except PrefillFailedError as failed:
+            self._without.add(pair.prefill.node.url)
+            self._prefill_lost = failed.alone
+            raise
         finally:
             # Both are no-ops where the decode leg has ended them already.
-            self._close(pair.decode, Verdict.NEUTRAL)
+            engines.close(pair.decode, Verdict.NEUTRAL)
             if custody is not None:
                 custody.release()
-
-    async def _prefill(self, pair: Pair) -> Custody | Answer:
-        """Have the prompt prefilled. Return custody of its KV, or an answer that is the client's own fault."""
-        engines = self._engines
-        node = pair.prefill.node
-        assert self._prompt is not None
-        request = engines.clients[node.url].request(
-            self._heading.path, self._heading.headers, engines.contract.prefill_body(self._parsed, self._prompt)
-        )
-        self._prefill_url, self._decode_url, self._why_alone = node.url, None, None
-        started = engines.now()
-        verdict = Verdict.NEUTRAL
-        adopted = False
-        pending: Pending | None = None
-
-        def end() -> None:
-            self._close(pair.prefill, verdict)
-
-        try:
-            answer: Answer | None = None
-            async with asyncio.timeout(engines.deadlines.prefill):
-                for fresh in (False, True):
-                    pending = await engines.clients[node.url].ask(request, fresh=fresh)
-                    try:
-                        answer = await asyncio.shield(pending.answer)
-                        break
-                    except StaleConnectionError:
-                        if fresh:
-                            raise
-            assert answer is not None
-            self._prefill_s = engines.now() - started
-            got = self._read_prefill(node.url, answer)
-            verdict = Verdict.GOOD
-            return got
-        except asyncio.CancelledError:
-            if pending is not None and not pending.answer.cancelled():
-                engines.custodian.adopt(pending, node.url, self._parsed.model, self._heading.authorization, end)
-                adopted = True
-            raise
-        except TimeoutError:
-            message = f"{node.url} did not prefill in {engines.deadlines.prefill:g} s"
-            verdict = Verdict.FAILED
-            raise self._prefill_failed(node.url, EngineTimeoutError(message, wait=Wait.PREFILL)) from None
-        except EngineError as error:
-            verdict = verdict_of(error)
-            raise self._prefill_failed(node.url, error) from None
-        finally:
-            if not adopted:
-                if pending is not None:
-                    pending.close()
-                end()
-
-    def _read_prefill(self, url: str, answer: Answer) -> Custody | Answer:
-        if answer.status != 200:
-            if is_clients_fault(answer):
-                return answer
-            raise refused(url, answer)
-        read = prefill_answer(answer.body)
-        if read is None:
-            raise EngineError(f"{url} answered a prefill with something that is not a completion")
-        if any(choice.finish_reason == "abort" for choice in read.choices):
-            raise EngineError(f"{url} gave the prefill up")
-        handle = self._engines.contract.handle(read)
-        if isinstance(handle, Handle):
-            return self._engines.custodian.take(handle, url, self._parsed.model, self._heading.authorization)
-        raise self._prefill_failed(url, EngineError(f"{url} gave no usable KV handle: {handle}"), Alone.NO_HANDLE)
-
-    def _prefill_failed(self, url: str, error: EngineError, alone: Alone = Alone.PREFILL_FAILED) -> _PrefillFailedError:
-        self._without.add(url)
-        self._prefill_lost = alone
-        self._tell(url, "prefill", error, will_retry=True)
-        return _PrefillFailedError(alone, another=True)
 
     # -- decode
 
     async def _decode(
         self,
         lease: Lease,
-        prefill: str | None,
+        prefill_url: str | None,
         body: bytes,
         custody: Custody | None,
         stream_to: Callable[[Relay], Output],
@@ -272,17 +179,18 @@ class Exchange:
         try:
             if custody is not None:
                 custody.asked(url)
+                engines.auditor.asked(url, custody.handle.prompt_tokens)
             request = client.request(self._heading.path, self._heading.headers, body)
             timeout = engines.deadlines.first_token if self._parsed.stream else engines.deadlines.total
             try:
                 async with asyncio.timeout(timeout):
                     leg = await client.send(request, relay)
                     try:
-                        first = await relay.first
+                        first = await self._first(relay, lease)
                     except StaleConnectionError:
                         relay = self.relay = self._new_relay()
                         leg = await client.send(request, relay, fresh=True)
-                        first = await relay.first
+                        first = await self._first(relay, lease)
             except TimeoutError:
                 raise EngineTimeoutError(f"{url} sent no data in {timeout:g} s", wait=Wait.FIRST_TOKEN) from None
             proven = True
@@ -291,10 +199,10 @@ class Exchange:
                 whole = True
                 self._judge(url, first, custody)
                 verdict = Verdict.GOOD
-                self._compare(prefill, url, custody, relay)
+                self._compare(prefill_url, url, custody, relay)
                 return first
             if custody is not None:
-                self._loaded(url, custody)
+                custody.end(End.LOADED)
             relay.flow(stream_to(relay), leg)
             await relay.watch(
                 engines.deadlines.between_tokens,
@@ -303,7 +211,7 @@ class Exchange:
             )
             whole = True
             verdict = Verdict.GOOD
-            self._compare(prefill, url, custody, relay)
+            self._compare(prefill_url, url, custody, relay)
             return None
         except asyncio.CancelledError:
             asked = leg is not None and custody is not None and not proven
@@ -311,7 +219,10 @@ class Exchange:
                 custody.end(End.ABORTED)
             raise  # a handle that has not ended is given back below, once the leg is closed
         except EngineError as error:
-            verdict = verdict_of(error)
+            verdict = verdict_of(error, with_kv=custody is not None)
+            if isinstance(error, EngineTimeoutError) and relay.status == 200 and custody is not None:
+                # It took the request and may be loading: closing the leg makes it free both sides.
+                custody.end(End.ABORTED)
             if isinstance(error, EngineTimeoutError | EngineUnreachableError) and error.wait is not None and not proven:
                 engines.observers.notify(DeadlinePassed(error.wait.value, url))
             if proven and not whole:
@@ -327,8 +238,25 @@ class Exchange:
                 else:
                     leg.close()
             if custody is not None:
+                engines.auditor.over(url, custody.handle.prompt_tokens, loaded=custody.how is End.LOADED)
                 custody.release()  # whatever has not ended by now
-            self._close(lease, verdict)
+            engines.close(lease, verdict)
+
+    async def _first(self, relay: Relay, lease: Lease) -> Answer | StreamStarted:
+        """Wait for the first data, or the whole of an unstreamed answer.
+
+        Of the latter nothing is seen before its end. An engine that was stopped while it worked on one may keep the
+        connection open for ever: once probes have found it down for as long as a stream may be silent, it is given up.
+        """
+        if self._parsed.stream:
+            return await relay.first
+        patience = self._engines.deadlines.between_tokens
+        while not relay.first.done():
+            await asyncio.wait({relay.first}, timeout=min(patience, 1.0))
+            if not relay.first.done() and lease.node.down_for(self._engines.now()) >= patience:
+                message = f"{lease.node.url} has been down for {patience:g} s"
+                raise EngineTimeoutError(message, wait=Wait.BETWEEN_TOKENS)
+        return relay.first.result()
 
     async def _accepted(self, relay: Relay, asked: float) -> bool:
         """Tell whether the engine has the request, giving it a moment to show it: then closing the leg frees the KV.
@@ -349,8 +277,10 @@ class Exchange:
         if answer.status == 200:
             if sse.is_aborted(answer.body):
                 raise EngineError(f"{url} gave the answer up half-way")
+            if self.relay is not None and self.relay.usage is None:
+                raise EngineError(f"{url} answered 200 with something that is no completion")
             if custody is not None:
-                self._loaded(url, custody)
+                custody.end(End.LOADED)
             return
         if is_clients_fault(answer):
             # 401 and 404 come from before the handler that gives KV back.
@@ -361,34 +291,9 @@ class Exchange:
             return
         raise refused(url, answer)
 
-    def _loaded(self, url: str, custody: Custody) -> None:
-        custody.end(End.LOADED)
-        self._engines.auditor.sent(url, custody.handle.prompt_tokens)
-
     def _compare(self, prefill: str | None, decode: str, custody: Custody | None, relay: Relay) -> None:
         if prefill is not None and custody is not None and relay.usage is not None:
             self._engines.auditor.compared(prefill, decode, custody.handle.prompt_tokens, relay.usage.prompt_tokens)
-
-    def _close(self, lease: Lease, verdict: Verdict) -> None:
-        engines, node = self._engines, lease.node
-        if engines.ledger.close(lease, verdict, engines.now()):
-            reason = node.down_because or f"failed {node.failures} times in a row, shut out for a while"
-            engines.observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=reason))
-
-    def _tell(self, node: str, phase: str, error: EngineError, *, will_retry: bool) -> None:
-        wait = getattr(error, "wait", None)
-        if phase == "prefill" and isinstance(wait, Wait):
-            self._engines.observers.notify(DeadlinePassed(wait.value, node))
-        self._engines.observers.notify(LegFailed(self._heading.request_id, node, phase, error.message, will_retry))
-
-
-class _PrefillFailedError(Exception):
-    """The prefill leg gave no KV. `alone` is the reason if one engine must now do it; `another`: a pair may be left."""
-
-    def __init__(self, alone: Alone, *, another: bool) -> None:
-        super().__init__(alone.value)
-        self.alone = alone
-        self.another = another
 
 
 class _BeforeDataError(Exception):

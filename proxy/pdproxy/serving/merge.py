@@ -15,61 +15,46 @@ from pdproxy.serving.output import Output
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
 from pdproxy.wire import sse
-from pdproxy.wire.engine import TokensDetails, Usage
 from pdproxy.wire.request import Fields
+from pdproxy.wire.usage import add_up
 
 _body_decoder = msgspec.json.Decoder(Fields)
 _choices_decoder = msgspec.json.Decoder(list[Fields])
 
 
-def add_usage(usages: Sequence[Usage]) -> Usage:
-    """Return the usage of several answers as one."""
-    cached = [u.prompt_tokens_details.cached_tokens for u in usages if u.prompt_tokens_details is not None]
-    known = [count for count in cached if count is not None]
-    return Usage(
-        prompt_tokens=sum(u.prompt_tokens for u in usages),
-        total_tokens=sum(u.total_tokens for u in usages),
-        completion_tokens=sum(u.completion_tokens or 0 for u in usages),
-        prompt_tokens_details=TokensDetails(sum(known)) if known else None,
-    )
-
-
-def merge_answers(answers: Sequence[tuple[Answer, Usage | None]]) -> Answer:
+def merge_answers(answers: Sequence[Answer]) -> Answer:
     """Return one whole answer from one a prompt, all of status 200.
 
     Raises:
         EngineError: one of them is not a completion.
     """
     try:
-        merged = _body_decoder.decode(answers[0][0].body)
+        bodies = [_body_decoder.decode(answer.body) for answer in answers]
         choices: list[Fields] = []
-        for index, (answer, _) in enumerate(answers):
-            own = _choices_decoder.decode(_body_decoder.decode(answer.body)["choices"])
-            choices += [{**choice, "index": msgspec.Raw(b"%d" % index)} for choice in own]
+        for index, body in enumerate(bodies):
+            choices += [
+                {**own, "index": msgspec.Raw(b"%d" % index)} for own in _choices_decoder.decode(body["choices"])
+            ]
+        merged = dict(bodies[0])
         merged["choices"] = msgspec.Raw(msgspec.json.encode(choices))
-        merged["usage"] = _with_usage(merged["usage"], [usage for _, usage in answers if usage is not None])
+        merged["usage"] = msgspec.Raw(add_up([bytes(body["usage"]) for body in bodies]))
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
         raise EngineError(f"an engine's answer is not a completion: {error!r}") from None
-    body = msgspec.json.encode(merged)
-    return Answer(200, answers[0][0].headers, body)
+    return Answer(200, answers[0].headers, msgspec.json.encode(merged))
 
 
-def merge_usage_event(event: bytes, usages: Sequence[Usage]) -> bytes:
-    """Return the usage event of a merged stream, from one of the streams' own."""
-    fields = _body_decoder.decode(sse.payload(event))
-    fields["usage"] = _with_usage(fields["usage"], usages)
-    return sse.data(msgspec.json.encode(fields))
+def merge_usage_events(events: Sequence[bytes]) -> bytes:
+    """Return the usage event of a merged stream, from those of the streams.
 
-
-def _with_usage(template: msgspec.Raw, usages: Sequence[Usage]) -> msgspec.Raw:
-    """Return the sum of the usages with just the fields that the engine's own has."""
-    total = add_usage(usages)
-    fields = _body_decoder.decode(template)
-    for name in ("prompt_tokens", "total_tokens", "completion_tokens"):
-        fields[name] = msgspec.Raw(msgspec.json.encode(getattr(total, name)))
-    if total.prompt_tokens_details is not None:
-        fields["prompt_tokens_details"] = msgspec.Raw(msgspec.json.encode(total.prompt_tokens_details))
-    return msgspec.Raw(msgspec.json.encode(fields))
+    Raises:
+        EngineError: one of them holds no usage.
+    """
+    try:
+        bodies = [_body_decoder.decode(sse.payload(event)) for event in events]
+        merged = {**bodies[0], "usage": msgspec.Raw(add_up([bytes(body["usage"]) for body in bodies]))}
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
+        raise EngineError(f"an engine's usage event is not readable: {error!r}") from None
+    return sse.data(msgspec.json.encode(merged))
 
 
 class MergedStream:

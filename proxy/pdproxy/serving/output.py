@@ -27,7 +27,7 @@ class Output(Protocol):
         """End the stream in good order."""
 
     def break_off(self) -> None:
-        """End the stream and close the connection, so that no client takes the end for a success."""
+        """End the stream, without its end mark, and close the connection."""
 
     @property
     def begun(self) -> bool:

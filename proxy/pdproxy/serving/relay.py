@@ -36,6 +36,13 @@ class _Phase(Enum):
     ENDED = "ended"
 
 
+class Parts:
+    """What the streams of one list share: the time of creation of the first event that went out."""
+
+    def __init__(self) -> None:
+        self.created: bytes | None = None
+
+
 class StreamStarted:
     """The answer is a stream, and its first real data has come."""
 
@@ -48,10 +55,19 @@ class Relay:
 
     `first` resolves once the answer is known to be good or bad, `done` once it is over; both before and after that the
     caller closes the connection. `wants_usage`: whether the client asked for the usage event that we always ask for.
+    `keeps_usage`: whether the client will see it at the end of several streams, after all (default: as `wants_usage`).
     `wants_done`: whether the end mark goes to the client (False for one stream of several).
     """
 
-    def __init__(self, *, wants_usage: bool, wants_done: bool = True, index: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        wants_usage: bool,
+        wants_done: bool = True,
+        index: int | None = None,
+        keeps_usage: bool | None = None,
+        parts: Parts | None = None,
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.first: asyncio.Future[Answer | StreamStarted] = loop.create_future()
         self.done: asyncio.Future[None] = loop.create_future()
@@ -62,8 +78,10 @@ class Relay:
         self.gaps = Gaps()
         self._time = loop.time
         self._wants_usage = wants_usage
+        self._keeps_usage = wants_usage if keeps_usage is None else keeps_usage
         self._wants_done = wants_done
         self._index = index
+        self._parts = parts
         self._phase = _Phase.HOLDING
         self._status = 0
         self._headers: Headers = []
@@ -71,6 +89,7 @@ class Relay:
         self._held: list[bytes] = []
         self._tail = b""
         self._saw_done = False
+        self._finished: list[bytes] = []
         self._output: Output | None = None
         self._leg: Leg | None = None
         self._last = loop.time()
@@ -216,7 +235,7 @@ class Relay:
 
     def _forward(self, batch: bytes) -> None:
         now = self._time()
-        if self._index is not None or sse.may_need_care(batch):
+        if self._finished or self._index is not None or sse.may_need_care(batch):
             batch = self._care(batch)
         count = batch.count(sse.END) - (self._saw_done and self._wants_done)
         if count > 0:
@@ -245,20 +264,38 @@ class Relay:
             if sse.is_error(event) or sse.is_aborted(event):
                 self._fail(_refusal(event))
                 break
+            if sse.is_usage_only(event):
+                self.usage = usage_of(sse.payload(event))
+                self.usage_event = event
+                if not self._wants_usage:
+                    passed += [sse.with_fingerprint(last, event) for last in self._take_finished()]
+                    continue
+            passed += self._take_finished()
             if sse.is_done(event):
                 self._saw_done = True
                 if self._wants_done:
                     passed.append(event)
                 break
-            if sse.is_usage_only(event):
-                self.usage = usage_of(sse.payload(event))
-                self.usage_event = event
-                if not self._wants_usage:
-                    continue
-            elif self._index is not None:
-                event = sse.with_index(event, self._index)
+            if self._index is not None:
+                event = self._as_part(event)
+            if not self._keeps_usage and sse.is_last_of_choice(event):
+                self._finished.append(event)  # our usage event, which comes next, has taken its fingerprint
+                continue
             passed.append(event)
         return b"".join(passed)
+
+    def _as_part(self, event: bytes) -> bytes:
+        """Return an event as one of a stream that several make up."""
+        if self._parts is not None:
+            if self._parts.created is None:
+                self._parts.created = sse.created_of(event)
+            elif self._parts.created != sse.created_of(event):
+                event = sse.with_created(event, self._parts.created)
+        return sse.with_index(event, self._index or 0)
+
+    def _take_finished(self) -> list[bytes]:
+        finished, self._finished = self._finished, []
+        return finished
 
     def _over(self, error: EngineError | None) -> None:
         if self._phase is _Phase.PROVEN:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdproxy.kit.errors import (
-    BadRequestError,
     ClientLeftError,
     EngineError,
     EngineRefusedError,
@@ -21,31 +20,37 @@ from pdproxy.kit.errors import (
     OverloadedError,
     PdproxyError,
     UnauthorizedError,
+    UnreadableError,
     Wait,
 )
 from pdproxy.kit.ids import mint, usable
 from pdproxy.observe.events import DeadlinePassed, Gaps, RequestEnded
 from pdproxy.serving.admission import Admission
-from pdproxy.serving.exchange import Engines, Exchange, Heading
-from pdproxy.serving.merge import MergedStream, merge_answers, merge_usage_event
+from pdproxy.serving.engines import Engines, Heading
+from pdproxy.serving.exchange import Exchange
+from pdproxy.serving.merge import MergedStream, merge_answers, merge_usage_events
 from pdproxy.serving.output import Output
-from pdproxy.serving.relay import Relay
+from pdproxy.serving.relay import Parts, Relay
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
 from pdproxy.wire import sse
-from pdproxy.wire.engine import Usage
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Incoming, Parsed, body_request_id, parse
 
 logger = logging.getLogger("pdproxy")
 
 _PASSED_HEADERS = (b"content-type", b"retry-after")
+PROMPTS_AT_ONCE = 16
+"""Prompts of one list that are under way at once: a list takes one place of `limits.max_inflight`, and must not take all."""
 JSON_TYPE = (b"content-type", b"application/json")
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """API keys. With `proxy_keys`, clients must bring one, and engines get `engine_key`; without, theirs goes on."""
+    """API keys. With `proxy_keys`, clients must bring one, and engines get `engine_key`; without, a client's own goes on.
+
+    Never both: an engine that wants a key would be open to everybody through a proxy that asks for none.
+    """
 
     proxy_keys: tuple[str, ...] = ()
     engine_key: str | None = None
@@ -63,11 +68,9 @@ class Keys:
 
     def to_engine(self, authorization: bytes | None) -> tuple[tuple[bytes, bytes], ...]:
         """Return the Authorization header for engines, if any."""
-        if self.engine_key is not None:
-            return ((b"authorization", b"Bearer " + self.engine_key.encode()),)
-        if authorization is not None and not self.proxy_keys:
-            return ((b"authorization", authorization),)
-        return ()
+        if not self.proxy_keys:
+            return ((b"authorization", authorization),) if authorization is not None else ()
+        return ((b"authorization", b"Bearer " + self.engine_key.encode()),) if self.engine_key is not None else ()
 
 
 @dataclass(slots=True)
@@ -100,7 +103,7 @@ class Service:
         try:
             self.keys.check(incoming.authorization)
             if incoming.content_type.split(";")[0].strip().lower() != "application/json":
-                raise BadRequestError("Unsupported Media Type: Only 'application/json' is allowed")
+                raise UnreadableError("Unsupported Media Type: Only 'application/json' is allowed")
             parsed = report.parsed = parse(incoming.route, incoming.body)
             if incoming.request_id is None:
                 report.request_id = usable(body_request_id(parsed.fields)) or report.request_id
@@ -164,8 +167,9 @@ class Service:
             self._answer(answer, output, report)
 
     async def _serve_list(self, parsed: Parsed, heading: Heading, output: Output, report: _Report) -> None:
+        parts = Parts()
         exchanges = [
-            Exchange(self._engines, parsed, prompt, heading, _ListRelay(index))
+            Exchange(self._engines, parsed, prompt, heading, _ListRelay(index, parsed.wants_usage, parts))
             for index, prompt in enumerate(parsed.prompts)
         ]
         report.exchanges = exchanges
@@ -180,20 +184,20 @@ class Service:
 
         answers = await _all(exchanges, begin)
         wholes = [answer for answer in answers if answer is not None]
-        usages = [exchange.relay.usage if exchange.relay else None for exchange in exchanges]
+        if output.gone:
+            return
         if not output.begun:
-            self._answer(merge_answers(list(zip(wholes, usages, strict=True))), output, report)
+            self._answer(merge_answers(wholes), output, report)
         elif wholes:
             raise EngineError("an engine answered one prompt of a streamed list whole")
         else:
-            self._end_merged(parsed, exchanges, [usage for usage in usages if usage is not None], output)
+            self._end_merged(parsed, exchanges, parts, output)
 
-    def _end_merged(
-        self, parsed: Parsed, exchanges: Sequence[Exchange], usages: Sequence[Usage], output: Output
-    ) -> None:
-        event = next((e.relay.usage_event for e in exchanges if e.relay and e.relay.usage_event), None)
-        if parsed.wants_usage and event is not None:
-            output.write(merge_usage_event(event, usages))
+    def _end_merged(self, parsed: Parsed, exchanges: Sequence[Exchange], parts: Parts, output: Output) -> None:
+        events = [e.relay.usage_event for e in exchanges if e.relay is not None and e.relay.usage_event is not None]
+        if parsed.wants_usage and events:
+            event = merge_usage_events(events)
+            output.write(event if parts.created is None else sse.with_created(event, parts.created))
         output.write(sse.DONE + sse.END)
         output.finish()
 
@@ -260,16 +264,23 @@ class _ListRelay:
     """Makes the relays of one prompt of a list."""
 
     index: int
+    keeps_usage: bool
+    parts: Parts
 
     def __call__(self) -> Relay:
-        return Relay(wants_usage=False, wants_done=False, index=self.index)
+        return Relay(
+            wants_usage=False, wants_done=False, index=self.index, keeps_usage=self.keeps_usage, parts=self.parts
+        )
 
 
 async def _all(exchanges: Sequence[Exchange], begin: Callable[[Relay], Output]) -> list[Answer | None]:
     """Run exchanges at once. The first that fails or is refused ends the others and is raised."""
 
+    places = asyncio.Semaphore(PROMPTS_AT_ONCE)
+
     async def one(exchange: Exchange) -> Answer | None:
-        answer = await exchange.run(begin)
+        async with places:
+            answer = await exchange.run(begin)
         if answer is not None and answer.status != 200:
             raise EngineRefusedError("one of the prompts was refused", status=answer.status, body=answer.body)
         return answer

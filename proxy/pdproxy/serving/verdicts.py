@@ -8,11 +8,15 @@ from pdproxy.upstream.client import Answer
 from pdproxy.wire.engine import error_of
 
 
-def verdict_of(error: EngineError) -> Verdict:
-    """Return what a failed leg says about its engine. Being full or refusing a bad request is no fault."""
+def verdict_of(error: EngineError, *, with_kv: bool = False) -> Verdict:
+    """Return what a failed leg says about its engine. Being full or refusing a bad request is no fault.
+
+    `with_kv`: the leg carried a KV handle. A decode engine that then answers 5xx may have been let down by a dead prefill
+    engine: it must not be shut out for that.
+    """
     if isinstance(error, EngineUnreachableError):
         return Verdict.UNREACHABLE
-    if isinstance(error, EngineRefusedError) and (error.status < 500 or error.status == 503):
+    if isinstance(error, EngineRefusedError) and (with_kv or error.status < 500 or error.status == 503):
         return Verdict.NEUTRAL
     return Verdict.FAILED
 

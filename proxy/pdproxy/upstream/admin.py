@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, Wait
+from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError, EngineUnreachableError, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,10 @@ class Scrape:
 
 
 _T = TypeVar("_T")
+
+
+NO_METRICS = Scrape(0.0, None, 0.0, 0.0, 0.0, {})
+"""What is read of an engine that shows no metrics."""
 
 
 class _Card(msgspec.Struct):
@@ -118,7 +122,8 @@ class EngineAdmin:
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError(f"{path}: {type(error).__name__}: {error}") from None
         if answer.status != 200:
-            raise EngineError(f"{path} answered {answer.status}")
+            hint = ": set auth.engine_api_key" if answer.status == 401 else ""
+            raise EngineRefusedError(f"{path} answered {answer.status}{hint}", status=answer.status, body=b"")
         return content
 
     def _read(self, url: str, path: str, content: bytes, kind: type[_T]) -> _T:

@@ -7,11 +7,21 @@ as it comes (decode legs). Connecting has a deadline here; every other deadline 
 from __future__ import annotations
 
 import asyncio
+import errno
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, StaleConnectionError, Wait
+from pdproxy.kit.errors import (
+    EngineError,
+    EngineTimeoutError,
+    EngineUnreachableError,
+    OverloadedError,
+    StaleConnectionError,
+    Wait,
+)
 from pdproxy.upstream.connection import Connection, Headers, Leg, Sink
+
+_OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +168,8 @@ class EngineClient:
                 f"{self.url} took no connection in {self._connect_timeout:g} s", wait=Wait.CONNECT
             ) from None
         except OSError as error:
+            if error.errno in _OUR_LIMITS:
+                raise OverloadedError(f"pdproxy can open no more connections: {error.strerror}") from None
             raise EngineUnreachableError(f"{self.url} took no connection: {error.strerror or error}") from None
         self._all.add(connection)
         return connection

@@ -14,6 +14,10 @@ import httptools
 
 from pdproxy.kit.errors import EngineError, StaleConnectionError
 
+STALE_WITHIN = 0.25
+"""Seconds. A kept connection that closes so soon after a request was shut before the engine saw it; later, the engine may
+have begun to work, and the request must not be sent again as it is (a KV handle used twice makes wrong tokens)."""
+
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -81,6 +85,7 @@ class Connection(asyncio.Protocol):
         self._answering = False
         self._until_eof = False
         self._requests = 0
+        self._sent_at = 0.0
         self._paused = False
         self.idle_since = 0.0
 
@@ -100,6 +105,7 @@ class Connection(asyncio.Protocol):
         self._sink = sink
         self._requests += 1
         self._answering = False
+        self._sent_at = asyncio.get_running_loop().time()
         if self._paused:  # the request before ended while its client was not reading
             self._paused = False
             self._transport.resume_reading()
@@ -158,7 +164,7 @@ class Connection(asyncio.Protocol):
             return
         if self._until_eof and exc is None:
             self._finish(keep=False)
-        elif self._requests > 1 and not self._answering:
+        elif self._requests > 1 and not self._answering and self._age() < STALE_WITHIN:
             self._fail(StaleConnectionError(f"{self._name} closed a kept connection"))
         else:
             why = f": {exc}" if exc else ""
@@ -187,6 +193,9 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         self._complete = self._parser.get_status_code() >= 200
         self._keep = self._parser.should_keep_alive()  # asked here, since the parser forgets it after the message
+
+    def _age(self) -> float:
+        return asyncio.get_running_loop().time() - self._sent_at
 
     # -- endings
 

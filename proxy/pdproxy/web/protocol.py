@@ -11,11 +11,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from pdproxy.kit.errors import BodyTooLargeError, Wait
+from pdproxy.kit.errors import BodyTimeoutError, BodyTooLargeError, Wait
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.upstream.connection import Headers
 from pdproxy.wire.errors import error_body
@@ -108,7 +109,10 @@ class GenerateCycle(RequestResponseCycle):
 
     async def _incoming(self) -> Incoming | None:
         headers = self.scope["headers"]
-        if self.waiting_for_100_continue:
+        length = next((value for name, value in headers if name == b"content-length"), b"0")
+        if int(length) > self._data_path.max_body and not self._whole_body.done():
+            self._whole_body.set_result(False)
+        elif self.waiting_for_100_continue:
             self.waiting_for_100_continue = False
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
@@ -118,7 +122,9 @@ class GenerateCycle(RequestResponseCycle):
             fits = self._whole_body.result()
         except TimeoutError:
             self._data_path.observers.notify(DeadlinePassed(Wait.CLIENT_BODY.value))
-            self.break_off()
+            late = BodyTimeoutError(f"The body was not whole within {self._data_path.body_timeout:g} s", param="body")
+            self.keep_alive = False
+            self.whole(late.status, [(b"content-type", b"application/json")], error_body(late))
             return None
         if not fits:
             too_large = BodyTooLargeError(f"The body is larger than {self._data_path.max_body} bytes", param="body")
@@ -246,6 +252,13 @@ class DataPathProtocol(HttpToolsProtocol):
     active: RequestResponseCycle | None = None
     """The request being served; with requests in the pipeline, `cycle` is the last one that was read."""
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        # A connection that never asks for anything must not be kept for ever.
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.data_path.body_timeout, self.timeout_keep_alive_handler
+        )
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self.active = cycle
         super()._start_asgi_task(cycle, app)
@@ -281,9 +294,9 @@ class DataPathProtocol(HttpToolsProtocol):
             self.pipeline.appendleft((cycle, self.app))
 
     def _path(self) -> bytes:
-        if self.url[:1] == b"/":
-            return self.url.split(b"?", 1)[0]
-        return httptools.parse_url(self.url).path or b""  # the absolute form, which a server must take, too
+        # The absolute form is one that a server must take, too.
+        path = self.url.split(b"?", 1)[0] if self.url[:1] == b"/" else httptools.parse_url(self.url).path or b""
+        return unquote_to_bytes(path) if b"%" in path else path
 
     def on_body(self, body: bytes) -> None:
         if isinstance(self.cycle, GenerateCycle):

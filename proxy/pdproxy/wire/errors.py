@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import assert_never
 
 import msgspec
 
 from pdproxy.kit.errors import EngineRefusedError, Fault, PdproxyError
+from pdproxy.wire.engine import error_of
+
+_ENGINE_URL = re.compile(r"http://[^\s,;]+")
 
 
 class _Error(msgspec.Struct, frozen=True):
@@ -22,11 +26,13 @@ class _ErrorBody(msgspec.Struct, frozen=True):
 
 def error_body(error: PdproxyError) -> bytes:
     """Return the JSON body for an error, in the shape that vLLM and OpenAI use."""
-    if isinstance(error, EngineRefusedError) and error.body:
-        return error.body
+    if isinstance(error, EngineRefusedError) and error_of(error.body) is not None:
+        # On one line, since it may become an event of a stream.
+        return msgspec.json.format(error.body, indent=-1) if b"\n" in error.body else error.body
     match error.fault:
         case Fault.CLIENT | Fault.CAPACITY | Fault.ENGINE | Fault.CLIENT_LEFT:
-            message = error.message
+            # Where the engines are is the operator's business: the log names them.
+            message = _ENGINE_URL.sub("an engine", error.message)
         case Fault.OURS:
             message = "Internal error in pdproxy"  # the log has the rest
         case _:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from pdproxy.kit.errors import BadRequestError
+from pdproxy.kit.errors import UnreadableError
 
 _T = TypeVar("_T")
 Fields = dict[str, msgspec.Raw]
@@ -98,11 +98,6 @@ class _UnusualError(Exception):
     """A field that the prefill leg rewrites is not of its canonical type."""
 
 
-class _Part(msgspec.Struct):
-    type: str = "text"
-    text: msgspec.Raw = msgspec.Raw(b"")
-
-
 class _Message(msgspec.Struct):
     content: msgspec.Raw = msgspec.Raw(b"null")
 
@@ -112,7 +107,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 _messages_decoder = msgspec.json.Decoder(list[_Message])
-_parts_decoder = msgspec.json.Decoder(list[_Part])
+_parts_decoder = msgspec.json.Decoder(list[Fields])
 _bool_decoder = msgspec.json.Decoder(bool | None)
 _int_decoder = msgspec.json.Decoder(int | None)
 _str_decoder = msgspec.json.Decoder(str | None)
@@ -124,13 +119,13 @@ def parse(route: Route, body: bytes) -> Parsed:
     """Read a body.
 
     Raises:
-        BadRequestError: it is not a JSON object in UTF-8.
+        UnreadableError: it is not a JSON object in UTF-8.
     """
     try:
         fields = _fields_decoder.decode(body)
         _strip_handles(fields)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequestError(f"The request body is not a JSON object: {error}", param="body") from None
+        raise UnreadableError(f"The request body is not a JSON object: {error}", param="body") from None
     try:
         model = _read(fields, "model", _str_decoder)
         stream = bool(_read(fields, "stream", _bool_decoder))
@@ -211,8 +206,13 @@ def _messages(fields: Fields) -> tuple[bool, tuple[Prompt, ...], bool]:
         raw = bytes(message.content)
         size += len(raw)
         if raw[:1] == b"[":
-            non_text = non_text or any(part.type != "text" for part in _parts_decoder.decode(raw))
+            non_text = non_text or not all(_is_text(part) for part in _parts_decoder.decode(raw))
     return False, (Prompt(None, None, size, len(messages)),), non_text
+
+
+def _is_text(part: Fields) -> bool:
+    """Tell whether a content part is text and nothing else: vLLM takes media parts without a type, too."""
+    return part.keys() <= {"type", "text"} and bytes(part.get("type", msgspec.Raw(b""))) == b'"text"'
 
 
 def _prompts(fields: Fields) -> tuple[bool, tuple[Prompt, ...], bool]:

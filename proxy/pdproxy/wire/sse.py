@@ -11,6 +11,9 @@ END = b"\n\n"
 _ERRORS = (b'data: {"error"', b'data: {"object":"error"', b'data: {"object": "error"')
 _USAGE_ONLY = b'"choices":[],"usage":{'
 _FIRST_INDEX = b'"choices":[{"index":0,'
+_CREATED = b'"created":'
+_FINGERPRINT = b',"system_fingerprint":'
+_FINISHED = b'"finish_reason":"'
 _ABORTED = b'"finish_reason":"abort"'
 _ROLE = b'"delta":{"role":"'
 
@@ -45,12 +48,29 @@ def is_role_only(event: bytes) -> bool:
     return _ROLE in event
 
 
+def is_last_of_choice(event: bytes) -> bool:
+    """Tell whether an event ends a choice."""
+    return _FINISHED in event
+
+
+def with_fingerprint(event: bytes, usage_event: bytes) -> bytes:
+    """Return a choice's last event with the fingerprint that stands in the usage event.
+
+    vLLM puts it into the very last event: a stream without a usage event has it beside the finish reason.
+    """
+    at = usage_event.rfind(_FINGERPRINT)
+    if at < 0 or _FINGERPRINT in event:
+        return event
+    value = usage_event[at + len(_FINGERPRINT) :].split(b",", 1)[0].rstrip().removesuffix(b"}")
+    return event.rstrip().removesuffix(b"}") + _FINGERPRINT + value + b"}" + END
+
+
 def may_need_care(batch: bytes) -> bool:
-    """Tell whether a batch of whole events holds one that is not plain data: an error, an abort, the usage or the end mark."""
+    """Tell whether a batch of whole events holds one that is not plain data: an error, a finish, the usage or the end mark."""
     return (
         DONE in batch
         or _USAGE_ONLY in batch
-        or _ABORTED in batch
+        or _FINISHED in batch
         or batch.startswith(_ERRORS)
         or b'\n\ndata: {"error"' in batch
         or b'\n\ndata: {"object":"error"' in batch
@@ -66,6 +86,18 @@ def payload(event: bytes) -> bytes:
 def with_index(event: bytes, index: int) -> bytes:
     """Return an event of a single-choice stream as one of choice `index`. Unchanged if it holds no choice 0."""
     return event.replace(_FIRST_INDEX, b'"choices":[{"index":%d,' % index, 1)
+
+
+def created_of(event: bytes) -> bytes | None:
+    """Return the digits of an event's `created`, None if it has none."""
+    at = event.find(_CREATED)
+    return None if at < 0 else event[at + len(_CREATED) :].split(b",", 1)[0]
+
+
+def with_created(event: bytes, created: bytes) -> bytes:
+    """Return an event with another time of creation: that of the stream it becomes a part of."""
+    own = created_of(event)
+    return event if own is None else event.replace(_CREATED + own, _CREATED + created, 1)
 
 
 def has_first_index(event: bytes) -> bool:

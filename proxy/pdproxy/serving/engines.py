@@ -1,0 +1,51 @@
+"""What every exchange works with: the engines' clients, the ledger and the custodian; and what it reports to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdproxy.fleet.audit import Auditor
+from pdproxy.kit.errors import EngineError
+from pdproxy.observe.events import LegFailed, NodeChanged, Observers
+from pdproxy.scheduling.ledger import Lease, Ledger, Verdict
+from pdproxy.serving.custody import Custodian
+from pdproxy.settings.schema import Deadlines
+from pdproxy.transfer.contract import Contract
+from pdproxy.upstream.client import EngineClient
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """What an exchange works with. One for the whole process."""
+
+    contract: Contract
+    ledger: Ledger
+    clients: dict[str, EngineClient]
+    custodian: Custodian
+    deadlines: Deadlines
+    attempts: int
+    observers: Observers
+    auditor: Auditor
+    now: Callable[[], float]
+
+    def close(self, lease: Lease, verdict: Verdict) -> None:
+        """End a lease, and tell if that shut its engine out."""
+        node = lease.node
+        if self.ledger.close(lease, verdict, self.now()):
+            reason = node.down_because or f"failed {node.failures} times in a row, shut out for a while"
+            self.observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=reason))
+
+    def tell(self, heading: Heading, node: str, phase: str, error: EngineError, *, will_retry: bool) -> None:
+        """Tell of a leg that failed."""
+        self.observers.notify(LegFailed(heading.request_id, node, phase, error.message, will_retry))
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What every leg of one request carries: its id, its path and the headers that go on."""
+
+    request_id: str
+    path: str
+    headers: tuple[tuple[bytes, bytes], ...]
+    authorization: tuple[tuple[bytes, bytes], ...]
