@@ -215,9 +215,7 @@ async def test_a_length_over_the_limit_is_refused_before_the_body() -> None:
     """A client that announces too much gets its 413 at once, and no 100 Continue."""
     async with world(limits={"max_body_bytes": 1000}, deadlines={"client_body": 30}) as w:
         client = await w.client()
-        client.send(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\nexpect: 100-continue\r\n\r\n"
-        )
+        client.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1001\r\nexpect: 100-continue\r\n\r\n")
         answer = await client.answer()
         assert (answer.status, answer.header("connection")) == (413, "close")
         assert await client.closed()

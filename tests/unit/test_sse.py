@@ -69,7 +69,10 @@ def test_the_fingerprint_goes_from_the_usage_event_to_the_finish(chat: bool) -> 
     assert not sse.is_last_of_choice(answers.piece(chat, '"finish_reason":"stop"'))
     made = sse.with_fingerprint(finish, usage)
     assert made.endswith(b"}" + sse.END)
-    assert json.loads(sse.payload(made)) == {**json.loads(sse.payload(finish)), "system_fingerprint": answers.FINGERPRINT}
+    assert json.loads(sse.payload(made)) == {
+        **json.loads(sse.payload(finish)),
+        "system_fingerprint": answers.FINGERPRINT,
+    }
     assert sse.with_fingerprint(made, usage) == made
     assert sse.with_fingerprint(finish, usage.replace(b"system_fingerprint", b"other")) == finish
     behind = usage.replace(b"}" + sse.END, b',"x":1}' + sse.END)

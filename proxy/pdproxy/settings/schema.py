@@ -49,7 +49,8 @@ class Auth(_Section, frozen=True):
     engines, which then decide."""
 
     engine_api_key: Key | None = None
-    """Key sent to the engines as a bearer token. None: the engines want none."""
+    """Key for the engines, sent as a bearer token by probes, and for clients that brought one of `api_keys`. Without
+    those, a client's own `Authorization` goes on instead. None: the engines want none."""
 
     def __repr__(self) -> str:
         # Settings end up in logs and tracebacks; keys must not.
