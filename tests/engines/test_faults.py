@@ -213,6 +213,22 @@ async def test_decode_frozen_mid_stream(fleet: Fleet, serve: START) -> None:
     assert BETWEEN_TOKENS - 0.5 < time.monotonic() - frozen < BETWEEN_TOKENS + 2
 
 
+async def test_refusal_at_first_contact(fleet: Fleet, serve: START) -> None:
+    """The first thing a fresh D gets is a request that it refuses: P's blocks are free soon all the same.
+
+    Before D has pulled from a P once, what it has to tell P of a refused request waits for a later step of D.
+    """
+    await asyncio.to_thread(fleet.restart, "d1", meet=False)
+    prefill = fleet.prefills[0]
+    proxy = serve([prefill], fleet.decodes[1:])
+    answer = await ask(proxy.url, COMPLETIONS, _body(structured_outputs={"regex": "[unclosed"}))
+    assert answer.status == 400
+    deadline = time.monotonic() + 5
+    while held := prefill.counters().sum("vllm:kv_cache_usage_perc"):
+        assert time.monotonic() < deadline, f"P still holds {held:.1%} of its KV"
+        await asyncio.sleep(0.1)
+
+
 async def test_prefill_frozen(fleet: Fleet, serve: START) -> None:
     """P freezes with the prompt: after the prefill deadline the other P takes it, and the frozen one is well when it wakes."""
     proxy = serve(fleet.prefills, fleet.decodes)

@@ -156,11 +156,13 @@ async def world(
     before: Callable[[World], None] | None = None,
     probed: bool = True,
     leaves: bool = False,
+    strangers: bool = False,
 ) -> AsyncIterator[World]:
     """Run a proxy in front of so many engines.
 
     `before` is called once the engines listen and before they are probed. At the end nothing may be in flight, and every
-    handle must have ended just once, unless `leaves` says that the test leaves some behind.
+    handle must have ended just once, unless `leaves` says that the test leaves some behind. Engines have exchanged KV
+    before, unless they are `strangers`.
     """
     books, recorder = Books(), _Recorder()
     roles = ["prefill"] * prefill + ["decode"] * decode + ["aggregated"] * aggregated
@@ -179,6 +181,8 @@ async def world(
     made = World(proxy, books, engines, recorder)
     if before is not None:
         before(made)
+    if not strangers:
+        proxy.custodian.met = lambda prefill, decode: True  # type: ignore[method-assign]
     if probed:
         proxy.start()
         await until(lambda: all(node.probed for node in proxy.ledger.nodes))

@@ -82,7 +82,7 @@ async def test_an_engine_that_is_not_healthy_is_down_at_once() -> None:
 @pytest.mark.parametrize("bad", [scripts.whole(b"{nonsense", 500), scripts.reset, scripts.stall])
 async def test_a_healthy_engine_stays_up_whatever_else_fails(path: str, bad: Script) -> None:
     """A busy engine may have no time to tell of itself: what is known of it stands, even if it has just restarted."""
-    async with world(deadlines={"probe": 0.05}) as w:
+    async with world(deadlines={"probe": 0.5}) as w:
         engine = w.decode[0]
         engine.started += 1
         engine.admin[path] = bad

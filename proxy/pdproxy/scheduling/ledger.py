@@ -90,6 +90,11 @@ class Ledger:
             self._nodes[url].ejected.discard(node.url)
         node.ejected.clear()
 
+    def life(self, url: str) -> tuple[str, float]:
+        """Return what identifies one run of an engine: its url and its start in Unix seconds, 0 while unknown."""
+        evidence = self._nodes[url].evidence
+        return url, evidence.started if evidence is not None else 0.0
+
     # -- what a request asks
 
     def block_size(self) -> int | None:

@@ -25,6 +25,9 @@ logger = logging.getLogger("pdproxy.kv")
 
 RELEASE_PATH = "/v1/completions"
 _RELEASE_TRIES = 3
+FIRST_CONTACT = 1.0
+"""Seconds. A decode engine that has never pulled from a prefill engine begins a handshake when it is to free KV there, and
+tells it only in a later step of its own; an idle one has none. So it is told again, once the handshake must be over."""
 
 
 class State(Enum):
@@ -43,6 +46,9 @@ class End(Enum):
     REFUSED = "refused"  # the decode engine refused the request and gave it back
     ABORTED = "aborted"  # the decode engine owned it when its request was closed: it frees it
     LOST = "lost"  # nobody could be told: the prefill engine's lease frees it
+
+
+_BY_DECODE = frozenset({End.REFUSED, End.ABORTED})
 
 
 class Custody:
@@ -70,10 +76,14 @@ class Custody:
         self.state = State.ASKED
 
     def end(self, how: End) -> None:
-        """The handle is over."""
-        if self.state is not None:
-            self.state, self.how = None, how
-            self._custodian.ended(self, how)
+        """The handle is over, unless the decode engine is to give it back and can't be relied on: then we do, too."""
+        if self.state is None or (self.state is State.RELEASING and how in _BY_DECODE):
+            return
+        if how in _BY_DECODE and not self._custodian.met(self.prefill, self.decode):
+            self.release()
+            return
+        self.state, self.how = None, how
+        self._custodian.ended(self, how)
 
     def release(self) -> None:
         """Give the handle back in the background."""
@@ -106,6 +116,7 @@ class Custodian:
         self._live: set[Custody] = set()
         self._tasks = TaskOwner("custody")
         self._orphans = 0
+        self._met: set[tuple[tuple[str, float], tuple[str, float]]] = set()
 
     def __repr__(self) -> str:
         return f"<Custodian {len(self._live)} live handles, {self._orphans} prefills without a client>"
@@ -126,8 +137,14 @@ class Custodian:
         self._live.add(custody)
         return custody
 
+    def met(self, prefill: str, decode: str | None) -> bool:
+        """Tell whether KV has moved between two engines since both of them started."""
+        return decode is not None and (self._ledger.life(prefill), self._ledger.life(decode)) in self._met
+
     def ended(self, custody: Custody, how: End) -> None:
         """Forget a handle that is over. Called by `Custody.end` alone."""
+        if how is End.LOADED and custody.decode is not None and not self.met(custody.prefill, custody.decode):
+            self._met.add((self._ledger.life(custody.prefill), self._ledger.life(custody.decode)))
         self._live.discard(custody)
         self._observers.notify(HandleEnded(how.value, custody.prefill, self.now() - custody.since))
 
@@ -179,6 +196,9 @@ class Custodian:
                     node = self._ledger.releaser(custody.model, self.now(), prefer_not=custody.decode)
                     if node is not None and await self._told(custody, node.url, body):
                         how = End.RELEASED
+                        if not self.met(custody.prefill, node.url):
+                            await asyncio.sleep(FIRST_CONTACT)
+                            await self._told(custody, node.url, body)
                         break
                     if attempt + 1 < _RELEASE_TRIES:
                         await asyncio.sleep(self._deadlines.release / _RELEASE_TRIES)
