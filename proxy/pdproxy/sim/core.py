@@ -1,0 +1,417 @@
+"""The engine's core: continuous batching over queues and KV blocks, one step after the other. Pure: time is passed in.
+
+Owns the queues, the requests in them and their blocks. A driver calls `begin`, lets the step's seconds pass, calls `finish`
+and hands out the outputs; commands to other engines stand in `nixl.outbox`. The same core runs behind HTTP in real time and
+in virtual time without it. Scheduling follows vLLM's v1 scheduler: running requests first, then waiting ones, a token budget a
+step, prompts in chunks, the youngest preempted when blocks run out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import pairwise
+from typing import Any
+from zlib import crc32
+
+from pdproxy.sim.facts import Facts
+from pdproxy.sim.language import Language, fold, mix
+from pdproxy.sim.memory import Attention, BlockPool, Page, block_keys
+from pdproxy.sim.nixl import Command, Nixl, Notice, Peer, Pull
+from pdproxy.sim.request import Candidate, EngineDeadError, EngineOutput, EngineRequest, Token
+from pdproxy.sim.stats import Stats
+from pdproxy.sim.tokenizer import EOS
+
+
+class _State(Enum):
+    WAITING = auto()
+    LOADING = auto()
+    RUNNING = auto()
+    OVER = auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """A request inside the core."""
+
+    request: EngineRequest
+    attention: Attention
+    arrived: float
+    tokens: list[int]
+    salt: int
+    params: dict[str, Any] | None
+    chance: random.Random | None
+    state: _State = _State.WAITING
+    generated: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
+    remembered: int = 0
+    computed: int = 0
+    local: int = 0
+    external: int = 0
+    hopeless: bool = False
+    scheduled_before: bool = False
+    started: float | None = None
+    last_token: float | None = None
+
+    @property
+    def prompt(self) -> int:
+        return len(self.request.prompt)
+
+
+@dataclass(slots=True)
+class Step:
+    """What is computed next and how long that takes."""
+
+    work: list[tuple[_Sequence, int]]
+    prefill_tokens: int
+    decoding: int
+    seconds: float
+
+
+class Core:
+    """One engine core. Any `EngineDeadError` means that it has died: it must not be used again."""
+
+    def __init__(
+        self, facts: Facts, engine_id: str, side_channel_port: int, chance: random.Random, stats: Stats
+    ) -> None:
+        self.facts, self.stats = facts, stats
+        self.engine_id = engine_id
+        self.pool = BlockPool(facts.num_gpu_blocks, facts.block_size)
+        self.nixl = Nixl(facts, engine_id, side_channel_port, self.pool, stats)
+        self._language = Language(facts.eos_every)
+        self._seed = mix(crc32(facts.model.encode()), facts.weights)
+        self._chance = chance
+        self._sequences: dict[str, _Sequence] = {}
+        self._waiting: deque[_Sequence] = deque()
+        self._running: list[_Sequence] = []
+        self._loads: dict[str, _Sequence] = {}
+        self._outputs: list[EngineOutput] = []
+
+    # -- requests
+
+    def add(self, request: EngineRequest, now: float) -> None:
+        """Queue a request."""
+        sampling, params, chance = request.sampling, request.kv_transfer_params, None
+        if sampling.temperature > 0:
+            chance = random.Random(self._chance.getrandbits(64) if sampling.seed is None else mix(sampling.seed, 3))
+        sequence = _Sequence(
+            request=request,
+            attention=Attention(self.pool, self._seed),
+            arrived=now,
+            tokens=list(request.prompt),
+            salt=crc32((request.cache_salt or "").encode()),
+            params=dict(params) if params is not None and self.facts.connector == "nixl" else None,
+            chance=chance,
+        )
+        self._sequences[request.id] = sequence
+        self._enqueue(sequence)
+        self.nixl.queued(request.id, sequence.params)
+        self._gauge()
+
+    def _enqueue(self, sequence: _Sequence) -> None:
+        """Lower numbers first, then in the order of arrival."""
+        place = len(self._waiting)
+        while place and self._waiting[place - 1].request.priority > sequence.request.priority:
+            place -= 1
+        self._waiting.insert(place, sequence)
+
+    def abort(self, request_id: str, now: float) -> None:
+        """End a request that nobody wants any more. An unknown id is no error."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return
+        if sequence.hopeless:
+            raise EngineDeadError
+        before = sequence.state
+        self._end(sequence, "abort", now)
+        if before is _State.WAITING and not sequence.scheduled_before:
+            self.nixl.dropped(request_id, sequence.params)
+
+    def reject(self, params: dict[str, Any]) -> None:
+        """Clean up after a request that the API server refused."""
+        if self.facts.connector == "nixl":
+            self.nixl.dropped("", dict(params))
+
+    # -- steps
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self._running or self._waiting or self._outputs or (self._loads and self.nixl.waits_for_step))
+
+    def begin(self, now: float) -> Step | None:
+        """Choose what is computed next; None: nothing can be."""
+        self.nixl.expire(now)
+        self.nixl.beat(now)
+        if self.busy or self._loads:
+            self.nixl.flush()
+        budget = self.facts.max_num_batched_tokens
+        work: list[tuple[_Sequence, int]] = []
+        preempted = False
+        place = 0
+        while place < len(self._running) and budget:
+            sequence = self._running[place]
+            count = min(len(sequence.tokens) - sequence.computed, budget)
+            while not self._grow(sequence, sequence.computed + count):
+                preempted = True
+                if self._preempt(work) is sequence:
+                    count = 0
+                    break
+            if not count:
+                break
+            work.append((sequence, count))
+            budget -= count
+            place += 1
+        if not preempted:
+            self._schedule_waiting(work, budget, now)
+        self._gauge()
+        if not work:
+            return Step([], 0, 0, 0.0) if self._outputs else None
+        decoding = sum(count == 1 for _, count in work)
+        prefill = sum(count for _, count in work) - decoding
+        return Step(work, prefill, decoding, self.facts.hardware.step_s(prefill, decoding))
+
+    def finish(self, step: Step, now: float) -> list[EngineOutput]:
+        """Return what a step has made, its time being over."""
+        for sequence, count in step.work:
+            if sequence.state is _State.RUNNING:
+                self._compute(sequence, count, now)
+        outputs, self._outputs = self._outputs, []
+        self._gauge()
+        return outputs
+
+    def _schedule_waiting(self, work: list[tuple[_Sequence, int]], budget: int, now: float) -> None:
+        while self._waiting and budget and len(self._running) < self.facts.max_num_seqs:
+            sequence = self._waiting[0]
+            wanted = 0
+            if not sequence.blocks:  # else its KV has just come, or has just failed to
+                wanted = self._match(sequence)
+            count = min(len(sequence.tokens) - sequence.computed, budget)
+            upto = sequence.prompt if wanted else sequence.computed + count
+            if not self._grow(sequence, upto):
+                self._unmatch(sequence)
+                break
+            self._waiting.popleft()
+            first = not sequence.scheduled_before
+            sequence.scheduled_before = True
+            if first:
+                self._count_first(sequence, wanted, now)
+            new = len(sequence.blocks) - sequence.local // self.facts.block_size
+            if first and not self.nixl.allocated(sequence.request.id, sequence.params, new if wanted else 0, wanted):
+                sequence.hopeless = wanted > 0
+            if wanted:
+                sequence.state = _State.LOADING
+                self._loads[sequence.request.id] = sequence
+                continue
+            sequence.state = _State.RUNNING
+            self._running.append(sequence)
+            work.append((sequence, count))
+            budget -= count
+
+    def _match(self, sequence: _Sequence) -> int:
+        """Look for the prompt's KV here, then elsewhere. Return how many tokens must come from elsewhere."""
+        facts = self.facts
+        sequence.attention.reset()
+        if facts.enable_prefix_caching and sequence.request.sampling.prompt_logprobs is None:
+            block_keys(sequence.keys, sequence.tokens, facts.block_size, sequence.salt)
+            most = (len(sequence.tokens) - 1) // facts.block_size
+            found = self.pool.find(sequence.keys, most)
+            self.pool.hold(found)
+            sequence.blocks = found
+            sequence.computed = sequence.local = len(found) * facts.block_size
+            sequence.remembered = len(found)
+        if sequence.scheduled_before:
+            return 0
+        return self.nixl.wanted(sequence.params, sequence.prompt, sequence.computed)
+
+    def _unmatch(self, sequence: _Sequence) -> None:
+        self.pool.give_back(sequence.blocks)
+        sequence.blocks = []
+        sequence.computed = sequence.local = sequence.remembered = 0
+
+    def _grow(self, sequence: _Sequence, upto: int) -> bool:
+        missing = -(-upto // self.facts.block_size) - len(sequence.blocks)
+        if missing > self.pool.available:
+            return False
+        if missing > 0:
+            sequence.blocks += self.pool.take(missing)
+        return True
+
+    def _preempt(self, work: list[tuple[_Sequence, int]]) -> _Sequence:
+        """Throw the youngest out: it will compute everything again."""
+        victim = self._running.pop()
+        work[:] = [(sequence, count) for sequence, count in work if sequence is not victim]
+        self._unmatch(victim)
+        victim.state = _State.WAITING
+        self._waiting.appendleft(victim)
+        self.stats.preemptions += 1
+        return victim
+
+    # -- computing
+
+    def _compute(self, sequence: _Sequence, count: int, now: float) -> None:
+        start, end = sequence.computed, sequence.computed + count
+        sequence.attention.write(sequence.blocks, sequence.tokens, start, end)
+        sequence.computed = end
+        self._remember(sequence)
+        if end < len(sequence.tokens):
+            return
+        first = len(sequence.tokens) == sequence.prompt
+        state = sequence.attention.state(sequence.blocks, end)
+        draw = sequence.chance.getrandbits(64) if sequence.chance is not None else 0
+        token = self._language.next_token(state, sequence.generated, sequence.request.sampling, draw)
+        sequence.tokens.append(token.id)
+        sequence.generated.append(token.id)
+        self._observe(sequence, first, now)
+        self._emit(sequence, token, first, now)
+
+    def _remember(self, sequence: _Sequence) -> None:
+        """Put the blocks that are full by now into the prefix cache."""
+        full = sequence.computed // self.facts.block_size
+        if full <= sequence.remembered or not self.facts.enable_prefix_caching:
+            return
+        block_keys(sequence.keys, sequence.tokens, self.facts.block_size, sequence.salt)
+        for number in range(sequence.remembered, full):
+            self.pool.remember(sequence.blocks[number], sequence.keys[number])
+        sequence.remembered = full
+
+    def _emit(self, sequence: _Sequence, token: Token, first: bool, now: float) -> None:
+        request, sampling = sequence.request, sequence.request.sampling
+        output = EngineOutput(request_id=request.id, tokens=(token,), num_cached_tokens=self._cached(sequence))
+        if first and sampling.prompt_logprobs is not None:
+            output.prompt_logprobs = self._prompt_logprobs(request.prompt, sampling.prompt_logprobs)
+        made = len(sequence.generated)
+        if made >= sampling.min_tokens and token.id == EOS and not sampling.ignore_eos:
+            output.finish_reason = "stop"
+        elif made >= sampling.min_tokens and token.id in sampling.stop_token_ids:
+            output.finish_reason, output.stop_reason = "stop", token.id
+        elif made >= sampling.max_tokens or len(sequence.tokens) >= self.facts.max_model_len:
+            output.finish_reason = "length"
+        self._outputs.append(output)
+        if output.finish_reason is not None:
+            output.kv_transfer_params = self._end(sequence, output.finish_reason, now)
+
+    def _cached(self, sequence: _Sequence) -> int:
+        """What the usage calls cached: P's own hits if the handle tells them, else all that was not computed here."""
+        told = (sequence.params or {}).get("remote_prefill_cached_tokens")
+        if sequence.external and isinstance(told, int):
+            return told
+        return sequence.local + sequence.external
+
+    def _prompt_logprobs(self, prompt: Sequence[int], top: int) -> tuple[tuple[Candidate, ...] | None, ...]:
+        entries: list[tuple[Candidate, ...] | None] = [None]
+        state = self._seed
+        for before, token in pairwise(prompt):
+            state = fold(state, 0, (before,))
+            entries.append(self._language.score(state, token, top))
+        return tuple(entries)
+
+    def _end(self, sequence: _Sequence, reason: str, now: float) -> dict[str, Any] | None:
+        """Take a request out; return P's handle if it leaves one."""
+        before, sequence.state = sequence.state, _State.OVER
+        self._sequences.pop(sequence.request.id, None)
+        self.stats.finished[reason] += 1
+        self.stats.e2e.observe(now - sequence.arrived)
+        self.nixl.arrived(sequence.request.id)
+        if before is _State.RUNNING:
+            self._running.remove(sequence)
+        elif before is _State.WAITING:
+            self._waiting.remove(sequence)
+        elif reason == "abort":
+            return None  # LOADING: its blocks are freed once the transfer is resolved
+        params = sequence.params
+        if params and params.get("do_remote_decode") and reason in ("length", "stop"):
+            # The KV of the token just made was never computed: it is not part of the handle.
+            return self.nixl.finished(
+                sequence.request.id, sequence.blocks, sequence.computed, sequence.local + sequence.external, now
+            )
+        self.pool.give_back(sequence.blocks)
+        sequence.blocks = []
+        return None
+
+    # -- KV from elsewhere
+
+    def loaded(self, pull: Pull, pages: Sequence[Page]) -> None:
+        """Take the pages that were pulled for a request; P is told that it may free them."""
+        self.nixl.outbox.append(Notice(pull.peer, "release", (pull.remote_request_id,)))
+        sequence = self._loads.pop(pull.request_id)
+        for block, page in zip(sequence.blocks[-len(pages) :], pages, strict=True):
+            self.pool.pages[block] = page
+        self.nixl.arrived(pull.request_id)
+        if sequence.state is _State.OVER:
+            self.pool.give_back(sequence.blocks)
+            return
+        sequence.external = pull.tokens
+        sequence.computed = sequence.prompt
+        self._remember(sequence)
+        sequence.computed -= 1  # the last token is computed again: its output is what is wanted
+        self._back_to_queue(sequence)
+
+    def load_failed(self, request_id: str, now: float) -> None:
+        """The KV of a request can't come: fail it or compute it here, as the policy says."""
+        sequence = self._loads.pop(request_id)
+        self.stats.failed_transfers += 1
+        self.nixl.arrived(request_id)
+        if sequence.state is _State.OVER:
+            self.pool.give_back(sequence.blocks)
+        elif self.facts.kv_load_failure_policy == "recompute":
+            self._back_to_queue(sequence)
+        else:
+            self._end(sequence, "error", now)
+            self._outputs.append(EngineOutput(request_id=request_id, finish_reason="error"))
+        self._gauge()
+
+    def handshaken(self, peer: Peer, engine_id: str | None, now: float) -> None:
+        """Take the answer to a handshake; None: nobody answered in time."""
+        for request_id in self.nixl.handshaken(peer, engine_id):
+            self.load_failed(request_id, now)
+
+    def _back_to_queue(self, sequence: _Sequence) -> None:
+        sequence.state = _State.WAITING
+        self._waiting.appendleft(sequence)
+
+    def next_timer(self) -> float | None:
+        """Return when `begin` has something to do although nothing happened: a lease ends, a heartbeat is due."""
+        times = [time for time in (self.nixl.next_expiry(), self.nixl.next_beat()) if time is not None]
+        return min(times, default=None)
+
+    @property
+    def commands(self) -> deque[Command]:
+        """What the driver must carry out."""
+        return self.nixl.outbox
+
+    # -- counting
+
+    def _count_first(self, sequence: _Sequence, wanted: int, now: float) -> None:
+        stats = self.stats
+        sequence.started = now
+        stats.queue.observe(now - sequence.arrived)
+        stats.prefix_cache_queries += sequence.prompt
+        stats.prefix_cache_hits += sequence.local
+        if sequence.params and wanted:
+            stats.external_prefix_cache_queries += wanted
+            stats.external_prefix_cache_hits += wanted
+
+    def _observe(self, sequence: _Sequence, first: bool, now: float) -> None:
+        stats = self.stats
+        stats.generation_tokens += 1
+        if first:
+            stats.prompt_tokens += sequence.prompt
+            sources = stats.prompt_tokens_by_source
+            sources["external_kv_transfer"] += sequence.external
+            sources["local_cache_hit"] += sequence.local
+            sources["local_compute"] += sequence.prompt - sequence.local - sequence.external
+            stats.ttft.observe(now - sequence.arrived)
+            stats.prefill.observe(now - (sequence.started if sequence.started is not None else now))
+        elif sequence.last_token is not None:
+            stats.itl.observe(now - sequence.last_token)
+        sequence.last_token = now
+
+    def _gauge(self) -> None:
+        self.stats.running = len(self._running)
+        self.stats.waiting = len(self._waiting) + len(self._loads)
+        self.stats.kv_cache_usage = self.pool.usage

@@ -1,0 +1,271 @@
+"""The engine in real time: the core stepped by the event loop, reached by async generators, joined to others by a side channel.
+
+Owns the core, the task that steps it, and the sockets of the side channel. The API server calls `generate`; whoever injects
+faults calls the methods that make it ill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.sim import link
+from pdproxy.sim.core import Core
+from pdproxy.sim.facts import Facts
+from pdproxy.sim.memory import Page
+from pdproxy.sim.nixl import Command, Handshake, Notice, Pull
+from pdproxy.sim.request import EngineDeadError, EngineOutput, EngineRequest
+from pdproxy.sim.stats import Stats
+from pdproxy.sim.tokenizer import Tokenizer
+
+_BEHIND = 0.05
+"""A step that begins less than so many seconds late is not made later still: the loop's lag does not add up."""
+
+
+class _Stream:
+    """One request's outputs on their way to its reader."""
+
+    def __init__(self) -> None:
+        self.outputs: deque[EngineOutput] = deque()
+        self.wake = asyncio.Event()
+        self.dead = False
+
+    def put(self, output: EngineOutput) -> None:
+        self.outputs.append(output)
+        self.wake.set()
+
+    def die(self) -> None:
+        self.dead = True
+        self.wake.set()
+
+
+class Engine:
+    """One simulated engine. `start` it inside a running event loop, `stop` it there."""
+
+    def __init__(self, facts: Facts, *, chance: int = 0) -> None:
+        """Make an engine; `chance` seeds what is drawn (sampling without a seed, engine and request ids)."""
+        self.facts = facts
+        self.tokenizer = Tokenizer(facts.add_bos)
+        self.stats = Stats()
+        self.engine_id = ""
+        """New at each start and restart."""
+        self.dead = False
+        """Whether the core has died: `/health` answers 503 and every request fails."""
+        self._chance = random.Random(chance)
+        self._core: Core | None = None
+        self._streams: dict[str, _Stream] = {}
+        self._wake = asyncio.Event()
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._tasks = TaskOwner("engine")
+        self._side = link.SideChannel(self._read, self._notified)
+        self._failing_loads = 0
+
+    async def start(self) -> None:
+        """Listen on the side channel and begin to step.
+
+        Raises:
+            OSError: the side channel's port is taken.
+        """
+        self.engine_id = str(uuid.UUID(int=self._chance.getrandbits(128), version=4))
+        self.stats = Stats()
+        self.dead = False
+        self._awake.set()
+        if self.facts.connector == "nixl":
+            await self._side.open(
+                self.engine_id, self.facts.side_channel_host, self._side.port or self.facts.side_channel_port
+            )
+        self._core = Core(
+            self.facts, self.engine_id, self._side.port, random.Random(self._chance.getrandbits(64)), self.stats
+        )
+        self._tasks.spawn(self._run(self._core), "steps")
+
+    async def stop(self) -> None:
+        """End everything; running requests see `EngineDeadError`."""
+        self.kill_core()
+        await self._side.close()
+        await self._tasks.settle(0)
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Run one request; closing the iterator early aborts it.
+
+        Raises (from the iterator):
+            EngineDeadError: the core died, before or while this request ran.
+        """
+        core = self._alive()
+        stream = self._streams[request.id] = _Stream()
+        core.add(request, self._now())
+        self._wake.set()
+        over = False
+        try:
+            while not over:
+                while not stream.outputs:
+                    if stream.dead:
+                        raise EngineDeadError
+                    stream.wake.clear()
+                    await stream.wake.wait()
+                output = stream.outputs.popleft()
+                over = output.finish_reason is not None
+                yield output
+        finally:
+            self._streams.pop(request.id, None)
+            if not over and self._core is core and not self.dead:
+                self._risky(lambda: core.abort(request.id, self._now()))
+                self._wake.set()
+
+    def new_id(self) -> str:
+        """Return 8 random hex digits, vLLM's suffix of internal request ids."""
+        return f"{self._chance.getrandbits(32):08x}"
+
+    def reject(self, kv_transfer_params: dict[str, Any]) -> None:
+        """Clean up after a request with a KV handle that the API server refused: P is told that its blocks are free."""
+        if self._core is not None and not self.dead:
+            core = self._core
+            self._risky(lambda: core.reject(kv_transfer_params))
+            self._carry_out(core)
+
+    # -- illnesses
+
+    def kill_core(self) -> None:
+        """Let the core die, as an assertion in vLLM does."""
+        self.dead = True
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.die()
+        self._wake.set()
+
+    def freeze(self) -> None:
+        """Stop stepping and stop answering on the side channel, sockets open (SIGSTOP's view of the core)."""
+        self._awake.clear()
+        self._side.freeze()
+
+    def thaw(self) -> None:
+        """Go on after `freeze`."""
+        self._awake.set()
+        self._side.thaw()
+
+    def expire_leases(self) -> int:
+        """Let the lease of every handle given out end now; return how many there were."""
+        held = self._core.nixl.held if self._core is not None else {}
+        count = len(held)
+        for one in held.values():
+            one.expires = self._now()
+        if self._core is not None:
+            self._core.nixl.expire(self._now())
+        self._wake.set()
+        return count
+
+    def fail_loads(self, count: int = 1) -> None:
+        """Let the next `count` KV pulls of this engine fail."""
+        self._failing_loads += count
+
+    async def restart(self) -> None:
+        """Start anew: a new engine id, empty memory; running requests see `EngineDeadError`."""
+        await self.stop()
+        await self.start()
+
+    @property
+    def handles(self) -> dict[str, float]:
+        """P's handles that are not over: request id to seconds left of the lease."""
+        held = self._core.nixl.held if self._core is not None else {}
+        return {request_id: one.expires - self._now() for request_id, one in held.items()}
+
+    # -- the life of the core
+
+    def _alive(self) -> Core:
+        if self._core is None or self.dead:
+            raise EngineDeadError
+        return self._core
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _risky(self, what: Callable[[], None]) -> None:
+        try:
+            what()
+        except EngineDeadError:
+            self.kill_core()
+
+    async def _run(self, core: Core) -> None:
+        planned = 0.0
+        while not self.dead:
+            await self._awake.wait()
+            self._wake.clear()
+            now = self._now()
+            try:
+                step = core.begin(now)
+            except EngineDeadError:
+                self.kill_core()
+                return
+            self._carry_out(core)
+            if step is None:
+                await self._idle(core)
+                continue
+            planned = (planned if now - planned < _BEHIND else now) + step.seconds
+            # A step of no time still lets everybody else have a turn.
+            await asyncio.sleep(max(planned - now, 0.0))
+            await self._awake.wait()
+            for output in core.finish(step, self._now()):
+                stream = self._streams.get(output.request_id)
+                if stream is not None:
+                    stream.put(output)
+            self._carry_out(core)
+
+    async def _idle(self, core: Core) -> None:
+        """Wait until something happens, or a lease or a heartbeat is due."""
+        timer = core.next_timer()
+        try:
+            async with asyncio.timeout_at(timer):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+    # -- other engines
+
+    def _read(self, blocks: Sequence[int]) -> list[Page]:
+        core = self._alive()
+        return [core.pool.pages[block] for block in blocks]
+
+    def _notified(self, kind: str, request_ids: Sequence[str]) -> None:
+        if self._core is not None:
+            self._core.nixl.notified(kind, request_ids, self._now())
+            self._wake.set()
+
+    def _carry_out(self, core: Core) -> None:
+        while core.commands:
+            self._tasks.spawn(self._perform(core, core.commands.popleft()), "command")
+
+    async def _perform(self, core: Core, command: Command) -> None:
+        match command:
+            case Handshake():
+                found = await link.greet(command.peer, self.facts.handshake_timeout)
+                core.handshaken(command.peer, found, self._now())
+            case Pull():
+                await self._pull(core, command)
+            case Notice():
+                try:
+                    await link.tell(command.peer, command.kind, command.request_ids, self.facts.handshake_timeout)
+                except link.LinkError:
+                    core.stats.failed_notifications += 1
+        self._carry_out(core)
+        self._wake.set()
+
+    async def _pull(self, core: Core, pull: Pull) -> None:
+        begun = self._now()
+        await asyncio.sleep(self.facts.hardware.transfer_s(pull.tokens))
+        try:
+            if self._failing_loads:
+                self._failing_loads -= 1
+                raise link.LinkError("told to fail")
+            pages = await link.read_pages(pull.peer, pull.blocks)
+        except link.LinkError:
+            core.load_failed(pull.request_id, self._now())
+            return
+        core.stats.transfers.observe(self._now() - begun)
+        core.stats.transferred_bytes.observe(pull.tokens * self.facts.hardware.kv_bytes_per_token)
+        core.loaded(pull, pages)

@@ -1,0 +1,145 @@
+"""The model: which token follows, given what attention reads from the KV cache. Pure.
+
+Owns the rule that makes the simulator a judge: a token depends on the digest of all KV that the request's blocks hold, and on
+nothing else but the sampling parameters. Wrong KV, wrong text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from pdproxy.sim.request import Candidate, SamplingParams, Token
+from pdproxy.sim.tokenizer import EOS, FIRST_BYTE, FIRST_PIECE, WITH_SPACE
+
+_MASK = (1 << 64) - 1
+_CHOICES = 20
+"""A sampled token is one of so many likeliest."""
+_MULTI_BYTE = 29
+"""One word in so many is a character of several bytes, a token each."""
+_STRONG_BIAS = 50.0
+
+
+def mix(*parts: int) -> int:
+    """Return 64 well mixed bits of some integers, the same in every process."""
+    state = hash(parts) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+def fold(digest: int, context: int, tokens: Sequence[int]) -> int:
+    """Return what attention has read once it has also read one page: what was known there, and its tokens."""
+    return hash((digest, context, tuple(tokens))) & _MASK
+
+
+class Language:
+    """Draws tokens. `eos_every`: one token in so many is the end; 0: never."""
+
+    def __init__(self, eos_every: int) -> None:
+        self._eos_every = eos_every
+
+    def next_token(self, state: int, generated: Sequence[int], sampling: SamplingParams, draw: int) -> Token:
+        """Return the token that follows.
+
+        Args:
+            state: the digest of all KV of the request.
+            generated: the tokens made so far.
+            sampling: how to choose.
+            draw: 64 random bits for this token; unused at temperature 0.
+        """
+        if sampling.grammar is not None:
+            allowed = sampling.grammar.allowed(generated)
+            if allowed is not None:
+                pick = draw if sampling.temperature > 0 else mix(state, 1)
+                return self._told(state, generated, sampling, allowed[pick % len(allowed)], 1, -0.05)
+        skip = 0
+        if sampling.temperature > 0:
+            skip = min(
+                int(-math.log(1.0 - (draw % (1 << 53)) / (1 << 53)) * min(sampling.temperature, 4.0)), _CHOICES - 1
+            )
+        forced = [token for token, bias in sampling.logit_bias.items() if bias >= _STRONG_BIAS]
+        if forced:
+            return self._told(state, generated, sampling, min(forced), 1, -0.01)
+        banned = _banned(generated, sampling)
+        last: Candidate | None = None
+        for candidate in self._candidates(state, generated):
+            if candidate.token in banned:
+                continue
+            last = candidate
+            if skip <= 0:
+                break
+            skip -= 1
+        assert last is not None
+        return self._told(state, generated, sampling, last.token, last.rank, last.logprob)
+
+    def score(self, state: int, token: int, top: int) -> tuple[Candidate, ...]:
+        """Return a prompt token's own probability, then the likeliest ones: an entry of `prompt_logprobs`."""
+        likeliest = [candidate for candidate, _ in zip(self._candidates(state, ()), range(max(top, 0)), strict=False)]
+        own = next((candidate for candidate in likeliest if candidate.token == token), None)
+        if own is None:
+            bits = mix(state, token)
+            own = Candidate(token, -8.0 - (bits % 4096) / 1024, _CHOICES + 1 + bits % 900)
+        return (own, *(candidate for candidate in likeliest if candidate.token != token))
+
+    def _told(
+        self, state: int, generated: Sequence[int], sampling: SamplingParams, token: int, rank: int, logprob: float
+    ) -> Token:
+        if sampling.logprobs is None:
+            return Token(token)
+        top = tuple(c for c, _ in zip(self._candidates(state, generated), range(sampling.logprobs), strict=False))
+        return Token(token, logprob, rank, top)
+
+    def _candidates(self, state: int, generated: Sequence[int]) -> Iterator[Candidate]:
+        """Yield distinct tokens, likeliest first."""
+        missing = _missing_bytes(generated)
+        seen: set[int] = set()
+        rank, number = 0, 0
+        logprob = -0.2 - (mix(state, 7) % 1024) / 4096
+        while True:
+            bits = mix(state, number)
+            number += 1
+            if missing:
+                token = FIRST_BYTE + (0x9F if generated[-1] == FIRST_BYTE + 0xF0 else 0x80 + bits % 64)
+                if token in seen:  # all continuations are known, or there is but one: anything may follow
+                    missing = 0 if number > 256 or generated[-1] == FIRST_BYTE + 0xF0 else missing
+                    continue
+            elif number == 1 and self._eos_every and bits % self._eos_every == 0:
+                token = EOS
+            elif bits % _MULTI_BYTE == 0:
+                token = FIRST_BYTE + (0xC3, 0xE4, 0xE5, 0xE6, 0xF0)[(bits >> 16) % 5]
+            elif bits % 7 == 0:
+                token = FIRST_PIECE + (bits >> 16) % (2 * len(WITH_SPACE))
+            else:
+                token = WITH_SPACE[(bits >> 16) % len(WITH_SPACE)]
+            if token in seen:
+                continue
+            seen.add(token)
+            rank += 1
+            yield Candidate(token, logprob, rank)
+            logprob -= 0.35 + (bits % 512) / 2048
+
+
+def _missing_bytes(generated: Sequence[int]) -> int:
+    """Return how many bytes the character that was begun last still lacks."""
+    for back, token in enumerate(reversed(generated[-3:])):
+        byte = token - FIRST_BYTE
+        if not 0 <= byte < 256 or byte < 0x80:
+            return 0
+        if byte >= 0xC0:
+            length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return length - 1 - back
+    return 0
+
+
+def _banned(generated: Sequence[int], sampling: SamplingParams) -> set[int]:
+    banned = {token for token, bias in sampling.logit_bias.items() if bias <= -_STRONG_BIAS}
+    if len(generated) < sampling.min_tokens:
+        banned |= {EOS, *sampling.stop_token_ids}
+    for word in sampling.bad_words:
+        begin = word[:-1]
+        if not begin or tuple(generated[-len(begin) :]) == begin:
+            banned.add(word[-1])
+    if sampling.repetition_penalty > 1 or sampling.presence_penalty > 0 or sampling.frequency_penalty > 0:
+        banned.update(token for token in generated if token >= FIRST_PIECE)
+    return banned

@@ -1,0 +1,151 @@
+"""An engine's KV memory: pages that hold what was written, whoever wrote it, and the pool that gives them out. Pure.
+
+Owns the pages, their reference counts and the prefix cache. A freed page keeps its content until it is written again, as on a
+GPU: whoever reads it through an old block id gets what is there now. That is where a real engine's silently wrong answers
+come from, and the simulator's, too.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from pdproxy.sim.language import fold
+
+Page = tuple[int, tuple[int, ...]]
+"""What the writer's attention had read before this page, and the page's tokens."""
+EMPTY: Page = (0, ())
+_GARBAGE = -2
+"""The token that is read where nothing was written."""
+
+
+class BlockPool:
+    """Blocks 1 to n - 1 (0 is vLLM's null block). Blocks are reused in the order in which they were freed."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.pages: list[Page] = [EMPTY] * num_blocks
+        self._references = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._key_of: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
+
+    @property
+    def usage(self) -> float:
+        """The share of blocks in use, 0 to 1."""
+        return 1.0 - len(self._free) / (len(self.pages) - 1)
+
+    @property
+    def available(self) -> int:
+        """The number of blocks that could be given out now."""
+        return len(self._free)
+
+    def find(self, keys: Sequence[int], most: int) -> list[int]:
+        """Return the blocks that hold a prefix, at most so many. They are not held yet: see `hold`."""
+        found = []
+        for key in keys[:most]:
+            block = self._cached.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def unused(self, blocks: Iterable[int]) -> int:
+        """Return how many of these blocks are free now (holding them takes from what is available)."""
+        return sum(not self._references[block] for block in blocks)
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Take blocks that the prefix cache found."""
+        for block in blocks:
+            if not self._references[block]:
+                del self._free[block]
+            self._references[block] += 1
+
+    def take(self, count: int) -> list[int]:
+        """Take free blocks; the caller has looked that there are enough. Their content stays until it is written over."""
+        taken = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            key = self._key_of.pop(block, None)
+            if key is not None:
+                self._cached.pop(key, None)
+            self._references[block] = 1
+            taken.append(block)
+        return taken
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Release a request's blocks, its last ones being reused first."""
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            if not self._references[block]:
+                self._free[block] = None
+
+    def remember(self, block: int, key: int) -> None:
+        """Put a full block into the prefix cache under the hash of its tokens (not of what it really holds)."""
+        if key not in self._cached and block not in self._key_of:
+            self._cached[key] = block
+            self._key_of[block] = key
+
+    def forget_all(self) -> None:
+        """Empty the prefix cache."""
+        self._cached.clear()
+        self._key_of.clear()
+
+
+class Attention:
+    """What one request's attention reads: the digest of its pages, folded page by page as far as they are complete."""
+
+    def __init__(self, pool: BlockPool, seed: int) -> None:
+        self._pool = pool
+        self._seed = seed
+        self._digest = seed
+        self._folded = 0
+
+    def reset(self) -> None:
+        """Forget what was read: other pages will be."""
+        self._digest, self._folded = self._seed, 0
+
+    def write(self, blocks: Sequence[int], tokens: Sequence[int], start: int, end: int) -> None:
+        """Compute the KV of tokens[start:end] into the pages, reading all that stands before them."""
+        size, pages = self._pool.block_size, self._pool.pages
+        place = start
+        while place < end:
+            page, offset = divmod(place, size)
+            until = min(end, (page + 1) * size)
+            before = self._read_to(blocks, page)
+            new = tuple(tokens[place:until])
+            if offset:
+                context, old = pages[blocks[page]]
+                if len(old) < offset:
+                    old = old + (_GARBAGE,) * (offset - len(old))
+                pages[blocks[page]] = (context, old[:offset] + new)
+            else:
+                pages[blocks[page]] = (before, new)
+            place = until
+
+    def state(self, blocks: Sequence[int], length: int) -> int:
+        """Return the digest of the first `length` positions."""
+        page, offset = divmod(length - 1, self._pool.block_size)
+        before = self._read_to(blocks, page)
+        context, tokens = self._pool.pages[blocks[page]]
+        return fold(before, context, _exactly(tokens, offset + 1))
+
+    def _read_to(self, blocks: Sequence[int], page: int) -> int:
+        size, pages = self._pool.block_size, self._pool.pages
+        while self._folded < page:
+            context, tokens = pages[blocks[self._folded]]
+            self._digest = fold(self._digest, context, _exactly(tokens, size))
+            self._folded += 1
+        return self._digest
+
+
+def _exactly(tokens: tuple[int, ...], count: int) -> tuple[int, ...]:
+    return tokens[:count] if len(tokens) >= count else tokens + (_GARBAGE,) * (count - len(tokens))
+
+
+def block_keys(known: list[int], tokens: Sequence[int], block_size: int, salt: int) -> list[int]:
+    """Extend `known` to the prefix-cache keys of all full blocks of `tokens`; return it."""
+    while (len(known) + 1) * block_size <= len(tokens):
+        start = len(known) * block_size
+        known.append(fold(known[-1] if known else salt, 0, tokens[start : start + block_size]))
+    return known

@@ -1,0 +1,231 @@
+"""NIXL (pull) from the engine's side, without sockets: handles and leases of P; handshakes, pulls and notices of D. Pure.
+
+Owns the handles given out and what is known of other engines. What is to be sent stands in `outbox` as commands; the driver
+carries them out and reports back. The rules, and the places where the real connector kills its core or says nothing, are those
+of vLLM 0.32.0.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from pdproxy.sim.facts import Facts
+from pdproxy.sim.memory import BlockPool
+from pdproxy.sim.request import EngineDeadError
+from pdproxy.sim.stats import Stats
+
+_KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """Another engine's side channel."""
+
+    host: str
+    port: int
+    engine_id: str
+
+
+class Handshake(msgspec.Struct, frozen=True):
+    """Ask who listens there. To be answered by `Nixl.handshaken`."""
+
+    peer: Peer
+
+
+class Pull(msgspec.Struct, frozen=True):
+    """Read pages of a peer's memory. To be answered by `Core.loaded` or `Core.load_failed`; then P is told, too."""
+
+    request_id: str
+    peer: Peer
+    remote_request_id: str
+    blocks: tuple[int, ...]
+    tokens: int
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """Tell a peer that requests are done with (`release`) or still wanted (`heartbeat`)."""
+
+    peer: Peer
+    kind: str
+    request_ids: tuple[str, ...]
+
+
+Command = Handshake | Pull | Notice
+
+
+class _Held(msgspec.Struct):
+    blocks: list[int]
+    expires: float
+
+
+def peer_of(params: dict[str, Any]) -> Peer | None:
+    """Return where a handle's KV is; None if keys are missing."""
+    if not all(key in params for key in _KEYS):
+        return None
+    return Peer(str(params["remote_host"]), int(params["remote_port"] or 0), str(params["remote_engine_id"]))
+
+
+class Nixl:
+    """The connector of one engine."""
+
+    def __init__(self, facts: Facts, engine_id: str, side_channel_port: int, pool: BlockPool, stats: Stats) -> None:
+        self._facts, self._pool, self._stats = facts, pool, stats
+        self._engine_id, self._port = engine_id, side_channel_port
+        self.outbox: deque[Command] = deque()
+        self.held: dict[str, _Held] = {}
+        """P: handles given out, by request id, with their blocks and when the lease ends."""
+        self._known: set[Peer] = set()
+        self._greeting: dict[Peer, list[Pull | Notice]] = {}
+        self._after_greeting: deque[Command] = deque()
+        self._beating: dict[str, tuple[Peer, str]] = {}
+        self._last_beat = 0.0
+
+    # -- P
+
+    def finished(self, request_id: str, blocks: Sequence[int], length: int, cached: int, now: float) -> dict[str, Any]:
+        """Keep a prefilled request's blocks for its lease and return its handle."""
+        self.held[request_id] = _Held(list(blocks), now + self._facts.kv_lease_duration)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(blocks)],
+            "remote_engine_id": self._engine_id,
+            "remote_request_id": request_id,
+            "remote_host": self._facts.side_channel_host,
+            "remote_port": self._port,
+            "tp_size": 1,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": length,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+            "remote_prefill_cached_tokens": cached,
+        }
+
+    def notified(self, kind: str, request_ids: Iterable[str], now: float) -> None:
+        """Take a D's notice."""
+        for request_id in request_ids:
+            held = self.held.get(request_id)
+            if held is None:
+                self._stats.late_notifications += kind == "release"
+            elif kind == "release":
+                self._pool.give_back(held.blocks)
+                del self.held[request_id]
+            else:
+                held.expires = now + self._facts.kv_lease_duration
+
+    def expire(self, now: float) -> None:
+        """Free the blocks whose lease has ended."""
+        for request_id in [name for name, held in self.held.items() if held.expires <= now]:
+            self._pool.give_back(self.held.pop(request_id).blocks)
+            self._stats.kv_expired += 1
+
+    def next_expiry(self) -> float | None:
+        """Return when the next lease ends."""
+        return min((held.expires for held in self.held.values()), default=None)
+
+    # -- D
+
+    def wanted(self, params: dict[str, Any] | None, prompt: int, computed: int) -> int:
+        """Return how many tokens of a prompt should come from elsewhere, beyond those computed here."""
+        if params is None or not params.get("do_remote_prefill"):
+            return 0
+        return max(prompt - computed, 0)
+
+    def allocated(self, request_id: str, params: dict[str, Any] | None, new_blocks: int, tokens: int) -> bool:
+        """Ask for a scheduled request's KV. Return whether it ever can come: with keys missing it is waited for in vain.
+
+        Raises:
+            EngineDeadError: more blocks are wanted than the handle holds.
+        """
+        if not params or not params.get("do_remote_prefill"):
+            return True
+        params["do_remote_prefill"] = False  # one transfer a request
+        groups = params.get("remote_block_ids")
+        if not groups:
+            if tokens:
+                raise EngineDeadError
+            return True
+        peer = peer_of(params)
+        if peer is None:
+            return False
+        remote = [int(block) for block in groups[0]]
+        if new_blocks > len(remote):
+            raise EngineDeadError
+        if tokens:
+            blocks = tuple(remote[len(remote) - new_blocks :])
+            self._contact(peer, Pull(request_id, peer, str(params["remote_request_id"]), blocks, tokens))
+        else:  # all of it is here already: P is told at once
+            self._contact(peer, Notice(peer, "release", (str(params["remote_request_id"]),)))
+        return True
+
+    def queued(self, request_id: str, params: dict[str, Any] | None) -> None:
+        """Keep P's lease alive from the moment that D's scheduler has the request."""
+        if params and params.get("do_remote_prefill") and (peer := peer_of(params)) is not None:
+            self._beating[request_id] = (peer, str(params["remote_request_id"]))
+
+    def arrived(self, request_id: str) -> None:
+        """Stop the heartbeat: the KV is here, or will never be wanted."""
+        self._beating.pop(request_id, None)
+
+    def dropped(self, request_id: str, params: dict[str, Any] | None) -> None:
+        """A request ended before it was scheduled, or was refused: P's blocks are given back.
+
+        Raises:
+            EngineDeadError: keys of the handle are missing.
+        """
+        self.arrived(request_id)
+        if not params or not params.get("do_remote_prefill"):
+            return
+        params["do_remote_prefill"] = False
+        peer = peer_of(params)
+        if peer is None:
+            raise EngineDeadError
+        self._contact(peer, Notice(peer, "release", (str(params["remote_request_id"]),)))
+
+    def beat(self, now: float) -> None:
+        """Send heartbeats if they are due."""
+        if not self._beating or now - self._last_beat < self._facts.heartbeat_interval:
+            return
+        self._last_beat = now
+        peers: dict[Peer, list[str]] = {}
+        for peer, remote_id in self._beating.values():
+            if peer in self._known:
+                peers.setdefault(peer, []).append(remote_id)
+        self.outbox.extend(Notice(peer, "heartbeat", tuple(ids)) for peer, ids in peers.items())
+
+    def next_beat(self) -> float | None:
+        """Return when the next heartbeat is due; None: nobody waits for KV."""
+        return self._last_beat + self._facts.heartbeat_interval if self._beating else None
+
+    def flush(self) -> None:
+        """Send what waited for a handshake: vLLM does so in a step, and an idle engine has none."""
+        self.outbox.extend(self._after_greeting)
+        self._after_greeting.clear()
+
+    def handshaken(self, peer: Peer, engine_id: str | None) -> list[str]:
+        """Take the answer to a handshake; None: nobody answered. Return the requests whose KV can't come."""
+        waiting = self._greeting.pop(peer, [])
+        if engine_id == peer.engine_id:
+            self._known.add(peer)
+            self._after_greeting.extend(waiting)
+            return []
+        self._stats.failed_notifications += sum(isinstance(command, Notice) for command in waiting)
+        return [command.request_id for command in waiting if isinstance(command, Pull)]
+
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether something would be sent by a step."""
+        return bool(self._after_greeting)
+
+    def _contact(self, peer: Peer, command: Pull | Notice) -> None:
+        if peer in self._known:
+            self.outbox.append(command)
+        elif peer in self._greeting:
+            self._greeting[peer].append(command)
+        else:
+            self._greeting[peer] = [command]
+            self.outbox.append(Handshake(peer))

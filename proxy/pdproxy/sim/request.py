@@ -1,0 +1,95 @@
+"""What goes into the engine's core and what comes out, a prompt and a choice at a time.
+
+The API server makes one `EngineRequest` for each prompt and each of its n choices; the core knows no HTTP, no text and
+no stop strings. Pure values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""As in vLLM; `error`: the KV that should have come never did (`kv_load_failure_policy: fail`)."""
+
+
+class Grammar(Protocol):
+    """A structured output: which tokens may come next."""
+
+    def allowed(self, generated: Sequence[int]) -> Sequence[int] | None:
+        """Return the ids that may follow; None: any. The end token is among them where the output may end."""
+
+
+class SamplingParams(msgspec.Struct, kw_only=True):
+    """How tokens are chosen and when to stop. Validated by the API server."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    seed: int | None = None
+    """None: another draw each time. At temperature 0 there is nothing to draw."""
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """How many of the likeliest tokens to tell beside the chosen one; None: tell nothing."""
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    grammar: Grammar | None = None
+
+
+class EngineRequest(msgspec.Struct, kw_only=True):
+    """One prompt, one choice."""
+
+    id: str
+    """vLLM's internal id, such as `cmpl-899d00b0959a2d34-0-9cc849e2`: unique for each engine run."""
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    kv_transfer_params: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A token with its log probability and its rank, 1 being the likeliest."""
+
+    token: int
+    logprob: float
+    rank: int
+
+
+class Token(msgspec.Struct, frozen=True):
+    """A generated token. `top` is filled when log probabilities were asked for, likeliest first."""
+
+    id: int
+    logprob: float = 0.0
+    rank: int = 1
+    top: tuple[Candidate, ...] = ()
+
+
+class EngineOutput(msgspec.Struct, kw_only=True):
+    """What one step made for one request."""
+
+    request_id: str
+    tokens: tuple[Token, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    """The stop token's id if one of `stop_token_ids` ended it; None for EOS."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """P's handle, with the last output."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in this engine's prefix cache (with a handle: in P's, if the handle tells)."""
+    prompt_logprobs: tuple[tuple[Candidate, ...] | None, ...] | None = None
+    """With the first output if asked for: an entry a prompt token, None for the first, its own token first in each."""
+
+
+class EngineDeadError(Exception):
+    """The core has died: every request on it fails, and none is taken any more."""
+
+    def __init__(self) -> None:
+        super().__init__("EngineCore encountered an issue. See stack trace (above) for the root cause.")

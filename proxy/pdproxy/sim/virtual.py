@@ -1,0 +1,169 @@
+"""Engines in virtual time: the same cores, their steps and transfers in one heap of events, no sockets and no waiting.
+
+Owns the clock. An hour of traffic takes as long as its arithmetic; equal inputs give equal runs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from pdproxy.sim.core import Core, Step
+from pdproxy.sim.facts import Facts
+from pdproxy.sim.nixl import Command, Handshake, Notice, Peer, Pull
+from pdproxy.sim.request import EngineDeadError, EngineOutput, EngineRequest
+from pdproxy.sim.stats import Stats
+
+Listener = Callable[[EngineOutput, float], None]
+"""Gets an output and the time at which it appeared."""
+
+
+@dataclass(slots=True)
+class VirtualEngine:
+    """One engine and those who listen to its requests."""
+
+    facts: Facts
+    stats: Stats
+    core: Core
+    dead: bool = False
+    step: Step | None = None
+    listeners: dict[str, Listener] = field(default_factory=dict)
+
+
+class VirtualCluster:
+    """Engines that reach each other by host and port, in virtual time (seconds from 0)."""
+
+    def __init__(self, *, chance: int = 0) -> None:
+        self.now = 0.0
+        self.engines: list[VirtualEngine] = []
+        self._chance = random.Random(chance)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def add(self, facts: Facts) -> VirtualEngine:
+        """Add an engine; its side channel's port is its number."""
+        stats = Stats()
+        name = f"engine-{len(self.engines)}"
+        core = Core(facts, name, len(self.engines) + 1, random.Random(self._chance.getrandbits(64)), stats)
+        engine = VirtualEngine(facts, stats, core)
+        self.engines.append(engine)
+        return engine
+
+    def at(self, time: float, what: Callable[[], None]) -> None:
+        """Have something done at a time, in the order of asking where times are equal."""
+        self._count += 1
+        heapq.heappush(self._events, (max(time, self.now), self._count, what))
+
+    def submit(self, engine: VirtualEngine, request: EngineRequest, listener: Listener) -> None:
+        """Start a request now.
+
+        Raises:
+            EngineDeadError: the engine's core has died.
+        """
+        if engine.dead:
+            raise EngineDeadError
+        engine.listeners[request.id] = listener
+        engine.core.add(request, self.now)
+        self._turn(engine)
+
+    def abort(self, engine: VirtualEngine, request_id: str) -> None:
+        """End a request now."""
+        engine.listeners.pop(request_id, None)
+        self._guarded(engine, lambda: engine.core.abort(request_id, self.now))
+        self._turn(engine)
+
+    def run(self, until: float = float("inf"), most: int = 50_000_000) -> None:
+        """Let time pass until nothing is left to happen, or until a time.
+
+        Raises:
+            RuntimeError: more events than `most`: something goes round for ever.
+        """
+        for _ in range(most):
+            if not self._events or self._events[0][0] > until:
+                self.now = max(self.now, until) if until != float("inf") else self.now
+                return
+            self.now, _, what = heapq.heappop(self._events)
+            what()
+        raise RuntimeError(f"more than {most} events")
+
+    def _turn(self, engine: VirtualEngine) -> None:
+        """Begin a step if none is under way; see to what the engine wants of others and when it must be woken."""
+        if engine.dead:
+            return
+        if engine.step is None:
+            self._guarded(engine, lambda: self._begin(engine))
+        while engine.core.commands:
+            self._carry_out(engine, engine.core.commands.popleft())
+        timer = engine.core.next_timer()
+        if timer is not None and engine.step is None:
+            self.at(max(timer, self.now), lambda: self._woken(engine, timer))
+
+    def _begin(self, engine: VirtualEngine) -> None:
+        step = engine.step = engine.core.begin(self.now)
+        if step is not None:
+            self.at(self.now + step.seconds, lambda: self._finished(engine))
+
+    def _woken(self, engine: VirtualEngine, timer: float) -> None:
+        if engine.core.next_timer() == timer and engine.step is None:
+            self._turn(engine)
+
+    def _finished(self, engine: VirtualEngine) -> None:
+        step, engine.step = engine.step, None
+        if engine.dead or step is None:
+            return
+        outputs = engine.core.finish(step, self.now)
+        for output in outputs:
+            listener = engine.listeners.get(output.request_id)
+            if output.finish_reason is not None:
+                engine.listeners.pop(output.request_id, None)
+            if listener is not None:
+                listener(output, self.now)
+        self._turn(engine)
+
+    def _guarded(self, engine: VirtualEngine, what: Callable[[], None]) -> None:
+        try:
+            what()
+        except EngineDeadError:
+            engine.dead = True
+            listeners, engine.listeners = engine.listeners, {}
+            for request_id, listener in listeners.items():
+                listener(EngineOutput(request_id=request_id, finish_reason="error"), self.now)
+
+    def _carry_out(self, engine: VirtualEngine, command: Command) -> None:
+        peer = self._listening(command.peer)
+        match command:
+            case Handshake():
+                found = peer.core.engine_id if peer is not None else None
+                wait = 0.0 if peer is not None else engine.facts.handshake_timeout
+                self.at(self.now + wait, lambda: self._handshaken(engine, command.peer, found))
+            case Pull():
+                self.at(
+                    self.now + engine.facts.hardware.transfer_s(command.tokens), lambda: self._pulled(engine, command)
+                )
+            case Notice():
+                if peer is None or peer.core.engine_id != command.peer.engine_id:
+                    engine.stats.failed_notifications += 1
+                else:
+                    peer.core.nixl.notified(command.kind, command.request_ids, self.now)
+                    self.at(self.now, lambda: self._turn(peer))
+
+    def _handshaken(self, engine: VirtualEngine, peer: Peer, found: str | None) -> None:
+        engine.core.handshaken(peer, found, self.now)
+        if engine.core.busy:
+            self._turn(engine)
+
+    def _pulled(self, engine: VirtualEngine, pull: Pull) -> None:
+        if engine.dead:
+            return
+        peer = self._listening(pull.peer)
+        if peer is None or peer.core.engine_id != pull.peer.engine_id:
+            engine.core.load_failed(pull.request_id, self.now)
+        else:
+            engine.core.loaded(pull, [peer.core.pool.pages[block] for block in pull.blocks])
+        self._turn(engine)
+
+    def _listening(self, peer: Peer) -> VirtualEngine | None:
+        engines: Iterable[VirtualEngine] = self.engines[peer.port - 1 : peer.port] if peer.port > 0 else ()
+        return next((engine for engine in engines if not engine.dead), None)
