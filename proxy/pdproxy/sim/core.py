@@ -255,13 +255,12 @@ class Core:
 
     def _compute(self, sequence: _Sequence, count: int, now: float) -> None:
         start, end = sequence.computed, sequence.computed + count
-        sequence.attention.write(sequence.blocks, sequence.tokens, start, end)
+        state = sequence.attention.write(sequence.blocks, sequence.tokens, start, end)
         sequence.computed = end
         self._remember(sequence)
         if end < len(sequence.tokens):
             return
         first = len(sequence.tokens) == sequence.prompt
-        state = sequence.attention.state(sequence.blocks, end)
         draw = sequence.chance.getrandbits(64) if sequence.chance is not None else 0
         token = self._language.next_token(state, sequence.generated, sequence.request.sampling, draw)
         sequence.tokens.append(token.id)
@@ -306,7 +305,7 @@ class Core:
         entries: list[tuple[Candidate, ...] | None] = [None]
         state = self._seed
         for before, token in pairwise(prompt):
-            state = fold(state, 0, (before,))
+            state = fold(state, before)
             entries.append(self._language.score(state, token, top))
         return tuple(entries)
 

@@ -28,9 +28,9 @@ def mix(*parts: int) -> int:
     return state ^ (state >> 31)
 
 
-def fold(digest: int, context: int, tokens: Sequence[int]) -> int:
-    """Return what attention has read once it has also read one page: what was known there, and its tokens."""
-    return hash((digest, context, tuple(tokens))) & _MASK
+def fold(digest: int, token: int) -> int:
+    """Return what attention has read once it has also read one position."""
+    return hash((digest, token)) & _MASK
 
 
 class Language:

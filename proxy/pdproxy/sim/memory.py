@@ -93,50 +93,49 @@ class BlockPool:
 
 
 class Attention:
-    """What one request's attention reads: the digest of its pages, folded page by page as far as they are complete."""
+    """What one request's attention reads: the digest of all positions before `_position`, folded token by token.
+
+    A page that somebody else wrote after another text shows: its writer had read something else before it.
+    """
 
     def __init__(self, pool: BlockPool, seed: int) -> None:
         self._pool = pool
         self._seed = seed
-        self._digest = seed
-        self._folded = 0
+        self._digest, self._position = seed, 0
 
     def reset(self) -> None:
         """Forget what was read: other pages will be."""
-        self._digest, self._folded = self._seed, 0
+        self._digest, self._position = self._seed, 0
 
-    def write(self, blocks: Sequence[int], tokens: Sequence[int], start: int, end: int) -> None:
-        """Compute the KV of tokens[start:end] into the pages, reading all that stands before them."""
+    def write(self, blocks: Sequence[int], tokens: Sequence[int], start: int, end: int) -> int:
+        """Compute the KV of tokens[start:end] into the pages; return the digest of all positions up to `end`."""
         size, pages = self._pool.block_size, self._pool.pages
-        place = start
+        digest, place = self._read_to(blocks, start), start
         while place < end:
             page, offset = divmod(place, size)
             until = min(end, (page + 1) * size)
-            before = self._read_to(blocks, page)
             new = tuple(tokens[place:until])
-            if offset:
-                context, old = pages[blocks[page]]
-                if len(old) < offset:
-                    old = old + (_GARBAGE,) * (offset - len(old))
-                pages[blocks[page]] = (context, old[:offset] + new)
-            else:
-                pages[blocks[page]] = (before, new)
+            context, old = pages[blocks[page]] if offset else (digest, ())
+            pages[blocks[page]] = (context, _exactly(old, offset) + new)
+            for token in new:
+                digest = fold(digest, token)
             place = until
+        self._digest, self._position = digest, end
+        return digest
 
-    def state(self, blocks: Sequence[int], length: int) -> int:
-        """Return the digest of the first `length` positions."""
-        page, offset = divmod(length - 1, self._pool.block_size)
-        before = self._read_to(blocks, page)
-        context, tokens = self._pool.pages[blocks[page]]
-        return fold(before, context, _exactly(tokens, offset + 1))
-
-    def _read_to(self, blocks: Sequence[int], page: int) -> int:
+    def _read_to(self, blocks: Sequence[int], end: int) -> int:
         size, pages = self._pool.block_size, self._pool.pages
-        while self._folded < page:
-            context, tokens = pages[blocks[self._folded]]
-            self._digest = fold(self._digest, context, _exactly(tokens, size))
-            self._folded += 1
-        return self._digest
+        digest, place = self._digest, self._position
+        while place < end:
+            page, offset = divmod(place, size)
+            until = min(end, (page + 1) * size)
+            context, tokens = pages[blocks[page]]
+            if not offset and context != digest:
+                digest = fold(digest, context)
+            for token in _exactly(tokens, until - page * size)[offset:]:
+                digest = fold(digest, token)
+            place = until
+        return digest
 
 
 def _exactly(tokens: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -147,5 +146,5 @@ def block_keys(known: list[int], tokens: Sequence[int], block_size: int, salt: i
     """Extend `known` to the prefix-cache keys of all full blocks of `tokens`; return it."""
     while (len(known) + 1) * block_size <= len(tokens):
         start = len(known) * block_size
-        known.append(fold(known[-1] if known else salt, 0, tokens[start : start + block_size]))
+        known.append(hash((known[-1] if known else salt, *tokens[start : start + block_size])))
     return known
