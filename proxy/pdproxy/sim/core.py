@@ -11,12 +11,12 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 from zlib import crc32
 
+from pdproxy.sim.active import ActiveRequest, State
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.language import Language, fold, mix
 from pdproxy.sim.memory import Attention, BlockPool, Page, block_keys
@@ -26,47 +26,11 @@ from pdproxy.sim.stats import Stats
 from pdproxy.sim.tokenizer import EOS
 
 
-class _State(Enum):
-    WAITING = auto()
-    LOADING = auto()
-    RUNNING = auto()
-    OVER = auto()
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """A request inside the core."""
-
-    request: EngineRequest
-    attention: Attention
-    arrived: float
-    tokens: list[int]
-    salt: int
-    params: dict[str, Any] | None
-    chance: random.Random | None
-    state: _State = _State.WAITING
-    generated: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    keys: list[int] = field(default_factory=list)
-    remembered: int = 0
-    computed: int = 0
-    local: int = 0
-    external: int = 0
-    hopeless: bool = False
-    scheduled_before: bool = False
-    started: float | None = None
-    last_token: float | None = None
-
-    @property
-    def prompt(self) -> int:
-        return len(self.request.prompt)
-
-
 @dataclass(slots=True)
 class Step:
     """What is computed next and how long that takes."""
 
-    work: list[tuple[_Sequence, int]]
+    work: list[tuple[ActiveRequest, int]]
     prefill_tokens: int
     decoding: int
     seconds: float
@@ -85,10 +49,10 @@ class Core:
         self._language = Language(facts.eos_every)
         self._seed = mix(crc32(facts.model.encode()), facts.weights)
         self._chance = chance
-        self._sequences: dict[str, _Sequence] = {}
-        self._waiting: deque[_Sequence] = deque()
-        self._running: list[_Sequence] = []
-        self._loads: dict[str, _Sequence] = {}
+        self._sequences: dict[str, ActiveRequest] = {}
+        self._waiting: deque[ActiveRequest] = deque()
+        self._running: list[ActiveRequest] = []
+        self._loads: dict[str, ActiveRequest] = {}
         self._outputs: list[EngineOutput] = []
 
     # -- requests
@@ -98,7 +62,7 @@ class Core:
         sampling, params, chance = request.sampling, request.kv_transfer_params, None
         if sampling.temperature > 0:
             chance = random.Random(self._chance.getrandbits(64) if sampling.seed is None else mix(sampling.seed, 3))
-        sequence = _Sequence(
+        sequence = ActiveRequest(
             request=request,
             attention=Attention(self.pool, self._seed),
             arrived=now,
@@ -112,7 +76,7 @@ class Core:
         self.nixl.queued(request.id, sequence.params)
         self._gauge()
 
-    def _enqueue(self, sequence: _Sequence) -> None:
+    def _enqueue(self, sequence: ActiveRequest) -> None:
         """Lower numbers first, then in the order of arrival."""
         place = len(self._waiting)
         while place and self._waiting[place - 1].request.priority > sequence.request.priority:
@@ -128,7 +92,7 @@ class Core:
             raise EngineDeadError
         before = sequence.state
         self._end(sequence, "abort", now)
-        if before is _State.WAITING and not sequence.scheduled_before:
+        if before is State.WAITING and not sequence.scheduled_before:
             self.nixl.dropped(request_id, sequence.params)
 
     def reject(self, params: dict[str, Any]) -> None:
@@ -150,7 +114,7 @@ class Core:
         if self.busy or self._loads:
             self.nixl.flush()
         budget = self.facts.max_num_batched_tokens
-        work: list[tuple[_Sequence, int]] = []
+        work: list[tuple[ActiveRequest, int]] = []
         preempted = False
         place = 0
         while place < len(self._running) and budget:
@@ -178,13 +142,13 @@ class Core:
     def finish(self, step: Step, now: float) -> list[EngineOutput]:
         """Return what a step has made, its time being over."""
         for sequence, count in step.work:
-            if sequence.state is _State.RUNNING:
+            if sequence.state is State.RUNNING:
                 self._compute(sequence, count, now)
         outputs, self._outputs = self._outputs, []
         self._gauge()
         return outputs
 
-    def _schedule_waiting(self, work: list[tuple[_Sequence, int]], budget: int, now: float) -> None:
+    def _schedule_waiting(self, work: list[tuple[ActiveRequest, int]], budget: int, now: float) -> None:
         while self._waiting and budget and len(self._running) < self.facts.max_num_seqs:
             sequence = self._waiting[0]
             wanted = 0
@@ -199,20 +163,20 @@ class Core:
             first = not sequence.scheduled_before
             sequence.scheduled_before = True
             if first:
-                self._count_first(sequence, wanted, now)
+                sequence.count_start(self.stats, wanted, now)
             new = len(sequence.blocks) - sequence.local // self.facts.block_size
             if first and not self.nixl.allocated(sequence.request.id, sequence.params, new if wanted else 0, wanted):
                 sequence.hopeless = wanted > 0
             if wanted:
-                sequence.state = _State.LOADING
+                sequence.state = State.LOADING
                 self._loads[sequence.request.id] = sequence
                 continue
-            sequence.state = _State.RUNNING
+            sequence.state = State.RUNNING
             self._running.append(sequence)
             work.append((sequence, count))
             budget -= count
 
-    def _match(self, sequence: _Sequence) -> int:
+    def _match(self, sequence: ActiveRequest) -> int:
         """Look for the prompt's KV here, then elsewhere. Return how many tokens must come from elsewhere."""
         facts = self.facts
         sequence.attention.reset()
@@ -228,12 +192,12 @@ class Core:
             return 0
         return self.nixl.wanted(sequence.params, sequence.prompt, sequence.computed)
 
-    def _unmatch(self, sequence: _Sequence) -> None:
+    def _unmatch(self, sequence: ActiveRequest) -> None:
         self.pool.give_back(sequence.blocks)
         sequence.blocks = []
         sequence.computed = sequence.local = sequence.remembered = 0
 
-    def _grow(self, sequence: _Sequence, upto: int) -> bool:
+    def _grow(self, sequence: ActiveRequest, upto: int) -> bool:
         missing = -(-upto // self.facts.block_size) - len(sequence.blocks)
         if missing > self.pool.available:
             return False
@@ -241,34 +205,34 @@ class Core:
             sequence.blocks += self.pool.take(missing)
         return True
 
-    def _preempt(self, work: list[tuple[_Sequence, int]]) -> _Sequence:
+    def _preempt(self, work: list[tuple[ActiveRequest, int]]) -> ActiveRequest:
         """Throw the youngest out: it will compute everything again."""
         victim = self._running.pop()
         work[:] = [(sequence, count) for sequence, count in work if sequence is not victim]
         self._unmatch(victim)
-        victim.state = _State.WAITING
+        victim.state = State.WAITING
         self._waiting.appendleft(victim)
         self.stats.preemptions += 1
         return victim
 
     # -- computing
 
-    def _compute(self, sequence: _Sequence, count: int, now: float) -> None:
+    def _compute(self, sequence: ActiveRequest, count: int, now: float) -> None:
         start, end = sequence.computed, sequence.computed + count
         state = sequence.attention.write(sequence.blocks, sequence.tokens, start, end)
         sequence.computed = end
         self._remember(sequence)
         if end < len(sequence.tokens):
             return
-        first = len(sequence.tokens) == sequence.prompt
+        first = not sequence.generated
         draw = sequence.chance.getrandbits(64) if sequence.chance is not None else 0
         token = self._language.next_token(state, sequence.generated, sequence.request.sampling, draw)
         sequence.tokens.append(token.id)
         sequence.generated.append(token.id)
-        self._observe(sequence, first, now)
+        sequence.count_token(self.stats, now)
         self._emit(sequence, token, first, now)
 
-    def _remember(self, sequence: _Sequence) -> None:
+    def _remember(self, sequence: ActiveRequest) -> None:
         """Put the blocks that are full by now into the prefix cache."""
         full = sequence.computed // self.facts.block_size
         if full <= sequence.remembered or not self.facts.enable_prefix_caching:
@@ -278,7 +242,7 @@ class Core:
             self.pool.remember(sequence.blocks[number], sequence.keys[number])
         sequence.remembered = full
 
-    def _emit(self, sequence: _Sequence, token: Token, first: bool, now: float) -> None:
+    def _emit(self, sequence: ActiveRequest, token: Token, first: bool, now: float) -> None:
         request, sampling = sequence.request, sequence.request.sampling
         output = EngineOutput(request_id=request.id, tokens=(token,), num_cached_tokens=self._cached(sequence))
         if first and sampling.prompt_logprobs is not None:
@@ -294,7 +258,7 @@ class Core:
         if output.finish_reason is not None:
             output.kv_transfer_params = self._end(sequence, output.finish_reason, now)
 
-    def _cached(self, sequence: _Sequence) -> int:
+    def _cached(self, sequence: ActiveRequest) -> int:
         """What the usage calls cached: P's own hits if the handle tells them, else all that was not computed here."""
         told = (sequence.params or {}).get("remote_prefill_cached_tokens")
         if sequence.external and isinstance(told, int):
@@ -309,16 +273,16 @@ class Core:
             entries.append(self._language.score(state, token, top))
         return tuple(entries)
 
-    def _end(self, sequence: _Sequence, reason: str, now: float) -> dict[str, Any] | None:
+    def _end(self, sequence: ActiveRequest, reason: str, now: float) -> dict[str, Any] | None:
         """Take a request out; return P's handle if it leaves one."""
-        before, sequence.state = sequence.state, _State.OVER
+        before, sequence.state = sequence.state, State.OVER
         self._sequences.pop(sequence.request.id, None)
         self.stats.finished[reason] += 1
         self.stats.e2e.observe(now - sequence.arrived)
         self.nixl.arrived(sequence.request.id)
-        if before is _State.RUNNING:
+        if before is State.RUNNING:
             self._running.remove(sequence)
-        elif before is _State.WAITING:
+        elif before is State.WAITING:
             self._waiting.remove(sequence)
         elif reason == "abort":
             return None  # LOADING: its blocks are freed once the transfer is resolved
@@ -341,7 +305,7 @@ class Core:
         for block, page in zip(sequence.blocks[-len(pages) :], pages, strict=True):
             self.pool.pages[block] = page
         self.nixl.arrived(pull.request_id)
-        if sequence.state is _State.OVER:
+        if sequence.state is State.OVER:
             self.pool.give_back(sequence.blocks)
             return
         sequence.external = pull.tokens
@@ -355,7 +319,7 @@ class Core:
         sequence = self._loads.pop(request_id)
         self.stats.failed_transfers += 1
         self.nixl.arrived(request_id)
-        if sequence.state is _State.OVER:
+        if sequence.state is State.OVER:
             self.pool.give_back(sequence.blocks)
         elif self.facts.kv_load_failure_policy == "recompute":
             self._back_to_queue(sequence)
@@ -369,8 +333,8 @@ class Core:
         for request_id in self.nixl.handshaken(peer, engine_id):
             self.load_failed(request_id, now)
 
-    def _back_to_queue(self, sequence: _Sequence) -> None:
-        sequence.state = _State.WAITING
+    def _back_to_queue(self, sequence: ActiveRequest) -> None:
+        sequence.state = State.WAITING
         self._waiting.appendleft(sequence)
 
     def next_timer(self) -> float | None:
@@ -382,33 +346,6 @@ class Core:
     def commands(self) -> deque[Command]:
         """What the driver must carry out."""
         return self.nixl.outbox
-
-    # -- counting
-
-    def _count_first(self, sequence: _Sequence, wanted: int, now: float) -> None:
-        stats = self.stats
-        sequence.started = now
-        stats.queue.observe(now - sequence.arrived)
-        stats.prefix_cache_queries += sequence.prompt
-        stats.prefix_cache_hits += sequence.local
-        if sequence.params and wanted:
-            stats.external_prefix_cache_queries += wanted
-            stats.external_prefix_cache_hits += wanted
-
-    def _observe(self, sequence: _Sequence, first: bool, now: float) -> None:
-        stats = self.stats
-        stats.generation_tokens += 1
-        if first:
-            stats.prompt_tokens += sequence.prompt
-            sources = stats.prompt_tokens_by_source
-            sources["external_kv_transfer"] += sequence.external
-            sources["local_cache_hit"] += sequence.local
-            sources["local_compute"] += sequence.prompt - sequence.local - sequence.external
-            stats.ttft.observe(now - sequence.arrived)
-            stats.prefill.observe(now - (sequence.started if sequence.started is not None else now))
-        elif sequence.last_token is not None:
-            stats.itl.observe(now - sequence.last_token)
-        sequence.last_token = now
 
     def _gauge(self) -> None:
         self.stats.running = len(self._running)

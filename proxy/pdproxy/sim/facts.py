@@ -11,6 +11,7 @@ import msgspec
 
 Role = Literal["prefill", "decode", "aggregated"]
 LoadFailurePolicy = Literal["fail", "recompute"]
+KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 Template = Literal["chatml", "dated", "plain"]
 
 
@@ -79,6 +80,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     eos_every: int = 97
     """One token in so many is the end, on average; 0: never."""
     connector: Literal["nixl", "none"] = "nixl"
+    kv_role: KVRole | None = None
+    """None: what the role says. NIXL ignores it, but for the metrics: `vllm:num_requests_kv_fetch_by_stage` is a consumer's."""
     kv_load_failure_policy: LoadFailurePolicy = "fail"
     kv_lease_duration: float = 30.0
     heartbeat_interval: float = 5.0
@@ -104,3 +107,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 f"num_gpu_blocks = {self.num_gpu_blocks} blocks of {self.block_size} tokens hold less than one request"
                 f" of max_model_len = {self.max_model_len}"
             )
+
+    @property
+    def is_kv_consumer(self) -> bool:
+        """Whether vLLM would call this engine a consumer of KV."""
+        role = self.kv_role or ("kv_consumer" if self.role == "decode" else "kv_producer")
+        return self.connector == "nixl" and role != "kv_producer"

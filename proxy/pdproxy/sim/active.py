@@ -1,0 +1,84 @@
+"""A request inside the core: where it stands, which blocks it has, what it has made. Pure.
+
+Owns the facts of one request and their counting; the core alone changes them.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from pdproxy.sim.memory import Attention
+from pdproxy.sim.request import EngineRequest
+from pdproxy.sim.stats import Stats
+
+
+class State(Enum):
+    """Where a request stands."""
+
+    WAITING = auto()
+    LOADING = auto()
+    RUNNING = auto()
+    OVER = auto()
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """A request inside the core."""
+
+    request: EngineRequest
+    attention: Attention
+    arrived: float
+    tokens: list[int]
+    """The prompt's, then the generated ones."""
+    salt: int
+    params: dict[str, Any] | None
+    chance: random.Random | None
+    state: State = State.WAITING
+    generated: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
+    remembered: int = 0
+    """Blocks that are in the prefix cache."""
+    computed: int = 0
+    """Tokens whose KV is in the blocks."""
+    local: int = 0
+    """Prompt tokens found in the prefix cache."""
+    external: int = 0
+    """Prompt tokens whose KV came from elsewhere."""
+    hopeless: bool = False
+    """Its KV can never come: the handle lacks a key."""
+    scheduled_before: bool = False
+    started: float = 0.0
+    last_token: float | None = None
+
+    @property
+    def prompt(self) -> int:
+        """The number of its prompt's tokens."""
+        return len(self.request.prompt)
+
+    def count_start(self, stats: Stats, wanted: int, now: float) -> None:
+        """Count a request that is scheduled for the first time; `wanted` tokens should come from elsewhere."""
+        self.started = now
+        stats.queue.observe(now - self.arrived)
+        stats.prefix_cache_queries += self.prompt
+        stats.prefix_cache_hits += self.local
+        stats.external_prefix_cache_queries += wanted
+        stats.external_prefix_cache_hits += wanted
+
+    def count_token(self, stats: Stats, now: float) -> None:
+        """Count the token that was just made; with the first one, where its prompt came from."""
+        stats.generation_tokens += 1
+        if self.last_token is None:
+            stats.prompt_tokens += self.prompt
+            sources = stats.prompt_tokens_by_source
+            sources["external_kv_transfer"] += self.external
+            sources["local_cache_hit"] += self.local
+            sources["local_compute"] += self.prompt - self.local - self.external
+            stats.ttft.observe(now - self.arrived)
+            stats.prefill.observe(now - self.started)
+        else:
+            stats.itl.observe(now - self.last_token)
+        self.last_token = now
