@@ -244,7 +244,13 @@ class Core:
 
     def _emit(self, sequence: ActiveRequest, token: Token, first: bool, now: float) -> None:
         request, sampling = sequence.request, sequence.request.sampling
-        output = EngineOutput(request_id=request.id, tokens=(token,), num_cached_tokens=self._cached(sequence))
+        in_cache = min(sequence.remembered * self.facts.block_size, sequence.prompt)
+        output = EngineOutput(
+            request_id=request.id,
+            tokens=(token,),
+            num_cached_tokens=self._cached(sequence),
+            num_cache_creation_tokens=max(in_cache - sequence.local - sequence.external, 0),
+        )
         if first and sampling.prompt_logprobs is not None:
             output.prompt_logprobs = self._prompt_logprobs(request.prompt, sampling.prompt_logprobs)
         made = len(sequence.generated)

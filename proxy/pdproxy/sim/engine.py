@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from pdproxy.kit.tasks import TaskOwner
@@ -54,6 +55,8 @@ class Engine:
         self.stats = Stats()
         self.engine_id = ""
         """New at each start and restart."""
+        self.started_at = 0.0
+        """Seconds since the epoch."""
         self.dead = False
         """Whether the core has died: `/health` answers 503 and every request fails."""
         self._chance = random.Random(chance)
@@ -74,8 +77,9 @@ class Engine:
         """
         self.engine_id = str(uuid.UUID(int=self._chance.getrandbits(128), version=4))
         self.stats = Stats()
+        self.started_at = time.time()
         self.dead = False
-        self._awake.set()
+        self.thaw()
         if self.facts.connector == "nixl":
             await self._side.open(
                 self.engine_id, self.facts.side_channel_host, self._side.port or self.facts.side_channel_port
@@ -91,7 +95,7 @@ class Engine:
         await self._side.close()
         await self._tasks.settle(0)
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """Run one request; closing the iterator early aborts it.
 
         Raises (from the iterator):

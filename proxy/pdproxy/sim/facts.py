@@ -75,7 +75,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     enable_prompt_tokens_details: bool = False
     enable_auto_tool_choice: bool = True
     """With a tool-call parser; without, `tools` is refused as vLLM refuses it."""
-    reasoning_parser: bool = False
     api_key: str | None = None
     eos_every: int = 97
     """One token in so many is the end, on average; 0: never."""

@@ -84,6 +84,8 @@ class EngineOutput(msgspec.Struct, kw_only=True):
     """P's handle, with the last output."""
     num_cached_tokens: int = 0
     """Prompt tokens found in this engine's prefix cache (with a handle: in P's, if the handle tells)."""
+    num_cache_creation_tokens: int = 0
+    """Prompt tokens that were computed here and are in this engine's prefix cache now."""
     prompt_logprobs: tuple[tuple[Candidate, ...] | None, ...] | None = None
     """With the first output if asked for: an entry a prompt token, None for the first, its own token first in each."""
 

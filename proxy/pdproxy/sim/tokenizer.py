@@ -34,7 +34,9 @@ WITH_SPACE = range(FIRST_PIECE, FIRST_PIECE + sum(piece[:1] == b" " and piece.st
 _IDS = {piece: FIRST_PIECE + number for number, piece in enumerate(PIECES)}
 _LONGEST = max(map(len, PIECES))
 _BYTES = tuple(bytes([value]) for value in range(256))
-VOCABULARY = (*(name.encode() for name in SPECIAL), *_BYTES, *PIECES)
+_KNOWN = (*(name.encode() for name in SPECIAL), *_BYTES, *PIECES)
+VOCABULARY = (*_KNOWN, *(f"<|reserved_{number}|>".encode() for number in range(len(_KNOWN), 4096)))
+"""Reserved ids are never made from text, nor by the model; a prompt of ids may hold them."""
 
 
 @lru_cache(maxsize=16384)
@@ -77,9 +79,9 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ids; bytes that are no UTF-8 become U+FFFD."""
-        kept = (VOCABULARY[token] for token in ids if not (skip_special_tokens and token < FIRST_BYTE))
-        return b"".join(kept).decode("utf-8", "replace")
+        """Return the text of ids; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary are nothing."""
+        first = FIRST_BYTE if skip_special_tokens else 0
+        return b"".join(VOCABULARY[token] for token in ids if first <= token < self.vocab_size).decode("utf-8", "replace")
 
     def piece(self, token: int) -> bytes:
         """Return a token's own bytes (a special token's: its name)."""

@@ -1,0 +1,1 @@
+"""vLLM's OpenAI server as recorded, in front of a simulated engine."""

@@ -1,0 +1,131 @@
+"""What both generating routes share: ids, fingerprints, usage, and the ends of whole and streamed answers.
+
+Owns the order of refusals, and which of them tell P that its KV is not wanted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing, suppress
+from zlib import crc32
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+
+from pdproxy.sim.api.errors import INTERNAL, Refused, error_event, failure, refusal
+from pdproxy.sim.api.generation import LoadFailedError
+from pdproxy.sim.api.protocol import GenerationBody
+from pdproxy.sim.engine import Engine
+from pdproxy.sim.facts import Facts
+from pdproxy.sim.request import EngineDeadError
+
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+def event(value: object) -> bytes:
+    """Return a server-sent event."""
+    return b"data: " + _encode(value) + b"\n\n"
+
+
+def fingerprint(facts: Facts) -> str:
+    """Return `system_fingerprint`: the version, and a hash of what makes answers differ."""
+    parts = (facts.role, facts.model, facts.weights, facts.block_size, facts.max_model_len, facts.connector)
+    return f"vllm-{facts.version}-{crc32(repr(parts).encode()):08x}"
+
+
+def request_id(prefix: str, request: Request, body: GenerationBody) -> str:
+    """Return the id of an answer: the client's own, else 16 random hex digits."""
+    return f"{prefix}-{request.headers.get('x-request-id') or body.request_id or secrets.token_hex(8)}"
+
+
+def check_model(body_model: str | None, engine: Engine) -> None:
+    """Refuse a model that is not served."""
+    if body_model and body_model != engine.facts.model:
+        raise Refused(
+            f"The model `{body_model}` does not exist. Valid aliases: {engine.facts.model}.",
+            "model",
+            kind="NotFoundError",
+            status=404,
+        )
+    if engine.dead:
+        raise EngineDeadError
+
+
+def usage(prompt: int, completion: int) -> dict[str, object]:
+    """Return a usage with its three counts."""
+    return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+
+
+def details(facts: Facts, cached: int, created: int | None = None) -> dict[str, object] | None:
+    """Return `prompt_tokens_details`, None where the engine was not told to have them. Chats tell `created`, too."""
+    if not facts.enable_prompt_tokens_details:
+        return None
+    return {"cached_tokens": cached, "created_cache_tokens": created, "multimodal_tokens": None}
+
+
+async def answered(engine: Engine, body: GenerationBody, request: Request, work: Awaitable[Response]) -> Response:
+    """Return a route's answer, errors as vLLM's. A request that never ran leaves no KV waiting on P."""
+    params = body.kv_transfer_params
+    accepted = False
+    try:
+        found = await _unless_left(request, work)
+        accepted = found.status_code == 200
+        return found
+    except Refused as error:
+        return refusal(error)
+    except EngineDeadError as error:
+        return failure(str(error))
+    except LoadFailedError:
+        return failure(INTERNAL)
+    finally:
+        if params and params.get("do_remote_prefill") and not accepted:
+            engine.reject(params)
+
+
+async def _unless_left(request: Request, work: Awaitable[Response]) -> Response:
+    """Drop the work when the client leaves."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        return Response(status_code=499)
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def streamed(events: AsyncGenerator[bytes, None]) -> Response:
+    """Return a stream of events as the answer; what fails from here on is an event, too."""
+    return StreamingResponse(_guarded(events), media_type="text/event-stream")
+
+
+def streamed_refusal(error: Refused) -> Response:
+    """Return the answer to a stream that is refused once its status is out."""
+    return Response(error_event(str(error), error.kind, error.status) + DONE, media_type="text/event-stream")
+
+
+async def _guarded(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    try:
+        async with aclosing(events) as found:
+            async for one in found:
+                yield one
+    except Refused as error:
+        yield error_event(str(error), error.kind, error.status)
+    except EngineDeadError as error:
+        yield error_event(str(error))
+    except LoadFailedError:
+        yield error_event(INTERNAL)
+    yield DONE

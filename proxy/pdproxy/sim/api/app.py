@@ -1,0 +1,221 @@
+"""The FastAPI application: routes, and what vLLM's server puts around them.
+
+Owns no state but the count of requests in flight. Bodies are pydantic models, so that FastAPI's own errors come out in the
+words that vLLM's clients know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from secrets import token_hex
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pdproxy.sim.api import metrics
+from pdproxy.sim.api.answer import answered, check_model
+from pdproxy.sim.api.chat import chat, chat_prompt
+from pdproxy.sim.api.completions import complete
+from pdproxy.sim.api.errors import Refused, error_body, refusal, response, schema_message
+from pdproxy.sim.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from pdproxy.sim.engine import Engine
+
+_GUARDED = ("/v1", "/v2", "/inference", "/cohere")
+_SCALE_OUT = (
+    "/v1/completions/render",
+    "/v1/chat/completions/render",
+    "/inference/v1/generate",
+    "/inference/v1/abort_requests",
+)
+
+
+def _today() -> str:
+    return datetime.now(UTC).strftime("%d %B %Y")
+
+
+async def _json_only(request: Request) -> None:
+    if request.headers.get("content-type", "").lower().partition(";")[0] != "application/json":
+        raise RequestValidationError(["Unsupported Media Type: Only 'application/json' is allowed"])
+
+
+class _Load:
+    """Counts the requests in flight, for `/load`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.count = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generating = scope["type"] == "http" and scope["path"] in ("/v1/completions", "/v1/chat/completions")
+        self.count += generating
+        try:
+            if scope["type"] == "http":
+                scope["state"] = {**scope.get("state", {}), "load": self}
+            await self._app(scope, receive, send)
+        finally:
+            self.count -= generating
+
+
+class _Keys:
+    """vLLM's `--api-key`: the guarded paths want it, OPTIONS does not."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._key = app, hashlib.sha256(key.encode()).digest()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        guarded = scope["type"] == "http" and scope["method"] != "OPTIONS" and scope["path"].startswith(_GUARDED)
+        if guarded and not self._known(dict(scope["headers"]).get(b"authorization", b"")):
+            await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _known(self, header: bytes) -> bool:
+        scheme, _, given = header.partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(given).digest(), self._key)
+
+
+def create_app(engine: Engine, date: Callable[[], str] = _today) -> FastAPI:
+    """Return the application of one engine; `date` is what the `dated` template prints."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    json_only = [Depends(_json_only)]
+
+    @app.exception_handler(RequestValidationError)
+    async def _schema(_: Request, error: RequestValidationError) -> Response:
+        errors = error.errors()
+        if errors and isinstance(errors[0], str):
+            message, param = f"1 validation error:\n  {errors[0]}", None
+        else:
+            message, param = schema_message(errors)
+        return response(error_body(message, "Bad Request", 400, param), 400)
+
+    @app.exception_handler(Refused)
+    async def _refused(_: Request, error: Refused) -> Response:
+        return refusal(error)
+
+    @app.post("/v1/completions", dependencies=json_only, response_model=None)
+    async def _completions(body: CompletionBody, request: Request) -> Response:
+        return await answered(engine, body, request, complete(engine, body, request))
+
+    @app.post("/v1/chat/completions", dependencies=json_only, response_model=None)
+    async def _chat(body: ChatBody, request: Request) -> Response:
+        return await answered(engine, body, request, chat(engine, body, request, date))
+
+    @app.post("/tokenize", dependencies=json_only, response_model=None)
+    async def _tokenize(body: TokenizeBody) -> Response:
+        return _tokenized(engine, body, date)
+
+    @app.post("/detokenize", dependencies=json_only, response_model=None)
+    async def _detokenize(body: DetokenizeBody) -> Response:
+        check_model(body.model, engine)
+        if any(token >= engine.tokenizer.vocab_size for token in body.tokens):
+            raise Refused(f"Token id {max(body.tokens)} is out of vocabulary")
+        return response({"prompt": engine.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    for path in _SCALE_OUT:
+        app.add_api_route(path, _disabled, methods=["POST"], response_model=None)
+    _about(app, engine)
+    if engine.facts.api_key is not None:
+        app.add_middleware(_Keys, key=engine.facts.api_key)
+    app.add_middleware(
+        CORSMiddleware, allow_origins=["*"], allow_credentials=True, allow_methods=["*"], allow_headers=["*"]
+    )
+    app.add_middleware(_Vary)
+    app.add_middleware(_Load)
+    return app
+
+
+class _Vary:
+    """Every answer says `vary: Origin`, as vLLM's do."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def sending(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                names = [name for name, _ in message["headers"]]
+                if b"vary" not in names:
+                    message["headers"] = [*message["headers"], (b"vary", b"Origin")]
+            await send(message)
+
+        await self._app(scope, receive, sending if scope["type"] == "http" else send)
+
+
+async def _disabled() -> Response:
+    message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+    return response(error_body(message, "PermissionDeniedError", 403), 403)
+
+
+def _tokenized(engine: Engine, body: TokenizeBody, date: Callable[[], str]) -> Response:
+    check_model(body.model, engine)
+    if body.messages is not None:
+        given = body.model_dump(exclude_unset=True, by_alias=True)
+        ids = chat_prompt(engine, ChatBody.model_validate({**given, "messages": body.messages}), date).ids
+    else:
+        special = True if body.add_special_tokens is None else body.add_special_tokens
+        ids = engine.tokenizer.encode(body.prompt or "", add_special_tokens=special)
+    strings = None
+    if body.return_token_strs:
+        strings = [engine.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+    longest = engine.facts.max_model_len
+    return response({"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": strings})
+
+
+def _about(app: FastAPI, engine: Engine) -> None:
+    """The routes that tell about the engine."""
+
+    async def health() -> Response:
+        return Response(status_code=503 if engine.dead else 200)
+
+    async def models() -> Response:
+        created = int(time.time())
+        permission = {
+            "id": f"modelperm-{token_hex(8)}",
+            "object": "model_permission",
+            "created": created,
+            "allow_create_engine": False,
+            "allow_sampling": True,
+            "allow_logprobs": True,
+            "allow_search_indices": False,
+            "allow_view": True,
+            "allow_fine_tuning": False,
+            "organization": "*",
+            "group": None,
+            "is_blocking": False,
+        }
+        card = {"id": engine.facts.model, "object": "model", "created": created, "owned_by": "vllm"}
+        card |= {
+            "root": "./model",
+            "parent": None,
+            "max_model_len": engine.facts.max_model_len,
+            "permission": [permission],
+        }
+        return response({"object": "list", "data": [card]})
+
+    async def version() -> Response:
+        return response({"version": engine.facts.version})
+
+    async def load(request: Request) -> Response:
+        return response({"server_load": request.state.load.count})
+
+    async def page() -> Response:
+        return Response(metrics.page(engine), headers={"content-type": metrics.CONTENT_TYPE})
+
+    routes: tuple[tuple[str, Callable[..., Awaitable[Response]], list[str]], ...] = (
+        ("/health", health, ["GET"]),
+        ("/ping", health, ["GET", "POST"]),
+        ("/v1/models", models, ["GET"]),
+        ("/version", version, ["GET"]),
+        ("/load", load, ["GET"]),
+        ("/metrics", page, ["GET"]),
+    )
+    for path, endpoint, methods in routes:
+        app.add_api_route(path, endpoint, methods=methods, response_model=None)

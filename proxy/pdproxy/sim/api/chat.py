@@ -1,0 +1,235 @@
+"""`/v1/chat/completions`: a conversation in, a message out. Bodies and events byte-like vLLM's."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from pdproxy.sim.api import answer
+from pdproxy.sim.api.errors import GrammarRefused, Refused, response
+from pdproxy.sim.api.generation import Delta, Prompt, deltas
+from pdproxy.sim.api.logprobs import chat_logprobs, prompt_logprobs
+from pdproxy.sim.api.protocol import ChatBody, NamedTool
+from pdproxy.sim.api.sampling import check_lengths, check_prompt, sampling_params
+from pdproxy.sim.api.template import render
+from pdproxy.sim.api.tools import CallParser, calls_tools, grammar_of_calls
+from pdproxy.sim.engine import Engine
+from pdproxy.sim.request import SamplingParams
+
+
+async def chat(engine: Engine, body: ChatBody, request: Request, date: Callable[[], str]) -> Response:
+    """Answer one request; `date` is what a template that prints the date prints.
+
+    Raises:
+        Refused, EngineDeadError, LoadFailedError: for the caller to answer.
+    """
+    answer.check_model(body.model, engine)
+    check_lengths(body, engine.facts)
+    if body.tools and body.tool_choice == "auto" and not engine.facts.enable_auto_tool_choice:
+        raise Refused('"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set')
+    prompt = chat_prompt(engine, body, date)
+    calls = calls_tools(body, prompt.ids)
+    job = _Job(engine, body, prompt, answer.request_id("chatcmpl", request, body))
+    try:
+        grammar = grammar_of_calls(body, engine.tokenizer) if calls else None
+        params = sampling_params(body, prompt.ids, engine.facts, engine.tokenizer, grammar)
+    except GrammarRefused as error:
+        if body.stream:
+            return answer.streamed_refusal(error)
+        raise
+    if body.stream:
+        return answer.streamed(job.events(params))
+    return await job.whole(params)
+
+
+def chat_prompt(engine: Engine, body: ChatBody, date: Callable[[], str]) -> Prompt:
+    """Return a chat's prompt: P's ids if the request has them, else rendered and tokenized here."""
+    handed = (body.kv_transfer_params or {}).get("prompt_token_ids")
+    if handed is not None and not body.echo:
+        return Prompt(check_prompt(list(handed), body, engine.facts, tokenized=False), "")
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    text = render(
+        engine.facts.template,
+        body.messages,
+        tools=tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        kwargs=body.chat_template_kwargs,
+        date=date(),
+    )
+    ids = engine.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+    return Prompt(check_prompt(ids, body, engine.facts, tokenized=True), text)
+
+
+class _Job:
+    """One request's answer in the making."""
+
+    def __init__(self, engine: Engine, body: ChatBody, prompt: Prompt, request_id: str) -> None:
+        self._engine, self._body, self._prompt, self._id = engine, body, prompt, request_id
+        self._created = int(time.time())
+        self._parsed = bool(body.tools) and body.tool_choice not in (None, "none")
+        last = body.messages[-1]
+        self._role = "assistant" if body.add_generation_prompt else str(last.get("role"))
+        self._echo = str(last.get("content") or "") if body.echo and last.get("role") == self._role else ""
+
+    def _run(self, params: SamplingParams) -> AsyncGenerator[Delta, None]:
+        return deltas(
+            self._engine,
+            self._id,
+            [self._prompt],
+            [params],
+            self._body,
+            numbered=False,
+            skip_special_tokens=not self._parsed,
+        )
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._engine.facts.model}
+
+    def _parser(self) -> CallParser | None:
+        return CallParser(self._body, f"chatcmpl-tool-{secrets.token_hex(8)}") if self._parsed else None
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return chat_logprobs(self._engine.tokenizer, delta.tokens, self._body.top_logprobs or 0, as_ids)
+
+    def _finish(self, reason: str | None, parser: CallParser | None) -> str | None:
+        named = isinstance(self._body.tool_choice, NamedTool)
+        called = parser is not None and parser.name is not None and not named
+        return "tool_calls" if called and reason == "stop" else reason
+
+    async def whole(self, params: SamplingParams) -> Response:
+        """Return the whole answer."""
+        body, facts = self._body, self._engine.facts
+        parts: list[list[Delta]] = [[] for _ in range(body.children)]
+        handle = None
+        async with aclosing(self._run(params)) as found:
+            async for delta in found:
+                parts[delta.index].append(delta)
+                handle = delta.kv_transfer_params or handle
+        choices = [self._choice(index, made) for index, made in enumerate(parts)]
+        first = parts[0][0]
+        counted = answer.usage(len(self._prompt.ids), sum(len(delta.tokens) for made in parts for delta in made))
+        counted["prompt_tokens_details"] = answer.details(facts, first.cached, first.created)
+        counted["completion_tokens_details"] = None
+        return response(
+            {
+                **self._head("chat.completion"),
+                "choices": choices,
+                "service_tier": None,
+                "system_fingerprint": answer.fingerprint(facts),
+                "usage": counted
+                | {
+                    "prompt_tokens_details": answer.details(facts, first.cached, first.created),
+                    "completion_tokens_details": None,
+                },
+                "prompt_logprobs": prompt_logprobs(self._engine.tokenizer, first.prompt_logprobs),
+                "prompt_token_ids": self._prompt.ids if body.return_token_ids else None,
+                "prompt_text": self._prompt.text if body.return_prompt_text else None,
+                "kv_transfer_params": handle,
+                "ec_transfer_params": None,
+                "metrics": None,
+            }
+        )
+
+    def _choice(self, index: int, made: list[Delta]) -> dict[str, Any]:
+        body, last = self._body, made[-1]
+        tokens = tuple(token for delta in made for token in delta.tokens)
+        text = "".join(delta.text for delta in made)
+        parser = self._parser()
+        message: dict[str, Any] = {"role": self._role, "content": text}
+        message |= {"refusal": None, "annotations": None, "audio": None, "function_call": None}
+        if parser is not None:
+            parser.add(text, True)
+            message["content"] = parser.content
+            if parser.name is not None:
+                function = {"name": parser.name, "arguments": parser.arguments}
+                call = {"id": f"chatcmpl-tool-{secrets.token_hex(8)}", "type": "function", "function": function}
+                message["tool_calls"] = [call]
+        message["reasoning"] = None
+        if self._echo:
+            message["content"] = self._echo + (message["content"] or "")
+        merged = Delta(index, 0, text, tokens, last.finish_reason, last.stop_reason, 0, 0, None, None)
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(merged),
+            "finish_reason": self._finish(last.finish_reason, parser),
+            "stop_reason": last.stop_reason,
+            "token_ids": merged.ids if body.return_token_ids else None,
+            "routed_experts": None,
+        }
+
+    async def events(self, params: SamplingParams) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream, all but its end mark."""
+        body, facts = self._body, self._engine.facts
+        head = self._head("chat.completion.chunk")
+        parsers = [self._parser() for _ in range(body.children)]
+        counts = [0] * body.children
+        cached: int | None = None
+        created = 0
+        async with aclosing(self._run(params)) as found:
+            async for delta in found:
+                if cached is None:
+                    cached, created = delta.cached, delta.created
+                    for one in self._openings(head):
+                        yield one
+                index, parser = delta.index, parsers[delta.index]
+                counts[index] += len(delta.tokens)
+                content: dict[str, Any] | None = {"content": delta.text}
+                if parser is not None:
+                    content = parser.add(delta.text, delta.finish_reason is not None)
+                logprobs = self._logprobs(delta)
+                if content is None:
+                    if delta.finish_reason is None and logprobs is None and not body.return_token_ids:
+                        continue
+                    content = {}
+                finish = self._finish(delta.finish_reason, parser)
+                choice = {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": finish}
+                if finish is not None:
+                    choice["stop_reason"] = delta.stop_reason
+                choice["token_ids"] = delta.ids if body.return_token_ids else None
+                chunk = head | {"choices": [choice]}
+                if body.with_running_usage:
+                    chunk["usage"] = answer.usage(len(self._prompt.ids), counts[index])
+                if finish is not None and not body.with_usage:
+                    chunk["system_fingerprint"] = answer.fingerprint(facts)
+                yield answer.event(chunk)
+        if body.with_usage:
+            counted = answer.usage(len(self._prompt.ids), sum(counts))
+            told = answer.details(facts, cached or 0, created)
+            if told is not None:
+                counted["prompt_tokens_details"] = {key: value for key, value in told.items() if value is not None}
+            yield answer.event(
+                head | {"choices": [], "usage": counted, "system_fingerprint": answer.fingerprint(facts)}
+            )
+
+    def _openings(self, head: dict[str, Any]) -> list[bytes]:
+        """Return the events before the first token: the role of each choice, and what is echoed."""
+        body, found = self._body, []
+        counted = answer.usage(len(self._prompt.ids), 0)
+        for index in range(body.children):
+            choice = {"index": index, "delta": {"role": self._role, "content": ""}, "logprobs": None}
+            choice["finish_reason"] = None
+            chunk = head | {"choices": [choice]}
+            if body.with_running_usage:
+                chunk["usage"] = counted
+            chunk["prompt_token_ids"] = self._prompt.ids if body.return_token_ids else None
+            chunk["prompt_text"] = self._prompt.text if body.return_prompt_text else None
+            found.append(answer.event(chunk))
+        if self._echo:
+            for index in range(body.children):
+                choice = {"index": index, "delta": {"content": self._echo}, "logprobs": None, "finish_reason": None}
+                chunk = head | {"choices": [choice]}
+                if body.with_running_usage:
+                    chunk["usage"] = counted
+                found.append(answer.event(chunk))
+        return found

@@ -1,0 +1,205 @@
+"""`/v1/completions`: prompts in, text out. Bodies and events byte-like vLLM's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from pdproxy.sim.api import answer
+from pdproxy.sim.api.errors import GrammarRefused, Refused, response
+from pdproxy.sim.api.generation import Delta, Prompt, deltas
+from pdproxy.sim.api.logprobs import Entry, completion_logprobs, entry_of, prompt_logprobs
+from pdproxy.sim.api.protocol import CompletionBody
+from pdproxy.sim.api.sampling import check_lengths, check_prompt, sampling_params
+from pdproxy.sim.engine import Engine
+from pdproxy.sim.request import SamplingParams
+
+
+async def complete(engine: Engine, body: CompletionBody, request: Request) -> Response:
+    """Answer one request.
+
+    Raises:
+        Refused, EngineDeadError, LoadFailedError: for the caller to answer.
+    """
+    answer.check_model(body.model, engine)
+    check_lengths(body, engine.facts)
+    prompts = _prompts(body, engine)
+    job = _Job(engine, body, prompts, answer.request_id("cmpl", request, body))
+    try:
+        params = [sampling_params(body, prompt.ids, engine.facts, engine.tokenizer) for prompt in prompts]
+    except GrammarRefused as error:
+        if body.stream:
+            return answer.streamed_refusal(error)
+        raise
+    if body.stream:
+        return answer.streamed(job.events(params))
+    return await job.whole(params)
+
+
+def _prompts(body: CompletionBody, engine: Engine) -> list[Prompt]:
+    """Return the prompts, tokenized, or as ids from P if the request says what those are."""
+    given: Any = body.prompt
+    handed = (body.kv_transfer_params or {}).get("prompt_token_ids")
+    if handed is not None and not body.echo:
+        given = [list(handed)]
+    if given is None:
+        raise Refused("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+    several = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+    if given == []:
+        raise Refused("You must pass at least one prompt")
+    found = []
+    for one in several:
+        if isinstance(one, str):
+            ids, tokenized = engine.tokenizer.encode(one, add_special_tokens=body.add_special_tokens), True
+        else:
+            ids, tokenized = list(one), False
+        ids = check_prompt(ids, body, engine.facts, tokenized=tokenized)
+        if not ids:
+            raise Refused("The decoder prompt cannot be empty")
+        found.append(Prompt(ids, one if isinstance(one, str) else engine.tokenizer.decode(ids)))
+    return found
+
+
+class _Job:
+    """One request's answer in the making."""
+
+    def __init__(self, engine: Engine, body: CompletionBody, prompts: list[Prompt], request_id: str) -> None:
+        self._engine, self._body, self._prompts, self._id = engine, body, prompts, request_id
+        self._created = int(time.time())
+        self._count = len(prompts) * body.children
+        self._offsets = [0] * self._count
+        self._logprobs = body.logprobs is not None
+
+    def _run(self, params: list[SamplingParams]) -> AsyncGenerator[Delta, None]:
+        return deltas(self._engine, self._id, self._prompts, params, self._body, numbered=True)
+
+    def _head(self) -> dict[str, Any]:
+        model = self._engine.facts.model
+        return {"id": self._id, "object": "text_completion", "created": self._created, "model": model}
+
+    def _told(self, delta: Delta, first: bool) -> tuple[str, list[int], list[Entry]]:
+        """Return text, ids and probabilities of a delta, with the prompt's before them if it is to be echoed."""
+        prompt = self._prompts[delta.prompt]
+        entries: list[Entry] = [entry_of(token) for token in delta.tokens]
+        if not (first and self._body.echo):
+            return delta.text, delta.ids, entries
+        text = "" if self._body.return_token_ids else prompt.text
+        before: list[Entry] = list(delta.prompt_logprobs or ())
+        if self._body.max_tokens == 0:
+            return text, prompt.ids, before
+        return text + delta.text, prompt.ids + delta.ids, before + entries
+
+    def _choice_logprobs(self, index: int, ids: list[int], entries: list[Entry]) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        told, self._offsets[index] = completion_logprobs(
+            self._engine.tokenizer,
+            ids,
+            entries,
+            self._body.logprobs or 0,
+            self._offsets[index],
+            bool(self._body.return_tokens_as_token_ids),
+        )
+        return told
+
+    async def whole(self, params: list[SamplingParams]) -> Response:
+        """Return the whole answer."""
+        body, facts = self._body, self._engine.facts
+        parts: list[list[Delta]] = [[] for _ in range(self._count)]
+        handle, cached = None, 0
+        async with aclosing(self._run(params)) as found:
+            async for delta in found:
+                parts[delta.index].append(delta)
+                if delta.kv_transfer_params is not None and delta.prompt == 0:
+                    handle = delta.kv_transfer_params
+        choices: list[dict[str, Any]] = []
+        generated = 0
+        for index, made in enumerate(parts):
+            first, last = made[0], made[-1]
+            merged = Delta(
+                index,
+                first.prompt,
+                "".join(delta.text for delta in made),
+                tuple(token for delta in made for token in delta.tokens),
+                last.finish_reason,
+                last.stop_reason,
+                first.cached,
+                first.created,
+                None,
+                first.prompt_logprobs,
+            )
+            generated += len(merged.tokens)
+            cached = first.cached
+            text, ids, entries = self._told(merged, True)
+            choices.append(
+                {
+                    "index": index,
+                    "text": text,
+                    "logprobs": self._choice_logprobs(index, ids, entries),
+                    "finish_reason": last.finish_reason,
+                    "stop_reason": last.stop_reason,
+                    "token_ids": merged.ids if body.return_token_ids else None,
+                    "prompt_logprobs": prompt_logprobs(self._engine.tokenizer, first.prompt_logprobs),
+                    "prompt_token_ids": self._prompts[first.prompt].ids if body.return_token_ids else None,
+                    "routed_experts": None,
+                }
+            )
+        counted = answer.usage(sum(len(prompt.ids) for prompt in self._prompts), generated)
+        return response(
+            {
+                **self._head(),
+                "choices": choices,
+                "service_tier": None,
+                "system_fingerprint": answer.fingerprint(facts),
+                "usage": counted
+                | {"prompt_tokens_details": answer.details(facts, cached), "completion_tokens_details": None},
+                "kv_transfer_params": handle,
+                "ec_transfer_params": None,
+                "metrics": None,
+            }
+        )
+
+    async def events(self, params: list[SamplingParams]) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream, all but its end mark."""
+        body, facts = self._body, self._engine.facts
+        head, started = self._head(), [False] * self._count
+        counts = [0] * self._count
+        cached: int | None = None
+        seen = [0] * len(self._prompts)
+        async with aclosing(self._run(params)) as found:
+            async for delta in found:
+                index = delta.index
+                cached = delta.cached if cached is None else cached
+                seen[delta.prompt] = len(self._prompts[delta.prompt].ids)
+                first, started[index] = not started[index], True
+                text, ids, entries = self._told(delta, first)
+                counts[index] += len(delta.tokens)
+                shown = self._prompts[delta.prompt].ids if first and (body.return_token_ids or body.echo) else None
+                choice = {
+                    "index": index,
+                    "text": text,
+                    "logprobs": self._choice_logprobs(index, ids, entries),
+                    "finish_reason": delta.finish_reason,
+                    "stop_reason": delta.stop_reason,
+                    "prompt_token_ids": shown,
+                    "token_ids": delta.ids if body.return_token_ids else None,
+                }
+                chunk = head | {"choices": [choice]}
+                if body.with_running_usage:
+                    chunk["usage"] = answer.usage(seen[delta.prompt], counts[index])
+                if delta.finish_reason is not None and not body.with_usage:
+                    chunk["system_fingerprint"] = answer.fingerprint(facts)
+                yield answer.event(chunk)
+        if body.with_usage:
+            counted = answer.usage(sum(seen), sum(counts))
+            told = answer.details(facts, cached or 0)
+            if told is not None:
+                counted["prompt_tokens_details"] = {key: value for key, value in told.items() if value is not None}
+            yield answer.event(
+                head | {"choices": [], "usage": counted, "system_fingerprint": answer.fingerprint(facts)}
+            )

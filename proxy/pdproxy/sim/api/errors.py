@@ -1,0 +1,117 @@
+"""Errors in vLLM's words and shapes: what a handler refuses, what a schema refuses, what a stream ends with.
+
+Owns the error bodies. A handler raises `Refused`; the schema's errors are pydantic's own, formatted as vLLM formats them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi.responses import Response
+
+_MOST_ERRORS = 10
+_MOST_INPUT = 200
+_MOST_ERROR = 1000
+_INTERNAL = frozenset(
+    (
+        *("function-wrap", "function-after", "function-before", "function-plain", "json-or-python", "lax-or-strict"),
+        *("chain", "default", "nullable", "tagged-union", "union", "call", "arguments", "is-instance", "is-subclass"),
+        *("callable", "str", "int", "float", "bool", "bytes", "bytearray", "list", "tuple", "dict", "set", "frozenset"),
+        *("complex", "none", "nonetype"),
+    )
+)
+INTERNAL = "Internal server error"
+
+
+class Refused(ValueError):  # noqa: N818 - a ValueError: pydantic reports it as a value error of the schema
+    """A request that vLLM's handler or validators refuse. `str()` is the message a client sees."""
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        kind: str = "BadRequestError",
+        status: int = 400,
+        **value: object,
+    ) -> None:
+        """Name what is wrong; `value=` is printed behind it, as vLLM's validation errors do."""
+        self.plain = message
+        self.param, self.kind, self.status = param, kind, status
+        shown = [f"parameter={param}"] if param is not None else []
+        shown += [f"value={value['value']}"] if "value" in value else []
+        super().__init__(f"{message} ({', '.join(shown)})" if shown and status == 400 else message)
+
+
+class GrammarRefused(Refused):
+    """A structured output that makes no sense: found so late that a stream has its status already."""
+
+
+def error_body(message: str, kind: str, status: int, param: str | None = None) -> dict[str, object]:
+    """Return the body of an error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def response(body: object, status: int = 200) -> Response:
+    """Return a JSON response as vLLM's server writes it."""
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+def refusal(error: Refused) -> Response:
+    """Return the answer to a refused request."""
+    return response(error_body(str(error), error.kind, error.status, error.param), error.status)
+
+
+def failure(message: str) -> Response:
+    """Return the answer of an engine that failed."""
+    return response(error_body(message, "InternalServerError", 500), 500)
+
+
+def error_event(message: str, kind: str = "InternalServerError", status: int = 500) -> bytes:
+    """Return the event in which a stream's failure comes: with spaces, as recorded."""
+    return b"data: " + json.dumps(error_body(message, kind, status), ensure_ascii=False).encode() + b"\n\n"
+
+
+def schema_message(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
+    """Return the message and the `param` for pydantic's errors."""
+    param = None
+    for error in errors:
+        cause = error.get("ctx", {}).get("error")
+        if isinstance(cause, Refused):
+            param = cause.param
+            break
+    if param is None and errors and errors[0].get("loc"):
+        param = _clean(errors[0]["loc"])
+    label = "error" if len(errors) == 1 else "errors"
+    lines = [f"  {_formatted(error)}" for error in errors[:_MOST_ERRORS]]
+    if len(errors) > _MOST_ERRORS:
+        lines.append(f"  ...and {len(errors) - _MOST_ERRORS} more {label}")
+    return "\n".join([f"{len(errors)} validation {label}:", *lines]), param
+
+
+def _clean(loc: Sequence[object]) -> str:
+    parts = [str(part) for part in loc]
+    kept = [part for part in parts if part.lower() not in _INTERNAL and not set(part) & set("[]{}()")]
+    return ".".join(kept or parts)
+
+
+def _formatted(error: Mapping[str, Any]) -> str:
+    shown = {key: value for key, value in error.items() if key != "url"}
+    if "input" in shown:
+        shown["input"] = _summary(shown["input"])
+    if "loc" in shown:
+        shown["loc"] = _clean(shown["loc"])
+    text = str(shown)
+    return text if len(text) <= _MOST_ERROR else text[:_MOST_ERROR] + "...[truncated]"
+
+
+def _summary(value: object) -> object:
+    if isinstance(value, list | tuple | set | frozenset | dict):
+        return f"<{type(value).__name__} of {len(value)} items>"
+    if isinstance(value, bytes | bytearray):
+        return f"<{type(value).__name__} of {len(value)} bytes>"
+    text = str(value)
+    return text if len(text) <= _MOST_INPUT else text[:_MOST_INPUT] + "...[truncated]"

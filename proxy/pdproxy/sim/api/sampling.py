@@ -1,0 +1,155 @@
+"""From a request's body to sampling parameters, refused where vLLM's handler refuses, in its words and its order. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from pdproxy.sim.api.errors import Refused
+from pdproxy.sim.api.protocol import ChatBody, CompletionBody, GenerationBody
+from pdproxy.sim.api.structured import grammar_for
+from pdproxy.sim.facts import Facts
+from pdproxy.sim.request import Grammar, SamplingParams
+from pdproxy.sim.tokenizer import Tokenizer
+
+_MOST_LOGPROBS = 20
+_MOST_CHOICES = 16384
+
+
+def check_lengths(body: GenerationBody, facts: Facts) -> None:
+    """Refuse what is too long whatever the prompt."""
+    name, wanted = "max_tokens", getattr(body, "max_tokens", None)
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        name, wanted = "max_completion_tokens", body.max_completion_tokens
+    longest = facts.max_model_len
+    if wanted is not None and wanted > longest:
+        raise Refused(
+            f"{name}={wanted} cannot be greater than max_model_len={longest}. Please request fewer output tokens.",
+            name,
+            value=wanted,
+        )
+    cut = body.truncate_prompt_tokens
+    if cut is not None and cut > longest:
+        raise Refused(
+            f"truncate_prompt_tokens={cut} cannot be greater than max_model_len = {longest}."
+            " Please request a smaller truncation size.",
+            "truncate_prompt_tokens",
+            value=cut,
+        )
+
+
+def check_prompt(ids: list[int], body: GenerationBody, facts: Facts, *, tokenized: bool) -> list[int]:
+    """Return a prompt's ids as the engine takes them, cut if that was asked for.
+
+    `tokenized`: vLLM's tokenizer made them, and stops one token beyond the longest prompt.
+    """
+    longest = facts.max_model_len
+    if body.truncate_prompt_tokens is not None:
+        keep = longest - 1 if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
+        ids = ids[:keep] if body.truncation_side == "right" else ids[len(ids) - keep :] if keep < len(ids) else ids
+    if len(ids) > longest:
+        count = longest + 1 if tokenized else len(ids)
+        qualifier = "at least " if count == longest + 1 else ""
+        raise Refused(
+            f"This model's maximum context length is {longest} tokens. However, your prompt contains {qualifier}{count}"
+            " input tokens, which exceeds this limit even without any output tokens."
+            " Please reduce the length of the input prompt.",
+            "input_tokens",
+            value=count,
+        )
+    return ids
+
+
+def sampling_params(
+    body: GenerationBody, prompt: list[int], facts: Facts, tokenizer: Tokenizer, grammar: Grammar | None = None
+) -> SamplingParams:
+    """Return the sampling parameters of one prompt.
+
+    Raises:
+        Refused: a value is out of its range.
+    """
+    wanted = getattr(body, "max_tokens", None)
+    if isinstance(body, ChatBody):
+        wanted = body.max_completion_tokens if body.max_completion_tokens is not None else wanted
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        echo = False
+    else:
+        assert isinstance(body, CompletionBody)
+        logprobs, echo = body.logprobs, bool(body.echo)
+    room = facts.max_model_len - len(prompt)
+    max_tokens = room if wanted is None else min(room, wanted)
+    if echo and wanted == 0:
+        max_tokens = 1
+    temperature = 1.0 if body.temperature is None else body.temperature
+    prompt_logprobs = body.prompt_logprobs
+    if prompt_logprobs is None and echo:
+        prompt_logprobs = logprobs
+    _verify(body, temperature, max_tokens)
+    for kind, count in (("sample", logprobs), ("prompt", prompt_logprobs)):
+        asked = tokenizer.vocab_size if count == -1 else count
+        if asked is not None and asked > _MOST_LOGPROBS:
+            raise Refused(
+                f"Requested {kind} logprobs of {asked}, which is greater than max allowed: {_MOST_LOGPROBS}",
+                "logprobs" if kind == "sample" else "prompt_logprobs",
+                value=asked,
+            )
+    for token in prompt:
+        if token >= tokenizer.vocab_size:
+            raise Refused(f"Token id {max(prompt)} is out of vocabulary")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens,
+        temperature=temperature,
+        seed=body.seed,
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        ignore_eos=body.ignore_eos,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        bad_words=tuple(tuple(tokenizer.encode(word, add_special_tokens=False)) for word in body.bad_words),
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        grammar=grammar if grammar is not None else grammar_for(body, tokenizer),
+    )
+
+
+def _verify(body: GenerationBody, temperature: float, max_tokens: int) -> None:
+    """vLLM's checks of one request's parameters, in its order."""
+    n = body.children
+    if n < 1:
+        raise Refused(f"n must be at least 1, got {n}.")
+    if n > _MOST_CHOICES:
+        raise Refused(
+            f"n must be at most {_MOST_CHOICES}, got {n}. To increase this limit, set the VLLM_MAX_N_SEQUENCES"
+            " environment variable."
+        )
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(body, name) or 0.0
+        if not -2.0 <= value <= 2.0:
+            raise Refused(f"{name} must be in [-2, 2], got {value}.")
+    penalty = 1.0 if body.repetition_penalty is None else body.repetition_penalty
+    if penalty <= 0.0:
+        raise Refused(f"repetition_penalty must be greater than zero, got {penalty}.")
+    if not math.isfinite(temperature):
+        raise Refused(f"temperature must be a finite number, got {temperature}.", "temperature", value=temperature)
+    if temperature < 0.0:
+        raise Refused(f"temperature must be non-negative, got {temperature}.", "temperature", value=temperature)
+    if temperature > 2.0:
+        raise Refused(f"temperature must be in [0, 2], got {temperature}.", "temperature", value=temperature)
+    top_p = 1.0 if body.top_p is None else body.top_p
+    if not 0.0 < top_p <= 1.0:
+        raise Refused(f"top_p must be in (0, 1], got {top_p}.", "top_p", value=top_p)
+    if body.top_k is not None and body.top_k < -1:
+        raise Refused(f"top_k must be 0 (disable), or at least 1, got {body.top_k}.")
+    if body.min_p is not None and not 0.0 <= body.min_p <= 1.0:
+        raise Refused(f"min_p must be in [0, 1], got {body.min_p}.")
+    if max_tokens < 1:
+        raise Refused(f"max_tokens must be at least 1, got {max_tokens}.", "max_tokens", value=max_tokens)
+    if body.min_tokens < 0:
+        raise Refused(f"min_tokens must be greater than or equal to 0, got {body.min_tokens}.")
+    if body.min_tokens > max_tokens:
+        raise Refused(f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {body.min_tokens}.")
+    if "" in body.stops:
+        raise Refused("stop cannot contain an empty string.")
+    if "" in body.bad_words:
+        raise Refused(f"bad_words cannot contain an empty string. Got bad_words={body.bad_words}")
