@@ -295,9 +295,10 @@ class Core:
         params = sequence.params
         if params and params.get("do_remote_decode") and reason in ("length", "stop"):
             # The KV of the token just made was never computed: it is not part of the handle.
-            return self.nixl.finished(
-                sequence.request.id, sequence.blocks, sequence.computed, sequence.local + sequence.external, now
-            )
+            handle = self.nixl.finished(sequence.request.id, sequence.blocks, sequence.computed, now)
+            if len(sequence.generated) == 1:  # vLLM adds it to the output that brings the prefill's statistics
+                handle["remote_prefill_cached_tokens"] = sequence.local + sequence.external
+            return handle
         self.pool.give_back(sequence.blocks)
         sequence.blocks = []
         return None

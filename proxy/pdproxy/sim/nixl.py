@@ -85,7 +85,7 @@ class Nixl:
 
     # -- P
 
-    def finished(self, request_id: str, blocks: Sequence[int], length: int, cached: int, now: float) -> dict[str, Any]:
+    def finished(self, request_id: str, blocks: Sequence[int], length: int, now: float) -> dict[str, Any]:
         """Keep a prefilled request's blocks for its lease and return its handle."""
         self.held[request_id] = _Held(list(blocks), now + self._facts.kv_lease_duration)
         return {
@@ -102,7 +102,6 @@ class Nixl:
             "remote_num_tokens": length,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
-            "remote_prefill_cached_tokens": cached,
         }
 
     def notified(self, kind: str, request_ids: Iterable[str], now: float) -> None:

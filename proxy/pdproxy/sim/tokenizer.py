@@ -81,7 +81,9 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary are nothing."""
         first = FIRST_BYTE if skip_special_tokens else 0
-        return b"".join(VOCABULARY[token] for token in ids if first <= token < self.vocab_size).decode("utf-8", "replace")
+        return b"".join(VOCABULARY[token] for token in ids if first <= token < self.vocab_size).decode(
+            "utf-8", "replace"
+        )
 
     def piece(self, token: int) -> bytes:
         """Return a token's own bytes (a special token's: its name)."""

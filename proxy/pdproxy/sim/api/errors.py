@@ -26,8 +26,11 @@ _INTERNAL = frozenset(
 INTERNAL = "Internal server error"
 
 
-class Refused(ValueError):  # noqa: N818 - a ValueError: pydantic reports it as a value error of the schema
-    """A request that vLLM's handler or validators refuse. `str()` is the message a client sees."""
+class Refused(Exception):  # noqa: N818 - not an error of ours
+    """A request that vLLM's handler or validators refuse. `str()` is the message a client sees.
+
+    Not a ValueError, as vLLM's own is none: pydantic lets it through, and it is answered in the handler's shape.
+    """
 
     def __init__(
         self,
@@ -77,14 +80,7 @@ def error_event(message: str, kind: str = "InternalServerError", status: int = 5
 
 def schema_message(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     """Return the message and the `param` for pydantic's errors."""
-    param = None
-    for error in errors:
-        cause = error.get("ctx", {}).get("error")
-        if isinstance(cause, Refused):
-            param = cause.param
-            break
-    if param is None and errors and errors[0].get("loc"):
-        param = _clean(errors[0]["loc"])
+    param = _clean(errors[0]["loc"]) if errors and errors[0].get("loc") else None
     label = "error" if len(errors) == 1 else "errors"
     lines = [f"  {_formatted(error)}" for error in errors[:_MOST_ERRORS]]
     if len(errors) > _MOST_ERRORS:
