@@ -13,7 +13,7 @@ from fastapi.responses import Response
 
 from pdproxy.sim.api import answer
 from pdproxy.sim.api.errors import GrammarRefused, Refused, response
-from pdproxy.sim.api.generation import Delta, Prompt, deltas
+from pdproxy.sim.api.generation import Delta, LoadFailedError, Prompt, deltas
 from pdproxy.sim.api.logprobs import chat_logprobs, prompt_logprobs
 from pdproxy.sim.api.protocol import ChatBody, NamedTool
 from pdproxy.sim.api.sampling import check_lengths, check_prompt, sampling_params
@@ -93,7 +93,7 @@ class _Job:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._engine.facts.model}
 
     def _parser(self) -> CallParser | None:
-        return CallParser(self._body, f"chatcmpl-tool-{secrets.token_hex(8)}") if self._parsed else None
+        return CallParser(f"chatcmpl-tool-{secrets.token_hex(8)}") if self._parsed else None
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if not self._body.logprobs:
@@ -113,6 +113,8 @@ class _Job:
         handle = None
         async with aclosing(self._run(params)) as found:
             async for delta in found:
+                if delta.finish_reason == "error":
+                    raise LoadFailedError
                 parts[delta.index].append(delta)
                 handle = delta.kv_transfer_params or handle
         choices = [self._choice(index, made) for index, made in enumerate(parts)]
@@ -148,9 +150,10 @@ class _Job:
         message: dict[str, Any] = {"role": self._role, "content": text}
         message |= {"refusal": None, "annotations": None, "audio": None, "function_call": None}
         if parser is not None:
-            parser.add(text, True)
+            for piece in (text[: len(text) // 2], text[len(text) // 2 :], ""):
+                parser.add(piece)
             message["content"] = parser.content
-            if parser.name is not None:
+            if parser.content is None:
                 function = {"name": parser.name, "arguments": parser.arguments}
                 call = {"id": f"chatcmpl-tool-{secrets.token_hex(8)}", "type": "function", "function": function}
                 message["tool_calls"] = [call]
@@ -182,11 +185,15 @@ class _Job:
                     cached, created = delta.cached, delta.created
                     for one in self._openings(head):
                         yield one
+                if delta.finish_reason == "error":
+                    raise LoadFailedError
                 index, parser = delta.index, parsers[delta.index]
                 counts[index] += len(delta.tokens)
                 content: dict[str, Any] | None = {"content": delta.text}
+                if facts.enable_auto_tool_choice and not delta.text:
+                    content = None  # a tool parser is asked, whether there are tools or not, and has nothing to say
                 if parser is not None:
-                    content = parser.add(delta.text, delta.finish_reason is not None)
+                    content = parser.add(delta.text)
                 logprobs = self._logprobs(delta)
                 if content is None:
                     if delta.finish_reason is None and logprobs is None and not body.return_token_ids:
@@ -199,7 +206,8 @@ class _Job:
                 choice["token_ids"] = delta.ids if body.return_token_ids else None
                 chunk = head | {"choices": [choice]}
                 if body.with_running_usage:
-                    chunk["usage"] = answer.usage(len(self._prompt.ids), counts[index])
+                    counted = answer.usage(len(self._prompt.ids), counts[index])
+                    chunk["usage"] = counted | {"completion_tokens_details": None}
                 if finish is not None and not body.with_usage:
                     chunk["system_fingerprint"] = answer.fingerprint(facts)
                 yield answer.event(chunk)
@@ -215,7 +223,7 @@ class _Job:
     def _openings(self, head: dict[str, Any]) -> list[bytes]:
         """Return the events before the first token: the role of each choice, and what is echoed."""
         body, found = self._body, []
-        counted = answer.usage(len(self._prompt.ids), 0)
+        counted = answer.usage(len(self._prompt.ids), 0) | {"completion_tokens_details": None}
         for index in range(body.children):
             choice = {"index": index, "delta": {"role": self._role, "content": ""}, "logprobs": None}
             choice["finish_reason"] = None

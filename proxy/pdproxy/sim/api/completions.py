@@ -12,7 +12,7 @@ from fastapi.responses import Response
 
 from pdproxy.sim.api import answer
 from pdproxy.sim.api.errors import GrammarRefused, Refused, response
-from pdproxy.sim.api.generation import Delta, Prompt, deltas
+from pdproxy.sim.api.generation import Delta, LoadFailedError, Prompt, deltas
 from pdproxy.sim.api.logprobs import Entry, completion_logprobs, entry_of, prompt_logprobs
 from pdproxy.sim.api.protocol import CompletionBody
 from pdproxy.sim.api.sampling import check_lengths, check_prompt, sampling_params
@@ -114,6 +114,8 @@ class _Job:
         handle, cached = None, 0
         async with aclosing(self._run(params)) as found:
             async for delta in found:
+                if delta.finish_reason == "error":
+                    raise LoadFailedError
                 parts[delta.index].append(delta)
                 if delta.kv_transfer_params is not None and delta.prompt == 0:
                     handle = delta.kv_transfer_params
@@ -173,6 +175,8 @@ class _Job:
         seen = [0] * len(self._prompts)
         async with aclosing(self._run(params)) as found:
             async for delta in found:
+                if delta.finish_reason == "error":
+                    raise LoadFailedError
                 index = delta.index
                 cached = delta.cached if cached is None else cached
                 seen[delta.prompt] = len(self._prompts[delta.prompt].ids)

@@ -79,8 +79,6 @@ class _Child:
     async def deltas(self, engine: Engine) -> AsyncGenerator[Delta, None]:
         async with aclosing(engine.generate(self.request)) as outputs:
             async for output in outputs:
-                if output.finish_reason == "error":
-                    raise LoadFailedError
                 delta = self.take(output)
                 yield delta
                 if delta.finish_reason is not None:
@@ -97,11 +95,12 @@ async def deltas(
     numbered: bool,
     skip_special_tokens: bool = True,
 ) -> AsyncGenerator[Delta, None]:
-    """Run all prompts and choices; yield what they make, as it is made. `numbered`: internal ids name the prompt.
+    """Run all prompts and choices; yield what they make, as it is made; finish_reason "error": the KV never came.
+
+    `numbered`: internal ids name the prompt.
 
     Raises (from the iterator):
         EngineDeadError: the core died.
-        LoadFailedError: the KV never came.
     """
     children: list[_Child] = []
     for place, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):

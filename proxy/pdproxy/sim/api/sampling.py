@@ -71,18 +71,18 @@ def sampling_params(
     if isinstance(body, ChatBody):
         wanted = body.max_completion_tokens if body.max_completion_tokens is not None else wanted
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        echo = False
+        echo = body.echo
     else:
         assert isinstance(body, CompletionBody)
         logprobs, echo = body.logprobs, bool(body.echo)
     room = facts.max_model_len - len(prompt)
     max_tokens = room if wanted is None else min(room, wanted)
-    if echo and wanted == 0:
+    if echo and wanted == 0 and not isinstance(body, ChatBody):
         max_tokens = 1
     temperature = 1.0 if body.temperature is None else body.temperature
     prompt_logprobs = body.prompt_logprobs
     if prompt_logprobs is None and echo:
-        prompt_logprobs = logprobs
+        prompt_logprobs = (body.top_logprobs or 0) if isinstance(body, ChatBody) else logprobs
     _verify(body, temperature, max_tokens)
     for kind, count in (("sample", logprobs), ("prompt", prompt_logprobs)):
         asked = tokenizer.vocab_size if count == -1 else count

@@ -10,13 +10,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from pdproxy.sim.api.protocol import ChatBody, NamedTool, Tool
+from pdproxy.sim.api.protocol import ChatBody, NamedTool
 from pdproxy.sim.api.structured import TextGrammar, texts_of_schema
 from pdproxy.sim.language import mix
 from pdproxy.sim.tokenizer import Tokenizer
 
 _NAME = re.compile(r'"name": "([^"]*)"')
-_ARGUMENTS = re.compile(r'"(?:arguments|parameters)": ')
+_ARGUMENTS = re.compile(r'"arguments": ')
 _BEGIN, _END = "<tool_call>\n", "\n</tool_call>"
 
 
@@ -29,78 +29,52 @@ def calls_tools(body: ChatBody, prompt: Sequence[int]) -> bool:
 
 def grammar_of_calls(body: ChatBody, tokenizer: Tokenizer) -> TextGrammar:
     """Return the texts that a model may say which calls a tool."""
-    tools = body.tools or []
-    if isinstance(body.tool_choice, NamedTool):
-        name = body.tool_choice.function.name
-        return TextGrammar(tokenizer, [a for tool in tools if tool.function.name == name for a in _arguments(tool)])
-    if body.tool_choice == "required":
-        texts = [f'[{{"name": "{t.function.name}", "parameters": {a}}}]' for t in tools for a in _arguments(t)]
-    else:
-        texts = [
-            f'{_BEGIN}{{"name": "{t.function.name}", "arguments": {a}}}{_END}' for t in tools for a in _arguments(t)
-        ]
+    choice, tools = body.tool_choice, body.tools or []
+    if isinstance(choice, NamedTool):
+        tools = [tool for tool in tools if tool.function.name == choice.function.name]
+    texts = [
+        f'{_BEGIN}{{"name": "{tool.function.name}", "arguments": {arguments}}}{_END}'
+        for tool in tools
+        for arguments in texts_of_schema(tool.function.parameters or {"type": "object"})
+    ]
     return TextGrammar(tokenizer, texts)
-
-
-def _arguments(tool: Tool) -> list[str]:
-    return texts_of_schema(tool.function.parameters or {"type": "object"})
 
 
 class CallParser:
     """Turns the text of one choice into deltas. Free text passes, a call comes as its name and pieces of its arguments."""
 
-    def __init__(self, body: ChatBody, call_id: str) -> None:
-        choice = body.tool_choice
-        self._named = choice.function.name if isinstance(choice, NamedTool) else None
-        self._required = choice == "required"
+    def __init__(self, call_id: str) -> None:
         self._call_id = call_id
         self._text = ""
-        self._told_content = 0
-        self._told_arguments: int | None = None
+        self._told = 0
         self.name: str | None = None
         self.arguments = ""
 
     @property
     def content(self) -> str | None:
         """The text outside of calls, of a whole answer; None where there is only a call."""
-        if self.name is None:
-            return self._text
-        return "" if self._named or self._required else None
+        return self._text if self.name is None or not self.arguments else None
 
-    def add(self, text: str, finished: bool) -> dict[str, Any] | None:
+    def add(self, text: str) -> dict[str, Any] | None:
         """Take new text; return the delta to send, None if there is nothing to tell yet."""
         self._text += text
-        if self._named is not None:
-            self.name, begin = self._named, 0
-        elif self._required or self._text.lstrip().startswith("<"):
-            held = _BEGIN[: len(self._text)] if not self._required else ""
-            if held and not self._text.startswith(held):
-                return self._free(finished)
+        if not self._text.startswith(_BEGIN[: len(self._text)]):
+            new, self._told = self._text[self._told :], len(self._text)
+            return {"content": new} if new else None
+        if self.name is None:
             found = _NAME.search(self._text)
-            marker = _ARGUMENTS.search(self._text)
             if found is None:
                 return None
-            first = self.name is None
             self.name = found.group(1)
-            if marker is None:
-                return self._call("") if first else None
-            begin = marker.end()
-        else:
-            return self._free(finished)
-        return self._call(_first_value(self._text[begin:]))
-
-    def _free(self, finished: bool) -> dict[str, Any] | None:
-        new, self._told_content = self._text[self._told_content :], len(self._text)
-        return {"content": new} if new or finished else None
-
-    def _call(self, arguments: str) -> dict[str, Any] | None:
-        first = self._told_arguments is None
-        new, self._told_arguments = arguments[self._told_arguments or 0 :], len(arguments)
-        self.arguments = arguments
-        if first:
-            function = {"name": self.name, "arguments": new}
-            return {"tool_calls": [{"id": self._call_id, "type": "function", "index": 0, "function": function}]}
-        return {"tool_calls": [{"index": 0, "function": {"arguments": new}}]} if new else None
+            function = {"name": self.name}
+            call = {"id": self._call_id, "type": "function", "index": 0, "function": function}
+            return {"content": None, "tool_calls": [call]}
+        marker = _ARGUMENTS.search(self._text)
+        if marker is None:
+            return None
+        before, self.arguments = len(self.arguments), _first_value(self._text[marker.end() :])
+        new = self.arguments[before:]
+        return {"content": None, "tool_calls": [{"index": 0, "function": {"arguments": new}}]} if new else None
 
 
 def _first_value(text: str) -> str:

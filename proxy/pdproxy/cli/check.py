@@ -1,0 +1,94 @@
+"""`pdproxy check`: will these engines work split apart?"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from pdproxy.cli.options import add_settings_options, settings_from
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pdproxy.cli.parser import Commands
+
+LONGEST = 600.0
+"""Seconds. A check that waits longer for one thing has been forgotten."""
+
+
+def add(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "check",
+        help="find out whether engines will work split apart",
+        description="Ask the engines, send a few requests through each pair of them, and say what is wrong and what to do. "
+        "Exit with 0 if they are ready, 1 if not, 2 if the settings are wrong. Changes nothing on the engines.",
+        usage="pdproxy check --prefill URL [URL ...] --decode URL [URL ...] [option ...]",
+        epilog="example: pdproxy check --prefill 127.0.0.1:8200 --decode 127.0.0.1:8300",
+    )
+    group = parser.add_argument_group("check")
+    group.add_argument(
+        "--timeout", metavar="S", type=_seconds(least=0.1), default=10.0, help="for each question (default: 10)"
+    )
+    group.add_argument(
+        "--lease-watch",
+        metavar="S",
+        type=_seconds(least=0.0),
+        default=5.0,
+        help="hold a KV handle so long to see whether its lease ends; 0: don't (default: 5)",
+    )
+    group.add_argument("--strict", action="store_true", help="exit with 1 on warnings, too")
+    group.add_argument("--json", action="store_true", help="print one JSON object")
+    add_settings_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check the engines of the settings and print what was found."""
+    settings = settings_from(arguments)
+    # Imported here: the libraries take a while to load, and wrong settings should be told at once.
+    from pdproxy.lab.check import report
+    from pdproxy.lab.check.gather import gather
+    from pdproxy.lab.check.machine import look_around
+    from pdproxy.lab.check.options import Options
+    from pdproxy.lab.check.rules import judge
+
+    options = Options(timeout=arguments.timeout, lease_watch=arguments.lease_watch)
+    try:
+        facts = asyncio.run(gather(settings, options, look_around(settings, os.environ)))
+    except KeyboardInterrupt:
+        sys.stderr.write("pdproxy check: interrupted: KV that was being looked at is freed when its lease ends\n")
+        return 130
+    findings = judge(facts)
+    if arguments.json:
+        print(report.as_json(facts, findings, strict=arguments.strict).decode())
+    else:
+        terminal = sys.stdout.isatty()
+        style = report.Style(_can_print("✓✗→·"), terminal and not os.environ.get("NO_COLOR"))
+        print(report.as_text(facts, findings, style), end="")
+    return report.exit_code(findings, strict=arguments.strict)
+
+
+def _seconds(least: float) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= LONGEST:
+            raise argparse.ArgumentTypeError(f"expected {least:g} to {LONGEST:g} seconds, got {text!r}")
+        return value
+
+    return read
+
+
+def _can_print(text: str) -> bool:
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,231 @@
+"""`pdproxy sim`: run one simulated engine until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import signal
+import sys
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from pdproxy.cli.parser import USAGE_ERROR
+from pdproxy.sim.facts import Facts, Hardware, Role
+from pdproxy.sim.faults import Fault, FaultError, parse
+from pdproxy.sim.kinds import KINDS, MOMENTS
+
+if TYPE_CHECKING:
+    from pdproxy.cli.parser import Commands
+    from pdproxy.sim.server import SimServer
+
+INTERRUPTED = 130
+_PORTS: dict[Role, int] = {"prefill": 8200, "decode": 8300, "aggregated": 8100}
+_ENGINE = {
+    "model": "its name, as clients ask for it",
+    "version": "what /version says",
+    "weights": "engines of one model name that differ in this say different things",
+    "template": "the chat template",
+    "add_bos": "the tokenizer puts its first token before a completion's prompt",
+    "block_size": "tokens in a KV block",
+    "num_gpu_blocks": "KV blocks in all",
+    "max_model_len": "tokens of the longest prompt with its answer",
+    "max_num_seqs": "requests in one step",
+    "max_num_batched_tokens": "tokens in one step",
+    "enable_prefix_caching": "keep the KV of prompts",
+    "enable_prompt_tokens_details": "say in the usage how much was cached",
+    "enable_auto_tool_choice": "take tools",
+    "api_key": "wanted of clients",
+    "eos_every": "one token in so many ends the answer, on average; 0: none",
+    "connector": "how KV comes and goes",
+    "kv_role": "as in --kv-transfer-config (default: what --role says)",
+    "kv_load_failure_policy": "what to do when KV does not come",
+    "kv_lease_duration": "seconds that prefill keeps KV for decode",
+    "heartbeat_interval": "seconds between decode's renewals of leases",
+    "handshake_timeout": "seconds that decode waits for an unknown prefill engine",
+    "side_channel_host": "address that KV handles name",
+    "side_channel_port": "port that KV handles name; 0: any free one",
+}
+_HARDWARE = {
+    "speed": "times faster than real; 0: nothing takes any time",
+    "prefill_tokens_per_s": "prompt tokens a second",
+    "decode_step_s": "seconds of a step with one sequence",
+    "decode_step_per_seq_s": "seconds that each further sequence adds",
+    "kv_bytes_per_token": "bytes of KV a token",
+    "link_bytes_per_s": "bytes a second between engines",
+    "transfer_latency_s": "seconds before a transfer's first byte",
+}
+_GROUPS: tuple[tuple[str, type[Facts | Hardware], dict[str, str]], ...] = (
+    ("the engine (vLLM's names)", Facts, _ENGINE),
+    ("its hardware (an H200 with an 8B model)", Hardware, _HARDWARE),
+)
+
+
+def add(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "sim",
+        help="run a simulated engine",
+        description="Run a simulated vLLM engine: its API, its KV transfer and its ways to fail, without a model and a GPU.",
+        usage="pdproxy sim [--role prefill|decode|aggregated] [--port PORT] [--fault SPEC ...] [option ...]",
+        epilog=_faults_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--role", metavar="ROLE", default="aggregated", help="prefill, decode or aggregated (default)")
+    parser.add_argument("--host", metavar="HOST", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    ports = ", ".join(f"{port} {role}" for role, port in _PORTS.items())
+    parser.add_argument("--port", metavar="PORT", help=f"port to listen on; 0: any free one (default: {ports})")
+    parser.add_argument(
+        "--admin-port", metavar="PORT", help="port for faults at run time; 0: any free one (default: none)"
+    )
+    parser.add_argument("--seed", metavar="N", help="of all that is drawn (default: never the same)")
+    parser.add_argument("--fault", metavar="SPEC", action="append", default=[], help="arm a fault; may be repeated")
+    for title, kind, words in _GROUPS:
+        group = parser.add_argument_group(title)
+        for name, annotation in _fields(kind).items():
+            _add_option(group, name, annotation, words[name], getattr(kind(), name))
+    parser.set_defaults(run=run)
+
+
+def _faults_help() -> str:
+    lines = [
+        "a fault is KIND[@MOMENT][:KEY=VALUE,...], such as reset@mid_stream:rate=0.1 or status@queued:next=3,status=503"
+    ]
+    lines += [
+        "keys: next (so many requests; default 1), rate, seed, path, stream, releases, events, and the kind's own",
+        "",
+    ]
+    width = max(map(len, KINDS))
+    for name, kind in KINDS.items():
+        own = "".join(f" {key}={str(value).lower()}" for key, value in kind.args.items())
+        lines.append(f"  {name:{width}} {kind.words}{f';{own}' if own else ''} (default: {kind.moments[0]})")
+    return "\n".join([*lines, "", f"moments: {', '.join(MOMENTS)}"])
+
+
+def _fields(kind: type[Facts | Hardware]) -> dict[str, Any]:
+    """Return the fields that are options, with their types."""
+    hints = get_type_hints(kind)
+    return {name: hints[name] for name in kind.__struct_fields__ if name not in ("role", "hardware")}
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    parts = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return next((get_args(part) for part in parts if get_origin(part) is Literal), ())
+
+
+def _add_option(group: Any, name: str, annotation: Any, words: str, default: Any) -> None:
+    if annotation is bool:
+        words = f"{words} (default: {'yes' if default else 'no'})"
+        group.add_argument(_option(name), dest=name, action=argparse.BooleanOptionalAction, help=words)
+        return
+    words += f": {' or '.join(_choices(annotation))}" if _choices(annotation) else ""
+    words += f" (default: {default:g})" if isinstance(default, float) else ""
+    words += f" (default: {default})" if isinstance(default, str | int) else ""
+    group.add_argument(_option(name), dest=name, metavar="VALUE", help=words.replace("%", "%%"))
+
+
+class _WrongOptionError(ValueError):
+    """An option's value makes no sense. `str()` names the option."""
+
+
+def _converted(name: str, text: Any, annotation: Any) -> Any:
+    try:
+        return msgspec.convert(text, annotation, strict=False)
+    except msgspec.ValidationError as error:
+        number = "a whole number" if "`int`" in str(error) else "a number"
+        wanted = " or ".join(_choices(annotation)) or number
+        raise _WrongOptionError(f"{_option(name)} must be {wanted}, got {text!r}") from None
+
+
+def _port(name: str, text: str) -> int:
+    port: int = _converted(name, text, int)
+    if not 0 <= port <= 65535:
+        raise _WrongOptionError(f"{_option(name)} must be 0 to 65535, got {port}")
+    return port
+
+
+def facts_from(arguments: argparse.Namespace) -> Facts:
+    """Return the engine that a command line describes.
+
+    Raises:
+        ValueError: what is wrong, in one line that names the option.
+    """
+    given = vars(arguments)
+    values: dict[str, Any] = {"role": _converted("role", arguments.role, Role)}
+    try:
+        for _, kind, _ in reversed(_GROUPS):
+            fields = _fields(kind).items()
+            found = {name: _converted(name, given[name], hint) for name, hint in fields if given[name] is not None}
+            if kind is Hardware:
+                values["hardware"] = Hardware(**found)
+            else:
+                values |= found
+        return Facts(**values)
+    except _WrongOptionError:
+        raise
+    except ValueError as error:  # it names fields, and fields are options here
+        names = sorted((*_ENGINE, *_HARDWARE), key=len, reverse=True)
+        pattern = rf"\b({'|'.join(names)})\b(?= must| = )"
+        raise ValueError(re.sub(pattern, lambda match: _option(match[1]), str(error))) from None
+
+
+def _fault(spec: str) -> Fault:
+    try:
+        return parse(spec)
+    except FaultError as error:
+        raise _WrongOptionError(f"--fault {spec}: {error}") from None
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the engine; return the exit code: 0, 2 if it can't start, 130 at a second Ctrl-C."""
+    try:
+        facts = facts_from(arguments)
+        port = _PORTS[facts.role] if arguments.port is None else _port("port", arguments.port)
+        admin_port = None if arguments.admin_port is None else _port("admin_port", arguments.admin_port)
+        seed = None if arguments.seed is None else _converted("seed", arguments.seed, int)
+        faults = [_fault(spec) for spec in arguments.fault]
+    except ValueError as error:
+        sys.stderr.write(f"pdproxy sim: {error}\n")
+        return USAGE_ERROR
+    # Imported here: the server's libraries take a while to load, and wrong options should be told at once.
+    import uvloop
+
+    from pdproxy.sim.server import SimServer
+
+    async def serve() -> int:
+        sim = SimServer(facts, host=arguments.host, port=port, faults=faults, admin_port=admin_port, chance=seed)
+        return await _serve(sim, facts)
+
+    return uvloop.run(serve())
+
+
+async def _serve(sim: SimServer, facts: Facts) -> int:
+    asked, at_once = asyncio.Event(), asyncio.Event()
+
+    def signalled(number: int) -> None:
+        if asked.is_set() and number == signal.SIGINT:
+            at_once.set()
+        asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, signalled, number)
+    try:
+        await sim.start()
+    except OSError as error:
+        where = f" on {error.filename}" if error.filename else ""  # without: the side channel, whose reason says where
+        sys.stderr.write(f"pdproxy sim: can't listen{where}: {error.strerror or error}\n")
+        return USAGE_ERROR
+    admin = f", admin on {sim.admin_url}" if sim.admin_url is not None else ""
+    print(f"simulated {facts.role} engine of {facts.model!r} on {sim.url}{admin}", flush=True)
+    await asked.wait()
+    stopping = asyncio.create_task(sim.stop(), name="stop")
+    hurried = asyncio.create_task(at_once.wait(), name="at once")
+    await asyncio.wait({stopping, hurried}, return_when=asyncio.FIRST_COMPLETED)
+    hurried.cancel()
+    return 0 if stopping.done() else INTERRUPTED

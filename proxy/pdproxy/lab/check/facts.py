@@ -1,0 +1,217 @@
+"""What was learned of the engines, before anybody judges it. Plain values, so that every rule can be tested without an engine.
+
+Owns the vocabulary between gathering and judging. Times are in seconds, sizes in tokens; `None` means that it is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import msgspec
+
+from pdproxy.lab.check.metrics import Metrics
+from pdproxy.scheduling.nodes import Evidence
+from pdproxy.settings.schema import Role, Settings
+
+TroubleKind = Literal["unreachable", "silent", "broken", "unhealthy", "key"]
+"""No connection; no answer in time; an answer that is not HTTP or not JSON; a health route that says no; the key was refused."""
+Reach = Literal["open", "closed", "unresolvable", "untried"]
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """Why an engine could not be asked further."""
+
+    kind: TroubleKind
+    text: str
+
+
+class Card(msgspec.Struct, frozen=True):
+    """One entry of `/v1/models`. `parent` names an adapter's base model."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class Generated(msgspec.Struct, frozen=True):
+    """What an engine said to a prompt, greedily. `details`: whether its usage told how much was cached."""
+
+    text: str
+    ids: tuple[int, ...] = ()
+    details: bool = False
+    created: float = 0.0
+
+    def same(self, other: Generated) -> bool:
+        """Tell whether two answers are the same, by their ids where both have them."""
+        return self.ids == other.ids if self.ids and other.ids else self.text == other.text
+
+
+class Side(msgspec.Struct, frozen=True):
+    """The side channel that a prefill engine's handles name. `reach`: what a connection from this machine met there."""
+
+    engine_id: str
+    host: str
+    port: int
+    mode: str = "pull"
+    addresses: frozenset[str] = frozenset()
+    reach: Reach = "untried"
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """A handle that was held back for a while. `ended`: when its lease was over, None if it outlasted `watched`."""
+
+    watched: float
+    ended: float | None = None
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """What a decode engine does when KV can't be loaded. `answer` None: not tried, or it said neither."""
+
+    answer: Literal["fail", "recompute"] | None = None
+    why_not: str = ""
+
+
+class EngineFacts(msgspec.Struct, kw_only=True):
+    """One engine. With `trouble` set, what follows it may be missing."""
+
+    url: str
+    role: Role
+    trouble: Trouble | None = None
+    version: str = ""
+    cards: tuple[Card, ...] = ()
+    metrics: Metrics | None = None
+    """The first reading."""
+    restarted: bool = False
+    """Its start time changed while it was asked, or two of its handles name two engines."""
+    block_size: int | None = None
+    """As configured, else as its metrics say."""
+    canary: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    """For each base model the ids of the canary as a prompt and as a chat; empty where the engine refused."""
+    said: tuple[Generated, ...] = ()
+    """Its answers to the canary prompts."""
+    mute: str = ""
+    """Why it did not generate."""
+    addresses: frozenset[str] = frozenset()
+    """IP addresses of its URL's host."""
+    skew: float = 0.0
+    """How far its clock is ahead of ours, as far as a header in whole seconds tells."""
+    side: Side | None = None
+    no_handle: str = ""
+    """P: why its answer to a prefill leg gave no usable handle."""
+    lease: Lease | None = None
+    policy: Policy | None = None
+
+    @property
+    def is_proxy(self) -> bool:
+        """Whether it is a pdproxy and no engine."""
+        return self.metrics is not None and self.metrics.pdproxy
+
+    @property
+    def answers(self) -> bool:
+        """Whether it is an engine that could be asked."""
+        return self.trouble is None and not self.is_proxy
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The longest sequence it takes."""
+        return max((card.max_model_len for card in self.cards if card.max_model_len), default=None)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All models it serves, adapters included."""
+        return frozenset(card.id for card in self.cards)
+
+    @property
+    def base_names(self) -> frozenset[str]:
+        """The models it serves that are no adapters."""
+        return frozenset(card.id for card in self.cards if card.parent is None)
+
+    def evidence(self) -> Evidence:
+        """Return what the proxy's own scheduler would know of it."""
+        ids = tuple(part for name in sorted(self.canary) for part in self.canary[name])
+        return Evidence(self.names, self.version, self.block_size, ids, 0, 0.0)
+
+
+PairEnd = Literal["untried", "no_handle", "refused", "silent", "answered"]
+
+
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    """One request through a pair. Token counts are by D's own counters; `due` is what should have moved."""
+
+    end: PairEnd
+    text: str = ""
+    """Why it is untried, or what the engine said instead of an answer."""
+    prompt_tokens: int = 0
+    due: int = 0
+    moved: int = 0
+    failed: int = 0
+    """KV transfers that D counted as failed meanwhile."""
+    said: Generated | None = None
+    alone: Generated | None = None
+    """What D says to the same prompt without anybody's KV."""
+    seconds: float = 0.0
+    """From the decode leg's request to its whole answer."""
+    kept: bool = False
+    """P still held KV when the watch was over, although the handle was loaded or given back."""
+    counted: bool = True
+    """Whether D's counters could be read before and after."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether the split answer is another one than D's own."""
+        return self.said is not None and self.alone is not None and not self.said.same(self.alone)
+
+    @property
+    def well(self) -> bool:
+        """Whether the KV moved."""
+        return self.end == "answered" and self.counted and self.moved >= self.due > 0
+
+
+class PairFacts(msgspec.Struct, kw_only=True):
+    """A prefill and a decode engine together. A second try is made where the first answer differed."""
+
+    prefill: str
+    decode: str
+    tries: tuple[Split, ...] = ()
+
+    @property
+    def last(self) -> Split:
+        """What is to be judged: the last try."""
+        return self.tries[-1]
+
+
+class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine that the check runs on. `files`: the most open files a process may have, None: no limit."""
+
+    proxies: Mapping[str, str] = {}
+    """Variables that name HTTP proxies, with what they name (no passwords)."""
+    bypassed: frozenset[str] = frozenset()
+    """Engines' URLs that `no_proxy` takes out of it."""
+    files: int | None = None
+    files_needed: int = 0
+
+
+class Facts(msgspec.Struct, kw_only=True):
+    """All that was learned. Engines and pairs are in the order of the settings."""
+
+    settings: Settings
+    engines: list[EngineFacts]
+    pairs: list[PairFacts] = []
+    surroundings: Surroundings = Surroundings()
+    timeout: float = 10.0
+
+    def by_role(self, *roles: Role) -> list[EngineFacts]:
+        """Return the engines of these roles that could be asked."""
+        return [engine for engine in self.engines if engine.role in roles and engine.answers]
+
+    def engine(self, url: str) -> EngineFacts:
+        """Return an engine by its URL."""
+        return next(engine for engine in self.engines if engine.url == url)
+
+    def asked_pairs(self) -> Iterator[tuple[PairFacts, EngineFacts, EngineFacts]]:
+        """Yield the pairs that were looked at, each with its engines."""
+        for pair in self.pairs:
+            if pair.tries:
+                yield pair, self.engine(pair.prefill), self.engine(pair.decode)

@@ -1,0 +1,35 @@
+"""The machine that the check runs on: proxies in the environment, and how many files may be open."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterable, Mapping
+from urllib.parse import urlsplit
+from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]  # documented, but not in typeshed
+
+from pdproxy.app.server import FILES_A_REQUEST, FILES_BESIDES
+from pdproxy.lab.check.facts import Surroundings
+from pdproxy.settings.schema import Settings
+
+_PROXIES = ("http_proxy", "all_proxy")
+
+
+def look_around(settings: Settings, env: Mapping[str, str]) -> Surroundings:
+    """Return what of this machine and of `env` matters to a proxy with these settings."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # the server raises its soft limit by itself
+    bypass = {"no": next((value for name, value in env.items() if name.lower() == "no_proxy" and value), "")}
+    return Surroundings(
+        proxies={name: _without_password(value) for name, value in env.items() if name.lower() in _PROXIES and value},
+        bypassed=frozenset(_bypassed((node.url for node in settings.pool.nodes), bypass)),
+        files=None if hard == resource.RLIM_INFINITY else hard,
+        files_needed=settings.limits.max_inflight * FILES_A_REQUEST + FILES_BESIDES,
+    )
+
+
+def _bypassed(urls: Iterable[str], proxies: dict[str, str]) -> Iterable[str]:
+    # `proxies` is given, so that the standard library's rules for no_proxy are applied to it and not to os.environ.
+    return (url for url in urls if proxies["no"] and proxy_bypass_environment(urlsplit(url).netloc, proxies))
+
+
+def _without_password(value: str) -> str:
+    return value.rpartition("@")[2] if "@" in value else value

@@ -1,0 +1,196 @@
+"""Sends requests through pairs of engines, and watches what their counters make of it: one pair at a time, to know what moved.
+
+What may be sent to whom is decided in `likeness`; what it means, in `rules`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Callable
+
+from msgspec import structs
+
+from pdproxy.lab.check import prompts
+from pdproxy.lab.check.ask import Asker
+from pdproxy.lab.check.engines import Miss, complete, scrape
+from pdproxy.lab.check.facts import EngineFacts, Facts, Generated, Lease, PairEnd, PairFacts, Policy, Split
+from pdproxy.lab.check.handles import Handles, with_other_engine
+from pdproxy.lab.check.likeness import common_model, why_unpaired
+from pdproxy.lab.check.metrics import Metrics
+from pdproxy.lab.check.options import Options
+from pdproxy.wire.request import Parsed
+
+_MEASURED = (0, 32)
+"""The first version of vLLM of which it is known that a handle of an unknown engine does no harm."""
+
+
+class PairProbe:
+    """Tries the pairs of one check. `mark` returns something fresh each time."""
+
+    def __init__(self, asker: Asker, handles: Handles, options: Options, mark: Callable[[], str]) -> None:
+        self._asker, self._handles, self._options, self._mark = asker, handles, options, mark
+
+    async def pair(self, prefill: EngineFacts, decode: EngineFacts) -> PairFacts:
+        """Send a request through a pair; once more if its answer is another one than D's own."""
+        facts = PairFacts(prefill=prefill.url, decode=decode.url)
+        if why := why_unpaired(prefill, decode):
+            facts.tries = (Split(end="untried", text=why),)
+            return facts
+        for _ in range(2):
+            facts.tries += (await self._split(prefill, decode),)
+            if not facts.last.differs:
+                break
+        return facts
+
+    async def lease(self, prefill: EngineFacts, decode: EngineFacts) -> Lease | None:
+        """Hold a handle back for a while and see whether its lease ends; `decode` must be able to give it back."""
+        model, parsed = self._prompt(prefill, decode)
+        before = await scrape(self._asker, prefill.url)
+        handle = await self._handles.take(prefill, parsed, self._id("lease"))
+        if isinstance(handle, str) or before is None:
+            return None
+        begun, held, ended = time.monotonic(), False, None
+        while ended is None and (waited := time.monotonic() - begun) < self._options.lease_watch:
+            now = await scrape(self._asker, prefill.url)
+            if now is not None:
+                gone = held and now.kv_usage <= before.kv_usage and not before.busy
+                held = held or now.kv_usage > before.kv_usage
+                ended = waited if now.expired > before.expired or gone else None
+            if ended is None:
+                await asyncio.sleep(min(self._options.poll, self._options.lease_watch))
+        if ended is None:
+            await self._handles.give_back(prefill, decode.url, model, handle, before.kv_usage)
+        return Lease(self._options.lease_watch, ended)
+
+    async def policy(self, prefill: EngineFacts, decode: EngineFacts) -> Policy:
+        """Give D a handle of an engine that doesn't exist, and see whether it fails or computes; then give P's back."""
+        if not _measured(decode.version):
+            return Policy(why_not=f"not asked of vLLM {decode.version or '?'}")
+        model, parsed = self._prompt(prefill, decode)
+        before = await scrape(self._asker, prefill.url)
+        handle = await self._handles.take(prefill, parsed, self._id("policy"))
+        if isinstance(handle, str):
+            return Policy(why_not=handle)
+        body = self._handles.contract.decode_body(
+            parsed, parsed.prompts[0], with_other_engine(handle, str(uuid.UUID(int=0)))
+        )
+        said = await complete(self._asker, decode.url, body, self._id("policy"))
+        await self._handles.give_back(prefill, decode.url, model, handle, before.kv_usage if before else 0.0)
+        if isinstance(said, Generated):
+            return Policy("recompute")
+        return Policy("fail") if said.status == 500 else Policy(why_not=said.text)
+
+    async def _split(self, prefill: EngineFacts, decode: EngineFacts) -> Split:
+        model, parsed = self._prompt(prefill, decode)
+        held, counted = await asyncio.gather(scrape(self._asker, prefill.url), scrape(self._asker, decode.url))
+        handle = await self._handles.take(prefill, parsed, self._id("prefill"))
+        if isinstance(handle, str):
+            prefill.no_handle = handle
+            return Split(end="no_handle", text=handle)
+        due = _due(handle.prompt_tokens, decode.block_size or 1)
+        usage = held.kv_usage if held is not None else 0.0
+        begun = time.monotonic()
+        body = self._handles.contract.decode_body(parsed, parsed.prompts[0], handle)
+        said = await complete(self._asker, decode.url, body, self._id("decode"))
+        split = Split(
+            end="answered",
+            prompt_tokens=handle.prompt_tokens,
+            due=due,
+            seconds=time.monotonic() - begun,
+            counted=counted is not None and bool(counted.by_source),
+        )
+        if isinstance(said, Miss):
+            # One that is silent may yet fetch the KV: giving it back now could free blocks that are being read.
+            back = not said.silent and await self._handles.give_back(prefill, decode.url, model, handle, usage)
+            failed = _grown(counted, await scrape(self._asker, decode.url))[1]
+            end: PairEnd = "silent" if said.silent else "refused"
+            return structs.replace(split, end=end, text=said.text, failed=failed, kept=not back)
+        moved, failed = await self._moved(decode.url, counted, due)
+        if moved >= due:
+            freed = await self._handles.freed(prefill.url, usage, self._options.settle)
+        else:
+            freed = await self._handles.give_back(prefill, decode.url, model, handle, usage)
+        busy = held is None or held.busy  # others' KV comes and goes: nothing can be told
+        alone = await complete(self._asker, decode.url, prompts.salted(parsed, self._mark()), self._id("alone"))
+        return structs.replace(
+            split,
+            moved=moved,
+            failed=failed,
+            said=said,
+            alone=alone if isinstance(alone, Generated) else None,
+            kept=not freed and not busy,
+        )
+
+    async def _moved(self, decode: str, before: Metrics | None, due: int) -> tuple[int, int]:
+        """Return the prompt tokens that D has received and the transfers that failed, since `before`; counters may lag."""
+        end = time.monotonic() + self._options.settle
+        while True:
+            moved, failed = _grown(before, await scrape(self._asker, decode))
+            if moved >= due or before is None or time.monotonic() >= end:
+                return moved, failed
+            await asyncio.sleep(self._options.poll)
+
+    def _prompt(self, prefill: EngineFacts, decode: EngineFacts) -> tuple[str, Parsed]:
+        limits = [limit for limit in (prefill.max_model_len, decode.max_model_len) if limit is not None]
+        text = prompts.counting(self._mark(), decode.block_size or 1, min(limits, default=None))
+        model = common_model(prefill, decode)
+        return model, prompts.parsed(model, text)
+
+    def _id(self, what: str) -> str:
+        return f"pdproxy-check-{what}-{self._mark()}"
+
+
+async def try_pairs(probe: PairProbe, facts: Facts, lease_watch: float) -> None:
+    """Try all pairs, then the leases, then what D does when KV can't be loaded. Writes into `facts`."""
+    prefills = [engine for engine in facts.engines if engine.role == "prefill"]
+    decodes = [engine for engine in facts.engines if engine.role == "decode"]
+    silent: set[str] = set()
+    for prefill in prefills:
+        for decode in decodes:
+            if decode.url in silent:
+                untried = Split(end="untried", text=f"{decode.url} left an earlier request without an answer")
+                facts.pairs.append(PairFacts(prefill=prefill.url, decode=decode.url, tries=(untried,)))
+                continue
+            if prefill.no_handle:
+                untried = Split(end="no_handle", text=prefill.no_handle)
+                facts.pairs.append(PairFacts(prefill=prefill.url, decode=decode.url, tries=(untried,)))
+                continue
+            pair = await probe.pair(prefill, decode)
+            facts.pairs.append(pair)
+            if pair.last.end == "silent":
+                silent.add(decode.url)
+    proven = [(p, d) for p in prefills for d in decodes for pair in facts.pairs if _proven(pair, p, d)]
+    with_lease = {p.url: (p, d) for p, d in reversed(proven)}
+    if lease_watch > 0:
+        leases = await asyncio.gather(*(probe.lease(p, d) for p, d in with_lease.values()))
+        for (p, _), lease in zip(with_lease.values(), leases, strict=True):
+            p.lease = lease
+    for p, d in {d.url: (p, d) for p, d in reversed(proven)}.values():
+        d.policy = await probe.policy(p, d)
+
+
+def _proven(pair: PairFacts, prefill: EngineFacts, decode: EngineFacts) -> bool:
+    return pair.prefill == prefill.url and pair.decode == decode.url and pair.last.well
+
+
+def _due(prompt_tokens: int, block: int) -> int:
+    """Return how many tokens must have moved: all whole blocks, but where there are several not the last one.
+
+    Some models (hybrid ones, those with multi-token prediction) compute a prompt's last tokens again on D.
+    """
+    whole = prompt_tokens // block
+    return (whole if whole <= 1 else whole - 1) * block
+
+
+def _grown(before: Metrics | None, after: Metrics | None) -> tuple[int, int]:
+    if before is None or after is None:
+        return 0, 0
+    return int(after.external - before.external), int(after.failed_transfers - before.failed_transfers)
+
+
+def _measured(version: str) -> bool:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and (int(found[1]), int(found[2])) >= _MEASURED

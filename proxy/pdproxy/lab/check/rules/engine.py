@@ -1,0 +1,168 @@
+"""Rules about one engine by itself: is it there, is it one, does it work, is its clock right? Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pdproxy.lab.check.facts import EngineFacts, Facts
+from pdproxy.lab.check.findings import Finding
+
+MOST_SKEW = 5.0
+"""Seconds that clocks may be apart before logs and `created` of two machines can't be compared any more."""
+
+_KEY = "set auth.engine_api_key (or PDPROXY_AUTH__ENGINE_API_KEY) to the engine's --api-key"
+
+
+def down(facts: Facts) -> Iterator[Finding]:
+    """An engine that can't be asked."""
+    for engine in facts.engines:
+        if engine.trouble is None or engine.trouble.kind == "key":
+            continue
+        match engine.trouble.kind:
+            case "unreachable":
+                remedy = "start the engine, or correct its URL; from another machine it needs --host 0.0.0.0 and an open port"
+                if facts.surroundings.proxies and engine.url not in facts.surroundings.bypassed:
+                    remedy += "; pdproxy uses no HTTP proxy, so an engine behind one can't be reached"
+            case "silent":
+                remedy = (
+                    "the port takes connections and nobody answers: look whether the process hangs or is stopped, and restart"
+                    f" it; if it is only slow, give more than --timeout {facts.timeout:g}"
+                )
+            case "unhealthy":
+                remedy = "the engine's core has died or is still starting: look into its log, and restart it"
+            case _:
+                remedy = (
+                    "is this URL a vLLM server? It must be http://host:port with nothing before it that changes answers"
+                )
+        yield Finding(
+            level="error",
+            code="engine_down",
+            where=(engine.url,),
+            says=f"{_name(engine)}: {engine.trouble.text}",
+            remedy=remedy,
+        )
+
+
+def key(facts: Facts) -> Iterator[Finding]:
+    """An engine that refuses the key."""
+    has_key = facts.settings.auth.engine_api_key is not None
+    for engine in facts.engines:
+        if engine.trouble is not None and engine.trouble.kind == "key":
+            what = "refuses the key that is configured" if has_key else "wants a key, and none is configured"
+            yield Finding(
+                level="error",
+                code="wrong_key",
+                where=(engine.url,),
+                says=f"{_name(engine)} {what} ({engine.trouble.text})",
+                remedy=f"{_KEY}; all engines must take the same one",
+            )
+
+
+def clients_key(facts: Facts) -> Iterator[Finding]:
+    """An engine key without client keys is not sent for clients."""
+    if facts.settings.auth.engine_api_key is not None and not facts.settings.auth.api_keys:
+        yield Finding(
+            level="note",
+            code="clients_need_key",
+            says="auth.engine_api_key is set and auth.api_keys is empty: clients must bring the engines' key themselves",
+            remedy="set auth.api_keys to keys of your clients: then pdproxy checks those and sends its own to the engines",
+        )
+
+
+def not_an_engine(facts: Facts) -> Iterator[Finding]:
+    """A URL that leads to a proxy, or to something without vLLM's metrics."""
+    for engine in facts.engines:
+        metrics = engine.metrics
+        if engine.is_proxy:
+            yield Finding(
+                level="error",
+                code="not_an_engine",
+                where=(engine.url,),
+                says=f"{_name(engine)} is a pdproxy, not an engine",
+                remedy="give the URL of the vLLM server itself",
+            )
+        elif engine.answers and (metrics is None or not metrics.vllm):
+            yield Finding(
+                level="warning",
+                code="no_metrics",
+                where=(engine.url,),
+                says=f"{_name(engine)} shows no metrics of vLLM: nothing tells whether KV moves",
+                remedy="if a router answers here, give the engine's own URL; else start it without --disable-log-stats",
+            )
+        elif engine.answers and engine.role == "decode" and not (metrics is not None and metrics.by_source):
+            yield Finding(
+                level="warning",
+                code="no_metrics",
+                where=(engine.url,),
+                says=f"{_name(engine)}: its metrics do not say where prompt tokens come from: KV that never moves stays unseen",
+                remedy="use a vLLM that has vllm:prompt_tokens_by_source_total (0.32.0 has)",
+            )
+
+
+def changed(facts: Facts) -> Iterator[Finding]:
+    """An engine that was another one half-way."""
+    for engine in facts.by_role("prefill", "decode", "aggregated"):
+        if engine.restarted:
+            yield Finding(
+                level="error",
+                code="engine_changed",
+                where=(engine.url,),
+                says=f"{_name(engine)} was another process at the end of the check than at its beginning",
+                remedy="it has restarted (look into its log), or several engines share this URL: list each under its own",
+            )
+
+
+def mute(facts: Facts) -> Iterator[Finding]:
+    """An engine that is healthy and does not generate."""
+    for engine in facts.by_role("prefill", "decode", "aggregated"):
+        if engine.mute:
+            yield Finding(
+                level="error",
+                code="engine_mute",
+                where=(engine.url,),
+                says=f"{_name(engine)} says that it is healthy, but a completion of 8 tokens fails: {engine.mute}",
+                remedy="look into the engine's log; if its core hangs, restart it",
+            )
+        elif not engine.base_names:
+            yield Finding(
+                level="error",
+                code="no_model",
+                where=(engine.url,),
+                says=f"{_name(engine)} lists no model in /v1/models",
+                remedy="start it with a model, without a gateway that hides /v1/models",
+            )
+
+
+def clock(facts: Facts) -> Iterator[Finding]:
+    """An engine whose clock is off."""
+    for engine in facts.by_role("prefill", "decode", "aggregated"):
+        if abs(engine.skew) > MOST_SKEW:
+            way = "ahead of" if engine.skew > 0 else "behind"
+            yield Finding(
+                level="warning",
+                code="clock",
+                where=(engine.url,),
+                says=f"{_name(engine)}: its clock is {abs(engine.skew):.0f} s {way} this machine's",
+                remedy="run NTP on both: logs, metrics and `created` can't be compared otherwise",
+            )
+
+
+def busy(facts: Facts) -> Iterator[Finding]:
+    """An engine that was at work for others: counts may be off."""
+    for engine in facts.by_role("prefill", "decode"):
+        if engine.metrics is not None and engine.metrics.busy:
+            count = int(engine.metrics.running + engine.metrics.waiting)
+            yield Finding(
+                level="note",
+                code="busy",
+                where=(engine.url,),
+                says=f"{_name(engine)} had {count} other requests: its counters also count those, so numbers may be off",
+                remedy="for a proof without doubt, check while nobody else uses the engines",
+            )
+
+
+def _name(engine: EngineFacts) -> str:
+    return f"{engine.role} {engine.url}"
+
+
+RULES = (down, key, not_an_engine, changed, mute, clock, busy, clients_key)

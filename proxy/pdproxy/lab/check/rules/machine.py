@@ -1,0 +1,38 @@
+"""Rules about the machine that the check runs on, which is taken to be the proxy's own. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pdproxy.lab.check.facts import Facts
+from pdproxy.lab.check.findings import Finding
+
+
+def proxies(facts: Facts) -> Iterator[Finding]:
+    """HTTP proxies in the environment."""
+    caught = [engine.url for engine in facts.engines if engine.url not in facts.surroundings.bypassed]
+    if facts.surroundings.proxies and caught:
+        named = ", ".join(f"{name}={value}" for name, value in facts.surroundings.proxies.items())
+        yield Finding(
+            level="note",
+            code="http_proxy",
+            where=tuple(caught),
+            says=f"{named} is set: other programs' requests to these engines go there, pdproxy's own do not",
+            remedy="put the engines' hosts and pdproxy's into no_proxy, for curl, clients and benchmarks on this machine",
+        )
+
+
+def files(facts: Facts) -> Iterator[Finding]:
+    """Too few open files for `limits.max_inflight`."""
+    limit, need = facts.surroundings.files, facts.surroundings.files_needed
+    if limit is not None and limit < need:
+        inflight = facts.settings.limits.max_inflight
+        yield Finding(
+            level="warning",
+            code="open_files",
+            says=f"this machine allows a process {limit} open files, and limits.max_inflight = {inflight} needs {need}",
+            remedy="raise the hard limit (ulimit -Hn, LimitNOFILE= in systemd, --ulimit in Docker), or lower --max-inflight",
+        )
+
+
+RULES = (proxies, files)

@@ -1,0 +1,150 @@
+"""What an engine received: every request, whether its client left, and waiting for the next one.
+
+Owns the record, with bounded memory. Generating requests, handles given back and the rest stand in lists of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+
+
+@dataclass(eq=False)
+class Request:
+    """What an engine received. `left` is set when the client closed the connection before the answer was over."""
+
+    method: str
+    path: str
+    headers: list[tuple[str, str]]
+    """Names in lower case."""
+    body: bytes
+    connection: int
+    """The connection's number on this engine, from 1."""
+    arrived: float = field(default_factory=time.monotonic)
+    """Seconds on the monotonic clock."""
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    left_at: float | None = None
+    over: bool = False
+    """The answer was sent whole, or the engine itself has ended it."""
+    json: dict[str, Any] = field(init=False)
+    """The body as JSON; empty where it is no object."""
+
+    def __post_init__(self) -> None:
+        """Read the body."""
+        try:
+            found = json.loads(self.body) if self.body else {}
+        except (ValueError, RecursionError):
+            found = {}
+        self.json = found if isinstance(found, dict) else {}
+
+    @property
+    def generating(self) -> bool:
+        """Whether it is for one of the generating routes."""
+        return self.method == "POST" and self.path in GENERATING
+
+    @property
+    def release(self) -> bool:
+        """Whether it only gives a handle back."""
+        return self.generating and self.json.get("max_tokens") == 0
+
+    @property
+    def chat(self) -> bool:
+        """Whether it is for the chat route."""
+        return self.path == GENERATING[1]
+
+    @property
+    def stream(self) -> bool:
+        """Whether it asks for a stream."""
+        return self.generating and bool(self.json.get("stream"))
+
+    @property
+    def kv(self) -> dict[str, Any] | None:
+        """The `kv_transfer_params`, None if there are none."""
+        found = self.json.get("kv_transfer_params")
+        return found if isinstance(found, dict) else None
+
+    @property
+    def wants_handle(self) -> bool:
+        """Whether its answer will bring a handle."""
+        return bool((self.kv or {}).get("do_remote_decode")) and not self.stream
+
+    @property
+    def ident(self) -> str:
+        """The request's id, as vLLM takes it from the header."""
+        return self.header("x-request-id") or "none"
+
+    def header(self, name: str) -> str | None:
+        """The first header of that name."""
+        return next((value for key, value in self.headers if key == name.lower()), None)
+
+
+class _Log:
+    def __init__(self, most: int) -> None:
+        self.kept: deque[Request] = deque(maxlen=most)
+        self.total = 0
+        self._arrival = asyncio.Event()
+
+    def note(self, request: Request) -> None:
+        self.kept.append(request)
+        self.total += 1
+        self._arrival.set()
+
+    async def reached(self, count: int, timeout: float) -> Request:
+        async with asyncio.timeout(timeout):
+            while self.total < count:
+                self._arrival.clear()
+                await self._arrival.wait()
+        return self.kept[count - 1 - (self.total - len(self.kept))]
+
+
+class Journal:
+    """The requests that an engine received, the last `most` of each sort."""
+
+    def __init__(self, most: int = 1000) -> None:
+        self._generating, self._releases, self._others = (_Log(most) for _ in range(3))
+
+    def note(self, request: Request) -> None:
+        """Write a request down."""
+        if not request.generating:
+            self._others.note(request)
+        elif request.release:
+            self._releases.note(request)
+        else:
+            self._generating.note(request)
+
+    @property
+    def requests(self) -> deque[Request]:
+        """Generating requests."""
+        return self._generating.kept
+
+    @property
+    def releases(self) -> deque[Request]:
+        """Generating requests with `max_tokens: 0`: handles given back."""
+        return self._releases.kept
+
+    @property
+    def others(self) -> deque[Request]:
+        """All else."""
+        return self._others.kept
+
+    async def asked(self, count: int = 1, timeout: float = 5.0) -> Request:
+        """Wait until so many generating requests have come; return the last of them.
+
+        Raises:
+            TimeoutError: they did not come within `timeout` seconds.
+        """
+        return await self._generating.reached(count, timeout)
+
+    async def given_back(self, count: int = 1, timeout: float = 5.0) -> Request:
+        """Wait until so many handles have been given back; return the last such request.
+
+        Raises:
+            TimeoutError: they did not come within `timeout` seconds.
+        """
+        return await self._releases.reached(count, timeout)

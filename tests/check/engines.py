@@ -1,0 +1,98 @@
+"""Simulated engines on free loopback ports, and a check of them in one line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from pdproxy.lab.check.facts import Facts as Learned
+from pdproxy.lab.check.facts import Surroundings
+from pdproxy.lab.check.findings import Finding
+from pdproxy.lab.check.gather import gather
+from pdproxy.lab.check.options import Options
+from pdproxy.lab.check.rules import judge
+from pdproxy.settings.load import Engine as Listed
+from pdproxy.settings.load import Flag, load
+from pdproxy.settings.schema import Role, Settings
+from pdproxy.sim.facts import Facts, Hardware
+from pdproxy.sim.server import SimServer
+
+QUICK = Options(timeout=2.0, lease_watch=0.1, settle=0.5, poll=0.01)
+"""Simulated engines need no time for anything."""
+
+
+@dataclass
+class Checked:
+    """What a check came to."""
+
+    learned: Learned
+    findings: list[Finding]
+
+    def __getitem__(self, code: str) -> Finding:
+        found = [finding for finding in self.findings if finding.code == code]
+        assert found, f"no {code} in {self}"
+        return found[0]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{one.level} {one.code}: {one.says}" for one in self.findings) or "nothing found"
+
+    @property
+    def codes(self) -> set[str]:
+        return {finding.code for finding in self.findings}
+
+    @property
+    def bad(self) -> set[str]:
+        return {finding.code for finding in self.findings if finding.level != "note"}
+
+
+@dataclass
+class Bench:
+    """Starts engines, checks them, ends them."""
+
+    running: list[SimServer] = field(default_factory=list)
+
+    async def start(self, role: Role, **facts: Any) -> SimServer:
+        """An engine that is well but for `facts`."""
+        well = {"enable_prompt_tokens_details": True, "handshake_timeout": 0.2, "hardware": Hardware(speed=0)}
+        one = SimServer(Facts(role=role, **{**well, **facts}), chance=len(self.running))
+        await one.start()
+        self.running.append(one)
+        return one
+
+    def settings(self, *flags: Flag, more: tuple[Listed, ...] = ()) -> Settings:
+        """Settings that list all running engines."""
+        engines = [Listed(one.facts.role, one.url) for one in self.running]
+        return load(None, {}, flags, [*engines, *more])
+
+    async def check(self, settings: Settings | None = None, options: Options = QUICK) -> Checked:
+        """Check what runs."""
+        learned = await gather(settings or self.settings(), options, Surroundings())
+        return Checked(learned, judge(learned))
+
+    async def stop(self) -> None:
+        """End every engine."""
+        await asyncio.gather(*(one.stop() for one in self.running))
+
+    @property
+    def held(self) -> int:
+        """Handles that prefill engines still hold."""
+        return sum(len(one.engine.handles) for one in self.running)
+
+
+@asynccontextmanager
+async def listening(app: FastAPI) -> AsyncIterator[str]:
+    """Serve an application on a free port; yields its URL."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+    sock = server.config.bind_socket()
+    task = asyncio.create_task(server._serve([sock]))  # `serve` would take the signals of the test run
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task

@@ -1,0 +1,365 @@
+"""Engines that are wrong in one way each: the check names it, and what to do. The engines are simulated, the requests real."""
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from pdproxy.settings.load import Engine as Listed
+from pdproxy.settings.load import load
+from pdproxy.sim.memory import EMPTY
+from pdproxy.web.app import Answers, Readiness, create_app
+from tests.check.engines import QUICK, Bench, Checked, listening
+
+
+async def pair(bench: Bench, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None) -> Checked:
+    await bench.start("prefill", **(prefill or {}))
+    await bench.start("decode", **(decode or {}))
+    return await bench.check()
+
+
+async def test_a_good_pair_yields_nothing_and_leaves_nothing_behind(bench):
+    checked = await pair(bench)
+    assert checked.findings == []
+    (tried,) = checked.learned.pairs
+    assert tried.last.well
+    assert tried.last.moved == tried.last.prompt_tokens >= 3 * 16
+    assert not tried.last.differs
+    assert bench.held == 0
+    assert all(one.engine.stats.kv_cache_usage == 0 for one in bench.running)
+    assert bench.running[0].engine.stats.kv_expired == 0
+
+
+async def test_all_pairs_of_a_good_fleet_are_proven(bench):
+    for role in ("prefill", "prefill", "decode", "decode", "aggregated"):
+        await bench.start(role)
+    checked = await bench.check()
+    assert checked.findings == []
+    assert len(checked.learned.pairs) == 4
+    assert all(tried.last.well for tried in checked.learned.pairs)
+    assert bench.held == 0
+
+
+async def test_a_check_can_be_repeated(bench):
+    assert not (await pair(bench)).findings
+    assert not (await bench.check()).findings
+
+
+async def test_aggregated_engines_alone_are_fine(bench):
+    await bench.start("aggregated", connector="none")
+    assert (await bench.check()).findings == []
+
+
+async def test_swapped_roles(bench):
+    await bench.start("decode")
+    await bench.start("prefill")
+    one, other = (one.url for one in bench.running)
+    checked = await bench.check(load(None, {}, (), [Listed("prefill", one), Listed("decode", other)]))
+    found = checked["roles_swapped"]
+    assert found.level == "error"
+    assert set(found.where) == {one, other}
+    assert "swap their URLs" in found.remedy
+
+
+async def test_a_producer_that_decodes(bench):
+    checked = await pair(bench, decode={"kv_role": "kv_producer"})
+    assert "kv_consumer" in checked["decode_is_producer"].remedy
+
+
+async def test_kv_both_works_and_is_noted(bench):
+    checked = await pair(bench, {"kv_role": "kv_both"}, {"kv_role": "kv_both"})
+    assert checked.codes == {"prefill_is_consumer"}
+    assert checked["prefill_is_consumer"].level == "note"
+
+
+async def test_another_model(bench):
+    checked = await pair(bench, {"model": "llama"}, {"model": "qwen"})
+    found = checked["models_differ"]
+    assert found.level == "error"
+    assert "llama on prefill" in found.says
+    assert "--served-model-name" in found.remedy
+
+
+async def test_the_same_name_with_other_weights(bench):
+    checked = await pair(bench, decode={"weights": 1})
+    found = checked["weights_differ"]
+    assert found.level == "error"
+    assert "--revision" in found.remedy
+    assert checked.bad == {"weights_differ"}
+    assert bench.held == 0
+
+
+async def test_one_engine_of_four_with_other_weights_is_the_one_that_is_named(bench):
+    for role in ("prefill", "prefill", "decode", "decode"):
+        await bench.start(role, weights=int(len(bench.running) == 2))
+    checked = await bench.check()
+    assert [one.where[0] for one in checked.findings if one.code == "weights_differ"] == [bench.running[2].url]
+
+
+async def test_another_version(bench):
+    checked = await pair(bench, {"version": "0.31.1"})
+    assert "0.31.1 on prefill" in checked["versions_differ"].says
+    assert "same version" in checked["versions_differ"].remedy
+    assert checked.learned.pairs[0].last.end == "untried"
+
+
+async def test_another_template(bench):
+    checked = await pair(bench, decode={"template": "plain"})
+    assert checked.bad == {"templates_differ"}
+    assert "--chat-template" in checked["templates_differ"].remedy
+
+
+async def test_another_tokenizer(bench):
+    checked = await pair(bench, decode={"add_bos": True})
+    assert checked.bad == {"tokenizers_differ"}
+    assert "--tokenizer" in checked["tokenizers_differ"].remedy
+
+
+async def test_another_block_size_is_not_tried_since_that_would_kill_decode(bench):
+    checked = await pair(bench, {"block_size": 32})
+    assert checked.bad == {"block_sizes_differ"}
+    assert "--block-size" in checked["block_sizes_differ"].remedy
+    assert checked.learned.pairs[0].last.end == "untried"
+    assert not any(one.engine.dead for one in bench.running)
+
+
+async def test_another_max_model_len(bench):
+    checked = await pair(bench, {"max_model_len": 4096})
+    found = checked["max_model_len_differs"]
+    assert found.level == "warning"
+    assert "4096 on prefill" in found.says
+    assert "--max-model-len" in found.remedy
+
+
+async def test_a_short_max_model_len_still_gets_a_prompt_that_fits(bench):
+    checked = await pair(bench, {"max_model_len": 64}, {"max_model_len": 64})
+    assert checked.findings == []
+    assert checked.learned.pairs[0].last.well
+
+
+async def test_no_connector_on_decode_is_silent_recompute(bench):
+    checked = await pair(bench, decode={"connector": "none"})
+    found = checked["decode_no_connector"]
+    assert found.level == "error"
+    assert "never moved" in found.says
+    assert '"kv_role":"kv_consumer"' in found.remedy
+    assert checked["kv_kept"].level == "note", "nobody could give that KV back"
+
+
+async def test_no_connector_on_prefill(bench):
+    checked = await pair(bench, {"connector": "none"})
+    assert "no KV handle" in checked["no_connector"].says
+    assert '"kv_role":"kv_producer"' in checked["no_connector"].remedy
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
+async def test_a_wrong_side_channel_host(bench, host, policy, monkeypatch):
+    _keep_names_off_the_network(monkeypatch)
+    checked = await pair(bench, {"side_channel_host": host}, {"kv_load_failure_policy": policy})
+    found = checked["side_channel"]
+    assert found.level == "error"
+    assert f"{host}:" in found.says
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST" in found.remedy
+    assert not bench.running[1].engine.dead
+
+
+async def test_policy_recompute_is_noted(bench):
+    checked = await pair(bench, decode={"kv_load_failure_policy": "recompute"})
+    assert checked.codes == {"policy_recompute"}
+    assert checked["policy_recompute"].level == "note"
+    assert bench.held == 0
+
+
+async def test_prompt_details_off(bench):
+    checked = await pair(bench, decode={"enable_prompt_tokens_details": False})
+    found = checked["prompt_details_off"]
+    assert found.level == "warning"
+    assert "--enable-prompt-tokens-details" in found.remedy
+    assert checked.codes == {"prompt_details_off"}
+
+
+async def test_a_lease_that_is_too_short(bench):
+    await bench.start("prefill", kv_lease_duration=0.3)
+    await bench.start("decode")
+    checked = await bench.check(options=structs.replace(QUICK, lease_watch=5.0))  # over as soon as the lease is
+    found = checked["lease_short"]
+    assert found.level == "warning"
+    assert "kv_lease_duration" in found.remedy
+
+
+async def test_the_lease_is_not_watched_where_that_is_not_wanted(bench):
+    await bench.start("prefill", kv_lease_duration=0.3)
+    await bench.start("decode")
+    assert (await bench.check(options=structs.replace(QUICK, lease_watch=0.0))).findings == []
+
+
+@pytest.mark.parametrize("ours", [None, "another"])
+async def test_a_wrong_key(bench, ours):
+    await bench.start("prefill", api_key="right")
+    await bench.start("decode", api_key="right")
+    env = {"PDPROXY_AUTH__ENGINE_API_KEY": ours} if ours else {}
+    listed = [Listed(one.facts.role, one.url) for one in bench.running]
+    checked = await bench.check(load(None, env, (), listed))
+    found = checked["wrong_key"]
+    assert found.level == "error"
+    assert "auth.engine_api_key" in found.remedy
+    assert "right" not in str(checked)
+
+
+async def test_the_right_key(bench):
+    await bench.start("prefill", api_key="right")
+    await bench.start("decode", api_key="right")
+    env = {"PDPROXY_AUTH__ENGINE_API_KEY": "right", "PDPROXY_AUTH__API_KEYS": "client"}
+    checked = await bench.check(load(None, env, (), [Listed(one.facts.role, one.url) for one in bench.running]))
+    assert checked.findings == []
+
+
+async def test_an_engine_that_is_down(bench):
+    await bench.start("prefill")
+    decode = await bench.start("decode")
+    await decode.kill()
+    checked = await bench.check()
+    found = checked["engine_down"]
+    assert found.where == (decode.url,)
+    assert "start the engine" in found.remedy
+    assert checked.learned.pairs[0].last.end == "untried"
+
+
+async def test_an_engine_that_restarts_half_way(bench, monkeypatch):
+    prefill, decode = await bench.start("prefill"), await bench.start("decode")
+    generate = decode.engine.generate
+
+    def restarting(request):
+        if request.kv_transfer_params:
+            prefill.engine.started_at += 60
+        return generate(request)
+
+    monkeypatch.setattr(decode.engine, "generate", restarting)
+    assert (await bench.check())["engine_changed"].where == (prefill.url,)
+
+
+async def test_an_engine_whose_core_is_dead(bench):
+    await bench.start("prefill")
+    (await bench.start("decode")).engine.kill_core()
+    checked = await bench.check()
+    assert "503" in checked["engine_down"].says
+    assert "core has died" in checked["engine_down"].remedy
+
+
+async def test_a_frozen_process_takes_connections_and_never_answers(bench):
+    await bench.start("prefill")
+    decode = await bench.start("decode")
+    await decode.freeze()
+    checked = await bench.check(options=structs.replace(QUICK, timeout=0.3))
+    assert checked["engine_down"].where == (decode.url,)
+    assert "did not answer in 0.3 s" in checked["engine_down"].says
+    assert "--timeout" in checked["engine_down"].remedy
+
+
+async def test_a_frozen_core_is_healthy_and_mute(bench):
+    await bench.start("prefill")
+    (await bench.start("decode")).engine.freeze()
+    checked = await bench.check(options=structs.replace(QUICK, timeout=0.3))
+    found = checked["engine_mute"]
+    assert found.where == (bench.running[1].url,)
+    assert "healthy" in found.says
+    assert "log" in found.remedy
+
+
+async def test_decode_that_freezes_over_a_handle_is_asked_only_once(bench, monkeypatch):
+    """D's core works for itself and hangs as soon as it gets KV: the other pairs with it are not tried."""
+    first, second = [await bench.start("prefill") for _ in range(2)]
+    decode = await bench.start("decode")
+    generate = decode.engine.generate
+
+    def freezing(request):
+        if request.kv_transfer_params:
+            decode.engine.freeze()
+        return generate(request)
+
+    monkeypatch.setattr(decode.engine, "generate", freezing)
+    checked = await bench.check(options=structs.replace(QUICK, timeout=0.5))
+    assert [tried.last.end for tried in checked.learned.pairs] == ["silent", "untried"]
+    assert checked["split_silent"].where == (first.url, decode.url)
+    assert checked["pair_untried"].where == (second.url, decode.url)
+
+
+async def test_one_engine_in_two_roles_under_two_names(bench):
+    await bench.start("prefill")
+    decode = await bench.start("decode")
+    again = decode.url.replace("127.0.0.1", "localhost")
+    checked = await bench.check(bench.settings(more=(Listed("aggregated", again),)))
+    assert set(checked["same_engine"].where) == {decode.url, again}
+    assert "once" in checked["same_engine"].remedy
+
+
+async def test_kv_that_arrives_wrong(bench, monkeypatch):
+    """P's pages come empty: the counters are content, the text is not."""
+    prefill = await bench.start("prefill")
+    await bench.start("decode")
+    read = prefill.engine._side._read
+    monkeypatch.setattr(prefill.engine._side, "_read", lambda blocks: [EMPTY for _ in read(blocks)])
+    checked = await bench.check()
+    found = checked["split_differs"]
+    assert len(checked.learned.pairs[0].tries) == 2
+    assert "--kv-cache-dtype" in found.remedy
+
+
+async def test_an_aggregated_engine_with_another_template_is_a_warning(bench):
+    await bench.start("prefill")
+    await bench.start("decode")
+    await bench.start("aggregated", template="plain", weights=3)
+    checked = await bench.check()
+    assert checked["templates_differ"].level == "warning"
+    assert not any(one.level == "error" for one in checked.findings)
+
+
+async def test_a_url_that_is_pdproxy_itself(bench):
+    async def models() -> bytes:
+        return b'{"object":"list","data":[]}'
+
+    await bench.start("prefill")
+    app = create_app(
+        Answers(lambda key: None, lambda: Readiness(None, []), models, lambda: b"pdproxy_requests_total 1.0\n")
+    )
+    async with listening(app) as url:
+        checked = await bench.check(bench.settings(more=(Listed("decode", url),)))
+    assert checked.bad == {"not_an_engine"}
+    assert "vLLM server itself" in checked["not_an_engine"].remedy
+    assert checked.learned.pairs[0].last.end == "untried"
+
+
+async def test_requests_of_others_are_noted(bench):
+    prefill = await bench.start("prefill")
+    await bench.start("decode")
+    prefill.engine.stats.running = 3
+    assert "3 other requests" in (await bench.check())["busy"].says
+
+
+async def test_frozen_engines_are_asked_at_once_and_do_not_add_up(bench):
+    for role in ("prefill", "decode", "decode", "decode", "decode", "decode"):
+        await (await bench.start(role)).freeze()
+    async with asyncio.timeout(4):
+        checked = await bench.check(options=structs.replace(QUICK, timeout=1.0))
+    assert [one.code for one in checked.findings] == ["engine_down"] * 6
+
+
+def _keep_names_off_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names resolve as they would without a network, and at once; addresses reserved for documentation take no connection."""
+    resolve, connect = asyncio.BaseEventLoop.getaddrinfo, asyncio.open_connection
+
+    async def getaddrinfo(loop, host, *arguments, **more):
+        if str(host).endswith(".invalid"):
+            raise socket.gaierror(socket.EAI_NONAME, "no such host")
+        return await resolve(loop, host, *arguments, **more)
+
+    async def open_connection(host=None, *arguments, **more):
+        if str(host).startswith("192.0.2."):
+            raise ConnectionRefusedError("not on this network")
+        return await connect(host, *arguments, **more)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(asyncio, "open_connection", open_connection)

@@ -1,0 +1,307 @@
+"""One script of requests and faults, told to real engines and to simulated ones: a client must see the same of both.
+
+The simulator is what all other tests believe. Here it is held to what it stands for, directly, no proxy between.
+"""
+
+import asyncio
+import secrets
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import pytest
+
+from pdproxy.sim.facts import Facts, Hardware
+from pdproxy.sim.server import SimServer
+
+from .client import Answer, Progress, ask
+from .counters import Counters
+from .engine import BLOCK, CONTEXT, MODEL
+from .fleet import Fleet
+from .shapes import CHAT, COMPLETIONS, SHAPES, Shape, story
+from .skeleton import unlike, view
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600, func_only=True)]
+
+PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+# What a random model does with an image, a grammar's complaint or a tool is its own affair.
+UNLIKE = {
+    "chat-image": "the words depend on the model's modalities",
+    "error-schema": "xgrammar's own words",
+    "error-regex": "xgrammar's own words",
+    "error-bad-role": "the words are the chat template's and pydantic's union of message types",
+    "error-token-out-of-range": "the vocabularies differ in size",
+    "completion-stop-streamed": "whether there is an event before the stop is chance",
+    "completion-stop-included": "whether there is an event before the stop is chance",
+    "chat-stop-streamed": "whether there is an event before the stop is chance",
+    "chat-tools-required": "a random model's arguments are cut off, and then no call",
+    "chat-tools-named": "a random model's arguments are cut off, and then no call",
+    "chat-tools-auto": "a random model calls no tool of its own accord",
+    "chat-tools-auto-streamed": "a random model calls no tool of its own accord",
+    "chat-tools-auto-called": "the forced text is the grammar's, not the model's",
+    "chat-tools-auto-called-streamed": "the forced text is the grammar's, not the model's",
+}
+
+
+class Side(Protocol):
+    """A plain, a prefill and a decode engine, real or simulated."""
+
+    async def ask(self, role: str, path: str, body: dict[str, Any], progress: Progress | None = None) -> Answer:
+        """Send one request."""
+
+    async def counters(self, role: str) -> Counters:
+        """The engine's metrics."""
+
+    async def kill(self, role: str) -> None:
+        """SIGKILL."""
+
+    async def freeze(self, role: str) -> None:
+        """SIGSTOP."""
+
+    async def heal(self) -> None:
+        """Everything lives again."""
+
+
+class Real:
+    """The fleet's first engines of each role."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def _engine(self, role: str) -> Any:
+        return {"plain": self._fleet.plain, "p": self._fleet.prefills[0], "d": self._fleet.decodes[0]}[role]
+
+    async def ask(self, role: str, path: str, body: dict[str, Any], progress: Progress | None = None) -> Answer:
+        return await ask(self._engine(role).url, path, body, progress=progress)
+
+    async def counters(self, role: str) -> Counters:
+        return await asyncio.to_thread(self._engine(role).counters)
+
+    async def kill(self, role: str) -> None:
+        self._engine(role).kill()
+
+    async def freeze(self, role: str) -> None:
+        self._engine(role).signal(signal.SIGSTOP)
+
+    async def heal(self) -> None:
+        for role in ("p", "d"):
+            self._engine(role).signal(signal.SIGCONT)
+        await asyncio.to_thread(self._fleet.heal)
+
+
+class Simulated:
+    """Three simulated engines of the same facts."""
+
+    def __init__(self, engines: dict[str, SimServer]) -> None:
+        self._engines = engines
+
+    @classmethod
+    @asynccontextmanager
+    async def started(cls) -> AsyncIterator["Simulated"]:
+        common: dict[str, Any] = {
+            "model": MODEL,
+            "block_size": BLOCK,
+            "max_model_len": CONTEXT,
+            "num_gpu_blocks": 512,
+            "max_num_seqs": 16,
+            "enable_prompt_tokens_details": True,
+            "eos_every": 0,
+            "hardware": Hardware(decode_step_s=0.01),
+        }
+        async with (
+            SimServer(Facts(role="aggregated", **common)) as plain,
+            SimServer(Facts(role="prefill", **common)) as p,
+            SimServer(Facts(role="decode", **common)) as d,
+        ):
+            yield cls({"plain": plain, "p": p, "d": d})
+
+    async def ask(self, role: str, path: str, body: dict[str, Any], progress: Progress | None = None) -> Answer:
+        return await ask(self._engines[role].url, path, body, progress=progress)
+
+    async def counters(self, role: str) -> Counters:
+        from aiohttp import ClientSession
+
+        async with ClientSession() as session, session.get(f"{self._engines[role].url}/metrics") as answer:
+            return Counters.parse(await answer.text())
+
+    async def kill(self, role: str) -> None:
+        await self._engines[role].kill()
+
+    async def freeze(self, role: str) -> None:
+        await self._engines[role].freeze()
+
+    async def heal(self) -> None:
+        for role in ("p", "d"):
+            await self._engines[role].restart()
+
+
+@pytest.fixture
+async def simulated() -> AsyncIterator[Simulated]:
+    async with Simulated.started() as side:
+        yield side
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.name not in UNLIKE], ids=str)
+async def test_a_plain_engine_answers_alike(shape: Shape, fleet: Fleet, simulated: Simulated) -> None:
+    """Each request shape of the equality suite, whole and streamed, right and wrong."""
+    body = {k: v for k, v in shape.make(secrets.token_hex(6)).items() if k != "kv_transfer_params"}
+    if shape.status == 200:
+        body.setdefault("ignore_eos", True)
+    real, sim = await asyncio.gather(
+        Real(fleet).ask("plain", shape.path, body), simulated.ask("plain", shape.path, body)
+    )
+    assert not unlike(view(sim), view(real))
+
+
+def test_what_is_not_compared_exists() -> None:
+    """A shape that was renamed must not be left out in silence."""
+    assert set(UNLIKE) <= {shape.name for shape in SHAPES}
+
+
+# -- the script of P, D and their faults: each step returns what was seen
+
+Step = Callable[[Side], Awaitable[list[Any]]]
+
+
+def _body(**fields: Any) -> dict[str, Any]:
+    base = {
+        "model": MODEL,
+        "prompt": story(secrets.token_hex(6)),
+        "temperature": 0,
+        "max_tokens": 12,
+        "ignore_eos": True,
+    }
+    return base | fields
+
+
+async def _prefilled(side: Side, path: str, body: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
+    asked = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
+    answer = await side.ask("p", path, asked | {"max_tokens": 1, "kv_transfer_params": PREFILL})
+    return answer, answer.json["kv_transfer_params"]
+
+
+async def _external(side: Side) -> float:
+    found = await side.counters("d")
+    return found.sum("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
+
+
+async def _usage_falls(side: Side, within: float) -> bool:
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if (await side.counters("p")).sum("vllm:kv_cache_usage_perc") == 0:
+            return True
+        await asyncio.sleep(0.1)
+    return False
+
+
+async def handed_over(side: Side) -> list[Any]:
+    """P, then D, on both routes, whole and streamed; the prompt's KV comes from P, and P is free again."""
+    seen: list[Any] = []
+    for path, said in (
+        (COMPLETIONS, {}),
+        (CHAT, {"messages": [{"role": "user", "content": story(secrets.token_hex(6))}]}),
+    ):
+        for how in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
+            body = _body(**said, **how, return_token_ids=True)
+            if path == CHAT:
+                del body["prompt"]
+            first, handle = await _prefilled(side, path, body)
+            before = await _external(side)
+            second = await side.ask("d", path, body | {"kv_transfer_params": handle})
+            moved = await _external(side) - before
+            seen += [view(first), view(second), moved == handle["remote_num_tokens"], await _usage_falls(side, 5)]
+    return seen
+
+
+async def given_back(side: Side) -> list[Any]:
+    """D refuses a handle with max_tokens 0: P is free. A schema error releases nothing; the next refusal does."""
+    _, handle = await _prefilled(side, COMPLETIONS, _body())
+    refused = await side.ask("d", COMPLETIONS, _body(prompt="x", max_tokens=0, kv_transfer_params=handle))
+    free = await _usage_falls(side, 5)
+    _, handle = await _prefilled(side, COMPLETIONS, _body())
+    unread = await side.ask("d", COMPLETIONS, _body(prompt="x", max_tokens="abc", kv_transfer_params=handle))
+    still = await _usage_falls(side, 1.0)
+    await side.ask("d", COMPLETIONS, _body(prompt="x", temperature=-1, kv_transfer_params=handle))
+    return [view(refused), free, view(unread), still, await _usage_falls(side, 5)]
+
+
+async def recomputed(side: Side) -> list[Any]:
+    """Without do_remote_prefill D computes the prompt itself, and nobody says so."""
+    body = _body()
+    _, handle = await _prefilled(side, COMPLETIONS, body)
+    before = await _external(side)
+    answer = await side.ask("d", COMPLETIONS, body | {"kv_transfer_params": handle | {"do_remote_prefill": False}})
+    moved = await _external(side) - before
+    await side.ask("d", COMPLETIONS, _body(prompt="x", max_tokens=0, kv_transfer_params=handle))
+    return [view(answer), moved]
+
+
+async def wrong_engine(side: Side) -> list[Any]:
+    """A handle that names an engine which does not listen there: 500 whole, 200 and an error event streamed."""
+    seen: list[Any] = []
+    for path in (COMPLETIONS, CHAT):
+        for stream in (False, True):
+            body = _body(stream=stream)
+            if path == CHAT:
+                body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+            _, handle = await _prefilled(side, path, body)
+            wrong = handle | {"remote_engine_id": "somebody-else"}
+            seen.append(view(await side.ask("d", path, body | {"kv_transfer_params": wrong})))
+            await side.ask("d", COMPLETIONS, _body(prompt="x", max_tokens=0, kv_transfer_params=handle))
+    return [*seen, await _usage_falls(side, 5)]
+
+
+async def killed_prefill(side: Side) -> list[Any]:
+    """P dies after it has answered, D knew it: 500 at once, streamed as an error event."""
+    body = _body()
+    await side.ask("d", COMPLETIONS, body | {"kv_transfer_params": (await _prefilled(side, COMPLETIONS, body))[1]})
+    handles = [(await _prefilled(side, COMPLETIONS, one := _body()))[1] | {"body": one} for _ in range(2)]
+    await side.kill("p")
+    seen = []
+    for handle, stream in zip(handles, (False, True), strict=True):
+        asked = handle.pop("body") | {"stream": stream, "kv_transfer_params": handle}
+        seen.append(view(await side.ask("d", COMPLETIONS, asked)))
+    await side.heal()
+    return seen
+
+
+async def killed_decode(side: Side) -> list[Any]:
+    """D dies in the middle of a stream: the connection ends, nothing is said."""
+    progress = Progress(3)
+    asking = asyncio.create_task(side.ask("d", COMPLETIONS, _body(stream=True, max_tokens=1500), progress))
+    await progress.wait()
+    await side.kill("d")
+    answer = await asking
+    await side.heal()
+    return [answer.status, bool(answer.broken), answer.body.endswith(b"[DONE]\n\n")]
+
+
+async def longer_prompt(side: Side) -> list[Any]:
+    """A prompt that needs more blocks than the handle holds: the core dies, all fails, /health is 503 or nothing."""
+    _, handle = await _prefilled(side, COMPLETIONS, _body(prompt="short " * 20))
+    answer = await side.ask("d", COMPLETIONS, _body(kv_transfer_params=handle))
+    after = await side.ask("d", COMPLETIONS, _body())
+    await side.heal()
+    return [view(answer), after.status in (0, 500)]
+
+
+STEPS: list[Step] = [handed_over, given_back, recomputed, wrong_engine, killed_prefill, killed_decode, longer_prompt]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+async def test_prefill_and_decode_fare_alike(step: Step, fleet: Fleet, simulated: Simulated) -> None:
+    """What a client sees of each step is the same of real engines and of simulated ones."""
+    real = Real(fleet)
+    await real.heal()
+    wanted = await step(real)
+    await handed_over(simulated)  # the real ones have met, too
+    assert not unlike(await step(simulated), wanted)

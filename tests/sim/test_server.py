@@ -1,0 +1,429 @@
+"""The server of a simulated engine: its life as a process, its scripts, its journal, its admin port."""
+
+import asyncio
+import json
+import socket
+from contextlib import AsyncExitStack
+
+import pytest
+
+from pdproxy.sim.facts import Facts, Hardware
+from pdproxy.sim.journal import Journal, Request
+from pdproxy.sim.server import SimServer
+from tests.sim.raw import CHAT, COMPLETIONS, Raw, ask, chat, completion, get, post, turns, until
+
+FAST = Facts(hardware=Hardware(speed=0), eos_every=0)
+SLOW = Facts(hardware=Hardware(decode_step_s=30), eos_every=0)
+"""Never gets to its second token within a test."""
+
+
+@pytest.fixture
+async def sim():
+    async with SimServer(FAST, admin_port=0, chance=7) as made:
+        yield made
+        assert not made.crashes
+
+
+def port_of(url):
+    return int(url.rpartition(":")[2])
+
+
+# -- start and stop
+
+
+async def test_four_engines_in_one_event_loop():
+    async with AsyncExitStack() as stack:
+        sims = [await stack.enter_async_context(SimServer(FAST, chance=number)) for number in range(4)]
+        assert len({sim.port for sim in sims}) == 4
+        answers = await asyncio.gather(*(ask(sim.port, completion()) for sim in sims))
+    assert [one.answer.status for one in answers] == [200] * 4
+    for sim in sims:
+        with pytest.raises(ConnectionRefusedError):
+            await Raw.connect(sim.port)
+
+
+async def test_the_answer_has_the_headers_of_uvicorn(sim):
+    answer = (await ask(sim.port, completion())).answer
+    assert list(answer.headers)[:2] == ["date", "server"]
+    assert answer.headers["server"] == "uvicorn"
+
+
+async def test_a_port_that_is_taken_is_an_error_and_leaves_nothing():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for more in ({"port": port}, {"admin_port": port}):
+            sim = SimServer(FAST, **more)
+            with pytest.raises(OSError, match="in use"):
+                await sim.start()
+            assert not sim.listening
+
+
+async def test_stop_ends_whatever_is_under_way():
+    sim = SimServer(SLOW)
+    await sim.start()
+    sim.faults.add("stall@queued")
+    clients = [await Raw.connect(sim.port) for _ in range(3)]
+    for client, stream in zip(clients, (False, False, True), strict=True):
+        client.send(completion(stream))
+    await sim.journal.asked(3)
+    await asyncio.wait_for(sim.stop(), 5)
+    for client in clients:
+        await client.end()
+    await sim.stop()
+
+
+async def test_a_connection_serves_many_requests_also_in_a_row(sim):
+    client = await Raw.connect(sim.port)
+    client.send(get("/health") + completion() + get("/version"))
+    await client.until(lambda: b'{"version"' in client.data)
+    assert client.data.count(b"HTTP/1.1 200") == 3
+    assert sim.connections == 1
+
+
+async def test_pipelined_requests_behind_a_split_answer_keep_their_order(sim):
+    sim.faults.add("split@queued:cuts=8")
+    client = await Raw.connect(sim.port)
+    client.send(completion() + get("/version"))
+    await client.until(lambda: b'{"version"' in client.data)
+    first, mark, second = client.data.partition(b"}HTTP/1.1 200")
+    assert mark
+    assert first.count(b"HTTP/1.1 200") == 1
+    assert second.endswith(b'{"version":"0.32.0"}')
+
+
+# -- the life of a process
+
+
+async def test_a_killed_engine_drops_all_and_refuses(sim):
+    idle = await ask(sim.port, get("/health"))
+    sim.faults.add("stall@mid_stream")
+    busy = await Raw.connect(sim.port)
+    busy.send(completion(stream=True))
+    await until(lambda: sim.faults.happened)
+    await sim.kill()
+    for client in (idle, busy):
+        await client.end()
+    assert sim.requests[-1].over
+    assert not sim.requests[-1].left.is_set()
+    with pytest.raises(ConnectionRefusedError):
+        await Raw.connect(sim.port)
+
+
+async def test_a_killed_engine_that_has_not_read_all_resets(sim):
+    await sim.freeze()
+    client = await Raw.connect(sim.port)
+    await sim.kill()
+    client.send(completion())
+    assert (await client.end()).ended in ("reset", "eof")
+    assert not client.data
+
+
+async def test_a_restarted_engine_has_its_port_and_nothing_else(sim):
+    port, before = sim.port, sim.engine.engine_id
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    await ask(sim.port, completion(max_tokens=1, kv_transfer_params=params))
+    assert sim.engine.handles
+    await sim.restart()
+    assert (sim.port, sim.engine.handles) == (port, {})
+    assert sim.engine.engine_id != before
+    assert (await ask(port, completion())).answer.status == 200
+
+
+async def test_nobody_gets_the_port_while_an_engine_is_down(sim):
+    await sim.kill()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", sim.port))
+    await sim.restart()
+    assert sim.listening
+
+
+async def test_the_port_refuses_while_a_restart_takes_its_time(sim):
+    restarting = asyncio.create_task(sim.restart(down=0.05))
+    await until(lambda: not sim.listening)
+    with pytest.raises(ConnectionRefusedError):
+        await Raw.connect(sim.port)
+    await restarting
+    assert (await ask(sim.port, get("/health"))).answer.status == 200
+
+
+async def test_a_frozen_engine_keeps_sockets_and_takes_connections_without_a_word(sim):
+    old = await ask(sim.port, get("/health"))
+    old.pieces.clear()
+    await sim.freeze()
+    new = await Raw.connect(sim.port)
+    for client in (old, new):
+        client.send(completion())
+    await turns()
+    assert not sim.requests
+    assert not any(client.data or client.ended for client in (old, new))
+    await sim.thaw()
+    for client in (old, new):
+        assert (await client.whole()).answer.status == 200
+
+
+async def test_who_leaves_a_frozen_engine_is_noticed_when_it_goes_on():
+    async with SimServer(SLOW) as sim:
+        client = await Raw.connect(sim.port)
+        client.send(completion())
+        request = await sim.journal.asked()
+        await sim.freeze()
+        client.leave()
+        await turns()
+        assert not request.left.is_set()
+        await sim.thaw()
+        await asyncio.wait_for(request.left.wait(), 5)
+
+
+async def test_a_frozen_engine_can_be_killed_and_started_again(sim):
+    await sim.freeze()
+    client = await Raw.connect(sim.port)
+    await sim.restart()
+    await client.end()
+    assert (await ask(sim.port, completion())).answer.status == 200
+
+
+async def test_a_terminated_engine_closes_what_is_idle_and_falls_silent_elsewhere(sim):
+    idle = await ask(sim.port, get("/health"))
+    sim.faults.add("slow@mid_stream:delay=600")
+    busy = await Raw.connect(sim.port)
+    busy.send(completion(stream=True))
+    await until(lambda: sim.faults.happened)
+    await sim.terminate()
+    await idle.end()
+    await turns()
+    assert not busy.ended
+    assert not busy.answer.complete
+    with pytest.raises(ConnectionRefusedError):
+        await Raw.connect(sim.port)
+    await sim.restart()
+    await busy.end()
+
+
+async def test_orders_that_make_no_sense_do_nothing(sim):
+    await sim.thaw()
+    await sim.kill()
+    await sim.freeze()
+    await sim.terminate()
+    await sim.thaw()
+    assert sim.life == "down"
+
+
+# -- scripts
+
+
+async def test_scripts_answer_one_request_each_then_the_engine(sim):
+    async def whole(reply):
+        await reply.whole(b'{"a": 1}', 201, [("x-more", "yes")])
+
+    async def stream(reply):
+        await reply.start()
+        await reply.pieces(b"data: 1\n\n", b"data: 2\n\n")
+        await reply.finish()
+
+    sim.faults.script(whole, stream)
+    client = await ask(sim.port, completion())
+    assert (client.answer.status, client.answer.json, client.answer.headers["x-more"]) == (201, {"a": 1}, "yes")
+    client.pieces.clear()
+    client.send(completion())
+    assert (await client.whole()).answer.chunks == [b"data: 1\n\n", b"data: 2\n\n"]
+    client.pieces.clear()
+    client.send(completion())
+    assert (await client.whole()).answer.json["object"] == "text_completion"
+    assert [request.connection for request in sim.requests] == [1, 1, 1], "the connection was kept"
+    assert all(request.over for request in sim.requests)
+
+
+@pytest.mark.parametrize(("how", "ended"), [("eof", "eof"), ("reset", "reset")])
+async def test_a_script_ends_the_connection(sim, how, ended):
+    async def script(reply):
+        await reply.raw(b"HTTP/1.1 200 OK\r\n")
+        getattr(reply, how)()
+
+    sim.faults.script(script)
+    seen = await (await ask(sim.port, completion())).end()
+    assert (seen.data, seen.ended) == (b"HTTP/1.1 200 OK\r\n", ended)
+    assert sim.requests[-1].over
+
+
+async def test_a_script_that_stalls_ends_when_the_client_leaves(sim):
+    ended = asyncio.Event()
+
+    async def script(reply):
+        try:
+            await reply.stall()
+        finally:
+            ended.set()
+
+    sim.faults.script(script)
+    client = await Raw.connect(sim.port)
+    client.send(completion())
+    request = await sim.journal.asked()
+    client.leave()
+    await asyncio.wait_for(ended.wait(), 5)
+    assert request.left_at is not None
+    assert not request.over
+
+
+async def test_a_script_reads_the_request_and_lets_the_engine_answer(sim):
+    seen = []
+
+    async def script(reply):
+        seen.append((reply.request.json["prompt"], reply.request.chat, reply.request.ident))
+        await reply.serve()
+
+    sim.faults.script(script)
+    answer = (await ask(sim.port, post(COMPLETIONS, "x-request-id: a7\r\n", prompt="one", max_tokens=1))).answer
+    assert seen == [("one", False, "a7")]
+    assert answer.json["id"] == "cmpl-a7"
+
+
+async def test_scripts_for_routes_releases_and_all_others(sim):
+    def says(body):
+        async def script(reply):
+            await reply.whole(body)
+
+        return script
+
+    sim.scripts.routes["/health"] = says(b"1")
+    sim.scripts.on_release = says(b"2")
+    sim.scripts.default = says(b"3")
+    sim.faults.script(says(b"4"))
+    requests = (get("/health"), completion(max_tokens=0), completion(), chat())
+    assert [(await ask(sim.port, one)).answer.body for one in requests] == [b"1", b"2", b"4", b"3"]
+
+
+@pytest.mark.filterwarnings("default")
+async def test_a_script_that_fails_is_a_crash_that_tests_can_see():
+    async def script(reply):
+        raise KeyError("oops")
+
+    async with SimServer(FAST) as sim:
+        sim.faults.script(script)
+        assert (await ask(sim.port, completion())).ended
+        assert sim.crashes == ["/v1/completions: KeyError('oops')"]
+
+
+# -- the journal
+
+
+async def test_the_journal_tells_what_came_and_who_left():
+    async with SimServer(SLOW) as sim:
+        await ask(sim.port, get("/health"))
+        client = await Raw.connect(sim.port)
+        client.send(chat(max_tokens=9))
+        request = await sim.journal.asked()
+        assert (request.method, request.path, request.json["max_tokens"], request.connection) == ("POST", CHAT, 9, 2)
+        assert request.header("Content-Type") == "application/json"
+        assert not request.over
+        assert not request.left.is_set()
+        client.leave()
+        await asyncio.wait_for(request.left.wait(), 5)
+        assert request.left_at is not None
+        assert request.left_at >= request.arrived
+        assert not request.over
+        assert [one.path for one in sim.journal.others] == ["/health"]
+        await until(lambda: not sim.engine.stats.running)
+
+
+async def test_handles_given_back_are_no_requests(sim):
+    assert (await ask(sim.port, completion(max_tokens=0))).answer.status == 400
+    assert not sim.requests
+    assert (await sim.journal.given_back()).json["max_tokens"] == 0
+
+
+async def test_the_journal_forgets_what_is_old():
+    journal = Journal(most=2)
+    for number in range(3):
+        journal.note(Request("POST", COMPLETIONS, [], json.dumps({"n": number}).encode(), 1))
+    assert [request.json["n"] for request in journal.requests] == [1, 2]
+    assert (await journal.asked(3)).json["n"] == 2
+    with pytest.raises(TimeoutError):
+        await journal.asked(4, timeout=0.01)
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"\xff", b"[" * 100_000])
+def test_a_body_that_is_no_object_reads_as_an_empty_one(body):
+    request = Request("POST", COMPLETIONS, [], body, 1)
+    assert (request.json, request.kv, request.stream, request.release) == ({}, None, False, False)
+
+
+# -- the admin port
+
+
+def delete(path):
+    return f"DELETE {path} HTTP/1.1\r\nhost: sim\r\n\r\n".encode()
+
+
+async def admin(sim, data):
+    return (await ask(port_of(sim.admin_url), data)).answer
+
+
+async def test_faults_are_armed_listed_and_disarmed(sim):
+    armed = await admin(sim, post("/faults", kind="status", at="queued", next=2, status=503))
+    assert (armed.status, armed.json["id"], armed.json["args"]["status"]) == (201, 1, 503)
+    await admin(sim, post("/faults", kind="reset", rate=0.5, args={}))
+    assert (await ask(sim.port, completion())).answer.status == 503
+    listed = (await admin(sim, get("/faults"))).json
+    assert [(one["id"], one["kind"], one["left"], one["fired"]) for one in listed["armed"]] == [
+        (1, "status", 1, 1),
+        (2, "reset", None, 0),
+    ]
+    assert listed["happened"] == {"status@queued": 1}
+    assert (await admin(sim, delete("/faults/1"))).status == 204
+    assert list(sim.faults.armed) == [2]
+    assert "no fault 1" in (await admin(sim, delete("/faults/1"))).json["error"]
+    await admin(sim, delete("/faults"))
+    assert not sim.faults.armed
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "named"),
+    [
+        (post("/faults", kind="nonsense"), 400, "nonsense"),
+        (post("/faults", at="queued"), 400, "kind is missing"),
+        (post("/faults", kind="reset", at="never"), 400, "never"),
+        (post("/faults", kind="reset", at=7), 400, "7"),
+        (post("/faults", kind="reset", next=[]), 400, "next"),
+        (post("/faults", kind="reset", args=3), 400, "args"),
+        (post("/faults", kind=["reset"]), 400, "kind"),
+        (post("/faults", kind="status", status="x"), 400, "status"),
+        (post("/faults", kind="status", status=None), 400, "status"),
+        (b"POST /faults HTTP/1.1\r\nhost: sim\r\ncontent-length: 1\r\n\r\n{", 400, "no JSON"),
+        (b"POST /faults HTTP/1.1\r\nhost: sim\r\ncontent-length: 2\r\n\r\n[]", 400, "an object"),
+        (get("/nowhere"), 404, "/nowhere"),
+        (get("/kill"), 405, "/kill"),
+        (delete("/faults/99"), 404, "99"),
+    ],
+)
+async def test_the_admin_port_names_what_is_wrong(sim, data, status, named):
+    answer = await admin(sim, data)
+    assert answer.status == status
+    assert named in answer.json["error"]
+    assert not sim.faults.armed
+
+
+async def test_the_admin_port_commands_life_and_death(sim):
+    lives = []
+    for order in ("freeze", "thaw", "terminate", "restart", "kill", "restart"):
+        lives.append((await admin(sim, post(f"/{order}"))).json["life"])
+    assert lives == ["frozen", "up", "terminated", "up", "down", "up"]
+    assert (await ask(sim.port, completion())).answer.status == 200
+
+
+async def test_the_admin_port_looks_inside():
+    async with SimServer(FAST, admin_port=0) as sim:
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        await ask(sim.port, completion(max_tokens=1, kv_transfer_params=params))
+        state = (await admin(sim, get("/state"))).json
+        assert state["engine_id"] == sim.engine.engine_id
+        assert (state["life"], state["dead"], state["running"], state["waiting"]) == ("up", False, 0, 0)
+        ((name, left),) = state["handles"].items()
+        assert name.startswith("cmpl-")
+        assert 0 < left <= 30
+        assert 0 < state["kv_cache_usage"] <= 1
+        assert (await admin(sim, post("/expire_leases"))).json["handles"] == {}
+        assert (await admin(sim, post("/kill_core"))).json["dead"]
+
+
+async def test_an_engine_without_an_admin_port_has_no_url():
+    assert SimServer(FAST).admin_url is None
