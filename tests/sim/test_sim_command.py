@@ -103,6 +103,7 @@ def test_a_port_that_is_taken_is_one_line(capsys: pytest.CaptureFixture[str]) ->
         ("--template none", "--template"),
         ("--speed -1", "--speed"),
         ("--speed fast", "--speed"),
+        ("--speed nan", "--speed"),
         ("--prefill-tokens-per-s 0", "--prefill-tokens-per-s"),
         ("--port 70000", "--port"),
         ("--port http", "--port"),

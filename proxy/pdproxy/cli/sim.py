@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import re
 import signal
 import sys
@@ -136,7 +137,10 @@ class _WrongOptionError(ValueError):
 
 def _converted(name: str, text: Any, annotation: Any) -> Any:
     try:
-        return msgspec.convert(text, annotation, strict=False)
+        value = msgspec.convert(text, annotation, strict=False)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise msgspec.ValidationError("no number")
+        return value
     except msgspec.ValidationError as error:
         number = "a whole number" if "`int`" in str(error) else "a number"
         wanted = " or ".join(_choices(annotation)) or number

@@ -58,6 +58,25 @@ def passing(armed: Armed, at: Moment, exchange: Exchange) -> bool:
             # What the API server has in hand is written; a stream's next event would have come from the core.
             return not (exchange.request.stream and exchange.writer.head_out) or at == "after"
         case _:
+            return at == "after" and _behind(fault, exchange)
+    return True
+
+
+def _behind(fault: Fault, exchange: Exchange) -> bool:
+    """Do what befalls a connection right behind a whole answer, before the next request can be read; return whether it did."""
+    line = exchange.line
+    match fault.kind:
+        case "reset":
+            line.wire.reset()
+        case "eof":
+            line.wire.close()
+        case "stall":
+            line.deafen()
+        case "garbage":
+            line.wire.write(GARBAGE)
+            if fault.args["close"]:
+                line.wire.close()
+        case _:
             return False
     return True
 
@@ -72,17 +91,12 @@ async def act(fault: Fault, exchange: Exchange) -> None:
         case "eof":
             exchange.ended()
             exchange.line.wire.close()
-        case "stall" if exchange.line.complete:
-            exchange.line.deafen()
-            return
         case "stall":
             pass
         case "half_chunk":
             await _half(exchange)
         case "garbage" if fault.args["what"] == "http":
             await _noise(fault, exchange)
-            if exchange.line.complete:
-                return
         case "kill" | "restart" | "no_fin":
             exchange.host.stop_soon(fault.kind, float(fault.args.get("down", 0.0)))
         case _:

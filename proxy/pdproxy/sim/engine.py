@@ -45,23 +45,6 @@ class _Stream:
         self.wake.set()
 
 
-class Hold:
-    """Something that waits inside the engine until it is released; `reached` is set when the first does."""
-
-    def __init__(self) -> None:
-        self.reached = asyncio.Event()
-        self._released = asyncio.Event()
-
-    def release(self) -> None:
-        """Let it go on."""
-        self._released.set()
-
-    async def wait(self) -> None:
-        """Wait here."""
-        self.reached.set()
-        await self._released.wait()
-
-
 class Engine:
     """One simulated engine. `start` it inside a running event loop, `stop` it there."""
 
@@ -85,8 +68,6 @@ class Engine:
         self._tasks = TaskOwner("engine")
         self._side = link.SideChannel(self._read, self._notified)
         self._failing_loads = 0
-        self._held_requests: Hold | None = None
-        self._held_pulls: Hold | None = None
 
     async def start(self) -> None:
         """Listen on the side channel and begin to step.
@@ -123,8 +104,6 @@ class Engine:
         core = self._alive()
         stream = self._streams[request.id] = _Stream()
         core.add(request, self._now())
-        if self._held_requests is not None:
-            self._held_requests.reached.set()
         self._wake.set()
         over = False
         try:
@@ -189,16 +168,6 @@ class Engine:
         """Let the next `count` KV pulls of this engine fail."""
         self._failing_loads += count
 
-    def hold_requests(self) -> Hold:
-        """Stop stepping as soon as the next request has come."""
-        self._held_requests = Hold()
-        return self._held_requests
-
-    def hold_pulls(self) -> Hold:
-        """Let the next KV pulls wait before they read."""
-        self._held_pulls = Hold()
-        return self._held_pulls
-
     async def restart(self) -> None:
         """Start anew: a new engine id, empty memory; running requests see `EngineDeadError`."""
         await self.stop()
@@ -230,9 +199,6 @@ class Engine:
         planned = 0.0
         while not self.dead:
             await self._awake.wait()
-            if self._held_requests is not None and self._held_requests.reached.is_set():
-                await self._held_requests.wait()
-                self._held_requests = None
             self._wake.clear()
             now = self._now()
             try:
@@ -296,9 +262,6 @@ class Engine:
     async def _pull(self, core: Core, pull: Pull) -> None:
         begun = self._now()
         await asyncio.sleep(self.facts.hardware.transfer_s(pull.tokens))
-        if (hold := self._held_pulls) is not None:
-            await hold.wait()
-            self._held_pulls = None
         try:
             if self._failing_loads:
                 self._failing_loads -= 1

@@ -1,0 +1,26 @@
+"""Simulated engines behind HTTP."""
+
+import pytest
+
+from pdproxy.sim.facts import Facts
+from pdproxy.sim.server import SimServer
+from tests.sim.moments import FAST
+
+
+@pytest.fixture
+async def sim():
+    async with SimServer(FAST, chance=7) as made:
+        yield made
+        assert not made.crashes
+
+
+@pytest.fixture
+async def pair():
+    facts = {"hardware": FAST.hardware, "eos_every": 0, "handshake_timeout": 0.2}
+    async with (
+        SimServer(Facts(role="prefill", **facts), chance=1) as p,
+        SimServer(Facts(role="decode", **facts), chance=2) as d,
+    ):
+        yield p, d
+        assert not p.crashes
+        assert not d.crashes
