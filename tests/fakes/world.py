@@ -17,9 +17,12 @@ from pdproxy.app.compose import Proxy
 from pdproxy.app.server import uvicorn_config
 from pdproxy.observe.events import Event, HandleEnded, RequestEnded
 from pdproxy.settings.schema import Auth, Deadlines, Limits, Node, Pool, Probes, Settings
+from pdproxy.sim.api.template import render
+from pdproxy.sim.tokenizer import Tokenizer
 from tests.fakes.books import Books
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.engine import FakeEngine
+from tests.sim.engines import plain
 
 DEADLINES = Deadlines(
     connect=1,
@@ -41,14 +44,27 @@ PROMPT = "import os\ndef main(argv):\n    for name in os.listdir(argv[1]):\n    
 _E = TypeVar("_E")
 
 
+def _said(prompt: str) -> str:
+    """What one engine alone says to a prompt in four tokens."""
+    ids = tuple(Tokenizer().encode(prompt))
+    return Tokenizer().decode(plain(ids, 4, model="tiny", eos_every=0))
+
+
+TEXT = _said(PROMPT)
+"""The answer to `completion()`."""
+CHAT_TEXT = _said(render("chatml", [{"role": "user", "content": PROMPT}]))
+"""The answer to `chat()`."""
+
+
 def completion(**fields: Any) -> dict[str, Any]:
     """The body of a completion with a prompt of some blocks."""
-    return {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, **fields}
+    return {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0, **fields}
 
 
 def chat(**fields: Any) -> dict[str, Any]:
     """The body of a chat."""
-    return {"model": "tiny", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4, **fields}
+    messages = [{"role": "user", "content": PROMPT}]
+    return {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0, **fields}
 
 
 class _Recorder:
@@ -183,6 +199,9 @@ async def world(
         before(made)
     if not strangers:
         proxy.custodian.met = lambda prefill, decode: True  # type: ignore[method-assign]
+        for one in made.prefill:
+            for other in (*made.decode, *made.aggregated):
+                other.meet(one)
     if probed:
         proxy.start()
         await until(lambda: all(node.probed for node in proxy.ledger.nodes))
@@ -193,6 +212,7 @@ async def world(
             await made.quiet()
             assert not books.unknown, "an engine got a handle that no engine gave out"
             assert not [crash for engine in engines for crash in engine.crashes]
+            await until(lambda: not books.held())
             assert "held" not in books.endings, books.history
             assert len(made.events(HandleEnded)) == len(books.history), "each handle is ended just once by the proxy"
     finally:
@@ -206,7 +226,7 @@ async def world(
         await proxy.custodian.settle(0)
         await proxy.stop()
         for engine in engines:
-            engine.stop()
+            await engine.close()
         if server.server_state.tasks:
             await asyncio.wait(set(server.server_state.tasks), timeout=2)
 

@@ -12,7 +12,7 @@ import pytest
 from pdproxy.observe.events import HandleEnded
 from pdproxy.wire.request import Incoming, Route
 from tests.fakes import answers, scripts
-from tests.fakes.world import World, completion, until, world
+from tests.fakes.world import COMPLETIONS, World, completion, until, world
 
 
 class _Output:
@@ -96,6 +96,9 @@ async def test_cancelled_at_every_await(body: str, failing: bool, times: int) ->
     """For every k: after a cancel at the k-th wait, and another in the clean-up, nothing is left and handles ended once."""
     async with world(2, 2, limits={"breaker_failures": 1000}) as w:
         stop, given = 1, 0
+        await w.ask(COMPLETIONS, completion())
+        await w.quiet()
+        idle = len(asyncio.all_tasks())
         while True:
             for engine in w.engines:
                 engine.scripts.clear()
@@ -113,5 +116,5 @@ async def test_cancelled_at_every_await(body: str, failing: bool, times: int) ->
             stop += 1
         assert stop > 2
         assert output.body
-        await until(lambda: len(asyncio.all_tasks()) <= 1 + len(w.proxy.ledger.nodes) + 2)
+        await until(lambda: len(asyncio.all_tasks()) <= idle)
         assert w.metric("pdproxy_inflight") == 0

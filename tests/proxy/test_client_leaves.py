@@ -133,7 +133,7 @@ async def test_after_the_decode_engine_was_asked_and_its_headers_come_in_the_gra
         await w.quiet()
         assert ends(w) == ["aborted"]
         assert not w.decode[0].releases
-        assert w.books.endings == {"aborted": 1}
+        await until(lambda: w.books.endings == {"aborted": 1})
 
 
 @pytest.mark.parametrize("status", [400, 500])

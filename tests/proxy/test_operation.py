@@ -99,7 +99,7 @@ async def test_an_engine_that_was_down_is_asked_anew(path: str) -> None:
         engine, other = w.decode
         engine.admin["/health"] = scripts.whole(b"", 500)
         await w.probe()
-        engine.template = "[{role}]"  # another engine on the same port, with the same start time
+        engine.be(template="plain")  # another engine on the same port, with the same start time
         engine.admin = {path: scripts.whole(b"", 503)}
         await w.probe()
         details = (await w.get("/ready")).json["details"]
@@ -195,7 +195,9 @@ async def test_models_are_merged() -> None:
         assert answer.status == 200
         assert answer.json["object"] == "list"
         assert [card["id"] for card in answer.json["data"]] == ["tiny", "other"]
-        assert answer.json["data"][0] == {"id": "tiny", "object": "model", "root": "./model", "parent": None}
+        own = (await w.decode[0].get("/v1/models"))["data"][0]
+        same = ("id", "object", "root", "parent", "max_model_len")
+        assert [answer.json["data"][0][key] for key in same] == [own[key] for key in same]
         for engine in w.decode:
             engine.stop()
         await w.probe()
@@ -263,13 +265,21 @@ async def test_the_documentation_lists_the_generating_routes() -> None:
             assert {"200", "400", "401", "413", "502", "503", "504"} <= set(operation["responses"])
 
 
+def _saying(text: str) -> Script:
+    async def script(reply: Reply) -> None:
+        reply.engine.loaded(reply.request)
+        await reply.whole(answers.whole(False, [1], text, 1))
+
+    return script
+
+
 async def test_no_prompt_and_no_key_in_any_log_line(caplog: pytest.LogCaptureFixture) -> None:
     """At the finest level, through good and bad ends, no line holds a prompt, an answer or a key."""
     secret_prompt, secret_key, secret_answer = "PROMPTSECRET" * 4, "KEYSECRET", "ANSWERSECRET"
     caplog.set_level(logging.DEBUG, "pdproxy")
     async with world(decode=2, auth={"api_keys": (secret_key,), "engine_api_key": "ENGINE" + secret_key}) as w:
         for engine in w.decode:
-            engine.words = (secret_answer,)
+            engine.default = _saying(secret_answer)
             engine.script(scripts.whole(answers.INTERNAL_500, 500), scripts.streams(then="eof"))
         key = [("authorization", f"Bearer {secret_key}")]
         for body in (

@@ -8,8 +8,8 @@ import pytest
 
 from pdproxy.observe.events import LegFailed
 from tests.fakes import answers, scripts
-from tests.fakes.engine import Script
-from tests.fakes.world import CHAT, COMPLETIONS, chat, completion, world
+from tests.fakes.engine import Script, prefilled
+from tests.fakes.world import CHAT, COMPLETIONS, TEXT, chat, completion, world
 
 BROKEN: dict[str, Script] = {
     "500": scripts.whole(answers.INTERNAL_500, 500),
@@ -46,7 +46,7 @@ async def test_another_prefill_engine_takes_over(broken: str) -> None:
         first = w.prefill[1]  # round robin begins behind the first
         first.script(script)
         answer = await w.ask(COMPLETIONS, completion())
-        assert (answer.status, answer.text) == (200, " tzCFobjectlist")
+        assert (answer.status, answer.text) == (200, TEXT)
         assert len(first.requests) == 1
         assert len(w.prefill[0].requests) == 1
         assert w.decode[0].requests[0].kv is not None
@@ -63,7 +63,7 @@ async def test_one_engine_alone_where_no_prefill_engine_is_left(broken: str) -> 
     async with world() as w:
         w.prefill[0].script({**BROKEN, **NO_HANDLE}[broken])
         answer = await w.ask(COMPLETIONS, completion(stream=True))
-        assert (answer.status, answer.text) == (200, " tzCFobjectlist")
+        assert (answer.status, answer.text) == (200, TEXT)
         assert "kv_transfer_params" not in w.decode[0].requests[0].json
         reason = "no_handle" if broken in NO_HANDLE else "prefill_failed"
         assert w.metric("pdproxy_alone_total", reason=reason) == 1
@@ -167,8 +167,7 @@ async def test_ids_that_the_prefill_engine_does_not_say() -> None:
     async def script(reply: scripts.Reply) -> None:
         body = json.loads(reply.request.body)
         ids = reply.engine.tokenize(body)
-        params = scripts.handle(reply.engine, ids)
-        reply.engine.books.given(params)
+        params = await prefilled(reply.engine, ids)
         await reply.whole(answers.whole(False, ids, "x", 1, ids=False, kv=params))
 
     async with world() as w:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.world import CHAT, COMPLETIONS, chat, completion, world
+from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, chat, completion, world
 
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "long enough for some blocks of KV"}]}]
@@ -54,9 +54,15 @@ async def test_alone_by_rule(path: str, fields: dict[str, Any], reason: str) -> 
         (COMPLETIONS, {"n": 1, "echo": False, "prompt_logprobs": None, "use_beam_search": False}),
         (COMPLETIONS, {"prompt": list(range(40)), "logprobs": 2, "min_tokens": 2}),
         (COMPLETIONS, {"prompt": ["only one prompt, but a list, and long enough"]}),
-        (COMPLETIONS, {"stream": None, "max_tokens": None, "n": None}),
+        (COMPLETIONS, {"stream": None, "max_tokens": None}),
         (CHAT, {"messages": PARTS, "logprobs": True, "top_logprobs": 2}),
-        (CHAT, {"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function"}]}),
+        (
+            CHAT,
+            {
+                "messages": [{"role": "user", "content": "hi"}],
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+            },
+        ),
         (CHAT, {"response_format": {"type": "json_object"}}),
     ],
 )
@@ -86,7 +92,7 @@ async def test_alone_streams_have_usage_only_if_asked(stream: bool) -> None:
         assert (b'"choices":[],"usage"' in answer.body) is False
         report = await w.ended()
         assert report.prompt_tokens is not None
-        assert report.completion_tokens == 4
+        assert report.completion_tokens == 8, "four for each choice"
         asked = await w.ask(COMPLETIONS, completion(n=2, stream=True, stream_options={"include_usage": True}))
         assert b'"choices":[],"usage"' in asked.body
 
@@ -113,7 +119,7 @@ async def test_aggregated_engines_serve_alone_first() -> None:
     async with world(prefill=0, decode=0, aggregated=2) as w:
         for stream in (True, False):
             answer = await w.ask(CHAT, chat(stream=stream))
-            assert answer.text == " tzCFobjectlist"
+            assert answer.text == CHAT_TEXT
         assert [len(engine.requests) for engine in w.aggregated] == [1, 1]
         assert w.metric("pdproxy_alone_total", reason="no_pair") == 2
 

@@ -10,7 +10,7 @@ import pytest
 from pdproxy.observe.events import KvShortfall
 from tests.fakes import answers, scripts
 from tests.fakes.engine import Reply
-from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, world
+from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, World, chat, completion, world
 
 
 def _model(w: World) -> None:
@@ -18,15 +18,15 @@ def _model(w: World) -> None:
 
 
 def _version(w: World) -> None:
-    w.prefill[0].version = "0.31.0"
+    w.prefill[0].be(version="0.31.0")
 
 
 def _block(w: World) -> None:
-    w.prefill[0].block_size = 32
+    w.prefill[0].be(block_size=32)
 
 
 def _template(w: World) -> None:
-    w.prefill[0].template = "[{role}]"
+    w.prefill[0].be(template="plain")
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ async def test_an_engine_that_changes_is_asked_again() -> None:
     async with world() as w:
         await w.ask(CHAT, chat())
         assert len(w.prefill[0].requests) == 1
-        w.prefill[0].template = "[{role}]"
+        w.prefill[0].be(template="plain")
         w.prefill[0].started += 100
         await w.probe()
         await w.ask(CHAT, chat())
         assert len(w.prefill[0].requests) == 1
-        w.prefill[0].template = w.decode[0].template
+        w.prefill[0].be(template="chatml")
         w.prefill[0].started += 100
         await w.probe()
         await w.ask(CHAT, chat())
@@ -107,8 +107,8 @@ async def test_silent_recomputing_is_noticed(caplog: pytest.LogCaptureFixture) -
     async with world() as w:
         w.decode[0].moves_kv = False
         await w.probe()
-        for _ in range(3):
-            assert (await w.ask(COMPLETIONS, completion())).status == 200
+        for number in range(3):
+            assert (await w.ask(COMPLETIONS, completion(prompt=f"{number} {PROMPT}"))).status == 200
         await w.quiet()
         for _ in range(3):
             await w.probe()
@@ -180,8 +180,9 @@ async def test_an_engine_that_does_not_count_is_said_to_be_blind() -> None:
     """Without the counters there is no audit, and /ready says so."""
 
     def blind(w: World) -> None:
-        w.decode[0].by_source = {}
-        w.decode[0].moves_kv = True
+        w.decode[0].admin["/metrics"] = scripts.whole(
+            b'process_start_time_seconds 1.0\nvllm:cache_config_info{block_size="16",engine="0"} 1.0\n'
+        )
 
     async with world(before=blind) as w:
         details = (await w.get("/ready")).json["details"]
