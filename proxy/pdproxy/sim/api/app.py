@@ -18,6 +18,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdproxy.sim.api import metrics
@@ -120,7 +121,7 @@ def create_app(engine: Engine, date: Callable[[], str] = _today) -> FastAPI:
         return response({"prompt": engine.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     for path in _SCALE_OUT:
-        app.add_api_route(path, _disabled, methods=["POST"], response_model=None)
+        _add(app, path, _disabled, ["POST"])
     _about(app, engine)
     if engine.facts.api_key is not None:
         app.add_middleware(_Keys, key=engine.facts.api_key)
@@ -149,9 +150,16 @@ class _Vary:
         await self._app(scope, receive, sending if scope["type"] == "http" else send)
 
 
-async def _disabled() -> Response:
+async def _disabled(_: Request) -> Response:
     message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
     return response(error_body(message, "PermissionDeniedError", 403), 403)
+
+
+def _add(app: FastAPI, path: str, endpoint: Callable[[Request], Awaitable[Response]], methods: list[str]) -> None:
+    """Add a route without parameters: Starlette's own, which is made ten times faster than FastAPI's."""
+    route = Route(path, endpoint, methods=methods)
+    route.methods = set(methods)  # Starlette would answer HEAD, too; FastAPI's routes, and so vLLM's, don't
+    app.router.routes.append(route)
 
 
 def _tokenized(engine: Engine, body: TokenizeBody, date: Callable[[], str]) -> Response:
@@ -172,10 +180,10 @@ def _tokenized(engine: Engine, body: TokenizeBody, date: Callable[[], str]) -> R
 def _about(app: FastAPI, engine: Engine) -> None:
     """The routes that tell about the engine."""
 
-    async def health() -> Response:
+    async def health(_: Request) -> Response:
         return Response(status_code=503 if engine.dead else 200)
 
-    async def models() -> Response:
+    async def models(_: Request) -> Response:
         created = int(time.time())
         permission = {
             "id": f"modelperm-{token_hex(8)}",
@@ -200,16 +208,16 @@ def _about(app: FastAPI, engine: Engine) -> None:
         }
         return response({"object": "list", "data": [card]})
 
-    async def version() -> Response:
+    async def version(_: Request) -> Response:
         return response({"version": engine.facts.version})
 
     async def load(request: Request) -> Response:
         return response({"server_load": request.state.load.count})
 
-    async def page() -> Response:
+    async def page(_: Request) -> Response:
         return Response(metrics.page(engine), headers={"content-type": metrics.CONTENT_TYPE})
 
-    routes: tuple[tuple[str, Callable[..., Awaitable[Response]], list[str]], ...] = (
+    routes: tuple[tuple[str, Callable[[Request], Awaitable[Response]], list[str]], ...] = (
         ("/health", health, ["GET"]),
         ("/ping", health, ["GET", "POST"]),
         ("/v1/models", models, ["GET"]),
@@ -218,4 +226,4 @@ def _about(app: FastAPI, engine: Engine) -> None:
         ("/metrics", page, ["GET"]),
     )
     for path, endpoint, methods in routes:
-        app.add_api_route(path, endpoint, methods=methods, response_model=None)
+        _add(app, path, endpoint, methods)

@@ -1,0 +1,120 @@
+"""Every fault at every moment, on the prefill and on the decode engine: what the client sees through the proxy.
+
+A client sees one of three things, and never anything else: the right answer; an error with a status and an OpenAI body; a
+stream that was right as far as it came and ends in an error event. After it no block, task or lease is left.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pdproxy.sim.faults import Fault
+from pdproxy.sim.kinds import KINDS, Moment
+from tests.fakes.client import Answer
+from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
+
+DEADLINES = {
+    "connect": 0.5,
+    "prefill": 0.5,
+    "first_token": 0.5,
+    "between_tokens": 0.5,
+    "release": 0.5,
+    "abandoned_prefill": 0.5,
+    "total": 1.6,
+}
+LEASE = 0.7
+"""Seconds. Where P's answer is lost, or D fell silent with the handle, only the lease can free P's blocks."""
+PASSING = ("slow", "split", "join", "lease_expiry", "load_failure")
+"""Kinds that delay an answer or cut it elsewhere, or that the proxy can go round."""
+SILENT = ("stall", "freeze", "no_fin")
+STREAM_ONLY: tuple[Moment, ...] = ("before_first_token", "mid_stream", "before_done")
+
+
+def cases() -> list[tuple[str, str, Moment, bool]]:
+    """Engine, kind, moment and whether the client streams, as far as they go together."""
+    found = []
+    for kind, facts in KINDS.items():
+        for moment in facts.moments:
+            for stream in (False, True):
+                if not stream and (moment in STREAM_ONLY or facts.streams):
+                    continue
+                if stream and facts.replaces and moment != "queued":
+                    continue  # its head is out by then
+                found.append(("decode", kind, moment, stream))
+            # A prefill leg is never streamed.
+            if moment not in STREAM_ONLY and not facts.streams:
+                found.append(("prefill", kind, moment, True))
+    return found
+
+
+def seen(answer: Answer) -> str:
+    """Which of the three it is; anything else fails."""
+    if answer.status != 200:
+        error = answer.json["error"]
+        assert isinstance(error["message"], str)
+        assert error["message"]
+        assert error["code"] == answer.status
+        assert answer.status in (500, 502, 503, 504), answer.body
+        return "error"
+    assert answer.ended, "a body without its end"
+    if answer.header("content-type") == "application/json":
+        assert answer.text == TEXT
+        return "right"
+    if answer.events[-1] == b"data: [DONE]\n\n" and b'"error"' not in answer.body:
+        assert answer.text == TEXT
+        return "right"
+    error = json.loads(answer.events[-1].removeprefix(b"data: "))["error"]
+    assert isinstance(error["message"], str)
+    before = b"".join(answer.events[:-1])
+    assert b"[DONE]" not in before
+    text = Answer(200, answer.headers, before, [], True).text if before else ""
+    assert TEXT.startswith(text)
+    return "error event"
+
+
+async def lives_again(w: World) -> None:
+    """Bring every engine back to life, and see that all is well."""
+    for engine in w.engines:
+        engine.sim.faults.clear()
+        if engine.sim.life == "frozen":
+            await engine.sim.thaw()
+        if engine.sim.life != "up" or engine.sim.engine.dead:
+            await engine.sim.restart()
+    await w.quiet()
+
+
+def expected(role: str, kind: str, moment: Moment, stream: bool) -> str:
+    """What the client sees: errors only where an answer was under way that can't be had again, or nobody says anything."""
+    if role == "prefill" or moment == "after" or kind in PASSING:
+        return "right"
+    if stream:
+        return "error event" if moment in ("mid_stream", "last_chunk", "before_done") else "right"
+    # A whole answer has no deadline but the request's own: an engine may think for long.
+    return "error" if kind in SILENT or (kind, moment) == ("garbage", "head") else "right"
+
+
+def may_expire(role: str, kind: str, moment: Moment) -> bool:
+    """Whether P's lease may have to end by itself."""
+    lost = role == "prefill" and moment not in ("accept", "queued")
+    return lost or kind in ("lease_expiry", *SILENT) or (kind, moment) == ("garbage", "head")
+
+
+@pytest.mark.parametrize(("role", "kind", "moment", "stream"), cases())
+async def test_what_a_client_sees(role: str, kind: str, moment: Moment, stream: bool) -> None:
+    prefills, decodes = (2, 1) if role == "prefill" else (1, 2)
+    async with world(prefills, decodes, deadlines=DEADLINES, leaves=True, lease=LEASE) as w:
+        engine = (w.prefill if role == "prefill" else w.decode)[1]  # round robin begins behind the first
+        engine.sim.faults.add(Fault(kind=kind, at=moment))
+        answer = await w.ask(COMPLETIONS, completion(stream=stream))
+        assert seen(answer) == expected(role, kind, moment, stream), (answer.status, answer.body)
+        assert engine.sim.faults.happened or kind == "refuse", "the fault came to nothing"
+        expired = sum(one.sim.engine.stats.kv_expired for one in w.prefill)
+        await lives_again(w)
+        assert seen(await w.ask(COMPLETIONS, completion(stream=stream))) == "right"
+        await w.quiet()
+        await until(lambda: not w.books.held())
+        assert all(one.core().pool.usage == 0 for one in w.engines)
+        if not may_expire(role, kind, moment):
+            assert expired + sum(one.sim.engine.stats.kv_expired for one in w.prefill) == 0
