@@ -43,18 +43,23 @@ class _Server(uvicorn.Server):
 def run(settings: Settings) -> int:
     """Serve until told to stop. Return the exit code: 0, 1 if it died, 2 if it can't start, 130 at a second Ctrl-C."""
     configure(settings.observe.log_level, settings.observe.log_format)
-    _check_files(settings.limits.max_inflight)
+    check_files(settings.limits.max_inflight)
     try:
-        listener = _listen(settings.listen.host, settings.listen.port)
+        listener = listen(settings.listen.host, settings.listen.port)
     except OSError as error:
         address = f"{settings.listen.host}:{settings.listen.port}"
         sys.stderr.write(f"pdproxy: can't listen on listen.host:listen.port = {address}: {error.strerror or error}\n")
         return 2
     with listener:
-        return uvloop.run(_serve(settings, listener))
+        return uvloop.run(_serve_until_signalled(settings, listener))
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket; port 0 is any free one.
+
+    Raises:
+        OSError: the port is taken, or the address is not ours.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -68,7 +73,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _check_files(max_inflight: int) -> None:
+def check_files(max_inflight: int) -> None:
     """Raise the soft limit on open files as far as needed and allowed; say so if that is not enough."""
     need = max_inflight * FILES_A_REQUEST + FILES_BESIDES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -101,13 +106,37 @@ def uvicorn_config(proxy: Proxy) -> uvicorn.Config:
     )
 
 
-async def _serve(settings: Settings, listener: socket.socket) -> int:
+class Ending:
+    """Counts the requests to stop."""
+
+    def __init__(self, at_once: asyncio.Event | None = None) -> None:
+        """Make one that nobody has asked yet; `at_once` may be shared with whoever else has to hurry then."""
+        self.asked = asyncio.Event()
+        self.at_once = at_once or asyncio.Event()
+
+    def signalled(self, number: int) -> None:
+        """Take a signal: the first asks, a second SIGINT insists."""
+        if self.asked.is_set() and number == signal.SIGINT:
+            self.at_once.set()
+        self.asked.set()
+
+    def take_signals(self, *numbers: signal.Signals) -> None:
+        """Have the running loop hand these signals over."""
+        loop = asyncio.get_running_loop()
+        for number in numbers:
+            loop.add_signal_handler(number, self.signalled, number)
+
+
+async def _serve_until_signalled(settings: Settings, listener: socket.socket) -> int:
+    ending = Ending()
+    ending.take_signals(signal.SIGTERM, signal.SIGINT)
+    return await serve(settings, listener, ending)
+
+
+async def serve(settings: Settings, listener: socket.socket, ending: Ending) -> int:
+    """Serve on a listener until asked to end, drain, and return `run`'s exit code. Takes no signals."""
     proxy = Proxy.build(settings)
     server = _Server(uvicorn_config(proxy))
-    ending = _Ending()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ending.signalled, number)
     proxy.start()
     port = listener.getsockname()[1]
     logger.info("pdproxy %s listens on http://%s:%d", __version__, settings.listen.host, port)
@@ -130,17 +159,3 @@ async def _serve(settings: Settings, listener: socket.socket) -> int:
         logger.error("the server ended by itself")
         return 1
     return INTERRUPTED if ending.at_once.is_set() else 0
-
-
-class _Ending:
-    """Counts the requests to stop."""
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.at_once = asyncio.Event()
-
-    def signalled(self, number: int) -> None:
-        """Take a signal: the first asks, a second SIGINT insists."""
-        if self.asked.is_set() and number == signal.SIGINT:
-            self.at_once.set()
-        self.asked.set()

@@ -1,0 +1,113 @@
+"""`pdproxy demo`: engines, the proxy, traffic and a live view, in one command."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdproxy.cli.parser import USAGE_ERROR
+
+if TYPE_CHECKING:
+    from pdproxy.cli.parser import Commands
+
+MOST = 64
+"""Engines of a role. A demo with more is a mistake in typing."""
+LONGEST = 604_800.0
+"""Seconds in a week."""
+
+
+def add(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "demo",
+        help="run engines, the proxy and some traffic, and watch",
+        description="Run prefill and decode engines, the proxy before them and a trickle of chats, and show what goes on."
+        " Simulated engines need no GPU and no model. Ctrl-C ends all of it.",
+        usage="pdproxy demo [--prefill N] [--decode N] [--engine sim|vllm] [option ...]",
+        epilog="example: pdproxy demo --prefill 1 --decode 3",
+    )
+    parser.add_argument("--engine", choices=("sim", "vllm"), default="sim", help="(default: sim)")
+    parser.add_argument("--prefill", metavar="N", type=_count, help="prefill engines (default: 2; vllm: 1)")
+    parser.add_argument("--decode", metavar="N", type=_count, help="decode engines (default: 2; vllm: 1)")
+    parser.add_argument("--model", metavar="NAME", help="its name; vllm: what to serve (default: a tiny model on CPUs)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=_port, default=8000, help="port to listen on; 0: any free one (default: 8000)")
+    parser.add_argument("--quiet", action="store_true", help="no traffic of its own, no figures without a terminal")
+    parser.add_argument("--seconds", metavar="N", type=_seconds, help="end after so long (default: at Ctrl-C)")
+    group = parser.add_argument_group("real engines (--engine vllm)")
+    group.add_argument("--vllm", metavar="PATH", default="vllm", help="vLLM's program (default: the one on the PATH)")
+    group.add_argument("--wait", metavar="S", type=_seconds, default=600.0, help="until all are ready (default: 600)")
+    group.add_argument("--vllm-args", metavar="FLAGS", default="", help="more flags for each, as one quoted text")
+    parser.add_argument("--capture", metavar="FILE", type=Path, help=argparse.SUPPRESS)  # the last view, as SVG
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the demo, return its exit code."""
+    try:
+        flags = tuple(shlex.split(arguments.vllm_args))
+    except ValueError as error:
+        return _fail(f"--vllm-args: {error}", USAGE_ERROR)
+    # Imported here: the libraries take a while to load, and wrong options should be told at once.
+    from pdproxy.lab.demo.options import DemoError, Options
+    from pdproxy.lab.demo.run import run as run_demo
+
+    usual = 2 if arguments.engine == "sim" else 1
+    options = Options(
+        engine=arguments.engine,
+        prefill=arguments.prefill or usual,
+        decode=arguments.decode or usual,
+        model=arguments.model,
+        host=arguments.host,
+        port=arguments.port,
+        quiet=arguments.quiet,
+        seconds=arguments.seconds,
+        wait=arguments.wait,
+        vllm=arguments.vllm,
+        vllm_args=flags,
+        capture=arguments.capture,
+    )
+    try:
+        return run_demo(options, _say)
+    except DemoError as error:
+        return _fail(str(error), error.code)
+    except BrokenPipeError:
+        # Whoever read us is gone. What is left in the buffer must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _fail(text: str, code: int) -> int:
+    sys.stderr.write(f"pdproxy demo: {text}\n")
+    return code
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST:
+        raise argparse.ArgumentTypeError(f"expected 1 to {MOST}, got {text!r}")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 <= int(text) <= 65_535:
+        raise argparse.ArgumentTypeError(f"expected 0 to 65535, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= LONGEST:
+        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
+    return value

@@ -1,0 +1,1 @@
+"""Tests of `pdproxy demo`: its arithmetic, its looks, its traffic, and the command as a process."""

@@ -1,0 +1,160 @@
+"""`pdproxy demo` as a process, with simulated engines."""
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.demo.processes import PROMPT, in_terminal, running
+
+SHOW_CURSOR, HIDE_CURSOR = b"\x1b[?25h", b"\x1b[?25l"
+
+
+async def shell(line: str) -> bytes:
+    process = await asyncio.create_subprocess_shell(
+        line, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    async with asyncio.timeout(30):
+        out, _ = await process.communicate()
+    assert process.returncode == 0
+    return out
+
+
+def streamed(out: bytes) -> str:
+    events = [line[6:] for line in out.decode().splitlines() if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    return "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1])
+
+
+async def test_the_printed_curl_gets_an_answer_and_ctrl_c_ends_with_0() -> None:
+    async with running("--port", "0") as demo:
+        await demo.until(PROMPT)
+        assert streamed(await shell(demo.after("curl ")))
+        await demo.until("engines 4/4 up")
+        demo.process.send_signal(signal.SIGINT)
+        assert await demo.ended() == 0
+        assert await demo.errors() == ""
+
+
+async def test_the_printed_python_gets_an_answer() -> None:
+    pytest.importorskip("openai")
+    async with running("--port", "0", "--quiet", "--model", 'it\'s a "model"') as demo:
+        printed = await demo.until(PROMPT)
+        program = printed.partition("openai):\n\n")[2].partition("\n\nCtrl-C")[0]
+        process = await asyncio.create_subprocess_exec(*(sys.executable, "-c", program), stdout=asyncio.subprocess.PIPE)
+        async with asyncio.timeout(60):
+            out, _ = await process.communicate()
+        assert (process.returncode, bool(out.strip())) == (0, True)
+
+
+async def test_its_own_traffic_is_answered_and_moves_kv() -> None:
+    async with running("--port", "0", "--prefill", "1", "--decode", "1", "--seconds", "4") as demo:
+        assert await demo.ended() == 0
+        last = next(line for line in reversed(demo.printed) if "engines 2/2 up" in line)
+        assert "failed 0" in last
+        assert "KV 0 moved" not in last
+        assert await demo.errors() == ""
+
+
+async def test_quiet_sends_nothing_and_shows_nothing() -> None:
+    async with running("--port", "0", "--quiet", "--seconds", "1.5") as demo:
+        assert await demo.ended() == 0
+        assert demo.printed[-2:] == [PROMPT, ""]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_other_signals_end_it_as_well(number: signal.Signals) -> None:
+    async with running("--port", "0") as demo:
+        await demo.until("engines 4/4 up")
+        demo.process.send_signal(number)
+        assert await demo.ended() == 0
+        assert await demo.errors() == ""
+
+
+async def test_a_second_ctrl_c_ends_it_at_once() -> None:
+    async with running("--port", "0") as demo:
+        await demo.until(PROMPT)
+        port = int(demo.after("curl ").partition("http://127.0.0.1:")[2].partition("/")[0])
+        # A stream of some forty seconds would be waited for.
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = json.dumps({"model": "sim", "prompt": "x " * 40, "max_tokens": 8000, "ignore_eos": True, "stream": True})
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\n\r\n"
+        writer.write((head + body).encode())
+        async with asyncio.timeout(20):
+            assert b"200" in await reader.readline()
+        demo.process.send_signal(signal.SIGINT)
+        await demo.until("ending")
+        demo.process.send_signal(signal.SIGINT)
+        assert await demo.ended() == 130
+        assert "Traceback" not in await demo.errors()
+        writer.close()
+
+
+async def test_a_taken_port_is_told_with_its_option() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        async with running("--port", str(port)) as demo:
+            assert await demo.ended() == 2
+            assert demo.printed == []
+            assert await demo.errors() == (
+                f"pdproxy demo: can't listen on 127.0.0.1:{port}: Address already in use (choose with --host and --port)\n"
+            )
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--port", "65536"], "--port: expected 0 to 65535, got '65536'"),
+        (["--prefill", "0"], "--prefill: expected 1 to 64, got '0'"),
+        (["--seconds", "-1"], "--seconds: expected seconds above 0, got '-1'"),
+        (["--vllm-args", "'"], "--vllm-args: No closing quotation"),
+        (["--capture", "/no/such/folder/x.svg"], "--capture: no such folder: /no/such/folder"),
+        (["--engine", "vllm", "--vllm", "/no/such/vllm"], "--vllm: /no/such/vllm is no program"),
+    ],
+)
+async def test_wrong_options_are_told_and_exit_2(options: list[str], told: str) -> None:
+    async with running(*options) as demo:
+        assert await demo.ended() == 2
+        errors = await demo.errors()
+        assert told in errors
+        assert "Traceback" not in errors
+
+
+async def test_without_vllm_it_says_how_to_get_it(tmp_path: Path) -> None:
+    async with running("--engine", "vllm", PATH=str(tmp_path)) as demo:
+        assert await demo.ended() == 2
+        assert (await demo.errors()).startswith("pdproxy demo: no vllm is on the PATH. Install it")
+
+
+async def test_the_view_is_drawn_in_a_terminal_and_the_terminal_given_back() -> None:
+    async with in_terminal(80, 30, "--port", "0") as demo:
+        await demo.until(r"traffic   [1-9]\d* of the demo's own sent, [1-9]")
+        assert HIDE_CURSOR in demo.seen
+        demo.type(b"\x03")
+        assert await demo.ended() == 0
+    assert "decode 1   up" in demo.text
+    assert "Traceback" not in demo.text
+    assert demo.seen.rfind(SHOW_CURSOR) > demo.seen.rfind(HIDE_CURSOR)
+
+
+async def test_the_view_is_drawn_without_traffic_and_in_a_small_terminal() -> None:
+    async with in_terminal(60, 10, "--port", "0", "--quiet", "--seconds", "1.5") as demo:
+        assert await demo.ended() == 0
+    assert "4 engines, 4 up" in demo.text
+    assert "yours alone" in demo.text
+    assert "Traceback" not in demo.text
+
+
+async def test_what_was_last_shown_is_kept_as_svg(tmp_path: Path) -> None:
+    svg = tmp_path / "demo.svg"
+    async with running("--port", "0", "--seconds", "2", "--capture", str(svg)) as demo:
+        assert await demo.ended() == 0
+    assert svg.read_text().startswith("<svg")
+    assert "decode" in svg.read_text()

@@ -1,0 +1,323 @@
+"""What is shipped for operators agrees with the program: the files of `configs/`, `compose.yaml` and the Dockerfile.
+
+No Docker here: the files are read, and their command lines are given to the real parsers.
+"""
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from pdproxy.cli import serve, sim
+from pdproxy.cli.main import main
+from pdproxy.cli.options import settings_from
+from pdproxy.settings.load import load
+from pdproxy.settings.schema import Settings
+from pdproxy.sim.facts import Facts
+from pdproxy.sim.server import SimServer
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+PROXIES = {"proxy": "", "gpu-proxy": "gpu-"}
+"""Each proxy, and how the names of its engines begin."""
+VARIABLE = re.compile(r"\$(?:\$|\{(?P<name>\w+):-(?P<default>[^}]*)\})")
+
+
+@pytest.fixture(autouse=True)
+def _no_variables_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PDPROXY_")]:
+        monkeypatch.delenv(name)
+
+
+# -- reading the files
+
+
+class Instruction(NamedTuple):
+    name: str
+    rest: str
+
+
+def dockerfile() -> list[Instruction]:
+    text = (ROOT / "Dockerfile").read_text()
+    text = re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+    return [Instruction(*line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
+
+
+def last_stage() -> list[Instruction]:
+    instructions = dockerfile()
+    start = max(at for at, one in enumerate(instructions) if one.name == "FROM")
+    return instructions[start:]
+
+
+def the(name: str) -> str:
+    (found,) = [one.rest for one in last_stage() if one.name == name]
+    return found
+
+
+def image_environment() -> dict[str, str]:
+    """The variables that the image sets, but for the PATH."""
+    return {name: value for name, _, value in (word.partition("=") for word in the("ENV").split()) if name != "PATH"}
+
+
+def interpolated(value: Any) -> Any:
+    """As Compose does it where no variable is set. A `$` of another form is an error."""
+    if isinstance(value, dict):
+        return {key: interpolated(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [interpolated(one) for one in value]
+    if isinstance(value, str):
+        assert "$" not in VARIABLE.sub("", value), value
+        return VARIABLE.sub(lambda match: match["default"] if match["name"] else "$", value)
+    return value
+
+
+def compose() -> dict[str, Any]:
+    tree: dict[str, Any] = interpolated(yaml.safe_load((ROOT / "compose.yaml").read_text()))
+    return tree
+
+
+SERVICES: dict[str, dict[str, Any]] = compose()["services"]
+OURS = {name: one for name, one in SERVICES.items() if "build" in one and "entrypoint" not in one}
+SIMS = {name: one for name, one in OURS.items() if one["command"].startswith("sim ")}
+VLLMS = {name: one for name, one in SERVICES.items() if one["image"].startswith("vllm/")}
+
+
+def environment(service: dict[str, Any]) -> dict[str, str]:
+    return image_environment() | {name: value for name, value in service.get("environment", {}).items() if value}
+
+
+@contextmanager
+def captured(monkeypatch: pytest.MonkeyPatch, command: Any) -> Iterator[list[Any]]:
+    """What a command would run with, in place of running it."""
+    seen: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "run", lambda arguments: seen.append(arguments) or 0)
+        yield seen
+
+
+def served(monkeypatch: pytest.MonkeyPatch, service: dict[str, Any]) -> Settings:
+    """The settings that a proxy of compose.yaml would run with."""
+    with captured(monkeypatch, serve) as seen:
+        assert main(shlex.split(service["command"])) == 0
+    with monkeypatch.context() as patch:
+        for name, value in environment(service).items():
+            patch.setenv(name, value)
+        return settings_from(seen[0])
+
+
+def simulated(monkeypatch: pytest.MonkeyPatch, service: dict[str, Any]) -> tuple[Facts, str, int]:
+    """The engine that a service would simulate, its host and its port."""
+    with captured(monkeypatch, sim) as seen:
+        assert main(shlex.split(service["command"])) == 0
+    return sim.facts_from(seen[0]), seen[0].host, int(seen[0].port)
+
+
+def option(command: str, name: str) -> str:
+    words = shlex.split(command)
+    return words[words.index(name) + 1]
+
+
+# -- configs/
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_configuration_is_valid(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "validate", "--config", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("ok: ")
+
+
+def test_the_gpu_configuration_has_the_engines_that_its_comments_start() -> None:
+    path = ROOT / "configs/gpu-2p2d.yaml"
+    text = path.read_text()
+    started = re.findall(
+        r"CUDA_VISIBLE_DEVICES=(\d) VLLM_NIXL_SIDE_CHANNEL_PORT=(\d+) vllm serve MODEL --port (\d+)[^\n]*\n#[^\n]*\"\$(P|D)\"",
+        text,
+    )
+    roles = {"P": "prefill", "D": "decode"}
+    nodes = {(node.url, node.role) for node in load(path, {}).pool.nodes}
+    assert {(f"http://127.0.0.1:{port}", roles[role]) for *_, port, role in started} == nodes
+    gpus, side_ports, ports, _ = zip(*started, strict=True)
+    assert len(set(gpus)) == len(set(side_ports)) == len(set(ports)) == 4
+    for role in roles:
+        config = json.loads(re.search(rf"\b{role}='(.*?)'", text)[1])  # type: ignore[index]
+        assert config == {"kv_connector": "NixlConnector", "kv_role": {"P": "kv_producer", "D": "kv_consumer"}[role]}
+
+
+# -- compose.yaml
+
+
+def test_compose_has_two_and_two_engines_of_each_kind_and_a_proxy_for_each() -> None:
+    names = {
+        f"{prefix}{role}-{number}" for prefix in PROXIES.values() for role in ("prefill", "decode") for number in (0, 1)
+    }
+    assert set(SIMS) | set(VLLMS) == names
+    assert set(SERVICES) == names | set(PROXIES) | {"gpu-namespace"}
+
+
+@pytest.mark.parametrize("name", PROXIES)
+def test_a_proxy_of_compose_names_its_engines_and_waits_for_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = served(monkeypatch, SERVICES[name])
+    nodes = {}
+    for node in settings.pool.nodes:
+        host, port = node.url.removeprefix("http://").split(":")
+        nodes[host] = node.role
+        engine = SERVICES[host]
+        assert option(engine["command"], "--port") == port
+        assert option(engine["command"], "--host") == "0.0.0.0"
+        assert host.startswith(f"{PROXIES[name]}{node.role}-")
+        assert engine.get("profiles") == SERVICES[name].get("profiles")
+    assert len(nodes) == 4
+    assert SERVICES[name]["depends_on"] == {host: {"condition": "service_healthy"} for host in nodes}
+
+
+@pytest.mark.parametrize("name", PROXIES)
+def test_a_proxy_of_compose_is_published_on_the_loopback_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = served(monkeypatch, SERVICES[name])
+    assert settings.listen.host == "0.0.0.0"
+    (published,) = SERVICES[name]["ports"]
+    assert re.fullmatch(rf"127\.0\.0\.1:\d+:{settings.listen.port}", published)
+    assert float(SERVICES[name]["stop_grace_period"].removesuffix("s")) > settings.deadlines.drain
+
+
+def test_compose_publishes_nothing_but_the_proxies_on_ports_of_their_own() -> None:
+    published = [port for one in SERVICES.values() for port in one.get("ports", ())]
+    assert {name for name, one in SERVICES.items() if one.get("ports")} == set(PROXIES)
+    assert len({port.rsplit(":", 1)[0] for port in published}) == len(published) == 2
+
+
+@pytest.mark.parametrize("name", SIMS)
+def test_a_simulated_engine_of_compose_is_what_its_name_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, host, port = simulated(monkeypatch, SIMS[name])
+    assert name.startswith(f"{facts.role}-")
+    assert host == "0.0.0.0"
+    assert facts.side_channel_host == name  # what the others can reach
+    assert facts.side_channel_port not in (0, port)
+    assert "profiles" not in SIMS[name]
+
+
+@pytest.mark.parametrize("name", VLLMS)
+def test_a_real_engine_of_compose_is_what_its_name_says(name: str) -> None:
+    engine = VLLMS[name]
+    transfer = json.loads(option(engine["command"], "--kv-transfer-config"))
+    role = "kv_producer" if "prefill" in name else "kv_consumer"
+    assert transfer == {"kv_connector": "NixlConnector", "kv_role": role}
+    assert engine["environment"]["VLLM_NIXL_SIDE_CHANNEL_HOST"] == name
+    assert engine["environment"]["VLLM_NIXL_SIDE_CHANNEL_PORT"] != option(engine["command"], "--port")
+    assert re.fullmatch(r"vllm/vllm-openai:v\d+\.\d+\.\d+", engine["image"])
+    assert engine["profiles"] == ["gpu"]
+    assert f"localhost:{option(engine['command'], '--port')}/health" in engine["healthcheck"]["test"][-1]
+    assert engine["pid"] == engine["ipc"] == "service:gpu-namespace"
+
+
+def test_real_engines_of_compose_compute_on_different_gpus_that_all_can_see() -> None:
+    chosen = [int(one["environment"]["CUDA_VISIBLE_DEVICES"]) for one in VLLMS.values()]
+    (seen,) = {
+        tuple(device["device_ids"])
+        for one in VLLMS.values()
+        for device in one["deploy"]["resources"]["reservations"]["devices"]
+    }
+    assert sorted(chosen) == list(range(len(seen)))
+
+
+def test_the_gpu_proxy_of_compose_has_the_limits_of_the_gpu_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, written = served(monkeypatch, SERVICES["gpu-proxy"]), load(ROOT / "configs/gpu-2p2d.yaml", {})
+    assert (settings.deadlines, settings.limits) == (written.deadlines, written.limits)
+
+
+def test_services_of_compose_depend_on_their_own_half_alone() -> None:
+    for one in SERVICES.values():
+        shared = [
+            one[key].removeprefix("service:") for key in ("pid", "ipc") if one.get(key, "").startswith("service:")
+        ]
+        for other in (*one.get("depends_on", {}), *shared):
+            assert SERVICES[other].get("profiles") == one.get("profiles")
+
+
+def test_our_services_of_compose_run_the_image_of_our_dockerfile_without_rights() -> None:
+    ours = {name: one for name, one in SERVICES.items() if name not in VLLMS}
+    assert {(one["build"], one["image"]) for one in ours.values()} == {(".", "pdproxy:local")}
+    assert all(one["read_only"] and one["cap_drop"] == ["ALL"] for one in ours.values())
+
+
+def test_the_comments_of_compose_name_each_variable_with_its_default() -> None:
+    text = (ROOT / "compose.yaml").read_text()
+    used = {(match["name"], match["default"]) for match in VARIABLE.finditer(text) if match["name"]}
+    told = set(re.findall(r"\b([A-Z_0-9]+)=(\S*)", text.split("# Variables")[1].split("\nname:")[0]))
+    assert {name for name, _ in used} - {f"GPU_{number}" for number in (1, 2)} == {name for name, _ in told}
+    assert told <= used
+
+
+# -- the Dockerfile
+
+
+def test_the_image_is_built_on_pinned_versions() -> None:
+    bases = [one.rest.split()[0] for one in dockerfile() if one.name == "FROM"]
+    assert len(bases) == 2
+    assert len(set(bases)) == 1
+    assert re.fullmatch(r"python:3\.\d+(\.\d+)?-slim-[a-z]+", bases[0])
+    install = next(one.rest for one in dockerfile() if one.name == "RUN" and " install " in one.rest)
+    assert "--constraint requirements.lock" in install
+
+
+def test_the_lock_pins_all_that_the_image_installs() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    wanted = re.findall(r'^    "([\w-]+)[>=]', project.split("dependencies = [")[1].split("]")[0], flags=re.MULTILINE)
+    locked = set(re.findall(r"^([\w.-]+)==", (ROOT / "requirements.lock").read_text(), flags=re.MULTILINE))
+    assert len(wanted) > 5
+    assert set(wanted) <= locked
+
+
+def test_the_build_context_holds_what_the_dockerfile_copies() -> None:
+    ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert ignored[0] == "*"
+    kept = {line[1:] for line in ignored if line.startswith("!")}
+    copied = [one.rest.split()[:-1] for one in dockerfile() if one.name == "COPY" and "--from" not in one.rest]
+    assert {name for names in copied for name in names} == kept
+    assert all((ROOT / name).exists() for name in kept)
+
+
+def test_the_image_is_not_root_and_says_so_in_numbers() -> None:
+    uid, gid = the("USER").split(":")
+    assert int(uid) > 0
+    assert int(gid) > 0
+
+
+def test_the_image_serves_where_a_network_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry, words = json.loads(the("ENTRYPOINT")), json.loads(the("CMD"))
+    assert entry == ["pdproxy"]
+    command = f"{shlex.join(words)} --decode d:1"
+    settings = served(monkeypatch, {"command": command})
+    assert settings.listen.host == "0.0.0.0"
+    assert the("EXPOSE") == str(settings.listen.port)
+    port = {"PDPROXY_LISTEN__PORT": "9000"}
+    assert served(monkeypatch, {"command": command, "environment": port}).listen.port == 9000
+
+
+async def health_check(port: int) -> int:
+    """Run the image's health check against a port of this machine; return its exit code."""
+    command = json.loads(the("HEALTHCHECK").partition(" CMD ")[2])
+    assert command[0] == "python"
+    env = os.environ | image_environment() | {"PDPROXY_LISTEN__PORT": str(port)}
+    # An HTTP proxy of the environment must not be asked.
+    env |= {"http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command[1:], env=env, stderr=asyncio.subprocess.DEVNULL
+    )
+    return await asyncio.wait_for(process.wait(), 30)
+
+
+async def test_the_health_check_tells_a_healthy_process_from_one_that_is_dead_or_gone() -> None:
+    async with SimServer() as engine:
+        assert await health_check(engine.port) == 0
+        engine.engine.kill_core()
+        assert await health_check(engine.port) == 1
+    assert await health_check(engine.port) == 1
