@@ -81,7 +81,7 @@ def _headers(seen: Seen) -> dict[str, str]:
 
 def body_view(seen: Seen, same_prompt: bool = False) -> Any:
     """A whole body as it must be alike: an error's bytes, JSON as `view` has it, and whether it is written without spaces."""
-    if seen.status != 200 or not seen.body:
+    if seen.status != 200 or not seen.body.startswith(b"{"):
         return seen.body
     return _document(seen.body, same_prompt)
 

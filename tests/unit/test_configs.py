@@ -99,8 +99,13 @@ def environment(service: dict[str, Any]) -> dict[str, str]:
 def captured(monkeypatch: pytest.MonkeyPatch, command: Any) -> Iterator[list[Any]]:
     """What a command would run with, in place of running it."""
     seen: list[Any] = []
+
+    def run(arguments: Any) -> int:
+        seen.append(arguments)
+        return 0
+
     with monkeypatch.context() as patch:
-        patch.setattr(command, "run", lambda arguments: seen.append(arguments) or 0)
+        patch.setattr(command, "run", run)
         yield seen
 
 

@@ -1,0 +1,184 @@
+"""Many clients, two prefill and two decode engines, and everything going wrong at random, by a seed.
+
+Each request ends once: right, or with a well-formed error, or its client left. Then no block, lease, task or socket is left.
+PDPROXY_TEST_CHAOS_SECONDS says for how long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from pdproxy.observe.events import RequestEnded
+from tests.fakes.client import Answer, request
+from tests.fakes.world import CHAT, COMPLETIONS, World, completion, until, world
+
+SECONDS = float(os.environ.get("PDPROXY_TEST_CHAOS_SECONDS", "8"))
+CLIENTS = 64
+LEASE = 3.0
+RATES = {
+    "decode": (
+        *("reset@queued", "reset@head", "reset@mid_stream", "eof@mid_stream", "half_chunk@mid_stream", "eof@queued"),
+        *("error_event@before_first_token", "error_event@mid_stream", "abort_finish@mid_stream", "no_done@before_done"),
+        *("status@queued", "empty_body@queued", "empty_stream@queued", "load_failure@handed_over", "slow@queued"),
+        *("split@queued", "join@queued", "stall@mid_stream", "stall@head", "reset@handed_over", "garbage@queued"),
+    ),
+    "prefill": (
+        *("reset@queued", "reset@handed_over", "eof@last_chunk", "half_chunk@last_chunk", "status@queued"),
+        *("stall@queued", "stall@handed_over", "slow@queued", "split@queued", "empty_body@queued", "garbage@queued"),
+    ),
+}
+EACH = 0.01
+
+
+def bodies(chance: random.Random, count: int) -> list[tuple[str, dict[str, Any]]]:
+    """So many different requests on both routes, whole and streamed."""
+    found = []
+    for number in range(count):
+        prompt = f"{number} " + " ".join(
+            chance.choices(["river", "mountain", "harbour", "ledger"], k=chance.randint(8, 120))
+        )
+        fields = {"stream": number % 2 == 0, "max_tokens": chance.randint(1, 24)}
+        if number % 3:
+            found.append((COMPLETIONS, completion(prompt=prompt, **fields)))
+        else:
+            messages = [{"role": "user", "content": prompt}]
+            found.append((CHAT, {"model": "tiny", "messages": messages, "temperature": 0, **fields}))
+    return found
+
+
+def judge(answer: Answer, right: str) -> str:
+    """Say how a request ended; fail where a client was told something wrong."""
+    if answer.status != 200:
+        error = answer.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}, answer.body
+        assert answer.status in (500, 502, 503, 504), answer.body
+        return f"error {answer.status}"
+    assert answer.ended, answer.body[-300:]
+    if answer.header("content-type") == "application/json":
+        assert answer.text == right
+        return "right"
+    last = answer.events[-1]
+    if last == b"data: [DONE]\n\n" and b'"error"' not in answer.body:
+        assert answer.text == right
+        assert answer.body.count(b"[DONE]") == 1
+        return "right"
+    assert json.loads(last.removeprefix(b"data: "))["error"]["message"]
+    before = Answer(200, answer.headers, b"".join(answer.events[:-1]), [], True)
+    assert right.startswith(before.text if before.body else "")
+    return "error event"
+
+
+async def visit(w: World, chance: random.Random, path: str, body: dict[str, Any], right: str) -> str:
+    """One request, left in the middle now and then."""
+    client = await w.client()
+    try:
+        client.send(request("POST", path, body))
+        if chance.random() < 0.15:
+            with contextlib.suppress(TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+                async with asyncio.timeout(chance.random() * 0.05):
+                    await client.answer()
+            (client.reset if chance.random() < 0.5 else client.close)()
+            return "left"
+        return judge(await client.answer(), right)
+    finally:
+        client.close()
+        w._clients.remove(client)
+
+
+async def misfortunes(w: World, chance: random.Random) -> None:
+    """Engines that die, freeze and come back, one at a time."""
+    while True:
+        await asyncio.sleep(0.3 + chance.random() * 0.6)
+        sim = chance.choice(w.engines).sim
+        match chance.randrange(5):
+            case 0:
+                await sim.restart(down=chance.random() * 0.3)
+            case 1:
+                sim.freeze_now(chance.random() * 0.5)
+            case 2:
+                sim.engine.kill_core()
+                await asyncio.sleep(0.2)
+                await sim.restart()
+            case 3:
+                await sim.terminate()
+                await asyncio.sleep(0.2)
+                await sim.restart()
+            case 4:
+                await sim.kill()
+                await asyncio.sleep(0.2)
+                await sim.restart()
+        await w.probe()
+
+
+@pytest.mark.timeout(SECONDS + 90)
+async def test_everything_goes_wrong_at_random() -> None:
+    chance = random.Random(20261121)
+    requests = bodies(chance, 40)
+    deadlines = {"connect": 0.5, "prefill": 0.6, "first_token": 0.6, "between_tokens": 0.6, "total": 2, "queue": 3}
+    async with world(2, 2, aggregated=1, deadlines=deadlines, leaves=True, lease=LEASE, strangers=True) as w:
+        judge_engine = w.aggregated[0]
+        right = [(await _direct(judge_engine.port, path, body)).text for path, body in requests]
+        judge_engine.sim.freeze_now(0.0)  # it was there to know what is right, not to help out
+        await w.probe()
+        files, tasks = _files(), len(asyncio.all_tasks())
+        for role, engines in (("prefill", w.prefill), ("decode", w.decode)):
+            for engine in engines:
+                for spec in RATES[role]:
+                    engine.sim.faults.add(f"{spec}:rate={EACH}")
+        tally: Counter[str] = Counter()
+        end = asyncio.get_running_loop().time() + SECONDS
+
+        async def client(number: int) -> None:
+            own = random.Random(number)
+            while asyncio.get_running_loop().time() < end:
+                which = own.randrange(len(requests))
+                tally[await visit(w, own, *requests[which], right[which])] += 1
+
+        trouble = asyncio.create_task(misfortunes(w, chance))
+        async with asyncio.TaskGroup() as group:
+            for number in range(CLIENTS):
+                group.create_task(client(number))
+        trouble.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await trouble
+        for engine in w.engines:
+            engine.sim.faults.clear()
+            if engine.sim.life == "frozen":
+                await engine.sim.thaw()
+            if engine.sim.life != "up" or engine.sim.engine.dead:
+                await engine.sim.restart()
+        await w.probe()
+        print(f"chaos, {SECONDS:g} s, {CLIENTS} clients: {dict(tally.most_common())}")
+        assert tally["right"] > 20 * SECONDS
+        assert tally["right"] > 0.5 * sum(tally.values())
+        await w.quiet()
+        assert len(w.events(RequestEnded)) == sum(tally.values()), "each request ended once"
+        await until(lambda: all(not engine.sim.engine.handles for engine in w.engines), LEASE + 5)
+        try:
+            await until(lambda: all(engine.core().pool.usage == 0 for engine in w.engines), 10)
+        except TimeoutError:
+            raise AssertionError([(e.role, e.core().pool.usage, e.core()._loads, e.core()._running, e.core()._waiting, e.core().nixl.held, e.sim.life) for e in w.engines])
+        await until(lambda: len(asyncio.all_tasks()) <= tasks + 8, 10)
+        await until(lambda: _files() <= files + 60, 10)  # kept connections, two for each engine and role of the proxy
+
+
+async def _direct(port: int, path: str, body: dict[str, Any]) -> Answer:
+    from tests.fakes.client import Client
+
+    client = await Client.connect(port)
+    client.send(request("POST", path, body))
+    answer = await client.answer()
+    client.close()
+    return answer
+
+
+def _files() -> int:
+    return len(os.listdir("/proc/self/fd"))
