@@ -160,23 +160,22 @@ class SideChannel:
         self._awake.set()
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._answering.spawn(self._answer(reader, writer), "side channel")
+        task = self._answering.spawn(self._answer(reader, writer), "side channel")
+        # Not in the task itself: one that is cancelled before its first step never gets there.
+        task.add_done_callback(lambda _: writer.close())
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, LinkError):
-            try:
-                question = _decode_question(await _receive(reader))
-                await self._awake.wait()
-                reply = _Reply(self._engine_id, refused=question.engine_id not in ("", self._engine_id))
-                if question.engine_id == self._engine_id:
-                    if question.read:
-                        try:
-                            reply.pages = self._read(question.read)
-                        except IndexError:
-                            reply.refused = True
-                    if question.notice:
-                        self._notified(question.notice, question.request_ids)
-                _send(writer, reply)
-                await writer.drain()
-            finally:
-                writer.close()
+            question = _decode_question(await _receive(reader))
+            await self._awake.wait()
+            reply = _Reply(self._engine_id, refused=question.engine_id not in ("", self._engine_id))
+            if question.engine_id == self._engine_id:
+                if question.read:
+                    try:
+                        reply.pages = self._read(question.read)
+                    except IndexError:
+                        reply.refused = True
+                if question.notice:
+                    self._notified(question.notice, question.request_ids)
+            _send(writer, reply)
+            await writer.drain()
