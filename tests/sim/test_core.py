@@ -86,6 +86,7 @@ def test_out_of_blocks_the_youngest_is_preempted_and_loses_no_token():
     runs = [engines.ask(engine, tuple(range(300 + number, 350 + number)), 60) for number in range(5)]
     engines.run()
     assert engine.stats.preemptions > 0
+    assert max(pace(engines, runs[0])) < 0.02, "the oldest is never thrown out"
     assert [run.tokens for run in runs] == [plain(tuple(range(300 + n, 350 + n)), 60) for n in range(5)]
     assert engine.core.pool.usage == 0
 

@@ -92,6 +92,16 @@ def test_a_shorter_prompt_gets_wrong_tokens(engines, p, d):
     assert run.tokens != plain(OTHER[:40])
 
 
+def test_the_right_tokens_behind_another_beginning_give_wrong_tokens(engines, p, d):
+    """A page's KV depends on all that its writer had read before it, not on its own tokens alone."""
+    begin, other, end = PROMPT[:16], OTHER[:16], PROMPT[16:48]
+    right, wrong = engines.handle(p, begin + end), engines.handle(p, other + end)
+    mixed = right["remote_block_ids"][0][:1] + wrong["remote_block_ids"][0][1:]
+    run = engines.answer(d, begin + end, 8, right | {"remote_block_ids": [mixed]})
+    assert run.over == "length"
+    assert run.tokens != plain(begin + end)
+
+
 def test_wrong_kv_poisons_the_prefix_cache(engines, p, d):
     engines.answer(d, OTHER, 8, engines.handle(p))
     assert engines.answer(d, OTHER).tokens != plain(OTHER)
