@@ -1,8 +1,8 @@
 """Whether two answers of engines are alike, words aside: status, headers, keys in their order, types, nulls, values. Pure.
 
-Everything must be equal but what two models, two tokenizers or two runs cannot have in common: texts, ids, times, counts of prompt
-tokens, numbers of blocks and ports. Those must be of the same kind, and the counts must agree with each other inside an answer.
-Errors are compared byte for byte.
+Everything must be equal but what two models, two tokenizers or two runs cannot have in common: texts, ids, times, counts of
+prompt tokens, numbers of blocks and ports. Those must be of the same kind, and the counts must agree with each other inside an
+answer. Errors are compared byte for byte.
 """
 
 import json
@@ -44,9 +44,9 @@ class Seen:
 
     @property
     def events(self) -> list[bytes]:
-        """A stream's events as they came; what follows the last whole one is one more."""
-        parts = self.body.split(b"\n\n")
-        return parts if parts[-1] else parts[:-1]
+        """A stream's events as they came, ends included; what follows the last whole one is one more."""
+        *whole, rest = self.body.split(b"\n\n")
+        return [event + b"\n\n" for event in whole] + ([rest] if rest else [])
 
 
 def differences(wanted: Seen, got: Seen, *, block_size: int, same_prompt: bool = False) -> list[str]:
@@ -93,10 +93,9 @@ def stream_view(seen: Seen, same_prompt: bool = False) -> list[Any]:
 
 def event_view(event: bytes, same_prompt: bool = False) -> Any:
     """An event as it must be alike: errors and what is no JSON to the byte."""
-    data = event.removeprefix(b"data: ")
-    if data is event or not data.startswith(b"{") or data.startswith(b'{"error"'):
+    if not event.startswith(b"data: {") or event.startswith(b'data: {"error"') or not event.endswith(b"\n\n"):
         return event
-    return _document(data, same_prompt)
+    return _document(event[6:-2], same_prompt)
 
 
 def _document(data: bytes, same_prompt: bool) -> Any:
@@ -166,19 +165,19 @@ def inconsistencies(seen: Seen, block_size: int) -> list[str]:
         return []
     bodies = [seen.json] if not seen.streamed else [json.loads(event[6:]) for event in seen.events if b"{" in event[:7]]
     found: list[str] = []
-    prompts = 0
+    prompt_ids = 0
+    one_choice = all(choice["index"] == 0 for body in bodies for choice in body.get("choices", ()))
     for body in bodies:
         choices = body.get("choices") or []
-        ids = [one["prompt_token_ids"] for one in (body, *choices) if one.get("prompt_token_ids")]
-        prompts += sum(map(len, ids))
+        prompt_ids += sum(len(one.get("prompt_token_ids") or ()) for one in (body, *choices))
         if "count" in body:
             found += unlike(len(body["tokens"]), body["count"], "count of tokens")
         if usage := body.get("usage"):
             prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
             found += unlike(prompt + completion, usage["total_tokens"], "total_tokens")
-            if prompts:
-                found += unlike(prompts, prompt, "prompt_tokens")
-            if (handle := body.get("kv_transfer_params")) and len(choices) == 1:
+            if prompt_ids and one_choice:
+                found += unlike(prompt_ids, prompt, "prompt_tokens")
+            if (handle := body.get("kv_transfer_params")) and one_choice:
                 found += unlike(prompt + completion - 1, handle["remote_num_tokens"], "remote_num_tokens")
         if handle := body.get("kv_transfer_params"):
             blocks = -(-handle["remote_num_tokens"] // block_size)

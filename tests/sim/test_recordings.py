@@ -4,7 +4,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from tests.sim.recordings.reading import names
+from tests.sim.recordings import pages
+from tests.sim.recordings.reading import names, read
 from tests.sim.recordings.scenes import scene_of
 from tests.sim.recordings.stage import Stage
 
@@ -43,3 +44,30 @@ def test_no_recording_is_left_out_in_silence():
     assert not set(NAMES) & set(NOT_SPOKEN)
     for name in NAMES:
         assert scene_of(name)
+
+
+# -- where the simulator is known to be unlike: each of these must fail until it no longer is
+
+
+@pytest.mark.parametrize("name", pages.ROLES)
+async def test_metrics_come_with_the_recorded_head(name):
+    async with AsyncExitStack() as stack:
+        assert not await pages.unlike_heads(Stage(stack), name)
+
+
+@pytest.mark.parametrize("name", pages.ROLES)
+async def test_histograms_have_the_recorded_bounds(name):
+    async with AsyncExitStack() as stack:
+        assert not await pages.unlike_bounds(Stage(stack), name)
+
+
+async def test_prefill_and_decode_have_one_fingerprint():
+    def fingerprint(answer):
+        return answer.json["system_fingerprint"]
+
+    prefill, decode = (read(name) for name in ("pd14_P_no_kv_params", "pd15_D_no_kv_params"))
+    assert fingerprint(prefill.answer) == fingerprint(decode.answer), "the recorded ones had one"
+    async with AsyncExitStack() as stack:
+        stage = Stage(stack)
+        p, d = await stage.engine("prefill"), await stage.engine("decode")
+        assert fingerprint(await stage.ask(p, prefill.sent)) == fingerprint(await stage.ask(d, decode.sent))

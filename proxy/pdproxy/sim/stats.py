@@ -6,34 +6,26 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
-LATENCY_BUCKETS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
+# The bounds that vLLM 0.32.0 has.
+TTFT_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 640.0, 2560.0),
 )
-BYTES_BUCKETS = tuple(2.0**exponent for exponent in range(10, 38, 2))
+ITL_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+    *(1920.0, 7680.0),
+)
+TRANSFER_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+BYTES_BUCKETS = tuple(2048.0 * 4**power for power in range(12))
 
 
 class Histogram:
     """Counts by upper bound, as Prometheus has them (not cumulated; the last is +Inf)."""
 
-    def __init__(self, bounds: tuple[float, ...] = LATENCY_BUCKETS) -> None:
+    def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
@@ -69,11 +61,11 @@ class Stats:
     failed_notifications: int = 0
     late_notifications: int = 0
     """Releases of a handle that was over already."""
-    transfers: Histogram = field(default_factory=Histogram)
+    transfers: Histogram = field(default_factory=lambda: Histogram(TRANSFER_BUCKETS))
     """Seconds a pull took."""
     transferred_bytes: Histogram = field(default_factory=lambda: Histogram(BYTES_BUCKETS))
-    ttft: Histogram = field(default_factory=Histogram)
-    itl: Histogram = field(default_factory=Histogram)
-    e2e: Histogram = field(default_factory=Histogram)
-    prefill: Histogram = field(default_factory=Histogram)
-    queue: Histogram = field(default_factory=Histogram)
+    ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS))
+    itl: Histogram = field(default_factory=lambda: Histogram(ITL_BUCKETS))
+    e2e: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))
+    prefill: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))
+    queue: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))

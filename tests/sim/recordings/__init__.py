@@ -3,4 +3,6 @@
 import pytest
 
 # They compare, so a difference has to be told in full.
-pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in ("pages", "scenes", "sequences", "stage", "streams")))
+pytest.register_assert_rewrite(
+    *(f"{__name__}.{module}" for module in ("pages", "scenes", "sequences", "stage", "streams"))
+)

@@ -1,6 +1,7 @@
-"""Reads recordings: one exchange a file, or (`connector_*`) several with the ports of the engines that were asked. Pure but for files.
+"""Reads recordings: one exchange a file, or (`connector_*`) several, with the ports of the engines that were asked.
 
-A file begins with remarks (`#`), then comes the request behind `>>>` and the answer behind `<<<`, chunked answers without their framing.
+A file begins with remarks (`#`), then comes the request behind `>>>` and the answer behind `<<<`; chunked answers have lost their
+framing, requests that were no UTF-8 their bytes.
 """
 
 import ast
@@ -15,9 +16,7 @@ from urllib.parse import urlsplit
 from tests.sim.shape import Seen
 
 FOLDER = Path(__file__).parent
-_CONNECTOR = re.compile(
-    rb"^>>> (\w+) (http\S+) ?(\{.*?\})?\n(.*)\n<<< (\d+) after [\d.]+s\n(.*)$", re.MULTILINE
-)
+_CONNECTOR = re.compile(rb"^>>> (\w+) (http\S+) ?(\{.*?\})?\n(.*)\n<<< (\d+) after [\d.]+s\n(.*)$", re.MULTILINE)
 
 _SHORTENED = {"agg_models", "misc_models"}
 """Their `root`, a path of the machine that they were recorded on, has become `./model`."""

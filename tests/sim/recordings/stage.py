@@ -21,6 +21,8 @@ PREFILL = {
     "remote_host": None,
     "remote_port": None,
 }
+MEETING = 40
+"""How many tokens' KV moves when two engines are made to meet."""
 _SETUP: dict[str, Any] = {
     "model": "tiny",
     "max_model_len": 2048,
@@ -53,15 +55,17 @@ def seen(client: Raw) -> Seen:
 
 def other_prompt(count: int) -> list[int]:
     """A prompt of so many tokens that no recording has."""
-    return list(range(1000, 1000 + count))
+    return list(range(2000, 2000 + count))
 
 
 def words(answer: Seen) -> list[str]:
     """What an answer says: a text a choice, a stream's put together."""
     if not answer.streamed:
         return [one["text"] if "text" in one else one["message"]["content"] for one in answer.json["choices"]]
-    events = [json.loads(event[6:]) for event in answer.events if event != b"data: [DONE]"]
-    pieces = [one.get("text") or one.get("delta", {}).get("content", "") for event in events for one in event["choices"]]
+    events = [json.loads(event[6:]) for event in answer.events if event.startswith(b"data: {")]
+    pieces = [
+        one.get("text") or one.get("delta", {}).get("content", "") for event in events for one in event["choices"]
+    ]
     return ["".join(pieces)]
 
 
@@ -114,12 +118,12 @@ class Stage:
 
     async def meet(self, p: SimServer, d: SimServer) -> None:
         """Let KV move between two engines, so that they know each other."""
-        body = {"prompt": list(range(300, 340)), "max_tokens": 1, "temperature": 0}
+        body = {"prompt": list(range(300, 300 + MEETING)), "max_tokens": 1, "temperature": 0}
         sent = Sent("POST", "/v1/completions")
         handle = await self.prefill(p, sent.saying({**body, "kv_transfer_params": PREFILL}))
         answer = await self.ask(d, sent.saying({**body, "kv_transfer_params": handle}))
         assert answer.status == 200
-        assert d.engine.stats.prompt_tokens_by_source["external_kv_transfer"] == 40
+        assert d.engine.stats.prompt_tokens_by_source["external_kv_transfer"] == MEETING
         await until(lambda: not p.engine.handles)
 
     async def alone(self, sent: Sent, **facts: Any) -> list[str]:

@@ -30,7 +30,10 @@ async def killed(stage: Stage, name: str) -> None:
 
 
 async def terminated(stage: Stage, name: str) -> None:
-    """SIGTERM: not a byte more, no end either; nobody else is let in. The request itself was not recorded: another one's is sent."""
+    """SIGTERM: not a byte more, no end either; nobody else is let in.
+
+    The request was not recorded: the one of the other recording is sent.
+    """
     d, client = await _under_way(stage, read("fail_D_sigkill_midstream").sent)
     await d.terminate()
     before = client.data
@@ -69,10 +72,9 @@ def _compare_events(name: str, client: Raw) -> None:
     recorded = _FRAMED.findall(raw(name))
     assert recorded
     assert all(int(size, 16) == len(event) for size, event in recorded)
-    (wanted,) = _distinct([event_view(event.removesuffix(b"\n\n")) for _, event in recorded])
+    (wanted,) = _distinct([event_view(event) for _, event in recorded])
     for chunk in client.answer.chunks:
-        assert chunk.endswith(b"\n\n")
-        assert not unlike(wanted, event_view(chunk.removesuffix(b"\n\n")))
+        assert not unlike(wanted, event_view(chunk))
 
 
 def _distinct(items: list[Any]) -> list[Any]:

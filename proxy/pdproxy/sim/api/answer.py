@@ -33,7 +33,7 @@ def event(value: object) -> bytes:
 
 def fingerprint(facts: Facts) -> str:
     """Return `system_fingerprint`: the version, and a hash of what makes answers differ."""
-    parts = (facts.role, facts.model, facts.weights, facts.block_size, facts.max_model_len, facts.connector)
+    parts = (facts.model, facts.weights, facts.block_size, facts.max_model_len, facts.connector)
     return f"vllm-{facts.version}-{crc32(repr(parts).encode()):08x}"
 
 

@@ -215,7 +215,7 @@ def _about(app: FastAPI, engine: Engine) -> None:
         return response({"server_load": request.state.load.count})
 
     async def page(_: Request) -> Response:
-        return Response(metrics.page(engine), headers={"content-type": metrics.CONTENT_TYPE})
+        return Response(metrics.page(engine), media_type=metrics.CONTENT_TYPE)
 
     routes: tuple[tuple[str, Callable[[Request], Awaitable[Response]], list[str]], ...] = (
         ("/health", health, ["GET"]),
