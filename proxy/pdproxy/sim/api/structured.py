@@ -133,6 +133,8 @@ def _matching(tree: Iterable[tuple[Any, Any]], seed: int) -> str:
         seed = mix(seed, place)
         if kind is sre.LITERAL:
             parts.append(chr(value))
+        elif kind is sre.NOT_LITERAL:
+            parts.append("b" if value == ord("a") else "a")
         elif kind is sre.ANY:
             parts.append("abcxyz"[seed % 6])
         elif kind is sre.IN:
