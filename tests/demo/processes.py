@@ -22,7 +22,9 @@ def command(*options: str) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    given = {name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")}
+    # COLUMNS and LINES, which pytest's workers may have, would be believed over the terminal.
+    left_out = ("PDPROXY_", "COLUMNS", "LINES")
+    given = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     return {**given, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **more}
 
 
