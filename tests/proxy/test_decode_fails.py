@@ -60,7 +60,7 @@ async def _garbage(reply: Reply) -> None:
 @pytest.mark.parametrize("broken", BEFORE_DATA)
 async def test_another_decode_engine_with_a_fresh_prefill(broken: str) -> None:
     """A stream that fails before real data starts over elsewhere: a new handle, the first one given back or left to its owner."""
-    async with world(decode=2, deadlines={"first_token": 0.3}) as w:
+    async with world(decode=2, deadlines={"first_token": 1.0}) as w:
         first, second = w.decode[1], w.decode[0]  # round robin begins behind the first
         first.script(BEFORE_DATA[broken])
         answer = await w.ask(CHAT, chat(stream=True))

@@ -116,7 +116,7 @@ async def test_an_engine_that_was_down_is_asked_anew(path: str) -> None:
 
 async def test_late_answers_count_only_in_a_row() -> None:
     """Two late answers and a good one, over and over, leave an engine up."""
-    async with world(deadlines={"probe": 0.02}) as w:
+    async with world(deadlines={"probe": 0.25}) as w:
         for _ in range(3):
             w.decode[0].admin["/health"] = scripts.stall
             for _ in range(2):
