@@ -253,7 +253,7 @@ class Engine:
                 await self._pull(core, command)
             case Notice():
                 try:
-                    await link.tell(command.peer, command.kind, command.request_ids, self.facts.handshake_timeout)
+                    await link.tell(command.peer, command.kind, command.request_ids)
                 except link.LinkError:
                     core.stats.failed_notifications += 1
         self._carry_out(core)

@@ -20,6 +20,8 @@ from pdproxy.sim.nixl import Peer
 
 _MOST = 1 << 28
 _HEADER = 4
+_NOTICE_DEADLINE = 10.0
+"""Seconds. Real notices are fire and forget: a busy machine must not lose them."""
 
 
 class _Question(msgspec.Struct, omit_defaults=True):
@@ -98,15 +100,15 @@ async def read_pages(peer: Peer, blocks: Sequence[int]) -> list[Page]:
     return reply.pages
 
 
-async def tell(peer: Peer, kind: str, request_ids: Sequence[str], deadline: float) -> None:
+async def tell(peer: Peer, kind: str, request_ids: Sequence[str]) -> None:
     """Send a notice.
 
     Raises:
-        LinkError: it was not taken within `deadline` seconds.
+        LinkError: it was not taken.
     """
     question = _Question(engine_id=peer.engine_id, notice=kind, request_ids=list(request_ids))
     try:
-        async with asyncio.timeout(deadline):
+        async with asyncio.timeout(_NOTICE_DEADLINE):
             reply = await _ask(peer, question)
     except TimeoutError as error:
         raise LinkError("no answer") from error
