@@ -121,13 +121,22 @@ def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
         usage = chunk.pop("usage", None)
         if usage and not choices:
             out["usage"].append(usage)
-        out["keys"].add(",".join(sorted(chunk)))
+        # An engine that lags puts all tokens into its last chunk: those in between need not be there.
+        between = bool(choices) and all(_between(choice) for choice in choices)
+        if not between:
+            out["keys"].add(",".join(sorted(chunk)))
         out["beside"].update({key: value for key, value in chunk.items() if value is not None})
         for choice in choices:
-            out["keys"].add(",".join(sorted(choice)))
+            if not between:
+                out["keys"].add(",".join(sorted(choice)))
             _join(out["choices"].setdefault(choice["index"], {}), choice)
     out["keys"] = sorted(out["keys"])
     return out
+
+
+def _between(choice: dict[str, Any]) -> bool:
+    """Whether a delta is neither a choice's opening nor its end."""
+    return choice.get("finish_reason") is None and "role" not in (choice.get("delta") or {})
 
 
 def _join(into: dict[str, Any], piece: dict[str, Any]) -> None:
