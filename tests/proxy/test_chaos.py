@@ -97,7 +97,7 @@ async def misfortunes(w: World, chance: random.Random) -> None:
     """Engines that die, freeze and come back, one at a time."""
     while True:
         await asyncio.sleep(0.3 + chance.random() * 0.6)
-        sim = chance.choice(w.engines).sim
+        sim = chance.choice([*w.prefill, *w.decode]).sim
         match chance.randrange(5):
             case 0:
                 await sim.restart(down=chance.random() * 0.3)
@@ -157,8 +157,7 @@ async def test_everything_goes_wrong_at_random() -> None:
                 await engine.sim.restart()
         await w.probe()
         print(f"chaos, {SECONDS:g} s, {CLIENTS} clients: {dict(tally.most_common())}")
-        assert tally["right"] > 20 * SECONDS
-        assert tally["right"] > 0.5 * sum(tally.values())
+        assert tally["right"] > max(CLIENTS, tally.total() / 3)
         await w.quiet()
         assert len(w.events(RequestEnded)) == sum(tally.values()), "each request ended once"
         await until(lambda: all(not engine.sim.engine.handles for engine in w.engines), LEASE + 5)

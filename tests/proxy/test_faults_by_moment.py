@@ -96,6 +96,8 @@ def expected(role: str, kind: str, moment: Moment, stream: bool) -> str:
 
 def left_to_the_lease(role: str, kind: str, moment: Moment) -> bool:
     """Whether P's blocks may be freed by nothing but the end of their lease: its answer is lost, or D fell silent with it."""
+    if kind in ("slow", "split", "join", "load_failure") or (moment == "after" and kind != "garbage"):
+        return False
     lost = role == "prefill" and moment not in ("accept", "queued")
     return lost or kind in ("lease_expiry", *SILENT) or (kind, moment) == ("garbage", "head")
 

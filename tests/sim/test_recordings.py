@@ -46,7 +46,7 @@ def test_no_recording_is_left_out_in_silence():
         assert scene_of(name)
 
 
-# -- where the simulator is known to be unlike: each of these must fail until it no longer is
+# -- what is not in an answer's body
 
 
 @pytest.mark.parametrize("name", pages.ROLES)
