@@ -89,7 +89,7 @@ async def test_a_streamed_list_is_merged(usage: bool) -> None:
 
 
 async def test_one_prompt_of_a_list_that_is_refused_refuses_the_list() -> None:
-    """A prompt that a prefill engine refuses makes the whole answer its 400, as with a single engine."""
+    """A prompt that the engines refuse makes the whole answer their 400, as with a single engine."""
 
     async def refuse_long(reply: Reply) -> None:
         if reply.request.json["prompt"] == TEXTS[1]:
@@ -98,7 +98,7 @@ async def test_one_prompt_of_a_list_that_is_refused_refuses_the_list() -> None:
             await prefill(reply)
 
     async with world() as w:
-        w.prefill[0].default = refuse_long
+        w.prefill[0].default = w.decode[0].default = refuse_long
         answer = await w.ask(COMPLETIONS, completion(prompt=TEXTS))
         assert (answer.status, answer.body) == (400, answers.HANDLER_400)
         await w.quiet()

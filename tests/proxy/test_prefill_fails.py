@@ -98,7 +98,7 @@ async def test_a_prefill_engine_that_says_nothing() -> None:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("status", [400, 404, 422])
+@pytest.mark.parametrize("status", [401, 404, 422])
 async def test_what_is_the_clients_fault_passes_through(path: str, stream: bool, status: int) -> None:
     """A 4xx of the prefill engine is the client's answer as it is; no decode engine is asked."""
     said = answers.error(
@@ -112,6 +112,29 @@ async def test_what_is_the_clients_fault_passes_through(path: str, stream: bool,
         assert answer.header("content-type") == "application/json"
         assert not w.decode[0].requests
         assert (await w.ended()).outcome == "client"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_refusal_has_the_words_for_the_request_as_it_came(stream: bool) -> None:
+    """The prefill leg lacks fields. Where it is refused, a decode engine reads the whole request and names its first fault."""
+    async with world() as w:
+        body = completion(prompt="word " * 9000, stream=stream, structured_outputs={"regex": "a", "choice": ["b"]})
+        answer = await w.ask(COMPLETIONS, body)
+        assert answer.status == 400
+        assert answer.json["error"]["param"] == "structured_outputs"
+        assert (len(w.prefill[0].requests), len(w.decode[0].requests)) == (1, 1)
+        assert (await w.ended()).outcome == "client"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_only_the_prefill_engine_refuses_is_served_alone(stream: bool) -> None:
+    """A prefill engine whose limits are narrower than the decode engine's costs the split, not the answer."""
+    said = answers.error("This model's maximum context length is 16 tokens", "BadRequestError", 400, "input_tokens")
+    async with world() as w:
+        w.prefill[0].script(scripts.whole(said, 400))
+        answer = await w.ask(COMPLETIONS, completion(stream=stream))
+        assert (answer.status, answer.text) == (200, TEXT)
+        assert w.metric("pdproxy_alone_total", reason="prefill_refused") == 1
 
 
 async def test_all_fail() -> None:

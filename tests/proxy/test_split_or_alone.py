@@ -88,13 +88,23 @@ async def test_a_prompt_under_one_block_has_nothing_to_move(size: int, split: bo
 async def test_alone_streams_have_usage_only_if_asked(stream: bool) -> None:
     """On one engine alone, too, the proxy asks for usage and keeps it to itself."""
     async with world() as w:
-        answer = await w.ask(COMPLETIONS, completion(n=2, stream=stream))
+        answer = await w.ask(COMPLETIONS, completion(echo=True, stream=stream))
         assert (b'"choices":[],"usage"' in answer.body) is False
         report = await w.ended()
         assert report.prompt_tokens is not None
-        assert report.completion_tokens == 8, "four for each choice"
-        asked = await w.ask(COMPLETIONS, completion(n=2, stream=True, stream_options={"include_usage": True}))
+        assert report.completion_tokens == 4
+        asked = await w.ask(COMPLETIONS, completion(echo=True, stream=True, stream_options={"include_usage": True}))
         assert b'"choices":[],"usage"' in asked.body
+
+
+async def test_a_stream_of_several_choices_is_not_asked_for_usage() -> None:
+    """The usage event would take the fingerprint from each choice's last chunk; what is reported is the number of events."""
+    async with world() as w:
+        answer = await w.ask(COMPLETIONS, completion(n=2, stream=True))
+        assert answer.body.count(b'"system_fingerprint":"') == 2
+        assert b"stream_options" not in w.decode[0].requests[0].body
+        report = await w.ended()
+        assert (report.prompt_tokens, report.completion_tokens) == (None, 8), "four for each choice"
 
 
 async def test_a_stream_that_only_the_engine_understands_as_one_keeps_its_usage() -> None:

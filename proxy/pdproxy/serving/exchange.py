@@ -142,7 +142,11 @@ class Exchange:
             got = await prefill(engines, pair.prefill, self._parsed, prompt, self._heading)
             self._prefill_s = engines.now() - started
             if isinstance(got, Answer):
-                return got
+                if got.status != 400:
+                    return got
+                # The prefill leg is not the client's request: which of its faults comes first, and whether it is one, only
+                # an engine that reads it as it came can say.
+                raise PrefillFailedError(Alone.PREFILL_REFUSED, another=False)
             custody = got
             body = engines.contract.decode_body(self._parsed, prompt, got.handle)
             return await self._decode(pair.decode, pair.prefill.node.url, body, got, stream_to)

@@ -37,7 +37,7 @@ def merge_answers(answers: Sequence[Answer]) -> Answer:
             ]
         merged = dict(bodies[0])
         merged["choices"] = msgspec.Raw(msgspec.json.encode(choices))
-        merged["usage"] = msgspec.Raw(add_up([bytes(body["usage"]) for body in bodies]))
+        merged["usage"] = msgspec.Raw(add_up([bytes(body["usage"]) for body in bodies], details_of=-1))
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
         raise EngineError(f"an engine's answer is not a completion: {error!r}") from None
     return Answer(200, answers[0].headers, msgspec.json.encode(merged))
@@ -51,7 +51,8 @@ def merge_usage_events(events: Sequence[bytes]) -> bytes:
     """
     try:
         bodies = [_body_decoder.decode(sse.payload(event)) for event in events]
-        merged = {**bodies[0], "usage": msgspec.Raw(add_up([bytes(body["usage"]) for body in bodies]))}
+        usage = add_up([bytes(body["usage"]) for body in bodies], details_of=0)
+        merged = {**bodies[0], "usage": msgspec.Raw(usage)}
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
         raise EngineError(f"an engine's usage event is not readable: {error!r}") from None
     return sse.data(msgspec.json.encode(merged))

@@ -151,7 +151,7 @@ class Service:
 
     async def _serve_one(self, parsed: Parsed, heading: Heading, output: Output, report: _Report) -> None:
         prompt = None if parsed.alone is not None else parsed.prompts[0]
-        exchange = Exchange(self._engines, parsed, prompt, heading, lambda: Relay(wants_usage=parsed.wants_usage))
+        exchange = Exchange(self._engines, parsed, prompt, heading, lambda: Relay(wants_usage=not parsed.adds_usage))
         report.exchanges = (exchange,)
 
         def begin(relay: Relay) -> Output:

@@ -55,7 +55,7 @@ def decode_fields(parsed: Parsed, prompt: Prompt) -> Fields:
     """Return the fields of a decode leg: the client's own, and on streams a usage event at the end, for us."""
     fields = dict(parsed.fields)
     _set_prompt(fields, prompt)
-    if parsed.stream and not parsed.wants_usage:
+    if parsed.adds_usage:
         fields["stream_options"] = _USAGE_AT_THE_END
     return fields
 
@@ -64,7 +64,7 @@ def alone_body(parsed: Parsed, prompt: Prompt | None) -> bytes:
     """Return the body for one engine that serves the request, or one prompt of it, without KV transfer."""
     if prompt is None:  # the whole request as it came
         fields = dict(parsed.fields)
-        if parsed.stream and not parsed.wants_usage:
+        if parsed.adds_usage:
             fields["stream_options"] = _USAGE_AT_THE_END
         return encode(fields)
     return encode(decode_fields(parsed, prompt))

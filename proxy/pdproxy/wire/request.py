@@ -46,6 +46,7 @@ class Alone(Enum):
     SHORT_PROMPT = "short_prompt"
     UNUSUAL = "unusual"
     NO_PAIR = "no_pair"
+    PREFILL_REFUSED = "prefill_refused"
     PREFILL_FAILED = "prefill_failed"
     NO_HANDLE = "no_handle"
 
@@ -92,6 +93,14 @@ class Parsed:
     prompts: tuple[Prompt, ...]
     alone: Alone | None
     body_bytes: int
+
+    @property
+    def adds_usage(self) -> bool:
+        """Whether an engine is asked for a usage event that the client didn't ask for.
+
+        Not with several choices: the usage event takes the fingerprint of each choice's last chunk, and comes after all.
+        """
+        return self.stream and not self.wants_usage and self.alone is not Alone.N
 
 
 class _UnusualError(Exception):

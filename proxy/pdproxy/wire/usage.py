@@ -7,14 +7,23 @@ from typing import Any
 
 import msgspec
 
+_DETAILS = "prompt_tokens_details"
 
-def add_up(usages: Sequence[bytes]) -> bytes:
+
+def add_up(usages: Sequence[bytes], *, details_of: int) -> bytes:
     """Return one `usage` object from several: numbers are added, objects field by field, what is null everywhere stays so.
+
+    `details_of`: whose `prompt_tokens_details` stand for all, by its place. vLLM adds everything else up, but tells those of
+    the last prompt in a whole answer and of the first one in a stream (0.32.0, `entrypoints/openai/completion/serving.py`).
 
     Raises:
         msgspec.MsgspecError: one of them is not JSON.
     """
-    return msgspec.json.encode(_sum([msgspec.json.decode(usage) for usage in usages]))
+    values = [msgspec.json.decode(usage) for usage in usages]
+    total = _sum(values)
+    if isinstance(total, dict) and _DETAILS in total:
+        total[_DETAILS] = values[details_of].get(_DETAILS)
+    return msgspec.json.encode(total)
 
 
 def _sum(values: Sequence[Any]) -> Any:

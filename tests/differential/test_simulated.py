@@ -1,0 +1,46 @@
+"""Generated requests over simulated engines: `PDPROXY_TEST_GENERATED` says how many (the longer proof asks 5,000)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.differential.generate import Generated, requests
+from tests.differential.stage import SIMULATED, Stage, stage
+
+COUNT = int(os.environ.get("PDPROXY_TEST_GENERATED", "300"))
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def both(runner: asyncio.Runner) -> Iterator[Stage]:
+    stack = AsyncExitStack()
+    yield runner.run(stack.enter_async_context(stage()))
+    runner.run(stack.aclose())
+
+
+@settings(
+    max_examples=COUNT,
+    deadline=None,
+    derandomize="PDPROXY_TEST_GENERATED" not in os.environ,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+@given(wanted=requests(SIMULATED))
+@pytest.mark.timeout(3600)
+def test_generated_requests_are_answered_as_by_one_engine(
+    runner: asyncio.Runner, both: Stage, wanted: Generated
+) -> None:
+    """Whatever is asked, the proxy over two engines and one plain engine say the same, to the byte."""
+    if why := runner.run(both.differs(wanted)):
+        pytest.fail(why)
