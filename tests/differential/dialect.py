@@ -10,7 +10,7 @@ class Dialect:
     """One kind of engines.
 
     `ids`: token ids that are ordinary text, first and one past the last. `eos`: the id that ends. `half`: the id of the
-    first byte of a character of two bytes, `rest` of one that may follow.
+    first byte of a character of two bytes.
     """
 
     model: str
@@ -20,9 +20,6 @@ class Dialect:
     ids: tuple[int, int]
     eos: int
     half: int
-    rest: int
     long_prompt: int
     """Tokens of a long prompt: several times what one step of an engine takes, if the engines are fast enough."""
     longest_answer: int
-    reasons: bool
-    """Whether the engines have a reasoning parser."""

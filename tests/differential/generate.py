@@ -261,6 +261,7 @@ def _shared(dialect: Dialect) -> dict[str, Fields]:
         "choice": st.just({"structured_outputs": {"choice": ["harbour", "ledger"]}}),
         "regex": st.just({"structured_outputs": {"regex": "[a-c]{4}-[0-9]{3}"}}),
         "bad regex": st.just({"structured_outputs": {"regex": "[unclosed"}}),
+        "grammar": st.just({"structured_outputs": {"grammar": 'root ::= "yes" | "no"'}}),
         "schema": st.just({"structured_outputs": {"json": SCHEMA}, "max_tokens": 40}),
         "two grammars": st.just({"structured_outputs": {"json": SCHEMA, "regex": "a"}}),
         "response_format": st.sampled_from(
@@ -276,10 +277,11 @@ def _shared(dialect: Dialect) -> dict[str, Fields]:
         "priority": st.integers(-1, 1).map(lambda value: {"priority": value}),
         "cut": st.sampled_from((-2, -1, 0, 1, 20, 10**6)).map(lambda value: {"truncate_prompt_tokens": value}),
         "cut right": st.just({"truncate_prompt_tokens": 20, "truncation_side": "right"}),
+        "whole template": st.just({"chat_template": "{{ messages }}"}),
         "unknown": st.sampled_from((None, 1, {"a": [1, {"b": None}]}, "x")).map(lambda value: {"no_such_field": value}),
         "no model": st.sampled_from((ABSENT, None)).map(lambda value: {"model": value}),
         "other model": st.sampled_from(("no-such-model", "", 7)).map(lambda value: {"model": value}),
-        "user": st.just({"user": "u", "metadata": {"a": "b"}, "service_tier": "default"}),
+        "user": st.just({"user": "u", "metadata": {"a": "b"}, "service_tier": "auto"}),
         "body id": st.just({"request_id": "chosen-by-the-client"}),
         "forged": st.sampled_from(
             (

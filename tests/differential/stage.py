@@ -1,10 +1,10 @@
-"""A proxy over simulated 1P1D beside a plain simulated engine, kept for many requests; each starts with empty caches."""
+"""A proxy over simulated engines beside a plain one, kept for many requests; each starts with empty caches."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 from pdproxy.sim.tokenizer import EOS, FIRST_BYTE, FIRST_PIECE, PIECES, VOCABULARY
 from tests.differential.alike import difference
@@ -24,10 +24,8 @@ SIMULATED = Dialect(
     ids=(FIRST_PIECE, FIRST_PIECE + len(PIECES)),
     eos=EOS,
     half=FIRST_BYTE + 0xC3,
-    rest=FIRST_BYTE + 0xA4,
     long_prompt=300,
     longest_answer=40,
-    reasons=False,
 )
 
 
@@ -44,9 +42,11 @@ class Stage:
             core = engine.sim.engine._core
             assert core is not None
             core.pool.forget_all()
+        # With several prefill engines, the one that is asked again may not have seen the prompt.
+        cached = not wanted.shares_a_block and (wanted.times == 1 or len(self.world.prefill) == 1)
         for _ in range(wanted.times):
             plain, other = await asyncio.gather(_ask(self.plain.port, wanted), _ask(self.world.port, wanted))
-            if why := difference(plain, other, cached=not wanted.shares_a_block):
+            if why := difference(plain, other, cached=cached):
                 return why
             await self.world.quiet()
         return ""
@@ -62,25 +62,13 @@ async def _ask(port: int, wanted: Generated) -> Answer:
 
 
 @asynccontextmanager
-async def stage(**facts: object) -> AsyncIterator[Stage]:
-    """Set the stage; `facts` are every engine's."""
-    books = Books()
+async def stage(prefill: int = 1, decode: int = 1, **facts: object) -> AsyncIterator[Stage]:
+    """Set the stage with so many engines behind the proxy; `facts` are every engine's."""
     facts = {"max_model_len": CONTEXT, "enable_prompt_tokens_details": True, "eos_every": 31} | facts
-
-    def alike(w: World) -> None:
-        for engine in w.engines:
-            engine.be(**facts)
-
-    async with AsyncExitStack() as stack:
-        plain = FakeEngine("aggregated", books)
-        plain.be(connector="none", **facts)
-        await plain.listen()
-        stack.push_async_callback(plain.close)
-        w = await stack.enter_async_context(world(1, 1, before=alike))
-        for engine in w.engines:
-            await engine.sim.restart()
-        for engine in w.decode:
-            for other in w.prefill:
-                engine.meet(other)
-        await w.probe()
-        yield Stage(w, plain)
+    plain = FakeEngine("aggregated", Books(), connector="none", **facts)
+    await plain.listen()
+    try:
+        async with world(prefill, decode, facts=facts) as w:
+            yield Stage(w, plain)
+    finally:
+        await plain.close()

@@ -1,4 +1,4 @@
-"""Generated requests over simulated engines: `PDPROXY_TEST_GENERATED` says how many (the longer proof asks 5,000)."""
+"""Generated requests over simulated engines. `PDPROXY_TEST_GENERATED` says how many in all, drawn anew at each run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from hypothesis import HealthCheck, given, settings
 from tests.differential.generate import Generated, requests
 from tests.differential.stage import SIMULATED, Stage, stage
 
-COUNT = int(os.environ.get("PDPROXY_TEST_GENERATED", "300"))
+COUNT = int(os.environ.get("PDPROXY_TEST_GENERATED", "600"))
+STAGES: dict[str, dict[str, object]] = {
+    "1p1d": {},
+    "2p2d that reason": {"prefill": 2, "decode": 2, "reasoning_parser": "deepseek_r1"},
+    "1p1d without extras": {
+        "enable_prompt_tokens_details": False,
+        "enable_auto_tool_choice": False,
+        "enable_prefix_caching": False,
+        "add_bos": True,
+        "template": "plain",
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -22,15 +33,15 @@ def runner() -> Iterator[asyncio.Runner]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def both(runner: asyncio.Runner) -> Iterator[Stage]:
+@pytest.fixture(scope="module", params=STAGES)
+def both(runner: asyncio.Runner, request: pytest.FixtureRequest) -> Iterator[Stage]:
     stack = AsyncExitStack()
-    yield runner.run(stack.enter_async_context(stage()))
+    yield runner.run(stack.enter_async_context(stage(**STAGES[request.param])))  # type: ignore[arg-type]
     runner.run(stack.aclose())
 
 
 @settings(
-    max_examples=COUNT,
+    max_examples=COUNT // len(STAGES),
     deadline=None,
     derandomize="PDPROXY_TEST_GENERATED" not in os.environ,
     suppress_health_check=list(HealthCheck),

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.sim.tokenizer import BOS, FIRST_BYTE, IM_END, IM_START, SPECIAL, VOCABULARY, Tokenizer
+from pdproxy.sim.tokenizer import BOS, FIRST_BYTE, IM_END, IM_START, SPECIAL, THINK, VOCABULARY, Tokenizer
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 
@@ -34,7 +34,14 @@ def test_special_tokens_by_name_and_left_out_of_texts():
     assert (ids[0], ids[-1]) == (IM_START, IM_END)
     assert tokenizer.decode(ids) == "user\nhi"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>user\nhi<|im_end|>"
-    assert [token for token in range(tokenizer.vocab_size) if tokenizer.is_special(token)] == list(range(len(SPECIAL)))
+    assert [token for token in range(tokenizer.vocab_size) if tokenizer.is_special(token)] == list(range(THINK))
+
+
+def test_marks_of_thinking_and_of_calls_are_text():
+    tokenizer = Tokenizer()
+    text = "".join(SPECIAL[THINK:])
+    assert len(tokenizer.encode(text)) == 4
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_the_first_token_is_added_only_where_asked_for():

@@ -38,6 +38,7 @@ _ENGINE = {
     "enable_prefix_caching": "keep the KV of prompts",
     "enable_prompt_tokens_details": "say in the usage how much was cached",
     "enable_auto_tool_choice": "take tools",
+    "reasoning_parser": "takes thoughts out of chats",
     "api_key": "wanted of clients",
     "eos_every": "one token in so many ends the answer, on average; 0: none",
     "connector": "how KV comes and goes",

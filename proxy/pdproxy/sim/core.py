@@ -46,7 +46,7 @@ class Core:
         self.engine_id = engine_id
         self.pool = BlockPool(facts.num_gpu_blocks, facts.block_size)
         self.nixl = Nixl(facts, engine_id, side_channel_port, self.pool, stats)
-        self._language = Language(facts.eos_every)
+        self._language = Language(facts.eos_every, thinks=facts.reasoning_parser != "none")
         self._seed = mix(crc32(facts.model.encode()), facts.weights)
         self._chance = chance
         self._sequences: dict[str, ActiveRequest] = {}

@@ -75,6 +75,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     enable_prompt_tokens_details: bool = False
     enable_auto_tool_choice: bool = True
     """With a tool-call parser; without, `tools` is refused as vLLM refuses it."""
+    reasoning_parser: Literal["none", "deepseek_r1"] = "none"
+    """Takes what the model thinks out of a chat's content. With one, the model ends its thoughts by `</think>`."""
     api_key: str | None = None
     eos_every: int = 97
     """One token in so many is the end, on average; 0: never."""

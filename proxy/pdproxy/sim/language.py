@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from pdproxy.sim.request import Candidate, SamplingParams, Token
-from pdproxy.sim.tokenizer import EOS, FIRST_BYTE, FIRST_PIECE, WITH_SPACE
+from pdproxy.sim.request import Candidate, Grammar, SamplingParams, Token
+from pdproxy.sim.tokenizer import EOS, FIRST_BYTE, FIRST_PIECE, THINK_END, WITH_SPACE
 
 _MASK = (1 << 64) - 1
 _CHOICES = 20
@@ -18,6 +18,8 @@ _CHOICES = 20
 _MULTI_BYTE = 29
 """One word in so many is a character of several bytes, a token each."""
 _STRONG_BIAS = 50.0
+_THOUGHTS = 6
+"""Thoughts end after so many tokens, on average."""
 
 
 def mix(*parts: int) -> int:
@@ -34,10 +36,11 @@ def fold(digest: int, token: int) -> int:
 
 
 class Language:
-    """Draws tokens. `eos_every`: one token in so many is the end; 0: never."""
+    """Draws tokens. `eos_every`: one token in so many is the end; 0: never. `thinks`: thoughts and their end come first."""
 
-    def __init__(self, eos_every: int) -> None:
+    def __init__(self, eos_every: int, *, thinks: bool = False) -> None:
         self._eos_every = eos_every
+        self._thinks = thinks
 
     def next_token(self, state: int, generated: Sequence[int], sampling: SamplingParams, draw: int) -> Token:
         """Return the token that follows.
@@ -49,7 +52,7 @@ class Language:
             draw: 64 random bits for this token; unused at temperature 0.
         """
         if sampling.grammar is not None:
-            allowed = sampling.grammar.allowed(generated)
+            allowed = self._allowed(sampling.grammar, generated)
             if allowed is not None:
                 pick = draw if sampling.temperature > 0 else mix(state, 1)
                 return self._told(state, generated, sampling, allowed[pick % len(allowed)], 1, -0.05)
@@ -72,6 +75,14 @@ class Language:
             skip -= 1
         assert last is not None
         return self._told(state, generated, sampling, last.token, last.rank, last.logprob)
+
+    def _allowed(self, grammar: Grammar, generated: Sequence[int]) -> Sequence[int] | None:
+        """Return the ids that may follow, None: any. A grammar of texts binds no thoughts."""
+        if not self._thinks or grammar.binds_thoughts:
+            return grammar.allowed(generated)
+        if THINK_END not in generated:
+            return None
+        return grammar.allowed(generated[list(generated).index(THINK_END) + 1 :])
 
     def score(self, state: int, token: int, top: int) -> tuple[Candidate, ...]:
         """Return a prompt token's own probability, then the likeliest ones: an entry of `prompt_logprobs`."""
@@ -104,6 +115,8 @@ class Language:
                 if token in seen:  # all continuations are known, or there is but one: anything may follow
                     missing = 0 if number > 256 or generated[-1] == FIRST_BYTE + 0xF0 else missing
                     continue
+            elif number == 1 and self._thinks and bits % _THOUGHTS == 0 and THINK_END not in generated:
+                token = THINK_END
             elif number == 1 and self._eos_every and bits % self._eos_every == 0:
                 token = EOS
             elif bits % _MULTI_BYTE == 0:

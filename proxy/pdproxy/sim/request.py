@@ -16,7 +16,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Grammar(Protocol):
-    """A structured output: which tokens may come next."""
+    """A structured output: which tokens may come next. `binds_thoughts`: also while the model thinks."""
+
+    binds_thoughts: bool
 
     def allowed(self, generated: Sequence[int]) -> Sequence[int] | None:
         """Return the ids that may follow; None: any. The end token is among them where the output may end."""

@@ -15,6 +15,7 @@ from pdproxy.sim.words import BREAKS, WORDS
 
 BOS, EOS, IM_START, IM_END = 0, 1, 2, 3
 SPECIAL = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
+THINK, THINK_END = SPECIAL.index("<think>"), SPECIAL.index("</think>")
 FIRST_BYTE = len(SPECIAL)
 FIRST_PIECE = FIRST_BYTE + 256
 
@@ -80,7 +81,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary are nothing."""
-        first = FIRST_BYTE if skip_special_tokens else 0
+        first = THINK if skip_special_tokens else 0
         return b"".join(VOCABULARY[token] for token in ids if first <= token < self.vocab_size).decode(
             "utf-8", "replace"
         )
@@ -90,5 +91,5 @@ class Tokenizer:
         return VOCABULARY[token]
 
     def is_special(self, token: int) -> bool:
-        """Tell whether an id is one of the special tokens."""
-        return token < FIRST_BYTE
+        """Tell whether an id is left out of text. The marks of thinking and of calls are not, as in most real vocabularies."""
+        return token < THINK

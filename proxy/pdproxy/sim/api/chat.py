@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from pdproxy.sim.api import answer
+from pdproxy.sim.api import answer, reasoning
 from pdproxy.sim.api.errors import GrammarRefused, Refused, response
 from pdproxy.sim.api.generation import Delta, LoadFailedError, Prompt, deltas
 from pdproxy.sim.api.logprobs import chat_logprobs, prompt_logprobs
@@ -77,6 +77,9 @@ class _Job:
         last = body.messages[-1]
         self._role = "assistant" if body.add_generation_prompt else str(last.get("role"))
         self._echo = str(last.get("content") or "") if body.echo and last.get("role") == self._role else ""
+        self._thinks = engine.facts.reasoning_parser != "none"
+        # A parser of either kind hides what a token-by-token view would give away.
+        self._hides = not body.include_reasoning and (self._thinks or engine.facts.enable_auto_tool_choice)
 
     def _run(self, params: SamplingParams) -> AsyncGenerator[Delta, None]:
         return deltas(
@@ -96,10 +99,17 @@ class _Job:
         return CallParser(f"chatcmpl-tool-{secrets.token_hex(8)}") if self._parsed else None
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        if not self._body.logprobs:
+        if not self._body.logprobs or self._hides:
             return None
         as_ids = bool(self._body.return_tokens_as_token_ids)
         return chat_logprobs(self._engine.tokenizer, delta.tokens, self._body.top_logprobs or 0, as_ids)
+
+    def _ids(self, delta: Delta) -> list[int] | None:
+        return delta.ids if self._body.return_token_ids and not self._hides else None
+
+    def _thought(self, tokens: int) -> dict[str, int] | None:
+        """Return `completion_tokens_details`."""
+        return {"reasoning_tokens": tokens} if self._thinks else None
 
     def _finish(self, reason: str | None, parser: CallParser | None) -> str | None:
         named = isinstance(self._body.tool_choice, NamedTool)
@@ -120,8 +130,7 @@ class _Job:
         choices = [self._choice(index, made) for index, made in enumerate(parts)]
         first = parts[0][0]
         counted = answer.usage(len(self._prompt.ids), sum(len(delta.tokens) for made in parts for delta in made))
-        counted["prompt_tokens_details"] = answer.details(facts, first.cached, first.created)
-        counted["completion_tokens_details"] = None
+        thoughts = sum(reasoning.count([token for delta in made for token in delta.ids]) for made in parts)
         return response(
             {
                 **self._head("chat.completion"),
@@ -131,7 +140,7 @@ class _Job:
                 "usage": counted
                 | {
                     "prompt_tokens_details": answer.details(facts, first.cached, first.created),
-                    "completion_tokens_details": None,
+                    "completion_tokens_details": self._thought(thoughts),
                 },
                 "prompt_logprobs": prompt_logprobs(self._engine.tokenizer, first.prompt_logprobs),
                 "prompt_token_ids": self._prompt.ids if body.return_token_ids else None,
@@ -146,10 +155,12 @@ class _Job:
         body, last = self._body, made[-1]
         tokens = tuple(token for delta in made for token in delta.tokens)
         text = "".join(delta.text for delta in made)
-        parser = self._parser()
-        message: dict[str, Any] = {"role": self._role, "content": text}
+        thoughts, content = reasoning.split(text) if self._thinks else (None, text)
+        parser = self._parser() if content is not None else None
+        message: dict[str, Any] = {"role": self._role, "content": content}
         message |= {"refusal": None, "annotations": None, "audio": None, "function_call": None}
         if parser is not None:
+            text = content or ""
             for piece in (text[: len(text) // 2], text[len(text) // 2 :], ""):
                 parser.add(piece)
             message["content"] = parser.content
@@ -157,7 +168,7 @@ class _Job:
                 function = {"name": parser.name, "arguments": parser.arguments}
                 call = {"id": f"chatcmpl-tool-{secrets.token_hex(8)}", "type": "function", "function": function}
                 message["tool_calls"] = [call]
-        message["reasoning"] = None
+        message["reasoning"] = thoughts if body.include_reasoning else None
         if self._echo:
             message["content"] = self._echo + (message["content"] or "")
         merged = Delta(index, 0, text, tokens, last.finish_reason, last.stop_reason, 0, 0, None, None)
@@ -167,7 +178,7 @@ class _Job:
             "logprobs": self._logprobs(merged),
             "finish_reason": self._finish(last.finish_reason, parser),
             "stop_reason": last.stop_reason,
-            "token_ids": merged.ids if body.return_token_ids else None,
+            "token_ids": self._ids(merged),
             "routed_experts": None,
         }
 
@@ -176,7 +187,8 @@ class _Job:
         body, facts = self._body, self._engine.facts
         head = self._head("chat.completion.chunk")
         parsers = [self._parser() for _ in range(body.children)]
-        counts = [0] * body.children
+        thinkers = [reasoning.Thoughts(self._prompt.ids) for _ in range(body.children)]
+        generated: list[list[int]] = [[] for _ in range(body.children)]
         cached: int | None = None
         created = 0
         async with aclosing(self._run(params)) as found:
@@ -188,42 +200,57 @@ class _Job:
                 if delta.finish_reason == "error":
                     raise LoadFailedError
                 index, parser = delta.index, parsers[delta.index]
-                counts[index] += len(delta.tokens)
-                content: dict[str, Any] | None = {"content": delta.text}
-                if facts.enable_auto_tool_choice and not delta.text:
-                    content = None  # a tool parser is asked, whether there are tools or not, and has nothing to say
-                if parser is not None:
-                    content = parser.add(delta.text)
+                generated[index] += delta.ids
+                content = self._content(delta, thinkers[index], parser)
                 logprobs = self._logprobs(delta)
                 if content is None:
-                    if delta.finish_reason is None and logprobs is None and not body.return_token_ids:
+                    if delta.finish_reason is None and logprobs is None and self._ids(delta) is None:
                         continue
                     content = {}
                 finish = self._finish(delta.finish_reason, parser)
                 choice = {"index": index, "delta": content, "logprobs": logprobs, "finish_reason": finish}
                 if finish is not None:
                     choice["stop_reason"] = delta.stop_reason
-                choice["token_ids"] = delta.ids if body.return_token_ids else None
+                choice["token_ids"] = self._ids(delta)
                 chunk = head | {"choices": [choice]}
                 if body.with_running_usage:
-                    counted = answer.usage(len(self._prompt.ids), counts[index])
-                    chunk["usage"] = counted | {"completion_tokens_details": None}
+                    counted = answer.usage(len(self._prompt.ids), len(generated[index]))
+                    thoughts = reasoning.count(generated[index])
+                    chunk["usage"] = counted | {"completion_tokens_details": self._thought(thoughts)}
                 if finish is not None and not body.with_usage:
                     chunk["system_fingerprint"] = answer.fingerprint(facts)
                 yield answer.event(chunk)
         if body.with_usage:
-            counted = answer.usage(len(self._prompt.ids), sum(counts))
+            counted = answer.usage(len(self._prompt.ids), sum(map(len, generated)))
             told = answer.details(facts, cached or 0, created)
             if told is not None:
                 counted["prompt_tokens_details"] = {key: value for key, value in told.items() if value is not None}
+            if self._thinks:
+                counted["completion_tokens_details"] = self._thought(sum(map(reasoning.count, generated)))
             yield answer.event(
                 head | {"choices": [], "usage": counted, "system_fingerprint": answer.fingerprint(facts)}
             )
 
+    def _content(self, delta: Delta, thinker: reasoning.Thoughts, parser: CallParser | None) -> dict[str, Any] | None:
+        """Return what the parsers make of a delta, None: nothing to send."""
+        text = delta.text
+        if self._thinks and thinker.open:
+            told = thinker.add(text, delta.ids)
+            if told is None or self._body.include_reasoning:
+                return told
+            return {"content": told["content"]} if told.get("content") else None
+        if parser is not None:
+            return parser.add(text)
+        if self._engine.facts.enable_auto_tool_choice and not text:
+            return None  # a tool parser is asked, whether there are tools or not, and has nothing to say
+        if not text and not self._body.include_reasoning and self._hides:
+            return None
+        return {"content": text}
+
     def _openings(self, head: dict[str, Any]) -> list[bytes]:
         """Return the events before the first token: the role of each choice, and what is echoed."""
         body, found = self._body, []
-        counted = answer.usage(len(self._prompt.ids), 0) | {"completion_tokens_details": None}
+        counted = answer.usage(len(self._prompt.ids), 0) | {"completion_tokens_details": self._thought(0)}
         for index in range(body.children):
             choice = {"index": index, "delta": {"role": self._role, "content": ""}, "logprobs": None}
             choice["finish_reason"] = None

@@ -27,6 +27,8 @@ _WORDS = ("river", "mountain", "harbour", "ledger", "lantern", "quay")
 class TextGrammar:
     """One of some texts, then the end."""
 
+    binds_thoughts = False
+
     def __init__(self, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
         self._paths = list(dict.fromkeys(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts))
 
@@ -39,6 +41,8 @@ class TextGrammar:
 
 class AllowedTokens:
     """`allowed_token_ids`."""
+
+    binds_thoughts = True
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids = ids
