@@ -1,13 +1,13 @@
 """A generator of requests, from the plain to the absurd, that shrinks to the smallest one that shows a difference.
 
-A request is a route, a prompt, and a handful of features; each feature sets a few fields. Shrinking takes features away, then
-makes their values simple. Temperature is 0 or has a seed: what is drawn by chance can't be compared.
+A request is a route, a prompt, and a handful of features; each sets a few fields. Some have a fault or two beside them, since
+which fault is named, and how, is part of an answer. Shrinking takes features away, then makes their values simple.
+Temperature is 0 or has a seed: what is drawn by chance can't be compared.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,21 +72,28 @@ def requests(dialect: Dialect) -> st.SearchStrategy[Generated]:
 
 def _requests(dialect: Dialect, path: str) -> st.SearchStrategy[Generated]:
     prompt = _messages(dialect) if path == CHAT else _prompts(dialect)
-    known = _features(dialect, path)
-    chosen = st.lists(st.sampled_from(sorted(known)), max_size=5, unique=True)
-    features = chosen.flatmap(lambda names: st.tuples(*(known[name] for name in names)))
+    features = _some(_features(dialect, path), 5)
+    faults = st.sampled_from((0, 0, 0, 0, 1, 2)).flatmap(lambda most: _some(_faults(dialect, path), most))
     base: Body = {"model": dialect.model, "temperature": 0, "max_tokens": 6}
     streamed = st.sampled_from(({}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}))
 
-    def made(parts: tuple[Body, tuple[Body, ...], tuple[tuple[str, str], ...], int, Body]) -> Generated:
-        prompt, features, headers, times, stream = parts
+    def made(
+        parts: tuple[Body, tuple[Body, ...], tuple[Body, ...], tuple[tuple[str, str], ...], int, Body],
+    ) -> Generated:
+        prompt, features, faults, headers, times, stream = parts
         body = base | stream | prompt
-        for one in features:
+        for one in (*features, *faults):
             body |= one
         body = {name: value for name, value in body.items() if value is not ABSENT}
         return Generated(path, json.dumps(body, ensure_ascii=False), headers, times)
 
-    return st.tuples(prompt, features, _headers(), st.sampled_from((1, 1, 1, 2)), streamed).map(made)
+    return st.tuples(prompt, features, faults, _headers(), st.sampled_from((1, 1, 1, 2)), streamed).map(made)
+
+
+def _some(known: dict[str, Fields], most: int) -> st.SearchStrategy[tuple[Body, ...]]:
+    """Up to so many of these, each once."""
+    names = st.lists(st.sampled_from(sorted(known)), max_size=most, unique=True)
+    return names.flatmap(lambda chosen: st.tuples(*(known[name] for name in chosen)))
 
 
 ABSENT = object()
@@ -135,26 +142,7 @@ def _prompts(dialect: Dialect) -> Fields:
         st.lists(_text(), min_size=1, max_size=4),
         st.lists(_ids(dialect, few), min_size=1, max_size=4),
     )
-    odd = st.sampled_from(
-        (
-            [],
-            [[]],
-            "",
-            None,
-            7,
-            ["a", [1, 2]],
-            [[1, 2], []],
-            ["a", ""],
-            [1, "a"],
-            [1.5],
-            [-1],
-            {"a": 1},
-            [dialect.vocab_size],
-            [dialect.vocab_size - 1],
-            [True],
-        )
-    )
-    return st.one_of(one, one, one, several, odd).map(lambda prompt: {"prompt": prompt})
+    return st.one_of(one, one, several).map(lambda prompt: {"prompt": prompt})
 
 
 def _messages(dialect: Dialect) -> Fields:
@@ -184,7 +172,7 @@ def _messages(dialect: Dialect) -> Fields:
     )
     plain = st.lists(turn, min_size=1, max_size=4)
     strange = st.tuples(plain, odd).map(lambda drawn: [*drawn[0], drawn[1]])
-    return st.one_of(plain, plain, plain, strange, st.just([])).map(lambda found: {"messages": found})
+    return st.one_of(plain, plain, plain, plain, strange).map(lambda found: {"messages": found})
 
 
 def _headers() -> st.SearchStrategy[tuple[tuple[str, str], ...]]:
@@ -200,8 +188,11 @@ def _headers() -> st.SearchStrategy[tuple[tuple[str, str], ...]]:
 
 
 def _features(dialect: Dialect, path: str) -> dict[str, Fields]:
-    shared = _shared(dialect)
-    return shared | (_of_chat(dialect) if path == CHAT else _of_completions(dialect))
+    return _shared(dialect) | (_of_chat() if path == CHAT else _of_completions())
+
+
+def _values(name: str, *values: Any) -> Fields:
+    return st.sampled_from(values).map(lambda value: {name: value})
 
 
 def _shared(dialect: Dialect) -> dict[str, Fields]:
@@ -212,22 +203,22 @@ def _shared(dialect: Dialect) -> dict[str, Fields]:
     )
     return {
         "usage": usage.map(lambda options: {"stream": True, "stream_options": options}),
-        "usage without stream": usage.map(lambda options: {"stream": False, "stream_options": options}),
-        "max_tokens": st.sampled_from(
-            (1, 2, 3, 9, dialect.longest_answer, ABSENT, None, 0, -1, dialect.max_model_len, 10**6, "7", 2.0, 2.5)
-        ).map(lambda value: {"max_tokens": value} if value is not ABSENT else {"max_tokens": ABSENT, "stop": ["e"]}),
-        "min_tokens": st.integers(-1, 7).map(lambda value: {"min_tokens": value}),
+        "max_tokens": _values("max_tokens", 1, 2, 3, 9, dialect.longest_answer),
+        "no max_tokens": st.sampled_from((ABSENT, None)).map(
+            lambda value: {"max_tokens": value, "stop": ["e"], "stop_token_ids": list(range(low, high, 3))}
+        ),
+        "min_tokens": st.integers(0, 3).map(lambda value: {"min_tokens": value, "max_tokens": 7}),
         "stop": st.lists(
-            st.sampled_from(("e", " t", "the", "th", "or", " ", "\n", "ö", "{", "zzz", "")), min_size=1, max_size=3
+            st.sampled_from(("e", " t", "the", "th", "or", " ", "\n", "ö", "{", "zzz")), min_size=1, max_size=3
         ).map(lambda value: {"stop": value}),
-        "stop of one": st.sampled_from(("e", "", None)).map(lambda value: {"stop": value}),
+        "stop of one": _values("stop", "e", None, []),
         "stop tokens": st.tuples(st.integers(low, high - 1), st.integers(1, high - low)).map(
             lambda drawn: {"stop_token_ids": list(range(drawn[0], min(high, drawn[0] + drawn[1])))}
         ),
         "stop included": st.just({"include_stop_str_in_output": True}),
         "end at once": st.just({"logit_bias": {str(dialect.eos): 100}}),
         "ignore_eos": st.just({"ignore_eos": True, "logit_bias": {str(dialect.eos): 100}}),
-        "n": st.integers(-1, 4).map(lambda value: {"n": value}),
+        "n": st.integers(1, 4).map(lambda value: {"n": value}),
         "n seeded": st.tuples(st.integers(1, 4), st.integers(0, 99)).map(
             lambda drawn: {"n": drawn[0], "temperature": 0.9, "seed": drawn[1]}
         ),
@@ -237,18 +228,18 @@ def _shared(dialect: Dialect) -> dict[str, Fields]:
         "nucleus": st.fixed_dictionaries(
             {"temperature": st.just(0.8), "seed": st.integers(0, 9)},
             optional={
-                "top_p": st.sampled_from((0.0, 0.5, 1)),
-                "top_k": st.integers(-2, 50),
-                "min_p": st.sampled_from((0, 0.1, 2)),
+                "top_p": st.sampled_from((0.5, 1)),
+                "top_k": st.integers(-1, 50),
+                "min_p": st.sampled_from((0, 0.1)),
             },
         ),
-        "prompt_logprobs": st.integers(-2, 3).map(lambda value: {"prompt_logprobs": value}),
+        "prompt_logprobs": _values("prompt_logprobs", 0, 2),
         "penalties": st.fixed_dictionaries(
             {},
             optional={
-                "presence_penalty": st.sampled_from((-2, 0.5, 3)),
-                "frequency_penalty": st.sampled_from((0.7, -2.5)),
-                "repetition_penalty": st.sampled_from((1.3, 0)),
+                "presence_penalty": st.sampled_from((-2, 0.5)),
+                "frequency_penalty": st.just(0.7),
+                "repetition_penalty": st.just(1.3),
             },
         ),
         "bias": tokens.map(lambda token: {"logit_bias": {str(token): 100}}),
@@ -260,27 +251,21 @@ def _shared(dialect: Dialect) -> dict[str, Fields]:
         "specials kept": st.just({"skip_special_tokens": False}),
         "choice": st.just({"structured_outputs": {"choice": ["harbour", "ledger"]}}),
         "regex": st.just({"structured_outputs": {"regex": "[a-c]{4}-[0-9]{3}"}}),
-        "bad regex": st.just({"structured_outputs": {"regex": "[unclosed"}}),
         "grammar": st.just({"structured_outputs": {"grammar": 'root ::= "yes" | "no"'}}),
         "schema": st.just({"structured_outputs": {"json": SCHEMA}, "max_tokens": 40}),
-        "two grammars": st.just({"structured_outputs": {"json": SCHEMA, "regex": "a"}}),
         "response_format": st.sampled_from(
             (
                 {"type": "json_object"},
                 {"type": "text"},
                 {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}},
-                {"type": "json_schema"},
-                {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "zebra"}}},
             )
         ).map(lambda form: {"response_format": form, "max_tokens": 40}),
-        "salt": st.sampled_from(("a", "pepper", "")).map(lambda salt: {"cache_salt": salt}),
-        "priority": st.integers(-1, 1).map(lambda value: {"priority": value}),
-        "cut": st.sampled_from((-2, -1, 0, 1, 20, 10**6)).map(lambda value: {"truncate_prompt_tokens": value}),
+        "salt": _values("cache_salt", "a", "pepper"),
+        "priority": _values("priority", -1, 0, 1),
+        "cut": _values("truncate_prompt_tokens", -1, 1, 20),
         "cut right": st.just({"truncate_prompt_tokens": 20, "truncation_side": "right"}),
-        "whole template": st.just({"chat_template": "{{ messages }}"}),
-        "unknown": st.sampled_from((None, 1, {"a": [1, {"b": None}]}, "x")).map(lambda value: {"no_such_field": value}),
-        "no model": st.sampled_from((ABSENT, None)).map(lambda value: {"model": value}),
-        "other model": st.sampled_from(("no-such-model", "", 7)).map(lambda value: {"model": value}),
+        "unknown": _values("no_such_field", None, 1, {"a": [1, {"b": None}]}, "x"),
+        "no model": _values("model", ABSENT, None),
         "user": st.just({"user": "u", "metadata": {"a": "b"}, "service_tier": "auto"}),
         "body id": st.just({"request_id": "chosen-by-the-client"}),
         "forged": st.sampled_from(
@@ -290,34 +275,15 @@ def _shared(dialect: Dialect) -> dict[str, Fields]:
                 {"ec_transfer_params": {"a": 1}},
             )
         ),
-        "wrong type": st.tuples(
-            st.sampled_from(
-                (
-                    "stream",
-                    "n",
-                    "stop",
-                    "seed",
-                    "min_tokens",
-                    "logit_bias",
-                    "stop_token_ids",
-                    "top_p",
-                    "user",
-                    "stream_options",
-                    "ignore_eos",
-                    "return_token_ids",
-                    "structured_outputs",
-                    "priority",
-                )
-            ),
-            st.sampled_from(({}, [], "x", 1, -1, 1.5, True, None, [1], {"a": 1})),
-        ).map(lambda drawn: {drawn[0]: drawn[1]}),
-        "beam": st.booleans().map(lambda value: {"use_beam_search": value}),
+        "nulls": st.sampled_from(("n", "seed", "stop", "top_p", "logit_bias", "stream_options", "tools", "user")).map(
+            lambda name: {name: None}
+        ),
     }
 
 
-def _of_completions(dialect: Dialect) -> dict[str, Fields]:
+def _of_completions() -> dict[str, Fields]:
     return {
-        "logprobs": st.integers(-2, 5).map(lambda value: {"logprobs": value}),
+        "logprobs": st.integers(0, 5).map(lambda value: {"logprobs": value}),
         "echo": st.booleans().map(lambda value: {"echo": value}),
         "echo alone": st.fixed_dictionaries(
             {"echo": st.just(True), "max_tokens": st.just(0), "logprobs": st.integers(0, 1)}
@@ -327,16 +293,12 @@ def _of_completions(dialect: Dialect) -> dict[str, Fields]:
     }
 
 
-def _of_chat(dialect: Dialect) -> dict[str, Fields]:
+def _of_chat() -> dict[str, Fields]:
     return {
-        "max_completion_tokens": st.sampled_from((1, 2, 7, None, 0, 10**6)).map(
-            lambda value: {"max_completion_tokens": value}
-        ),
-        "logprobs": st.integers(-2, 5).map(lambda top: {"logprobs": True, "top_logprobs": top}),
-        "top alone": st.just({"top_logprobs": 2}),
-        "tools": _tools(),
+        "max_completion_tokens": _values("max_completion_tokens", 1, 2, 7, None),
+        "logprobs": st.integers(0, 5).map(lambda top: {"logprobs": True, "top_logprobs": top}),
+        "tools": _tools(ABSENT, "none", "auto", "required", {"type": "function", "function": {"name": "tide_table"}}),
         "continued": st.just({"add_generation_prompt": False, "continue_final_message": True}),
-        "both continued": st.just({"add_generation_prompt": True, "continue_final_message": True}),
         "no generation prompt": st.just({"add_generation_prompt": False}),
         "template kwargs": st.booleans().map(lambda value: {"chat_template_kwargs": {"enable_thinking": value}}),
         "echo": st.booleans().map(lambda value: {"echo": value}),
@@ -345,28 +307,96 @@ def _of_chat(dialect: Dialect) -> dict[str, Fields]:
     }
 
 
-def _tools() -> Fields:
-    choice = st.sampled_from(
-        (
-            ABSENT,
-            "none",
-            "auto",
-            "required",
-            None,
-            "always",
-            {},
-            {"type": "function", "function": {"name": "tide_table"}},
-            {"type": "function", "function": {"name": "nobody"}},
-            {"type": "function"},
-        )
-    )
-    tools = st.sampled_from(
-        (TOOLS, TOOLS[:1], [], [{"type": "function"}], [{"type": "function", "function": {"name": "f"}}])
-    )
-    made: Callable[[tuple[Any, Any, Any]], Body] = lambda drawn: {  # noqa: E731 - a mapping, like its neighbours
-        "tools": drawn[0],
-        "tool_choice": drawn[1],
-        "parallel_tool_calls": drawn[2],
-        "max_tokens": 60,
+def _tools(*choices: Any) -> Fields:
+    def made(drawn: tuple[list[Body], Any, Any]) -> Body:
+        tools, choice, parallel = drawn
+        return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel, "max_tokens": 60}
+
+    tools = st.sampled_from((TOOLS, TOOLS[1:], [{"type": "function", "function": {"name": "tide_table"}}]))
+    return st.tuples(tools, st.sampled_from(choices), st.sampled_from((ABSENT, True, False))).map(made)
+
+
+# -- faults
+
+
+def _faults(dialect: Dialect, path: str) -> dict[str, Fields]:
+    shared = {
+        "max_tokens": _values("max_tokens", 0, -1, dialect.max_model_len, 10**6, "7", 2.0, 2.5),
+        "min_tokens": _values("min_tokens", -1, 10**6, "x"),
+        "usage without stream": st.just({"stream": False, "stream_options": {"include_usage": True}}),
+        "stop": _values("stop", "", ["", "a"], 5),
+        "n": _values("n", 0, -1, 10**6, "2"),
+        "range": st.sampled_from(
+            (
+                {"temperature": -1},
+                {"temperature": 3},
+                {"top_p": 0.0},
+                {"top_p": 2},
+                {"top_k": -2},
+                {"min_p": 2},
+                {"presence_penalty": 3},
+                {"frequency_penalty": -2.5},
+                {"repetition_penalty": 0},
+            )
+        ),
+        "prompt_logprobs": _values("prompt_logprobs", -2, -1, 10**3, "1"),
+        "bad regex": st.just({"structured_outputs": {"regex": "[unclosed"}}),
+        "two grammars": st.just({"structured_outputs": {"json": SCHEMA, "regex": "a"}}),
+        "response_format": _values(
+            "response_format",
+            {"type": "json_schema"},
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "zebra"}}},
+            {"type": "zebra"},
+            5,
+        ),
+        "salt": _values("cache_salt", "", 5),
+        "cut": _values("truncate_prompt_tokens", -2, 0, 10**6),
+        "whole template": st.just({"chat_template": "{{ messages }}"}),
+        "other model": _values("model", "no-such-model", "", 7),
+        "bias": _values("logit_bias", {"-1": 1}, {str(dialect.vocab_size): 1}, {"x": 1}, [1]),
+        "wrong type": st.tuples(
+            st.sampled_from(
+                (
+                    *("stream", "n", "stop", "seed", "min_tokens", "stop_token_ids", "top_p", "user", "stream_options"),
+                    *("ignore_eos", "return_token_ids", "structured_outputs", "priority", "echo", "logprobs"),
+                )
+            ),
+            st.sampled_from(({}, [], "x", 1, -1, 1.5, True, None, [1], {"a": 1})),
+        ).map(lambda drawn: {drawn[0]: drawn[1]}),
+        "beam": st.just({"use_beam_search": True}),
     }
-    return st.tuples(tools, choice, st.sampled_from((ABSENT, True, False))).map(made)
+    if path == COMPLETIONS:
+        return shared | {
+            "logprobs": _values("logprobs", -2, -1, 10**3),
+            "prompt": _values(
+                "prompt",
+                *(
+                    [],
+                    [[]],
+                    "",
+                    None,
+                    7,
+                    ["a", [1, 2]],
+                    [[1, 2], []],
+                    ["a", ""],
+                    [1, "a"],
+                    [1.5],
+                    [-1],
+                    {"a": 1},
+                    [True],
+                ),
+                *([dialect.vocab_size], [dialect.vocab_size - 1], ABSENT),
+            ),
+        }
+    return shared | {
+        "max_completion_tokens": _values("max_completion_tokens", 0, 10**6),
+        "top alone": st.just({"top_logprobs": 2}),
+        "top": st.integers(-2, -1).map(lambda top: {"logprobs": True, "top_logprobs": top}),
+        "both continued": st.just({"add_generation_prompt": True, "continue_final_message": True}),
+        "tool choice": _tools(
+            None, "always", {}, {"type": "function", "function": {"name": "nobody"}}, {"type": "function"}
+        ),
+        "tools": _values("tools", [], [{"type": "function"}], [{}], "x"),
+        "tool_choice alone": _values("tool_choice", "required", "auto", "none"),
+        "messages": _values("messages", [], None, "x", {}, [{}], ["a"], [{"role": "user"}], ABSENT),
+    }

@@ -60,6 +60,24 @@ async def test_a_list_is_merged(prompts: list[Any], lengths: list[int]) -> None:
         assert (len(report.legs), report.prompt_tokens) == (3, sum(lengths))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_prompts_cached_tokens_stand_for_all(stream: bool) -> None:
+    """As from one engine: a whole answer tells what was cached of its last prompt, a stream of its first."""
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    prompts = ["first " * 40, "second " * 60, "third " * 90]
+    async with world(facts={"enable_prompt_tokens_details": True}) as w:
+        for known in prompts:
+            for cached in prompts:
+                for engine in w.engines:
+                    engine.sim.engine._core.pool.forget_all()  # type: ignore[union-attr]
+                await w.ask(COMPLETIONS, completion(prompt=cached))
+                answer = await w.ask(COMPLETIONS, completion(prompt=[p for p in prompts if p != known], **options))
+                told = json.loads(answer.events[-2][6:]) if stream else answer.json
+                found = told["usage"]["prompt_tokens_details"]["cached_tokens"]
+                asked = [p for p in prompts if p != known]
+                assert (found > 0) is (cached == asked[0 if stream else -1])
+
+
 @pytest.mark.parametrize("usage", [True, False])
 async def test_a_streamed_list_is_merged(usage: bool) -> None:
     """Each prompt's events carry its index and come in its own order; one usage event, if asked for; one end mark."""

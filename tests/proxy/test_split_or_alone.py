@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, chat, completion, world
+from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, PROMPT, chat, completion, world
 
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}]
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "long enough for some blocks of KV"}]}]
@@ -97,10 +97,11 @@ async def test_alone_streams_have_usage_only_if_asked(stream: bool) -> None:
         assert b'"choices":[],"usage"' in asked.body
 
 
-async def test_a_stream_of_several_choices_is_not_asked_for_usage() -> None:
+@pytest.mark.parametrize("fields", [{"n": 2}, {"prompt": [PROMPT, PROMPT], "echo": True}])
+async def test_a_stream_of_several_choices_is_not_asked_for_usage(fields: dict[str, Any]) -> None:
     """The usage event would take the fingerprint from each choice's last chunk; what is reported is the number of events."""
     async with world() as w:
-        answer = await w.ask(COMPLETIONS, completion(n=2, stream=True))
+        answer = await w.ask(COMPLETIONS, completion(stream=True, **fields))
         assert answer.body.count(b'"system_fingerprint":"') == 2
         assert b"stream_options" not in w.decode[0].requests[0].body
         report = await w.ended()

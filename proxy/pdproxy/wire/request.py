@@ -98,9 +98,11 @@ class Parsed:
     def adds_usage(self) -> bool:
         """Whether an engine is asked for a usage event that the client didn't ask for.
 
-        Not with several choices: the usage event takes the fingerprint of each choice's last chunk, and comes after all.
+        Not with several choices in one stream: the usage event takes the fingerprint of each one's last chunk, and comes
+        after all of them.
         """
-        return self.stream and not self.wants_usage and self.alone is not Alone.N
+        several = self.alone is Alone.N or (self.alone is not None and len(self.prompts) > 1)
+        return self.stream and not self.wants_usage and not several
 
 
 class _UnusualError(Exception):

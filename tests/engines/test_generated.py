@@ -1,0 +1,81 @@
+"""Requests that nobody thought of, on real engines: 1P1D behind the proxy against the plain one.
+
+`PDPROXY_TEST_GENERATED_REAL` says how many, drawn anew at each run; without it the same few are asked every time. The
+generator is that of the simulated engines, where thousands are asked and bytes compared.
+"""
+
+import asyncio
+import json
+import os
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.differential.dialect import Dialect
+from tests.differential.generate import Generated, requests
+
+from .client import Answer, ask
+from .compare import differs, mask
+from .engine import BLOCK, CONTEXT, MODEL
+from .fleet import Fleet
+from .proxy import Proxy
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800, func_only=True)]
+
+COUNT = int(os.environ.get("PDPROXY_TEST_GENERATED_REAL", "30"))
+
+
+def _dialect(fleet: Fleet) -> Dialect:
+    vocabulary = json.loads((fleet.launcher.built.model / "tokenizer.json").read_text())["model"]["vocab"]
+    return Dialect(
+        model=MODEL,
+        block_size=BLOCK,
+        max_model_len=CONTEXT,
+        vocab_size=len(vocabulary),
+        ids=(300, 4000),
+        eos=vocabulary["<|eos|>"],
+        half=vocabulary["Ã"],  # how a byte-level vocabulary writes the byte 0xC3
+        long_prompt=600,
+        longest_answer=24,
+    )
+
+
+def test_generated_requests_are_answered_as_by_the_plain_engine(fleet: Fleet, proxy_1p1d: Proxy) -> None:
+    """Whatever is asked, the proxy's answer is the plain engine's."""
+
+    @settings(
+        max_examples=COUNT,
+        deadline=None,
+        derandomize="PDPROXY_TEST_GENERATED_REAL" not in os.environ,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+    )
+    @given(wanted=requests(_dialect(fleet)))
+    def alike(wanted: Generated) -> None:
+        why = asyncio.run(_difference(fleet.plain.url, proxy_1p1d.url, wanted))
+        if why:
+            pytest.fail(f"{wanted!r}\n{why}")
+
+    alike()
+
+
+async def _difference(plain_url: str, proxy_url: str, wanted: Generated) -> str:
+    plain, other = await asyncio.gather(
+        *(ask(url, wanted.path, wanted.body.encode(), dict(wanted.headers)) for url in (plain_url, proxy_url))
+    )
+    if (error := _streamed_refusal(plain)) is not None:
+        code = error["error"]["code"]
+        return (
+            ""
+            if (other.status, mask(other.json)) == (code, mask(error))
+            else f"{error} != {other.status} {other.body!r}"
+        )
+    return differs(plain, other, strict=False, warm=True)
+
+
+def _streamed_refusal(plain: Answer) -> dict | None:
+    """The error that an engine put into a stream in place of a status, None where there is none."""
+    first = plain.chunks[0] if plain.streamed and plain.status == 200 else {}
+    return first if "error" in first else None
