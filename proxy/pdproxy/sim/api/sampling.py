@@ -83,6 +83,7 @@ def sampling_params(
     prompt_logprobs = body.prompt_logprobs
     if prompt_logprobs is None and echo:
         prompt_logprobs = (body.top_logprobs or 0) if isinstance(body, ChatBody) else logprobs
+    logit_bias = _logit_bias(body)
     _verify(body, temperature, max_tokens)
     for kind, count in (("sample", logprobs), ("prompt", prompt_logprobs)):
         asked = tokenizer.vocab_size if count == -1 else count
@@ -92,6 +93,7 @@ def sampling_params(
                 "logprobs" if kind == "sample" else "prompt_logprobs",
                 value=asked,
             )
+    _check_vocabulary(body, logit_bias, tokenizer.vocab_size)
     for token in prompt:
         if token >= tokenizer.vocab_size:
             raise Refused(f"Token id {max(prompt)} is out of vocabulary")
@@ -104,13 +106,42 @@ def sampling_params(
         ignore_eos=body.ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        logit_bias=logit_bias,
         bad_words=tuple(tuple(tokenizer.encode(word, add_special_tokens=False)) for word in body.bad_words),
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         grammar=grammar if grammar is not None else grammar_for(body, tokenizer),
     )
+
+
+def _logit_bias(body: GenerationBody) -> dict[int, float]:
+    found: dict[int, float] = {}
+    wrong: list[str] = []
+    for token, bias in (body.logit_bias or {}).items():
+        try:
+            found[int(token)] = bias
+        except ValueError:
+            wrong.append(token)
+    if wrong:
+        message = f"logit_bias contains key(s) that cannot be converted to integer token IDs: {wrong!r}"
+        raise Refused(message, "logit_bias", value=wrong)
+    return found
+
+
+def _check_vocabulary(body: GenerationBody, logit_bias: dict[int, float], size: int) -> None:
+    if body.allowed_token_ids == []:
+        raise Refused("allowed_token_ids is not None and empty!", "allowed_token_ids", value=[])
+    asked = (
+        ("logit_bias", list(logit_bias)),
+        ("stop_token_ids", body.stop_token_ids or []),
+        ("allowed_token_ids", body.allowed_token_ids or []),
+    )
+    for name, tokens in asked:
+        wrong = [token for token in tokens if not 0 <= token < size]
+        if wrong:
+            message = f"token_id(s) {wrong} in {name} contain out-of-vocab token ids. Vocabulary size: {size}"
+            raise Refused(message, name, value=wrong)
 
 
 def _verify(body: GenerationBody, temperature: float, max_tokens: int) -> None:
