@@ -79,19 +79,19 @@ class _Scripts(Scripts):
 class FakeEngine:
     """One engine. `books` are shared by all engines of a test; the rest may be changed while it runs."""
 
-    def __init__(self, role: str, books: Books, lease: float = 30.0) -> None:
+    def __init__(self, role: str, books: Books, lease: float = 30.0, **facts: Any) -> None:
         self.role = role
         self.books = books
         books.engines.append(self)
-        facts = Facts(
-            role=role,  # type: ignore[arg-type]
-            model="tiny",
-            hardware=Hardware(speed=0),
-            eos_every=0,
-            kv_lease_duration=lease,
-            handshake_timeout=0.2,
-        )
-        self.sim = SimServer(facts)
+        ours: dict[str, Any] = {
+            "role": role,
+            "model": "tiny",
+            "hardware": Hardware(speed=0),
+            "eos_every": 0,
+            "kv_lease_duration": lease,
+            "handshake_timeout": 0.2,
+        }
+        self.sim = SimServer(Facts(**(ours | facts)))
         self.sim.scripts = self.sim.faults.scripts = _Scripts(self)
         self.moves_kv = True
         self._loaded: set[int] = set()

@@ -174,16 +174,18 @@ async def world(
     leaves: bool = False,
     strangers: bool = False,
     lease: float = 30.0,
+    facts: dict[str, Any] | None = None,
 ) -> AsyncIterator[World]:
     """Run a proxy in front of so many engines.
 
     `before` is called once the engines listen and before they are probed. At the end nothing may be in flight, and every
     handle must have ended just once, unless `leaves` says that the test leaves some behind. Engines have exchanged KV
-    before, unless they are `strangers`. `lease`: seconds that a prefill engine keeps a prompt's KV.
+    before, unless they are `strangers`. `lease`: seconds that a prefill engine keeps a prompt's KV; `facts`: what the engines
+    are besides.
     """
     books, recorder = Books(), _Recorder()
     roles = ["prefill"] * prefill + ["decode"] * decode + ["aggregated"] * aggregated
-    engines = [FakeEngine(role, books, lease) for role in roles]
+    engines = [FakeEngine(role, books, lease, **(facts or {})) for role in roles]
     for engine in engines:
         await engine.listen()
     settings = Settings(

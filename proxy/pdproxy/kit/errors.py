@@ -63,6 +63,13 @@ class UnreadableError(BadRequestError):
     type = "Bad Request"
 
 
+class UnparsableError(BadRequestError):
+    """The body's bytes are no text, or JSON beyond a parser's bounds. FastAPI has a body of its own for it."""
+
+    def __init__(self) -> None:
+        super().__init__("There was an error parsing the body", param="body")
+
+
 class BodyTooLargeError(BadRequestError):
     """The body is over `limits.max_body_bytes`."""
 

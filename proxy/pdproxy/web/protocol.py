@@ -131,7 +131,7 @@ class GenerateCycle(RequestResponseCycle):
             self.keep_alive = False
             self.whole(too_large.status, [(b"content-type", b"application/json")], error_body(too_large))
             return None
-        found = dict(headers)
+        found = dict(reversed([*headers]))  # of a header that came twice, engines read the first
         parts, self._parts = self._parts, []
         return Incoming(
             route=self._route,
