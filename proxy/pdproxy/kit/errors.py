@@ -22,6 +22,7 @@ class Fault(Enum):
 class Wait(Enum):
     """Every wait with a deadline. The value is the label of `pdproxy_deadline_total{wait}` and a key of `deadlines`."""
 
+    CLIENT_HEAD = "client_head"
     CLIENT_BODY = "client_body"
     QUEUE = "queue"
     CONNECT = "connect"
@@ -68,6 +69,19 @@ class UnparsableError(BadRequestError):
 
     def __init__(self) -> None:
         super().__init__("There was an error parsing the body", param="body")
+
+
+class HeadTooLargeError(BadRequestError):
+    """The request's line and headers are over `limits.max_header_bytes`."""
+
+    status = 431
+
+
+class HeadTimeoutError(BadRequestError):
+    """A request's line and headers did not come in `deadlines.client_head`."""
+
+    status = 408
+    type = "RequestTimeout"
 
 
 class BodyTooLargeError(BadRequestError):
