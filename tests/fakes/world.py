@@ -31,6 +31,7 @@ DEADLINES = Deadlines(
     first_token=4,
     between_tokens=4,
     client_write=4,
+    client_head=4,
     client_body=4,
     abandoned_prefill=2,
     release=2,

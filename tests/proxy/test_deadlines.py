@@ -81,8 +81,8 @@ async def test_client_body() -> None:
 
 
 async def test_a_connection_that_never_asks_anything() -> None:
-    """It is closed after `client_body`; one that has asked is kept for the next request."""
-    async with world(deadlines={"client_body": 0.15}) as w:
+    """It is closed after `client_head`; one that has asked is kept for the next request."""
+    async with world(deadlines={"client_head": 0.15}) as w:
         mute, kept = await w.client(), await w.client()
         kept.post(COMPLETIONS, completion())
         assert (await kept.answer()).status == 200

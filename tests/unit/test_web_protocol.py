@@ -12,13 +12,14 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from pdproxy.web import protocol
+from pdproxy.web import guard, protocol
 
 
 @pytest.mark.parametrize(
     "name",
     ["on_headers_complete", "on_body", "on_message_complete", "on_response_complete", "connection_lost", "pause_writing",
-     "resume_writing", "_start_asgi_task", "_should_upgrade"],
+     "resume_writing", "_start_asgi_task", "_should_upgrade", "send_400_response", "_unsupported_upgrade_warning",
+     "_unset_keepalive_if_required", "data_received", "on_message_begin", "on_url", "on_header"],
 )  # fmt: skip
 def test_methods_of_the_protocol(name: str) -> None:
     """Methods that are overridden or called."""
@@ -31,7 +32,7 @@ async def test_attributes_of_the_protocol() -> None:
     config.load()
     made = HttpToolsProtocol(config, ServerState(), {}, asyncio.get_running_loop())
     for name in ("parser", "cycle", "pipeline", "scope", "transport", "flow", "logger", "access_logger", "app", "url",
-                 "server_state", "expect_100_continue", "tasks"):  # fmt: skip
+                 "server_state", "expect_100_continue", "tasks", "timeout_keep_alive_task"):  # fmt: skip
         assert hasattr(made, name) or name == "url", name
     made.on_message_begin()
     assert made.url == b""
@@ -75,9 +76,10 @@ def test_flow_and_status_lines() -> None:
 
 
 def test_every_name_used_is_named_here() -> None:
-    """The data path's module uses nothing else of uvicorn than its class, its cycle and its status lines."""
-    source = inspect.getsource(protocol)
-    assert source.count("uvicorn.protocols") == 1
-    assert "import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle" in source
+    """The two modules use nothing else of uvicorn than its class, its cycle and its status lines."""
+    sources = [inspect.getsource(module) for module in (protocol, guard)]
+    assert [source.count("uvicorn.protocols") for source in sources] == [1, 1]
+    assert "import STATUS_LINE, RequestResponseCycle" in sources[0]
+    assert "import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle" in sources[1]
     bound = protocol.protocol_class(None)  # type: ignore[arg-type]
     assert issubclass(bound, HttpToolsProtocol)

@@ -29,6 +29,7 @@ from pdproxy.transfer.nixl import NIXL
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.upstream.client import EngineClient
 from pdproxy.web.app import Answers, Readiness
+from pdproxy.web.guard import Bounds
 from pdproxy.web.protocol import DataPath, DataPathProtocol, protocol_class
 
 logger = logging.getLogger("pdproxy")
@@ -152,9 +153,9 @@ class Proxy:
         path = DataPath(
             self.service.generate,
             self.observers,
+            Bounds(deadlines.client_head, deadlines.client_body, deadlines.client_write, limits.max_header_bytes),
             max_body=limits.max_body_bytes,
-            body_timeout=deadlines.client_body,
-            write_timeout=deadlines.client_write,
+            max_buffered=limits.max_buffered_bytes,
         )
         return protocol_class(path)
 

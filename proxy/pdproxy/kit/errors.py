@@ -22,6 +22,7 @@ class Fault(Enum):
 class Wait(Enum):
     """Every wait with a deadline. The value is the label of `pdproxy_deadline_total{wait}` and a key of `deadlines`."""
 
+    CLIENT_HEAD = "client_head"
     CLIENT_BODY = "client_body"
     QUEUE = "queue"
     CONNECT = "connect"
@@ -61,6 +62,26 @@ class UnreadableError(BadRequestError):
     """The body can't be read at all. vLLM's type for what fails its schema."""
 
     type = "Bad Request"
+
+
+class UnparsableError(BadRequestError):
+    """The body's bytes are no text, or JSON beyond a parser's bounds. FastAPI has a body of its own for it."""
+
+    def __init__(self) -> None:
+        super().__init__("There was an error parsing the body", param="body")
+
+
+class HeadTooLargeError(BadRequestError):
+    """The request's line and headers are over `limits.max_header_bytes`."""
+
+    status = 431
+
+
+class HeadTimeoutError(BadRequestError):
+    """A request's line and headers did not come in `deadlines.client_head`."""
+
+    status = 408
+    type = "RequestTimeout"
 
 
 class BodyTooLargeError(BadRequestError):

@@ -20,7 +20,6 @@ from pdproxy.kit.errors import (
     OverloadedError,
     PdproxyError,
     UnauthorizedError,
-    UnreadableError,
     Wait,
 )
 from pdproxy.kit.ids import mint, usable
@@ -35,6 +34,7 @@ from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
 from pdproxy.wire import sse
 from pdproxy.wire.errors import error_body
+from pdproxy.wire.reading import check_content_type
 from pdproxy.wire.request import Incoming, Parsed, body_request_id, parse
 
 logger = logging.getLogger("pdproxy")
@@ -102,8 +102,7 @@ class Service:
         admitted = False
         try:
             self.keys.check(incoming.authorization)
-            if incoming.content_type.split(";")[0].strip().lower() != "application/json":
-                raise UnreadableError("Unsupported Media Type: Only 'application/json' is allowed")
+            check_content_type(incoming.content_type, incoming.body)
             parsed = report.parsed = parse(incoming.route, incoming.body)
             if incoming.request_id is None:
                 report.request_id = usable(body_request_id(parsed.fields)) or report.request_id

@@ -113,6 +113,9 @@ class Deadlines(_Section, frozen=True):
     connect: Seconds = 2.0
     """TCP connection to an engine. One that takes longer inside a data center is down or drowning."""
 
+    client_head: Seconds = 30.0
+    """A request's line and headers, from their first byte, or from the connection on where nothing comes at all."""
+
     client_body: Seconds = 60.0
     """A request's body, once its head is here. A body is sent at once; a client that drips one holds a connection."""
 
@@ -158,6 +161,12 @@ class Limits(_Section, frozen=True):
 
     max_body_bytes: Count = 67_108_864
     """Largest request body in bytes, 64 MiB: a few images in base64, or more text than any context holds."""
+
+    max_buffered_bytes: Count = 1_073_741_824
+    """Bytes of all requests' bodies that are held at once, read or in service, 1 GiB. One more is refused with 503."""
+
+    max_header_bytes: Count = 65_536
+    """Largest request line with headers in bytes, 64 KiB: several times what other servers take."""
 
     attempts: Annotated[int, Meta(ge=1, le=100)] = 3
     """Tries of one request before its first data, the first included. After data nothing is tried again."""

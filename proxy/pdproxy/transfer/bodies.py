@@ -7,22 +7,14 @@ Source: vLLM 0.32.0 `entrypoints/openai/*/protocol.py`. What the prefill leg mus
 from __future__ import annotations
 
 from pdproxy.transfer.contract import encode, raw
-from pdproxy.wire.request import Fields, Parsed, Prompt, Route
+from pdproxy.wire.request import UNSEEN_BY_PREFILL, Fields, Parsed, Prompt, Route
 
 _ONE = raw(b"1")
 _FALSE = raw(b"false")
 _TRUE = raw(b"true")
 _USAGE_AT_THE_END = raw(b'{"include_usage":true,"continuous_usage_stats":false}')
 
-DROPPED_ON_PREFILL = (
-    "stream_options",
-    "logprobs",
-    "top_logprobs",
-    "logprob_token_ids",
-    "prompt_logprobs",
-    "echo",
-    "structured_outputs",
-)
+DROPPED_ON_PREFILL = tuple(name for name in UNSEEN_BY_PREFILL if name != "response_format")
 """Fields the prefill leg does without. None of them changes the prompt."""
 
 

@@ -2,7 +2,8 @@
 
 Owns the client's connection while a generating request is on it. Requests of other routes get uvicorn's own cycle and reach
 FastAPI; a generating request gets a `GenerateCycle`, which collects the body, runs the service in a task and writes to
-the socket without ASGI in between. The names used of uvicorn's class are few, and a test checks each of them.
+the socket without ASGI in between. The names used of uvicorn's class are few, and a test checks each of them. What
+bounds every connection is in `web.guard`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from pdproxy.kit.errors import BodyTimeoutError, BodyTooLargeError, Wait
-from pdproxy.observe.events import DeadlinePassed, Observers
+from pdproxy.kit.errors import BodyTooLargeError, Fault, OverloadedError, PdproxyError
+from pdproxy.observe.events import Observers
 from pdproxy.upstream.connection import Headers
+from pdproxy.web.guard import Bounds, GuardedProtocol
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Incoming, Route
 
@@ -32,30 +34,38 @@ Generate = Callable[[Incoming, "GenerateCycle"], Awaitable[None]]
 
 
 class DataPath:
-    """What the protocol needs to know. One for the whole process; timeouts in seconds, `max_body` in bytes."""
+    """What the protocol needs to know. One for the whole process; `max_body` (of one body) and `max_buffered` (of all) in bytes.
+
+    `buffered` is how many bytes of bodies there are, from their arrival to the end of their requests.
+    """
 
     def __init__(
-        self, generate: Generate, observers: Observers, *, max_body: int, body_timeout: float, write_timeout: float
+        self, generate: Generate, observers: Observers, bounds: Bounds, *, max_body: int, max_buffered: int
     ) -> None:
         self.generate = generate
         self.observers = observers
+        self.bounds = bounds
         self.max_body = max_body
-        self.body_timeout = body_timeout
-        self.write_timeout = write_timeout
+        self.max_buffered = max_buffered
+        self.buffered = 0
 
 
 class GenerateCycle(RequestResponseCycle):
     """One generating request on a client's connection: uvicorn's cycle without ASGI, and the service's `Output`."""
 
-    def __init__(self, route: Route, data_path: DataPath, chunked: bool, **kwargs: Any) -> None:
+    def __init__(
+        self, route: Route, data_path: DataPath, connection: GuardedProtocol, chunked: bool, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         self._route = route
         self._data_path = data_path
+        self._connection = connection
         self._chunked = chunked
-        self._parts: list[bytes] = []
+        self._body: bytes | bytearray = b""
         self._size = 0
         self.loop = asyncio.get_running_loop()
-        self._whole_body: asyncio.Future[bool] = self.loop.create_future()
+        self._whole_body: asyncio.Future[PdproxyError | None] = self.loop.create_future()
+        self._fed = False
         self._serving: asyncio.Task[None] | None = None
         self._pause: Callable[[], None] | None = None
         self._resume: Callable[[], None] | None = None
@@ -64,21 +74,49 @@ class GenerateCycle(RequestResponseCycle):
 
     def feed(self, body: bytes) -> None:
         """Take a part of the request's body."""
-        self._size += len(body)
-        if self._size <= self._data_path.max_body:
-            self._parts.append(body)
-        elif not self._whole_body.done():
-            self._whole_body.set_result(False)
+        if self._whole_body.done():
+            return
+        size = self._size + len(body)
+        path = self._data_path
+        if size > path.max_body:
+            self.refuse(BodyTooLargeError(f"The body is larger than {path.max_body} bytes", param="body"))
+            return
+        if path.buffered + len(body) > path.max_buffered:
+            self.refuse(OverloadedError(f"Bodies of {path.max_buffered} bytes are under way: no room for more"))
+            return
+        path.buffered += len(body)
+        if self._size == 0:
+            self._body = body  # most bodies come in one read: no copy is made of those
+        else:
+            if not isinstance(
+                self._body, bytearray
+            ):  # one buffer: a list of tiny parts would cost many times their bytes
+                self._body = bytearray(self._body)
+            self._body += body
+        self._size = size
 
     def fed(self) -> None:
         """The request's body is whole."""
+        self._fed = True
         if not self._whole_body.done():
-            self._whole_body.set_result(True)
+            self._whole_body.set_result(None)
+
+    def refuse(self, error: PdproxyError) -> None:
+        """The request's body will not be taken: it is too large, too late, or no HTTP."""
+        self._forget_body()
+        if not self._whole_body.done():
+            self._whole_body.set_result(error)
+
+    def _forget_body(self) -> None:
+        self._data_path.buffered -= self._size
+        self._body, self._size = b"", 0
 
     def left(self) -> None:
         """The client has closed the connection."""
         self.disconnected = True
-        if self._serving is not None and not self.response_complete:
+        if self._serving is None:
+            self._forget_body()
+        elif not self.response_complete:
             self._serving.cancel()
 
     def pressure(self, paused: bool) -> None:
@@ -106,40 +144,34 @@ class GenerateCycle(RequestResponseCycle):
             self.break_off()
         finally:
             self.on_response = _nothing
+            self._forget_body()
+            self._whole_body.cancel()  # what is still to come of it is not kept
 
     async def _incoming(self) -> Incoming | None:
         headers = self.scope["headers"]
         length = next((value for name, value in headers if name == b"content-length"), b"0")
-        if int(length) > self._data_path.max_body and not self._whole_body.done():
-            self._whole_body.set_result(False)
+        if int(length or b"0") > self._data_path.max_body and not self._whole_body.done():
+            self.refuse(BodyTooLargeError(f"The body is larger than {self._data_path.max_body} bytes", param="body"))
         elif self.waiting_for_100_continue:
             self.waiting_for_100_continue = False
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        try:
-            if not self._whole_body.done():  # most bodies come in one read with their head
-                async with asyncio.timeout(self._data_path.body_timeout):
-                    await self._whole_body
-            fits = self._whole_body.result()
-        except TimeoutError:
-            self._data_path.observers.notify(DeadlinePassed(Wait.CLIENT_BODY.value))
-            late = BodyTimeoutError(f"The body was not whole within {self._data_path.body_timeout:g} s", param="body")
+        if not self._whole_body.done():  # most bodies come in one read with their head
+            await self._whole_body  # the connection has a deadline for it
+        error = self._whole_body.result()
+        if error is not None:
             self.keep_alive = False
-            self.whole(late.status, [(b"content-type", b"application/json")], error_body(late))
+            retry = [(b"retry-after", b"1")] if error.fault is Fault.CAPACITY else []
+            self.whole(error.status, [(b"content-type", b"application/json"), *retry], error_body(error))
             return None
-        if not fits:
-            too_large = BodyTooLargeError(f"The body is larger than {self._data_path.max_body} bytes", param="body")
-            self.keep_alive = False
-            self.whole(too_large.status, [(b"content-type", b"application/json")], error_body(too_large))
-            return None
-        found = dict(headers)
-        parts, self._parts = self._parts, []
+        found = dict(reversed([*headers]))  # of a header that came twice, engines read the first
+        body, self._body = bytes(self._body), b""
         return Incoming(
             route=self._route,
             request_id=found[b"x-request-id"].decode("latin-1") if b"x-request-id" in found else None,
             authorization=found.get(b"authorization"),
             content_type=found.get(b"content-type", b"").decode("latin-1"),
             forward=tuple(header for header in headers if header[0] in _FORWARDED),
-            body=parts[0] if len(parts) == 1 else b"".join(parts),
+            body=body,
         )
 
     @property
@@ -167,22 +199,7 @@ class GenerateCycle(RequestResponseCycle):
             return
         head = self._head(status, [*headers, (b"content-length", b"%d" % len(body))])
         self.transport.write(head + body)
-        if self.paused:  # the answer is larger than the socket takes: the client has to read some of it
-            self.loop.call_later(
-                self._data_path.write_timeout, self._drop_unread, self.transport.get_write_buffer_size()
-            )
         self._complete()
-
-    def _drop_unread(self, before: int) -> None:
-        """Drop a client that has read nothing of its answer since there were `before` bytes of it left."""
-        left = self.transport.get_write_buffer_size()
-        if not left:
-            return
-        if left < before:
-            self.loop.call_later(self._data_path.write_timeout, self._drop_unread, left)
-            return
-        self._data_path.observers.notify(DeadlinePassed(Wait.CLIENT_WRITE.value))
-        self.transport.abort()
 
     def begin(self, headers: Headers) -> None:
         """Send the status 200 and the headers of a stream."""
@@ -236,8 +253,12 @@ class GenerateCycle(RequestResponseCycle):
     def _complete(self) -> None:
         self.response_complete = True
         self._pause = self._resume = None
+        self._connection.watch_reading()
         if not self.keep_alive:
-            self.transport.close()
+            if self._fed:
+                self.transport.close()
+            else:
+                self._connection.linger()
         self.on_response()
 
 
@@ -245,35 +266,30 @@ def _nothing() -> None:
     """The request is over: no one is to be told."""
 
 
-class DataPathProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, with generating requests taken out. Subclassed by `protocol_class` for one data path."""
+class DataPathProtocol(GuardedProtocol):
+    """uvicorn's protocol, guarded, with generating requests taken out. Subclassed by `protocol_class` for one data path."""
 
     data_path: DataPath
-    active: RequestResponseCycle | None = None
-    """The request being served; with requests in the pipeline, `cycle` is the last one that was read."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)  # type: ignore[arg-type]
-        # A connection that never asks for anything must not be kept for ever.
-        self.timeout_keep_alive_task = self.loop.call_later(
-            self.data_path.body_timeout, self.timeout_keep_alive_handler
-        )
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self.active = cycle
-        super()._start_asgi_task(cycle, app)
+    def refuse_body(self, cycle: RequestResponseCycle, error: PdproxyError) -> None:
+        if isinstance(cycle, GenerateCycle):
+            cycle.refuse(error)
+        else:
+            super().refuse_body(cycle, error)
 
     def on_headers_complete(self) -> None:
         route = _ROUTES.get(self._path()) if self.parser.get_method() == b"POST" else None
         if route is None or (self.parser.should_upgrade() and self._should_upgrade()):
             super().on_headers_complete()
             return
+        self.begin_body()
         http_1_1 = self.parser.get_http_version() != "1.0"
         self.scope["method"] = "POST"
         existing = self.cycle
         self.cycle = cycle = GenerateCycle(
             route,
             self.data_path,
+            self,
             chunked=http_1_1,
             scope=self.scope,
             transport=self.transport,
@@ -300,12 +316,14 @@ class DataPathProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         if isinstance(self.cycle, GenerateCycle):
+            self.made_progress()
             self.cycle.feed(body)
         else:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         if isinstance(self.cycle, GenerateCycle):
+            self.end_body()
             self.cycle.fed()
         else:
             super().on_message_complete()
@@ -320,6 +338,8 @@ class DataPathProtocol(HttpToolsProtocol):
         super().pause_writing()
         if isinstance(self.active, GenerateCycle):
             self.active.pressure(paused=True)
+        else:
+            self.watch_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -329,4 +349,5 @@ class DataPathProtocol(HttpToolsProtocol):
 
 def protocol_class(path: DataPath) -> type[DataPathProtocol]:
     """Return a protocol class for uvicorn's `http` setting that serves `path`."""
-    return type("BoundDataPathProtocol", (DataPathProtocol,), {"data_path": path})
+    bound = {"data_path": path, "bounds": path and path.bounds, "observers": path and path.observers}
+    return type("BoundDataPathProtocol", (DataPathProtocol,), bound)

@@ -7,7 +7,7 @@ from typing import assert_never
 
 import msgspec
 
-from pdproxy.kit.errors import EngineRefusedError, Fault, PdproxyError
+from pdproxy.kit.errors import EngineRefusedError, Fault, PdproxyError, UnparsableError, UnreadableError
 from pdproxy.wire.engine import error_of
 
 _ENGINE_URL = re.compile(r"http://[^\s,;]+")
@@ -24,11 +24,19 @@ class _ErrorBody(msgspec.Struct, frozen=True):
     error: _Error
 
 
+class _Detail(msgspec.Struct, frozen=True):
+    detail: str
+
+
 def error_body(error: PdproxyError) -> bytes:
     """Return the JSON body for an error, in the shape that vLLM and OpenAI use."""
     if isinstance(error, EngineRefusedError) and error_of(error.body) is not None:
         # On one line, since it may become an event of a stream.
         return msgspec.json.format(error.body, indent=-1) if b"\n" in error.body else error.body
+    if isinstance(error, UnparsableError):
+        return msgspec.json.encode(_Detail(error.message))
+    if isinstance(error, UnreadableError):  # an engine's words on a client's own text: nothing in them is ours to hide
+        return msgspec.json.encode(_ErrorBody(_Error(error.message, error.type, error.param, error.status)))
     match error.fault:
         case Fault.CLIENT | Fault.CAPACITY | Fault.ENGINE | Fault.CLIENT_LEFT:
             # Where the engines are is the operator's business: the log names them.

@@ -3,18 +3,20 @@
 Owns the reading of an OpenAI body. Every top-level field is kept as the raw JSON that the client wrote
 (`msgspec.Raw`), so that unknown fields survive untouched and a 64 KiB prompt is never turned into objects. Fields
 that the prefill leg rewrites must have their canonical JSON type; anything else marks the request `unusual`, which
-sends it whole to one engine, so that the engine's own validation answers and no KV is ever at stake.
+sends it whole to one engine, so that the engine's own validation answers and no KV is ever at stake. So does a body that
+only the engines' own parser takes (`wire.reading`): it is parsed, cleaned and written anew.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
 import msgspec
 
-from pdproxy.kit.errors import UnreadableError
+from pdproxy.wire import reading
 
 _T = TypeVar("_T")
 Fields = dict[str, msgspec.Raw]
@@ -22,7 +24,21 @@ Fields = dict[str, msgspec.Raw]
 
 NEVER_FROM_CLIENTS = ("kv_transfer_params", "ec_transfer_params")
 """A made-up KV handle kills an engine (vLLM 0.32.0): removed wherever a client could put one."""
+UNSEEN_BY_PREFILL = (
+    "stream_options",
+    "logprobs",
+    "top_logprobs",
+    "logprob_token_ids",
+    "prompt_logprobs",
+    "echo",
+    "structured_outputs",
+    "response_format",
+)
+"""Fields that a prefill leg may do without. None of them changes the prompt, save a chat's `response_format`."""
 _NESTED_CARRIERS = (("vllm_xargs",), ("sampling_params", "extra_args"))
+
+_HUGE_INT = re.compile(rb"[0-9]{4301}")
+"""Python's parser takes no integer of more than 4300 digits."""
 
 _fields_decoder = msgspec.json.Decoder(Fields)
 _items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
@@ -130,23 +146,51 @@ def parse(route: Route, body: bytes) -> Parsed:
     """Read a body.
 
     Raises:
-        UnreadableError: it is not a JSON object in UTF-8.
+        UnreadableError, UnparsableError: no engine would take it as a JSON object.
     """
     try:
         fields = _fields_decoder.decode(body)
-        _strip_handles(fields)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UnreadableError(f"The request body is not a JSON object: {error}", param="body") from None
+        if not body.isascii():
+            body.decode()  # what was skipped as `Raw` was not checked
+        strip_handles(fields)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _parse_unusual(route, body)
     try:
         model = _read(fields, "model", _str_decoder)
         stream = bool(_read(fields, "stream", _bool_decoder))
         wants_usage = _wants_usage(fields, stream)
         is_list, prompts, non_text = _messages(fields) if route is Route.CHAT else _prompts(fields)
         alone = Alone.NON_TEXT if non_text else _alone(fields, route)
+        _check_unseen(fields)
     except (_UnusualError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        # wants_usage: an engine may yet read the request as a stream with usage, and then that event is the client's.
-        return Parsed(route, fields, _model_or_none(fields), False, True, False, (), Alone.UNUSUAL, len(body))
+        return _unusual(route, fields, body)
     return Parsed(route, fields, model, stream, wants_usage, is_list, prompts, alone, len(body))
+
+
+def _unusual(route: Route, fields: Fields, body: bytes) -> Parsed:
+    # wants_usage: an engine may yet read the request as a stream with usage, and then that event is the client's.
+    return Parsed(route, fields, _model_or_none(fields), False, True, False, (), Alone.UNUSUAL, len(body))
+
+
+def _parse_unusual(route: Route, body: bytes) -> Parsed:
+    """Read a body that only the engines' own parser may take. Its keys may be spelled in any way: here they are plain."""
+    value = reading.load_object(body)
+    _strip_from(value, ())
+    for path in _NESTED_CARRIERS:
+        _strip_from(value, path)
+    fields = {name: msgspec.Raw(reading.dump(item)) for name, item in value.items() if _is_text_key(name)}
+    return _unusual(route, fields, body)
+
+
+def _is_text_key(name: str) -> bool:
+    # No field that an engine knows has half a surrogate pair in its name, and a name must be UTF-8 to be written.
+    return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
+def _check_unseen(fields: Fields) -> None:
+    """Make sure that decode engines can parse what prefill engines never see, or a prefill would have been for nothing."""
+    if not all(reading.readable(bytes(fields[name])) for name in UNSEEN_BY_PREFILL if name in fields):
+        raise _UnusualError
 
 
 def body_request_id(fields: Fields) -> str | None:
@@ -236,6 +280,8 @@ def _prompts(fields: Fields) -> tuple[bool, tuple[Prompt, ...], bool]:
     one = _one_prompt(raw)
     if one is not None:
         return False, (one,), False
+    if _HUGE_INT.search(raw):
+        raise _UnusualError  # the prompts before it would be at work when it is refused
     prompts = tuple(_one_prompt(item) for item in _items_decoder.decode(raw))
     if not prompts or None in prompts:
         raise _UnusualError
@@ -261,7 +307,8 @@ def _one_prompt(raw: msgspec.Raw) -> Prompt | None:
     raise _UnusualError
 
 
-def _strip_handles(fields: Fields) -> None:
+def strip_handles(fields: Fields) -> None:
+    """Remove KV handles from a body's fields, wherever a client could have put one."""
     for name in NEVER_FROM_CLIENTS:
         fields.pop(name, None)
     for path in _NESTED_CARRIERS:
@@ -269,11 +316,20 @@ def _strip_handles(fields: Fields) -> None:
             fields[path[0]] = _without_handles(fields[path[0]], path[1:])
 
 
+def _strip_from(value: object, path: tuple[str, ...]) -> None:
+    """Remove handles from the object at `path` below an object; what is no object cannot hold one."""
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    if isinstance(value, dict):
+        for name in NEVER_FROM_CLIENTS:
+            value.pop(name, None)
+
+
 def _without_handles(raw: msgspec.Raw, path: tuple[str, ...]) -> msgspec.Raw:
     """Return an object without handles at `path` below it; what is no object cannot hold one."""
     try:
         inner = _object_decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except msgspec.ValidationError:  # no object: the raw bytes are known to be JSON
         return raw
     if path:
         if path[0] in inner:

@@ -1,0 +1,254 @@
+"""The bounds of a client's connection that neither uvicorn nor the parser sets: size and time of heads, time of bodies, reading.
+
+Owns what is answered to a client that does not speak HTTP, speaks too much of it, or too slowly; and how such a connection ends:
+with one answer where there is room for it behind those before, then closed for writing, with what the client still sends thrown
+away for a moment, since a close with unread bytes is a reset, which would take the answer with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from pdproxy.kit.errors import (
+    BadRequestError,
+    BodyTimeoutError,
+    HeadTimeoutError,
+    HeadTooLargeError,
+    PdproxyError,
+    Wait,
+)
+from pdproxy.observe.events import DeadlinePassed, Observers
+from pdproxy.wire.errors import error_body
+
+LINGER = 2.0
+"""Seconds for a refused client to read why, and to stop sending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a client may take: seconds for a head, for a body, without reading; bytes of a head."""
+
+    head_timeout: float
+    body_timeout: float
+    write_timeout: float
+    max_header_bytes: int
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with bounds. Subclasses set `bounds` and `observers`."""
+
+    bounds: Bounds
+    observers: Observers
+    active: RequestResponseCycle | None = None
+    """The request being served; with requests in the pipeline, `cycle` is the last one that was read."""
+
+    _deaf = False
+    """Nothing more is read: what comes is thrown away."""
+    _lingering = False
+    _in_head = False
+    _in_body = False
+    _head_bytes = 0
+    _progress = False
+    _unparsed = 0
+    _refusal: PdproxyError | None = None
+    _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    # -- what the rest of the web room asks
+
+    def linger(self) -> None:
+        """Close for writing, and for good once the client has left or a moment has passed."""
+        self._deaf = self._lingering = True
+        self._cancel_late()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self.loop.call_later(LINGER, self.transport.abort)
+        else:
+            self.transport.close()
+
+    def watch_reading(self) -> None:
+        """Drop the client if it reads nothing of what is left to be sent for `write_timeout`."""
+        left = self.transport.get_write_buffer_size()
+        if left and self._unread is None:
+            self._unread = self.loop.call_later(self.bounds.write_timeout, self._look_at_reading, left)
+
+    def refuse_body(self, cycle: RequestResponseCycle, error: PdproxyError) -> None:
+        """Refuse a request whose body is under way."""
+        if cycle is self.active and not cycle.response_started:
+            cycle.disconnected = True  # the application's own answer would come too late
+            cycle.message_event.set()
+            self._answer(error)
+        else:
+            self.transport.close()
+
+    # -- asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._watch()  # a connection that never asks for anything must not be kept for ever
+
+    def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
+        self._progress = False
+        super().data_received(data)
+        if self._deaf or self.transport.is_closing():
+            return
+        # A header's value is kept by the parser until it is whole.
+        self._unparsed = 0 if self._progress else self._unparsed + len(data)
+        if self._unparsed > self.bounds.max_header_bytes:
+            self._refuse(self._too_large())
+            return
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_late()
+        if self._unread is not None:
+            self._unread.cancel()
+        super().connection_lost(exc)
+
+    # -- httptools
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = self._progress = True
+        self._head_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + len(b": \r\n"))
+        if self._in_head:  # a trailer is no header: nothing that was decided by them may change behind the body
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self.begin_body()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self.made_progress()
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.end_body()
+        super().on_message_complete()
+
+    # -- what the parser has told
+
+    def begin_body(self) -> None:
+        """The head is whole."""
+        self._in_head, self._in_body = False, True
+        self._cancel_late()
+
+    def made_progress(self) -> None:
+        """A part of the body has come."""
+        self._progress = True
+
+    def end_body(self) -> None:
+        """The body is whole."""
+        self._in_body, self._progress = False, True
+        self._cancel_late()
+
+    # -- uvicorn
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: object) -> None:
+        self.active = cycle
+        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
+
+    def on_response_complete(self) -> None:
+        if self._lingering:
+            return  # requests behind this one are not answered
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(self._refusal or BadRequestError(msg))
+
+    def _unsupported_upgrade_warning(self) -> None:
+        # The parser has stopped at what would be the other protocol's: the request is served as if it had not asked.
+        self._deaf = True
+        self._in_body = False
+        self._cancel_late()
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    # -- inside
+
+    def _count(self, size: int) -> None:
+        self._progress = True
+        self._head_bytes += size
+        if self._head_bytes > self.bounds.max_header_bytes:
+            self._refusal = self._too_large()
+            raise self._refusal  # stops the parser, which has uvicorn send its 400: see above
+
+    def _too_large(self) -> HeadTooLargeError:
+        return HeadTooLargeError(f"The request's head is larger than {self.bounds.max_header_bytes} bytes")
+
+    def _watch(self) -> None:
+        """Have the clock run while the client owes something: a request, the rest of a head, the rest of a body."""
+        if self._late is not None or self._deaf:
+            return
+        if self._in_body:
+            if self.active is self.cycle:  # else reading is paused until its turn comes
+                self._unset_keepalive_if_required()
+                self._late = self.loop.call_later(self.bounds.body_timeout, self._body_is_late)
+        elif self._nothing_to_answer() and (self._in_head or self.timeout_keep_alive_task is None):
+            self._unset_keepalive_if_required()
+            self._late = self.loop.call_later(self.bounds.head_timeout, self._head_is_late)
+
+    def _nothing_to_answer(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _cancel_late(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _head_is_late(self) -> None:
+        self.observers.notify(DeadlinePassed(Wait.CLIENT_HEAD.value))
+        if self._in_head:
+            self._refuse(HeadTimeoutError(f"The request's head was not whole within {self.bounds.head_timeout:g} s"))
+        else:
+            self.transport.close()
+
+    def _body_is_late(self) -> None:
+        self.observers.notify(DeadlinePassed(Wait.CLIENT_BODY.value))
+        self._refuse(BodyTimeoutError(f"The body was not whole within {self.bounds.body_timeout:g} s", param="body"))
+
+    def _refuse(self, error: PdproxyError) -> None:
+        if self._deaf:
+            return
+        self._deaf = True
+        self._cancel_late()
+        if self._nothing_to_answer():
+            if self._in_body:
+                self.transport.close()  # the rest of a body whose request has had its answer
+            else:
+                self._answer(error)
+        elif self._in_body:
+            self.refuse_body(self.cycle, error)
+        else:
+            self.cycle.keep_alive = False  # those before are answered, then the connection closes
+
+    def _answer(self, error: PdproxyError) -> None:
+        if self.transport.is_closing():
+            return
+        body = error_body(error)
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[error.status] + head + body)
+        self.linger()
+
+    def _look_at_reading(self, before: int) -> None:
+        self._unread = None
+        left = self.transport.get_write_buffer_size()
+        if left and left >= before:
+            self.observers.notify(DeadlinePassed(Wait.CLIENT_WRITE.value))
+            self.transport.abort()
+        elif left:
+            self.watch_reading()
