@@ -11,9 +11,8 @@ _SUBSTITUTED = (
     (re.compile(rb'"id":"(cmpl-|chatcmpl-tool-|chatcmpl-)[^"]*"'), rb'"id":"\1*"'),
     (re.compile(rb'"created":\d+'), rb'"created":0'),
     (re.compile(rb'"system_fingerprint":"[^"]*"'), rb'"system_fingerprint":"*"'),
-    (re.compile(rb'"created_cache_tokens":\d+'), rb'"created_cache_tokens":0'),
 )
-_CACHED = re.compile(rb'"cached_tokens":\d+')
+_CACHED = re.compile(rb'"(cached|created_cache)_tokens":\d+')
 _INDEX = re.compile(rb'"choices":\[\{"index":(\d+)')
 
 

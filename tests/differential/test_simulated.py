@@ -48,7 +48,7 @@ def both(runner: asyncio.Runner, request: pytest.FixtureRequest) -> Iterator[Sta
     print_blob=True,
 )
 @given(wanted=requests(SIMULATED))
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(900)
 def test_generated_requests_are_answered_as_by_one_engine(
     runner: asyncio.Runner, both: Stage, wanted: Generated
 ) -> None:

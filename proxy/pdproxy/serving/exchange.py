@@ -178,7 +178,7 @@ class Exchange:
         started = engines.now()
         verdict = Verdict.NEUTRAL
         leg: Leg | None = None
-        relay = self.relay = self._new_relay()
+        relay = self._relay(custody)
         proven = whole = False
         try:
             if custody is not None:
@@ -192,7 +192,7 @@ class Exchange:
                     try:
                         first = await self._first(relay, lease)
                     except StaleConnectionError:
-                        relay = self.relay = self._new_relay()
+                        relay = self._relay(custody)
                         leg = await client.send(request, relay, fresh=True)
                         first = await self._first(relay, lease)
             except TimeoutError:
@@ -245,6 +245,12 @@ class Exchange:
                 engines.auditor.over(url, custody.handle.prompt_tokens, loaded=custody.how is End.LOADED)
                 custody.release()  # whatever has not ended by now
             engines.close(lease, verdict)
+
+    def _relay(self, custody: Custody | None) -> Relay:
+        relay = self.relay = self._new_relay()
+        if custody is not None:
+            relay.created_cache_tokens = custody.handle.created_cache_tokens
+        return relay
 
     async def _first(self, relay: Relay, lease: Lease) -> Answer | StreamStarted:
         """Wait for the first data, or the whole of an unstreamed answer.

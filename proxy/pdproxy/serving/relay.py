@@ -24,6 +24,7 @@ from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers, Leg
 from pdproxy.wire import sse
 from pdproxy.wire.engine import Usage, error_of, usage_of
+from pdproxy.wire.usage import with_created_cache
 
 MAX_EVENT = 32 << 20
 """Bytes. No event of an engine comes near it; without a bound one that never ends would fill the memory."""
@@ -74,6 +75,8 @@ class Relay:
         self.accepted = asyncio.Event()
         self.usage: Usage | None = None
         self.usage_event: bytes | None = None
+        self.created_cache_tokens: int | None = None
+        """What the usage must say of the prefill engine's cache; None: what the engine says."""
         self.events = 0
         self.gaps = Gaps()
         self._time = loop.time
@@ -193,6 +196,8 @@ class Relay:
         if not self._is_stream:
             body = b"".join(self._held)
             if self._status == 200:
+                if self.created_cache_tokens is not None:
+                    body = with_created_cache(body, self.created_cache_tokens)
                 self.usage = usage_of(body)
                 self.events = 1
             self._phase = _Phase.ENDED
@@ -265,6 +270,8 @@ class Relay:
                 self._fail(_refusal(event))
                 break
             if sse.is_usage_only(event):
+                if self.created_cache_tokens is not None:
+                    event = with_created_cache(event, self.created_cache_tokens)
                 self.usage = usage_of(sse.payload(event))
                 self.usage_event = event
                 if not self._wants_usage:

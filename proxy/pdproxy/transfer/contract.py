@@ -27,13 +27,15 @@ class Handle:
     """A claim on KV that a prefill engine holds for us. Exactly one party may end it.
 
     `params` is the engine's `kv_transfer_params` verbatim, `token_ids` the prompt's ids as a JSON array (None if the
-    engine did not say them), `prompt_tokens` the prompt's length.
+    engine did not say them), `prompt_tokens` the prompt's length, `created_cache_tokens` how many of them were new to the
+    prefill engine's prefix cache, if it tells.
     """
 
     params: bytes
     token_ids: bytes | None
     prompt_tokens: int
     remote_request_id: str
+    created_cache_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,11 +60,13 @@ def handle(answer: PrefillAnswer) -> Handle | str:
         bytes(group).strip() in (b"[]", b"null") for group in params.remote_block_ids
     ):
         return "kv_transfer_params hold no blocks"
+    details = answer.usage.prompt_tokens_details
     return Handle(
         params=params_json,
         token_ids=answer.token_ids(),
         prompt_tokens=answer.usage.prompt_tokens,
         remote_request_id=params.remote_request_id,
+        created_cache_tokens=details.created_cache_tokens if details is not None else None,
     )
 
 

@@ -11,6 +11,7 @@ class TokensDetails(msgspec.Struct, frozen=True, omit_defaults=True):
     """`usage.prompt_tokens_details`."""
 
     cached_tokens: int | None = None
+    created_cache_tokens: int | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
