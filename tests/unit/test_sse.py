@@ -38,7 +38,7 @@ def test_data_is_data_whatever_the_text(text: str, chat: bool) -> None:
     assert not sse.is_done(event)
     assert not sse.is_usage_only(event)
     assert not sse.is_role_only(event)
-    assert not sse.is_comment(event)
+    assert sse.data_lines(event) == [event.removesuffix(b"\n\n")]
     assert event.count(sse.END) == 1
     renamed = json.loads(sse.payload(sse.with_index(event, 7)))
     assert renamed["choices"][0]["index"] == 7
@@ -55,7 +55,19 @@ def test_the_other_kinds() -> None:
     assert sse.is_done(answers.DONE)
     assert sse.may_need_care(answers.piece(False, "x") + answers.DONE)
     assert sse.is_role_only(answers.role())
-    assert sse.is_comment(b": ping\n\n")
+    assert sse.data_lines(b": ping\n\n") == []
+    assert sse.data_lines(b":x\nevent: y\ndata:{}\n\n") == [b"data: {}"]
+    assert sse.is_regular(b"data: 1\n\ndata: 2\n\n")
+    for odd in (
+        b"\ndata: 1\n\n",
+        b"data: 1\n\n\ndata: 2\n\n",
+        b": x\n\n",
+        b"data:1\n\n",
+        b"data: 1\r\n\n",
+        b"data: 1\nx\n\n",
+    ):
+        assert not sse.is_regular(odd)
+        assert sse.may_need_care(odd)
     assert not sse.may_need_care(answers.piece(False, "x") + answers.role())
     assert sse.payload(sse.data(b"{}")) == b"{}"
 

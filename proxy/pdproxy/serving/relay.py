@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from pdproxy.kit.errors import ClientLeftError, EngineError, EngineRefusedError, EngineTimeoutError, PdproxyError, Wait
@@ -222,12 +222,13 @@ class Relay:
             return
         real = False
         for event in batch.split(sse.END):
-            if not event or sse.is_comment(event) or sse.is_role_only(event):
+            lines = sse.data_lines(event)
+            if not lines or sse.is_role_only(event):  # nothing, a keep-alive comment, the opening of a chat
                 continue
-            if sse.is_error(event) or sse.is_aborted(event):
-                self._fail(_refusal(event))
+            if (error := _failure(event, lines)) is not None:
+                self._fail(error)
                 return
-            if sse.is_done(event):
+            if sse.is_done(lines[0]):
                 if not real:
                     self._fail(EngineError("the engine ended the stream without any data"))
                     return
@@ -265,10 +266,14 @@ class Relay:
         for bare in batch.split(sse.END):
             if not bare:
                 continue
-            event = bare + sse.END
-            if sse.is_error(event) or sse.is_aborted(event):
-                self._fail(_refusal(event))
+            event = bare.lstrip(b"\n") + sse.END
+            lines = sse.data_lines(event)
+            if (error := _failure(event, lines)) is not None:
+                self._fail(error)
                 break
+            if not lines:
+                passed.append(event)  # a keep-alive comment
+                continue
             if sse.is_usage_only(event):
                 if self.created_cache_tokens is not None:
                     event = with_created_cache(event, self.created_cache_tokens)
@@ -278,7 +283,7 @@ class Relay:
                     passed += [sse.with_fingerprint(last, event) for last in self._take_finished()]
                     continue
             passed += self._take_finished()
-            if sse.is_done(event):
+            if sse.is_done(lines[0]):
                 self._saw_done = True
                 if self._wants_done:
                     passed.append(event)
@@ -335,6 +340,15 @@ class Relay:
             self._paused_since = None
             self._last = self._time()
             self._leg.resume()
+
+
+def _failure(event: bytes, lines: Sequence[bytes]) -> EngineError | None:
+    """Return what an event says has failed, None if it is data."""
+    if b"\r" in event:  # a client would see other events in it than we do
+        return EngineError("the engine sent something else than vLLM's events")
+    if sse.is_aborted(event):
+        return _refusal(event)
+    return next((_refusal(line) for line in lines if sse.is_error(line)), None)
 
 
 def _refusal(event: bytes) -> EngineError:

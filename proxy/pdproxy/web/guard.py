@@ -8,6 +8,7 @@ away for a moment, since a close with unread bytes is a reset, which would take 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -17,6 +18,7 @@ from pdproxy.kit.errors import (
     BodyTimeoutError,
     HeadTimeoutError,
     HeadTooLargeError,
+    OverloadedError,
     PdproxyError,
     Wait,
 )
@@ -25,6 +27,11 @@ from pdproxy.wire.errors import error_body
 
 LINGER = 2.0
 """Seconds for a refused client to read why, and to stop sending."""
+LOOK_AGAIN = 0.02
+"""Seconds after a deadline for what is here already: a loop that was held up runs its timers before it reads its sockets."""
+MOST_WAITING = 64
+"""Requests that may wait behind another on one connection. One read of the socket can hold thousands, each of which costs
+kilobytes: those beyond are not read, and the connection closes behind the last answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,13 @@ class GuardedProtocol(HttpToolsProtocol):
     _unread: asyncio.TimerHandle | None = None
 
     # -- what the rest of the web room asks
+
+    def end(self, *, all_read: bool) -> None:
+        """Close the connection behind an answer; `all_read`: whether its request has come to its end."""
+        if all_read and not self._deaf:
+            self.transport.close()
+        else:
+            self.linger()
 
     def linger(self) -> None:
         """Close for writing, and for good once the client has left or a moment has passed."""
@@ -113,6 +127,8 @@ class GuardedProtocol(HttpToolsProtocol):
     # -- httptools
 
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MOST_WAITING:
+            raise OverloadedError("too many requests wait on this connection")  # stops the parser
         super().on_message_begin()
         self._in_head = self._progress = True
         self._head_bytes = 0
@@ -197,10 +213,16 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._in_body:
             if self.active is self.cycle:  # else reading is paused until its turn comes
                 self._unset_keepalive_if_required()
-                self._late = self.loop.call_later(self.bounds.body_timeout, self._body_is_late)
+                self._run_clock(self.bounds.body_timeout, self._body_is_late)
         elif self._nothing_to_answer() and (self._in_head or self.timeout_keep_alive_task is None):
             self._unset_keepalive_if_required()
-            self._late = self.loop.call_later(self.bounds.head_timeout, self._head_is_late)
+            self._run_clock(self.bounds.head_timeout, self._head_is_late)
+
+    def _run_clock(self, seconds: float, then: Callable[[], None]) -> None:
+        def look_again() -> None:
+            self._late = self.loop.call_later(LOOK_AGAIN, then)
+
+        self._late = self.loop.call_later(seconds, look_again)
 
     def _nothing_to_answer(self) -> bool:
         return self.cycle is None or self.cycle.response_complete

@@ -255,10 +255,7 @@ class GenerateCycle(RequestResponseCycle):
         self._pause = self._resume = None
         self._connection.watch_reading()
         if not self.keep_alive:
-            if self._fed:
-                self.transport.close()
-            else:
-                self._connection.linger()
+            self._connection.end(all_read=self._fed)
         self.on_response()
 
 
@@ -283,7 +280,7 @@ class DataPathProtocol(GuardedProtocol):
             super().on_headers_complete()
             return
         self.begin_body()
-        http_1_1 = self.parser.get_http_version() != "1.0"
+        http_1_1 = self.parser.get_http_version() == "1.1"
         self.scope["method"] = "POST"
         existing = self.cycle
         self.cycle = cycle = GenerateCycle(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 DONE = b"data: [DONE]"
 END = b"\n\n"
+_DATA = b'data: {"id":'
+_NEXT = b"\n\ndata: "
 _ERRORS = (b'data: {"error"', b'data: {"object":"error"', b'data: {"object": "error"')
 _USAGE_ONLY = b'"choices":[],"usage":{'
 _FIRST_INDEX = b'"choices":[{"index":0,'
@@ -16,6 +18,22 @@ _FINGERPRINT = b',"system_fingerprint":'
 _FINISHED = b'"finish_reason":"'
 _ABORTED = b'"finish_reason":"abort"'
 _ROLE = b'"delta":{"role":"'
+
+
+def is_regular(batch: bytes) -> bool:
+    """Tell whether every event of a batch is as vLLM writes data: one line that begins with `data: `."""
+    count = batch.count(END)
+    return (
+        batch.count(b"\n") == 2 * count
+        and batch.count(_NEXT) == count - 1
+        and batch.startswith(b"data: ")
+        and b"\r" not in batch
+    )
+
+
+def data_lines(event: bytes) -> list[bytes]:
+    """Return the lines of an event that hold data, as vLLM would write each; none for a comment."""
+    return [b"data: " + line[5:].lstrip(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
 
 
 def is_error(event: bytes) -> bool:
@@ -31,11 +49,6 @@ def is_aborted(data: bytes) -> bool:
 def is_done(event: bytes) -> bool:
     """Tell whether an event is the end mark."""
     return event.startswith(DONE)
-
-
-def is_comment(event: bytes) -> bool:
-    """Tell whether an event is a keep-alive comment."""
-    return event.startswith(b":")
 
 
 def is_usage_only(event: bytes) -> bool:
@@ -66,9 +79,16 @@ def with_fingerprint(event: bytes, usage_event: bytes) -> bytes:
 
 
 def may_need_care(batch: bytes) -> bool:
-    """Tell whether a batch of whole events holds one that is not plain data: an error, a finish, the usage or the end mark."""
+    """Tell whether a batch of whole events holds one that is not plain data: an error, a finish, the usage, the end mark,
+    or anything that is not written as vLLM writes its data.
+    """
+    if (
+        batch.startswith(_DATA) and batch.count(b"\n") == 2
+    ):  # one event, and neither an error nor the end mark: most reads
+        return _FINISHED in batch or _USAGE_ONLY in batch or b"\r" in batch
     return (
-        DONE in batch
+        not is_regular(batch)
+        or DONE in batch
         or _USAGE_ONLY in batch
         or _FINISHED in batch
         or batch.startswith(_ERRORS)

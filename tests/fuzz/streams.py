@@ -1,0 +1,137 @@
+"""What must hold for any bytes that an engine sends as a stream, however they are cut into reads.
+
+The reference is a reader of server-sent events that goes line by line, as clients do; it shares no code with the relay.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pdproxy.kit.errors import EngineError, PdproxyError
+from pdproxy.serving.relay import Relay, StreamStarted
+
+HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+
+
+class Output:
+    """A client that reads as fast as it can."""
+
+    def __init__(self) -> None:
+        self.sent = b""
+        self.begun = self.gone = self.paused = False
+
+    def on_pressure(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
+        """Never slow."""
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+
+    def begin(self, headers: object) -> None:
+        raise AssertionError("a relay does not begin an answer")
+
+    whole = finish = break_off = begin
+
+
+class _Leg:
+    def pause(self) -> None:
+        raise AssertionError("paused without reason")
+
+    resume = close = pause
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of a stream: what the client got, whether it was told a good end, how far it came."""
+
+    sent: bytes
+    good: bool
+    started: bool
+
+
+def events(stream: bytes) -> list[bytes]:
+    """The data of each whole event, read line by line."""
+    found, lines, rest = [], [], stream
+    while b"\n" in rest:
+        line, _, rest = rest.partition(b"\n")
+        if line:
+            lines.append(line)
+        elif lines:
+            data = [part.removeprefix(b"data:").removeprefix(b" ") for part in lines if part.startswith(b"data:")]
+            if data:
+                found.append(b"\n".join(data))
+            lines = []
+    return found
+
+
+async def relayed(pieces: Sequence[bytes], *, wants_usage: bool, at_once: bool) -> Ended:
+    """Send reads through a relay, then the end of the connection; `at_once`: its caller is awake as soon as there is data."""
+    relay, output = Relay(wants_usage=wants_usage), Output()
+    relay.head(200, HEADERS)
+    started = False
+
+    def wake() -> None:
+        nonlocal started
+        if not started and relay.first.done() and relay.first.exception() is None:
+            assert isinstance(relay.first.result(), StreamStarted)
+            started = True
+            relay.flow(output, _Leg())  # type: ignore[arg-type]
+
+    for piece in pieces:
+        if piece:
+            relay.data(piece)
+        if at_once:
+            wake()
+    relay.end()
+    wake()
+    if not started:
+        error = relay.first.exception() if relay.first.done() else None
+        assert isinstance(error, EngineError), f"nothing said why it did not start: {relay!r}"
+        return Ended(output.sent, good=False, started=False)
+    assert relay.done.done(), "it never ends"
+    error = relay.done.exception()
+    assert error is None or isinstance(error, PdproxyError)
+    return Ended(output.sent, good=error is None, started=True)
+
+
+async def check_stream(stream: bytes, cuts: Sequence[int]) -> None:
+    """Assert what a client may rely on, for a stream cut at these offsets."""
+    bounds = [0, *sorted({cut % (len(stream) + 1) for cut in cuts}), len(stream)]
+    pieces = [stream[one:two] for one, two in pairwise(bounds)]
+    for wants_usage in (True, False):
+        whole = await relayed([stream], wants_usage=wants_usage, at_once=True)
+        cut = await relayed(pieces, wants_usage=wants_usage, at_once=True)
+        late = await relayed(pieces, wants_usage=wants_usage, at_once=False)
+        for one in (whole, cut, late):
+            _check(stream, one, wants_usage)
+        assert whole.good == cut.good == late.good, "the cuts decide whether the end is good"
+        *some, most = sorted((events(one.sent) for one in (whole, cut, late)), key=len)
+        for fewer in some:  # what failed before it was passed on, is an error without data before it
+            assert fewer == (most if whole.good else most[: len(fewer)]), "the cuts decide what the client gets"
+
+
+def _check(stream: bytes, ended: Ended, wants_usage: bool) -> None:
+    came, went = events(stream), events(ended.sent)
+    marks = [data for data in went if data.startswith(b"[DONE]")]
+    if ended.good:
+        assert went, "a good end of nothing"
+        assert went[-1].startswith(b"[DONE]"), "a good end without its mark"
+        assert not any(map(_is_error, went)), "an error in a stream that ended well"
+    else:
+        assert not marks, "an end mark before a bad end"
+    assert len(marks) <= 1, "two end marks"
+    if wants_usage:
+        assert went == came[: len(went)], "events that the engine did not send"
+        if b"\n\n\n" not in stream and not stream.startswith(b"\n"):
+            assert stream.startswith(ended.sent), "bytes that the engine did not send"
+
+
+def _is_error(data: bytes) -> bool:
+    """Whether an event is an error as vLLM's streams have them."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return data.startswith((b'{"error"', b'{"object":"error"', b'{"object": "error"')) and isinstance(value, dict)
