@@ -16,7 +16,8 @@ from urllib.parse import unquote_to_bytes
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from pdproxy.kit.errors import BodyTimeoutError, BodyTooLargeError, Wait
+from pdproxy.kit.errors import BodyTimeoutError, BodyTooLargeError, UnauthorizedError, Wait
+from pdproxy.kit.frames import frames
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.upstream.connection import Headers
 from pdproxy.wire.errors import error_body
@@ -28,6 +29,9 @@ _ROUTES = {route.value.encode(): route for route in Route}
 _FORWARDED = frozenset({b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
 """Headers of a client that engines get: tracing, and what vLLM 0.32.0 reads. All others stop here."""
 
+LINGER = 2.0
+"""Seconds that a refused client may go on sending its body, unread, before the connection closes."""
+
 Generate = Callable[[Incoming, "GenerateCycle"], Awaitable[None]]
 
 
@@ -35,9 +39,17 @@ class DataPath:
     """What the protocol needs to know. One for the whole process; timeouts in seconds, `max_body` in bytes."""
 
     def __init__(
-        self, generate: Generate, observers: Observers, *, max_body: int, body_timeout: float, write_timeout: float
+        self,
+        generate: Generate,
+        check_key: Callable[[bytes | None], None],
+        observers: Observers,
+        *,
+        max_body: int,
+        body_timeout: float,
+        write_timeout: float,
     ) -> None:
         self.generate = generate
+        self.check_key = check_key
         self.observers = observers
         self.max_body = max_body
         self.body_timeout = body_timeout
@@ -54,6 +66,8 @@ class GenerateCycle(RequestResponseCycle):
         self._chunked = chunked
         self._parts: list[bytes] = []
         self._size = 0
+        self._refused = False
+        """The body is of no interest: nothing of it is held."""
         self.loop = asyncio.get_running_loop()
         self._whole_body: asyncio.Future[bool] = self.loop.create_future()
         self._serving: asyncio.Task[None] | None = None
@@ -65,6 +79,8 @@ class GenerateCycle(RequestResponseCycle):
     def feed(self, body: bytes) -> None:
         """Take a part of the request's body."""
         self._size += len(body)
+        if self._refused:
+            return
         if self._size <= self._data_path.max_body:
             self._parts.append(body)
         elif not self._whole_body.done():
@@ -74,6 +90,8 @@ class GenerateCycle(RequestResponseCycle):
         """The request's body is whole."""
         if not self._whole_body.done():
             self._whole_body.set_result(True)
+        if self._refused and self.response_complete and not self.keep_alive:
+            self.transport.close()  # what `_complete` has put off
 
     def left(self) -> None:
         """The client has closed the connection."""
@@ -101,14 +119,22 @@ class GenerateCycle(RequestResponseCycle):
         except asyncio.CancelledError:
             if not self.disconnected:
                 self.break_off()  # cancelled by the shutdown
-        except Exception:
-            logger.exception("a request failed in pdproxy itself")
+        except Exception as failed:
+            logger.error("a request failed in pdproxy itself: %s", frames(failed))  # noqa: TRY400
             self.break_off()
         finally:
             self.on_response = _nothing
 
     async def _incoming(self) -> Incoming | None:
         headers = self.scope["headers"]
+        found = dict(headers)
+        try:
+            self._data_path.check_key(found.get(b"authorization"))
+        except UnauthorizedError:
+            # A stranger's body is not waited for. The service refuses the request with its report, as any other.
+            if not self._whole_body.done():
+                self.keep_alive, self._refused = False, True
+            return self._as_read(found)
         length = next((value for name, value in headers if name == b"content-length"), b"0")
         if int(length) > self._data_path.max_body and not self._whole_body.done():
             self._whole_body.set_result(False)
@@ -131,14 +157,16 @@ class GenerateCycle(RequestResponseCycle):
             self.keep_alive = False
             self.whole(too_large.status, [(b"content-type", b"application/json")], error_body(too_large))
             return None
-        found = dict(headers)
+        return self._as_read(found)
+
+    def _as_read(self, found: dict[bytes, bytes]) -> Incoming:
         parts, self._parts = self._parts, []
         return Incoming(
             route=self._route,
             request_id=found[b"x-request-id"].decode("latin-1") if b"x-request-id" in found else None,
             authorization=found.get(b"authorization"),
             content_type=found.get(b"content-type", b"").decode("latin-1"),
-            forward=tuple(header for header in headers if header[0] in _FORWARDED),
+            forward=tuple(header for header in self.scope["headers"] if header[0] in _FORWARDED),
             body=parts[0] if len(parts) == 1 else b"".join(parts),
         )
 
@@ -236,7 +264,10 @@ class GenerateCycle(RequestResponseCycle):
     def _complete(self) -> None:
         self.response_complete = True
         self._pause = self._resume = None
-        if not self.keep_alive:
+        if self._refused and not self._whole_body.done():
+            # A close with unread bytes is a reset, and would take the answer from a client that is still sending.
+            self.loop.call_later(LINGER, self.transport.close)
+        elif not self.keep_alive:
             self.transport.close()
         self.on_response()
 
@@ -271,6 +302,7 @@ class DataPathProtocol(HttpToolsProtocol):
         http_1_1 = self.parser.get_http_version() != "1.0"
         self.scope["method"] = "POST"
         existing = self.cycle
+        last = existing is not None and existing.response_complete and not existing.keep_alive
         self.cycle = cycle = GenerateCycle(
             route,
             self.data_path,
@@ -287,6 +319,7 @@ class DataPathProtocol(HttpToolsProtocol):
             keep_alive=http_1_1 and self.parser.should_keep_alive(),
             on_response=self.on_response_complete,
         )
+        cycle.disconnected = last  # the connection ends with the answer before: nobody would read this one's
         if existing is None or existing.response_complete:
             self._start_asgi_task(cycle, self.app)
         else:  # pipelined: it waits for the one before
