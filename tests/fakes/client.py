@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import socket
+import ssl
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,14 +64,19 @@ class Client:
         self.writer = writer
 
     @classmethod
-    async def connect(cls, port: int, *, receive_buffer: int | None = None) -> Client:
-        """Open a connection, with a small receive buffer where asked."""
+    async def connect(
+        cls, port: int, *, receive_buffer: int | None = None, tls: ssl.SSLContext | None = None
+    ) -> Client:
+        """Open a connection, with a small receive buffer and TLS where asked."""
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         if receive_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
-        return cls(*await asyncio.open_connection(sock=sock, limit=receive_buffer or 2**20))
+        host = None if tls is None else "127.0.0.1"
+        return cls(
+            *await asyncio.open_connection(sock=sock, limit=receive_buffer or 2**20, ssl=tls, server_hostname=host)
+        )
 
     def send(self, data: bytes) -> None:
         """Write bytes as they are."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import ssl
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -79,7 +80,9 @@ class _Scripts(Scripts):
 class FakeEngine:
     """One engine. `books` are shared by all engines of a test; the rest may be changed while it runs."""
 
-    def __init__(self, role: str, books: Books, lease: float = 30.0, **facts: Any) -> None:
+    def __init__(
+        self, role: str, books: Books, lease: float = 30.0, *, tls: ssl.SSLContext | None = None, **facts: Any
+    ) -> None:
         self.role = role
         self.books = books
         books.engines.append(self)
@@ -91,7 +94,7 @@ class FakeEngine:
             kv_lease_duration=lease,
             handshake_timeout=0.2,
         )
-        self.sim = SimServer(msgspec.structs.replace(usual, **facts))
+        self.sim = SimServer(msgspec.structs.replace(usual, **facts), tls=tls)
         self.sim.scripts = self.sim.faults.scripts = _Scripts(self)
         self.moves_kv = True
         self._loaded: set[int] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -87,13 +88,15 @@ class World:
         self.decode = [engine for engine in engines if engine.role == "decode"]
         self.aggregated = [engine for engine in engines if engine.role == "aggregated"]
         self.port = 0
+        self.tls: ssl.SSLContext | None = None
+        """What clients connect with."""
         self.server: uvicorn.Server | None = None
         self._recorder = recorder
         self._clients: list[Client] = []
 
     async def client(self, *, receive_buffer: int | None = None) -> Client:
         """A new connection to the proxy."""
-        client = await Client.connect(self.port, receive_buffer=receive_buffer)
+        client = await Client.connect(self.port, receive_buffer=receive_buffer, tls=self.tls)
         self._clients.append(client)
         return client
 
@@ -174,6 +177,9 @@ async def world(
     probed: bool = True,
     leaves: bool = False,
     strangers: bool = False,
+    engine_tls: ssl.SSLContext | None = None,
+    client_tls: ssl.SSLContext | None = None,
+    adjust: Callable[[Settings], Settings] = lambda settings: settings,
     lease: float = 30.0,
     facts: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[World]:
@@ -182,11 +188,12 @@ async def world(
     `before` is called once the engines listen and before they are probed. At the end nothing may be in flight, and every
     handle must have ended just once, unless `leaves` says that the test leaves some behind. Engines have exchanged KV
     before, unless they are `strangers`. `lease`: seconds that a prefill engine keeps a prompt's KV.
+    `engine_tls` is what engines are met with, `client_tls` what clients connect with; `adjust` has the last word on settings.
     `facts`: of all engines, where they differ from the usual ones.
     """
     books, recorder = Books(), _Recorder()
     roles = ["prefill"] * prefill + ["decode"] * decode + ["aggregated"] * aggregated
-    engines = [FakeEngine(role, books, lease, **(facts or {})) for role in roles]
+    engines = [FakeEngine(role, books, lease, tls=engine_tls, **(facts or {})) for role in roles]
     for engine in engines:
         await engine.listen()
     settings = Settings(
@@ -196,9 +203,10 @@ async def world(
         limits=Limits(**(limits or {})),
         probes=Probes(interval=3600, scrape_interval=3600),
     )
-    proxy = Proxy.build(settings)
+    proxy = Proxy.build(adjust(settings))
     proxy.observers._observers += (recorder,)
     made = World(proxy, books, engines, recorder)
+    made.tls = client_tls
     if before is not None:
         before(made)
     if not strangers:

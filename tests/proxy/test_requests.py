@@ -124,7 +124,7 @@ async def test_with_keys_a_client_without_one_is_refused(given: str | None) -> N
         headers = [("authorization", given)] if given is not None else []
         answer = await w.ask(COMPLETIONS, completion(), headers)
         assert answer.status == 401
-        assert answer.json["error"]["type"] == "AuthenticationError"
+        assert answer.json["error"]["type"] == "invalid_request_error"
         assert answer.header("www-authenticate") == "Bearer"
         assert (await w.get("/v1/models", headers)).status == 401
         assert not legs(w)

@@ -7,9 +7,11 @@ import logging
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
+from pdproxy.app.credentials import Credentials
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.prober import Prober
 from pdproxy.kit.errors import EngineError, OverloadedError, Wait
@@ -22,7 +24,7 @@ from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.serving.admission import Admission
 from pdproxy.serving.custody import Custodian
 from pdproxy.serving.engines import Engines
-from pdproxy.serving.service import Keys, Service
+from pdproxy.serving.service import Service
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract
 from pdproxy.transfer.nixl import NIXL
@@ -53,6 +55,7 @@ class Proxy:
     """All parts of one running proxy. Start it inside an event loop, stop it there."""
 
     settings: Settings
+    credentials: Credentials
     ledger: Ledger
     clients: dict[str, EngineClient]
     admin: EngineAdmin
@@ -67,7 +70,12 @@ class Proxy:
 
     @classmethod
     def build(cls, settings: Settings) -> Proxy:
-        """Wire a proxy. Nothing is sent yet."""
+        """Wire a proxy. Nothing is sent yet.
+
+        Raises:
+            SettingsError: a file of keys or certificates can't be used.
+        """
+        credentials = Credentials(settings)
         pool = settings.pools[0]
         metrics, probe_soon = Metrics(), _ProbeSoon()
         observers = Observers([metrics, LogObserver(), probe_soon])
@@ -78,11 +86,17 @@ class Proxy:
             breaker_cooldown=limits.breaker_cooldown,
         )
         clients = {
-            node.url: EngineClient(node.url, connect_timeout=deadlines.connect, keepalive=limits.engine_keepalive)
+            node.url: EngineClient(
+                node.url,
+                connect_timeout=deadlines.connect,
+                keepalive=limits.engine_keepalive,
+                # Without keys of clients, theirs go on: ours would open the engines to everybody.
+                key=partial(credentials.engine_key if credentials.keys.wanted else _no_key, node.url),
+                tls=partial(credentials.engine_tls, node.url),
+            )
             for node in pool.nodes
         }
-        key = settings.auth.engine_api_key
-        admin = EngineAdmin(timeout=deadlines.probe, authorization=f"Bearer {key}" if key else None)
+        admin = EngineAdmin(timeout=deadlines.probe, key=credentials.engine_key, tls=credentials.engine_tls)
         auditor = Auditor(ledger, observers)
         block_sizes = {node.url: node.facts.block_size for node in pool.nodes if node.facts.block_size is not None}
         prober = probe_soon.prober = Prober(
@@ -100,9 +114,10 @@ class Proxy:
             contract, ledger, clients, custodian, deadlines, limits.attempts, observers, auditor, time.monotonic
         )
         admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers)
-        service = Service(engines, admission, Keys(tuple(settings.auth.api_keys), key))
+        service = Service(engines, admission, credentials.keys)
         proxy = cls(
             settings,
+            credentials,
             ledger,
             clients,
             admin,
@@ -119,7 +134,9 @@ class Proxy:
         return proxy
 
     def start(self) -> None:
-        """Begin to probe the engines."""
+        """Begin to probe the engines, and to look at files of keys and certificates."""
+        if self.credentials.follows:
+            self.tasks.spawn(self.credentials.follow(), "follow files")
         for node in self.ledger.nodes:
             self.tasks.spawn(self.prober.run(node), f"probe {node.url}")
 
@@ -152,6 +169,7 @@ class Proxy:
         limits, deadlines = self.settings.limits, self.settings.deadlines
         path = DataPath(
             self.service.generate,
+            self.service.keys.check,
             self.observers,
             Bounds(deadlines.client_head, deadlines.client_body, deadlines.client_write, limits.max_header_bytes),
             max_body=limits.max_body_bytes,
@@ -166,8 +184,13 @@ class Proxy:
     def readiness(self) -> Readiness:
         """Tell whether a request could be served now."""
         now = time.monotonic()
+        details = [
+            *self.ledger.shortcomings(now),
+            *self.auditor.shortcomings(),
+            *self.credentials.shortcomings(),
+        ]
         reason = "shutting down" if self.admission.closed else self.ledger.not_ready()
-        return Readiness(reason, [*self.ledger.shortcomings(now), *self.auditor.shortcomings()])
+        return Readiness(reason, details)
 
     async def models(self) -> bytes:
         """Return the models of all engines that can serve by themselves, each once, in the engines' own words."""
@@ -230,6 +253,10 @@ class Proxy:
                 lambda: [((url,), missing) for url, missing in self.auditor.missing().items()],
             ),
         )
+
+
+def _no_key(url: str) -> None:
+    """Return the key of an engine whose clients bring it themselves."""
 
 
 class _ModelList(msgspec.Struct):

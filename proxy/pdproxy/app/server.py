@@ -94,6 +94,7 @@ def check_files(max_inflight: int) -> None:
 
 def uvicorn_config(proxy: Proxy) -> uvicorn.Config:
     """Return how uvicorn serves a proxy: the data path's protocol class, no log lines and no signals of its own."""
+    tls = proxy.credentials.listen
     return uvicorn.Config(
         create_app(proxy.answers()),
         http=proxy.protocol(),
@@ -103,6 +104,7 @@ def uvicorn_config(proxy: Proxy) -> uvicorn.Config:
         server_header=False,
         ws="none",
         timeout_graceful_shutdown=1,
+        ssl_context_factory=None if tls is None else lambda config, make: tls,
     )
 
 
@@ -138,8 +140,11 @@ async def serve(settings: Settings, listener: socket.socket, ending: Ending) -> 
     proxy = Proxy.build(settings)
     server = _Server(uvicorn_config(proxy))
     proxy.start()
+    for warning in proxy.credentials.warnings():
+        logger.warning("%s", warning)
+    scheme = "http" if proxy.credentials.listen is None else "https"
     port = listener.getsockname()[1]
-    logger.info("pdproxy %s listens on http://%s:%d", __version__, settings.listen.host, port)
+    logger.info("pdproxy %s listens on %s://%s:%d", __version__, scheme, settings.listen.host, port)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="server")
     asked = asyncio.create_task(ending.asked.wait(), name="ending")
     await asyncio.wait({serving, asked}, return_when=asyncio.FIRST_COMPLETED)

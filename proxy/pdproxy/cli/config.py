@@ -48,6 +48,10 @@ def print_settings(arguments: argparse.Namespace) -> int:
 def validate_settings(arguments: argparse.Namespace) -> int:
     """Check the settings in force, engines included."""
     settings = settings_from(arguments)
+    # Imported here: the server's libraries take a while to load, and wrong settings should be told at once.
+    from pdproxy.app.credentials import Credentials
+
+    Credentials(settings)  # reads what the settings name
     roles = Counter(node.role for node in settings.pool.nodes)
     print("ok: " + ", ".join(f"{count} {role}" for role, count in roles.items()))
     return 0

@@ -17,6 +17,11 @@ from pdproxy.settings.schema import Connector, LogFormat, LogLevel, Role, Settin
 _OPTIONS = (
     ("--host", "HOST", "listen.host", "address to listen on (default: 127.0.0.1)"),
     ("--port", "PORT", "listen.port", "port to listen on (default: 8000)"),
+    ("--ssl-certfile", "FILE", "listen.tls.certificate", "certificate for TLS with clients, PEM (default: no TLS)"),
+    ("--ssl-keyfile", "FILE", "listen.tls.key", "its private key (default: in the certificate's file)"),
+    ("--ssl-ca-certs", "FILE", "listen.tls.client_ca", "clients must show a certificate of these authorities"),
+    ("--api-keys-file", "FILE", "auth.api_keys_file", "keys of clients, one a line"),
+    ("--engine-api-key-file", "FILE", "auth.engine_api_key_file", "holds the engines' key"),
     ("--connector", "NAME", CONNECTOR, f"how KV is transferred: {', '.join(get_args(Connector))} (default: nixl)"),
     ("--max-inflight", "N", "limits.max_inflight", "requests served at once; others wait (default: 1024)"),
     ("--log-level", "LEVEL", "observe.log_level", f"{', '.join(get_args(LogLevel))} (default: info)"),

@@ -7,6 +7,7 @@ import asyncio
 import math
 import re
 import signal
+import ssl
 import sys
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -82,6 +83,8 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--admin-port", metavar="PORT", help="port for faults at run time; 0: any free one (default: none)"
     )
+    parser.add_argument("--ssl-certfile", metavar="FILE", help="certificate for TLS, PEM (default: no TLS)")
+    parser.add_argument("--ssl-keyfile", metavar="FILE", help="its private key (default: in the certificate's file)")
     parser.add_argument("--seed", metavar="N", help="of all that is drawn (default: never the same)")
     parser.add_argument("--fault", metavar="SPEC", action="append", default=[], help="arm a fault; may be repeated")
     for title, kind, words in _GROUPS:
@@ -187,6 +190,19 @@ def _fault(spec: str) -> Fault:
         raise _WrongOptionError(f"--fault {spec}: {error}") from None
 
 
+def _tls(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
+    if certificate is None:
+        if key is not None:
+            raise _WrongOptionError("--ssl-keyfile is of no use without --ssl-certfile")
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key, password=lambda: "")
+    except OSError as error:
+        raise _WrongOptionError(f"--ssl-certfile {certificate}: can't be used: {error.strerror or error}") from None
+    return context
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the engine; return the exit code: 0, 2 if it can't start, 130 at a second Ctrl-C."""
     try:
@@ -195,6 +211,7 @@ def run(arguments: argparse.Namespace) -> int:
         admin_port = None if arguments.admin_port is None else _port("admin_port", arguments.admin_port)
         seed = None if arguments.seed is None else _converted("seed", arguments.seed, int)
         faults = [_fault(spec) for spec in arguments.fault]
+        tls = _tls(arguments.ssl_certfile, arguments.ssl_keyfile)
     except ValueError as error:
         sys.stderr.write(f"pdproxy sim: {error}\n")
         return USAGE_ERROR
@@ -204,7 +221,9 @@ def run(arguments: argparse.Namespace) -> int:
     from pdproxy.sim.server import SimServer
 
     async def serve() -> int:
-        sim = SimServer(facts, host=arguments.host, port=port, faults=faults, admin_port=admin_port, chance=seed)
+        sim = SimServer(
+            facts, host=arguments.host, port=port, faults=faults, admin_port=admin_port, chance=seed, tls=tls
+        )
         return await _serve(sim, facts)
 
     return uvloop.run(serve())

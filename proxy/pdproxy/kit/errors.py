@@ -43,11 +43,18 @@ class PdproxyError(Exception):
     fault: Fault = Fault.OURS
     status = 500
     type = "InternalServerError"
+    public: str | None = None
+    """What a client reads in place of the message, where that holds what is none of its business."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+
+    @property
+    def code(self) -> int | str | None:
+        """What a body says as `code`: vLLM repeats the status."""
+        return self.status
 
 
 class BadRequestError(PdproxyError):
@@ -98,11 +105,20 @@ class BodyTimeoutError(BadRequestError):
 
 
 class UnauthorizedError(PdproxyError):
-    """Proxy keys are set and the client brought none of them."""
+    """Proxy keys are set and the client brought none of them. Spoken of as OpenAI does: vLLM has no such body."""
 
     fault = Fault.CLIENT
     status = 401
-    type = "AuthenticationError"
+    type = "invalid_request_error"
+
+    def __init__(self, message: str, *, code: str | None) -> None:
+        super().__init__(message)
+        self._code = code
+
+    @property
+    def code(self) -> str | None:
+        """OpenAI's own word, None where it has none."""
+        return self._code
 
 
 class OverloadedError(PdproxyError):
@@ -130,6 +146,12 @@ class EngineUnreachableError(EngineError):
     def __init__(self, message: str, *, wait: Wait | None = None) -> None:
         super().__init__(message)
         self.wait = wait
+
+
+class EngineTlsError(EngineUnreachableError):
+    """No TLS with an engine: its certificate is not trusted, or it refused ours. The message names hosts."""
+
+    public = "an engine could not be reached"
 
 
 class StaleConnectionError(EngineError):

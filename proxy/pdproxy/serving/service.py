@@ -6,7 +6,6 @@ Owns the answer to the client and the one report (`RequestEnded`) that each requ
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,11 +21,13 @@ from pdproxy.kit.errors import (
     UnauthorizedError,
     Wait,
 )
+from pdproxy.kit.frames import frames
 from pdproxy.kit.ids import mint, usable
 from pdproxy.observe.events import DeadlinePassed, Gaps, RequestEnded
 from pdproxy.serving.admission import Admission
 from pdproxy.serving.engines import Engines, Heading
 from pdproxy.serving.exchange import Exchange
+from pdproxy.serving.keys import CHALLENGE, Keys
 from pdproxy.serving.merge import MergedStream, merge_answers, merge_usage_events
 from pdproxy.serving.output import Output
 from pdproxy.serving.relay import Parts, Relay
@@ -43,34 +44,6 @@ _PASSED_HEADERS = (b"content-type", b"retry-after")
 PROMPTS_AT_ONCE = 16
 """Prompts of one list that are under way at once: a list takes one place of `limits.max_inflight`, and must not take all."""
 JSON_TYPE = (b"content-type", b"application/json")
-
-
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """API keys. With `proxy_keys`, clients must bring one, and engines get `engine_key`; without, a client's own goes on.
-
-    Never both: an engine that wants a key would be open to everybody through a proxy that asks for none.
-    """
-
-    proxy_keys: tuple[str, ...] = ()
-    engine_key: str | None = None
-
-    def check(self, authorization: bytes | None) -> None:
-        """Raise UnauthorizedError unless the header holds one of the keys, or none are set."""
-        if not self.proxy_keys:
-            return
-        scheme, _, given = (authorization or b"").partition(b" ")
-        if scheme.lower() == b"bearer" and any(
-            hmac.compare_digest(given.strip(), key.encode()) for key in self.proxy_keys
-        ):
-            return
-        raise UnauthorizedError("A valid API key is needed in the Authorization header")
-
-    def to_engine(self, authorization: bytes | None) -> tuple[tuple[bytes, bytes], ...]:
-        """Return the Authorization header for engines, if any."""
-        if not self.proxy_keys:
-            return ((b"authorization", authorization),) if authorization is not None else ()
-        return ((b"authorization", b"Bearer " + self.engine_key.encode()),) if self.engine_key is not None else ()
 
 
 @dataclass(slots=True)
@@ -123,8 +96,8 @@ class Service:
         except PdproxyError as failed:
             error = failed
         except Exception as failed:
-            logger.exception("request %s failed in pdproxy itself", report.request_id)
-            error = PdproxyError(f"{type(failed).__name__}: {failed}")
+            logger.error("request %s failed in pdproxy itself: %s", report.request_id, frames(failed))  # noqa: TRY400
+            error = PdproxyError(type(failed).__name__)
         finally:
             if admitted:
                 self._admission.leave()
@@ -223,7 +196,7 @@ class Service:
         if error.fault is Fault.CAPACITY:
             headers.append((b"retry-after", b"1"))
         if isinstance(error, UnauthorizedError):
-            headers.append((b"www-authenticate", b"Bearer"))
+            headers.append(CHALLENGE)
         output.whole(error.status, headers, body)
 
     def _report(self, incoming: Incoming, report: _Report, error: PdproxyError | None) -> None:

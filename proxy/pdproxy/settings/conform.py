@@ -113,6 +113,8 @@ def expectation(kind: Any) -> str:
             return f"a number{_bounds(number)}"
         case inspect.StrType(min_length=least):
             return "text that isn't empty" if least else "text"
+        case inspect.BoolType():
+            return "true or false"
         case inspect.VarTupleType():
             return "a list"
         case _:

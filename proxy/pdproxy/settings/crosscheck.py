@@ -1,4 +1,4 @@
-"""What no single field can tell: whether the engines make a pool that could serve anything.
+"""What no single field can tell: whether the engines make a pool that could serve anything, and what excludes what.
 
 Owns the spelling of an engine's URL: one engine has one, so that naming it twice is noticed and metrics agree.
 """
@@ -14,21 +14,25 @@ import msgspec
 
 from pdproxy.settings.dump import MASK
 from pdproxy.settings.errors import KeyPath, SettingsError, quote, spell_key
-from pdproxy.settings.schema import Node, Pool, Settings
+from pdproxy.settings.schema import EngineTls, ListenTls, Node, Pool, Settings
 
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?\.?")
+_PORTS = {"http": 80, "https": 443}
 _USER = re.compile(r"//[^/]*@")
 
 
 def crosscheck(settings: Settings, *, need_engines: bool = True) -> Settings:
-    """Return the settings with every URL as `http://host:port`. `need_engines` False: having no engine at all is fine.
+    """Return the settings with every URL in its one spelling. `need_engines` False: having no engine at all is fine.
 
     Raises:
         SettingsError: naming the key or the engine.
     """
-    keys = (*settings.auth.api_keys, settings.auth.engine_api_key)
-    if MASK in keys:
+    auth = settings.auth
+    if MASK in (*auth.api_keys, auth.engine_api_key):
         raise SettingsError(f"auth: {MASK} is what `pdproxy config print` shows in place of a key, not a key")
+    if auth.engine_api_key is not None and auth.engine_api_key_file is not None:
+        raise SettingsError("auth: engine_api_key and engine_api_key_file exclude each other: give one")
+    _refuse_stray_files(settings.listen.tls, ("listen", "tls"), ("key", "key_password_file", "client_ca"))
     if len(settings.pools) > 1:
         names = ", ".join(quote(pool.name) for pool in settings.pools[:4])
         raise SettingsError(f"pools: {len(settings.pools)} are configured ({names}), but only one is supported for now")
@@ -38,10 +42,13 @@ def crosscheck(settings: Settings, *, need_engines: bool = True) -> Settings:
 
 
 def _checked(pool: Pool, path: KeyPath, need_engines: bool) -> Pool:
+    _refuse_stray_files(pool.tls, (*path, "tls"), ("key",))
     nodes = tuple(
         msgspec.structs.replace(node, url=engine_url(node.url, (*path, "nodes", index, "url")))
         for index, node in enumerate(pool.nodes)
     )
+    for index, node in enumerate(nodes):
+        _refuse_contradictions(node, (*path, "nodes", index))
     _refuse_duplicates(nodes, path)
     if nodes or need_engines:
         _refuse_useless({node.role for node in nodes}, (*path, "nodes"))
@@ -49,7 +56,7 @@ def _checked(pool: Pool, path: KeyPath, need_engines: bool) -> Pool:
 
 
 def engine_url(url: str, path: KeyPath) -> str:
-    """Return an engine's URL in its one spelling, `http://host:port`.
+    """Return an engine's URL in its one spelling, `http://host:port` or `https://host:port`.
 
     Raises:
         SettingsError: naming `path` and the URL; a password in it is not shown.
@@ -69,28 +76,44 @@ def engine_url(url: str, path: KeyPath) -> str:
             host = f"[{IPv6Address(host)}]"
     except ValueError:
         raise wrong("no URL: expected http://host:port") from None
-    if parts.scheme == "https":
-        raise wrong("https to engines isn't supported yet: expected http://host:port")
-    if parts.scheme != "http" or "://" not in url:
-        raise wrong("expected http://host:port")
+    if parts.scheme not in _PORTS or "://" not in url:
+        raise wrong("expected http://host:port or https://host:port")
     if not (host.startswith("[") or _HOST.fullmatch(host)):
         raise wrong("has no host name: expected http://host:port" if not host else "its host name can't exist")
     if parts.path not in {"", "/"} or "?" in url or "#" in url:
         raise wrong("an engine is a host and a port: nothing may follow them, not even /v1")
     if port == 0:
         raise wrong("nothing listens on port 0")
-    return f"http://{host}:{80 if port is None else port}"
+    return f"{parts.scheme}://{host}:{_PORTS[parts.scheme] if port is None else port}"
+
+
+def _refuse_contradictions(node: Node, path: KeyPath) -> None:
+    key = spell_key(path)
+    if node.api_key == MASK:
+        raise SettingsError(f"{key}.api_key: {MASK} is what `pdproxy config print` shows in place of a key, not a key")
+    if node.api_key is not None and node.api_key_file is not None:
+        raise SettingsError(f"{key}: api_key and api_key_file exclude each other: give one")
+    if node.tls != EngineTls() and node.url.startswith("http:"):
+        raise SettingsError(f"{key}.tls: {node.url} speaks no TLS: expected an https:// URL")
+    _refuse_stray_files(node.tls, (*path, "tls"), ("key",))
+
+
+def _refuse_stray_files(tls: ListenTls | EngineTls, path: KeyPath, names: Iterable[str]) -> None:
+    for name in names:
+        if tls.certificate is None and getattr(tls, name) is not None:
+            raise SettingsError(f"{spell_key((*path, name))}: is of no use without {spell_key((*path, 'certificate'))}")
 
 
 def _refuse_duplicates(nodes: Iterable[Node], path: KeyPath) -> None:
     first: dict[str, int] = {}
     for index, node in enumerate(nodes):
-        if node.url in first:
-            both = " and ".join(spell_key((*path, "nodes", at)) for at in (first[node.url], index))
+        place = node.url.partition("://")[2]  # one port speaks TLS or does not
+        if place in first:
+            both = " and ".join(spell_key((*path, "nodes", at)) for at in (first[place], index))
             raise SettingsError(
                 f"{both}: {node.url} is given twice: an engine has one role (flags add to the file's nodes)"
             )
-        first[node.url] = index
+        first[place] = index
 
 
 def _refuse_useless(roles: set[str], path: KeyPath) -> None:

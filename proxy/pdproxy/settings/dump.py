@@ -13,12 +13,17 @@ MASK = "********"
 def dump(settings: Settings) -> str:
     """Return all settings, defaults included, as YAML that can be loaded again; keys are masked."""
     auth = settings.auth
-    masked = msgspec.structs.replace(
+    replace = msgspec.structs.replace
+    masked = replace(
         auth,
         api_keys=(MASK,) * len(auth.api_keys),
         engine_api_key=MASK if auth.engine_api_key else None,
     )
-    tree = msgspec.to_builtins(msgspec.structs.replace(settings, auth=masked), builtin_types=())
+    pools = tuple(
+        replace(pool, nodes=tuple(replace(node, api_key=MASK if node.api_key else None) for node in pool.nodes))
+        for pool in settings.pools
+    )
+    tree = msgspec.to_builtins(replace(settings, auth=masked, pools=pools), builtin_types=())
     return yaml.safe_dump(_lists(tree), sort_keys=False, allow_unicode=True)
 
 

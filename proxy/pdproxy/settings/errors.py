@@ -32,7 +32,7 @@ def spell_key(path: KeyPath) -> str:
 
 
 def spell_value(path: KeyPath, value: object) -> str:
-    """Spell a value as an error may show it: collections by their kind, anything under `auth` not at all."""
+    """Spell a value as an error may show it: collections by their kind, keys and anything under `auth` not at all."""
     match value:
         case None:
             return "null"
@@ -40,7 +40,7 @@ def spell_value(path: KeyPath, value: object) -> str:
             return "a mapping"
         case list() | tuple() | set():
             return "a list"
-        case _ if path[:1] == ("auth",):
+        case _ if path[:1] == ("auth",) or path[-1:] == ("api_key",):
             return "something else (not shown)"
         case bool():
             return "true" if value else "false"

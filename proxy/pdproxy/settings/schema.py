@@ -23,12 +23,29 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Text = Annotated[str, Meta(min_length=1)]
 # A key travels in a header: a blank, a line break or a letter beyond ASCII in it could never match, or would split it.
 Key = Annotated[str, Meta(pattern=r"\A[\x21-\x7e]+\Z", description="a key of visible ASCII characters without blanks")]
+File = Annotated[str, Meta(min_length=1, pattern=r"\A[^\x00]+\Z", description="a file's name")]
 Host = Annotated[str, Meta(pattern=r"\A[^\s/\[\]]+\Z", description="a host name or a bare address")]
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What all sections share: immutable, filled by name, no field that the schema doesn't know."""
+
+
+class ListenTls(_Section, frozen=True):
+    """TLS for clients. Files are PEM, and are read again when they change."""
+
+    certificate: File | None = None
+    """The server's certificate with its chain. None: plain HTTP."""
+
+    key: File | None = None
+    """Its private key. None: the certificate's file holds it, too."""
+
+    key_password_file: File | None = None
+    """The key's password, on the first line of a file. None: the key is not encrypted."""
+
+    client_ca: File | None = None
+    """Authorities of client certificates. With it, a client without such a certificate gets no connection."""
 
 
 class Listen(_Section, frozen=True):
@@ -40,6 +57,9 @@ class Listen(_Section, frozen=True):
     port: Port = 8000
     """TCP port. The one that `vllm serve` takes too, so that clients need no change."""
 
+    tls: ListenTls = ListenTls()
+    """TLS for clients."""
+
 
 class Auth(_Section, frozen=True):
     """Who may use the proxy, and who the proxy is to the engines."""
@@ -48,13 +68,19 @@ class Auth(_Section, frozen=True):
     """Keys of clients. With any set, a client's `Authorization` is checked and consumed; without, it goes on to the
     engines, which then decide."""
 
+    api_keys_file: File | None = None
+    """More keys of clients, one a line; blank lines and lines that begin with `#` are skipped. Read again when it changes."""
+
     engine_api_key: Key | None = None
     """Key for the engines, sent as a bearer token by probes, and for clients that brought one of `api_keys`. Without
     those, a client's own `Authorization` goes on instead. None: the engines want none."""
 
+    engine_api_key_file: File | None = None
+    """A file that holds the engines' key, in place of `engine_api_key`. Read again when it changes."""
+
     def __repr__(self) -> str:
         # Settings end up in logs and tracebacks; keys must not.
-        key = "set" if self.engine_api_key else "not set"
+        key = "set" if self.engine_api_key or self.engine_api_key_file else "not set"
         return f"Auth(<{len(self.api_keys)} api_keys>, <engine_api_key {key}>)"
 
 
@@ -65,11 +91,27 @@ class Facts(_Section, frozen=True):
     """Tokens in a KV block. None: read from the engine's metrics."""
 
 
+class EngineTls(_Section, frozen=True):
+    """TLS towards engines with an `https://` URL. Files are PEM, and are read again when they change."""
+
+    ca: File | None = None
+    """Authorities that engines' certificates are trusted by. None: those of the system."""
+
+    certificate: File | None = None
+    """Our own certificate, for engines that ask for one. None: we have none."""
+
+    key: File | None = None
+    """Its private key. None: the certificate's file holds it, too."""
+
+    verify: bool | None = None
+    """False trusts any certificate of any host: whoever is in between reads prompts and keys. None: true."""
+
+
 class Node(_Section, frozen=True):
     """One engine: a vLLM server with an HTTP port of its own."""
 
     url: str
-    """Where it listens, `http://host:port`. Also its name in logs and metrics."""
+    """Where it listens, `http://host:port` or `https://host:port`. Also its name in logs and metrics."""
 
     role: Role
     """What it does for a request: make the KV, use it, or both by itself."""
@@ -79,6 +121,19 @@ class Node(_Section, frozen=True):
 
     facts: Facts = Facts()
     """What is known beforehand."""
+
+    api_key: Key | None = None
+    """This engine's key, in place of `auth.engine_api_key`."""
+
+    api_key_file: File | None = None
+    """A file that holds it. Read again when it changes."""
+
+    tls: EngineTls = EngineTls()
+    """TLS towards this engine: what is set here is stronger than what the pool says."""
+
+    def __repr__(self) -> str:
+        key = "set" if self.api_key or self.api_key_file else "not set"
+        return f"Node({self.url}, {self.role}, <api_key {key}>)"
 
 
 class PoolPolicy(_Section, frozen=True):
@@ -103,6 +158,9 @@ class Pool(_Section, frozen=True):
     policy: PoolPolicy = PoolPolicy()
     """How engines are chosen."""
 
+    tls: EngineTls = EngineTls()
+    """TLS towards the engines."""
+
     nodes: tuple[Node, ...] = ()
     """The engines. Those named by flags are added behind these."""
 
@@ -111,7 +169,7 @@ class Deadlines(_Section, frozen=True):
     """How long each wait may last, in seconds. No wait is without one."""
 
     connect: Seconds = 2.0
-    """TCP connection to an engine. One that takes longer inside a data center is down or drowning."""
+    """TCP connection to an engine, TLS handshake included. One that takes longer inside a data center is down or drowning."""
 
     client_head: Seconds = 30.0
     """A request's line and headers, from their first byte, or from the connection on where nothing comes at all."""

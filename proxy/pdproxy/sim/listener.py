@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Callable
 
 _BACKLOG = 1024
 
 
 class Listener:
-    """One port. `factory` makes the protocol of each connection."""
+    """One port. `factory` makes the protocol of each connection; `tls` None: plain TCP."""
 
-    def __init__(self, host: str, port: int, factory: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(
+        self, host: str, port: int, factory: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._tls = tls
         self.host, self.port = host, port
         self._factory = factory
         self._keeper: socket.socket | None = None
@@ -26,7 +30,8 @@ class Listener:
     @property
     def url(self) -> str:
         """Where it listens."""
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://[{self.host}]:{self.port}" if ":" in self.host else f"{scheme}://{self.host}:{self.port}"
 
     @property
     def listening(self) -> bool:
@@ -73,7 +78,9 @@ class Listener:
         if self._socket is not None and self._server is None:
             loop = asyncio.get_running_loop()
             # A duplicate: asyncio closes what it was given, and the port must stay open when connections are let wait.
-            self._server = await loop.create_server(self._factory, sock=self._socket.dup(), backlog=_BACKLOG)
+            self._server = await loop.create_server(
+                self._factory, sock=self._socket.dup(), backlog=_BACKLOG, ssl=self._tls
+            )
 
     def leave(self) -> None:
         """Let new connections wait in the backlog."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -64,7 +65,7 @@ class SimServer:
 
     `port` 0 is any free one; `admin_port` None is none. `faults` are armed from the start. `chance` seeds all that is drawn, by
     the engine (None: never the same) and by faults with a rate. `make_app` makes the application; None: vLLM's API.
-    `keep_alive`: seconds that an idle connection is kept.
+    `keep_alive`: seconds that an idle connection is kept. `tls`: the context to be met with, None: plain HTTP.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class SimServer:
         chance: int | None = None,
         make_app: AppFactory | None = None,
         keep_alive: int = 5,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.facts = facts if facts is not None else Facts()
         self.engine = WatchedEngine(self.facts, chance=chance)
@@ -102,7 +104,7 @@ class SimServer:
             timeout_keep_alive=keep_alive,
         )
         self._config.load()
-        self._listener = Listener(host, port, self._protocol)
+        self._listener = Listener(host, port, self._protocol, tls)
         self._admin = AdminPort(self, host, admin_port) if admin_port is not None else None
         self._tasks = TaskOwner("simulated engine")
         self._timers: dict[int, asyncio.TimerHandle] = {}

@@ -5,7 +5,8 @@ Owns one aiohttp session. Every question has a deadline; what goes wrong becomes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ssl
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,7 +14,15 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError, EngineUnreachableError, Wait
+from pdproxy.kit.errors import (
+    EngineError,
+    EngineRefusedError,
+    EngineTimeoutError,
+    EngineTlsError,
+    EngineUnreachableError,
+    Wait,
+)
+from pdproxy.upstream.client import tls_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +75,21 @@ class _Tokens(msgspec.Struct):
 
 
 class EngineAdmin:
-    """Asks engines about themselves. `timeout` in seconds bounds each question."""
+    """Asks engines about themselves. `timeout` in seconds bounds each question.
 
-    def __init__(self, *, timeout: float, authorization: str | None) -> None:
+    `key` and `tls` are asked with an engine's URL at each question: its bearer token, and the context of TLS with it.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout: float,
+        key: Callable[[str], str | None] = lambda _: None,
+        tls: Callable[[str], ssl.SSLContext | None] = lambda _: None,
+    ) -> None:
         self._timeout = timeout
-        self._headers = {"authorization": authorization} if authorization else {}
+        self._key = key
+        self._tls = tls
         self._session: aiohttp.ClientSession | None = None
 
     async def healthy(self, url: str) -> None:
@@ -110,19 +129,31 @@ class EngineAdmin:
     async def _request(self, method: str, url: str, path: str, body: bytes | None) -> bytes:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=self._timeout)
-            self._session = aiohttp.ClientSession(timeout=timeout, headers=self._headers, trust_env=False)
+            self._session = aiohttp.ClientSession(timeout=timeout, trust_env=False)
         headers = {"content-type": "application/json"} if body is not None else {}
+        if (key := self._key(url)) is not None:
+            headers["authorization"] = f"Bearer {key}"
+        tls = self._tls(url)
         try:
-            async with self._session.request(method, url + path, data=body, headers=headers) as answer:
+            # Not redirected: the key is for this engine.
+            async with self._session.request(
+                method, url + path, data=body, headers=headers, ssl=True if tls is None else tls, allow_redirects=False
+            ) as answer:
                 content = await answer.read()
         except TimeoutError:
             raise EngineTimeoutError(f"{path} did not answer in {self._timeout:g} s", wait=Wait.PROBE) from None
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise EngineTlsError(_certificate_words(error.certificate_error)) from None
+        except aiohttp.ClientConnectorSSLError as error:
+            raise EngineTlsError(_certificate_words(error.os_error)) from None
         except aiohttp.ClientConnectorError as error:
             raise EngineUnreachableError(f"no connection: {error.strerror or error}") from None
+        except ssl.SSLError as error:
+            raise EngineTlsError(tls_words(error)) from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError(f"{path}: {type(error).__name__}: {error}") from None
         if answer.status != 200:
-            hint = ": set auth.engine_api_key" if answer.status == 401 else ""
+            hint = ": set auth.engine_api_key, or the node's api_key" if answer.status == 401 else ""
             raise EngineRefusedError(f"{path} answered {answer.status}{hint}", status=answer.status, body=b"")
         return content
 
@@ -131,6 +162,10 @@ class EngineAdmin:
             return msgspec.json.decode(content, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise EngineError(f"{path} answered something else: {error}") from None
+
+
+def _certificate_words(error: Exception) -> str:
+    return tls_words(error) if isinstance(error, ssl.SSLError) else f"no TLS: {error}"
 
 
 def read_metrics(text: str) -> Scrape:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from pdproxy.kit.errors import (
     EngineError,
     EngineTimeoutError,
+    EngineTlsError,
     EngineUnreachableError,
     OverloadedError,
     StaleConnectionError,
@@ -73,20 +76,38 @@ class Pending:
             self.answer.set_exception(error)
 
 
-class EngineClient:
-    """All connections to one engine at `url` (`http://host:port`).
+def tls_words(error: ssl.SSLError) -> str:
+    """Say why there is no TLS with an engine. May name hosts."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message}"
+    return f"no TLS: {(error.reason or str(error)).replace('_', ' ').lower()}"
 
-    Kept connections are reused for `keepalive` seconds; vLLM closes idle ones after 5.
+
+class EngineClient:
+    """All connections to one engine at `url` (`http://host:port` or `https://host:port`).
+
+    Kept connections are reused for `keepalive` seconds; vLLM closes idle ones after 5. `key` and `tls` are asked at each
+    request and connection, since both may change: the bearer token, and the context of an engine that speaks TLS.
     """
 
-    def __init__(self, url: str, *, connect_timeout: float, keepalive: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        connect_timeout: float,
+        keepalive: float,
+        key: Callable[[], str | None] = lambda: None,
+        tls: Callable[[], ssl.SSLContext | None] = lambda: None,
+    ) -> None:
         parts = urlsplit(url)
         self.url = url
         self._host = parts.hostname or ""
-        self._port = parts.port or 80
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._netloc = parts.netloc.encode()
         self._connect_timeout = connect_timeout
         self._keepalive = keepalive
+        self._key = key
+        self._tls = tls
         self._idle: list[Connection] = []
         self._all: set[Connection] = set()
 
@@ -94,7 +115,9 @@ class EngineClient:
         return f"<EngineClient {self.url}: {len(self._all)} connections, {len(self._idle)} idle>"
 
     def request(self, path: str, headers: tuple[tuple[bytes, bytes], ...], body: bytes) -> bytes:
-        """Return the bytes of a POST of JSON."""
+        """Return the bytes of a POST of JSON, with the engine's key if there is one."""
+        if (key := self._key()) is not None:
+            headers = (*headers, (b"authorization", b"Bearer " + key.encode()))
         lines = b"".join(b"%b: %b\r\n" % header for header in headers)
         return (
             b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b\r\n"
@@ -158,15 +181,23 @@ class EngineClient:
 
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
+        tls = self._tls()
+        handshake = self._connect_timeout if tls is not None else None
         try:
             async with asyncio.timeout(self._connect_timeout):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(self.url, self._free, self._lost), self._host, self._port
+                    lambda: Connection(self.url, self._free, self._lost),
+                    self._host,
+                    self._port,
+                    ssl=tls,
+                    ssl_handshake_timeout=handshake,
                 )
         except TimeoutError:
             raise EngineUnreachableError(
                 f"{self.url} took no connection in {self._connect_timeout:g} s", wait=Wait.CONNECT
             ) from None
+        except ssl.SSLError as error:
+            raise EngineTlsError(f"{self.url}: {tls_words(error)}") from None
         except OSError as error:
             if error.errno in _OUR_LIMITS:
                 raise OverloadedError(f"pdproxy can open no more connections: {error.strerror}") from None

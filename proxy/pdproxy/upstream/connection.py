@@ -7,12 +7,13 @@ once a TCP read with all body bytes of that read, whole HTTP chunks or not, so a
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable
 from typing import Protocol, cast
 
 import httptools
 
-from pdproxy.kit.errors import EngineError, StaleConnectionError
+from pdproxy.kit.errors import EngineError, EngineTlsError, StaleConnectionError
 
 STALE_WITHIN = 0.25
 """Seconds. A kept connection that closes so soon after a request was shut before the engine saw it; later, the engine may
@@ -164,6 +165,9 @@ class Connection(asyncio.Protocol):
             return
         if self._until_eof and exc is None:
             self._finish(keep=False)
+        elif isinstance(exc, ssl.SSLError) and self._requests == 1 and not self._answering:
+            # With TLS 1.3 an engine that wants a certificate, and not ours, says so only after our side of the handshake.
+            self._fail(EngineTlsError(f"{self._name} refused TLS: {(exc.reason or '').replace('_', ' ').lower()}"))
         elif self._requests > 1 and not self._answering and self._age() < STALE_WITHIN:
             self._fail(StaleConnectionError(f"{self._name} closed a kept connection"))
         else:

@@ -13,7 +13,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from pdproxy import __version__
-from pdproxy.kit.errors import PdproxyError
+from pdproxy.kit.errors import PdproxyError, UnauthorizedError
+from pdproxy.serving.keys import CHALLENGE
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Route
 
@@ -48,7 +49,10 @@ def create_app(answers: Answers) -> FastAPI:
 
     @app.exception_handler(PdproxyError)
     async def _failed(_: Request, error: PdproxyError) -> Response:
-        return Response(error_body(error), error.status, media_type="application/json")
+        answer = Response(error_body(error), error.status, media_type="application/json")
+        if isinstance(error, UnauthorizedError):
+            answer.raw_headers.append(CHALLENGE)
+        return answer
 
     @app.exception_handler(HTTPException)
     async def _http(_: Request, error: HTTPException) -> Response:

@@ -17,7 +17,8 @@ from urllib.parse import unquote_to_bytes
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from pdproxy.kit.errors import BodyTooLargeError, Fault, OverloadedError, PdproxyError
+from pdproxy.kit.errors import BodyTooLargeError, Fault, OverloadedError, PdproxyError, UnauthorizedError
+from pdproxy.kit.frames import frames
 from pdproxy.observe.events import Observers
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.guard import Bounds, GuardedProtocol
@@ -40,9 +41,17 @@ class DataPath:
     """
 
     def __init__(
-        self, generate: Generate, observers: Observers, bounds: Bounds, *, max_body: int, max_buffered: int
+        self,
+        generate: Generate,
+        check_key: Callable[[bytes | None], None],
+        observers: Observers,
+        bounds: Bounds,
+        *,
+        max_body: int,
+        max_buffered: int,
     ) -> None:
         self.generate = generate
+        self.check_key = check_key
         self.observers = observers
         self.bounds = bounds
         self.max_body = max_body
@@ -139,8 +148,8 @@ class GenerateCycle(RequestResponseCycle):
         except asyncio.CancelledError:
             if not self.disconnected:
                 self.break_off()  # cancelled by the shutdown
-        except Exception:
-            logger.exception("a request failed in pdproxy itself")
+        except Exception as failed:
+            logger.error("a request failed in pdproxy itself: %s", frames(failed))  # noqa: TRY400
             self.break_off()
         finally:
             self.on_response = _nothing
@@ -149,6 +158,15 @@ class GenerateCycle(RequestResponseCycle):
 
     async def _incoming(self) -> Incoming | None:
         headers = self.scope["headers"]
+        found = dict(reversed([*headers]))  # of a header that came twice, engines read the first
+        try:
+            self._data_path.check_key(found.get(b"authorization"))
+        except UnauthorizedError as stranger:
+            # A stranger's body is not waited for. The service refuses the request with its report, as any other.
+            if not self._whole_body.done():
+                self.keep_alive = False
+                self.refuse(stranger)
+            return self._as_read(found)
         length = next((value for name, value in headers if name == b"content-length"), b"0")
         if int(length or b"0") > self._data_path.max_body and not self._whole_body.done():
             self.refuse(BodyTooLargeError(f"The body is larger than {self._data_path.max_body} bytes", param="body"))
@@ -163,14 +181,16 @@ class GenerateCycle(RequestResponseCycle):
             retry = [(b"retry-after", b"1")] if error.fault is Fault.CAPACITY else []
             self.whole(error.status, [(b"content-type", b"application/json"), *retry], error_body(error))
             return None
-        found = dict(reversed([*headers]))  # of a header that came twice, engines read the first
+        return self._as_read(found)
+
+    def _as_read(self, found: dict[bytes, bytes]) -> Incoming:
         body, self._body = bytes(self._body), b""
         return Incoming(
             route=self._route,
             request_id=found[b"x-request-id"].decode("latin-1") if b"x-request-id" in found else None,
             authorization=found.get(b"authorization"),
             content_type=found.get(b"content-type", b"").decode("latin-1"),
-            forward=tuple(header for header in headers if header[0] in _FORWARDED),
+            forward=tuple(header for header in self.scope["headers"] if header[0] in _FORWARDED),
             body=body,
         )
 
@@ -283,6 +303,7 @@ class DataPathProtocol(GuardedProtocol):
         http_1_1 = self.parser.get_http_version() == "1.1"
         self.scope["method"] = "POST"
         existing = self.cycle
+        last = existing is not None and existing.response_complete and not existing.keep_alive
         self.cycle = cycle = GenerateCycle(
             route,
             self.data_path,
@@ -300,6 +321,7 @@ class DataPathProtocol(GuardedProtocol):
             keep_alive=http_1_1 and self.parser.should_keep_alive(),
             on_response=self.on_response_complete,
         )
+        cycle.disconnected = last  # the connection ends with the answer before: nobody would read this one's
         if existing is None or existing.response_complete:
             self._start_asgi_task(cycle, self.app)
         else:  # pipelined: it waits for the one before

@@ -10,14 +10,14 @@ import msgspec
 from pdproxy.kit.errors import EngineRefusedError, Fault, PdproxyError, UnparsableError, UnreadableError
 from pdproxy.wire.engine import error_of
 
-_ENGINE_URL = re.compile(r"http://[^\s,;]+")
+_ENGINE_URL = re.compile(r"https?://[^\s,;]+")
 
 
 class _Error(msgspec.Struct, frozen=True):
     message: str
     type: str
     param: str | None
-    code: int
+    code: int | str | None
 
 
 class _ErrorBody(msgspec.Struct, frozen=True):
@@ -40,9 +40,9 @@ def error_body(error: PdproxyError) -> bytes:
     match error.fault:
         case Fault.CLIENT | Fault.CAPACITY | Fault.ENGINE | Fault.CLIENT_LEFT:
             # Where the engines are is the operator's business: the log names them.
-            message = _ENGINE_URL.sub("an engine", error.message)
+            message = error.public or _ENGINE_URL.sub("an engine", error.message)
         case Fault.OURS:
             message = "Internal error in pdproxy"  # the log has the rest
         case _:
             assert_never(error.fault)
-    return msgspec.json.encode(_ErrorBody(_Error(message, error.type, error.param, error.status)))
+    return msgspec.json.encode(_ErrorBody(_Error(message, error.type, error.param, error.code)))

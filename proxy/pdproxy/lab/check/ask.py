@@ -7,7 +7,9 @@ never taken for a failure, and no proxy of the environment is used: the proxy's 
 from __future__ import annotations
 
 import os
+import ssl
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
@@ -32,11 +34,14 @@ class Reply:
 
 
 class Asker:
-    """Asks engines. `timeout` in seconds bounds each question."""
+    """Asks engines. `timeout` in seconds bounds each question; `key` and `tls` say by URL what an engine wants."""
 
-    def __init__(self, *, timeout: float, key: str | None) -> None:
+    def __init__(
+        self, *, timeout: float, key: Callable[[str], str | None], tls: Callable[[str], ssl.SSLContext | None]
+    ) -> None:
         self.timeout = timeout
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._key = key
+        self._tls = tls
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self, url: str, path: str) -> Reply | Trouble:
@@ -60,13 +65,15 @@ class Asker:
             self._session = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=self.timeout),
                 connector=aiohttp.TCPConnector(force_close=True, limit=0),
-                headers=self._headers,
                 trust_env=False,
             )
+        if (key := self._key(url)) is not None:
+            headers = {**headers, "authorization": f"Bearer {key}"}
+        tls = self._tls(url)
         begun = time.time()
         try:
             async with self._session.request(
-                method, url + path, data=body, headers=headers, allow_redirects=False
+                method, url + path, data=body, headers=headers, allow_redirects=False, ssl=True if tls is None else tls
             ) as answer:
                 content = await answer.read()
         except TimeoutError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from pdproxy.app.compose import CONTRACTS
+from pdproxy.app.credentials import Credentials
 from pdproxy.kit.ids import mint
 from pdproxy.lab.check.ask import Asker
 from pdproxy.lab.check.engines import ask_engine, scrape
@@ -21,7 +22,8 @@ def _mark() -> str:
 
 async def gather(settings: Settings, options: Options, surroundings: Surroundings) -> Facts:
     """Ask the engines of the settings; whatever they do, facts come back."""
-    asker = Asker(timeout=options.timeout, key=settings.auth.engine_api_key)
+    credentials = Credentials(settings)
+    asker = Asker(timeout=options.timeout, key=credentials.engine_key, tls=credentials.engine_tls)
     try:
         engines = await asyncio.gather(*(ask_engine(asker, node, _mark()) for node in settings.pool.nodes))
         facts = Facts(settings=settings, engines=engines, surroundings=surroundings, timeout=options.timeout)

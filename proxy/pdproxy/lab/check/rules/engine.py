@@ -45,7 +45,7 @@ def down(facts: Facts) -> Iterator[Finding]:
 
 def key(facts: Facts) -> Iterator[Finding]:
     """An engine that refuses the key."""
-    has_key = facts.settings.auth.engine_api_key is not None
+    has_key = _has_key(facts)
     for engine in facts.engines:
         if engine.trouble is not None and engine.trouble.kind == "key":
             what = "refuses the key that is configured" if has_key else "wants a key, and none is configured"
@@ -58,9 +58,18 @@ def key(facts: Facts) -> Iterator[Finding]:
             )
 
 
+def _has_key(facts: Facts) -> bool:
+    auth = facts.settings.auth
+    given = [auth.engine_api_key, auth.engine_api_key_file]
+    return any(
+        one is not None for node in facts.settings.pool.nodes for one in (*given, node.api_key, node.api_key_file)
+    )
+
+
 def clients_key(facts: Facts) -> Iterator[Finding]:
     """An engine key without client keys is not sent for clients."""
-    if facts.settings.auth.engine_api_key is not None and not facts.settings.auth.api_keys:
+    auth = facts.settings.auth
+    if _has_key(facts) and not auth.api_keys and auth.api_keys_file is None:
         yield Finding(
             level="note",
             code="clients_need_key",

@@ -1,0 +1,84 @@
+"""Reads the files that settings name: keys and passwords. Each failure is one line with the setting and the file, and no key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.schema import Key
+from pdproxy.settings.yamlfile import spell_file
+
+_LARGEST = 1_048_576
+"""Bytes. A million of keys is a mistake in the name, and a device never ends."""
+
+
+def read_keys(setting: str, path: str) -> tuple[str, ...]:
+    """Return the keys of a file, one a line; blank lines and lines that begin with `#` are skipped.
+
+    Raises:
+        SettingsError: it can't be read, a line is no key, or it holds none.
+    """
+    keys: list[str] = []
+    for number, line in enumerate(_lines(setting, path), 1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        try:
+            keys.append(msgspec.convert(text, Key))
+        except msgspec.ValidationError:
+            raise SettingsError(
+                f"{setting}: {spell_file(Path(path))}: line {number} is no key of visible ASCII characters without blanks"
+            ) from None
+    if not keys:
+        raise SettingsError(f"{setting}: {spell_file(Path(path))}: holds no key")
+    return tuple(keys)
+
+
+def read_key(setting: str, path: str) -> str:
+    """Return the one key of a file that is written like those of `read_keys`.
+
+    Raises:
+        SettingsError: as `read_keys`, or it holds several.
+    """
+    keys = read_keys(setting, path)
+    if len(keys) > 1:
+        raise SettingsError(f"{setting}: {spell_file(Path(path))}: holds {len(keys)} keys, expected one")
+    return keys[0]
+
+
+def read_password(setting: str, path: str) -> str:
+    """Return the first line of a file.
+
+    Raises:
+        SettingsError: it can't be read, or the line is empty.
+    """
+    lines = _lines(setting, path)
+    if not lines or not lines[0]:
+        raise SettingsError(f"{setting}: {spell_file(Path(path))}: holds no password in its first line")
+    return lines[0]
+
+
+def read_file(setting: str, path: str) -> bytes:
+    """Return a file's bytes.
+
+    Raises:
+        SettingsError: it can't be read.
+    """
+    name = spell_file(Path(path))
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(_LARGEST + 1)
+    except OSError as error:
+        raise SettingsError(f"{setting}: {name}: can't be read: {error.strerror or type(error).__name__}") from None
+    if len(content) > _LARGEST:
+        raise SettingsError(f"{setting}: {name}: is larger than {_LARGEST} bytes")
+    return content
+
+
+def _lines(setting: str, path: str) -> list[str]:
+    try:
+        return read_file(setting, path).decode().splitlines()
+    except UnicodeDecodeError:
+        raise SettingsError(f"{setting}: {spell_file(Path(path))}: is no text") from None

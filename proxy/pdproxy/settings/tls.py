@@ -1,0 +1,125 @@
+"""TLS contexts made of the settings: one side for clients, one for engines.
+
+Owns how a certificate that can't be used is told: one line that names the setting and the file.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.files import read_file, read_password
+from pdproxy.settings.schema import EngineTls, ListenTls
+from pdproxy.settings.yamlfile import spell_file
+
+
+def listen_context(tls: ListenTls) -> ssl.SSLContext:
+    """Return the context that clients are met with. TLS 1.2 at least, which is Python's own floor.
+
+    Raises:
+        SettingsError: a file can't be read, or is not what it should be.
+    """
+    assert tls.certificate is not None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    password = (
+        read_password("listen.tls.key_password_file", tls.key_password_file)
+        if tls.key_password_file is not None
+        else ""
+    )
+    _load_own(context, "listen.tls", tls.certificate, tls.key, password)
+    if tls.client_ca is not None:
+        _load_authorities(context, "listen.tls.client_ca", tls.client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+        # A ticket would let a client in again whose authority has been taken out since.
+        context.num_tickets = 0
+        context.options |= ssl.OP_NO_TICKET
+    return context
+
+
+def following(newest: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
+    """Return a context for a listener that hands each handshake to the newest one; open connections keep theirs.
+
+    Loading a renewed certificate into a context that is in use can't take an authority back, and half of it stays if the
+    key does not fit.
+    """
+
+    def pick(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, first: ssl.SSLContext) -> None:
+        connection.context = newest()
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    started = newest()
+    context.set_alpn_protocols(["http/1.1"])
+    # These are the connection's own before it has a name to pick by; authorities and certificates are the newest's.
+    context.verify_mode, context.num_tickets, context.options = (
+        started.verify_mode,
+        started.num_tickets,
+        started.options,
+    )
+    context.sni_callback = pick
+    return context
+
+
+def engine_context(setting: str, tls: EngineTls) -> ssl.SSLContext:
+    """Return the context that engines are asked with. `setting` is where `tls` stands.
+
+    Raises:
+        SettingsError: a file can't be read, or is not what it should be.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["http/1.1"])
+    if tls.verify is False:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    elif tls.ca is not None:
+        _load_authorities(context, f"{setting}.ca", tls.ca)
+    else:
+        context.load_default_certs()
+    if tls.certificate is not None:
+        _load_own(context, setting, tls.certificate, tls.key, "")
+    return context
+
+
+def merged(pool: EngineTls, node: EngineTls) -> EngineTls:
+    """Return what is in force for an engine: its own certificate and key go together, everything else is one by one."""
+    own = node if node.certificate is not None else pool
+    return EngineTls(
+        ca=node.ca if node.ca is not None else pool.ca,
+        certificate=own.certificate,
+        key=own.key,
+        verify=node.verify if node.verify is not None else pool.verify,
+    )
+
+
+def _load_own(context: ssl.SSLContext, setting: str, certificate: str, key: str | None, password: str) -> None:
+    read_file(f"{setting}.certificate", certificate)  # so that the error names the file that is missing
+    if key is not None:
+        read_file(f"{setting}.key", key)
+    try:
+        # Never without a password: OpenSSL would ask for one on the terminal.
+        context.load_cert_chain(certificate, key, password=lambda: password)
+    except (OSError, ValueError) as error:
+        files = " with ".join(spell_file(Path(path)) for path in (certificate, key) if path is not None)
+        raise SettingsError(f"{setting}: {files}: {_load_words(error)}") from None
+
+
+def _load_authorities(context: ssl.SSLContext, setting: str, path: str) -> None:
+    read_file(setting, path)
+    try:
+        context.load_verify_locations(path)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{setting}: {spell_file(Path(path))}: {_load_words(error)}") from None
+
+
+def _load_words(error: Exception) -> str:
+    match getattr(error, "reason", None):
+        case "KEY_VALUES_MISMATCH":
+            return "the key is not the certificate's"
+        case "BAD_DECRYPT" | "BAD_PASSWORD_READ" | "PROBLEMS_GETTING_PASSWORD":
+            return "the key is encrypted, and its password is wrong or missing"
+        case str(reason):
+            return f"holds no certificate or key in PEM that can be used ({reason.replace('_', ' ').lower()})"
+        case _:
+            return "holds no certificate or key in PEM that can be used"

@@ -1,0 +1,341 @@
+"""API keys: who is let in, when that is decided, what a stranger reads, and files of keys that change."""
+
+import asyncio
+import json
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pdproxy.cli.main import main
+from pdproxy.observe.events import RequestEnded
+from pdproxy.settings.schema import Auth, Settings
+from tests.fakes.client import request
+from tests.fakes.engine import Reply
+from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
+
+
+def bearer(key: str) -> list[tuple[str, str]]:
+    return [("authorization", f"Bearer {key}")]
+
+
+async def status(w: World, key: str) -> int:
+    return (await w.ask(COMPLETIONS, completion(), bearer(key))).status
+
+
+def renewed(path: Path, text: str) -> None:
+    """Replace a file as a careful operator does it."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "pdproxy.files" and record.levelno >= logging.ERROR
+    ]
+
+
+# -- what a stranger reads
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "begins"),
+    [
+        (None, None, "You didn't provide an API key."),
+        ("Basic b25l", None, "You didn't provide an API key."),
+        ("Bearer", None, "You didn't provide an API key."),
+        ("Bearer sk-WRONGKEY", "invalid_api_key", "Incorrect API key provided."),
+        ("Bearer one two", "invalid_api_key", "Incorrect API key provided."),
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/models"])
+async def test_a_refusal_is_openais(path: str, given: str | None, code: str | None, begins: str) -> None:
+    """Missing and wrong keys are told apart by OpenAI's words and codes, alike on every route; the key is not repeated."""
+    async with world(auth={"api_keys": ("one", "two")}) as w:
+        headers = [("authorization", given)] if given is not None else []
+        answer = await (w.get(path, headers) if path == "/v1/models" else w.ask(path, completion(), headers))
+        error = answer.json["error"]
+        assert answer.status == 401
+        assert list(error) == ["message", "type", "param", "code"]
+        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, code)
+        assert error["message"].startswith(begins)
+        assert answer.header("www-authenticate") == "Bearer"
+        assert b"WRONG" not in answer.body
+        assert not [r for engine in w.engines for r in engine.requests]
+
+
+async def test_what_is_open_without_a_key() -> None:
+    """Health, readiness, version and metrics ask for no key, as vLLM's do not."""
+    async with world(auth={"api_keys": ("one",)}) as w:
+        for path in ("/health", "/ready", "/version", "/metrics"):
+            assert (await w.get(path)).status == 200, path
+        assert (await w.get("/v1/models", bearer("one"))).status == 200
+
+
+async def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first key costs as many comparisons as the last or none, all of digests of one length."""
+    from pdproxy.serving import keys as module
+
+    lengths: list[tuple[int, int]] = []
+    real = module.hmac.compare_digest
+
+    def counted(a: bytes, b: bytes) -> bool:
+        lengths.append((len(a), len(b)))
+        return real(a, b)
+
+    monkeypatch.setattr(module.hmac, "compare_digest", counted)
+    keys = module.Keys(lambda: [module.digest(key) for key in (b"a", b"bb", b"c" * 99)])
+    for given in (b"a", b"c" * 99):
+        keys.check(b"Bearer " + given)
+        assert lengths == [(32, 32)] * 3
+        lengths.clear()
+    with pytest.raises(module.UnauthorizedError):
+        keys.check(b"Bearer nothing")
+    assert lengths == [(32, 32)] * 3
+
+
+# -- before the body
+
+
+def head(path: str, length: int, *headers: tuple[str, str]) -> bytes:
+    """The head of a request whose body is announced only."""
+    whole = request("POST", path, b"", headers)
+    return whole.replace(b"content-length: 0", b"content-length: %d" % length)
+
+
+async def test_a_stranger_is_refused_before_the_body() -> None:
+    """No byte of the body is waited for; the connection closes, and the request is reported as any other."""
+    async with world(auth={"api_keys": ("one",)}, deadlines={"client_body": 30}) as w:
+        client = await w.client()
+        client.send(head(COMPLETIONS, 64 * 2**20, *bearer("wrong")))
+        answer = await client.answer()
+        assert answer.status == 401
+        assert answer.header("connection") == "close"
+        ended = await w.ended()
+        assert (ended.status, ended.outcome, ended.model) == (401, "client", None)
+
+
+async def test_a_stranger_is_not_asked_to_go_on() -> None:
+    """`Expect: 100-continue` is answered by the 401 alone."""
+    async with world(auth={"api_keys": ("one",)}) as w:
+        client = await w.client()
+        client.send(head(COMPLETIONS, 100, ("expect", "100-continue")))
+        assert (await client.answer()).status == 401
+
+
+async def test_a_strangers_body_is_not_held_and_its_answer_not_lost() -> None:
+    """A client that sends all of a large body before it reads still gets its 401, and nothing of the body is kept."""
+    async with world(auth={"api_keys": ("one",)}) as w:
+        client = await w.client()
+        size = 4 * 2**20
+        client.send(head(COMPLETIONS, size, *bearer("wrong")))
+        await w.ended()
+        (connection,) = w.server.server_state.connections  # type: ignore[union-attr]
+        client.send(b"x" * (size - 1))
+        await client.writer.drain()
+        assert connection.cycle._parts == []  # type: ignore[union-attr]
+        client.send(b"x")
+        answer = await client.answer()
+        assert answer.status == 401
+        assert await client.closed()
+
+
+async def test_a_strangers_body_is_no_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a refused client sends as its body, and after it, is never served, whatever it looks like."""
+    monkeypatch.setattr("pdproxy.web.guard.LINGER", 0.2)
+    async with world(auth={"api_keys": ("one",)}) as w:
+        hidden = request("POST", COMPLETIONS, completion(), bearer("one"))
+        client = await w.client()
+        client.send(head(COMPLETIONS, len(hidden), *bearer("wrong")))
+        assert (await client.answer()).status == 401
+        client.send(hidden + hidden)  # the body, and a good request behind it
+        assert await client.closed()
+        assert not [r for engine in w.engines for r in engine.requests]
+        assert len(w.events(RequestEnded)) == 1
+
+
+async def test_a_stranger_that_never_ends_its_body_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused client gets some seconds to finish; then the connection closes although the body is not whole."""
+    monkeypatch.setattr("pdproxy.web.guard.LINGER", 0.05)
+    async with world(auth={"api_keys": ("one",)}) as w:
+        client = await w.client()
+        client.send(head(COMPLETIONS, 100, *bearer("wrong")) + b"{")
+        assert (await client.answer()).status == 401
+        assert await client.closed()
+
+
+async def test_a_small_refused_request_keeps_its_connection() -> None:
+    """A body that came with its head is read already: the client may try another key on the same connection."""
+    async with world(auth={"api_keys": ("one",)}) as w:
+        client = await w.client()
+        client.post(COMPLETIONS, completion(), bearer("wrong"))
+        assert (await client.answer()).status == 401
+        client.post(COMPLETIONS, completion(), bearer("one"))
+        assert (await client.answer()).status == 200
+
+
+# -- keys in files
+
+
+async def test_keys_of_settings_and_file_together(tmp_path: Path) -> None:
+    """Comments, blank lines and line ends of any kind are no keys; keys of both sources count."""
+    path = tmp_path / "keys"
+    path.write_bytes(b"# ours\r\n\r\nfile-one\r\n  file-two  \n#file-three\n")
+    async with world(auth={"api_keys": ("fixed",), "api_keys_file": str(path)}) as w:
+        found = [await status(w, key) for key in ("fixed", "file-one", "file-two", "file-three", "#file-three", "#")]
+        assert found == [200, 200, 200, 401, 401, 401]
+
+
+async def test_a_file_of_keys_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The running proxy notices a changed file by itself: keys come and go without a restart."""
+    monkeypatch.setattr("pdproxy.app.credentials.LOOK_EVERY", 0.01)
+    path = tmp_path / "keys"
+    path.write_text("old\nboth\n")
+    async with world(auth={"api_keys_file": str(path)}) as w:
+        assert [await status(w, key) for key in ("old", "both", "new")] == [200, 200, 401]
+        before = w.proxy.service.keys._digests()  # type: ignore[misc]
+        renewed(path, "both\nnew\n")
+        await until(lambda: w.proxy.service.keys._digests() != before)  # type: ignore[misc]
+        assert [await status(w, key) for key in ("old", "both", "new")] == [401, 200, 200]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda path: path.unlink(), "can't be read: No such file or directory"),
+        (lambda path: path.write_text(""), "holds no key"),
+        (lambda path: path.write_text("# none\n"), "holds no key"),
+        (lambda path: path.write_text("good\n\nTWO WORDS\n"), "line 3 is no key"),
+        (lambda path: path.write_bytes(b"\xff\xfe"), "is no text"),
+        (lambda path: (path.unlink(), path.mkdir()), "can't be read: Is a directory"),
+    ],
+)
+async def test_a_file_that_goes_bad_changes_nothing_and_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], object], why: str
+) -> None:
+    """The last good keys stay; one log line and /ready say why, until the file is good again."""
+    path = tmp_path / "keys"
+    path.write_text("one\n")
+    async with world(auth={"api_keys_file": str(path)}) as w:
+        spoil(path)
+        for _ in range(3):
+            w.proxy.credentials.look()
+        (line,) = errors(caplog)
+        assert line.startswith("auth.api_keys_file can't be read again, what was read before stays in force: ")
+        assert why in line
+        assert "WORDS" not in line
+        assert await status(w, "one") == 200
+        (detail,) = [text for text in (await w.get("/ready")).json["details"] if "api_keys_file" in text]
+        assert why in detail
+        if path.is_dir():
+            path.rmdir()
+        path.write_text("two\n")
+        w.proxy.credentials.look()
+        assert [await status(w, key) for key in ("one", "two")] == [401, 200]
+        assert not [text for text in (await w.get("/ready")).json["details"] if "api_keys_file" in text]
+        assert len(errors(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "can't be read: No such file or directory"),
+        (b"", "holds no key"),
+        (b"#\n\n", "holds no key"),
+        (b"good\nBAD KEY\n", "line 2 is no key of visible ASCII characters without blanks"),
+        ("good\n\nschlüssel\n".encode(), "line 3 is no key of visible ASCII characters without blanks"),
+    ],
+)
+@pytest.mark.parametrize("setting", ["auth.api_keys_file", "auth.engine_api_key_file"])
+def test_a_bad_file_at_the_start_is_one_line_and_exit_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, content: bytes | None, why: str
+) -> None:
+    """The line names setting, file and line, never what stands there."""
+    path = tmp_path / "keys"
+    if content is not None:
+        path.write_bytes(content)
+    option = "--" + setting.removeprefix("auth.").replace("_", "-")
+    assert main(["config", "validate", "--decode", "127.0.0.1:1", option, str(path)]) == 2
+    assert capsys.readouterr().err == f"pdproxy: {setting}: {path}: {why}\n"
+
+
+async def test_serve_does_not_start_with_a_bad_file(tmp_path: Path) -> None:
+    """`serve` says the same line as `config validate`, and exits with 2."""
+    path = tmp_path / "keys"
+    path.write_text("MARK ER\n")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+    line = ["serve", "--port", port, "--decode", "127.0.0.1:1", "--api-keys-file", str(path)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "pdproxy", *line, stderr=asyncio.subprocess.PIPE
+    )
+    _, told = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 2
+    (text,) = told.decode().splitlines()
+    assert text == f"pdproxy: auth.api_keys_file: {path}: line 1 is no key of visible ASCII characters without blanks"
+
+
+# -- the engines' keys
+
+
+async def seen_by_probes(w: World) -> list[str | None]:
+    """The keys that each engine's health route is asked with, in order."""
+    seen: list[str | None] = []
+
+    async def health(reply: Reply) -> None:
+        seen.append(reply.request.header("authorization"))
+        await reply.whole(b"")
+
+    for engine, node in zip(w.engines, w.proxy.ledger.nodes, strict=True):
+        engine.admin["/health"] = health
+        await w.proxy.prober.probe(node, scrape=False)
+    return seen
+
+
+async def test_an_engine_may_have_a_key_of_its_own(tmp_path: Path) -> None:
+    """Probes and both legs bring each engine its own key, the common one where it has none, and never the client's."""
+    path = tmp_path / "decode-key"
+    path.write_text("decode-key\n")
+
+    def adjust(settings: Settings) -> Settings:
+        (pool,) = settings.pools
+        first, second = pool.nodes
+        nodes = (first, msgspec.structs.replace(second, api_key_file=str(path)))
+        return msgspec.structs.replace(settings, pools=(msgspec.structs.replace(pool, nodes=nodes),))
+
+    async with world(auth={"api_keys": ("mine",), "engine_api_key": "common-key"}, adjust=adjust) as w:
+        assert (await w.ask(CHAT, chat(), bearer("mine"))).status == 200
+        legs = [r.header("authorization") for engine in w.engines for r in engine.requests]
+        assert legs == ["Bearer common-key", "Bearer decode-key"]
+        assert await seen_by_probes(w) == ["Bearer common-key", "Bearer decode-key"]
+        renewed(path, "another\n")
+        w.proxy.credentials.look()
+        assert (await w.ask(CHAT, chat(), bearer("mine"))).status == 200
+        assert w.decode[0].requests[-1].header("authorization") == "Bearer another"
+        assert (await seen_by_probes(w))[1] == "Bearer another"
+
+
+async def test_without_keys_of_clients_the_engines_stay_closed(tmp_path: Path) -> None:
+    """An engine's key from a file serves probes alone where clients are asked for none."""
+    path = tmp_path / "key"
+    path.write_text("engine-key")
+    async with world(auth={"engine_api_key_file": str(path)}) as w:
+        await w.ask(COMPLETIONS, completion())
+        assert [r.header("authorization") for engine in w.engines for r in engine.requests] == [None, None]
+        assert await seen_by_probes(w) == ["Bearer engine-key"] * 2
+
+
+async def test_no_settings_show_a_key() -> None:
+    """Neither repr nor an error body nor a detail of /ready shows a key."""
+    async with world(auth={"api_keys": ("MARK1",), "engine_api_key": "MARK2"}) as w:
+        shown = repr(w.proxy.settings) + repr(w.proxy.service.keys) + json.dumps((await w.get("/ready")).json)
+        assert "MARK" not in shown
+        assert "MARK" not in repr(Auth(api_keys=("MARK1",)))
