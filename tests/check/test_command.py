@@ -59,7 +59,7 @@ async def test_json_is_one_object(bench, capsys):
         ([], "no engine is configured"),
         (["--prefill", "a:1"], "no decode engine"),
         (["--prefill", "a:1", "--decode", "a:1"], "given twice"),
-        (["--prefill", "https://a:1", "--decode", "b:1"], "https"),
+        (["--prefill", "ftp://a:1", "--decode", "b:1"], "ftp"),
         (["--decode", "a:1", "--timeout", "soon"], "expected 0.1 to 600 seconds, got 'soon'"),
         (["--decode", "a:1", "--timeout", "0"], "expected 0.1 to 600 seconds"),
         (["--decode", "a:1", "--lease-watch", "-1"], "expected 0 to 600 seconds"),

@@ -125,11 +125,11 @@ def test_a_stream_cut_off_anywhere_fails(keep: int, end: bool) -> None:
 async def test_an_error_event_at_any_place(at: int) -> None:
     """Before real data it is `first` that fails, with the engine's own status; after it, `done`."""
     events = [*CHAT[:at], answers.error_event("boom", 503), *CHAT[at:]]
-    with pytest.raises(EngineRefusedError, match="boom") as caught:
+    with pytest.raises(EngineRefusedError, match="error event with status 503") as caught:
         await run(events, Relay(wants_usage=False))
     assert caught.value.status == 503
     assert b"".join(caught.value.body.split()) == b"".join(answers.error_event("boom", 503)[6:].split())
-    with pytest.raises(EngineRefusedError, match="boom"):
+    with pytest.raises(EngineRefusedError, match="error event with status 503"):
         await run([b"".join(events)], Relay(wants_usage=False))
 
 

@@ -358,5 +358,5 @@ def _refusal(event: bytes) -> EngineError:
     detail = error_of(payload)
     code = detail.code if detail is not None else None
     status = code if isinstance(code, int) and 400 <= code <= 599 else 500
-    message = detail.message if detail is not None else "the engine sent an error event"
-    return EngineRefusedError(message, status=status, body=payload)
+    # Its words may quote the prompt. The client gets them; the log, which is what this message is for, does not.
+    return EngineRefusedError(f"the engine sent an error event with status {status}", status=status, body=payload)

@@ -94,15 +94,15 @@ def merged(pool: EngineTls, node: EngineTls) -> EngineTls:
 
 
 def _load_own(context: ssl.SSLContext, setting: str, certificate: str, key: str | None, password: str) -> None:
-    read_file(f"{setting}.certificate", certificate)  # so that the error names the file that is missing
+    held = read_file(f"{setting}.certificate", certificate)  # so that the error names the file that is missing
     if key is not None:
-        read_file(f"{setting}.key", key)
+        held = read_file(f"{setting}.key", key)
     try:
         # Never without a password: OpenSSL would ask for one on the terminal.
         context.load_cert_chain(certificate, key, password=lambda: password)
     except (OSError, ValueError) as error:
         files = " with ".join(spell_file(Path(path)) for path in (certificate, key) if path is not None)
-        raise SettingsError(f"{setting}: {files}: {_load_words(error)}") from None
+        raise SettingsError(f"{setting}: {files}: {_load_words(error, locked=b'ENCRYPTED' in held)}") from None
 
 
 def _load_authorities(context: ssl.SSLContext, setting: str, path: str) -> None:
@@ -113,11 +113,11 @@ def _load_authorities(context: ssl.SSLContext, setting: str, path: str) -> None:
         raise SettingsError(f"{setting}: {spell_file(Path(path))}: {_load_words(error)}") from None
 
 
-def _load_words(error: Exception) -> str:
+def _load_words(error: Exception, *, locked: bool = False) -> str:
     match getattr(error, "reason", None):
         case "KEY_VALUES_MISMATCH":
             return "the key is not the certificate's"
-        case "BAD_DECRYPT" | "BAD_PASSWORD_READ" | "PROBLEMS_GETTING_PASSWORD":
+        case _ if locked:
             return "the key is encrypted, and its password is wrong or missing"
         case str(reason):
             return f"holds no certificate or key in PEM that can be used ({reason.replace('_', ' ').lower()})"

@@ -143,11 +143,15 @@ class EngineAdmin:
         except TimeoutError:
             raise EngineTimeoutError(f"{path} did not answer in {self._timeout:g} s", wait=Wait.PROBE) from None
         except aiohttp.ClientConnectorCertificateError as error:
-            raise EngineTlsError(_certificate_words(error.certificate_error)) from None
+            raise EngineTlsError(certificate_words(error.certificate_error)) from None
         except aiohttp.ClientConnectorSSLError as error:
-            raise EngineTlsError(_certificate_words(error.os_error)) from None
+            raise EngineTlsError(certificate_words(error.os_error)) from None
         except aiohttp.ClientConnectorError as error:
             raise EngineUnreachableError(f"no connection: {error.strerror or error}") from None
+        except aiohttp.ServerDisconnectedError:
+            # vLLM's server says no more than that to a client without the certificate that it wants.
+            hint = "" if tls is None else ": does it want a certificate of ours (tls.certificate)?"
+            raise EngineError(f"{path}: closed the connection{hint}") from None
         except ssl.SSLError as error:
             raise EngineTlsError(tls_words(error)) from None
         except (aiohttp.ClientError, OSError) as error:
@@ -164,7 +168,8 @@ class EngineAdmin:
             raise EngineError(f"{path} answered something else: {error}") from None
 
 
-def _certificate_words(error: Exception) -> str:
+def certificate_words(error: Exception) -> str:
+    """Say why an engine's certificate is not trusted, from what aiohttp says of it."""
     return tls_words(error) if isinstance(error, ssl.SSLError) else f"no TLS: {error}"
 
 
