@@ -41,9 +41,13 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The text of choice 0, put together where streamed."""
+        """The text of choice 0."""
+        return self.text_of(0)
+
+    def text_of(self, index: int) -> str:
+        """The text of one choice, put together where streamed."""
         if not self.body.startswith(b"data:"):
-            choice = self.json["choices"][0]
+            choice = next(choice for choice in self.json["choices"] if choice["index"] == index)
             return str(choice.get("text", (choice.get("message") or {}).get("content")))
         found = ""
         for event in self.events:
@@ -51,7 +55,7 @@ class Answer:
             if payload == b"[DONE]":
                 continue
             for choice in json.loads(payload).get("choices", ()):
-                if choice["index"] == 0:
+                if choice["index"] == index:
                     found += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
         return found
 

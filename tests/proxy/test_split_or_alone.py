@@ -97,6 +97,18 @@ async def test_alone_streams_have_usage_only_if_asked(stream: bool) -> None:
         assert b'"choices":[],"usage"' in asked.body
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_choice_has_a_seed_of_its_own(stream: bool) -> None:
+    """Choice i of a seeded request says what a request with one choice and seed + i says, wherever that was decoded."""
+    async with world() as w:
+        sampled = {"temperature": 1.0, "max_tokens": 8}
+        singles = [(await w.ask(COMPLETIONS, completion(seed=5 + i, **sampled))).text for i in range(3)]
+        assert len(w.prefill[0].requests) == 3, "those were split"
+        answer = await w.ask(COMPLETIONS, completion(n=3, seed=5, stream=stream, **sampled))
+        assert [answer.text_of(index) for index in range(3)] == singles
+        assert len(set(singles)) == 3
+
+
 @pytest.mark.parametrize("fields", [{"n": 2}, {"prompt": [PROMPT, PROMPT], "echo": True}])
 async def test_a_stream_of_several_choices_is_not_asked_for_usage(fields: dict[str, Any]) -> None:
     """The usage event would take the fingerprint from each choice's last chunk; what is reported is the number of events."""
