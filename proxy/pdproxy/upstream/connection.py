@@ -82,6 +82,7 @@ class Connection(asyncio.Protocol):
         self._headers: Headers = []
         self._parts: list[bytes] = []
         self._complete = False
+        self._final = False
         self._keep = False
         self._answering = False
         self._until_eof = False
@@ -150,6 +151,9 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._flush()
+            if self._complete:  # what followed the answer was wrong, or a second one
+                self._finish(keep=False)
+                return
             self._fail(EngineError(f"{self._name} does not speak HTTP/1.1: {error}"))
             return
         self._flush()
@@ -177,25 +181,29 @@ class Connection(asyncio.Protocol):
     # -- httptools
 
     def on_message_begin(self) -> None:
+        if self._complete:
+            raise EngineError("an answer to nothing")  # stops the parser
         self._headers = []
-        self._complete = False
+        self._final = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status < 200 or self._sink is None:
+        self._final = status >= 200
+        if not self._final or self._sink is None:
             return
         framed = any(name in (b"content-length", b"transfer-encoding") for name, _ in self._headers)
         self._until_eof = not framed and status not in (204, 304)
         self._sink.head(status, self._headers)
 
     def on_body(self, body: bytes) -> None:
-        self._parts.append(body)
+        if self._final:  # an informational answer that has a body is no reason to take it for the real one's
+            self._parts.append(body)
 
     def on_message_complete(self) -> None:
-        self._complete = self._parser.get_status_code() >= 200
+        self._complete = self._final
         self._keep = self._parser.should_keep_alive()  # asked here, since the parser forgets it after the message
 
     def _age(self) -> float:
