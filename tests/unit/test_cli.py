@@ -139,7 +139,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_config_print_shows_what_is_in_force(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Everything, from all sources, as YAML that can be used as a file; engines aren't needed."""
     assert main(["config", "print"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["listen"] == {"host": "127.0.0.1", "port": 8000}
+    assert yaml.safe_load(capsys.readouterr().out)["listen"]["port"] == 8000
     assert main(["config", "print", *PAIR, "--port", "9000"]) == 0
     text = capsys.readouterr().out
     (tmp_path / "x.yaml").write_text(text)

@@ -22,14 +22,18 @@ from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.serving.admission import Admission
 from pdproxy.serving.custody import Custodian
 from pdproxy.serving.engines import Engines
+from pdproxy.serving.passthrough import Passthrough
 from pdproxy.serving.service import Keys, Service
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract
 from pdproxy.transfer.nixl import NIXL
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.upstream.client import EngineClient
+from pdproxy.upstream.passthrough import PassthroughLegs
 from pdproxy.web.app import Answers, Readiness
-from pdproxy.web.protocol import DataPath, DataPathProtocol, protocol_class
+from pdproxy.web.cors import CorsHeaders
+from pdproxy.web.passing import Passing
+from pdproxy.web.protocol import FORWARDED, DataPath, DataPathProtocol, protocol_class
 
 logger = logging.getLogger("pdproxy")
 
@@ -60,6 +64,8 @@ class Proxy:
     custodian: Custodian
     admission: Admission
     service: Service
+    legs: PassthroughLegs
+    passthrough: Passthrough
     metrics: Metrics
     observers: Observers
     tasks: TaskOwner
@@ -100,6 +106,8 @@ class Proxy:
         )
         admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers)
         service = Service(engines, admission, Keys(tuple(settings.auth.api_keys), key))
+        passed_legs = PassthroughLegs(connect_timeout=deadlines.connect)
+        passthrough = Passthrough(engines, admission, service.keys, passed_legs)
         proxy = cls(
             settings,
             ledger,
@@ -110,6 +118,8 @@ class Proxy:
             custodian,
             admission,
             service,
+            passed_legs,
+            passthrough,
             metrics,
             observers,
             TaskOwner("fleet"),
@@ -143,6 +153,7 @@ class Proxy:
         for client in self.clients.values():
             client.close()
         await self.admin.close()
+        await self.legs.close()
 
     # -- what the web room asks
 
@@ -152,6 +163,7 @@ class Proxy:
         path = DataPath(
             self.service.generate,
             self.observers,
+            CorsHeaders(self.settings.listen.cors),
             max_body=limits.max_body_bytes,
             body_timeout=deadlines.client_body,
             write_timeout=deadlines.client_write,
@@ -160,7 +172,23 @@ class Proxy:
 
     def answers(self) -> Answers:
         """Return what the FastAPI routes answer with."""
-        return Answers(self.service.keys.check, self.readiness, self.models, self.metrics.page)
+        limits, deadlines = self.settings.limits, self.settings.deadlines
+        passing = Passing(
+            self.passthrough.serve,
+            self.observers,
+            FORWARDED,
+            max_body=limits.max_body_bytes,
+            body_timeout=deadlines.client_body,
+            write_timeout=deadlines.client_write,
+        )
+        return Answers(
+            self.service.keys.check,
+            self.readiness,
+            self.models,
+            self.metrics.page,
+            passing,
+            self.settings.listen.cors,
+        )
 
     def readiness(self) -> Readiness:
         """Tell whether a request could be served now."""

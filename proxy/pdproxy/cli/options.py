@@ -17,6 +17,20 @@ from pdproxy.settings.schema import Connector, LogFormat, LogLevel, Role, Settin
 _OPTIONS = (
     ("--host", "HOST", "listen.host", "address to listen on (default: 127.0.0.1)"),
     ("--port", "PORT", "listen.port", "port to listen on (default: 8000)"),
+    (
+        "--allowed-origins",
+        "LIST",
+        "listen.cors.allowed_origins",
+        "origins whose pages may read answers (default: none)",
+    ),
+    (
+        "--allow-credentials",
+        "BOOL",
+        "listen.cors.allow_credentials",
+        "whether such pages may send cookies (default: no)",
+    ),
+    ("--allowed-methods", "LIST", "listen.cors.allowed_methods", "methods that they may use (default: all)"),
+    ("--allowed-headers", "LIST", "listen.cors.allowed_headers", "headers that they may send (default: all)"),
     ("--connector", "NAME", CONNECTOR, f"how KV is transferred: {', '.join(get_args(Connector))} (default: nixl)"),
     ("--max-inflight", "N", "limits.max_inflight", "requests served at once; others wait (default: 1024)"),
     ("--log-level", "LEVEL", "observe.log_level", f"{', '.join(get_args(LogLevel))} (default: info)"),

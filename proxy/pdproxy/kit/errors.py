@@ -63,6 +63,13 @@ class UnreadableError(BadRequestError):
     type = "Bad Request"
 
 
+class NotStoredError(BadRequestError):
+    """The client asked for something that was never kept. vLLM's type for it."""
+
+    status = 404
+    type = "invalid_request_error"
+
+
 class BodyTooLargeError(BadRequestError):
     """The body is over `limits.max_body_bytes`."""
 

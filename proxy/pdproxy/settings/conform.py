@@ -115,6 +115,8 @@ def expectation(kind: Any) -> str:
             return "text that isn't empty" if least else "text"
         case inspect.VarTupleType():
             return "a list"
+        case inspect.BoolType():
+            return "true or false"
         case _:
             return "a mapping"
 

@@ -31,6 +31,22 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """What all sections share: immutable, filled by name, no field that the schema doesn't know."""
 
 
+class Cors(_Section, frozen=True):
+    """What browsers of other sites may do. Names and defaults of vLLM's flags."""
+
+    allowed_origins: tuple[Text, ...] = ()
+    """Origins whose pages may read answers; `*` is every one. None by default."""
+
+    allow_credentials: bool = False
+    """Whether such pages may send cookies and the like."""
+
+    allowed_methods: tuple[Text, ...] = ("*",)
+    """Methods that they may use; `*` is every one."""
+
+    allowed_headers: tuple[Text, ...] = ("*",)
+    """Headers that they may send; `*` is every one."""
+
+
 class Listen(_Section, frozen=True):
     """Where clients reach the proxy."""
 
@@ -39,6 +55,9 @@ class Listen(_Section, frozen=True):
 
     port: Port = 8000
     """TCP port. The one that `vllm serve` takes too, so that clients need no change."""
+
+    cors: Cors = Cors()
+    """What browsers of other sites may do."""
 
 
 class Auth(_Section, frozen=True):

@@ -19,13 +19,14 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from pdproxy.kit.errors import BodyTimeoutError, BodyTooLargeError, Wait
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.upstream.connection import Headers
+from pdproxy.web.cors import CorsHeaders
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Incoming, Route
 
 logger = logging.getLogger("pdproxy")
 
 _ROUTES = {route.value.encode(): route for route in Route}
-_FORWARDED = frozenset({b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
+FORWARDED = frozenset({b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
 """Headers of a client that engines get: tracing, and what vLLM 0.32.0 reads. All others stop here."""
 
 Generate = Callable[[Incoming, "GenerateCycle"], Awaitable[None]]
@@ -35,9 +36,17 @@ class DataPath:
     """What the protocol needs to know. One for the whole process; timeouts in seconds, `max_body` in bytes."""
 
     def __init__(
-        self, generate: Generate, observers: Observers, *, max_body: int, body_timeout: float, write_timeout: float
+        self,
+        generate: Generate,
+        observers: Observers,
+        cors: CorsHeaders,
+        *,
+        max_body: int,
+        body_timeout: float,
+        write_timeout: float,
     ) -> None:
         self.generate = generate
+        self.cors = cors
         self.observers = observers
         self.max_body = max_body
         self.body_timeout = body_timeout
@@ -138,7 +147,7 @@ class GenerateCycle(RequestResponseCycle):
             request_id=found[b"x-request-id"].decode("latin-1") if b"x-request-id" in found else None,
             authorization=found.get(b"authorization"),
             content_type=found.get(b"content-type", b"").decode("latin-1"),
-            forward=tuple(header for header in headers if header[0] in _FORWARDED),
+            forward=tuple(header for header in headers if header[0] in FORWARDED),
             body=parts[0] if len(parts) == 1 else b"".join(parts),
         )
 
@@ -226,8 +235,9 @@ class GenerateCycle(RequestResponseCycle):
 
     def _head(self, status: int, headers: Headers) -> bytes:
         self.response_started = True
+        cors = self._data_path.cors(self.scope["headers"])
         lines = [STATUS_LINE[status]]
-        lines += [b"%b: %b\r\n" % header for header in (*self.default_headers, *headers)]
+        lines += [b"%b: %b\r\n" % header for header in (*self.default_headers, *headers, *cors)]
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
         lines.append(b"\r\n")

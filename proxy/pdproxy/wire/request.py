@@ -121,11 +121,7 @@ def parse(route: Route, body: bytes) -> Parsed:
     Raises:
         UnreadableError: it is not a JSON object in UTF-8.
     """
-    try:
-        fields = _fields_decoder.decode(body)
-        _strip_handles(fields)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UnreadableError(f"The request body is not a JSON object: {error}", param="body") from None
+    fields = read_fields(body)
     try:
         model = _read(fields, "model", _str_decoder)
         stream = bool(_read(fields, "stream", _bool_decoder))
@@ -134,8 +130,22 @@ def parse(route: Route, body: bytes) -> Parsed:
         alone = Alone.NON_TEXT if non_text else _alone(fields, route)
     except (_UnusualError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         # wants_usage: an engine may yet read the request as a stream with usage, and then that event is the client's.
-        return Parsed(route, fields, _model_or_none(fields), False, True, False, (), Alone.UNUSUAL, len(body))
+        return Parsed(route, fields, model_of(fields), False, True, False, (), Alone.UNUSUAL, len(body))
     return Parsed(route, fields, model, stream, wants_usage, is_list, prompts, alone, len(body))
+
+
+def read_fields(body: bytes) -> Fields:
+    """Return a body's fields without any KV handle of a client's making.
+
+    Raises:
+        UnreadableError: it is not a JSON object in UTF-8.
+    """
+    try:
+        fields = _fields_decoder.decode(body)
+        _strip_handles(fields)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UnreadableError(f"The request body is not a JSON object: {error}", param="body") from None
+    return fields
 
 
 def body_request_id(fields: Fields) -> str | None:
@@ -155,7 +165,8 @@ def _absent(fields: Fields, name: str) -> bool:
     return name not in fields or bytes(fields[name]) == b"null"
 
 
-def _model_or_none(fields: Fields) -> str | None:
+def model_of(fields: Fields) -> str | None:
+    """Return the model that a body names, None if it names none that could be one."""
     try:
         return _read(fields, "model", _str_decoder)
     except (msgspec.MsgspecError, UnicodeDecodeError):
