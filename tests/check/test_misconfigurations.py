@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from pdproxy.observe.events import Observers
 from pdproxy.settings.load import Engine as Listed
 from pdproxy.settings.load import load
+from pdproxy.settings.schema import Cors
 from pdproxy.sim.memory import EMPTY
 from pdproxy.web.app import Answers, Readiness, create_app
+from pdproxy.web.passing import Passing
 from tests.check.engines import QUICK, Bench, Checked, listening
 
 
@@ -321,10 +324,13 @@ async def test_a_url_that_is_pdproxy_itself(bench):
     async def models() -> bytes:
         return b'{"object":"list","data":[]}'
 
+    async def never(*_: object) -> None:
+        raise AssertionError
+
     await bench.start("prefill")
-    app = create_app(
-        Answers(lambda key: None, lambda: Readiness(None, []), models, lambda: b"pdproxy_requests_total 1.0\n")
-    )
+    passing = Passing(never, Observers([]), frozenset(), max_body=1, body_timeout=1, write_timeout=1)
+    metrics = b"pdproxy_requests_total 1.0\n"
+    app = create_app(Answers(lambda key: None, lambda: Readiness(None, []), models, lambda: metrics, passing, Cors()))
     async with listening(app) as url:
         checked = await bench.check(bench.settings(more=(Listed("decode", url),)))
     assert checked.bad == {"not_an_engine"}

@@ -24,15 +24,19 @@ from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.serving.admission import Admission
 from pdproxy.serving.custody import Custodian
 from pdproxy.serving.engines import Engines
+from pdproxy.serving.passthrough import Passthrough
 from pdproxy.serving.service import Service
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract
 from pdproxy.transfer.nixl import NIXL
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.upstream.client import EngineClient
+from pdproxy.upstream.passthrough import PassthroughLegs
 from pdproxy.web.app import Answers, Readiness
+from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.guard import Bounds
-from pdproxy.web.protocol import DataPath, DataPathProtocol, protocol_class
+from pdproxy.web.passing import Passing
+from pdproxy.web.protocol import FORWARDED, DataPath, DataPathProtocol, protocol_class
 
 logger = logging.getLogger("pdproxy")
 
@@ -64,6 +68,8 @@ class Proxy:
     custodian: Custodian
     admission: Admission
     service: Service
+    legs: PassthroughLegs
+    passthrough: Passthrough
     metrics: Metrics
     observers: Observers
     tasks: TaskOwner
@@ -85,13 +91,14 @@ class Proxy:
             breaker_failures=limits.breaker_failures,
             breaker_cooldown=limits.breaker_cooldown,
         )
+        # Without keys of clients, theirs go on: ours would open the engines to everybody.
+        engine_key = credentials.engine_key if credentials.keys.wanted else _no_key
         clients = {
             node.url: EngineClient(
                 node.url,
                 connect_timeout=deadlines.connect,
                 keepalive=limits.engine_keepalive,
-                # Without keys of clients, theirs go on: ours would open the engines to everybody.
-                key=partial(credentials.engine_key if credentials.keys.wanted else _no_key, node.url),
+                key=partial(engine_key, node.url),
                 tls=partial(credentials.engine_tls, node.url),
             )
             for node in pool.nodes
@@ -115,6 +122,8 @@ class Proxy:
         )
         admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers)
         service = Service(engines, admission, credentials.keys)
+        passed_legs = PassthroughLegs(connect_timeout=deadlines.connect, key=engine_key, tls=credentials.engine_tls)
+        passthrough = Passthrough(engines, admission, service.keys, passed_legs)
         proxy = cls(
             settings,
             credentials,
@@ -126,6 +135,8 @@ class Proxy:
             custodian,
             admission,
             service,
+            passed_legs,
+            passthrough,
             metrics,
             observers,
             TaskOwner("fleet"),
@@ -161,6 +172,7 @@ class Proxy:
         for client in self.clients.values():
             client.close()
         await self.admin.close()
+        await self.legs.close()
 
     # -- what the web room asks
 
@@ -172,6 +184,7 @@ class Proxy:
             self.service.keys.check,
             self.observers,
             Bounds(deadlines.client_head, deadlines.client_body, deadlines.client_write, limits.max_header_bytes),
+            CorsHeaders(self.settings.listen.cors),
             max_body=limits.max_body_bytes,
             max_buffered=limits.max_buffered_bytes,
         )
@@ -179,7 +192,24 @@ class Proxy:
 
     def answers(self) -> Answers:
         """Return what the FastAPI routes answer with."""
-        return Answers(self.service.keys.check, self.readiness, self.models, self.metrics.page)
+        limits, deadlines = self.settings.limits, self.settings.deadlines
+        passing = Passing(
+            self.passthrough.serve,
+            self.service.keys.check,
+            self.observers,
+            FORWARDED,
+            max_body=limits.max_body_bytes,
+            body_timeout=deadlines.client_body,
+            write_timeout=deadlines.client_write,
+        )
+        return Answers(
+            self.service.keys.check,
+            self.readiness,
+            self.models,
+            self.metrics.page,
+            passing,
+            self.settings.listen.cors,
+        )
 
     def readiness(self) -> Readiness:
         """Tell whether a request could be served now."""

@@ -91,6 +91,13 @@ class HeadTimeoutError(BadRequestError):
     type = "RequestTimeout"
 
 
+class NotStoredError(BadRequestError):
+    """The client asked for something that was never kept. vLLM's type for it."""
+
+    status = 404
+    type = "invalid_request_error"
+
+
 class BodyTooLargeError(BadRequestError):
     """The body is over `limits.max_body_bytes`."""
 

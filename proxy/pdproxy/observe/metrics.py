@@ -170,7 +170,10 @@ class Metrics:
 
 
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "pdproxy_requests": ("Generating requests that are over", ("model", "endpoint", "outcome")),
+    "pdproxy_requests": (
+        "Requests that engines were asked to serve, and that are over",
+        ("model", "endpoint", "outcome"),
+    ),
     "pdproxy_alone": ("Prompts served by one engine alone", ("reason",)),
     "pdproxy_deadline": ("Waits ended by their deadline", ("wait",)),
     "pdproxy_kv_handles_ended": ("KV handles by how they ended", ("end",)),

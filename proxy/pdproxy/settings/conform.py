@@ -117,6 +117,8 @@ def expectation(kind: Any) -> str:
             return "true or false"
         case inspect.VarTupleType():
             return "a list"
+        case inspect.BoolType():
+            return "true or false"
         case _:
             return "a mapping"
 

@@ -48,6 +48,22 @@ class ListenTls(_Section, frozen=True):
     """Authorities of client certificates. With it, a client without such a certificate gets no connection."""
 
 
+class Cors(_Section, frozen=True):
+    """What browsers of other sites may do. Names and defaults of vLLM's flags."""
+
+    allowed_origins: tuple[Text, ...] = ()
+    """Origins whose pages may read answers; `*` is every one. None by default."""
+
+    allow_credentials: bool = False
+    """Whether such pages may send cookies and the like."""
+
+    allowed_methods: tuple[Text, ...] = ("*",)
+    """Methods that they may use; `*` is every one."""
+
+    allowed_headers: tuple[Text, ...] = ("*",)
+    """Headers that they may send; `*` is every one."""
+
+
 class Listen(_Section, frozen=True):
     """Where clients reach the proxy."""
 
@@ -59,6 +75,8 @@ class Listen(_Section, frozen=True):
 
     tls: ListenTls = ListenTls()
     """TLS for clients."""
+    cors: Cors = Cors()
+    """What browsers of other sites may do."""
 
 
 class Auth(_Section, frozen=True):

@@ -11,10 +11,15 @@ from dataclasses import dataclass
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from pdproxy import __version__
-from pdproxy.kit.errors import PdproxyError, UnauthorizedError
+from pdproxy.kit.errors import NotStoredError, PdproxyError, UnauthorizedError
 from pdproxy.serving.keys import CHALLENGE
+from pdproxy.serving.routes import TABLE, Entry, Kind
+from pdproxy.settings.schema import Cors
+from pdproxy.web.cors import middleware_options
+from pdproxy.web.passing import PassedAnswer, Passing
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Route
 
@@ -37,6 +42,8 @@ class Answers:
     readiness: Callable[[], Readiness]
     models: Callable[[], Awaitable[bytes]]
     metrics: Callable[[], bytes]
+    passing: Passing
+    cors: Cors
 
 
 def create_app(answers: Answers) -> FastAPI:
@@ -59,6 +66,10 @@ def create_app(answers: Answers) -> FastAPI:
         # As vLLM answers an unknown route or a wrong method.
         return JSONResponse({"detail": error.detail}, error.status_code, headers=error.headers)
 
+    app.add_middleware(CORSMiddleware, **middleware_options(answers.cors))  # type: ignore[arg-type]
+
+    @app.post("/ping", summary="Whether the process is alive", tags=["operation"])
+    @app.get("/ping", summary="Whether the process is alive", tags=["operation"])
     @app.get("/health", summary="Whether the process is alive", tags=["operation"])
     async def health() -> Response:
         return Response(status_code=200)
@@ -83,47 +94,65 @@ def create_app(answers: Answers) -> FastAPI:
         answers.authorize(authorization.encode("latin-1") if authorization is not None else None)
         return Response(await answers.models(), media_type="application/json")
 
-    for route, summary in ((Route.COMPLETIONS, "Complete a prompt"), (Route.CHAT, "Answer a chat")):
-        app.add_api_route(
-            route.value,
-            _taken_before,
-            methods=["POST"],
-            summary=summary,
-            tags=["OpenAI"],
-            openapi_extra=_generating(route),
-            responses={
-                200: {"description": "The engine's answer, whole or as server-sent events"},
-                **{
-                    status: {"description": text}
-                    for status, text in (
-                        (400, "The request is wrong"),
-                        (401, "No valid API key"),
-                        (413, "The body is too large"),
-                        (502, "Every engine that was tried failed"),
-                        (503, "No engine, no place, or shutting down"),
-                        (504, "An engine missed a deadline"),
-                    )
-                },
-            },
-        )
+    for entry in TABLE:
+        if entry.kind is not Kind.OWN:
+            _add(app, entry, answers)
     return app
 
 
-async def _taken_before() -> Response:
+_STATUSES = (
+    (400, "The request is wrong"),
+    (401, "No valid API key"),
+    (413, "The body is too large"),
+    (502, "Every engine that was tried failed"),
+    (503, "No engine, no place, or shutting down"),
+    (504, "An engine missed a deadline"),
+)
+
+
+def _add(app: FastAPI, entry: Entry, answers: Answers) -> None:
+    async def passed(_: Request) -> Response:
+        return PassedAnswer(answers.passing, entry)
+
+    async def refused(request: Request) -> Response:
+        authorization = request.headers.get("authorization")
+        answers.authorize(authorization.encode("latin-1") if authorization is not None else None)
+        name = request.path_params["response_id"]
+        raise NotStoredError(f"Response with id '{name}' not found: {entry.why}", param="response_id")
+
+    endpoint = {Kind.SPLIT: _taken_before, Kind.PASSED: passed, Kind.REFUSED: refused}[entry.kind]
+    app.add_api_route(
+        entry.path,
+        endpoint,
+        methods=list(entry.methods),
+        summary=entry.why[0].upper() + entry.why[1:],
+        tags=["OpenAI" if entry.kind is Kind.SPLIT else "one engine alone"],
+        openapi_extra=_body(entry) if entry.kind is not Kind.REFUSED else None,
+        response_model=None,
+        responses={
+            200: {"description": "The engine's answer, whole or as server-sent events"},
+            **{status: {"description": text} for status, text in _STATUSES},
+        }
+        if entry.kind is not Kind.REFUSED
+        else {404: {"description": entry.why}},
+    )
+
+
+async def _taken_before(_: Request) -> Response:
     """Answer for a server that was started without the data path's protocol class."""
     raise PdproxyError("the data path is not installed")
 
 
-def _generating(route: Route) -> dict[str, object]:
-    prompt: dict[str, object] = (
-        {"messages": {"type": "array", "items": {"type": "object"}}}
-        if route is Route.CHAT
-        else {"prompt": {"description": "A text, token ids, or a list of either"}}
-    )
+def _body(entry: Entry) -> dict[str, object]:
+    fields: dict[str, dict[str, object]] = {
+        Route.CHAT.value: {"messages": {"type": "array", "items": {"type": "object"}}},
+        Route.COMPLETIONS.value: {"prompt": {"description": "A text, token ids, or a list of either"}},
+    }
+    own = fields.get(entry.path, {})
     schema = {
         "type": "object",
-        "required": list(prompt),
-        "properties": {"model": {"type": "string"}, **prompt, "stream": {"type": "boolean"}},
+        "required": list(own),
+        "properties": {"model": {"type": "string"}, **own, "stream": {"type": "boolean"}},
         "additionalProperties": True,
         "description": "Every field that vLLM knows is passed on.",
     }

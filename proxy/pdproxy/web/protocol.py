@@ -21,6 +21,7 @@ from pdproxy.kit.errors import BodyTooLargeError, Fault, OverloadedError, Pdprox
 from pdproxy.kit.frames import frames
 from pdproxy.observe.events import Observers
 from pdproxy.upstream.connection import Headers
+from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.guard import Bounds, GuardedProtocol
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Incoming, Route
@@ -28,7 +29,7 @@ from pdproxy.wire.request import Incoming, Route
 logger = logging.getLogger("pdproxy")
 
 _ROUTES = {route.value.encode(): route for route in Route}
-_FORWARDED = frozenset({b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
+FORWARDED = frozenset({b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
 """Headers of a client that engines get: tracing, and what vLLM 0.32.0 reads. All others stop here."""
 
 Generate = Callable[[Incoming, "GenerateCycle"], Awaitable[None]]
@@ -46,12 +47,14 @@ class DataPath:
         check_key: Callable[[bytes | None], None],
         observers: Observers,
         bounds: Bounds,
+        cors: CorsHeaders,
         *,
         max_body: int,
         max_buffered: int,
     ) -> None:
         self.generate = generate
         self.check_key = check_key
+        self.cors = cors
         self.observers = observers
         self.bounds = bounds
         self.max_body = max_body
@@ -190,7 +193,7 @@ class GenerateCycle(RequestResponseCycle):
             request_id=found[b"x-request-id"].decode("latin-1") if b"x-request-id" in found else None,
             authorization=found.get(b"authorization"),
             content_type=found.get(b"content-type", b"").decode("latin-1"),
-            forward=tuple(header for header in self.scope["headers"] if header[0] in _FORWARDED),
+            forward=tuple(header for header in self.scope["headers"] if header[0] in FORWARDED),
             body=body,
         )
 
@@ -263,8 +266,9 @@ class GenerateCycle(RequestResponseCycle):
 
     def _head(self, status: int, headers: Headers) -> bytes:
         self.response_started = True
+        cors = self._data_path.cors(self.scope["headers"])
         lines = [STATUS_LINE[status]]
-        lines += [b"%b: %b\r\n" % header for header in (*self.default_headers, *headers)]
+        lines += [b"%b: %b\r\n" % header for header in (*self.default_headers, *headers, *cors)]
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
         lines.append(b"\r\n")

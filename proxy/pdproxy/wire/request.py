@@ -148,13 +148,9 @@ def parse(route: Route, body: bytes) -> Parsed:
     Raises:
         UnreadableError, UnparsableError: no engine would take it as a JSON object.
     """
-    try:
-        fields = _fields_decoder.decode(body)
-        if not body.isascii():
-            body.decode()  # what was skipped as `Raw` was not checked
-        strip_handles(fields)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return _parse_unusual(route, body)
+    fields = _plain_fields(body)
+    if fields is None:
+        return _unusual(route, _unusual_fields(body), body)
     try:
         model = _read(fields, "model", _str_decoder)
         stream = bool(_read(fields, "stream", _bool_decoder))
@@ -169,17 +165,38 @@ def parse(route: Route, body: bytes) -> Parsed:
 
 def _unusual(route: Route, fields: Fields, body: bytes) -> Parsed:
     # wants_usage: an engine may yet read the request as a stream with usage, and then that event is the client's.
-    return Parsed(route, fields, _model_or_none(fields), False, True, False, (), Alone.UNUSUAL, len(body))
+    return Parsed(route, fields, model_of(fields), False, True, False, (), Alone.UNUSUAL, len(body))
 
 
-def _parse_unusual(route: Route, body: bytes) -> Parsed:
+def read_fields(body: bytes) -> Fields:
+    """Return a body's fields without any KV handle of a client's making.
+
+    Raises:
+        UnreadableError, UnparsableError: no engine would take it as a JSON object.
+    """
+    fields = _plain_fields(body)
+    return _unusual_fields(body) if fields is None else fields
+
+
+def _plain_fields(body: bytes) -> Fields | None:
+    """Return the fields of a plain JSON object in UTF-8, None if it is something else."""
+    try:
+        fields = _fields_decoder.decode(body)
+        if not body.isascii():
+            body.decode()  # what was skipped as `Raw` was not checked
+        strip_handles(fields)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return fields
+
+
+def _unusual_fields(body: bytes) -> Fields:
     """Read a body that only the engines' own parser may take. Its keys may be spelled in any way: here they are plain."""
     value = reading.load_object(body)
     _strip_from(value, ())
     for path in _NESTED_CARRIERS:
         _strip_from(value, path)
-    fields = {name: msgspec.Raw(reading.dump(item)) for name, item in value.items() if _is_text_key(name)}
-    return _unusual(route, fields, body)
+    return {name: msgspec.Raw(reading.dump(item)) for name, item in value.items() if _is_text_key(name)}
 
 
 def _is_text_key(name: str) -> bool:
@@ -210,7 +227,8 @@ def _absent(fields: Fields, name: str) -> bool:
     return name not in fields or bytes(fields[name]) == b"null"
 
 
-def _model_or_none(fields: Fields) -> str | None:
+def model_of(fields: Fields) -> str | None:
+    """Return the model that a body names, None if it names none that could be one."""
     try:
         return _read(fields, "model", _str_decoder)
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -9,6 +9,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing, suppress
+from typing import Any, Protocol
 from zlib import crc32
 
 import msgspec
@@ -67,7 +68,13 @@ def details(facts: Facts, cached: int, created: int | None = None) -> dict[str, 
     return {"cached_tokens": cached, "created_cache_tokens": created, "multimodal_tokens": None}
 
 
-async def answered(engine: Engine, body: GenerationBody, request: Request, work: Awaitable[Response]) -> Response:
+class Handled(Protocol):
+    """A body that may hold a KV handle."""
+
+    kv_transfer_params: dict[str, Any] | None
+
+
+async def answered(engine: Engine, body: Handled, request: Request, work: Awaitable[Response]) -> Response:
     """Return a route's answer, errors as vLLM's. A request that never ran leaves no KV waiting on P."""
     params = body.kv_transfer_params
     accepted = False

@@ -26,7 +26,9 @@ from pdproxy.sim.api.answer import answered, check_model
 from pdproxy.sim.api.chat import chat, chat_prompt
 from pdproxy.sim.api.completions import complete
 from pdproxy.sim.api.errors import Refused, error_body, refusal, response, schema_message
+from pdproxy.sim.api.messages import CountBody, MessagesBody, count, message
 from pdproxy.sim.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from pdproxy.sim.api.responses import ResponsesBody, respond
 from pdproxy.sim.engine import Engine
 
 _GUARDED = ("/v1", "/v2", "/inference", "/cohere")
@@ -119,6 +121,24 @@ def create_app(engine: Engine, date: Callable[[], str] = _today) -> FastAPI:
         if any(token >= engine.tokenizer.vocab_size for token in body.tokens):
             raise Refused(f"Token id {max(body.tokens)} is out of vocabulary")
         return response({"prompt": engine.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    @app.post("/v1/responses", dependencies=json_only, response_model=None)
+    async def _responses(body: ResponsesBody, request: Request) -> Response:
+        return await answered(engine, body, request, respond(engine, body, request, date))
+
+    @app.get("/v1/responses/{name}", response_model=None)
+    @app.post("/v1/responses/{name}/cancel", response_model=None)
+    async def _stored(name: str) -> Response:
+        message = f"Response with id '{name}' not found."
+        return response(error_body(message, "invalid_request_error", 404, "response_id"), 404)
+
+    @app.post("/v1/messages", dependencies=json_only, response_model=None)
+    async def _messages(body: MessagesBody, request: Request) -> Response:
+        return await answered(engine, body, request, message(engine, body, request, date))
+
+    @app.post("/v1/messages/count_tokens", dependencies=json_only, response_model=None)
+    async def _counted(body: CountBody) -> Response:
+        return await count(engine, body, date)
 
     for path in _SCALE_OUT:
         _add(app, path, _disabled, ["POST"])

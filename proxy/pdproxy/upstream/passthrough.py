@@ -1,0 +1,119 @@
+"""Legs that pass a request whole to one engine. On aiohttp: these routes are rare, and convenience wins.
+
+Owns one aiohttp session. Connections are not kept: a POST on a connection that the engine is just closing could not be told from
+one that it has begun to serve. Translates what goes wrong into `EngineError`s, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from ssl import SSLContext
+
+import aiohttp
+from yarl import URL
+
+from pdproxy.kit.errors import EngineError, EngineTlsError, EngineUnreachableError, Wait
+
+
+class Leg:
+    """An engine's answer whose head is here."""
+
+    def __init__(self, url: str, answer: aiohttp.ClientResponse) -> None:
+        self._url = url
+        self._answer = answer
+        self.status = answer.status
+        self.headers = [(name.lower(), value) for name, value in answer.raw_headers]
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the answer is a stream of events."""
+        return self._answer.content_type == "text/event-stream"
+
+    def close(self) -> None:
+        """Be done with the answer: what is left of it is not wanted, and its engine sees that."""
+        self._answer.close()
+
+    async def read(self) -> bytes:
+        """Return the whole body. Raises EngineError."""
+        with translated(self._url):
+            return await self._answer.read()
+
+    async def chunk(self) -> bytes:
+        """Return what has come since the last call, waiting for something; b"" at the end. Raises EngineError."""
+        with translated(self._url):
+            return await self._answer.content.readany()
+
+
+class PassthroughLegs:
+    """Opens legs. `connect_timeout` in seconds; all other waits are the caller's to bound.
+
+    `key` and `tls` are asked for an engine's own at each request, None where it has none.
+    """
+
+    def __init__(
+        self,
+        *,
+        connect_timeout: float,
+        key: Callable[[str], str | None] = lambda _: None,
+        tls: Callable[[str], SSLContext | None] = lambda _: None,
+    ) -> None:
+        self._connect_timeout = connect_timeout
+        self._key = key
+        self._tls = tls
+        self._session: aiohttp.ClientSession | None = None
+
+    async def post(self, url: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Leg:
+        """Send a request, and return the answer once its head is here. Close it, whatever becomes of it.
+
+        Raises:
+            EngineUnreachableError: the engine took no connection, and has seen nothing.
+            EngineError: it answered nonsense or closed.
+        """
+        lines = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
+        if (key := self._key(url)) is not None:
+            lines.append(("authorization", f"Bearer {key}"))
+        tls = self._tls(url)
+        with translated(url):
+            answer = await self._opened().post(
+                URL(url + path, encoded=True),
+                data=body,
+                headers=lines,
+                allow_redirects=False,
+                ssl=tls if tls is not None else True,
+            )
+        return Leg(url, answer)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:  # made inside the loop that it belongs to
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                skip_auto_headers=("Accept-Encoding", "User-Agent", "Content-Type"),
+                auto_decompress=False,
+                trust_env=False,
+            )
+        return self._session
+
+
+@contextmanager
+def translated(url: str) -> Iterator[None]:
+    """Turn aiohttp's exceptions into ours."""
+    try:
+        yield
+    except aiohttp.ConnectionTimeoutError:
+        raise EngineUnreachableError(f"{url} took no connection in time", wait=Wait.CONNECT) from None
+    except aiohttp.ClientConnectorSSLError as error:
+        raise EngineTlsError(f"{url}: {error}") from None
+    except aiohttp.ClientConnectorCertificateError as error:
+        raise EngineTlsError(f"{url}: {error.certificate_error}") from None
+    except aiohttp.ClientConnectorError as error:
+        raise EngineUnreachableError(f"no connection to {url}: {error.strerror or error}") from None
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise EngineError(f"{url}: {type(error).__name__}") from None

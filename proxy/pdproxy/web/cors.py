@@ -1,0 +1,51 @@
+"""Cross-origin rules: what an answer says to browsers of other sites.
+
+Starlette's middleware, which vLLM uses, too, is the judge. It serves the FastAPI application as it is; the data path, which
+is no ASGI application, asks it for the headers of its answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+
+from pdproxy.settings.schema import Cors
+
+Line = tuple[bytes, bytes]
+
+
+def middleware_options(cors: Cors) -> dict[str, object]:
+    """Return the arguments of Starlette's middleware."""
+    return {
+        "allow_origins": cors.allowed_origins,
+        "allow_credentials": cors.allow_credentials,
+        "allow_methods": cors.allowed_methods,
+        "allow_headers": cors.allowed_headers,
+    }
+
+
+class CorsHeaders:
+    """Answers' headers by requests' headers. One for the whole process; knows no request."""
+
+    def __init__(self, cors: Cors) -> None:
+        self._rules = CORSMiddleware(_nothing, **middleware_options(cors))  # type: ignore[arg-type]
+
+    def __call__(self, request_headers: Iterable[Line]) -> list[Line]:
+        """Return the lines to add to the answer."""
+        origin = next((value for name, value in request_headers if name == b"origin"), None)
+        if origin is None:
+            return _VARY
+        rules, found = self._rules, MutableHeaders(Headers(self._rules.simple_headers))
+        text = origin.decode("latin-1")
+        if rules.is_allowed_origin(text) and (not rules.allow_all_origins or rules.allow_credentials):
+            found["Access-Control-Allow-Origin"] = text
+        return [*found.raw, *_VARY]
+
+
+_VARY: list[Line] = [(b"vary", b"Origin")]
+
+
+async def _nothing(*_: object) -> None:
+    """Be the application of a middleware that is only asked."""

@@ -1,0 +1,167 @@
+"""The way in for routes that are passed to one engine: a request's body read, its answer written, its client watched. ASGI.
+
+Owns what the data path's protocol class owns for its requests: the body's limit and deadline, the client's leaving, and the
+deadline of a client that does not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pdproxy.kit.errors import (
+    BodyTimeoutError,
+    BodyTooLargeError,
+    ClientLeftError,
+    PdproxyError,
+    UnauthorizedError,
+    Wait,
+)
+from pdproxy.observe.events import DeadlinePassed, Observers
+from pdproxy.serving.passthrough import PassedRequest, Sink
+from pdproxy.serving.routes import Entry
+from pdproxy.upstream.connection import Headers
+from pdproxy.wire.dialects import failure_body
+
+Line = tuple[bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """What the routes need to know. One for the whole process; timeouts in seconds, `max_body` in bytes."""
+
+    serve: Callable[[PassedRequest, Sink], Awaitable[None]]
+    check_key: Callable[[bytes | None], None]
+    observers: Observers
+    forwarded: frozenset[bytes]
+    max_body: int
+    body_timeout: float
+    write_timeout: float
+
+
+class PassedAnswer(Response):
+    """The answer to one request, which does all the work once it is sent."""
+
+    def __init__(self, passing: Passing, entry: Entry) -> None:
+        super().__init__()
+        self._passing = passing
+        self._entry = entry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body, have the request served, and stop that when the client leaves."""
+        passing, client = self._passing, _Client(self._passing, send)
+        headers: list[Line] = scope["headers"]
+        try:
+            body = await self._body(headers, receive) if self._known(headers) else b""
+        except ClientLeftError:
+            return
+        except PdproxyError as error:
+            lines = [(b"content-type", b"application/json"), (b"connection", b"close")]
+            with contextlib.suppress(ClientLeftError):
+                await client.whole(error.status, lines, failure_body(self._entry.dialect, error))
+            return
+        found = dict(reversed(headers))  # of a header that came twice, engines read the first
+        request = PassedRequest(
+            entry=self._entry,
+            request_id=found[b"x-request-id"].decode("latin-1") if b"x-request-id" in found else None,
+            authorization=found.get(b"authorization"),
+            content_type=found.get(b"content-type", b"").decode("latin-1"),
+            forward=tuple(line for line in headers if line[0] in passing.forwarded),
+            body=body,
+        )
+        serving = asyncio.ensure_future(passing.serve(request, client))
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                client.gone = True
+        finally:
+            leaving.cancel()
+            if not serving.done():
+                serving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
+
+    def _known(self, headers: list[Line]) -> bool:
+        """Tell whether the client brought a key. A stranger's body is not read; the service says no, with its report."""
+        try:
+            self._passing.check_key(next((value for name, value in headers if name == b"authorization"), None))
+        except UnauthorizedError:
+            return False
+        return True
+
+    async def _body(self, headers: list[Line], receive: Receive) -> bytes:
+        passing = self._passing
+        too_large = BodyTooLargeError(f"The body is larger than {passing.max_body} bytes", param="body")
+        length = next((value for name, value in headers if name == b"content-length"), b"0")
+        if int(length or b"0") > passing.max_body:
+            raise too_large
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(passing.body_timeout):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientLeftError("the client left before its request was whole")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > passing.max_body:
+                        raise too_large
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            passing.observers.notify(DeadlinePassed(Wait.CLIENT_BODY.value))
+            late = f"The body was not whole within {passing.body_timeout:g} s"
+            raise BodyTimeoutError(late, param="body") from None
+
+
+async def _left(receive: Receive) -> None:
+    """Return when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Client:
+    """The client's end, over ASGI. `gone` is set by who watches it."""
+
+    def __init__(self, passing: Passing, send: Send) -> None:
+        self._passing = passing
+        self._send = send
+        self.begun = False
+        self.gone = False
+
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send a complete answer."""
+        await self._start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self._body(body, more=False)
+
+    async def begin(self, headers: Headers) -> None:
+        """Send the status 200 and the headers of a stream."""
+        await self._start(200, [*headers, (b"cache-control", b"no-cache")])
+
+    async def write(self, data: bytes) -> None:
+        """Send stream bytes."""
+        await self._body(data, more=True)
+
+    async def finish(self) -> None:
+        """End the stream."""
+        await self._body(b"", more=False)
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.begun = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _body(self, data: bytes, *, more: bool) -> None:
+        try:
+            async with asyncio.timeout(self._passing.write_timeout):
+                await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        except TimeoutError:
+            self.gone = True
+            self._passing.observers.notify(DeadlinePassed(Wait.CLIENT_WRITE.value))
+            raise ClientLeftError("the client stopped reading") from None
