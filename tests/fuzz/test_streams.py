@@ -53,6 +53,11 @@ async def test_a_recorded_stream_at_every_cut(name: str) -> None:
 @example(PIECES[0] + PIECES[7] + PIECES[7], [])
 @example(PIECES[1] + PIECES[7], [])
 @example(b"data: {}", [])
+@example(PIECES[0] + b": x\n" + PIECES[5] + PIECES[7], [len(PIECES[0]), len(PIECES[0] + PIECES[5]) + 4])
+@example(PIECES[0] + b"\n" + PIECES[5] + PIECES[7], [len(PIECES[0]), len(PIECES[0] + PIECES[5]) + 1])
+@example(
+    PIECES[0] + PIECES[5].replace(b"data: ", b"data:") + PIECES[7], [len(PIECES[0]), len(PIECES[0] + PIECES[5]) - 1]
+)
 def test_made_up_streams(stream: bytes, cuts: list[int]) -> None:
     """Events of every kind in any order, and pieces of none."""
     asyncio.run(check_stream(stream, cuts))
