@@ -105,8 +105,10 @@ def check_engine_json(data: bytes) -> None:
     usage_of(data)
     detail = error_of(data)
     body = error_body(EngineRefusedError("refused", status=400, body=data))
-    if detail is None or b"\n" in data:
+    if detail is None:
         json.loads(body)
+    else:
+        assert b"\n" not in body if b"\n" in data else body == data
     answer = prefill_answer(data)
     if answer is None:
         return
@@ -115,4 +117,4 @@ def check_engine_json(data: bytes) -> None:
     if isinstance(found, Handle):
         released = release_body("x", found)
         assert released is not None
-        json.loads(released)
+        assert b'"max_tokens":0' in released

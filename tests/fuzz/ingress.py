@@ -91,11 +91,20 @@ class Complaints(logging.Handler):
 class Answers:
     """Reads what was written as a client does."""
 
-    def __init__(self, written: bytes) -> None:
+    def __init__(self, written: bytes, *, closed: bool) -> None:
         self.statuses: list[int] = []
         self.complete = 0
+        self.framed = False
         self.parser = httptools.HttpResponseParser(self)
         self.parser.feed_data(written)
+        if closed and self.statuses and not self.framed:
+            self.complete += 1  # HTTP/1.0: the end of the connection is the end of the answer
+
+    def on_message_begin(self) -> None:
+        self.framed = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.framed = self.framed or name.lower() in (b"content-length", b"transfer-encoding")
 
     def on_headers_complete(self) -> None:
         if self.parser.get_status_code() >= 200:
@@ -168,7 +177,7 @@ class Ingress:
             if not state.tasks:
                 break
             await asyncio.sleep(0)
-        answers = Answers(transport.written)
+        answers = Answers(transport.written, closed=transport.closing or transport.eof)
         assert answers.complete == len(answers.statuses), "half an answer"
         self.seen.statuses = answers.statuses
         protocol.connection_lost(None)

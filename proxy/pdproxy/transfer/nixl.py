@@ -12,7 +12,7 @@ import msgspec
 
 from pdproxy.transfer.bodies import DROPPED_ON_PREFILL, alone_body, decode_fields, prefill_fields
 from pdproxy.transfer.contract import Contract, Handle, Order, encode, raw
-from pdproxy.wire.engine import PrefillAnswer
+from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.request import Parsed, Prompt
 
 _ASK = raw(
@@ -52,7 +52,7 @@ def handle(answer: PrefillAnswer) -> Handle | str:
         )
     try:
         params = _params_decoder.decode(params_json)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         return f"kv_transfer_params are incomplete: {error}"
     if not params.do_remote_prefill:
         return "kv_transfer_params say do_remote_prefill=false"

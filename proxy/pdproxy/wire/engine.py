@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What a decoder raises for bytes that are not what it was made for, nested as deeply as it may be."""
 _ABSENT = msgspec.Raw(b"null")  # a union of Raw with None is not decoded as Raw
 
 
@@ -85,7 +87,7 @@ def prefill_answer(body: bytes) -> PrefillAnswer | None:
     """Read a prefill engine's answer; None if it is not one."""
     try:
         return _prefill.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
 
 
@@ -93,7 +95,7 @@ def usage_of(body: bytes) -> Usage | None:
     """Return the usage of an answer or event, None if it has none or is unreadable."""
     try:
         return _decode.decode(body).usage
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
 
 
@@ -101,6 +103,6 @@ def error_of(body: bytes) -> _ErrorBody | None:
     """Return the error an engine describes in `body`, None if it describes none."""
     try:
         detail = _error.decode(body).detail()
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
     return detail if detail.message or detail.type else None
