@@ -86,13 +86,14 @@ async def test_a_prompt_under_one_block_has_nothing_to_move(size: int, split: bo
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_alone_streams_have_usage_only_if_asked(stream: bool) -> None:
-    """On one engine alone, too, the proxy asks for usage and keeps it to itself."""
+    """On one engine alone, too, the proxy asks for usage and keeps it to itself; of several choices' streams it asks none."""
     async with world() as w:
-        answer = await w.ask(COMPLETIONS, completion(n=2, stream=stream))
-        assert (b'"choices":[],"usage"' in answer.body) is False
-        report = await w.ended()
-        assert report.prompt_tokens is not None
-        assert report.completion_tokens == 8, "four for each choice"
+        for at, (fields, tokens) in enumerate([({"echo": True}, 4), ({"n": 2, "temperature": 1.0}, 8)], 1):
+            answer = await w.ask(COMPLETIONS, completion(stream=stream, **fields))
+            assert (b'"choices":[],"usage"' in answer.body) is False
+            report = await w.ended(at)
+            assert (report.prompt_tokens is None) is (stream and "n" in fields)
+            assert report.completion_tokens == tokens, "four for each choice"
         asked = await w.ask(COMPLETIONS, completion(n=2, stream=True, stream_options={"include_usage": True}))
         assert b'"choices":[],"usage"' in asked.body
 

@@ -7,7 +7,7 @@ Source: vLLM 0.32.0 `entrypoints/openai/*/protocol.py`. What the prefill leg mus
 from __future__ import annotations
 
 from pdproxy.transfer.contract import encode, raw
-from pdproxy.wire.request import Fields, Parsed, Prompt, Route
+from pdproxy.wire.request import Alone, Fields, Parsed, Prompt, Route
 
 _ONE = raw(b"1")
 _FALSE = raw(b"false")
@@ -55,8 +55,7 @@ def decode_fields(parsed: Parsed, prompt: Prompt) -> Fields:
     """Return the fields of a decode leg: the client's own, and on streams a usage event at the end, for us."""
     fields = dict(parsed.fields)
     _set_prompt(fields, prompt)
-    if parsed.stream and not parsed.wants_usage:
-        fields["stream_options"] = _USAGE_AT_THE_END
+    _ask_usage(fields, parsed)
     return fields
 
 
@@ -64,10 +63,18 @@ def alone_body(parsed: Parsed, prompt: Prompt | None) -> bytes:
     """Return the body for one engine that serves the request, or one prompt of it, without KV transfer."""
     if prompt is None:  # the whole request as it came
         fields = dict(parsed.fields)
-        if parsed.stream and not parsed.wants_usage:
-            fields["stream_options"] = _USAGE_AT_THE_END
+        _ask_usage(fields, parsed)
         return encode(fields)
     return encode(decode_fields(parsed, prompt))
+
+
+def _ask_usage(fields: Fields, parsed: Parsed) -> None:
+    """Ask for a usage event, but not of several choices: it takes the fingerprint from the last event of each.
+
+    The relay can give it back to one that it holds until the usage event comes; those of earlier choices have long gone.
+    """
+    if parsed.stream and not parsed.wants_usage and parsed.alone is not Alone.N:
+        fields["stream_options"] = _USAGE_AT_THE_END
 
 
 def _set_prompt(fields: Fields, prompt: Prompt) -> None:
