@@ -150,10 +150,11 @@ def _join(into: dict[str, Any], piece: dict[str, Any]) -> None:
     for key, value in piece.items():
         if value is None:
             into.setdefault(key, None)
+        elif key == "tool_calls":
+            into[key] = into.get(key) or []
+            _join_calls(into[key], value)  # one delta may have a call's name and its first arguments apart
         elif into.get(key) is None:
             into[key] = copy.deepcopy(value)
-        elif key == "tool_calls":
-            _join_calls(into[key], value)
         elif isinstance(value, dict):
             _join(into[key], value)
         elif isinstance(value, list) or key in {"text", "content", "reasoning", "arguments"}:
