@@ -6,19 +6,22 @@ begin only behind the thoughts.
 
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from .client import ask
+from .client import Answer, ask
 from .engine import Role
 from .equality import equal
 from .fleet import Fleet
 from .proxy import Proxy
 from .shapes import CHAT, Shape
 from .shapes_reasoning import BRIEFLY, REASONING_SHAPES, thinking
+from .skeleton import unlike, view
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
 
+RECORDED = Path(__file__).parents[1] / "data" / "reasoning"
 NAMES: dict[str, Role] = {"thinker": "plain", "thinker-p": "prefill", "thinker-d": "decode"}
 
 
@@ -45,6 +48,22 @@ def proxy(thinkers: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 async def test_thoughts_are_the_plain_engines(thinkers: Fleet, proxy: Proxy, shape: Shape) -> None:
     """Status, body and events are the plain engine's, and the KV moved."""
     await equal(thinkers, proxy, shape)
+
+
+def _recorded(path: Path) -> tuple[bytes, Answer]:
+    """The request and the answer of a recorded exchange."""
+    request, _, answer = path.read_bytes().partition(b"\n\n<<< ")
+    head, _, body = answer.partition(b"\n\n")
+    line, *headers = head.decode().split("\n")
+    kind = next(header.partition(": ")[2] for header in headers if header.startswith("content-type: "))
+    return request.partition(b"\n\n")[2], Answer(int(line.split()[1]), {"Content-Type": kind}, body.rstrip())
+
+
+@pytest.mark.parametrize("path", sorted(RECORDED.glob("*.txt")), ids=lambda path: path.stem)
+async def test_recorded_thoughts_are_what_an_engine_says(thinkers: Fleet, path: Path) -> None:
+    """The recordings that a simulator can be taught by are of these engines: asked again they answer in the same shape."""
+    sent, recorded = _recorded(path)
+    assert not unlike(view(await ask(thinkers.plain.url, CHAT, sent)), view(recorded))
 
 
 async def test_the_engines_do_tell_thoughts_from_answers(thinkers: Fleet) -> None:
