@@ -97,13 +97,19 @@ def _cut_differently(one: dict[str, list[Any]], two: dict[str, list[Any]]) -> st
 
 
 def _said(chunk: dict[str, Any]) -> int:
-    """How many characters a chunk adds to its choice."""
+    """How many characters, token ids and logprobs a chunk adds to its choice."""
     total = 0
     for choice in chunk.get("choices", ()):
         delta = choice.get("delta", choice)
         total += sum(len(delta.get(key) or "") for key in ("text", "content", "reasoning"))
+        total += len(choice.get("token_ids") or ()) + len(_logprobs(choice))
         total += sum(len(call["function"].get("arguments") or "") for call in delta.get("tool_calls") or ())
     return total
+
+
+def _logprobs(choice: dict[str, Any]) -> list[Any]:
+    given = choice.get("logprobs") or {}
+    return given.get("content") or given.get("tokens") or []
 
 
 def _glue(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -144,10 +150,11 @@ def _join(into: dict[str, Any], piece: dict[str, Any]) -> None:
     for key, value in piece.items():
         if value is None:
             into.setdefault(key, None)
+        elif key == "tool_calls":
+            into[key] = into.get(key) or []
+            _join_calls(into[key], value)  # one delta may have a call's name and its first arguments apart
         elif into.get(key) is None:
             into[key] = copy.deepcopy(value)
-        elif key == "tool_calls":
-            _join_calls(into[key], value)
         elif isinstance(value, dict):
             _join(into[key], value)
         elif isinstance(value, list) or key in {"text", "content", "reasoning", "arguments"}:

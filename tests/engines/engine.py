@@ -65,10 +65,10 @@ class Engine:
     )
 
     @classmethod
-    def start(cls, launcher: Launcher, name: str, role: Role, port: int = 0) -> "Engine":
-        """Start a process and return at once; `wait` tells when it serves."""
+    def start(cls, launcher: Launcher, name: str, role: Role, port: int = 0, flags: str = "") -> "Engine":
+        """Start a process and return at once; `wait` tells when it serves. `flags`: more than FLAGS, for `vllm serve`."""
         port, side_port = port or free_port(), free_port()
-        argv = ["--model", str(launcher.built.model), *shlex.split(FLAGS), "--port", str(port)]
+        argv = ["--model", str(launcher.built.model), *shlex.split(f"{FLAGS} {flags}"), "--port", str(port)]
         if role != "plain":
             argv += [
                 "--kv-transfer-config",

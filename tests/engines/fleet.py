@@ -41,11 +41,12 @@ class Fleet:
     state: Path | None = None  # where it is written down which processes these are
     left: list[Engine] = field(default_factory=list)  # written down there and not taken over
     claim: TextIO | None = None  # open for as long as nobody else may use the engines
+    flags: str = ""  # what `vllm serve` gets beside the common flags
 
     @property
     def plain(self) -> Engine:
         """The reference that every answer is compared with."""
-        return self.engines["plain"]
+        return next(engine for engine in self.engines.values() if engine.role == "plain")
 
     @property
     def prefills(self) -> list[Engine]:
@@ -96,7 +97,7 @@ class Fleet:
         the blocks of a request that D has refused, and P holds them until its lease ends.
         """
         for name, role in names.items():
-            self.engines[name] = Engine.start(self.launcher, name, role, (ports or {}).get(name, 0))
+            self.engines[name] = Engine.start(self.launcher, name, role, (ports or {}).get(name, 0), self.flags)
         self._save()
         for name in names:
             self.engines[name].wait()
@@ -127,13 +128,17 @@ class Fleet:
         if self.state:
             self.state.write_text(json.dumps({name: engine.dump() for name, engine in self.engines.items()}, indent=1))
 
-    def stop(self) -> None:
-        """End them all, all at once."""
-        self.launcher.close()
+    def end(self) -> None:
+        """End the engines alone; whoever shares the launcher can go on starting some."""
         for engine in self.engines.values():
             engine.terminate()
         for engine in self.engines.values():
             engine.stop()
+
+    def stop(self) -> None:
+        """End them all, all at once, and the nursery."""
+        self.launcher.close()
+        self.end()
         if self.state:
             self.state.unlink(missing_ok=True)
         if self.claim:

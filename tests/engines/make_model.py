@@ -15,11 +15,15 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY, HIDDEN, LAYERS, POSITIONS, SEED = 4096, 256, 4, 4096, 1234
 BOS, EOS, PAD, IM_START, IM_END = "<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
+THINK = [
+    "<think>",
+    "</think>",
+]  # one token each, as reasoning parsers want them; no special ones, so that text shows them
 
 
 def train_tokenizer() -> Tokenizer:
@@ -28,12 +32,13 @@ def train_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY - len(THINK),
         special_tokens=[BOS, EOS, PAD, IM_START, IM_END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train(sorted(str(path) for path in Path(sysconfig.get_paths()["stdlib"]).glob("*.py")), trainer)
+    tokenizer.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in THINK])
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
     )

@@ -12,10 +12,10 @@ import pytest
 from openai import AsyncOpenAI, NotFoundError, OpenAI
 from pydantic import BaseModel
 
+from .bench import bench_serve
 from .client import ask
 from .engine import MODEL
 from .fleet import Fleet
-from .launcher import ENVIRONMENT
 from .proxy import Proxy
 from .shapes import CALL, CHAT, COMPLETIONS, TOOLS, question, story
 
@@ -150,31 +150,8 @@ async def test_curl(fleet: Fleet, proxy_2p2d: Proxy, streamed: bool) -> None:
         assert json.loads(done.stdout)["choices"][0]["text"] == text
 
 
-# `vllm bench serve` asks for the metadata of a distribution named vllm; its module doesn't.
-BENCH = """
-import argparse
-from vllm.benchmarks.serve import add_cli_args, main
-parser = argparse.ArgumentParser()
-add_cli_args(parser)
-main(parser.parse_args())
-"""
-
-
 async def test_vllm_bench_serve(fleet: Fleet, proxy_2p2d: Proxy, tmp_path: Path) -> None:
     """vLLM's own load generator finishes 30 random requests through the proxy, none failed, all tokens there."""
     built = fleet.launcher.built
-    result = tmp_path / "result.json"
-    flags = ["--backend", "openai", "--base-url", proxy_2p2d.url, "--endpoint", COMPLETIONS, "--model", MODEL]
-    flags += ["--tokenizer", str(built.model), "--dataset-name", "random", "--random-input-len", "200"]
-    flags += ["--random-output-len", "16", "--num-prompts", "30", "--max-concurrency", "8", "--ignore-eos"]
-    flags += ["--save-result", "--result-filename", str(result)]
-    done = await asyncio.create_subprocess_exec(
-        *(built.python, "-c", BENCH, *flags),
-        env=ENVIRONMENT | {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    output, _ = await done.communicate()
-    assert done.returncode == 0, output.decode()[-3000:]
-    measured = json.loads(result.read_text())
+    measured = await bench_serve(built, proxy_2p2d.url, COMPLETIONS, tmp_path, requests=30, tokens=16, clients=8)
     assert (measured["completed"], measured["total_output_tokens"]) == (30, 30 * 16)

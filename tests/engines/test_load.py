@@ -15,6 +15,7 @@ import pytest
 from .client import Answer, ask
 from .compare import differs
 from .fleet import Fleet
+from .prompts import ids
 from .proxy import Proxy
 from .shapes import CHAT, COMPLETIONS, SHAPES, Body, Shape, question, story
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.engines
 
 SECONDS = float(os.environ.get("PDPROXY_TEST_LOAD_SECONDS", "60"))
 CLIENTS, DISTINCT = 16, 150
+EVALUATORS, EVALUATED = 50, int(os.environ.get("PDPROXY_TEST_EVALUATED", "60"))
 LEAVERS, LEAVERS_AT_ONCE = 200, 16
 LEASE = 30.0  # seconds P keeps blocks that nobody fetches
 EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
@@ -67,6 +69,46 @@ async def test_every_answer_under_load_is_right(fleet: Fleet, proxy_2p2d: Proxy)
     assert not Counter(wrong)
     assert answered.total() > CLIENTS
     assert computed == [engine.counters().sum(COMPUTED[0], **COMPUTED[1]) for engine in fleet.decodes]
+
+
+def _evaluation(number: int) -> tuple[str, Body]:
+    """What lm-evaluation-harness sends: by turns a log-likelihood, a completion up to a stop string, a chat up to one.
+
+    Completions come as a list of one prompt of token ids, log-likelihoods as an echo with logprobs and one token more.
+    """
+    nonce = secrets.token_hex(6)
+    common = {"model": "tiny", "temperature": 0, "seed": 1234}
+    prompt = [ids(nonce, 60 + 37 * number % 400)]
+    if number % 3 == 0:
+        return COMPLETIONS, common | {"prompt": prompt, "max_tokens": 1, "logprobs": 1, "echo": True}
+    until = common | {"max_tokens": 64, "stop": ["e", "\n\n", "Question:", "</s>"]}
+    return (
+        (COMPLETIONS, until | {"prompt": prompt}) if number % 3 == 1 else (CHAT, until | {"messages": question(nonce)})
+    )
+
+
+@pytest.mark.timeout(900, func_only=True)
+async def test_an_evaluation_scores_as_on_one_engine(fleet: Fleet, proxy_1p1d: Proxy) -> None:
+    """50 clients evaluate a model at once through one pair: every answer is the plain engine's, log-likelihoods too."""
+    asked = [_evaluation(number) for number in range(EVALUATED)]
+    alone = proxy_1p1d.counters().sum("pdproxy_alone_total")
+
+    async def answers(url: str) -> list[Answer]:
+        gate = asyncio.Semaphore(EVALUATORS)
+
+        async def one(path: str, body: Body) -> Answer:
+            async with gate:
+                return await ask(url, path, body)
+
+        return await asyncio.gather(*(one(*each) for each in asked))
+
+    expected = await answers(fleet.plain.url)
+    got = await answers(proxy_1p1d.url)
+    assert {answer.status for answer in expected} == {200}
+    wrong = [why for plain, other in zip(expected, got, strict=True) if (why := differs(plain, other, strict=False))]
+    print(f"{EVALUATED} answers to {EVALUATORS} evaluating clients, {len(wrong)} wrong")
+    assert not wrong
+    assert proxy_1p1d.counters().sum("pdproxy_alone_total") - alone == len(asked[::3])
 
 
 async def _leave(proxy: Proxy, chance: random.Random) -> str:

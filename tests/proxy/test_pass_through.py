@@ -65,6 +65,18 @@ async def test_a_stream_passes_through_and_the_usage_event_only_if_asked(
         assert (report.outcome, report.prompt_tokens, report.completion_tokens) == ("ok", 61, 3)
 
 
+@ROUTES
+async def test_each_choice_of_a_stream_keeps_its_fingerprint(path: str, body: dict[str, Any]) -> None:
+    """Of several choices no usage event is asked: it would take the fingerprint from each choice's last event."""
+    async with world() as w:
+        answer = await w.ask(path, {**body, "stream": True, "n": 3, "seed": 7, "temperature": 0.9})
+        chunks = [json.loads(line[6:]) for line in answer.body.splitlines() if line.startswith(b"data: {")]
+        last = [chunk for chunk in chunks if any(choice["finish_reason"] for choice in chunk["choices"])]
+        assert len(last) == 3
+        assert all(chunk["system_fingerprint"] for chunk in last)
+        assert all(chunk["choices"] for chunk in chunks)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_default_engines_answer_both_routes(stream: bool) -> None:
     """On both routes the text is what one engine alone says, and every handle is loaded."""

@@ -86,7 +86,7 @@ async def test_a_prompt_under_one_block_has_nothing_to_move(size: int, split: bo
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_alone_streams_have_usage_only_if_asked(stream: bool) -> None:
-    """On one engine alone, too, the proxy asks for usage and keeps it to itself."""
+    """On one engine alone, too, the proxy asks for usage and keeps it to itself; of several choices' streams it asks none."""
     async with world() as w:
         answer = await w.ask(COMPLETIONS, completion(echo=True, stream=stream))
         assert (b'"choices":[],"usage"' in answer.body) is False

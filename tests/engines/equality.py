@@ -1,0 +1,110 @@
+"""One shape asked of a plain engine and through the proxy at once: the answers compared, the KV's way proved by counters."""
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass
+
+from .client import Answer, ask
+from .compare import differs
+from .counters import Counters
+from .fleet import Fleet
+from .proxy import Proxy
+from .shapes import Shape
+
+SOURCE = "vllm:prompt_tokens_by_source_total"
+USED = "vllm:kv_cache_usage_perc"
+SETTLED = 5.0  # seconds for counters to show what happened and for P to free its blocks
+STRICT_TRIES = 3
+
+
+@dataclass
+class Moved:
+    """Counters taken before a request, and what they rose by since."""
+
+    fleet: Fleet
+    proxy: Proxy
+    plain: Counters
+    decodes: list[Counters]
+    front: Counters
+    held: list[float]
+
+    @classmethod
+    def now(cls, fleet: Fleet, proxy: Proxy) -> "Moved":
+        """Take all counters."""
+        decodes = [engine.counters() for engine in fleet.decodes]
+        held = [engine.counters().sum(USED) for engine in fleet.prefills]
+        return cls(fleet, proxy, fleet.plain.counters(), decodes, proxy.counters(), held)
+
+    @property
+    def released(self) -> bool:
+        """Whether no prefill engine holds more now than it did."""
+        return all(
+            engine.counters().sum(USED) <= held for engine, held in zip(self.fleet.prefills, self.held, strict=True)
+        )
+
+    def since(self, alone: str) -> dict[str, float]:
+        """What rose: the prompt's tokens as the plain engine counts them, whence D had them, how often it went alone."""
+        decodes = [engine.counters() for engine in self.fleet.decodes]
+        plain, proxy = self.fleet.plain.counters(), self.proxy.counters()
+
+        def decoded(source: str) -> float:
+            pairs = zip(decodes, self.decodes, strict=True)
+            return sum(new.sum(SOURCE, source=source) - old.sum(SOURCE, source=source) for new, old in pairs)
+
+        def front(**labels: str) -> float:
+            return proxy.sum("pdproxy_alone_total", **labels) - self.front.sum("pdproxy_alone_total", **labels)
+
+        name = "vllm:prompt_tokens_total"
+        return {
+            "prompt": plain.sum(name) - self.plain.sum(name),
+            "pulled": decoded("external_kv_transfer"),
+            "computed": decoded("local_compute"),
+            "alone": front(),
+            "expected_reason": front(reason=alone) if alone else 0,
+        }
+
+
+async def _both(shape: Shape, fleet: Fleet, proxy: Proxy) -> tuple[Answer, Answer]:
+    nonce = secrets.token_hex(6)
+    headers = {"X-Request-Id": nonce} if shape.header_id else None
+    body = shape.make(nonce)
+    plain, other = await asyncio.gather(*(ask(one.url, shape.path, body, headers) for one in (fleet.plain, proxy)))
+    return plain, other
+
+
+async def equal(fleet: Fleet, proxy: Proxy, shape: Shape) -> None:
+    """Fails unless status, body and events are the plain engine's, the KV moved as the shape says, and P holds nothing."""
+    for attempt in range(STRICT_TRIES):
+        before = Moved.now(fleet, proxy)
+        plain, other = await _both(shape, fleet, proxy)
+        assert plain.status == shape.status, plain.body[:500]
+        why = differs(plain, other, strict=False)
+        assert not why, f"{why}\nplain: {plain.body!r}\nproxy: {other.body!r}"
+        await _settle(shape, before)
+        if not (why := differs(plain, other)):
+            break
+        assert attempt + 1 < STRICT_TRIES, f"cut into other chunks {STRICT_TRIES} times: {why}"
+    if shape.pinned_id:
+        first = plain.chunks[0] if plain.streamed else plain.json
+        assert (other.chunks[0] if other.streamed else other.json)["id"] == first["id"]
+
+
+async def _settle(shape: Shape, before: Moved) -> None:
+    """The counters show within seconds how the answer came about; then P holds no more than before."""
+    wanted: dict[str, float]
+    if shape.alone:
+        wanted = {"alone": shape.times, "expected_reason": shape.times} | ({} if shape.partly else {"pulled": 0})
+    elif shape.status == 200:
+        wanted = {"computed": 0, "alone": 0}
+    else:
+        wanted = {"pulled": 0}
+    deadline = time.monotonic() + SETTLED
+    while True:
+        rose = before.since(shape.alone)
+        whole = shape.status != 200 or (shape.alone and not shape.partly)
+        moved = whole or 0 < rose["pulled"] == rose["prompt"] - rose["computed"]
+        if moved and rose | wanted == rose and before.released:
+            return
+        assert time.monotonic() < deadline, f"wanted {wanted}, counters rose by {rose}, P's KV was {before.held}"
+        await asyncio.sleep(0.1)
