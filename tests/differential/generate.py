@@ -220,7 +220,6 @@ def _shared(dialect: Dialect) -> dict[str, Fields]:
         "stop included": st.just({"include_stop_str_in_output": True}),
         "end at once": st.just({"logit_bias": {str(dialect.eos): 100}}),
         "ignore_eos": st.just({"ignore_eos": True, "logit_bias": {str(dialect.eos): 100}}),
-        "n": st.integers(1, 4).map(lambda value: {"n": value}),
         "n seeded": st.tuples(st.integers(1, 4), st.integers(0, 99)).map(
             lambda drawn: {"n": drawn[0], "temperature": 0.9, "seed": drawn[1]}
         ),
@@ -327,7 +326,7 @@ def _faults(dialect: Dialect, path: str) -> dict[str, Fields]:
         "min_tokens": _values("min_tokens", -1, 10**6, "x"),
         "usage without stream": st.just({"stream": False, "stream_options": {"include_usage": True}}),
         "stop": _values("stop", "", ["", "a"], 5),
-        "n": _values("n", 0, -1, 10**6, "2"),
+        "n": _values("n", 0, -1, 2, 10**6, "2"),
         "range": st.sampled_from(
             (
                 {"temperature": -1},

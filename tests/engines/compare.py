@@ -9,8 +9,8 @@ from .client import Answer
 
 # The same sum is added up in another order where a prompt's last token was prefilled (plain) or decoded (split).
 LOGPROB_TOLERANCE = 2e-3
-# The engine's own fingerprint; a time; and how many tokens D itself added to its prefix cache (P's answer has that number).
-MASKED = {"system_fingerprint", "created", "created_cache_tokens"}
+# The engine's own fingerprint; a time.
+MASKED = {"system_fingerprint", "created"}
 _CLOCK = re.compile(r"\[\d\d:\d\d:\d\d\]")  # xgrammar dates its complaints
 _MINTED = re.compile(r"^(cmpl-|chatcmpl-tool-|chatcmpl-|call_)?[0-9a-f-]{16,}$")
 

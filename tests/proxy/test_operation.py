@@ -211,7 +211,7 @@ async def test_the_metrics_page() -> None:
     async with world() as w:
         for _ in range(2):
             await w.ask(COMPLETIONS, completion(stream=True))
-            await w.ask(CHAT, chat(n=2))
+            await w.ask(CHAT, chat(n=2, temperature=1))
         w.proxy.observers.notify(DeadlinePassed(Wait.QUEUE.value))
         await w.quiet()
         for _ in range(3):
@@ -285,7 +285,7 @@ async def test_no_prompt_and_no_key_in_any_log_line(caplog: pytest.LogCaptureFix
         for body in (
             completion(prompt=secret_prompt),
             completion(prompt=secret_prompt, stream=True),
-            completion(prompt=secret_prompt, n=2),
+            completion(prompt=secret_prompt, n=2, temperature=1),
             completion(prompt=[secret_prompt, secret_prompt]),
             completion(prompt={"x": secret_prompt}),
         ):

@@ -12,7 +12,7 @@ from tests.fakes.engine import Reply
 from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, TEXT, World, chat, completion, world
 
 FAKE = {"do_remote_prefill": True, "remote_engine_id": "made-up", "remote_block_ids": [[1]]}
-ALONE = {"n": 2}
+ALONE = {"n": 2, "temperature": 1}
 
 
 def legs(w: World) -> list[dict[str, Any]]:

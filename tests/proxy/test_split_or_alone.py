@@ -15,8 +15,8 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "long enough for 
 @pytest.mark.parametrize(
     ("path", "fields", "reason"),
     [
-        (COMPLETIONS, {"n": 2}, "n"),
-        (CHAT, {"n": 3}, "n"),
+        (COMPLETIONS, {"n": 2, "temperature": 1}, "n"),
+        (CHAT, {"n": 3, "temperature": 1}, "n"),
         (COMPLETIONS, {"echo": True}, "echo"),
         (COMPLETIONS, {"prompt_logprobs": 1}, "prompt_logprobs"),
         (CHAT, {"prompt_logprobs": 0}, "prompt_logprobs"),
@@ -109,7 +109,7 @@ async def test_each_choice_has_a_seed_of_its_own(stream: bool) -> None:
         assert len(set(singles)) == 3
 
 
-@pytest.mark.parametrize("fields", [{"n": 2}, {"prompt": [PROMPT, PROMPT], "echo": True}])
+@pytest.mark.parametrize("fields", [{"n": 2, "temperature": 1}, {"prompt": [PROMPT, PROMPT], "echo": True}])
 async def test_a_stream_of_several_choices_is_not_asked_for_usage(fields: dict[str, Any]) -> None:
     """The usage event would take the fingerprint from each choice's last chunk; what is reported is the number of events."""
     async with world() as w:
@@ -134,7 +134,7 @@ async def test_a_stream_that_only_the_engine_understands_as_one_keeps_its_usage(
 async def test_aggregated_engines_serve_alone_first() -> None:
     """One engine alone is an aggregated one where there is one; it never takes a handle, and serves without pairs."""
     async with world(aggregated=1) as w:
-        await w.ask(COMPLETIONS, completion(n=2))
+        await w.ask(COMPLETIONS, completion(n=2, temperature=1))
         assert len(w.aggregated[0].requests) == 1
         await w.ask(COMPLETIONS, completion())
         assert w.decode[0].requests[0].kv is not None
@@ -154,7 +154,7 @@ async def test_alone_goes_to_an_engine_that_has_the_model() -> None:
         w.aggregated[0].models = ["other"]
 
     async with world(aggregated=1, before=other) as w:
-        assert (await w.ask(COMPLETIONS, completion(n=2))).status == 200
+        assert (await w.ask(COMPLETIONS, completion(n=2, temperature=1))).status == 200
         assert len(w.decode[0].requests) == 1
         assert (await w.ask(COMPLETIONS, completion(model="other"))).status == 200
         assert len(w.aggregated[0].requests) == 1

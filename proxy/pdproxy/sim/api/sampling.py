@@ -13,6 +13,8 @@ from pdproxy.sim.tokenizer import Tokenizer
 
 _MOST_LOGPROBS = 20
 _MOST_CHOICES = 16384
+_GREEDY = 1e-5
+"""A temperature below is none."""
 
 
 def check_lengths(body: GenerationBody, facts: Facts) -> None:
@@ -184,3 +186,5 @@ def _verify(body: GenerationBody, temperature: float, max_tokens: int) -> None:
         raise Refused("stop cannot contain an empty string.")
     if "" in body.bad_words:
         raise Refused(f"bad_words cannot contain an empty string. Got bad_words={body.bad_words}")
+    if n > 1 and temperature < _GREEDY:
+        raise Refused(f"n must be 1 when using greedy sampling, got {n}.")
