@@ -18,6 +18,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from pdproxy.observe.events import Observers
+from pdproxy.settings.schema import Cors
+from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.guard import Bounds
 from pdproxy.web.protocol import DataPath, GenerateCycle, protocol_class
 from pdproxy.wire.request import Incoming, Route
@@ -119,7 +121,15 @@ class Ingress:
 
     def __init__(self) -> None:
         self.seen = Seen()
-        self.path = DataPath(self._generate, Observers([]), _BOUNDS, max_body=MAX_BODY, max_buffered=4 * MAX_BODY)
+        self.path = DataPath(
+            self._generate,
+            lambda _: None,
+            Observers([]),
+            _BOUNDS,
+            CorsHeaders(Cors()),
+            max_body=MAX_BODY,
+            max_buffered=4 * MAX_BODY,
+        )
         self.config = uvicorn.Config(
             self._application,
             http=protocol_class(self.path),

@@ -46,6 +46,7 @@ async def test_requests_at_every_cut(name: str) -> None:
 @example(CHUNKED.replace(b"chunked", b"chunked\r\ncontent-length: 3"), [])
 @example(b"POST /v1/completions HTTP/1.1\r\ncontent-length: \r\n\r\n", [])
 @example(GET * 70, [])
+@example(GET.replace(b"host: x", b"connection: close") + CHUNKED, [len(GET) + 10, len(GET) + 80])
 def test_mutated_requests(data: bytes, cuts: list[int]) -> None:
     """One answer to each request or the end of the connection; nothing smuggled, logged or left."""
     run(data, cuts)

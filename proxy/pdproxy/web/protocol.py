@@ -100,9 +100,8 @@ class GenerateCycle(RequestResponseCycle):
         if self._size == 0:
             self._body = body  # most bodies come in one read: no copy is made of those
         else:
-            if not isinstance(
-                self._body, bytearray
-            ):  # one buffer: a list of tiny parts would cost many times their bytes
+            # One buffer: a list of tiny parts would cost many times their bytes.
+            if not isinstance(self._body, bytearray):
                 self._body = bytearray(self._body)
             self._body += body
         self._size = size
@@ -142,9 +141,9 @@ class GenerateCycle(RequestResponseCycle):
     async def run_asgi(self, app: object) -> None:
         """Serve the request. uvicorn runs this as the request's task."""
         self._serving = asyncio.current_task()
-        if self.disconnected:
-            return
         try:
+            if self.disconnected:
+                return
             incoming = await self._incoming()
             if incoming is not None:
                 await self._data_path.generate(incoming, self)
