@@ -536,3 +536,30 @@ def test_config_validate_reads_certificates(ours: Side, theirs: Side, capsys: py
     assert main([*line, ours.key, "--ssl-ca-certs", theirs.authority]) == 0
     assert main([*line, theirs.key]) == 2
     assert "the key is not the certificate's" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+async def test_an_old_session_does_not_outlive_its_authority(ours: Side, theirs: Side, version: ssl.TLSVersion) -> None:
+    """A client can't get in by a session that it has kept from before its authority was taken out."""
+
+    context = ours.trusting(theirs)
+    context.maximum_version = version
+
+    def visit(port: int, session: ssl.SSLSession | None) -> tuple[bytes, ssl.SSLSession | None]:
+        with (
+            socket.create_connection(("127.0.0.1", port), 5) as plain,
+            context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as secure,
+        ):
+            secure.sendall(request("GET", "/health", b""))
+            said = secure.recv(65_536)
+            if not said:
+                raise ConnectionResetError
+            return said, secure.session
+
+    async with world(adjust=front(ours, client_ca=theirs.authority)) as w:
+        said, session = await asyncio.to_thread(visit, w.port, None)
+        assert said.startswith(b"HTTP/1.1 200")
+        trustme.CA().cert_pem.write_to_path(theirs.authority)
+        w.proxy.credentials.look()
+        with pytest.raises(OSError):  # noqa: PT011 - an alert, or a connection that just closes
+            await asyncio.to_thread(visit, w.port, session)
