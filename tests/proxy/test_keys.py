@@ -157,6 +157,7 @@ async def test_a_strangers_body_is_no_next_request(monkeypatch: pytest.MonkeyPat
         assert (await client.answer()).status == 401
         client.send(hidden + hidden)  # the body, and a good request behind it
         assert await client.closed()
+        await until(lambda: w.server is not None and not w.server.server_state.tasks)
         assert not [r for engine in w.engines for r in engine.requests]
         assert len(w.events(RequestEnded)) == 1
 

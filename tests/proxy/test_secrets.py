@@ -113,6 +113,10 @@ async def test_through_good_and_bad_ends(read: Read, tmp_path: Path) -> None:
             assert await read.ask(w, COMPLETIONS, completion(prompt=PROMPT), headers) == 401
             assert (await w.get("/v1/models", headers)).status == 401
         good = bearer(PROXY_KEY)
+        for route in ("/tokenize", "/v1/responses", "/v1/messages", "/v1/embeddings"):
+            body = {"model": "tiny", "prompt": PROMPT, "input": PROMPT}
+            assert await read.ask(w, route, body, bearer(WRONG_KEY)) == 401
+            await read.ask(w, route, body, good)
         for body in (
             completion(prompt=PROMPT),
             completion(prompt={"x": PROMPT}),
