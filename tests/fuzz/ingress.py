@@ -22,6 +22,7 @@ from pdproxy.settings.schema import Cors
 from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.guard import Bounds
 from pdproxy.web.protocol import DataPath, GenerateCycle, protocol_class
+from pdproxy.web.room import BodyRoom
 from pdproxy.wire.request import Incoming, Route
 
 ROUTES = {route.value.encode() for route in Route}
@@ -127,8 +128,8 @@ class Ingress:
             Observers([]),
             _BOUNDS,
             CorsHeaders(Cors()),
+            BodyRoom(4 * MAX_BODY),
             max_body=MAX_BODY,
-            max_buffered=4 * MAX_BODY,
         )
         self.config = uvicorn.Config(
             self._application,
@@ -194,7 +195,7 @@ class Ingress:
         for _ in range(_SPINS):
             await asyncio.sleep(0)
         assert not state.tasks, "a task is left"
-        assert self.path.buffered == 0, "bytes of a body are left"
+        assert self.path.room.held == 0, "bytes of a body are left"
         return self.seen
 
 

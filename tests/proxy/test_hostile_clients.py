@@ -134,7 +134,7 @@ async def besieged(**settings: Any) -> AsyncIterator[World]:
         assert w.server is not None
         state = w.server.server_state
         await until(lambda: not state.connections and not state.tasks, PATIENCE)
-        assert data_path(w).buffered == 0
+        assert data_path(w).room.held == 0
 
 
 async def served_meanwhile(w: World) -> None:
@@ -334,16 +334,16 @@ async def test_bodies_under_way_have_one_bound_in_all() -> None:
         first, second = await w.client(), await w.client()
         first.send(half)
         second.send(half)
-        await until(lambda: data_path(w).buffered == 1800, PATIENCE)
+        await until(lambda: data_path(w).room.held == 1800, PATIENCE)
         third = await w.client()
         third.send(half)
         answer = await third.answer()
         assert (answer.status, answer.header("retry-after")) == (503, "1")
         assert answer.json["error"]["type"] == "ServiceUnavailableError"
-        assert data_path(w).buffered == 1800
+        assert data_path(w).room.held == 1800
         await served_meanwhile(w)
         first.close()
-        await until(lambda: data_path(w).buffered == 900, PATIENCE)
+        await until(lambda: data_path(w).room.held == 900, PATIENCE)
         fourth = await w.client()
         fourth.send(half + b" " * 100)
         assert (await fourth.answer()).status == 400
@@ -358,6 +358,6 @@ async def test_a_body_in_service_counts() -> None:
         body = json.dumps(completion(stream=True)).encode()
         client.post(COMPLETIONS, body)
         await client.head()
-        assert data_path(w).buffered == len(body)
+        assert data_path(w).room.held == len(body)
         go.set()
-        await until(lambda: data_path(w).buffered == 0, PATIENCE)
+        await until(lambda: data_path(w).room.held == 0, PATIENCE)

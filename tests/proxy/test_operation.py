@@ -14,6 +14,7 @@ from pdproxy import __version__
 from pdproxy.fleet import prober
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.events import DeadlinePassed, NodeChanged
+from pdproxy.serving.routes import TABLE
 from tests.fakes import answers, scripts
 from tests.fakes.engine import Reply, Script
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
@@ -256,9 +257,8 @@ async def test_the_documentation_lists_the_generating_routes() -> None:
     async with world() as w:
         assert (await w.get("/docs")).status == 200
         document = (await w.get("/openapi.json")).json
-        assert set(document["paths"]) == {
-            "/health", "/ready", "/version", "/metrics", "/v1/models", COMPLETIONS, CHAT
-        }  # fmt: skip
+        operation = {"/health", "/ready", "/version", "/metrics", "/ping"}
+        assert set(document["paths"]) == {*operation, COMPLETIONS, CHAT, *(entry.path for entry in TABLE)}
         for path in (COMPLETIONS, CHAT):
             operation = document["paths"][path]["post"]
             assert operation["requestBody"]["required"] is True

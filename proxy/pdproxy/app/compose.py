@@ -37,6 +37,7 @@ from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.guard import Bounds
 from pdproxy.web.passing import Passing
 from pdproxy.web.protocol import FORWARDED, DataPath, DataPathProtocol, protocol_class
+from pdproxy.web.room import BodyRoom
 
 logger = logging.getLogger("pdproxy")
 
@@ -70,6 +71,7 @@ class Proxy:
     service: Service
     legs: PassthroughLegs
     passthrough: Passthrough
+    room: BodyRoom
     metrics: Metrics
     observers: Observers
     tasks: TaskOwner
@@ -137,6 +139,7 @@ class Proxy:
             service,
             passed_legs,
             passthrough,
+            BodyRoom(limits.max_buffered_bytes),
             metrics,
             observers,
             TaskOwner("fleet"),
@@ -185,8 +188,8 @@ class Proxy:
             self.observers,
             Bounds(deadlines.client_head, deadlines.client_body, deadlines.client_write, limits.max_header_bytes),
             CorsHeaders(self.settings.listen.cors),
+            self.room,
             max_body=limits.max_body_bytes,
-            max_buffered=limits.max_buffered_bytes,
         )
         return protocol_class(path)
 
@@ -197,6 +200,7 @@ class Proxy:
             self.passthrough.serve,
             self.service.keys.check,
             self.observers,
+            self.room,
             FORWARDED,
             max_body=limits.max_body_bytes,
             body_timeout=deadlines.client_body,

@@ -18,6 +18,7 @@ from pdproxy.kit.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
     ClientLeftError,
+    Fault,
     PdproxyError,
     UnauthorizedError,
     Wait,
@@ -26,6 +27,7 @@ from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.serving.passthrough import PassedRequest, Sink
 from pdproxy.serving.routes import Entry
 from pdproxy.upstream.connection import Headers
+from pdproxy.web.room import BodyRoom
 from pdproxy.wire.dialects import failure_body
 
 Line = tuple[bytes, bytes]
@@ -38,6 +40,7 @@ class Passing:
     serve: Callable[[PassedRequest, Sink], Awaitable[None]]
     check_key: Callable[[bytes | None], None]
     observers: Observers
+    room: BodyRoom
     forwarded: frozenset[bytes]
     max_body: int
     body_timeout: float
@@ -51,9 +54,16 @@ class PassedAnswer(Response):
         super().__init__()
         self._passing = passing
         self._entry = entry
+        self._size = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, have the request served, and stop that when the client leaves."""
+        try:
+            await self._serve(scope, receive, send)
+        finally:
+            self._passing.room.give_back(self._size)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         passing, client = self._passing, _Client(self._passing, send)
         headers: list[Line] = scope["headers"]
         try:
@@ -62,6 +72,8 @@ class PassedAnswer(Response):
             return
         except PdproxyError as error:
             lines = [(b"content-type", b"application/json"), (b"connection", b"close")]
+            if error.fault is Fault.CAPACITY:
+                lines.append((b"retry-after", b"1"))
             with contextlib.suppress(ClientLeftError):
                 await client.whole(error.status, lines, failure_body(self._entry.dialect, error))
             return
@@ -101,20 +113,21 @@ class PassedAnswer(Response):
         length = next((value for name, value in headers if name == b"content-length"), b"0")
         if int(length or b"0") > passing.max_body:
             raise too_large
-        parts: list[bytes] = []
-        size = 0
+        whole = bytearray()
         try:
             async with asyncio.timeout(passing.body_timeout):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientLeftError("the client left before its request was whole")
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > passing.max_body:
+                    part = message.get("body", b"")
+                    if len(whole) + len(part) > passing.max_body:
                         raise too_large
+                    passing.room.take(len(part))
+                    self._size += len(part)
+                    whole += part
                     if not message.get("more_body", False):
-                        return b"".join(parts)
+                        return bytes(whole)
         except TimeoutError:
             passing.observers.notify(DeadlinePassed(Wait.CLIENT_BODY.value))
             late = f"The body was not whole within {passing.body_timeout:g} s"

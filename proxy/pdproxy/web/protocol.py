@@ -23,6 +23,7 @@ from pdproxy.observe.events import Observers
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.guard import Bounds, GuardedProtocol
+from pdproxy.web.room import BodyRoom
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Incoming, Route
 
@@ -36,10 +37,7 @@ Generate = Callable[[Incoming, "GenerateCycle"], Awaitable[None]]
 
 
 class DataPath:
-    """What the protocol needs to know. One for the whole process; `max_body` (of one body) and `max_buffered` (of all) in bytes.
-
-    `buffered` is how many bytes of bodies there are, from their arrival to the end of their requests.
-    """
+    """What the protocol needs to know. One for the whole process; `max_body` in bytes."""
 
     def __init__(
         self,
@@ -48,9 +46,9 @@ class DataPath:
         observers: Observers,
         bounds: Bounds,
         cors: CorsHeaders,
+        room: BodyRoom,
         *,
         max_body: int,
-        max_buffered: int,
     ) -> None:
         self.generate = generate
         self.check_key = check_key
@@ -58,8 +56,7 @@ class DataPath:
         self.observers = observers
         self.bounds = bounds
         self.max_body = max_body
-        self.max_buffered = max_buffered
-        self.buffered = 0
+        self.room = room
 
 
 class GenerateCycle(RequestResponseCycle):
@@ -93,10 +90,11 @@ class GenerateCycle(RequestResponseCycle):
         if size > path.max_body:
             self.refuse(BodyTooLargeError(f"The body is larger than {path.max_body} bytes", param="body"))
             return
-        if path.buffered + len(body) > path.max_buffered:
-            self.refuse(OverloadedError(f"Bodies of {path.max_buffered} bytes are under way: no room for more"))
+        try:
+            path.room.take(len(body))
+        except OverloadedError as error:
+            self.refuse(error)
             return
-        path.buffered += len(body)
         if self._size == 0:
             self._body = body  # most bodies come in one read: no copy is made of those
         else:
@@ -119,7 +117,7 @@ class GenerateCycle(RequestResponseCycle):
             self._whole_body.set_result(error)
 
     def _forget_body(self) -> None:
-        self._data_path.buffered -= self._size
+        self._data_path.room.give_back(self._size)
         self._body, self._size = b"", 0
 
     def left(self) -> None:
