@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdproxy.app.compose import Proxy
 from pdproxy.app.server import uvicorn_config
 from pdproxy.observe.events import Event, HandleEnded, RequestEnded
-from pdproxy.settings.schema import Auth, Deadlines, Limits, Node, Pool, Probes, Settings
+from pdproxy.settings.schema import Auth, Cors, Deadlines, Limits, Listen, Node, Pool, Probes, Settings
 from pdproxy.sim.api.template import render
 from pdproxy.sim.tokenizer import Tokenizer
 from tests.fakes.books import Books
@@ -182,6 +182,7 @@ async def world(
     adjust: Callable[[Settings], Settings] = lambda settings: settings,
     lease: float = 30.0,
     facts: Mapping[str, Any] | None = None,
+    cors: Cors | None = None,
 ) -> AsyncIterator[World]:
     """Run a proxy in front of so many engines.
 
@@ -197,6 +198,7 @@ async def world(
     for engine in engines:
         await engine.listen()
     settings = Settings(
+        listen=Listen(cors=cors or Cors()),
         auth=Auth(**(auth or {})),
         pools=(Pool(nodes=tuple(Node(url=e.url, role=e.role) for e in engines)),),  # type: ignore[arg-type]
         deadlines=msgspec.structs.replace(DEADLINES, **(deadlines or {})),

@@ -368,11 +368,13 @@ def _shape(event: bytes) -> Any:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_openai_client_responses(stream: bool) -> None:
     """The official client's plain `responses.create` works, whole and streamed, and says the same both ways."""
+    given: Any = {"model": "tiny", "input": PROMPT, "max_output_tokens": 8}
     async with world() as w:
         client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{w.port}/v1", api_key="x", max_retries=0)
         async with client:
             if stream:
-                events = [e async for e in await client.responses.create(model="tiny", input=PROMPT, stream=True)]
+                answered = await client.responses.create(**given, stream=True)
+                events = [event async for event in answered]
                 assert [e.type for e in events[:2]] == ["response.created", "response.in_progress"]
                 assert [e.sequence_number for e in events] == list(range(len(events)))
                 last = events[-1]
@@ -381,7 +383,7 @@ async def test_openai_client_responses(stream: bool) -> None:
                 assert text
                 assert text == last.response.output_text
             else:
-                made = await client.responses.create(model="tiny", input=PROMPT)
+                made = await client.responses.create(**given)
                 assert made.output_text
                 with pytest.raises(openai.NotFoundError):
                     await client.responses.retrieve(made.id)
