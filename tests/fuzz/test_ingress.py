@@ -54,6 +54,13 @@ def test_mutated_requests(data: bytes, cuts: list[int]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.one_of(MUTATED, st.sampled_from([GET, CHUNKED, b"\r\n", b"x"])), max_size=4), CUTS)
+@example(
+    [
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: 0\r\n\r\n",
+        CHUNKED.replace(b"/v1/completions", b"/x")[:-9] + b"\x01",
+    ],
+    [],
+)
 def test_several_on_one_connection(parts: list[bytes], cuts: list[int]) -> None:
     """What is wrong with one request spoils none before it, and is not read as another."""
     run(b"".join(parts), cuts)

@@ -95,6 +95,12 @@ class GuardedProtocol(HttpToolsProtocol):
             cycle.disconnected = True  # the application's own answer would come too late
             cycle.message_event.set()
             self._answer(error)
+        elif self.pipeline and self.pipeline[0][0] is cycle:
+            self.pipeline.popleft()  # those before it are answered, then the connection closes
+            before = self.pipeline[0][0] if self.pipeline else self.active
+            assert before is not None  # somebody is what it waits for
+            before.keep_alive = False
+            self.cycle = before
         else:
             self.transport.close()
 
