@@ -61,7 +61,7 @@ async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any]
         async for piece in response.content.iter_any():
             first = first or time.perf_counter() - began
             seen += piece
-    if response.status != 200 or not seen.endswith(b"data: [DONE]\n\n") or b'"error"' in seen:
+    if response.status != 200 or not seen.endswith(b"data: [DONE]\n\n") or b'data: {"error"' in seen:
         raise SystemExit(f"{url} answered {response.status}: {seen[-500:]!r}")
     waits.first.append(first)
     waits.total.append(time.perf_counter() - began)

@@ -20,32 +20,34 @@ STRICT_TRIES = 3
 
 @dataclass
 class Moved:
-    """Counters taken before a request, and what they rose by since."""
+    """Counters taken before a request, and what they rose by since. Only of the engines that the proxy has."""
 
     fleet: Fleet
     proxy: Proxy
+    pairs: int
     plain: Counters
     decodes: list[Counters]
     front: Counters
     held: list[float]
 
     @classmethod
-    def now(cls, fleet: Fleet, proxy: Proxy) -> "Moved":
+    def now(cls, fleet: Fleet, proxy: Proxy, pairs: int) -> "Moved":
         """Take all counters."""
-        decodes = [engine.counters() for engine in fleet.decodes]
-        held = [engine.counters().sum(USED) for engine in fleet.prefills]
-        return cls(fleet, proxy, fleet.plain.counters(), decodes, proxy.counters(), held)
+        decodes = [engine.counters() for engine in fleet.decodes[:pairs]]
+        held = [engine.counters().sum(USED) for engine in fleet.prefills[:pairs]]
+        return cls(fleet, proxy, pairs, fleet.plain.counters(), decodes, proxy.counters(), held)
 
     @property
     def released(self) -> bool:
         """Whether no prefill engine holds more now than it did."""
         return all(
-            engine.counters().sum(USED) <= held for engine, held in zip(self.fleet.prefills, self.held, strict=True)
+            engine.counters().sum(USED) <= held
+            for engine, held in zip(self.fleet.prefills[: self.pairs], self.held, strict=True)
         )
 
     def since(self, alone: str) -> dict[str, float]:
         """What rose: the prompt's tokens as the plain engine counts them, whence D had them, how often it went alone."""
-        decodes = [engine.counters() for engine in self.fleet.decodes]
+        decodes = [engine.counters() for engine in self.fleet.decodes[: self.pairs]]
         plain, proxy = self.fleet.plain.counters(), self.proxy.counters()
 
         def decoded(source: str) -> float:
@@ -73,10 +75,13 @@ async def _both(shape: Shape, fleet: Fleet, proxy: Proxy) -> tuple[Answer, Answe
     return plain, other
 
 
-async def equal(fleet: Fleet, proxy: Proxy, shape: Shape) -> None:
-    """Fails unless status, body and events are the plain engine's, the KV moved as the shape says, and P holds nothing."""
+async def equal(fleet: Fleet, proxy: Proxy, shape: Shape, pairs: int = 1) -> None:
+    """Fail unless status, body and events are the plain engine's, the KV moved as the shape says, and P holds nothing.
+
+    `pairs`: how many prefill and decode engines the proxy has.
+    """
     for attempt in range(STRICT_TRIES):
-        before = Moved.now(fleet, proxy)
+        before = Moved.now(fleet, proxy, pairs)
         plain, other = await _both(shape, fleet, proxy)
         assert plain.status == shape.status, plain.body[:500]
         why = differs(plain, other, strict=False)

@@ -179,9 +179,9 @@ async def simulated() -> AsyncIterator[Simulated]:
         yield side
 
 
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.name not in UNLIKE], ids=str)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.name not in UNLIKE][::2], ids=str)
 async def test_a_plain_engine_answers_alike(shape: Shape, fleet: Fleet) -> None:
-    """Each request shape of the equality suite, whole and streamed, right and wrong."""
+    """Every second request shape of the equality suite, whole and streamed, right and wrong."""
     body = {k: v for k, v in shape.make(secrets.token_hex(6)).items() if k != "kv_transfer_params"}
     if shape.status == 200:
         body.setdefault("ignore_eos", True)
