@@ -14,6 +14,7 @@ from pdproxy.settings.schema import Cors
 from pdproxy.sim.memory import EMPTY
 from pdproxy.web.app import Answers, Readiness, create_app
 from pdproxy.web.passing import Passing
+from pdproxy.web.room import BodyRoom
 from tests.check.engines import QUICK, Bench, Checked, listening
 
 
@@ -328,7 +329,9 @@ async def test_a_url_that_is_pdproxy_itself(bench):
         raise AssertionError
 
     await bench.start("prefill")
-    passing = Passing(never, Observers([]), frozenset(), max_body=1, body_timeout=1, write_timeout=1)
+    passing = Passing(
+        never, lambda _: None, Observers([]), BodyRoom(1), frozenset(), max_body=1, body_timeout=1, write_timeout=1
+    )
     metrics = b"pdproxy_requests_total 1.0\n"
     app = create_app(Answers(lambda key: None, lambda: Readiness(None, []), models, lambda: metrics, passing, Cors()))
     async with listening(app) as url:
