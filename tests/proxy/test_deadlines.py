@@ -14,7 +14,7 @@ import pytest
 from tests.fakes import answers, scripts
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.scripts import WORD
-from tests.fakes.world import COMPLETIONS, completion, until, world
+from tests.fakes.world import CHAT, COMPLETIONS, chat, completion, until, world
 
 
 @contextmanager
@@ -111,6 +111,29 @@ async def test_total(stream: bool) -> None:
         assert w.metric("pdproxy_deadline_total", wait="first_token") == 0
         assert (await w.ended()).outcome == "engine"
         await asyncio.wait_for(w.decode[0].requests[0].left.wait(), 1)
+
+
+async def test_thoughts_that_are_kept_back_have_no_first_token_deadline() -> None:
+    """With `include_reasoning: false` an engine says nothing while it thinks: it may take until `total`, as if unstreamed."""
+    thought = asyncio.Event()
+
+    async def think(reply: Reply) -> None:
+        await reply.start()
+        await reply.piece(answers.role())
+        await thought.wait()
+        await reply.pieces(scripts.CHAT_WORD, answers.DONE)
+        await reply.finish()
+
+    async with world(deadlines={"first_token": 0.1, "total": 5}) as w:
+        for hidden in (True, False):
+            thought.clear()
+            w.decode[0].script(think)
+            client = await w.client()
+            client.post(CHAT, chat(stream=True, include_reasoning=not hidden))
+            await w.decode[0].asked(2 - hidden)
+            asyncio.get_running_loop().call_later(0.3, thought.set)
+            assert (await client.answer()).status == 200
+            assert w.metric("pdproxy_deadline_total", wait="first_token") == (not hidden)
 
 
 async def test_probe() -> None:

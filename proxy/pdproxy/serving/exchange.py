@@ -185,7 +185,7 @@ class Exchange:
                 custody.asked(url)
                 engines.auditor.asked(url, custody.handle.prompt_tokens)
             request = client.request(self._heading.path, self._heading.headers, body)
-            timeout = engines.deadlines.first_token if self._parsed.stream else engines.deadlines.total
+            timeout = engines.deadlines.total if self._parsed.starts_in_silence else engines.deadlines.first_token
             try:
                 async with asyncio.timeout(timeout):
                     leg = await client.send(request, relay)
@@ -255,10 +255,11 @@ class Exchange:
     async def _first(self, relay: Relay, lease: Lease) -> Answer | StreamStarted:
         """Wait for the first data, or the whole of an unstreamed answer.
 
-        Of the latter nothing is seen before its end. An engine that was stopped while it worked on one may keep the
-        connection open for ever: once probes have found it down for as long as a stream may be silent, it is given up.
+        Of the latter, and of thoughts that the client doesn't want to see, nothing is seen before their end. An engine that
+        was stopped meanwhile may keep the connection open for ever: once probes have found it down for as long as a stream
+        may be silent, it is given up.
         """
-        if self._parsed.stream:
+        if not self._parsed.starts_in_silence:
             return await relay.first
         patience = self._engines.deadlines.between_tokens
         while not relay.first.done():

@@ -111,6 +111,11 @@ class Parsed:
     body_bytes: int
 
     @property
+    def starts_in_silence(self) -> bool:
+        """Whether nothing shows that an engine is at work before it is done: an answer in one piece, or thoughts kept back."""
+        return not self.stream or bytes(self.fields.get("include_reasoning", msgspec.Raw(b""))) == b"false"
+
+    @property
     def adds_usage(self) -> bool:
         """Whether an engine is asked for a usage event that the client didn't ask for.
 
