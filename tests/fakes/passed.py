@@ -1,0 +1,62 @@
+"""Requests of the routes that one engine serves whole, and how engines are made to answer them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from pdproxy.serving.routes import TABLE, Kind
+from pdproxy.sim.journal import Request
+from tests.fakes.engine import FakeEngine, Reply
+from tests.fakes.world import PROMPT, World
+
+PASSED = [entry for entry in TABLE if entry.kind is Kind.PASSED]
+PATHS = [entry.path for entry in PASSED]
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+VLLM = [
+    tuple(line.split())
+    for line in (Path(__file__).parent / "vllm_routes.txt").read_text().splitlines()
+    if not line.startswith("#")
+]
+OWN_DOCS = ("/docs", "/openapi.json", "/redoc")
+"""pdproxy's own, about itself."""
+HANDLE = {"do_remote_prefill": True, "remote_engine_id": "x", "remote_block_ids": [1]}
+
+
+def responses(**fields: Any) -> dict[str, Any]:
+    """A body of `/v1/responses`."""
+    return {"model": "tiny", "input": PROMPT, "max_output_tokens": 4, "temperature": 0, **fields}
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    """A body of `/v1/messages`."""
+    messages = [{"role": "user", "content": PROMPT}]
+    return {"model": "tiny", "messages": messages, "max_tokens": 4, "temperature": 0, **fields}
+
+
+BODIES = {RESPONSES: responses(), MESSAGES: message()}
+STREAMED = [RESPONSES, MESSAGES]
+
+
+def everyone(w: World, path: str, script: Callable[[Reply], Awaitable[None]]) -> list[Request]:
+    """Have all engines answer a path so; return the list that its requests go to."""
+    seen: list[Request] = []
+
+    async def noted(reply: Reply) -> None:
+        seen.append(reply.request)
+        await script(reply)
+
+    for engine in w.engines:
+        engine.admin = {**engine.admin, path: noted}
+    return seen
+
+
+async def fine(reply: Reply) -> None:
+    """An answer."""
+    await reply.whole(b'{"fine":true}')
+
+
+def asked(engine: FakeEngine, path: str) -> int:
+    """How many requests of a path an engine has had."""
+    return sum(1 for one in engine.sim.journal._others.kept if one.path == path)
