@@ -11,7 +11,7 @@ from typing import assert_never
 
 import msgspec
 
-from pdproxy.kit.errors import EngineError, EngineRefusedError, PdproxyError
+from pdproxy.kit.errors import EngineError, EngineRefusedError, PdproxyError, UnparsableError, UnreadableError
 from pdproxy.wire.engine import error_of
 from pdproxy.wire.errors import error_body
 
@@ -38,8 +38,8 @@ class Dialect(Enum):
 
 
 class _Said(msgspec.Struct, frozen=True):
-    type: str
-    message: str
+    type: str = ""
+    message: str = ""
 
 
 class _MessagesError(msgspec.Struct, frozen=True):
@@ -60,9 +60,13 @@ class _Body(msgspec.Struct):
 
 
 def failure_body(dialect: Dialect, error: PdproxyError) -> bytes:
-    """Return the body of an answer that is an error; an engine's own body as it is."""
+    """Return the body of an answer that is an error; an engine's own body as it is.
+
+    What can't be read is refused by vLLM's server before the route's own code runs: in the same words on every route.
+    """
     body = error_body(error)
-    if dialect is not Dialect.MESSAGES or (isinstance(error, EngineRefusedError) and error_of(error.body) is not None):
+    engines_own = isinstance(error, EngineRefusedError) and error_of(error.body) is not None
+    if dialect is not Dialect.MESSAGES or engines_own or isinstance(error, UnreadableError | UnparsableError):
         return body
     return msgspec.json.encode(_MessagesError(msgspec.json.decode(body, type=_Body).error))
 
