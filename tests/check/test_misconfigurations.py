@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from pdproxy.observe.events import Observers
 from pdproxy.settings.load import Engine as Listed
 from pdproxy.settings.load import load
 from pdproxy.settings.schema import Cors
@@ -329,9 +328,7 @@ async def test_a_url_that_is_pdproxy_itself(bench):
         raise AssertionError
 
     await bench.start("prefill")
-    passing = Passing(
-        never, lambda _: None, Observers([]), BodyRoom(1), frozenset(), max_body=1, body_timeout=1, write_timeout=1
-    )
+    passing = Passing(never, lambda _: None, BodyRoom(1), frozenset(), max_body=1)
     metrics = b"pdproxy_requests_total 1.0\n"
     app = create_app(Answers(lambda key: None, lambda: Readiness(None, []), models, lambda: metrics, passing, Cors()))
     async with listening(app) as url:

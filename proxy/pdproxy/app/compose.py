@@ -195,16 +195,12 @@ class Proxy:
 
     def answers(self) -> Answers:
         """Return what the FastAPI routes answer with."""
-        limits, deadlines = self.settings.limits, self.settings.deadlines
         passing = Passing(
             self.passthrough.serve,
             self.service.keys.check,
-            self.observers,
             self.room,
             FORWARDED,
-            max_body=limits.max_body_bytes,
-            body_timeout=deadlines.client_body,
-            write_timeout=deadlines.client_write,
+            max_body=self.settings.limits.max_body_bytes,
         )
         return Answers(
             self.service.keys.check,

@@ -1,7 +1,7 @@
 """The way in for routes that are passed to one engine: a request's body read, its answer written, its client watched. ASGI.
 
-Owns what the data path's protocol class owns for its requests: the body's limit and deadline, the client's leaving, and the
-deadline of a client that does not read.
+Owns what the data path's protocol class owns for its requests: the body's limit, and the client's leaving. The deadlines of
+clients that send or read too slowly are the connection's (`web.guard`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pdproxy.kit.errors import (
-    BodyTimeoutError,
     BodyTooLargeError,
     ClientLeftError,
     Fault,
     PdproxyError,
     UnauthorizedError,
-    Wait,
 )
-from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.serving.passthrough import PassedRequest, Sink
 from pdproxy.serving.routes import Entry
 from pdproxy.upstream.connection import Headers
@@ -35,16 +32,13 @@ Line = tuple[bytes, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Passing:
-    """What the routes need to know. One for the whole process; timeouts in seconds, `max_body` in bytes."""
+    """What the routes need to know. One for the whole process; `max_body` in bytes."""
 
     serve: Callable[[PassedRequest, Sink], Awaitable[None]]
     check_key: Callable[[bytes | None], None]
-    observers: Observers
     room: BodyRoom
     forwarded: frozenset[bytes]
     max_body: int
-    body_timeout: float
-    write_timeout: float
 
 
 class PassedAnswer(Response):
@@ -64,7 +58,7 @@ class PassedAnswer(Response):
             self._passing.room.give_back(self._size)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        passing, client = self._passing, _Client(self._passing, send)
+        passing, client = self._passing, _Client(send)
         headers: list[Line] = scope["headers"]
         try:
             body = await self._body(headers, receive) if self._known(headers) else b""
@@ -114,24 +108,18 @@ class PassedAnswer(Response):
         if int(length or b"0") > passing.max_body:
             raise too_large
         whole = bytearray()
-        try:
-            async with asyncio.timeout(passing.body_timeout):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientLeftError("the client left before its request was whole")
-                    part = message.get("body", b"")
-                    if len(whole) + len(part) > passing.max_body:
-                        raise too_large
-                    passing.room.take(len(part))
-                    self._size += len(part)
-                    whole += part
-                    if not message.get("more_body", False):
-                        return bytes(whole)
-        except TimeoutError:
-            passing.observers.notify(DeadlinePassed(Wait.CLIENT_BODY.value))
-            late = f"The body was not whole within {passing.body_timeout:g} s"
-            raise BodyTimeoutError(late, param="body") from None
+        while True:  # for no longer than the connection allows (`web.guard`)
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeftError("the client left before its request was whole")
+            part = message.get("body", b"")
+            if len(whole) + len(part) > passing.max_body:
+                raise too_large
+            passing.room.take(len(part))
+            self._size += len(part)
+            whole += part
+            if not message.get("more_body", False):
+                return bytes(whole)
 
 
 async def _left(receive: Receive) -> None:
@@ -143,8 +131,7 @@ async def _left(receive: Receive) -> None:
 class _Client:
     """The client's end, over ASGI. `gone` is set by who watches it."""
 
-    def __init__(self, passing: Passing, send: Send) -> None:
-        self._passing = passing
+    def __init__(self, send: Send) -> None:
         self._send = send
         self.begun = False
         self.gone = False
@@ -171,10 +158,5 @@ class _Client:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _body(self, data: bytes, *, more: bool) -> None:
-        try:
-            async with asyncio.timeout(self._passing.write_timeout):
-                await self._send({"type": "http.response.body", "body": data, "more_body": more})
-        except TimeoutError:
-            self.gone = True
-            self._passing.observers.notify(DeadlinePassed(Wait.CLIENT_WRITE.value))
-            raise ClientLeftError("the client stopped reading") from None
+        # The connection has a deadline for a client that reads nothing (`web.guard`), and then is lost.
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
