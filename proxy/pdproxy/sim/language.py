@@ -18,8 +18,8 @@ _CHOICES = 20
 _MULTI_BYTE = 29
 """One word in so many is a character of several bytes, a token each."""
 _STRONG_BIAS = 50.0
-_THOUGHTS = 6
-"""Thoughts end after so many tokens, on average."""
+_THOUGHTS_AT_LEAST, _THOUGHTS_MORE = 8, 6
+"""Tokens of thoughts at the least, and how many more on average."""
 
 
 def mix(*parts: int) -> int:
@@ -51,6 +51,9 @@ class Language:
             sampling: how to choose.
             draw: 64 random bits for this token; unused at temperature 0.
         """
+        budget = sampling.thinking_token_budget
+        if self._thinks and budget is not None and len(generated) >= budget and THINK_END not in generated:
+            return self._told(state, generated, sampling, THINK_END, 1, -0.01)
         if sampling.grammar is not None:
             allowed = self._allowed(sampling.grammar, generated)
             if allowed is not None:
@@ -101,6 +104,10 @@ class Language:
         top = tuple(c for c, _ in zip(self._candidates(state, generated), range(sampling.logprobs), strict=False))
         return Token(token, logprob, rank, top)
 
+    def _thought_enough(self, bits: int, generated: Sequence[int]) -> bool:
+        enough = len(generated) >= _THOUGHTS_AT_LEAST and bits % _THOUGHTS_MORE == 0
+        return enough and THINK_END not in generated
+
     def _candidates(self, state: int, generated: Sequence[int]) -> Iterator[Candidate]:
         """Yield distinct tokens, likeliest first."""
         missing = _missing_bytes(generated)
@@ -115,7 +122,7 @@ class Language:
                 if token in seen:  # all continuations are known, or there is but one: anything may follow
                     missing = 0 if number > 256 or generated[-1] == FIRST_BYTE + 0xF0 else missing
                     continue
-            elif number == 1 and self._thinks and bits % _THOUGHTS == 0 and THINK_END not in generated:
+            elif number == 1 and self._thinks and self._thought_enough(bits, generated):
                 token = THINK_END
             elif number == 1 and self._eos_every and bits % self._eos_every == 0:
                 token = EOS

@@ -43,6 +43,8 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     grammar: Grammar | None = None
+    thinking_token_budget: int | None = None
+    """Tokens of thoughts after which a model that thinks must come to their end."""
 
 
 class EngineRequest(msgspec.Struct, kw_only=True):

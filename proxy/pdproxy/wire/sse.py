@@ -33,7 +33,13 @@ def is_regular(batch: bytes) -> bool:
 
 def data_lines(event: bytes) -> list[bytes]:
     """Return the lines of an event that hold data, as vLLM would write each; none for a comment."""
-    return [b"data: " + line[5:].lstrip(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+    return [b"data: " + _value(line[5:]) for line in event.split(b"\n") if line.startswith(b"data:")]
+
+
+def _value(text: bytes) -> bytes:
+    """Return a value as clients read it: one space belongs to the framing, more of them mean nothing before JSON alone."""
+    bare = text.lstrip(b" ")
+    return bare if bare.startswith(b"{") else text.removeprefix(b" ")
 
 
 def is_error(event: bytes) -> bool:

@@ -233,19 +233,25 @@ class _Job:
 
     def _content(self, delta: Delta, thinker: reasoning.Thoughts, parser: CallParser | None) -> dict[str, Any] | None:
         """Return what the parsers make of a delta, None: nothing to send."""
-        text = delta.text
-        if self._thinks and thinker.open:
-            told = thinker.add(text, delta.ids)
-            if told is None or self._body.include_reasoning:
-                return told
-            return {"content": told["content"]} if told.get("content") else None
-        if parser is not None:
-            return parser.add(text)
-        if self._engine.facts.enable_auto_tool_choice and not text:
-            return None  # a tool parser is asked, whether there are tools or not, and has nothing to say
-        if not text and not self._body.include_reasoning and self._hides:
+        told = self._parsed_delta(delta, thinker, parser)
+        if told is None or not self._hides:
+            return told
+        if not told.get("content") and "tool_calls" not in told:
             return None
-        return {"content": text}
+        return {"content": told.get("content"), "reasoning": None} | {
+            name: value for name, value in told.items() if name == "tool_calls"
+        }
+
+    def _parsed_delta(
+        self, delta: Delta, thinker: reasoning.Thoughts, parser: CallParser | None
+    ) -> dict[str, Any] | None:
+        if self._thinks and thinker.open:
+            return thinker.add(delta.text, delta.ids)
+        if parser is not None:
+            return parser.add(delta.text)
+        if self._engine.facts.enable_auto_tool_choice and not delta.text:
+            return None  # a tool parser is asked, whether there are tools or not, and has nothing to say
+        return {"content": delta.text}
 
     def _openings(self, head: dict[str, Any]) -> list[bytes]:
         """Return the events before the first token: the role of each choice, and what is echoed."""

@@ -113,6 +113,7 @@ class GenerationBody(_Body):
     request_id: str | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
+    thinking_token_budget: int | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None

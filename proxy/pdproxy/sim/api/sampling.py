@@ -114,6 +114,7 @@ def sampling_params(
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         grammar=grammar if grammar is not None else grammar_for(body, tokenizer),
+        thinking_token_budget=body.thinking_token_budget,
     )
 
 
