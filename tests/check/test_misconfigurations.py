@@ -321,7 +321,7 @@ async def test_an_aggregated_engine_with_another_template_is_a_warning(bench):
 
 
 async def test_a_url_that_is_pdproxy_itself(bench):
-    async def models() -> bytes:
+    async def models(_: bytes | None) -> bytes:
         return b'{"object":"list","data":[]}'
 
     async def never(*_: object) -> None:

@@ -176,6 +176,21 @@ async def test_a_request_in_single_bytes() -> None:
         assert w.decode[0].requests[0].json["prompt"] == "p" * 40
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bad_head_behind_a_request_spoils_nothing(stream: bool) -> None:
+    """The request before it has its body and its answer; then the connection ends."""
+    async with world() as w:
+        client = await w.client()
+        bad = b"GET http://x HTTP/1.1\r\nhost: x\r\n\r\n"  # no path: uvicorn refuses it once the head is whole
+        client.send(request("POST", COMPLETIONS, completion(stream=stream)) + bad)
+        answer = await client.answer()
+        assert (answer.status, answer.text) == (200, TEXT)
+        assert await client.closed()
+        alone = await w.client()
+        alone.send(bad)
+        assert (await alone.answer()).status == 400
+
+
 async def test_the_answers_to_errors_keep_the_connection() -> None:
     """A refused request does not cost the client its connection."""
     async with world() as w:

@@ -83,7 +83,7 @@ async def test_an_engine_that_is_not_healthy_is_down_at_once() -> None:
 @pytest.mark.parametrize("bad", [scripts.whole(b"{nonsense", 500), scripts.reset, scripts.stall])
 async def test_a_healthy_engine_stays_up_whatever_else_fails(path: str, bad: Script) -> None:
     """A busy engine may have no time to tell of itself: what is known of it stands, even if it has just restarted."""
-    async with world(deadlines={"probe": 0.5}) as w:
+    async with world(deadlines={"probe": 1.5}) as w:
         engine = w.decode[0]
         engine.started += 1
         engine.admin[path] = bad
@@ -182,6 +182,26 @@ async def test_an_engine_without_version_or_tokenizer_routes_is_used() -> None:
     async with world(before=mute) as w:
         assert (await w.get("/ready")).json["details"] == []
         assert (await w.ask(COMPLETIONS, completion())).status == 200
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"data":[{"no":"id"}]}', b'{"data":[{"id":"\xff"}]}', b"[", b'{"data":' + b"[" * 5000]
+)
+async def test_an_engines_nonsense_leaves_the_models_of_others(body: bytes) -> None:
+    """A list that can't be read is left out; where there is no other, the error says so."""
+    async with world(decode=2) as w:
+        w.decode[0].admin["/v1/models"] = scripts.whole(body)
+        answer = await w.get("/v1/models")
+        assert (answer.status, [card["id"] for card in answer.json["data"]]) == (200, ["tiny"])
+        w.decode[1].admin["/v1/models"] = scripts.whole(body)
+        assert (await w.get("/v1/models")).status == 502
+
+
+async def test_models_are_asked_for_with_the_clients_key() -> None:
+    """Where clients bring no key of ours, ours does not open the engines to them."""
+    async with world(auth={"engine_api_key": "ours"}, facts={"api_key": "ours"}) as w:
+        assert (await w.get("/v1/models")).status == 401
+        assert (await w.get("/v1/models", [("authorization", "Bearer ours")])).status == 200
 
 
 async def test_models_are_merged() -> None:

@@ -194,6 +194,21 @@ async def test_a_body_that_is_too_large() -> None:
         assert not seen
 
 
+async def test_what_a_binary_embedding_is_made_of_goes_on() -> None:
+    """vLLM describes it in a header, which may be longer than most."""
+
+    async def script(reply: Reply) -> None:
+        described = b"x" * 20_000
+        await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\ncontent-length: 2\r\n")
+        await reply.raw(b"metadata: " + described + b"\r\n\r\n\x00\xff")
+
+    async with world() as w:
+        everyone(w, "/v1/embeddings", script)
+        answer = await w.ask("/v1/embeddings", {"model": "tiny", "input": "a", "encoding_format": "bytes"})
+        assert (answer.status, answer.body) == (200, b"\x00\xff")
+        assert answer.header("metadata") == "x" * 20_000
+
+
 async def test_bodies_of_all_routes_share_one_bound() -> None:
     """What is held for a passed request counts with the others; it is given back when its request is over."""
     async with world(limits={"max_body_bytes": 1000, "max_buffered_bytes": 1500}) as w:

@@ -269,6 +269,27 @@ async def test_a_client_that_leaves_ends_the_leg(stream: bool) -> None:
         assert w.proxy.ledger.nodes[1].failures == 0
 
 
+async def test_a_client_that_leaves_with_a_request_behind_ends_the_leg() -> None:
+    """Also where another request is in the pipeline: uvicorn would tell that one alone."""
+    left = asyncio.Event()
+
+    async def script(reply: Reply) -> None:
+        try:
+            await reply.stall()
+        finally:
+            left.set()
+
+    async with world() as w:
+        seen = everyone(w, RESPONSES, script)
+        client = await w.client()
+        client.send(request("POST", RESPONSES, responses()) + request("GET", "/health", b""))
+        await until(lambda: seen)
+        client.close()
+        await asyncio.wait_for(left.wait(), 4)
+        assert (await w.ended()).outcome == "client_left"
+        await w.quiet()
+
+
 async def test_a_client_that_does_not_read() -> None:
     """It is dropped after `deadlines.client_write`, and the engine with it."""
 

@@ -12,6 +12,7 @@ from tests.fakes.engine import Reply
 from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, TEXT, World, chat, completion, world
 
 FAKE = {"do_remote_prefill": True, "remote_engine_id": "made-up", "remote_block_ids": [[1]]}
+MARK = "Dear doctor"
 ALONE = {"n": 2, "temperature": 1}
 
 
@@ -315,3 +316,14 @@ async def test_a_chunked_body_is_read() -> None:
         client.send(b"0\r\n\r\n")
         assert (await client.answer()).status == 200
         assert w.decode[0].requests[0].json["prompt"] == PROMPT
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/messages"])
+async def test_an_unreadable_body_is_quoted_to_its_sender_alone(path: str) -> None:
+    """vLLM's refusal quotes what was sent; the report, which the log is made of, does not."""
+    async with world() as w:
+        answer = await w.ask(path, json.dumps(MARK).encode())
+        assert (answer.status, MARK.encode() in answer.body) == (400, True)
+        report = await w.ended()
+        assert report.error is not None
+        assert MARK not in report.error

@@ -222,8 +222,12 @@ class Proxy:
         reason = "shutting down" if self.admission.closed else self.ledger.not_ready()
         return Readiness(reason, details)
 
-    async def models(self) -> bytes:
-        """Return the models of all engines that can serve by themselves, each once, in the engines' own words."""
+    async def models(self, authorization: bytes | None) -> bytes:
+        """Return the models of all engines that can serve by themselves, each once, in the engines' own words.
+
+        Asked with the client's own key, or with ours for clients that brought a key of ours.
+        """
+        own = None if self.credentials.keys.wanted else (authorization or b"").decode("latin-1")
         cards: dict[str, msgspec.Raw] = {}
         failed: EngineError | None = None
         now = time.monotonic()
@@ -236,15 +240,16 @@ class Proxy:
             ):
                 continue
             try:
-                listed = msgspec.json.decode(await self.admin.models_body(node.url), type=_ModelList)
-            except msgspec.MsgspecError as error:
+                listed = msgspec.json.decode(await self.admin.models_body(node.url, own), type=_ModelList)
+                named = [(msgspec.json.decode(card, type=_ModelName).id, card) for card in listed.data]
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 failed = EngineError(f"{node.url}: /v1/models answered something else: {error}")
                 continue
             except EngineError as error:
                 failed = error
                 continue
-            for card in listed.data:
-                cards.setdefault(msgspec.json.decode(card, type=_ModelName).id, card)
+            for name, card in named:
+                cards.setdefault(name, card)
         if not cards:
             raise failed or OverloadedError("no engine is up: see /ready")
         return msgspec.json.encode(_ModelList(data=list(cards.values())))

@@ -13,7 +13,7 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 from pdproxy.fleet.audit import Auditor
-from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError
+from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError, OverloadedError
 from pdproxy.observe.events import DeadlinePassed, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, Node
@@ -64,6 +64,8 @@ class Prober:
         while True:
             try:
                 await self.probe(node, scrape=beat % self._scrape_every == 0)
+            except OverloadedError as error:
+                logger.warning("%s was not probed: %s", node.url, error.message)  # which says nothing of the engine
             except Exception:
                 logger.exception("a probe of %s failed in pdproxy itself", node.url)  # the next may not
             beat += 1

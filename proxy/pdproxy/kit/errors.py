@@ -56,6 +56,11 @@ class PdproxyError(Exception):
         """What a body says as `code`: vLLM repeats the status."""
         return self.status
 
+    @property
+    def logged(self) -> str:
+        """What the log may say of it."""
+        return self.message
+
 
 class BadRequestError(PdproxyError):
     """The client sent something that no engine could serve."""
@@ -66,9 +71,14 @@ class BadRequestError(PdproxyError):
 
 
 class UnreadableError(BadRequestError):
-    """The body can't be read at all. vLLM's type for what fails its schema."""
+    """The body can't be read at all. vLLM's type for what fails its schema; its words quote what the client sent."""
 
     type = "Bad Request"
+
+    @property
+    def logged(self) -> str:
+        """No words of a client's."""
+        return f"the request is not readable{f' at {self.param}' if self.param else ''}"
 
 
 class UnparsableError(BadRequestError):

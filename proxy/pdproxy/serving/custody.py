@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from enum import Enum
 
-from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, Wait
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, OverloadedError, Wait
 from pdproxy.kit.ids import mint
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, HandleEnded, Observers
@@ -218,7 +218,7 @@ class Custodian:
             answer: Answer = await client.whole(
                 client.request(RELEASE_PATH, headers, body), self._deadlines.release, Wait.RELEASE
             )
-        except EngineError as error:
+        except (EngineError, OverloadedError) as error:
             if isinstance(error, EngineTimeoutError | EngineUnreachableError) and error.wait is not None:
                 self._observers.notify(DeadlinePassed(error.wait.value, decode))
             return False

@@ -43,7 +43,8 @@ from pdproxy.wire.reading import check_content_type
 
 logger = logging.getLogger("pdproxy")
 
-_PASSED_HEADERS = (b"content-type", b"retry-after")
+_PASSED_HEADERS = (b"content-type", b"retry-after", b"metadata")
+"""`metadata` is where vLLM says what an answer of `encoding_format: "bytes"` consists of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class Passthrough:
             error = failed
         except Exception as failed:
             logger.error("request %s failed in pdproxy itself: %s", report.request_id, frames(failed))  # noqa: TRY400
-            error = PdproxyError(f"{type(failed).__name__}: {failed}")
+            error = PdproxyError(type(failed).__name__)
         finally:
             try:
                 if error is not None and not isinstance(error, ClientLeftError):
@@ -301,6 +302,6 @@ class Passthrough:
                 prompt_tokens=None,
                 completion_tokens=None,
                 gaps=Gaps(),
-                error=None if error is None else error.message,
+                error=None if error is None else error.logged,
             )
         )

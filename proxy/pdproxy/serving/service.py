@@ -226,7 +226,7 @@ class Service:
                 if usages
                 else sum(relay.events for relay in relays) or None,
                 gaps=gaps,
-                error=None if error is None else error.message,
+                error=None if error is None else error.logged,
             )
         )
 

@@ -20,9 +20,10 @@ from pdproxy.kit.errors import (
     EngineTimeoutError,
     EngineTlsError,
     EngineUnreachableError,
+    OverloadedError,
     Wait,
 )
-from pdproxy.upstream.client import tls_words
+from pdproxy.upstream.client import OUR_LIMITS, tls_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,9 @@ class EngineAdmin:
         found = self._read(url, "/v1/models", await self._get(url, "/v1/models"), _Models)
         return [ModelCard(card.id, card.root, card.parent) for card in found.data]
 
-    async def models_body(self, url: str) -> bytes:
-        """Return the engine's own answer to `/v1/models`."""
-        return await self._get(url, "/v1/models")
+    async def models_body(self, url: str, authorization: str | None = None) -> bytes:
+        """Return the engine's own answer to `/v1/models`, asked with this header ("": with none) in place of our key."""
+        return await self._request("GET", url, "/v1/models", None, authorization)
 
     async def version(self, url: str) -> str:
         """Return the engine's version, "" if it does not say."""
@@ -126,12 +127,16 @@ class EngineAdmin:
     async def _get(self, url: str, path: str) -> bytes:
         return await self._request("GET", url, path, None)
 
-    async def _request(self, method: str, url: str, path: str, body: bytes | None) -> bytes:
+    async def _request(
+        self, method: str, url: str, path: str, body: bytes | None, authorization: str | None = None
+    ) -> bytes:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=self._timeout)
             self._session = aiohttp.ClientSession(timeout=timeout, trust_env=False)
         headers = {"content-type": "application/json"} if body is not None else {}
-        if (key := self._key(url)) is not None:
+        if authorization is not None:
+            headers |= {"authorization": authorization} if authorization else {}
+        elif (key := self._key(url)) is not None:
             headers["authorization"] = f"Bearer {key}"
         tls = self._tls(url)
         try:
@@ -147,6 +152,8 @@ class EngineAdmin:
         except aiohttp.ClientConnectorSSLError as error:
             raise EngineTlsError(certificate_words(error.os_error)) from None
         except aiohttp.ClientConnectorError as error:
+            if error.errno in OUR_LIMITS:
+                raise OverloadedError(f"pdproxy can open no more connections: {error.strerror}") from None
             raise EngineUnreachableError(f"no connection: {error.strerror or error}") from None
         except aiohttp.ServerDisconnectedError:
             # vLLM's server says no more than that to a client without the certificate that it wants.

@@ -24,7 +24,8 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.upstream.connection import Connection, Headers, Leg, Sink
 
-_OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
+OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
+"""Errors of a connect that say nothing of the other side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,7 @@ class EngineClient:
         except ssl.SSLError as error:
             raise EngineTlsError(f"{self.url}: {tls_words(error)}") from None
         except OSError as error:
-            if error.errno in _OUR_LIMITS:
+            if error.errno in OUR_LIMITS:
                 raise OverloadedError(f"pdproxy can open no more connections: {error.strerror}") from None
             raise EngineUnreachableError(f"{self.url} took no connection: {error.strerror or error}") from None
         self._all.add(connection)

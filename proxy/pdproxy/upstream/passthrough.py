@@ -13,7 +13,11 @@ from ssl import SSLContext
 import aiohttp
 from yarl import URL
 
-from pdproxy.kit.errors import EngineError, EngineTlsError, EngineUnreachableError, Wait
+from pdproxy.kit.errors import EngineError, EngineTlsError, EngineUnreachableError, OverloadedError, Wait
+from pdproxy.upstream.client import OUR_LIMITS
+
+_LONGEST_HEADER = 4 * 2**20
+"""Bytes. vLLM describes each item of a binary embedding in a header."""
 
 
 class Leg:
@@ -97,6 +101,8 @@ class PassthroughLegs:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=("Accept-Encoding", "User-Agent", "Content-Type"),
                 auto_decompress=False,
+                max_line_size=_LONGEST_HEADER,
+                max_field_size=_LONGEST_HEADER,
                 trust_env=False,
             )
         return self._session
@@ -114,6 +120,8 @@ def translated(url: str) -> Iterator[None]:
     except aiohttp.ClientConnectorCertificateError as error:
         raise EngineTlsError(f"{url}: {error.certificate_error}") from None
     except aiohttp.ClientConnectorError as error:
+        if error.errno in OUR_LIMITS:
+            raise OverloadedError(f"pdproxy can open no more connections: {error.strerror}") from None
         raise EngineUnreachableError(f"no connection to {url}: {error.strerror or error}") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise EngineError(f"{url}: {type(error).__name__}") from None

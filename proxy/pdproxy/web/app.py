@@ -40,7 +40,7 @@ class Answers:
 
     authorize: Callable[[bytes | None], None]
     readiness: Callable[[], Readiness]
-    models: Callable[[], Awaitable[bytes]]
+    models: Callable[[bytes | None], Awaitable[bytes]]
     metrics: Callable[[], bytes]
     passing: Passing
     cors: Cors
@@ -91,8 +91,9 @@ def create_app(answers: Answers) -> FastAPI:
     @app.get("/v1/models", summary="The models that the engines serve", tags=["OpenAI"])
     async def models(request: Request) -> Response:
         authorization = request.headers.get("authorization")
-        answers.authorize(authorization.encode("latin-1") if authorization is not None else None)
-        return Response(await answers.models(), media_type="application/json")
+        given = authorization.encode("latin-1") if authorization is not None else None
+        answers.authorize(given)
+        return Response(await answers.models(given), media_type="application/json")
 
     for entry in TABLE:
         if entry.kind is not Kind.OWN:

@@ -89,6 +89,12 @@ class GuardedProtocol(HttpToolsProtocol):
         if left and self._unread is None:
             self._unread = self.loop.call_later(self.bounds.write_timeout, self._look_at_reading, left)
 
+    def forget_reading(self) -> None:
+        """Begin anew: the client has read, or there is more to read than there was."""
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
     def refuse_body(self, cycle: RequestResponseCycle, error: PdproxyError) -> None:
         """Refuse a request whose body is under way."""
         if cycle is self.active and not cycle.response_started:
@@ -149,8 +155,8 @@ class GuardedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self.begin_body()
         super().on_headers_complete()
+        self.begin_body()  # not before there is a request: uvicorn may yet refuse the head
 
     def on_body(self, body: bytes) -> None:
         self.made_progress()
@@ -220,7 +226,7 @@ class GuardedProtocol(HttpToolsProtocol):
             if self.active is self.cycle:  # else reading is paused until its turn comes
                 self._unset_keepalive_if_required()
                 self._run_clock(self.bounds.body_timeout, self._body_is_late)
-        elif self._nothing_to_answer() and (self._in_head or self.timeout_keep_alive_task is None):
+        elif self.nothing_to_answer() and (self._in_head or self.timeout_keep_alive_task is None):
             self._unset_keepalive_if_required()
             self._run_clock(self.bounds.head_timeout, self._head_is_late)
 
@@ -230,7 +236,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
         self._late = self.loop.call_later(seconds, look_again)
 
-    def _nothing_to_answer(self) -> bool:
+    def nothing_to_answer(self) -> bool:
+        """Whether every request that was read has had its answer."""
         return self.cycle is None or self.cycle.response_complete
 
     def _cancel_late(self) -> None:
@@ -254,7 +261,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._deaf = True
         self._cancel_late()
-        if self._nothing_to_answer():
+        if self.nothing_to_answer():
             if self._in_body:
                 self.transport.close()  # the rest of a body whose request has had its answer
             else:
@@ -275,6 +282,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def _look_at_reading(self, before: int) -> None:
         self._unread = None
         left = self.transport.get_write_buffer_size()
+        if left >= before and not (self.flow.write_paused or self.nothing_to_answer()):
+            return  # what comes next was written since
         if left and left >= before:
             self.observers.notify(DeadlinePassed(Wait.CLIENT_WRITE.value))
             self.transport.abort()

@@ -300,7 +300,6 @@ class DataPathProtocol(GuardedProtocol):
         if route is None or (self.parser.should_upgrade() and self._should_upgrade()):
             super().on_headers_complete()
             return
-        self.begin_body()
         http_1_1 = self.parser.get_http_version() == "1.1"
         self.scope["method"] = "POST"
         existing = self.cycle
@@ -322,6 +321,7 @@ class DataPathProtocol(GuardedProtocol):
             keep_alive=http_1_1 and self.parser.should_keep_alive(),
             on_response=self.on_response_complete,
         )
+        self.begin_body()
         cycle.disconnected = last  # the connection ends with the answer before: nobody would read this one's
         if existing is None or existing.response_complete:
             self._start_asgi_task(cycle, self.app)
@@ -352,10 +352,14 @@ class DataPathProtocol(GuardedProtocol):
         for cycle in (self.active, *(queued for queued, _ in self.pipeline)):
             if isinstance(cycle, GenerateCycle):
                 cycle.left()
+            elif cycle is not None:  # uvicorn itself tells the last request that was read, and no other
+                cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self.forget_reading()
         if isinstance(self.active, GenerateCycle):
             self.active.pressure(paused=True)
         else:
@@ -363,6 +367,9 @@ class DataPathProtocol(GuardedProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self.forget_reading()
+        if self.nothing_to_answer():
+            self.watch_reading()
         if isinstance(self.active, GenerateCycle):
             self.active.pressure(paused=False)
 

@@ -37,8 +37,8 @@ UNSEEN_BY_PREFILL = (
 """Fields that a prefill leg may do without. None of them changes the prompt, save a chat's `response_format`."""
 _NESTED_CARRIERS = (("vllm_xargs",), ("sampling_params", "extra_args"))
 
-_HUGE_INT = re.compile(rb"[0-9]{4301}")
-"""Python's parser takes no integer of more than 4300 digits."""
+_HUGE_INT = re.compile(rb"(?<![0-9])[0-9]{4301}")
+"""Python's parser takes no integer of more than 4300 digits. Only a run's beginning is tried: each digit would be quadratic."""
 
 _fields_decoder = msgspec.json.Decoder(Fields)
 _items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
