@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.differential.generate import Generated, requests
 from tests.differential.stage import SIMULATED, Stage, stage
 
-COUNT = int(os.environ.get("PDPROXY_TEST_GENERATED", "600"))
+COUNT = int(os.environ.get("PDPROXY_TEST_GENERATED", "300"))
 STAGES: dict[str, dict[str, object]] = {
     "1p1d": {},
     "2p2d that reason": {"prefill": 2, "decode": 2, "reasoning_parser": "deepseek_r1"},

@@ -28,7 +28,7 @@ def differs(plain: Answer, other: Answer, *, strict: bool = True, warm: bool = F
         return f"connection: {plain.broken!r} != {other.broken!r}"
     if (one := plain.headers.get("Content-Type")) != (two := other.headers.get("Content-Type")):
         return f"Content-Type: {one!r} != {two!r}"
-    masked = MASKED | ({"cached_tokens"} if warm else set())
+    masked = MASKED | ({"cached_tokens", "created_cache_tokens"} if warm else set())
     if not plain.streamed:
         return first_difference(mask(plain.json, masked), mask(other.json, masked))
     if plain.events[-1] != "[DONE]" or other.events[-1] != "[DONE]":

@@ -85,6 +85,8 @@ async def equal(fleet: Fleet, proxy: Proxy, shape: Shape, pairs: int = 1) -> Non
         plain, other = await _both(shape, fleet, proxy)
         assert plain.status == shape.status, plain.body[:500]
         why = differs(plain, other, strict=False)
+        if "\ufffd" in why and attempt + 1 < STRICT_TRIES:
+            continue  # half a character beside the end of thoughts: an engine that lags joins the two, and keeps it
         assert not why, f"{why}\nplain: {plain.body!r}\nproxy: {other.body!r}"
         await _settle(shape, before)
         if not (why := differs(plain, other)):

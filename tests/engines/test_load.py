@@ -36,6 +36,8 @@ async def test_every_answer_under_load_is_right(fleet: Fleet, proxy_2p2d: Proxy)
     """16 clients with mixed shapes for a minute: not one answer differs from the plain engine's, no D computes a prompt."""
     chance = random.Random(20)
     split = [shape for shape in SHAPES if not shape.alone and shape.status == 200 and not shape.pinned_id]
+    # Which alternatives an engine names besides (token 0 among them) depends on who else is in the batch.
+    split = [shape for shape in split if "logprobs" not in shape.make("")]
     asked: list[tuple[Shape, Body]] = []
     for number in range(DISTINCT):
         shape = split[number % len(split)]

@@ -24,7 +24,7 @@ async def test_a_recorded_answer_at_every_cut(name: str) -> None:
         await check_answer(ANSWERS[name], [at])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(sorted(ANSWERS)).map(ANSWERS.__getitem__).flatmap(mutated),
     st.lists(st.integers(0, 4000), max_size=4),
@@ -39,7 +39,7 @@ def test_mutated_answers(data: bytes, cuts: list[int]) -> None:
     asyncio.run(check_answer(data, cuts))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.one_of(st.binary(max_size=60), st.sampled_from(sorted(BODIES)).map(BODIES.__getitem__).flatmap(mutated)))
 @example(b"[" * 5000)
 @example(b'{"error":' * 5000)

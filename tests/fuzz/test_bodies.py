@@ -73,14 +73,14 @@ def poisoned(draw: st.DrawFn) -> bytes:
     return text.encode(draw(st.sampled_from(ENCODINGS)), "surrogatepass")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(poisoned(), ROUTES)
 def test_no_handle_of_a_client_reaches_an_engine(body: bytes, route: Route) -> None:
     """Hidden anywhere, spelt anyhow, in any encoding: gone from every body that an engine could get."""
     check_body(route, body)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(sorted(BODIES)).map(BODIES.__getitem__).flatmap(mutated), ROUTES)
 @example(b'{"prompt":["a","\xff"]}', Route.COMPLETIONS)
 @example(b'{"prompt":[[1],[%b]]}' % (b"1" * 4301), Route.COMPLETIONS)
@@ -91,7 +91,7 @@ def test_mutated_bodies(body: bytes, route: Route) -> None:
     check_body(route, body)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(FIELDS, VALUES), max_size=5), ROUTES, st.sampled_from(ENCODINGS))
 def test_values_at_the_edge_of_json(members: list[tuple[str, str]], route: Route, encoding: str) -> None:
     """What the fast parser and the engines' own might read in two ways."""
@@ -163,7 +163,7 @@ class Engine:
 ENGINE = Engine()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.one_of(
         poisoned(),

@@ -39,7 +39,7 @@ async def test_requests_at_every_cut(name: str) -> None:
         assert len(ingress.seen.served) == len(requests_by_h11(data)[0])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(MUTATED, CUTS)
 @example(GET.replace(b"host: x", b"connection: upgrade\r\nupgrade: h2c") + GET, [])
 @example(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 2\r\nexpect: 100-continue\r\n\r\n{}", [60])

@@ -46,7 +46,7 @@ async def test_a_recorded_stream_at_every_cut(name: str) -> None:
         await check_stream(body, [at])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=12).map(b"".join), st.lists(st.integers(0, 2000), max_size=8))
 @example(PIECES[0] + PIECES[7] + PIECES[5], [])
 @example(PIECES[0] + PIECES[5] + PIECES[7], [3])
@@ -63,7 +63,7 @@ def test_made_up_streams(stream: bytes, cuts: list[int]) -> None:
     asyncio.run(check_stream(stream, cuts))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(sorted(BODIES)).map(BODIES.__getitem__).flatmap(mutated), st.lists(st.integers(0, 5000), max_size=5)
 )
