@@ -30,9 +30,12 @@ class Generated:
     @property
     def shares_a_block(self) -> bool:
         """Whether it is a list of prompts of which two begin alike: which of them finds the other cached is chance."""
-        prompts = json.loads(self.body).get("prompt")
+        body = json.loads(self.body)
+        prompts = body.get("prompt")
         if not isinstance(prompts, list):
             return False
+        if "truncate_prompt_tokens" in body:  # what is left may begin alike
+            return True
         heads = [json.dumps(one)[:40] for one in prompts]
         return len(set(heads)) < len(heads)
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from pdproxy.observe.events import LegFailed
 from pdproxy.sim.tokenizer import EOS, FIRST_BYTE, FIRST_PIECE, PIECES, VOCABULARY
 from tests.differential.alike import difference
 from tests.differential.dialect import Dialect
@@ -37,7 +38,10 @@ class Stage:
         self.plain = plain
 
     async def differs(self, wanted: Generated) -> str:
-        """Ask both; return the first difference between their answers, "" where there is none."""
+        """Ask both; return the first difference between their answers, "" where there is none.
+
+        No handle may be left, and no engine be blamed: all of them are well.
+        """
         for engine in (*self.world.engines, self.plain):
             core = engine.sim.engine._core
             assert core is not None
@@ -48,8 +52,10 @@ class Stage:
             plain, other = await asyncio.gather(_ask(self.plain.port, wanted), _ask(self.world.port, wanted))
             if why := difference(plain, other, cached=cached):
                 return why
-            await self.world.quiet()
-        return ""
+            await self.world.settled()
+        failed = self.world.events(LegFailed)
+        self.world.forget()
+        return f"a leg failed that nothing was wrong with: {failed}" if failed else ""
 
 
 async def _ask(port: int, wanted: Generated) -> Answer:

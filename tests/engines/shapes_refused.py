@@ -1,7 +1,7 @@
 """What an engine refuses, it refuses in its own words."""
 
 from .engine import CONTEXT
-from .prompts import ABSENT, TOOLS, USAGE, chat, completion, exactly, ids, story
+from .prompts import ABSENT, TOOLS, USAGE, begun, chat, completion, exactly, ids, story
 
 REFUSED_SHAPES = [
     chat("error-unknown-model", model="no-such-model", status=404),
@@ -78,5 +78,21 @@ REFUSED_SHAPES = [
     chat("error-format-without-schema", response_format={"type": "json_schema"}, status=400),
     chat("error-generation-prompt-and-continued", continue_final_message=True, status=400),
     chat("error-messages-a-text", lambda nonce: story(nonce), **USAGE, status=400),
+    completion("error-cut-to-nothing", truncate_prompt_tokens=0, status=400),
+    completion("error-second-prompt-empty", lambda nonce: [ids(nonce), []], status=400),
+    completion("error-thinking-budget-negative", thinking_token_budget=-2, **USAGE, status=400),
     chat("error-unknown-model-streamed", model="no-such-model", **USAGE, status=404),
 ]
+
+REFUSED_IN_THE_STREAM = [
+    completion("grammar", structured_outputs={"regex": "[unclosed"}, stream=True),
+    chat("echoed-chat", begun, echo=True, stream=True),  # the renderer made its text a list of parts
+    chat("cut-to-nothing-streamed", truncate_prompt_tokens=0, **USAGE),
+    chat("logit-bias-out-of-range-streamed", logit_bias={"999999": 1}, **USAGE),
+    completion("stop-ids-out-of-range-streamed", stop_token_ids=[999999], **USAGE),
+    chat("top-logprobs-too-many-streamed", logprobs=True, top_logprobs=999, stream=True),
+    completion("two-things-streamed", logit_bias={"-1": 1}, truncate_prompt_tokens=0, stream=True),
+    chat("choice-empty-streamed", structured_outputs={"choice": []}, stream=True),
+    chat("thinking-budget-streamed", thinking_token_budget=5, stream=True),
+]
+"""What the engine itself refuses, not the handler before it: it answers 200 and an error event."""

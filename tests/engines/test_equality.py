@@ -13,9 +13,9 @@ from .compare import differs, mask
 from .engine import MODEL
 from .equality import equal
 from .fleet import Fleet
-from .prompts import begun, chat, completion
 from .proxy import Proxy
 from .shapes import CHAT, COMPLETIONS, SHAPES, Shape, question
+from .shapes_refused import REFUSED_IN_THE_STREAM
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
 
@@ -51,13 +51,7 @@ async def test_cached_prompt_is_reported_as_cached(fleet: Fleet, proxy_1p1d: Pro
     assert seen[1] >= 64
 
 
-REFUSED_IN_THE_STREAM = {
-    "grammar": completion("", structured_outputs={"regex": "[unclosed"}, stream=True),
-    "echoed-chat": chat("", begun, echo=True, stream=True),  # the renderer made its text a list of parts
-}
-
-
-@pytest.mark.parametrize("shape", REFUSED_IN_THE_STREAM.values(), ids=REFUSED_IN_THE_STREAM)
+@pytest.mark.parametrize("shape", REFUSED_IN_THE_STREAM, ids=str)
 async def test_streamed_refusal_gets_a_status(fleet: Fleet, proxy_1p1d: Proxy, shape: Shape) -> None:
     """What the plain engine refuses with 200 and an error event, the proxy refuses with a status and the same error.
 

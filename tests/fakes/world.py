@@ -147,6 +147,28 @@ class World:
             found.append(repr(proxy.admission))
         return found
 
+    async def settled(self) -> None:
+        """Wait until nothing is in flight; then every handle must have ended, once, and no engine have crashed."""
+        books = self.books
+        await self.quiet()
+        assert not books.unknown, "an engine got a handle that no engine gave out"
+        assert not [crash for engine in self.engines for crash in engine.crashes]
+        await self.freed()
+        assert "held" not in books.endings, books.history
+        assert len(self.events(HandleEnded)) == len(books.history), "each handle is ended just once by the proxy"
+
+    async def freed(self) -> None:
+        """Wait until no engine holds blocks for another one."""
+        try:
+            await until(lambda: not self.books.held())
+        except TimeoutError:
+            raise AssertionError(f"held: {self.books.held()}, of {self.books.history}") from None
+
+    def forget(self) -> None:
+        """Begin anew: forget what has been seen so far."""
+        self._recorder.events.clear()
+        self.books.history.clear()
+
     async def quiet(self) -> None:
         """Wait until nothing is in flight: no lease open, no handle alive, no task at work."""
         try:
@@ -223,12 +245,7 @@ async def world(
     try:
         yield made
         if not leaves:
-            await made.quiet()
-            assert not books.unknown, "an engine got a handle that no engine gave out"
-            assert not [crash for engine in engines for crash in engine.crashes]
-            await until(lambda: not books.held())
-            assert "held" not in books.endings, books.history
-            assert len(made.events(HandleEnded)) == len(books.history), "each handle is ended just once by the proxy"
+            await made.settled()
     finally:
         for listener in server.servers:
             listener.close()

@@ -121,5 +121,5 @@ async def test_what_a_client_sees(role: str, kind: str, moment: Moment, stream: 
         if left_to_the_lease(role, kind, moment):
             for one in w.prefill:
                 one.sim.engine.expire_leases()
-        await until(lambda: not w.books.held())
+        await w.freed()
         await until(lambda: all(one.core().pool.usage == 0 for one in w.engines))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.sim.api.detokenizer import Detokenizer
-from pdproxy.sim.api.errors import GrammarRefused, Refused
+from pdproxy.sim.api.errors import EngineRefused, Refused
 from pdproxy.sim.api.protocol import ChatBody
 from pdproxy.sim.api.structured import TextGrammar, texts_of_regex, texts_of_schema
 from pdproxy.sim.api.template import render
@@ -108,12 +108,12 @@ def test_an_expression_that_makes_no_sense_is_refused(bad):
     if bad == "a{2":
         assert texts_of_regex(bad)[0] == "a{2"  # to Python's re this is text
         return
-    with pytest.raises(GrammarRefused, match="regex"):
+    with pytest.raises(EngineRefused, match="regex"):
         texts_of_regex(bad)
 
 
 def test_a_schema_that_makes_no_sense_is_refused():
-    with pytest.raises(GrammarRefused, match="zebra"):
+    with pytest.raises(EngineRefused, match="zebra"):
         texts_of_schema({"type": "zebra"})
 
 

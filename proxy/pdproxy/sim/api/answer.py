@@ -121,7 +121,9 @@ def streamed(events: AsyncGenerator[bytes, None]) -> Response:
 
 def streamed_refusal(error: Refused) -> Response:
     """Return the answer to a stream that is refused once its status is out."""
-    return Response(error_event(str(error), error.kind, error.status) + DONE, media_type="text/event-stream")
+    return Response(
+        error_event(str(error), error.kind, error.status, error.param) + DONE, media_type="text/event-stream"
+    )
 
 
 async def _guarded(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
@@ -130,7 +132,7 @@ async def _guarded(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes,
             async for one in found:
                 yield one
     except Refused as error:
-        yield error_event(str(error), error.kind, error.status)
+        yield error_event(str(error), error.kind, error.status, error.param)
     except EngineDeadError as error:
         yield error_event(str(error))
     except LoadFailedError:

@@ -6,17 +6,18 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
 
 from pdproxy.sim.api import answer, reasoning
-from pdproxy.sim.api.errors import GrammarRefused, Refused, response
+from pdproxy.sim.api.errors import EngineRefused, Refused, response
 from pdproxy.sim.api.generation import Delta, LoadFailedError, Prompt, deltas
 from pdproxy.sim.api.logprobs import chat_logprobs, prompt_logprobs
 from pdproxy.sim.api.protocol import ChatBody, NamedTool
-from pdproxy.sim.api.sampling import check_lengths, check_prompt, sampling_params
+from pdproxy.sim.api.sampling import admit, check_lengths, check_prompt, sampling_params
 from pdproxy.sim.api.template import render
 from pdproxy.sim.api.tools import CallParser, calls_tools, grammar_of_calls
 from pdproxy.sim.engine import Engine
@@ -36,10 +37,11 @@ async def chat(engine: Engine, body: ChatBody, request: Request, date: Callable[
     prompt = chat_prompt(engine, body, date)
     calls = calls_tools(body, prompt.ids)
     job = _Job(engine, body, prompt, answer.request_id("chatcmpl", request, body))
+    params = sampling_params(body, prompt.ids, engine.facts, engine.tokenizer)
+    grammar = partial(grammar_of_calls, body, engine.tokenizer) if calls else None
     try:
-        grammar = grammar_of_calls(body, engine.tokenizer) if calls else None
-        params = sampling_params(body, prompt.ids, engine.facts, engine.tokenizer, grammar)
-    except GrammarRefused as error:
+        admit(params, body, prompt.ids, engine.facts, engine.tokenizer, grammar)
+    except EngineRefused as error:
         if body.stream:
             return answer.streamed_refusal(error)
         raise

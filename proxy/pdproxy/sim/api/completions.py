@@ -11,11 +11,11 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from pdproxy.sim.api import answer
-from pdproxy.sim.api.errors import GrammarRefused, Refused, response
+from pdproxy.sim.api.errors import EngineRefused, Refused, response
 from pdproxy.sim.api.generation import Delta, LoadFailedError, Prompt, deltas
 from pdproxy.sim.api.logprobs import Entry, completion_logprobs, entry_of, prompt_logprobs
 from pdproxy.sim.api.protocol import CompletionBody
-from pdproxy.sim.api.sampling import check_lengths, check_prompt, sampling_params
+from pdproxy.sim.api.sampling import admit, check_lengths, check_prompt, sampling_params
 from pdproxy.sim.engine import Engine
 from pdproxy.sim.request import SamplingParams
 
@@ -30,9 +30,11 @@ async def complete(engine: Engine, body: CompletionBody, request: Request) -> Re
     check_lengths(body, engine.facts)
     prompts = _prompts(body, engine)
     job = _Job(engine, body, prompts, answer.request_id("cmpl", request, body))
+    params = [sampling_params(body, prompt.ids, engine.facts, engine.tokenizer) for prompt in prompts]
     try:
-        params = [sampling_params(body, prompt.ids, engine.facts, engine.tokenizer) for prompt in prompts]
-    except GrammarRefused as error:
+        for one, prompt in zip(params, prompts, strict=True):
+            admit(one, body, prompt.ids, engine.facts, engine.tokenizer)
+    except EngineRefused as error:
         if body.stream:
             return answer.streamed_refusal(error)
         raise
@@ -59,8 +61,6 @@ def _prompts(body: CompletionBody, engine: Engine) -> list[Prompt]:
         else:
             ids, tokenized = list(one), False
         ids = check_prompt(ids, body, engine.facts, tokenized=tokenized)
-        if not ids:
-            raise Refused("The decoder prompt cannot be empty")
         found.append(Prompt(ids, one if isinstance(one, str) else engine.tokenizer.decode(ids)))
     return found
 

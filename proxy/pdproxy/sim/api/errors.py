@@ -49,8 +49,8 @@ class Refused(Exception):  # noqa: N818 - not an error of ours
         super().__init__(f"{message} ({', '.join(shown)})" if shown and status == 400 else message)
 
 
-class GrammarRefused(Refused):
-    """A structured output that makes no sense: found so late that a stream has its status already."""
+class EngineRefused(Refused):
+    """Refused by the engine itself, not by the handler before it: so late that a stream has its status already."""
 
 
 def error_body(message: str, kind: str, status: int, param: str | None = None) -> dict[str, object]:
@@ -73,9 +73,9 @@ def failure(message: str) -> Response:
     return response(error_body(message, "InternalServerError", 500), 500)
 
 
-def error_event(message: str, kind: str = "InternalServerError", status: int = 500) -> bytes:
+def error_event(message: str, kind: str = "InternalServerError", status: int = 500, param: str | None = None) -> bytes:
     """Return the event in which a stream's failure comes: with spaces, as recorded."""
-    return b"data: " + json.dumps(error_body(message, kind, status), ensure_ascii=False).encode() + b"\n\n"
+    return b"data: " + json.dumps(error_body(message, kind, status, param), ensure_ascii=False).encode() + b"\n\n"
 
 
 def schema_message(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:

@@ -20,7 +20,7 @@ from pdproxy.sim.api.chat import chat_prompt
 from pdproxy.sim.api.errors import Refused, response
 from pdproxy.sim.api.generation import deltas
 from pdproxy.sim.api.protocol import ChatBody
-from pdproxy.sim.api.sampling import check_lengths, sampling_params
+from pdproxy.sim.api.sampling import admit, check_lengths, sampling_params
 from pdproxy.sim.engine import Engine
 
 _STOP = {"stop": "end_turn", "length": "max_tokens"}
@@ -100,7 +100,8 @@ async def message(engine: Engine, body: MessagesBody, _: Request, date: Callable
         chat = body.chat(**{name: value for name, value in given.items() if value is not None})
         check_lengths(chat, engine.facts)
         prompt = chat_prompt(engine, chat, date)
-        params = sampling_params(chat, prompt.ids, engine.facts, engine.tokenizer, None)
+        params = sampling_params(chat, prompt.ids, engine.facts, engine.tokenizer)
+        admit(params, chat, prompt.ids, engine.facts, engine.tokenizer)
     except Refused as error:
         return refused(error)
     name = f"chatcmpl-{secrets.token_hex(8)}"

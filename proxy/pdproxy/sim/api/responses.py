@@ -21,7 +21,7 @@ from pdproxy.sim.api.chat import chat_prompt
 from pdproxy.sim.api.errors import Refused, response
 from pdproxy.sim.api.generation import Prompt, deltas
 from pdproxy.sim.api.protocol import ChatBody
-from pdproxy.sim.api.sampling import check_lengths, sampling_params
+from pdproxy.sim.api.sampling import admit, check_lengths, sampling_params
 from pdproxy.sim.engine import Engine
 from pdproxy.sim.request import SamplingParams
 
@@ -65,7 +65,8 @@ async def respond(engine: Engine, body: ResponsesBody, _: Request, date: Callabl
     chat = _as_chat(body)
     check_lengths(chat, engine.facts)
     prompt = chat_prompt(engine, chat, date)
-    params = sampling_params(chat, prompt.ids, engine.facts, engine.tokenizer, None)
+    params = sampling_params(chat, prompt.ids, engine.facts, engine.tokenizer)
+    admit(params, chat, prompt.ids, engine.facts, engine.tokenizer)
     job = _Job(engine, body, chat, prompt, params)
     if body.stream:
         return StreamingResponse(job.events(), media_type="text/event-stream")

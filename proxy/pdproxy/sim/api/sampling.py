@@ -1,10 +1,14 @@
-"""From a request's body to sampling parameters, refused where vLLM's handler refuses, in its words and its order. Pure."""
+"""From a request's body to sampling parameters, refused where vLLM refuses, in its words and its order. Pure.
+
+Some it refuses in the handler, and some only when the engine gets the request: a stream has its status 200 by then.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from pdproxy.sim.api.errors import Refused
+from pdproxy.sim.api.errors import EngineRefused, Refused
 from pdproxy.sim.api.protocol import ChatBody, CompletionBody, GenerationBody
 from pdproxy.sim.api.structured import grammar_for
 from pdproxy.sim.facts import Facts
@@ -61,10 +65,8 @@ def check_prompt(ids: list[int], body: GenerationBody, facts: Facts, *, tokenize
     return ids
 
 
-def sampling_params(
-    body: GenerationBody, prompt: list[int], facts: Facts, tokenizer: Tokenizer, grammar: Grammar | None = None
-) -> SamplingParams:
-    """Return the sampling parameters of one prompt.
+def sampling_params(body: GenerationBody, prompt: list[int], facts: Facts, tokenizer: Tokenizer) -> SamplingParams:
+    """Return the sampling parameters of one prompt, as the handler makes them; `admit` them next.
 
     Raises:
         Refused: a value is out of its range.
@@ -87,18 +89,6 @@ def sampling_params(
         prompt_logprobs = (body.top_logprobs or 0) if isinstance(body, ChatBody) else logprobs
     logit_bias = _logit_bias(body)
     _verify(body, temperature, max_tokens)
-    for kind, count in (("sample", logprobs), ("prompt", prompt_logprobs)):
-        asked = tokenizer.vocab_size if count == -1 else count
-        if asked is not None and asked > _MOST_LOGPROBS:
-            raise Refused(
-                f"Requested {kind} logprobs of {asked}, which is greater than max allowed: {_MOST_LOGPROBS}",
-                "logprobs" if kind == "sample" else "prompt_logprobs",
-                value=asked,
-            )
-    _check_vocabulary(body, logit_bias, tokenizer.vocab_size)
-    for token in prompt:
-        if token >= tokenizer.vocab_size:
-            raise Refused(f"Token id {max(prompt)} is out of vocabulary")
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
@@ -113,9 +103,42 @@ def sampling_params(
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        grammar=grammar if grammar is not None else grammar_for(body, tokenizer),
         thinking_token_budget=body.thinking_token_budget,
     )
+
+
+def admit(
+    params: SamplingParams,
+    body: GenerationBody,
+    prompt: list[int],
+    facts: Facts,
+    tokenizer: Tokenizer,
+    grammar: Callable[[], Grammar | None] | None = None,
+) -> None:
+    """Check one prompt and its parameters as the engine does, and give them their grammar, by default the request's own.
+
+    Raises:
+        EngineRefused: something in them makes no sense.
+    """
+    for kind, count in (("sample", params.logprobs), ("prompt", params.prompt_logprobs)):
+        asked = tokenizer.vocab_size if count == -1 else count
+        if asked is not None and asked > _MOST_LOGPROBS:
+            raise EngineRefused(
+                f"Requested {kind} logprobs of {asked}, which is greater than max allowed: {_MOST_LOGPROBS}",
+                "logprobs" if kind == "sample" else "prompt_logprobs",
+                value=asked,
+            )
+    _check_vocabulary(body, params.logit_bias, tokenizer.vocab_size)
+    params.grammar = grammar() if grammar is not None else grammar_for(body, tokenizer)
+    if params.thinking_token_budget is not None and facts.reasoning_parser == "none":
+        raise EngineRefused(
+            "thinking_token_budget is set but reasoning_config is not configured. Please set --reasoning-parser and/or"
+            " --reasoning-config to use thinking_token_budget."
+        )
+    if not prompt:
+        raise EngineRefused("The decoder prompt cannot be empty")
+    if max(prompt) >= tokenizer.vocab_size:
+        raise EngineRefused(f"Token id {max(prompt)} is out of vocabulary")
 
 
 def _logit_bias(body: GenerationBody) -> dict[int, float]:
@@ -133,18 +156,16 @@ def _logit_bias(body: GenerationBody) -> dict[int, float]:
 
 
 def _check_vocabulary(body: GenerationBody, logit_bias: dict[int, float], size: int) -> None:
-    if body.allowed_token_ids == []:
-        raise Refused("allowed_token_ids is not None and empty!", "allowed_token_ids", value=[])
-    asked = (
-        ("logit_bias", list(logit_bias)),
-        ("stop_token_ids", body.stop_token_ids or []),
-        ("allowed_token_ids", body.allowed_token_ids or []),
-    )
-    for name, tokens in asked:
+    for name, tokens in (("logit_bias", list(logit_bias)), ("stop_token_ids", body.stop_token_ids or [])):
         wrong = [token for token in tokens if not 0 <= token < size]
         if wrong:
             message = f"token_id(s) {wrong} in {name} contain out-of-vocab token ids. Vocabulary size: {size}"
-            raise Refused(message, name, value=wrong)
+            raise EngineRefused(message, name, value=wrong)
+    allowed = body.allowed_token_ids
+    if allowed is not None and not allowed:
+        raise EngineRefused("allowed_token_ids is not None and empty!", "allowed_token_ids", value=[])
+    if wrong := [token for token in allowed or () if not 0 <= token < size]:
+        raise EngineRefused("allowed_token_ids contains out-of-vocab token id!", "allowed_token_ids", value=wrong)
 
 
 def _verify(body: GenerationBody, temperature: float, max_tokens: int) -> None:
@@ -183,6 +204,10 @@ def _verify(body: GenerationBody, temperature: float, max_tokens: int) -> None:
         raise Refused(f"min_tokens must be greater than or equal to 0, got {body.min_tokens}.")
     if body.min_tokens > max_tokens:
         raise Refused(f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {body.min_tokens}.")
+    budget = body.thinking_token_budget
+    if budget is not None and budget < -1:
+        message = "`thinking_token_budget` must be a non-negative integer or -1 for unlimited."
+        raise Refused(message, "thinking_token_budget", value=budget)
     if "" in body.stops:
         raise Refused("stop cannot contain an empty string.")
     if "" in body.bad_words:

@@ -13,7 +13,7 @@ from re import _constants as sre  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
-from pdproxy.sim.api.errors import GrammarRefused
+from pdproxy.sim.api.errors import EngineRefused
 from pdproxy.sim.api.protocol import GenerationBody
 from pdproxy.sim.language import mix
 from pdproxy.sim.request import Grammar
@@ -56,12 +56,14 @@ def grammar_for(body: GenerationBody, tokenizer: Tokenizer) -> Grammar | None:
     """Return what a request's output must be; None: anything.
 
     Raises:
-        GrammarRefused: the schema or the expression makes no sense.
+        EngineRefused: the schema or the expression makes no sense.
     """
     if body.allowed_token_ids:
         return AllowedTokens(body.allowed_token_ids)
     wanted, form = body.structured_outputs, body.response_format
     if wanted is not None and wanted.choice is not None:
+        if not wanted.choice:
+            raise EngineRefused("Choice '[]' cannot be an empty list")
         return TextGrammar(tokenizer, wanted.choice)
     if wanted is not None and wanted.regex is not None:
         return TextGrammar(tokenizer, texts_of_regex(wanted.regex))
@@ -119,7 +121,7 @@ def _value(schema: Any, variant: int, root: Mapping[str, Any], depth: int) -> An
             return variant % 2 == 0
         case "null":
             return None
-    raise GrammarRefused(f"Grammar error: Unsupported type {json.dumps(kind)}")
+    raise EngineRefused(f"Grammar error: Unsupported type {json.dumps(kind)}")
 
 
 def texts_of_regex(pattern: str) -> list[str]:
@@ -128,7 +130,7 @@ def texts_of_regex(pattern: str) -> list[str]:
         tree = _parser.parse(pattern)
         return [_matching(tree, mix(variant, 17)) for variant in range(_VARIANTS)]
     except (re.error, NotImplementedError, OverflowError) as error:
-        raise GrammarRefused(f"Grammar error: Failed to parse regex: {error}") from error
+        raise EngineRefused(f"Grammar error: Failed to parse regex: {error}") from error
 
 
 def _matching(tree: Iterable[tuple[Any, Any]], seed: int) -> str:
