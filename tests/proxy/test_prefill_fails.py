@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
 from pdproxy.observe.events import LegFailed
 from tests.fakes import answers, scripts
-from tests.fakes.engine import Script, prefilled
+from tests.fakes.engine import Script, prefill, prefilled
 from tests.fakes.world import CHAT, COMPLETIONS, TEXT, chat, completion, world
 
 BROKEN: dict[str, Script] = {
@@ -86,14 +87,30 @@ async def test_a_prefill_engine_that_refuses_connections() -> None:
 
 
 async def test_a_prefill_engine_that_says_nothing() -> None:
-    """The prefill deadline ends the leg, is counted once, and another way is found."""
-    async with world(deadlines={"prefill": 0.15}) as w:
+    """The prefill deadline ends the wait, is counted once, and another way is found; after a grace the leg is closed."""
+    async with world(deadlines={"prefill": 0.15, "abandoned_prefill": 0.15}) as w:
         w.prefill[0].script(scripts.stall)
         answer = await w.ask(COMPLETIONS, completion())
         assert answer.status == 200
         assert w.metric("pdproxy_deadline_total", wait="prefill") == 1
         assert w.metric("pdproxy_alone_total", reason="prefill_failed") == 1
+        await w.quiet()
         assert w.prefill[0].requests[0].left.is_set(), "the leg was closed"
+
+
+async def test_a_prefill_engine_that_is_just_too_late() -> None:
+    """The client has had its answer from one engine alone; the KV that comes after all is given back, not left to its lease."""
+    go = asyncio.Event()
+    async with world(deadlines={"prefill": 0.15}) as w:
+        w.prefill[0].script(scripts.gate(go, prefill))
+        answer = await w.ask(COMPLETIONS, completion())
+        assert answer.status == 200
+        assert w.metric("pdproxy_alone_total", reason="prefill_failed") == 1
+        assert w.metric("pdproxy_node_inflight", node=w.prefill[0].url) == 0
+        go.set()
+        await w.decode[0].given_back()
+        await w.quiet()
+        assert w.books.endings == {"released": 1}
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

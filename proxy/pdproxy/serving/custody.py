@@ -119,7 +119,7 @@ class Custodian:
         self._met: set[tuple[tuple[str, float], tuple[str, float]]] = set()
 
     def __repr__(self) -> str:
-        return f"<Custodian {len(self._live)} live handles, {self._orphans} prefills without a client>"
+        return f"<Custodian {len(self._live)} live handles, {self._orphans} prefills that nobody waits for>"
 
     def snapshot(self) -> dict[str, tuple[int, float]]:
         """Return for each state how many handles are in it and the age of the oldest in seconds."""
@@ -155,7 +155,7 @@ class Custodian:
     def adopt(
         self, pending: Pending, prefill: str, model: str | None, authorization: _Auth, done: Callable[[], None]
     ) -> None:
-        """Take over a prefill leg whose client has left: await its answer for a grace, give back what it holds.
+        """Take over a prefill leg that nobody waits for any more: await its answer for a grace, give back what it holds.
 
         Closing the leg instead would lose the handle if the engine was just finishing. `done` is called when the leg is
         over.

@@ -1,6 +1,7 @@
 """The prefill leg: a prompt becomes KV in our custody.
 
-Owns the leg and the prefill engine's lease. A client that leaves while it is under way hands both to the custodian.
+Owns the leg and the prefill engine's lease. A client that leaves while it is under way hands both to the custodian; a leg
+that is late goes to the custodian alone.
 """
 
 from __future__ import annotations
@@ -72,6 +73,9 @@ async def prefill(engines: Engines, lease: Lease, parsed: Parsed, prompt: Prompt
         raise
     except TimeoutError:
         verdict = Verdict.FAILED
+        if pending is not None:  # it may be just finishing: its answer is the only way to its KV
+            engines.custodian.adopt(pending, node.url, parsed.model, heading.authorization, lambda: None)
+            pending = None
         message = f"{node.url} did not prefill in {engines.deadlines.prefill:g} s"
         raise failed(EngineTimeoutError(message, wait=Wait.PREFILL)) from None
     except _NoHandleError as error:

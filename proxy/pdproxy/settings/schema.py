@@ -211,7 +211,7 @@ class Deadlines(_Section, frozen=True):
     """A client that doesn't read its answer, before it is dropped: its stream holds KV on an engine."""
 
     abandoned_prefill: Seconds = 10.0
-    """Grace for a prefill answer once the client has left: without it its KV can't be given back at once."""
+    """Grace for a prefill answer that nobody waits for any more: without it its KV can't be given back at once."""
 
     release: Seconds = 5.0
     """Giving KV back to a prefill engine. Past it, the engine's own lease ends the matter."""
