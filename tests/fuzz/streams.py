@@ -12,6 +12,8 @@ from itertools import pairwise
 
 from pdproxy.kit.errors import EngineError, PdproxyError
 from pdproxy.serving.relay import Relay, StreamStarted
+from pdproxy.upstream.connection import TakeChunk
+from pdproxy.wire.chunks import chunk
 
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
@@ -29,6 +31,9 @@ class Output:
     def write(self, data: bytes) -> None:
         self.sent += data
 
+    def chunk(self, frame: bytes, start: int) -> None:
+        self.sent += frame[start:-2]
+
     def begin(self, headers: object) -> None:
         raise AssertionError("a relay does not begin an answer")
 
@@ -36,10 +41,15 @@ class Output:
 
 
 class _Leg:
+    take: TakeChunk | None = None
+
     def pause(self) -> None:
         raise AssertionError("paused without reason")
 
     resume = close = pause
+
+    def take_chunks(self, take: TakeChunk) -> None:
+        self.take = take
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,7 @@ def events(stream: bytes) -> list[bytes]:
 
 async def relayed(pieces: Sequence[bytes], *, wants_usage: bool, at_once: bool) -> Ended:
     """Send reads through a relay, then the end of the connection; `at_once`: its caller is awake as soon as there is data."""
-    relay, output = Relay(wants_usage=wants_usage), Output()
+    relay, output, leg = Relay(wants_usage=wants_usage), Output(), _Leg()
     relay.head(200, HEADERS)
     started = False
 
@@ -77,10 +87,12 @@ async def relayed(pieces: Sequence[bytes], *, wants_usage: bool, at_once: bool) 
         if not started and relay.first.done() and relay.first.exception() is None:
             assert isinstance(relay.first.result(), StreamStarted)
             started = True
-            relay.flow(output, _Leg())  # type: ignore[arg-type]
+            relay.flow(output, leg)  # type: ignore[arg-type]
 
     for piece in pieces:
-        if piece:
+        if piece and leg.take is not None:
+            leg.take(chunk(piece), len(b"%x\r\n" % len(piece)))
+        elif piece:
             relay.data(piece)
         if at_once:
             wake()

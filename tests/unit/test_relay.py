@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from pdproxy.kit.errors import EngineError, EngineRefusedError
 from pdproxy.serving.relay import STREAM_STARTED, Relay
-from pdproxy.upstream.connection import Connection
+from pdproxy.upstream.connection import Connection, TakeChunk
 from pdproxy.wire import sse
+from pdproxy.wire.chunks import chunk
 from tests.fakes import answers
 
 HEAD = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -28,9 +29,25 @@ class Sink:
     def __init__(self) -> None:
         self.body = b""
         self.paused = False
+        self.take: TakeChunk | None = None
+
+    def feed(self, piece: bytes, relay: Relay) -> None:
+        """Hand on what a connection has read: as a chunk, once those are wanted."""
+        if self.take is None:
+            relay.data(piece)
+        else:
+            self.take(chunk(piece), len(b"%x\r\n" % len(piece)))
 
     def write(self, data: bytes) -> None:
         self.body += data
+
+    def chunk(self, frame: bytes, start: int) -> None:
+        head = b"%x\r\n" % (len(frame) - start - 2)
+        assert (frame[:start], frame[-2:]) == (head, b"\r\n"), "not framed as it is"
+        self.write(frame[start:-2])
+
+    def take_chunks(self, take: TakeChunk) -> None:
+        self.take = take
 
     def on_pressure(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
         pass
@@ -47,7 +64,7 @@ async def run(pieces: Sequence[bytes], relay: Relay, *, end: bool = True, late: 
     relay.head(200, list(HEAD))
     waiting, flowing = late, False
     for piece in pieces:
-        relay.data(piece)
+        sink.feed(piece, relay)
         if relay.first.done() and not flowing:
             if waiting == 0:
                 assert await relay.first is STREAM_STARTED

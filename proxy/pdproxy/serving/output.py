@@ -23,6 +23,9 @@ class Output(Protocol):
     def write(self, data: bytes) -> None:
         """Send stream bytes."""
 
+    def chunk(self, frame: bytes, start: int) -> None:
+        """Send stream bytes that are framed as one HTTP chunk already; the payload begins at `start`."""
+
     def finish(self) -> None:
         """End the stream in good order."""
 

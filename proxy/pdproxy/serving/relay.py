@@ -22,7 +22,7 @@ from pdproxy.observe.events import ITL_BOUNDS, Gaps
 from pdproxy.serving.output import Output
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers, Leg
-from pdproxy.wire import sse
+from pdproxy.wire import sse, tokens
 from pdproxy.wire.engine import Usage, error_of, usage_of
 from pdproxy.wire.usage import with_created_cache
 
@@ -58,6 +58,7 @@ class Relay:
     caller closes the connection. `wants_usage`: whether the client asked for the usage event that we always ask for.
     `keeps_usage`: whether the client will see it at the end of several streams, after all (default: as `wants_usage`).
     `wants_done`: whether the end mark goes to the client (False for one stream of several).
+    `takes_ids`: whether the engine was asked for token ids that the client did not ask for. They are kept in `ids`.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Relay:
         index: int | None = None,
         keeps_usage: bool | None = None,
         parts: Parts | None = None,
+        takes_ids: bool = False,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.first: asyncio.Future[Answer | StreamStarted] = loop.create_future()
@@ -83,6 +85,8 @@ class Relay:
         self._wants_usage = wants_usage
         self._keeps_usage = wants_usage if keeps_usage is None else keeps_usage
         self._wants_done = wants_done
+        self._takes_ids = takes_ids
+        self.ids = tokens.new()
         self._index = index
         self._parts = parts
         self._phase = _Phase.HOLDING
@@ -122,11 +126,14 @@ class Relay:
         output.on_pressure(self._pause, self._resume)
         held, self._held = self._held, []
         if held:
-            self._forward(b"".join(held))
+            batch = b"".join(held)
+            self._forward(tokens.without_prompt(batch) if self._takes_ids else batch)
         if self._ending is not None:
             self._over(self._ending)
         elif output.paused:
             self._pause()
+        if self._index is None:
+            leg.take_chunks(self.chunk)
 
     async def watch(self, between_tokens: float, client_write: float, passed: Callable[[Wait], None]) -> None:
         """Wait until the stream is over.
@@ -192,6 +199,32 @@ class Relay:
         elif self._phase is not _Phase.ENDED:
             self._hold(chunk)
 
+    def chunk(self, frame: bytes, start: int) -> None:
+        """Take a whole chunk as it was on the wire. Nearly all of a stream's are one plain event, and go on as they came."""
+        if (
+            self._tail
+            or self._finished
+            or self._phase is not _Phase.FLOWING
+            or self._output is None
+            or not sse.is_plain_chunk(frame, start)
+        ):
+            self.data(frame[start:-2])
+            return
+        if self._takes_ids:
+            if tokens.WITHHELD in frame:
+                tokens.taken(frame, self.ids)
+                self._last = self._time()
+                return
+            frame, start = self._without_ids(frame, start)
+        now = self._time()
+        if self.events:
+            gap = now - self._last
+            self.gaps.buckets[bisect_left(ITL_BOUNDS, gap)] += 1
+            self.gaps.total += gap
+        self.events += 1
+        self._last = now
+        self._output.chunk(frame, start)
+
     def end(self) -> None:
         if not self._is_stream:
             body = b"".join(self._held)
@@ -241,6 +274,12 @@ class Relay:
 
     def _forward(self, batch: bytes) -> None:
         now = self._time()
+        if self._takes_ids:
+            batch = tokens.taken(batch, self.ids)
+            if tokens.WITHHELD in batch:
+                batch = b"".join(
+                    [event + sse.END for event in batch.split(sse.END) if event and tokens.WITHHELD not in event]
+                )
         if self._finished or self._index is not None or sse.may_need_care(batch):
             batch = self._care(batch)
         count = batch.count(sse.END) - (self._saw_done and self._wants_done)
@@ -259,6 +298,19 @@ class Relay:
             self._output.write(batch)
         if self._saw_done:
             self._over(None)
+
+    def _without_ids(self, frame: bytes, start: int) -> tuple[bytes, int]:
+        """Return a chunk of one event with its token ids put back to null, framed anew."""
+        at = frame.rfind(tokens.IDS)
+        if at < 0:
+            return frame, start
+        begin = at + len(tokens.IDS)
+        end = frame.find(b"]", begin)
+        if end < 0:
+            return frame, start
+        tokens.take(frame[begin:end], self.ids)
+        head = b"%x\r\n" % (len(frame) - start - 2 - (end - begin + 2) + 4)
+        return b"%b%bnull%b" % (head, frame[start : begin - 1], frame[end + 1 :]), len(head)
 
     def _care(self, batch: bytes) -> bytes:
         """Look at each event of a batch: take out what is ours, mark what ends the stream, return what goes on."""

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pdproxy.kit.errors import (
     ClientLeftError,
@@ -123,7 +124,8 @@ class Service:
 
     async def _serve_one(self, parsed: Parsed, heading: Heading, output: Output, report: _Report) -> None:
         prompt = None if parsed.alone is not None else parsed.prompts[0]
-        exchange = Exchange(self._engines, parsed, prompt, heading, lambda: Relay(wants_usage=not parsed.adds_usage))
+        new_relay = partial(Relay, wants_usage=not parsed.adds_usage, takes_ids=parsed.adds_ids)
+        exchange = Exchange(self._engines, parsed, prompt, heading, new_relay)
         report.exchanges = (exchange,)
 
         def begin(relay: Relay) -> Output:
@@ -141,7 +143,7 @@ class Service:
     async def _serve_list(self, parsed: Parsed, heading: Heading, output: Output, report: _Report) -> None:
         parts = Parts()
         exchanges = [
-            Exchange(self._engines, parsed, prompt, heading, _ListRelay(index, parsed.wants_usage, parts))
+            Exchange(self._engines, parsed, prompt, heading, _ListRelay(index, parsed, parts))
             for index, prompt in enumerate(parsed.prompts)
         ]
         report.exchanges = exchanges
@@ -224,7 +226,7 @@ class Service:
                 prompt_tokens=sum(usage.prompt_tokens for usage in usages) if usages else None,
                 completion_tokens=sum(usage.completion_tokens or 0 for usage in usages)
                 if usages
-                else sum(relay.events for relay in relays) or None,
+                else sum(len(relay.ids) or relay.events for relay in relays) or None,
                 gaps=gaps,
                 error=None if error is None else error.logged,
             )
@@ -236,12 +238,17 @@ class _ListRelay:
     """Makes the relays of one prompt of a list."""
 
     index: int
-    keeps_usage: bool
+    parsed: Parsed
     parts: Parts
 
     def __call__(self) -> Relay:
         return Relay(
-            wants_usage=False, wants_done=False, index=self.index, keeps_usage=self.keeps_usage, parts=self.parts
+            wants_usage=False,
+            wants_done=False,
+            index=self.index,
+            keeps_usage=self.parsed.wants_usage,
+            parts=self.parts,
+            takes_ids=self.parsed.adds_ids,
         )
 
 

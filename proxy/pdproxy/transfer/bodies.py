@@ -44,11 +44,13 @@ def prefill_fields(parsed: Parsed, prompt: Prompt) -> Fields:
 
 
 def decode_fields(parsed: Parsed, prompt: Prompt) -> Fields:
-    """Return the fields of a decode leg: the client's own, and on streams a usage event at the end, for us."""
+    """Return the fields of a decode leg: the client's own, and on streams a usage event at the end and token ids, for us."""
     fields = dict(parsed.fields)
     _set_prompt(fields, prompt)
     if parsed.adds_usage:
         fields["stream_options"] = _USAGE_AT_THE_END
+    if parsed.adds_ids:
+        fields["return_token_ids"] = _TRUE
     return fields
 
 

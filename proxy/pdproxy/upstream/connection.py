@@ -1,7 +1,8 @@
 """One keep-alive HTTP/1.1 connection to an engine, as an asyncio protocol on httptools.
 
 Owns the socket, the response parser and, while a request is on it, the sink that hears of the answer. The sink is called
-once a TCP read with all body bytes of that read, whole HTTP chunks or not, so a relay pays per read and not per chunk.
+once a TCP read with all body bytes of that read, whole HTTP chunks or not, so a relay pays per read and not per chunk. Whole
+chunks that are framed as servers do it go past the parser.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Protocol, cast
 import httptools
 
 from pdproxy.kit.errors import EngineError, EngineTlsError, StaleConnectionError
+from pdproxy.wire.chunks import HEADS, LONGEST, whole
 
 STALE_WITHIN = 0.25
 """Seconds. A kept connection that closes so soon after a request was shut before the engine saw it; later, the engine may
@@ -36,6 +38,10 @@ class Sink(Protocol):
 
     def failed(self, error: EngineError) -> None:
         """No more will come."""
+
+
+TakeChunk = Callable[[bytes, int], None]
+"""Takes one chunk as it was on the wire, and where in it the payload begins; it ends two bytes before the end."""
 
 
 class Leg:
@@ -68,6 +74,11 @@ class Leg:
         if self._connection.carries(self._number):
             self._connection.resume()
 
+    def take_chunks(self, take: TakeChunk) -> None:
+        """From now on, hand a read that is one whole chunk to `take` as it is, and not to the sink."""
+        if self._connection.carries(self._number):
+            self._connection.take_chunks(take)
+
 
 class Connection(asyncio.Protocol):
     """One connection. `on_free` is called when it can take another request, `on_lost` once when it is gone."""
@@ -89,6 +100,9 @@ class Connection(asyncio.Protocol):
         self._requests = 0
         self._sent_at = 0.0
         self._paused = False
+        self._take: TakeChunk | None = None
+        self._lane: TakeChunk | None = None  # as `_take`, while the parser stands between two chunks
+        self._between = False
         self.idle_since = 0.0
 
     def __repr__(self) -> str:
@@ -114,13 +128,17 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
         return Leg(self, self._requests)
 
+    def take_chunks(self, take: TakeChunk) -> None:
+        """Hand a read that is one whole chunk of the present answer to `take`."""
+        self._take = take
+
     def carries(self, number: int) -> bool:
         """Tell whether the connection is still at work on its `number`th request."""
         return self._sink is not None and self._requests == number
 
     def close(self) -> None:
         """Drop the connection at once. The sink hears nothing more."""
-        self._sink = None
+        self._sink = self._take = self._lane = None
         if self._transport is not None:
             self._transport.abort()
 
@@ -142,6 +160,19 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
+        lane = self._lane
+        if lane is not None:
+            # The parser stands between two chunks, and may stay there while whole ones go past it: most reads are one.
+            size = len(data)
+            if size < LONGEST and data.startswith(head := HEADS[size]) and data.endswith(b"\r\n"):
+                lane(data, len(head))
+                return
+            payloads, rest = whole(data)
+            if payloads and self._sink is not None:
+                self._sink.data(b"".join(payloads))
+            if rest == len(data):
+                return
+            data = data[rest:] if rest else data
         sink = self._sink
         if sink is None:
             self.close()  # bytes nobody asked for: the stream is out of step
@@ -156,6 +187,8 @@ class Connection(asyncio.Protocol):
                 return
             self._fail(EngineError(f"{self._name} does not speak HTTP/1.1: {error}"))
             return
+        # A size line that has only begun does not end like this; one that is whole has been told.
+        self._lane = self._take if self._between and data.endswith(b"\r\n") else None
         self._flush()
         if self._complete and self._sink is sink:
             self._finish(keep=self._keep)
@@ -202,7 +235,14 @@ class Connection(asyncio.Protocol):
         if self._final:  # an informational answer that has a body is no reason to take it for the real one's
             self._parts.append(body)
 
+    def on_chunk_header(self) -> None:
+        self._between = False
+
+    def on_chunk_complete(self) -> None:
+        self._between = self._final
+
     def on_message_complete(self) -> None:
+        self._between = False
         self._complete = self._final
         self._keep = self._parser.should_keep_alive()  # asked here, since the parser forgets it after the message
 
@@ -218,6 +258,7 @@ class Connection(asyncio.Protocol):
 
     def _finish(self, *, keep: bool) -> None:
         sink, self._sink = self._sink, None
+        self._take = self._lane = None
         self._complete = False
         if keep:
             self._on_free(self)
@@ -227,7 +268,7 @@ class Connection(asyncio.Protocol):
             sink.end()
 
     def _fail(self, error: EngineError) -> None:
-        sink, self._sink = self._sink, None
+        sink = self._sink
         self.close()
         if sink is not None:
             sink.failed(error)

@@ -24,6 +24,7 @@ from pdproxy.upstream.connection import Headers
 from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.guard import Bounds, GuardedProtocol
 from pdproxy.web.room import BodyRoom
+from pdproxy.wire.chunks import chunk
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Incoming, Route
 
@@ -235,7 +236,12 @@ class GenerateCycle(RequestResponseCycle):
         """Send stream bytes."""
         if self._unwritable() or self.response_complete:
             return
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+        self.transport.write(chunk(data) if self._chunked else data)
+
+    def chunk(self, frame: bytes, start: int) -> None:
+        """Send stream bytes that are framed as one HTTP chunk already; the payload begins at `start`."""
+        if not (self.disconnected or self.transport.is_closing() or self.response_complete):
+            self.transport.write(frame if self._chunked else frame[start:-2])
 
     def finish(self) -> None:
         """End the stream in good order."""

@@ -19,6 +19,7 @@ import msgspec
 from pdproxy.wire import reading
 
 _T = TypeVar("_T")
+_NULL = msgspec.Raw(b"null")
 Fields = dict[str, msgspec.Raw]
 """Top-level fields of a JSON object, each as the bytes that were on the wire."""
 
@@ -124,6 +125,20 @@ class Parsed:
         """
         several = self.alone is Alone.N or (self.alone is not None and len(self.prompts) > 1)
         return self.stream and not self.wants_usage and not several
+
+    @property
+    def adds_ids(self) -> bool:
+        """Whether an engine is asked for the token ids of a stream that the client didn't ask for.
+
+        Not with tools, whose parser says the same with other events then, nor where thoughts are hidden, and their ids with them.
+        """
+        return (
+            self.stream
+            and self.alone is None
+            and not self.starts_in_silence
+            and "tools" not in self.fields
+            and bytes(self.fields.get("return_token_ids", _NULL)) != b"true"
+        )
 
 
 class _UnusualError(Exception):

@@ -16,6 +16,9 @@ _FIRST_INDEX = b'"choices":[{"index":0,'
 _CREATED = b'"created":'
 _FINGERPRINT = b',"system_fingerprint":'
 _FINISHED = b'"finish_reason":"'
+_UNFINISHED = b'"finish_reason":null'
+_CHUNK_END = b"}\n\n\r\n"
+_CHUNK_LINES = 4  # the size, the event, the empty line, the end of the chunk
 _ABORTED = b'"finish_reason":"abort"'
 _ROLE = b'"delta":{"role":"'
 
@@ -101,6 +104,17 @@ def may_need_care(batch: bytes) -> bool:
         or b'\n\ndata: {"error"' in batch
         or b'\n\ndata: {"object":"error"' in batch
         or b'\n\ndata: {"object": "error"' in batch
+    )
+
+
+def is_plain_chunk(frame: bytes, start: int) -> bool:
+    """Tell whether a whole HTTP chunk, its payload beginning at `start`, is one event of plain data and nothing else."""
+    return (
+        frame.startswith(_DATA, start)
+        and frame.endswith(_CHUNK_END)
+        and _UNFINISHED in frame
+        and frame.count(b"\n") == _CHUNK_LINES
+        and frame.count(b"\r") == 2
     )
 
 
