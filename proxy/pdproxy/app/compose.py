@@ -14,6 +14,7 @@ import msgspec
 from pdproxy.app.credentials import Credentials
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.prober import Prober
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, OverloadedError, Wait
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, Event, LegFailed, Observers
@@ -120,7 +121,16 @@ class Proxy:
         contract = CONTRACTS[pool.connector]
         custodian = Custodian(contract, ledger, clients, deadlines, observers, time.monotonic)
         engines = Engines(
-            contract, ledger, clients, custodian, deadlines, limits.attempts, observers, auditor, time.monotonic
+            contract,
+            ledger,
+            clients,
+            custodian,
+            deadlines,
+            limits.attempts,
+            observers,
+            auditor,
+            time.monotonic,
+            Clock(),
         )
         admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers)
         service = Service(engines, admission, credentials.keys)

@@ -7,23 +7,22 @@ request or a state change and never once a chunk, and must not raise or wait.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
+
+import msgspec
 
 ITL_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Upper bounds in seconds of the buckets in which gaps between tokens are counted."""
 
 
-@dataclass(slots=True)
-class Gaps:
+class Gaps(msgspec.Struct):
     """Gaps between stream events of one request, counted in buckets (one more than `ITL_BOUNDS`), `total` in seconds."""
 
-    buckets: list[int] = field(default_factory=lambda: [0] * (len(ITL_BOUNDS) + 1))
+    buckets: list[int] = msgspec.field(default_factory=lambda: [0] * (len(ITL_BOUNDS) + 1))
     total: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class LegTimes:
+class LegTimes(msgspec.Struct, frozen=True):
     """One prompt's way: engines by url, durations in seconds, None where a phase did not happen.
 
     `prefill_s` from the prefill leg's start to its answer, `kv_s` from the decode leg's start to its first data (the
@@ -38,8 +37,7 @@ class LegTimes:
     attempts: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class RequestEnded:
+class RequestEnded(msgspec.Struct, frozen=True):
     """A request is over. `outcome` is "ok", "client_left", or the fault that ended it; `first_s` is the time to first token."""
 
     request_id: str
@@ -57,23 +55,20 @@ class RequestEnded:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ServedAlone:
+class ServedAlone(msgspec.Struct, frozen=True):
     """A prompt was given to one engine alone."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class DeadlinePassed:
+class DeadlinePassed(msgspec.Struct, frozen=True):
     """A wait ended by its deadline."""
 
     wait: str
     node: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class HandleEnded:
+class HandleEnded(msgspec.Struct, frozen=True):
     """A KV handle is over. `end`: loaded, released, refused (the decode engine released it), aborted or lost."""
 
     end: str
@@ -81,8 +76,7 @@ class HandleEnded:
     age_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class LegFailed:
+class LegFailed(msgspec.Struct, frozen=True):
     """A leg to an engine failed; `will_retry` says whether another engine is asked."""
 
     request_id: str
@@ -92,8 +86,7 @@ class LegFailed:
     will_retry: bool
 
 
-@dataclass(frozen=True, slots=True)
-class NodeChanged:
+class NodeChanged(msgspec.Struct, frozen=True):
     """An engine came up, went down or was shut out."""
 
     node: str
@@ -102,8 +95,7 @@ class NodeChanged:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class PairEjected:
+class PairEjected(msgspec.Struct, frozen=True):
     """Two engines counted different prompt lengths for one request and are not paired again."""
 
     prefill: str
@@ -112,8 +104,7 @@ class PairEjected:
     decode_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class KvShortfall:
+class KvShortfall(msgspec.Struct, frozen=True):
     """A decode engine received fewer prompt tokens by KV transfer than were sent to it: it recomputed them, silently."""
 
     node: str
@@ -121,8 +112,7 @@ class KvShortfall:
     expected: int
 
 
-@dataclass(frozen=True, slots=True)
-class KvCounted:
+class KvCounted(msgspec.Struct, frozen=True):
     """A scrape accounted for prompt tokens that should have moved to a decode engine."""
 
     node: str

@@ -90,7 +90,7 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def _plain(event: Event) -> Fields:
-    return {name: getattr(event, name) for name in event.__dataclass_fields__}
+    return {name: getattr(event, name) for name in event.__struct_fields__}
 
 
 def _log(logger: logging.Logger, level: int, message: str, fields: Fields) -> None:

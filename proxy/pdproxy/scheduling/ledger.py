@@ -8,8 +8,9 @@ verdict on an engine (the breaker) are written.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from enum import Enum
+
+import msgspec
 
 from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
 
@@ -23,8 +24,7 @@ class Verdict(Enum):
     UNREACHABLE = "unreachable"  # it refused the connection: nothing more is sent until a probe succeeds
 
 
-@dataclass(slots=True)
-class Lease:
+class Lease(msgspec.Struct):
     """One leg's place on an engine. Close it with `Ledger.close`, once."""
 
     node: Node
@@ -32,8 +32,7 @@ class Lease:
     closed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(msgspec.Struct, frozen=True):
     """A prefill and a decode engine, both leased."""
 
     prefill: Lease

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from pdproxy.fleet.audit import Auditor
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError
 from pdproxy.observe.events import LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Lease, Ledger, Verdict
@@ -28,6 +31,7 @@ class Engines:
     observers: Observers
     auditor: Auditor
     now: Callable[[], float]
+    clock: Clock
 
     def close(self, lease: Lease, verdict: Verdict) -> None:
         """End a lease, and tell if that shut its engine out."""
@@ -41,8 +45,7 @@ class Engines:
         self.observers.notify(LegFailed(heading.request_id, node, phase, error.message, will_retry))
 
 
-@dataclass(frozen=True, slots=True)
-class Heading:
+class Heading(msgspec.Struct, frozen=True):
     """What every leg of one request carries: its id, its path and the headers that go on."""
 
     request_id: str

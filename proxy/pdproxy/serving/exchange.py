@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from pdproxy.kit.clock import Timer
 from pdproxy.kit.errors import (
     EngineError,
     EngineRefusedError,
@@ -187,7 +188,7 @@ class Exchange:
             request = client.request(self._heading.path, self._heading.headers, body)
             timeout = engines.deadlines.total if self._parsed.starts_in_silence else engines.deadlines.first_token
             try:
-                async with asyncio.timeout(timeout):
+                async with engines.clock.within(timeout):
                     leg = await client.send(request, relay)
                     try:
                         first = await self._first(relay, lease)
@@ -209,6 +210,7 @@ class Exchange:
                 custody.end(End.LOADED)
             relay.flow(stream_to(relay), leg)
             await relay.watch(
+                engines.clock,
                 engines.deadlines.between_tokens,
                 engines.deadlines.client_write,
                 lambda wait: engines.observers.notify(DeadlinePassed(wait.value, url)),
@@ -261,13 +263,24 @@ class Exchange:
         """
         if not self._parsed.starts_in_silence:
             return await relay.first
-        patience = self._engines.deadlines.between_tokens
-        while not relay.first.done():
-            await asyncio.wait({relay.first}, timeout=min(patience, 1.0))
-            if not relay.first.done() and lease.node.down_for(self._engines.now()) >= patience:
-                message = f"{lease.node.url} has been down for {patience:g} s"
-                raise EngineTimeoutError(message, wait=Wait.BETWEEN_TOKENS)
-        return relay.first.result()
+        engines, node = self._engines, lease.node
+        patience = engines.deadlines.between_tokens
+
+        timer: Timer
+
+        def look() -> None:
+            nonlocal timer
+            if node.down_for(engines.now()) >= patience:
+                message = f"{node.url} has been down for {patience:g} s"
+                relay.failed(EngineTimeoutError(message, wait=Wait.BETWEEN_TOKENS))
+            else:
+                timer = engines.clock.after(min(patience, 1.0), look)
+
+        timer = engines.clock.after(min(patience, 1.0), look)
+        try:
+            return await relay.first
+        finally:
+            timer.cancel()
 
     async def _accepted(self, relay: Relay, asked: float) -> bool:
         """Tell whether the engine has the request, giving it a moment to show it: then closing the leg frees the KV.

@@ -54,7 +54,7 @@ async def prefill(engines: Engines, lease: Lease, parsed: Parsed, prompt: Prompt
         )
 
     try:
-        async with asyncio.timeout(engines.deadlines.prefill):
+        async with engines.clock.within(engines.deadlines.prefill):
             pending = await client.ask(request)
             try:
                 answer = await asyncio.shield(pending.answer)

@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from enum import Enum
 
+from pdproxy.kit.clock import Clock, Timer
 from pdproxy.kit.errors import ClientLeftError, EngineError, EngineRefusedError, EngineTimeoutError, PdproxyError, Wait
 from pdproxy.observe.events import ITL_BOUNDS, Gaps
 from pdproxy.serving.output import Output
@@ -135,19 +136,21 @@ class Relay:
         if self._index is None:
             leg.take_chunks(self.chunk)
 
-    async def watch(self, between_tokens: float, client_write: float, passed: Callable[[Wait], None]) -> None:
+    async def watch(
+        self, clock: Clock, between_tokens: float, client_write: float, passed: Callable[[Wait], None]
+    ) -> None:
         """Wait until the stream is over.
 
         Raises:
             EngineError: the stream failed after data had been sent; EngineTimeoutError: no event for `between_tokens` s.
             ClientLeftError: the client read nothing for `client_write` s.
         """
-        loop = asyncio.get_running_loop()
-        timer: asyncio.TimerHandle
+
+        timer: Timer
 
         def look() -> None:
             nonlocal timer
-            now = loop.time()
+            now = clock.now()
             if self._paused_since is not None:
                 due = self._paused_since + client_write
                 if now >= due:
@@ -162,9 +165,9 @@ class Relay:
                     self._fail(EngineTimeoutError(message, wait=Wait.BETWEEN_TOKENS))
                     return
             # The shorter of both waits, since a pause may begin before this timer fires.
-            timer = loop.call_at(min(due, now + min(between_tokens, client_write)), look)
+            timer = clock.after(min(due - now, between_tokens, client_write), look)
 
-        timer = loop.call_later(min(between_tokens, client_write), look)
+        timer = clock.after(min(between_tokens, client_write), look)
         try:
             await self.done
         finally:

@@ -80,7 +80,7 @@ class Service:
             parsed = report.parsed = parse(incoming.route, incoming.body)
             if incoming.request_id is None:
                 report.request_id = usable(body_request_id(parsed.fields)) or report.request_id
-            async with asyncio.timeout(self._engines.deadlines.total):
+            async with self._engines.clock.within(self._engines.deadlines.total):
                 await self._admission.enter()
                 admitted = True
                 report.admitted = now()

@@ -22,8 +22,7 @@ class Order(Enum):
     PREFILL_THEN_DECODE = "prefill_then_decode"
 
 
-@dataclass(frozen=True, slots=True)
-class Handle:
+class Handle(msgspec.Struct, frozen=True):
     """A claim on KV that a prefill engine holds for us. Exactly one party may end it.
 
     `params` is the engine's `kv_transfer_params` verbatim, `token_ids` the prompt's ids as a JSON array (None if the

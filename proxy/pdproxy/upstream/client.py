@@ -10,8 +10,9 @@ import asyncio
 import errno
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass
 from urllib.parse import urlsplit
+
+import msgspec
 
 from pdproxy.kit.errors import (
     EngineError,
@@ -28,8 +29,7 @@ OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNO
 """Errors of a connect that say nothing of the other side."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """A whole answer of an engine. Header names are in lower case."""
 
     status: int

@@ -10,7 +10,6 @@ only the engines' own parser takes (`wire.reading`): it is parsed, cleaned and w
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
@@ -68,8 +67,7 @@ class Alone(Enum):
     NO_HANDLE = "no_handle"
 
 
-@dataclass(frozen=True, slots=True)
-class Incoming:
+class Incoming(msgspec.Struct, frozen=True):
     """A request as it came off the socket.
 
     `forward` holds the header lines (name, value) that go on to engines, without the credentials.
@@ -83,8 +81,7 @@ class Incoming:
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """One prompt of a request. `raw` is its JSON; None where the prompt is the chat's messages.
 
     `tokens` is the exact length where the client sent token ids, else None; `text_bytes` an upper bound of its UTF-8
@@ -97,8 +94,7 @@ class Prompt:
     messages: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed:
+class Parsed(msgspec.Struct, frozen=True):
     """A readable request. `alone` is a reason in the request itself to use one engine, None where it may be split."""
 
     route: Route

@@ -1,0 +1,128 @@
+"""Deadlines for the data path: any number of them on one timer of the event loop.
+
+Owns that timer. Every request sets several deadlines and reaches none, so setting and dropping one must cost next to nothing;
+being exact need not: a deadline is reached up to `TICK` late, never early. A loop that was held up (a stalled machine, a stopped
+process) reads its sockets once before any deadline is reached: what had come in time is not late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import TracebackType
+
+TICK = 0.05
+"""Seconds."""
+
+
+class Timer:
+    """One thing that is to be done at a certain time, unless it is cancelled first."""
+
+    __slots__ = ("_number", "_slots", "then")
+
+    def __init__(self, slots: dict[int, set[Timer]], number: int, then: Callable[[], None]) -> None:
+        self._slots = slots
+        self._number = number
+        self.then = then
+
+    def cancel(self) -> None:
+        """Never do it. Cancelling again, or afterwards, changes nothing."""
+        slot = self._slots.get(self._number)
+        if slot is not None:
+            slot.discard(self)
+            if not slot:
+                del self._slots[self._number]
+
+
+class Clock:
+    """Calls back when times have come, in ticks. Belongs to the event loop that first uses it."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._slots: dict[int, set[Timer]] = {}
+        self._done = 0
+        self._next: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<Clock {sum(map(len, self._slots.values()))} timers>"
+
+    def now(self) -> float:
+        """Return the event loop's time in seconds."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        return self._loop.time()
+
+    def after(self, seconds: float, then: Callable[[], None]) -> Timer:
+        """Have `then` called after so many seconds, or up to a tick later."""
+        number = int((self.now() + seconds) / TICK) + 1
+        slot = self._slots.get(number)
+        if slot is None:
+            slot = self._slots[number] = set()
+        timer = Timer(self._slots, number, then)
+        slot.add(timer)
+        if self._next is None:
+            self._start()
+        return timer
+
+    def within(self, seconds: float) -> Within:
+        """Return a block that may take so many seconds: TimeoutError after that, as `asyncio.timeout`."""
+        return Within(self, seconds)
+
+    def _start(self) -> None:
+        assert self._loop is not None
+        self._done = int(self._loop.time() / TICK)
+        self._next = self._loop.call_at((self._done + 1) * TICK, self._tick, False)
+
+    def _tick(self, looked: bool) -> None:
+        assert self._loop is not None
+        now = self._loop.time()
+        if not looked and now > (self._done + 2) * TICK:
+            # Held up. Timers run before sockets are read: so not in this turn of the loop, but in one after the next read.
+            self._next = self._loop.call_later(TICK / 10, self._tick, True)
+            return
+        last = int(now / TICK)
+        due = range(self._done + 1, last + 1) if last - self._done <= len(self._slots) else sorted(self._slots)
+        self._done = last
+        for number in due:
+            if number > last:
+                break
+            slot = self._slots.pop(number, None)
+            while slot:
+                slot.pop().then()
+        self._next = self._loop.call_at((last + 1) * TICK, self._tick, False) if self._slots else None
+
+
+class Within:
+    """See `Clock.within`. Entered once, by the task that it may interrupt."""
+
+    __slots__ = ("_cancelling", "_clock", "_late", "_seconds", "_task", "_timer")
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock = clock
+        self._seconds = seconds
+        self._late = False
+        self._task: asyncio.Task[object] | None = None
+        self._timer: Timer | None = None
+        self._cancelling = 0
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._timer = self._clock.after(self._seconds, self._interrupt)
+
+    def _interrupt(self) -> None:
+        assert self._task is not None
+        self._late = True
+        self._task.cancel()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._task is not None
+        assert self._timer is not None
+        self._timer.cancel()
+        # A cancellation by somebody else at the same time has to go on.
+        if self._late and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise TimeoutError from error

@@ -1,0 +1,100 @@
+"""Deadlines on one timer: never early, soon after, gone when cancelled, and not by the fault of a held-up loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+import pytest
+
+from pdproxy.kit.clock import TICK, Clock
+
+
+async def test_a_deadline_interrupts_what_takes_longer() -> None:
+    """A block is ended by TimeoutError, not before its time and at most a few ticks after."""
+    clock = Clock()
+    started = clock.now()
+    with pytest.raises(TimeoutError):
+        async with clock.within(0.12):
+            await asyncio.sleep(5)
+    assert 0.12 <= clock.now() - started < 0.12 + 10 * TICK
+
+
+async def test_what_is_done_in_time_goes_on() -> None:
+    """A block that is left leaves no timer behind, and its task is not interrupted later."""
+    clock = Clock()
+    async with clock.within(TICK):
+        pass
+    await asyncio.sleep(4 * TICK)
+    assert repr(clock) == "<Clock 0 timers>"
+    assert clock._next is None, "nothing to wait for: no timer of the loop"
+
+
+async def test_a_cancellation_from_elsewhere_is_no_deadline() -> None:
+    """Whoever cancels the task sees it cancelled, also where the deadline passes at the same moment."""
+    clock = Clock()
+
+    async def work() -> None:
+        async with clock.within(0.01):
+            await asyncio.sleep(5)
+
+    task = asyncio.ensure_future(work())
+    await asyncio.sleep(0)
+    clock._slots[next(iter(clock._slots))].pop().then()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_blocks_within_blocks() -> None:
+    """The deadline that passes ends its own block, inner or outer."""
+    clock = Clock()
+    for outer, inner, ended in ((0.05, 5.0, "outer"), (5.0, 0.05, "inner")):
+        seen = ""
+        try:
+            async with clock.within(outer):
+                try:
+                    async with clock.within(inner):
+                        await asyncio.sleep(3)
+                except TimeoutError:
+                    seen = "inner"
+        except TimeoutError:
+            seen = "outer"
+        assert seen == ended
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+async def test_an_error_is_not_hidden() -> None:
+    """What a block raises comes out, and its return value is its own."""
+    with pytest.raises(KeyError):
+        async with Clock().within(1):
+            raise KeyError
+
+
+async def test_a_loop_that_was_held_up_reads_before_it_judges() -> None:
+    """Data that came in time is not late because nobody could look."""
+    clock = Clock()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        async with clock.within(0.1):
+            waiting = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(ours, 1))
+            await asyncio.sleep(0)
+            theirs.send(b"x")
+            time.sleep(0.4)  # the machine stalls
+            assert await waiting == b"x"
+
+
+async def test_many_timers_come_all_come() -> None:
+    """Timers far apart, most of them cancelled, are called once each."""
+    clock, seen = Clock(), list[int]()
+    timers = [clock.after(0.01 * number, lambda number=number: seen.append(number)) for number in range(40)]  # type: ignore[misc]
+    far = [clock.after(3600 + number, lambda: seen.append(-1)) for number in range(300)]
+    for timer in (*timers[::2], *far):
+        timer.cancel()
+    await asyncio.sleep(0.4 + 4 * TICK)
+    assert sorted(seen) == list(range(1, 40, 2))
+    assert not clock._slots
