@@ -5,12 +5,15 @@ Owns the formats, text and JSON. No prompt and no key is ever logged: events hol
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import TextIO
 
 import msgspec
 
@@ -21,6 +24,7 @@ from pdproxy.observe.events import (
     KvCounted,
     KvShortfall,
     LegFailed,
+    LegTimes,
     NodeChanged,
     PairEjected,
     RequestEnded,
@@ -42,7 +46,9 @@ class LogObserver:
         """Log an event at its level."""
         match event:
             case RequestEnded():
-                if access.isEnabledFor(logging.INFO):
+                if _straight is not None:
+                    _straight(access_fields(event))
+                elif access.isEnabledFor(logging.INFO):
                     _log(access, logging.INFO, "request", access_fields(event))
             case LegFailed():
                 _log(legs, logging.WARNING, "leg failed", _plain(event))
@@ -64,18 +70,20 @@ class LogObserver:
 
 def access_fields(event: RequestEnded) -> Fields:
     """Return what the access line says: times in milliseconds, engines as prefill>decode, one for each prompt."""
+    legs = event.legs
+    slowest = legs[0] if len(legs) == 1 else _slowest(legs)
     found: dict[str, object] = {
         "id": event.request_id,
         "path": event.endpoint,
         "model": event.model,
         "status": event.status,
         "outcome": event.outcome,
-        "nodes": ",".join(dict.fromkeys(f"{leg.prefill or ''}>{leg.decode or ''}" for leg in event.legs)) or None,
-        "why_alone": ",".join(dict.fromkeys(leg.why_alone for leg in event.legs if leg.why_alone)) or None,
-        "attempts": max((leg.attempts for leg in event.legs), default=1),
+        "nodes": ",".join(dict.fromkeys([f"{leg.prefill or ''}>{leg.decode or ''}" for leg in legs])) or None,
+        "why_alone": ",".join(dict.fromkeys([leg.why_alone for leg in legs if leg.why_alone])) or None,
+        "attempts": slowest.attempts,
         "queue_ms": _ms(event.queue_s),
-        "prefill_ms": _ms(max((leg.prefill_s for leg in event.legs if leg.prefill_s is not None), default=None)),
-        "kv_ms": _ms(max((leg.kv_s for leg in event.legs if leg.kv_s is not None), default=None)),
+        "prefill_ms": _ms(slowest.prefill_s),
+        "kv_ms": _ms(slowest.kv_s),
         "first_ms": _ms(event.first_s),
         "total_ms": _ms(event.total_s),
         "prompt_tokens": event.prompt_tokens,
@@ -83,6 +91,15 @@ def access_fields(event: RequestEnded) -> Fields:
         "error": event.error,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _slowest(legs: Sequence[LegTimes]) -> LegTimes:
+    """Return the longest of each of several prompts' times."""
+    return LegTimes(
+        prefill_s=max((leg.prefill_s for leg in legs if leg.prefill_s is not None), default=None),
+        kv_s=max((leg.kv_s for leg in legs if leg.kv_s is not None), default=None),
+        attempts=max((leg.attempts for leg in legs), default=1),
+    )
 
 
 def _ms(seconds: float | None) -> float | None:
@@ -109,20 +126,30 @@ class TextFormatter(logging.Formatter):
         self._shown = ""
 
     def format(self, record: logging.LogRecord) -> str:
-        second = int(record.created)
+        line = self.line(
+            record.created, record.levelname, record.name, record.getMessage(), getattr(record, "fields", {})
+        )
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+    def line(self, created: float, level: str, logger: str, message: str, fields: Fields) -> str:
+        """Return the line of a record; `created` in Unix seconds."""
+        second = int(created)
         if second != self._second:
             self._second, self._shown = second, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
-        fields: Fields = getattr(record, "fields", {})
         told = "".join([f" {name}={_quoted(value)}" for name, value in fields.items()])
-        line = f"{self._shown},{int(record.msecs):03d} {record.levelname} {record.name} {record.getMessage()}{told}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        return f"{self._shown},{int(1000 * (created - second)):03d} {level} {logger} {message}{told}"
 
 
 _SEPARATORS = re.compile(r'[ "=]')
 
 
 def _quoted(value: object) -> str:
-    text = str(value)
+    # Most values of most lines are numbers, or words that stood in a line before.
+    return _as_word(value) if isinstance(value, str) else str(value)
+
+
+@lru_cache(1024)
+def _as_word(text: str) -> str:
     if text and text.isprintable() and not _SEPARATORS.search(text):
         return text
     return json.dumps(text)  # escapes whatever a terminal would act on
@@ -132,26 +159,45 @@ class JsonFormatter(logging.Formatter):
     """One JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, object] = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
+        fields: Fields = getattr(record, "fields", {})
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            fields = {**fields, "exception": self.formatException(record.exc_info)}
+        return self.line(record.created, record.levelname, record.name, record.getMessage(), fields)
+
+    def line(self, created: float, level: str, logger: str, message: str, fields: Fields) -> str:
+        """Return the line of a record; `created` in Unix seconds."""
+        line: dict[str, object] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(created)),
+            "level": level.lower(),
+            "logger": logger,
+            "message": message,
+            **fields,
+        }
         return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+_straight: Callable[[Fields], None] | None = None
+"""Writes an access line without the logging package, whose records cost more than the line. None: through it, if at all."""
+
+
+def _write_access_line(stream: TextIO, formatter: TextFormatter | JsonFormatter, fields: Fields) -> None:
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more: no reason to fail a request
+        stream.write(formatter.line(time.time(), "INFO", access.name, "request", fields) + "\n")
+        stream.flush()
 
 
 def configure(level: str, log_format: str) -> None:
     """Send all of pdproxy's and uvicorn's log lines to standard error."""
+    global _straight
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    formatter = JsonFormatter() if log_format == "json" else TextFormatter()
+    handler.setFormatter(formatter)
     for name in ("pdproxy", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(level.upper() if name == "pdproxy" else max(logging.INFO, logging.getLevelName(level.upper())))
+    shown = access.isEnabledFor(logging.INFO)
+    _straight = partial(_write_access_line, handler.stream, formatter) if shown else None
     logging.getLogger("uvicorn.access").disabled = True  # the access line is ours
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from enum import Enum
+from operator import attrgetter
 
 import msgspec
 
 from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
+
+_LOAD_BITS = 48
+"""More than the lesser of two loads ever needs."""
 
 
 class Verdict(Enum):
@@ -47,6 +51,11 @@ class Ledger:
         self._breaker_failures = breaker_failures
         self._breaker_cooldown = breaker_cooldown
         self._turns = dict.fromkeys(Role, 0)
+        self._tripped: set[str] = set()
+        self._sound: dict[tuple[Role, str | None], list[Node]] = {}
+        self._alike: dict[tuple[str, str], bool] = {}
+        self._block_size: int | None = None
+        self._template_tokens = 0
 
     def __repr__(self) -> str:
         busy = ", ".join(f"{n.role.value} {n.url} {n.down_because or 'up'} x{n.requests}" for n in self._nodes.values())
@@ -68,6 +77,8 @@ class Ledger:
         if node.down_because is not None:
             node.failures, node.closed_until = 0, 0.0
         node.evidence, node.down_because, node.probed = evidence, None, True
+        if new:
+            self._changed()
         return new
 
     def lost(self, url: str, reason: str, now: float) -> bool:
@@ -77,12 +88,14 @@ class Ledger:
         if was_up or not node.probed:
             node.down_since = now
         node.down_because, node.probed = reason, True
+        self._changed()
         return was_up
 
     def eject(self, prefill: str, decode: str) -> None:
         """Never pair these two again, until one of them changes."""
         self._nodes[prefill].ejected.add(decode)
         self._nodes[decode].ejected.add(prefill)
+        self._changed()
 
     def _forgive(self, node: Node) -> None:
         for url in node.ejected:
@@ -98,18 +111,21 @@ class Ledger:
 
     def block_size(self) -> int | None:
         """Return the smallest KV block of any engine in tokens, None while unknown."""
-        sizes = [n.evidence.block_size for n in self._nodes.values() if n.evidence and n.evidence.block_size]
-        return min(sizes, default=None)
+        return self._block_size
 
     def template_tokens(self) -> int:
         """Return how many tokens a chat template adds to a message at the most."""
-        return max((n.evidence.template_tokens for n in self._nodes.values() if n.evidence), default=0)
+        return self._template_tokens
 
     def pair(self, model: str | None, prompt_bytes: int, now: float, *, without: Collection[str] = ()) -> Pair | None:
         """Lease the least loaded pair of like engines that serves `model`, None if there is none.
 
         Prefill by outstanding prompt bytes, decode by requests in flight; ties go round.
         """
+        if not without and not self._tripped:
+            best = self._least(Role.PREFILL, model), self._least(Role.DECODE, model)
+            if best[0] is not None and best[1] is not None and self._may_pair(best[0], best[1]):
+                return Pair(self._lease(best[0], prompt_bytes), self._lease(best[1], 0))
         prefills = self._ranked(Role.PREFILL, model, now, without)
         decodes = self._ranked(Role.DECODE, model, now, without)
         for prefill in prefills:
@@ -139,16 +155,19 @@ class Ledger:
             return False
         lease.closed = True
         node = lease.node
-        node.requests -= 1
-        node.prompt_bytes -= lease.prompt_bytes
+        self._load(node, -1, -lease.prompt_bytes)
         if verdict is Verdict.GOOD:
             node.failures = 0
+            if self._tripped and now >= node.closed_until:
+                node.closed_until = 0.0
+                self._tripped.discard(node.url)
         elif verdict is Verdict.UNREACHABLE:
             return self.lost(node.url, "connection refused", now)
         elif verdict is Verdict.FAILED:
             node.failures += 1
             if node.failures >= self._breaker_failures and now >= node.closed_until:
                 node.closed_until = now + self._breaker_cooldown
+                self._tripped.add(node.url)
                 return True
         return False
 
@@ -171,13 +190,56 @@ class Ledger:
             self._turns[role] += 1
             turn = self._turns[role] % len(candidates)
             candidates = candidates[turn:] + candidates[:turn]
-            candidates.sort(key=_prefill_load if role is Role.PREFILL else _decode_load)
+            candidates.sort(key=_load)
         return candidates
 
+    def _least(self, role: Role, model: str | None) -> Node | None:
+        """Return the least loaded engine of a role, as `_ranked` would where no engine is left out; None: ask that.
+
+        Every request asks, and engines change seldom: only the loads are looked at, in one pass that is C.
+        """
+        sound = self._sound.get((role, model))
+        if sound is None:
+            sound = [
+                n for n in self._nodes.values() if n.role is role and n.alive and (model is None or n.serves(model))
+            ]
+            if not sound:
+                return None  # nor kept: models are words of clients
+            self._sound[role, model] = sound
+        if len(sound) == 1:
+            return sound[0]
+        self._turns[role] += 1
+        turn = self._turns[role] % len(sound)
+        return min(sound[turn:] + sound[:turn] if turn else sound, key=_load)
+
+    def _may_pair(self, prefill: Node, decode: Node) -> bool:
+        key = prefill.url, decode.url
+        alike = self._alike.get(key)
+        if alike is None:
+            alike = self._alike[key] = self.unlike(prefill, decode) is None
+        return alike
+
+    def _changed(self) -> None:
+        """Forget what was worked out from how the engines are."""
+        self._sound.clear()
+        self._alike.clear()
+        known = [n.evidence for n in self._nodes.values() if n.evidence is not None]
+        self._block_size = min((one.block_size for one in known if one.block_size), default=None)
+        self._template_tokens = max((one.template_tokens for one in known), default=0)
+        self._tripped = {n.url for n in self._nodes.values() if n.closed_until}
+
     def _lease(self, node: Node, prompt_bytes: int) -> Lease:
-        node.requests += 1
-        node.prompt_bytes += prompt_bytes
+        self._load(node, 1, prompt_bytes)
         return Lease(node, prompt_bytes)
+
+    @staticmethod
+    def _load(node: Node, requests: int, prompt_bytes: int) -> None:
+        node.requests += requests
+        node.prompt_bytes += prompt_bytes
+        most, least = (
+            (node.prompt_bytes, node.requests) if node.role is Role.PREFILL else (node.requests, node.prompt_bytes)
+        )
+        node.load = (most << _LOAD_BITS) + least
 
     # -- what an operator asks
 
@@ -208,9 +270,4 @@ class Ledger:
         return found
 
 
-def _prefill_load(node: Node) -> tuple[int, int]:
-    return node.prompt_bytes, node.requests
-
-
-def _decode_load(node: Node) -> tuple[int, int]:
-    return node.requests, node.prompt_bytes
+_load = attrgetter("load")

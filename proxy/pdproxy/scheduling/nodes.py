@@ -70,6 +70,8 @@ class Node:
     failures: int = 0
     closed_until: float = 0.0
     ejected: set[str] = field(default_factory=set)
+    load: int = 0
+    """What its role is ranked by, less is better: a prefill engine by prompt bytes, others by requests; then by the other."""
 
     @property
     def url(self) -> str:
