@@ -39,8 +39,9 @@ class Case:
 
 STREAM = ("--stream",)
 FAST = 0.001
-"""Seconds between two chunks of an engine in a hurry. With none, engines that cost nothing write a whole stream before the
-proxy's next read, and batching is all that is measured. 32 streams of this, or 128 of four times this, are 32,000 chunks a second."""
+"""Seconds between two chunks of an engine in a hurry. With none, engines that cost nothing write a whole stream before
+the proxy's next read, and batching is all that is measured. 32 streams of this, or 128 of four times this, make 32,000 chunks a
+second."""
 PACED = 0.02
 """Seconds between two chunks as users see them."""
 CASES = {
@@ -140,7 +141,9 @@ def run(peers: dict[str, stage.Peer], loads: list[str], rounds: int) -> list[Row
                     del peers[name]
                     continue
                 rows.append(row)
-                print(json.dumps(row), file=sys.stderr, flush=True)
+                print(
+                    f"round {number}, {load}, {name}: {row['us_request']:.0f} us/request", file=sys.stderr, flush=True
+                )
     return rows
 
 
@@ -151,7 +154,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--loads", default=",".join(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--only", default="", help="names of peers")
-    parser.add_argument("--checkout", metavar="NAME=FOLDER", action="append", default=[], help="pdproxy of another checkout")
+    parser.add_argument(
+        "--checkout", metavar="NAME=FOLDER", action="append", default=[], help="pdproxy of another checkout"
+    )
     parser.add_argument("--reference", default="vllm-router", help="the peer that ratios are to")
     parser.add_argument("--out", type=Path, help="write all rounds and the machine's description as JSON")
     parser.add_argument("--plot", type=Path, help="write the ratios as SVG")

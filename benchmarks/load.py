@@ -42,7 +42,9 @@ class Tally:
     def summary(self, wall: float) -> dict[str, Any]:
         """Return the figures. A gap lies between two reads that brought events."""
         times = {"first": self.first, "total": self.total, "gap": self.gaps}
-        ranks = {f"{name}_{rank}_ms": percentile(values, q) for name, values in times.items() for rank, q in RANKS.items()}
+        ranks = {
+            f"{name}_{rank}_ms": percentile(values, q) for name, values in times.items() for rank, q in RANKS.items()
+        }
         return {
             "ok": self.ok,
             "errors": dict(self.errors),
@@ -175,7 +177,8 @@ class Load:
         """Connect a client unless it is."""
         if client.closed:
             parts = urlsplit(url)
-            await asyncio.get_running_loop().create_connection(lambda: client, parts.hostname, parts.port)
+            loop = asyncio.get_running_loop()
+            await loop.create_connection(lambda: client, parts.hostname or "127.0.0.1", parts.port or 80)
 
     async def client(self, url: str, prefill: str | None) -> None:
         """Ask until there are no more numbers. With `prefill`, that engine first, then `url` with its handle."""

@@ -79,7 +79,9 @@ def _prompt_ids(count: int) -> list[int]:
 
 
 def _chunk_of(chat: bool) -> dict[str, Any]:
-    name, kind = ("chatcmpl-99c6249855d558d6", "chat.completion.chunk") if chat else ("cmpl-8b22316710bc81b6", "text_completion")
+    name, kind = (
+        ("chatcmpl-99c6249855d558d6", "chat.completion.chunk") if chat else ("cmpl-8b22316710bc81b6", "text_completion")
+    )
     return {"id": name, "object": kind, "created": CREATED, "model": MODEL}
 
 

@@ -53,7 +53,8 @@ def main() -> None:
     for count, (whole, net, idle) in medians.items():
         print(f"| {count} | {whole:.0f} | {net:.0f} | {idle:.1f} |")
     first, last = medians[counts[0]], medians[counts[-1]]
-    print(f"\n{counts[-1]} engines instead of {counts[0]}: {last[1] - first[1]:+.0f} us a request, {last[2] - first[2]:+.1f} ms a second")
+    added = f"{last[1] - first[1]:+.0f} us a request, {last[2] - first[2]:+.1f} ms a second"
+    print(f"\n{counts[-1]} engines instead of {counts[0]}: {added}")
 
 
 if __name__ == "__main__":

@@ -41,14 +41,17 @@ def ratio(result: Result, load: str, peer: str) -> float | None:
     """Return the median over the rounds of a peer's CPU time to the reference's in the same round."""
     base = {row["round"]: row["us_request"] for row in groups(result).get((load, result["reference"]), [])}
     mine = groups(result).get((load, peer), [])
-    return median(row["us_request"] / base[row["round"]] for row in mine if "us_request" in row and row["round"] in base)
+    return median(
+        row["us_request"] / base[row["round"]] for row in mine if "us_request" in row and row["round"] in base
+    )
 
 
 def describe(machine: dict[str, Any]) -> str:
     """Return the machine in a line."""
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     return (
-        f"commit {machine['commit']}; {machine['date']}; {machine['cores']} cores of {machine['cpu']}, Linux {machine['kernel']}, "
+        f"commit {machine['commit']}; {machine['date']}; {machine['cores']} cores of {machine['cpu']}, "
+        f"Linux {machine['kernel']}, "
         f"Python {machine['python']}, {packages}; load average at the start {machine['load_average']}"
     )
 
@@ -72,7 +75,7 @@ def table(result: Result) -> str:
 
 
 def against(old: Result, new: Result) -> str:
-    """Return two results side by side: the CPU time of each, and how the ratio to the reference has moved, which machines don't."""
+    """Return two results side by side: the CPU time of each, and how the ratio to the reference has moved."""
     rows = []
     for load, peer in groups(new):
         then, now = (groups(one).get((load, peer)) for one in (old, new))
@@ -120,5 +123,6 @@ def plot(result: Result) -> str:
     title = f"CPU time of a request, {escape(result['reference'])} = 1"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{y + 20}" font-family="sans-serif" font-size="12">'
-        f'<rect width="100%" height="100%" fill="#fff"/><text x="140" y="20" font-size="14">{title}</text>{"".join(parts)}</svg>\n'
+        f'<rect width="100%" height="100%" fill="#fff"/><text x="140" y="20" font-size="14">{title}</text>'
+        f"{''.join(parts)}</svg>\n"
     )

@@ -170,7 +170,7 @@ class Engines:
     def split(self) -> float:
         """Return the share of decode requests so far that brought a handle."""
         counts = [json.loads(get(f"{url(port)}/_counts")) for port in self.decodes]
-        return sum(c["decode_with_kv"] for c in counts) / max(1, sum(c["decode"] for c in counts))
+        return float(sum(c["decode_with_kv"] for c in counts) / max(1, sum(c["decode"] for c in counts)))
 
 
 @contextmanager
@@ -266,6 +266,8 @@ def commit() -> str:
     """Return this checkout's commit, and whether it has been changed since."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
+        ).stdout.strip()
 
     return git("rev-parse", "--short", "HEAD") + (" with changes" if git("status", "--porcelain", "-uno") else "")

@@ -62,7 +62,9 @@ def hold(streams: int, chunks: int, itl: float) -> int:
     print(f"{streams} streams at once, {chunks} tokens each, one every {1000 * itl:g} ms")
     print(f"whole: {found['ok']}, failed: {found['errors'] or 'none'}, events missing: {missing}")
     print(f"gap p50 {found['gap_p50_ms']} ms, p99 {found['gap_p99_ms']} ms; first token p50 {found['first_p50_ms']} ms")
-    print(f"CPU {1e6 * spent / max(1, found['events']):.1f} us an event, {100 * spent / found['wall_s']:.0f} % of a core")
+    print(
+        f"CPU {1e6 * spent / max(1, found['events']):.1f} us an event, {100 * spent / found['wall_s']:.0f} % of a core"
+    )
     print(f"memory idle {idle / 1024:.1f} MB, peak {peak.kb / 1024:.1f} MB, afterwards {after / 1024:.1f} MB")
     print(f"memory of a stream: {(peak.kb - idle) / streams:.1f} KB")
     return missing
