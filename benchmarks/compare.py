@@ -1,32 +1,27 @@
 """What proxies cost, side by side: CPU microseconds per request and per streamed chunk, in front of the same mock engines.
 
-Usage: compare.py [--peers peers.json] [--rounds 3] [--loads NAME,...] [--only NAME]
+Usage: compare.py [--rounds 3] [--loads NAME,...] [--only NAME,...] [--out results.json] [--plot results.svg]
+       compare.py --against OLD.json NEW.json
 
-Each proxy in turn serves each load; the CPU time of its whole process tree is read from /proc before and after. That holds
-on noisy machines where a throughput does not; quote medians and the ratio between proxies of one run. Peers are
-installed by hand (`pip install vllm-router`); one that isn't there is left out, with a word.
+The CPU time of each proxy's whole process tree is read from /proc before and after a load. That holds on noisy machines
+where a throughput does not, but it moves with them: proxies take turns within each round, so quote ratios of one run.
+Peers are installed by hand (`pip install vllm-router`); one that isn't there is left out, with a word.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import math
 import shlex
 import shutil
-import signal
-import statistics
-import subprocess
 import sys
-import tempfile
-import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-HERE = Path(__file__).resolve().parent
-TICK = os.sysconf("SC_CLK_TCK")
+import report
+import stage
 
 
 @dataclass(frozen=True)
@@ -35,132 +30,151 @@ class Case:
 
     chunks: int
     itl: float
-    flags: tuple[str, ...]
+    clients: int
+    requests: int
+    flags: tuple[str, ...] = ()
+    least_cpu: float = 1.0
+    """CPU seconds that a row must rest on: /proc counts hundredths."""
 
 
+STREAM = ("--stream",)
+FAST = 0.001
+"""Seconds between two chunks of an engine in a hurry. With none, engines that cost nothing write a whole stream before
+the proxy's next read, and batching is all that is measured. 32 streams of this, or 128 of four times this, make 32,000 chunks a
+second."""
+PACED = 0.02
+"""Seconds between two chunks as users see them."""
 CASES = {
-    "whole-32": Case(64, 0, ("--conc", "32", "--n", "6000")),
-    "stream64-32": Case(64, 0, ("--conc", "32", "--n", "1500", "--stream")),
-    "chat64-32": Case(64, 0, ("--conc", "32", "--n", "1500", "--stream", "--chat")),
-    "prompt64k-8": Case(64, 0, ("--conc", "8", "--n", "3000", "--prompt-bytes", "65536")),
-    "paced128-128": Case(128, 0.02, ("--conc", "128", "--n", "256", "--stream")),
+    "paced128-128": Case(128, PACED, 128, 256, STREAM),
+    "stream64-32": Case(64, FAST, 32, 1500, STREAM),
+    "stream256-128": Case(256, FAST * 4, 128, 512, STREAM),
+    "chat64-32": Case(64, FAST, 32, 1500, (*STREAM, "--chat")),
+    "whole-32": Case(64, 0, 32, 6000),
+    "prompt64k-8": Case(64, 0, 8, 3000, ("--prompt-bytes", "65536")),
+    "first-1": Case(16, 0, 1, 400, STREAM, 0.0),
 }
+BY_HAND = "engines alone"
+"""P and D called by hand: what waits and gaps are without any proxy."""
+WARM = 64
+PARTS = 8
+"""Times that a load is repeated at most to fill `least_cpu`."""
+
+Row = dict[str, Any]
 
 
-def tree(pid: int) -> list[int]:
-    found = [pid]
-    for entry in os.listdir("/proc"):
-        try:
-            if entry.isdigit() and int(stat(entry)[1]) == pid:
-                found += tree(int(entry))
-        except OSError:
-            continue
-    return found
+def _flags(case: Case, requests: int) -> list[object]:
+    return ["--conc", case.clients, "--n", requests, *case.flags]
 
 
-def stat(pid: int | str) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+def measure(peer: stage.Peer, case: Case) -> Row:
+    """Run one proxy under one load."""
+    with stage.engines(2, "--chunks", case.chunks, "--itl", case.itl) as at, stage.proxy(peer, at) as (process, url):
+        stage.load(url, *_flags(case, WARM))
+        began = stage.cpu(process.pid)
+        parts = [stage.load(url, *_flags(case, case.requests))]
+        spent = stage.cpu(process.pid) - began
+        if spent < case.least_cpu:
+            more = min(PARTS, math.ceil(case.least_cpu / max(spent, 0.01)) - 1)
+            parts += [stage.load(url, *_flags(case, case.requests)) for _ in range(more)]
+            spent = stage.cpu(process.pid) - began
+        rss = stage.rss(process.pid)
+        split = at.split()
+    requests = sum(part["ok"] for part in parts)
+    events = sum(part["events"] for part in parts)
+    return {
+        "requests": requests,
+        "events": events,
+        "cpu_s": round(spent, 2),
+        "us_request": round(1e6 * spent / max(1, requests), 1),
+        "us_chunk": round(1e6 * spent / events, 2) if events else None,
+        "errors": sum(sum(part["errors"].values()) for part in parts),
+        "split": round(split, 3),
+        "rss_mb": round(rss / 1024),
+        **_waits(parts),
+    }
 
 
-def cpu(pid: int) -> float:
-    total = 0.0
-    for each in tree(pid):
-        try:
-            fields = stat(each)
-        except OSError:
-            continue
-        total += (int(fields[11]) + int(fields[12])) / TICK
-    return total
+def by_hand(case: Case) -> Row:
+    """Run one load without a proxy."""
+    with stage.engines(2, "--chunks", case.chunks, "--itl", case.itl) as at:
+        stage.load(*at.pairs, *_flags(case, WARM))
+        parts = [stage.load(*at.pairs, *_flags(case, case.requests))]
+    return {"errors": sum(sum(part["errors"].values()) for part in parts), **_waits(parts)}
 
 
-def get(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=2) as answer:
-        return bytes(answer.read())
+def _waits(parts: list[Row]) -> Row:
+    names = ("events_per_read", "events_per_chunk", "first_p50_ms", "first_p99_ms", "gap_p50_ms", "gap_p99_ms")
+    return {name: report.median(part[name] for part in parts) for name in names}
 
 
-def wait_for(url: str, process: subprocess.Popen[bytes], seconds: float = 30) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            get(url)
-        except (OSError, urllib.error.URLError):
-            time.sleep(0.2)
-        else:
-            return True
-    return False
+def _peers(options: argparse.Namespace) -> dict[str, stage.Peer]:
+    found = {name: stage.Peer(**peer) for name, peer in json.loads(options.peers.read_text()).items()}
+    for name, _, folder in (text.partition("=") for text in options.checkout):
+        path = Path(folder).resolve() / "proxy"
+        found[name] = stage.Peer(stage.PDPROXY.cmd, "/ready", env={"PYTHONPATH": str(path)})
+    only = options.only.split(",") if options.only else list(found)
+    for name in [name for name, peer in found.items() if name in only and not _installed(peer)]:
+        print(f"left out: {name} is not installed", file=sys.stderr)
+        only.remove(name)
+    return {name: peer for name, peer in found.items() if name in only}
 
 
-def measure(peer: dict[str, str], case: Case, base: int) -> dict[str, float] | None:
-    """Run one proxy under one load. None: it could not be started."""
-    ports = {"port": base, "p0": base + 1, "p1": base + 2, "d0": base + 3, "d1": base + 4, "aux": base + 5}
-    mock = [sys.executable, str(HERE / "mock_engine.py")]
-    flags = ["--chunks", str(case.chunks), "--itl", str(case.itl)]
-    engines = [subprocess.Popen([*mock, str(ports[name]), *flags]) for name in ("p0", "p1", "d0", "d1")]
-    url = f"http://127.0.0.1:{base}"
-    with tempfile.TemporaryFile() as log:
-        proxy = subprocess.Popen(
-            shlex.split(peer["cmd"].format(**ports)), stdout=log, stderr=log, start_new_session=True
-        )
-        try:
-            for number, engine in enumerate(engines, 1):
-                wait_for(f"http://127.0.0.1:{base + number}/health", engine)
-            if not wait_for(url + peer["ready"], proxy):
-                return None
-            time.sleep(float(peer.get("settle", 1)))
-            load = [sys.executable, str(HERE / "load.py"), url, *case.flags]
-            subprocess.run([*load, "--n", "64"], capture_output=True, check=True)  # warm: the last --n wins
-            before = cpu(proxy.pid)
-            result = json.loads(subprocess.run(load, capture_output=True, check=True).stdout)
-            spent = 1e6 * (cpu(proxy.pid) - before)
-            counts = [json.loads(get(f"http://127.0.0.1:{ports[name]}/_counts")) for name in ("d0", "d1")]
-            return {
-                "us_request": spent / max(1, result["ok"]),
-                "us_chunk": spent / max(1, result["chunks"]) if result["chunks"] else 0.0,
-                "errors": sum(result["errors"].values()),
-                "split": sum(c["decode_with_kv"] for c in counts) / max(1, sum(c["decode"] for c in counts)),
-            }
-        finally:
-            os.killpg(proxy.pid, signal.SIGTERM)
-            try:
-                proxy.wait(8)
-            except subprocess.TimeoutExpired:
-                os.killpg(proxy.pid, signal.SIGKILL)
-                proxy.wait()
-            for engine in engines:
-                engine.kill()
-                engine.wait()
+def _installed(peer: stage.Peer) -> bool:
+    program = shlex.split(peer.cmd)[0]
+    return program == "{python}" or shutil.which(program) is not None
+
+
+def run(peers: dict[str, stage.Peer], loads: list[str], rounds: int) -> list[Row]:
+    """Measure every peer under every load, peers by turns."""
+    rows: list[Row] = []
+    for number in range(rounds):
+        for load in loads:
+            case = CASES[load]
+            turns = list(peers.items())[:: 1 if number % 2 == 0 else -1]
+            if case.itl == PACED or case.clients == 1:
+                rows.append({"round": number, "load": load, "peer": BY_HAND, **by_hand(case)})
+            for name, peer in turns:
+                try:
+                    row = {"round": number, "load": load, "peer": name, **measure(peer, case)}
+                except stage.NotStartedError as error:
+                    print(f"left out: {name}: {error}", file=sys.stderr)
+                    del peers[name]
+                    continue
+                rows.append(row)
+                print(
+                    f"round {number}, {load}, {name}: {row['us_request']:.0f} us/request", file=sys.stderr, flush=True
+                )
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--peers", type=Path, default=HERE / "peers.json")
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", type=Path, default=stage.HERE / "peers.json")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--loads", default=",".join(CASES))
-    parser.add_argument("--only", default="")
+    parser.add_argument("--loads", default=",".join(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--only", default="", help="names of peers")
+    parser.add_argument(
+        "--checkout", metavar="NAME=FOLDER", action="append", default=[], help="pdproxy of another checkout"
+    )
+    parser.add_argument("--reference", default="vllm-router", help="the peer that ratios are to")
+    parser.add_argument("--out", type=Path, help="write all rounds and the machine's description as JSON")
+    parser.add_argument("--plot", type=Path, help="write the ratios as SVG")
+    parser.add_argument("--against", metavar=("OLD.json", "NEW.json"), type=Path, nargs=2, help="compare two results")
     options = parser.parse_args()
-    peers = json.loads(options.peers.read_text())
-    chosen = {name: peer for name, peer in peers.items() if options.only in name}
-    for name in [name for name, peer in chosen.items() if shutil.which(shlex.split(peer["cmd"])[0]) is None]:
-        print(f"left out: {name} is not installed", file=sys.stderr)
-        del chosen[name]
-    results: dict[tuple[str, str], list[dict[str, float]]] = {}
-    base = 21000
-    for _ in range(options.rounds):
-        for name, peer in chosen.items():
-            for load in options.loads.split(","):
-                base = 21000 if base > 29000 else base + 10
-                result = measure(peer, CASES[load], base)
-                if result is None:
-                    print(f"left out: {name} did not start", file=sys.stderr)
-                    continue
-                results.setdefault((load, name), []).append(result)
-    print("| load | proxy | CPU us/request | CPU us/chunk | split | errors |\n|---|---|---|---|---|---|")
-    for (load, name), rows in sorted(results.items()):
-        median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-        print(
-            f"| {load} | {name} | {median['us_request']:.0f} | {median['us_chunk']:.1f} "
-            f"| {median['split']:.2f} | {sum(row['errors'] for row in rows):.0f} |"
-        )
+    if options.against:
+        old, new = (json.loads(path.read_text()) for path in options.against)
+        print(report.against(old, new))
+        return
+    stage.raise_files()
+    machine = stage.machine()
+    rows = run(_peers(options), options.loads.split(","), options.rounds)
+    result = {"machine": machine, "reference": options.reference, "rows": rows}
+    print(report.describe(machine), report.table(result), sep="\n\n")
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    if options.plot:
+        options.plot.write_text(report.plot(result))
 
 
 if __name__ == "__main__":

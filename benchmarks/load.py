@@ -1,6 +1,10 @@
-"""Closed-loop load on one OpenAI server: raw asyncio streams, keep-alive. Prints one line of JSON.
+"""Closed-loop load on OpenAI servers: N clients, each with one request open, on kept connections. Prints one line of JSON.
 
-Usage: load.py URL --conc C --n N [--stream] [--chat] [--prompt-bytes B]
+Usage: load.py URL [URL ...] --conc C --n N [--stream] [--chat] [--prompt-bytes B] [--rate R]
+       load.py --direct P D [--direct P D ...] --conc C --n N --stream
+
+`--direct` calls a prefill and a decode engine by hand, as a proxy does: the least that P and D can take. `--rate` starts no
+more than R requests a second, however many clients are free.
 """
 
 from __future__ import annotations
@@ -9,96 +13,237 @@ import argparse
 import asyncio
 import json
 import time
+from array import array
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 import uvloop
 
+WORDS = "the quick brown fox jumps over the lazy dog "
+PATIENCE = 120.0
+"""Seconds for one request."""
+ASK = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
+    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+)
 
-class Load:
-    """One run: `conc` clients share `n` requests."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        url = urlsplit(options.url)
-        self.host, self.port = url.hostname, url.port
-        self.options = options
-        self.text = ("the quick brown fox jumps over the lazy dog " * (options.prompt_bytes // 40 + 2))[
-            : options.prompt_bytes
-        ]
-        self.path = "/v1/chat/completions" if options.chat else "/v1/completions"
-        self.numbers = iter(range(options.n))
-        self.ok = self.chunks = 0
-        self.first: list[float] = []
+class Tally:
+    """What all clients of a run have seen. Times are in seconds."""
+
+    def __init__(self) -> None:
+        self.ok = self.events = self.pieces = self.reads = 0
+        self.first = array("d")
+        self.total = array("d")
+        self.gaps = array("d")
         self.errors: Counter[str] = Counter()
 
-    def request(self, number: int) -> bytes:
-        prompt = f"{number} {self.text}"
-        content = {"messages": [{"role": "user", "content": prompt}]} if self.options.chat else {"prompt": prompt}
-        body = json.dumps({"model": "m", "max_tokens": 64, "stream": self.options.stream, **content}).encode()
-        head = f"POST {self.path} HTTP/1.1\r\nhost: {self.host}:{self.port}\r\ncontent-type: application/json\r\n"
-        return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
-
-    async def one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> bool:
-        started = time.perf_counter()
-        writer.write(self.request(number))
-        head = (await reader.readuntil(b"\r\n\r\n")).lower()
-        status = int(head.split(b" ", 2)[1])
-        last = b""
-        if b"transfer-encoding: chunked" in head:
-            while size := int(await reader.readline(), 16):
-                last = (await reader.readexactly(size + 2))[:-2]
-                self.chunks += last.count(b"data:")
-                if number >= 0:
-                    self.first.append(time.perf_counter() - started)
-                    number = -1
-            await reader.readline()
-        else:
-            last = await reader.readexactly(int(head.split(b"content-length:", 1)[1].split(b"\r\n", 1)[0]))
-            self.first.append(time.perf_counter() - started)
-        if status == 200 and (b"[DONE]" in last or not self.options.stream):
-            self.ok += 1
-        else:
-            self.errors[f"{status} {last[:100]!r}"] += 1
-        return b"connection: close" not in head
-
-    async def client(self) -> None:
-        reader = writer = None
-        for number in self.numbers:
-            try:
-                if reader is None or writer is None:
-                    reader, writer = await asyncio.open_connection(self.host, self.port, limit=1 << 22)
-                async with asyncio.timeout(120):
-                    keep = await self.one(reader, writer, number)
-            except (OSError, EOFError, TimeoutError, ValueError) as error:
-                self.errors[repr(error)[:100]] += 1
-                keep = False
-            if not keep and writer is not None:
-                writer.close()
-                reader = writer = None
-
-    async def run(self) -> dict[str, object]:
-        started = time.perf_counter()
-        await asyncio.gather(*(self.client() for _ in range(self.options.conc)))
-        wall = time.perf_counter() - started
-        first = sorted(self.first)
+    def summary(self, wall: float) -> dict[str, Any]:
+        """Return the figures. A gap lies between two reads that brought events."""
+        times = {"first": self.first, "total": self.total, "gap": self.gaps}
+        ranks = {
+            f"{name}_{rank}_ms": percentile(values, q) for name, values in times.items() for rank, q in RANKS.items()
+        }
         return {
             "ok": self.ok,
             "errors": dict(self.errors),
-            "chunks": self.chunks,
-            "wall_s": round(wall, 2),
-            "first_p50_ms": round(1000 * first[len(first) // 2], 2) if first else None,
+            "events": self.events,
+            "events_per_read": round(self.events / self.reads, 3) if self.reads else None,
+            "events_per_chunk": round(self.events / self.pieces, 3) if self.pieces else None,
+            "wall_s": round(wall, 3),
+            **ranks,
         }
 
 
+RANKS = {"p50": 0.5, "p99": 0.99}
+
+
+def percentile(values: Sequence[float], rank: float) -> float | None:
+    """Return a percentile of seconds in milliseconds; None of nothing."""
+    found = sorted(values)
+    return round(1000 * found[min(len(found) - 1, int(rank * len(found)))], 3) if found else None
+
+
+class Client(asyncio.Protocol):
+    """One connection. Counts events by their marks and parses nothing else, since it shares the machine with what it loads."""
+
+    def __init__(self, tally: Tally) -> None:
+        self.tally = tally
+        self.loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[None] = self.loop.create_future()
+        self.done.set_result(None)
+        self.transport: Any = None
+        self.closed = True
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+        self.closed = False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        if not self.done.done():
+            self.done.set_exception(exc or EOFError("closed"))
+
+    def ask(self, request: bytes, began: float) -> asyncio.Future[None]:
+        """Send a request; the future is done when its answer is whole."""
+        self.began, self.first, self.before = began, 0.0, 0.0
+        self.head = self.rest = b""
+        self.body = bytearray()
+        self.missing = 0
+        self.finished = self.failed = False
+        self.done = self.loop.create_future()
+        self.transport.write(request)
+        return self.done
+
+    def data_received(self, data: bytes) -> None:
+        if not self.head:
+            self.rest += data
+            head, mark, data = self.rest.partition(b"\r\n\r\n")
+            if not mark:
+                return
+            self.rest = b""
+            self.head = head.lower()
+            self.chunked = b"transfer-encoding: chunked" in self.head
+            self.streamed = b"text/event-stream" in self.head
+            if not self.chunked:
+                self.missing = int(self.head.split(b"content-length:", 1)[1].split(b"\r\n", 1)[0])
+        if not self.chunked:
+            self.body += data
+            self.missing -= len(data)
+            if self.missing <= 0:
+                self._end()
+            return
+        if not data:
+            return
+        seen = self.rest + data  # a mark may lie across two reads
+        if not self.streamed:
+            self.body += data
+        elif events := seen.count(b"data: {") + seen.count(b"data: ["):
+            self._saw(events, seen)
+        if seen.endswith(b"0\r\n\r\n"):
+            self._end()
+        else:
+            self.rest = seen[-6:]
+
+    def _saw(self, events: int, seen: bytes) -> None:
+        now = time.perf_counter()
+        self.finished = self.finished or b"data: [DONE]" in seen
+        if b'data: {"error' in seen:
+            self.failed = True
+            self.body += seen
+        tally = self.tally
+        tally.events += events
+        tally.pieces += seen.count(b"\r\ndata: ")
+        tally.reads += 1
+        if self.first:
+            tally.gaps.append(now - self.before)
+        else:
+            self.first = now
+        self.before = now
+
+    def _end(self) -> None:
+        now = time.perf_counter()
+        self.ended = now
+        self.first = self.first or now
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+class Load:
+    """One run: its clients share `n` requests."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.chat = options.chat
+        self.text = (WORDS * (options.prompt_bytes // len(WORDS) + 1))[: options.prompt_bytes]
+        self.numbers = iter(range(options.n))
+        self.tally = Tally()
+        self.started = 0.0
+
+    def request(self, url: str, number: int, **more: object) -> bytes:
+        """Return a request; its number makes its prompt one of its own."""
+        prompt = f"{number} {self.text}"
+        body: dict[str, object] = {"model": "m", "max_tokens": 64, "stream": self.options.stream}
+        body |= {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        if self.options.token_ids:
+            body["return_token_ids"] = True
+        data = json.dumps(body | more).encode()
+        path = "/v1/chat/completions" if self.chat else "/v1/completions"
+        head = f"POST {path} HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\ncontent-type: application/json\r\n"
+        return b"%bcontent-length: %d\r\n\r\n%b" % (head.encode(), len(data), data)
+
+    async def connected(self, client: Client, url: str) -> None:
+        """Connect a client unless it is."""
+        if client.closed:
+            parts = urlsplit(url)
+            loop = asyncio.get_running_loop()
+            await loop.create_connection(lambda: client, parts.hostname or "127.0.0.1", parts.port or 80)
+
+    async def client(self, url: str, prefill: str | None) -> None:
+        """Ask until there are no more numbers. With `prefill`, that engine first, then `url` with its handle."""
+        mine, other = Client(self.tally), Client(self.tally)
+        for number in self.numbers:
+            if self.options.rate:
+                await asyncio.sleep(self.started + number / self.options.rate - time.perf_counter())
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    began = time.perf_counter()
+                    more: dict[str, object] = {}
+                    if prefill is not None:
+                        await self.connected(other, prefill)
+                        leg = self.request(prefill, number, max_tokens=1, stream=False, kv_transfer_params=ASK)
+                        await other.ask(leg, began)
+                        more = {"kv_transfer_params": json.loads(other.body)["kv_transfer_params"]}
+                    await self.connected(mine, url)
+                    await mine.ask(self.request(url, number, **more), began)
+                self._judge(mine)
+            except (OSError, EOFError, TimeoutError, ValueError, KeyError) as error:
+                self.tally.errors[repr(error)[:100]] += 1
+                for each in (mine, other):
+                    if each.transport is not None:
+                        each.transport.abort()
+                        each.closed = True
+                mine, other = Client(self.tally), Client(self.tally)
+
+    def _judge(self, client: Client) -> None:
+        tally = self.tally
+        status = int(client.head.split(b" ", 2)[1])
+        good = client.finished and not client.failed if self.options.stream else b'"choices"' in client.body
+        if status == 200 and good:
+            tally.ok += 1
+            tally.first.append(client.first - client.began)
+            tally.total.append(client.ended - client.began)
+        else:
+            tally.errors[f"{status} {bytes(client.body[:100])!r}"] += 1
+        if b"connection: close" in client.head:
+            client.transport.close()
+            client.closed = True
+
+    async def run(self) -> dict[str, Any]:
+        """Run to the end and return the figures."""
+        targets = [(url, None) for url in self.options.urls] + [(d, p) for p, d in self.options.direct]
+        self.started = time.perf_counter()
+        await asyncio.gather(*(self.client(*targets[n % len(targets)]) for n in range(self.options.conc)))
+        return self.tally.summary(time.perf_counter() - self.started)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("url")
-    parser.add_argument("--conc", type=int, default=32)
-    parser.add_argument("--n", type=int, default=2000)
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("urls", metavar="URL", nargs="*")
+    parser.add_argument("--direct", metavar=("P", "D"), nargs=2, action="append", default=[])
+    parser.add_argument("--conc", type=int, default=32, help="clients")
+    parser.add_argument("--n", type=int, default=2000, help="requests of all clients together")
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--chat", action="store_true")
+    parser.add_argument("--token-ids", action="store_true", help="ask for token ids")
     parser.add_argument("--prompt-bytes", type=int, default=512)
-    print(json.dumps(uvloop.run(Load(parser.parse_args()).run())))
+    parser.add_argument("--rate", type=float, default=0.0, help="requests a second at most; 0: no bound")
+    options = parser.parse_args()
+    if not options.urls and not options.direct:
+        parser.error("whom to ask? a URL, or --direct P D")
+    print(json.dumps(uvloop.run(Load(options).run())))
 
 
 if __name__ == "__main__":

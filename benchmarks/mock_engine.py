@@ -1,165 +1,310 @@
-"""A cheap stand-in for one vLLM engine, so that in a benchmark the proxy is what costs. Not for tests: it checks nothing.
+"""A cheap stand-in for vLLM engines, so that in a benchmark the proxy is what costs. Not for tests: it checks nothing.
 
-Usage: mock_engine.py PORT [--chunks N] [--itl SECONDS]
+Usage: mock_engine.py PORT [PORT ...] [--chunks N] [--itl SECONDS] [--prefill-seconds SECONDS]
 
-A prefill leg gets a NIXL handle, a stream gets N chunks, one every ITL seconds (0: as fast as it can), anything else a whole
-answer. `GET /_counts` says what came: prefills, decodes, decodes with a handle.
+Its answers have the bytes of vLLM 0.32.0 (tests/unit/test_mock_engine.py compares them with recordings), rendered once. Each
+port is an engine of its own; A-B are all ports from A to B. A prefill leg gets a NIXL handle, a stream gets N chunks, one
+every ITL seconds (0: as fast as it can) and one a write, anything else a whole answer. `GET /_counts` says what came.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
+from email.utils import formatdate
+from pathlib import Path
 from typing import Any
 
+import httptools
+import msgspec
 import uvloop
 
-CARD = {"id": "m", "object": "model", "created": 1, "owned_by": "vllm", "root": "m", "parent": None}
-METRICS = (
-    b"process_start_time_seconds 1.0\n"
-    b'vllm:cache_config_info{block_size="16"} 1.0\n'
-    b'vllm:num_requests_running{engine="0"} 0.0\n'
+MODEL = "m"
+CREATED = 1795219866
+FINGERPRINT = "vllm-0.32.0-e7581fe7"
+BLOCK = 16
+"""Tokens in a KV block."""
+METRICS = Path(__file__).resolve().parents[1] / "tests" / "sim" / "recordings" / "misc_metrics_D.txt"
+"""A recorded page: scraping hundreds of lines is part of what a proxy does with a real engine."""
+MOVED = b'vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="external_kv_transfer"} '
+COMMON = f"date: {formatdate(usegmt=True)}\r\nserver: uvicorn\r\n".encode()
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\n%bcontent-type: text/event-stream; charset=utf-8\r\nvary: Origin\r\n"
+    b"transfer-encoding: chunked\r\n\r\n" % COMMON
 )
+END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 
-def answer(body: bytes, content_type: bytes = b"application/json") -> bytes:
-    return b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n%b" % (content_type, len(body), body)
+class _Params(msgspec.Struct):
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_num_tokens: int | None = None
 
 
-def chunk(data: bytes) -> bytes:
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _Asked(msgspec.Struct):
+    """What of a request changes its answer."""
+
+    stream: bool | None = None
+    max_tokens: int | None = None
+    return_token_ids: bool | None = None
+    stream_options: _StreamOptions | None = None
+    kv_transfer_params: _Params | None = None
+
+
+_asked = msgspec.json.Decoder(_Asked)
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _answer(body: bytes, content_type: bytes = b"application/json") -> bytes:
+    head = b"HTTP/1.1 200 OK\r\n%bcontent-length: %d\r\ncontent-type: %b\r\nvary: Origin\r\n\r\n"
+    return head % (COMMON, len(body), content_type) + body
+
+
+def _event(event: dict[str, Any]) -> bytes:
+    data = b"data: %b\n\n" % _json(event)
     return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _prompt_ids(count: int) -> list[int]:
+    return list(range(1000, 1000 + count))
+
+
+def _chunk_of(chat: bool) -> dict[str, Any]:
+    name, kind = (
+        ("chatcmpl-99c6249855d558d6", "chat.completion.chunk") if chat else ("cmpl-8b22316710bc81b6", "text_completion")
+    )
+    return {"id": name, "object": kind, "created": CREATED, "model": MODEL}
+
+
+@functools.cache
+def outputs(chat: bool, chunks: int, ids: bool) -> tuple[bytes, ...]:
+    """Return the events that carry a stream's output, framed."""
+    found = []
+    for index in range(chunks):
+        last = index == chunks - 1
+        choice: dict[str, Any] = {"index": 0, **({"delta": {"content": " hello"}} if chat else {"text": " hello"})}
+        choice |= {"logprobs": None, "finish_reason": "length" if last else None}
+        choice |= {"stop_reason": None} if last or not chat else {}
+        choice |= {} if chat else {"prompt_token_ids": None}
+        found.append(_event(_chunk_of(chat) | {"choices": [choice | {"token_ids": [2000 + index] if ids else None}]}))
+    return tuple(found)
+
+
+@functools.lru_cache(256)
+def opening(chat: bool, chunks: int, prompt: int | None) -> bytes:
+    """Return a stream's first write: a chat's role, a completion's first token; `prompt` tokens are shown, if not None."""
+    ids = None if prompt is None else _prompt_ids(prompt)
+    if chat:
+        role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return STREAM_HEAD + _event(_chunk_of(chat) | {"choices": [role], "prompt_token_ids": ids, "prompt_text": None})
+    first = outputs(chat, chunks, ids is not None)[0].partition(b"data: ")[2].rstrip()
+    event = json.loads(first)
+    event["choices"][0]["prompt_token_ids"] = ids
+    return STREAM_HEAD + _event(event)
+
+
+@functools.lru_cache(256)
+def usage(chat: bool, prompt: int, chunks: int) -> bytes:
+    """Return a stream's usage event, framed."""
+    counts = {"prompt_tokens": prompt, "total_tokens": prompt + chunks, "completion_tokens": chunks}
+    return _event(_chunk_of(chat) | {"choices": [], "usage": counts, "system_fingerprint": FINGERPRINT})
+
+
+@functools.lru_cache(256)
+def whole(chat: bool, chunks: int, prompt: int, ids: bool, prefill: str | None) -> bytes:
+    """Return an answer that is no stream; `prefill` names the engine that keeps the prompt's KV."""
+    prompt_ids = _prompt_ids(prompt) if ids else None
+    text = " hello" * chunks
+    name = "chatcmpl-91e491f871e03068" if chat else "cmpl-899d00b0959a2d34"
+    choice: dict[str, Any] = {"index": 0}
+    if chat:
+        nothing = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+        choice["message"] = {"role": "assistant", "content": text, **nothing}
+    else:
+        choice["text"] = text
+    choice |= {"logprobs": None, "finish_reason": "length", "stop_reason": None}
+    choice["token_ids"] = list(range(2000, 2000 + chunks)) if ids else None
+    choice |= {} if chat else {"prompt_logprobs": None, "prompt_token_ids": prompt_ids}
+    choice["routed_experts"] = None
+    handle = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [list(range(100, 100 + -(-prompt // BLOCK)))],
+        "remote_engine_id": prefill,
+        "remote_request_id": name + ("-8caf4112" if chat else "-0-9cc849e2"),
+        "remote_host": "127.0.0.1",
+        "remote_port": 5600,
+        **dict.fromkeys(("tp_size", "dcp_size", "pp_size"), 1),
+        "remote_num_tokens": prompt,
+        "remote_blocks_expiry_time": None,
+        "transfer_mode": "pull",
+        "remote_prefill_cached_tokens": 0,
+    }
+    counts = {"prompt_tokens": prompt, "total_tokens": prompt + chunks, "completion_tokens": chunks}
+    body = {
+        "id": name,
+        "object": "chat.completion" if chat else "text_completion",
+        "created": CREATED,
+        "model": MODEL,
+        "choices": [choice],
+        "service_tier": None,
+        "system_fingerprint": FINGERPRINT,
+        "usage": counts | {"prompt_tokens_details": None, "completion_tokens_details": None},
+        **({"prompt_logprobs": None, "prompt_token_ids": prompt_ids, "prompt_text": None} if chat else {}),
+        "kv_transfer_params": None if prefill is None else handle,
+        "ec_transfer_params": None,
+        "metrics": None,
+    }
+    return _answer(_json(body))
 
 
 class Engine:
     """What all connections of one engine share."""
 
-    def __init__(self, port: int, chunks: int, itl: float) -> None:
-        self.name = f"engine-{port}"
+    def __init__(self, port: int, chunks: int, itl: float, prefill_seconds: float) -> None:
+        self.name = f"2a59f421-6e63-40bc-8d57-{port:012d}"
         self.chunks = chunks
         self.itl = itl
-        self.counts = {"prefill": 0, "decode": 0, "decode_with_kv": 0}
-        self.pages = {
-            "/_counts": lambda: json.dumps(self.counts).encode(),
-            "/v1/models": lambda: json.dumps({"object": "list", "data": [CARD]}).encode(),
-            "/version": lambda: b'{"version":"0.32.0"}',
-            "/metrics": lambda: METRICS,
-        }
+        self.prefill_seconds = prefill_seconds
+        self.counts = {"prefill": 0, "decode": 0, "decode_with_kv": 0, "moved_tokens": 0, "left": 0}
+        card = {"id": MODEL, "object": "model", "created": CREATED, "owned_by": "vllm", "root": MODEL, "parent": None}
+        models = _answer(_json({"object": "list", "data": [card | {"max_model_len": 131072, "permission": []}]}))
+        self.pages = {b"/health": _answer(b""), b"/v1/models": models, b"/version": _answer(b'{"version":"0.32.0"}')}
 
-    def prefill(self, chat: bool, size: int) -> bytes:
-        ids = list(range(max(8, size // 5)))
-        choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
-        choice |= {"message": {"role": "assistant", "content": "t"}} if chat else {"text": "t", "prompt_token_ids": ids}
-        return json.dumps(
-            {
-                "id": "cmpl-p",
-                "object": "chat.completion" if chat else "text_completion",
-                "created": 1,
-                "model": "m",
-                "choices": [choice],
-                "usage": {"prompt_tokens": len(ids), "completion_tokens": 1, "total_tokens": len(ids) + 1},
-                "prompt_token_ids": ids if chat else None,
-                "kv_transfer_params": {
-                    "do_remote_prefill": True,
-                    "do_remote_decode": False,
-                    "remote_block_ids": [list(range(64))],
-                    "remote_engine_id": self.name,
-                    "remote_request_id": "cmpl-p-0-12345678",
-                    "remote_host": "127.0.0.1",
-                    "remote_port": 5600,
-                    "tp_size": 1,
-                },
-            }
-        ).encode()
+    def page(self, path: bytes) -> bytes:
+        """Answer a GET."""
+        if path == b"/_counts":
+            return _answer(_json(self.counts))
+        if path == b"/metrics":
+            before, after = _metrics()
+            page = before + MOVED + b"%d.0" % self.counts["moved_tokens"] + after
+            return _answer(page, b"text/plain; version=1.0.0; charset=utf-8")
+        return self.pages.get(path) or _answer(b"{}")
 
-    def event(self, chat: bool, index: int) -> bytes:
-        last = index == self.chunks - 1
-        choice: dict[str, Any] = {"index": 0, **({"delta": {"content": " hello"}} if chat else {"text": " hello"})}
-        choice |= {"logprobs": None, "finish_reason": "stop" if last else None, "token_ids": None}
-        event = {
-            "id": "chatcmpl-0123456789abcdef0123456789abcdef",
-            "object": "chat.completion.chunk" if chat else "text_completion",
-            "created": 1760000000,
-            "model": "m",
-            "choices": [choice],
-        }
-        return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
+
+@functools.cache
+def _metrics() -> tuple[bytes, bytes]:
+    page = METRICS.read_bytes().replace(b'"tiny"', b'"m"').partition(b"\n\n# ")
+    before, _, after = (b"# " + page[2]).partition(MOVED)
+    return before, b"\n" + after.partition(b"\n")[2]
 
 
 class Connection(asyncio.Protocol):
-    """One connection to the mock."""
+    """One connection to a mock."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.buffer = bytearray()
-        self.stream: asyncio.Task[None] | None = None
+        self.loop = asyncio.get_running_loop()
+        self.parser = httptools.HttpRequestParser(self)
+        self.events: tuple[bytes, ...] = ()
+        self.at = 0
+        self.tail: list[bytes] = []
+        self.timer: asyncio.Handle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport: Any = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.stream is not None:
-            self.stream.cancel()
+        if self.timer is not None:
+            self.engine.counts["left"] += 1
+            self.timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        self.buffer += data
-        while (end := self.buffer.find(b"\r\n\r\n")) >= 0:
-            head = bytes(self.buffer[:end]).lower()
-            at = head.find(b"content-length:")
-            length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
-            if len(self.buffer) < end + 4 + length:
-                return
-            body = bytes(self.buffer[end + 4 : end + 4 + length])
-            del self.buffer[: end + 4 + length]
-            method, path, _ = head.split(b"\r\n", 1)[0].split(b" ", 2)
-            self.handle(method, path.decode(), body)
+        self.parser.feed_data(data)
 
-    def handle(self, method: bytes, path: str, body: bytes) -> None:
-        engine = self.engine
-        if method == b"get":
-            self.transport.write(answer(engine.pages.get(path, lambda: b"{}")()))
-            return
-        request = json.loads(body)
-        chat = "chat" in path
-        params = request.get("kv_transfer_params") or {}
-        if path == "/tokenize":
-            self.transport.write(answer(b'{"tokens":[1,2,3,4,5,6,7,8]}'))
-        elif params.get("do_remote_decode"):
-            engine.counts["prefill"] += 1
-            self.transport.write(answer(engine.prefill(chat, len(body))))
+    # -- httptools
+
+    def on_message_begin(self) -> None:
+        self.body = b""
+
+    def on_url(self, url: bytes) -> None:
+        self.path = url
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        if self.parser.get_method() == b"GET":
+            self.transport.write(self.engine.page(self.path))
+        elif self.path == b"/tokenize":
+            self.transport.write(_answer(b'{"count":3,"max_model_len":131072,"tokens":[0,768,588],"token_strs":null}'))
         else:
-            engine.counts["decode"] += 1
-            engine.counts["decode_with_kv"] += bool(params.get("do_remote_prefill"))
-            if request.get("stream"):
-                self.stream = asyncio.ensure_future(self.send_stream(chat))
-            else:
-                usage = {"prompt_tokens": len(params.get("prompt_token_ids") or ()), "completion_tokens": engine.chunks}
-                text = "hello " * engine.chunks
-                choice = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-                whole = {"id": "cmpl-d", "model": "m", "choices": [{"index": 0, **choice}], "usage": usage}
-                self.transport.write(answer(json.dumps(whole).encode()))
+            self.generate(_asked.decode(self.body), b"chat" in self.path)
 
-    async def send_stream(self, chat: bool) -> None:
-        write = self.transport.write
-        write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-        )
-        for index in range(self.engine.chunks):
-            write(chunk(self.engine.event(chat, index)))
-            await asyncio.sleep(self.engine.itl)
-        write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+    # -- generating
+
+    def generate(self, asked: _Asked, chat: bool) -> None:
+        """Answer, as the prefill or as the decode engine, whatever the request makes of this one."""
+        engine = self.engine
+        params = asked.kv_transfer_params or _Params()
+        ids = bool(asked.return_token_ids)
+        prompt = params.remote_num_tokens or max(8, len(self.body) // 5)
+        if params.do_remote_decode or (asked.max_tokens == 1 and not asked.stream):
+            engine.counts["prefill"] += 1
+            answer = whole(chat, 1, prompt, ids, engine.name)
+            if engine.prefill_seconds:
+                self.timer = self.loop.call_later(engine.prefill_seconds, self.late, answer)
+            else:
+                self.transport.write(answer)
+            return
+        engine.counts["decode"] += 1
+        if params.do_remote_prefill:
+            engine.counts["decode_with_kv"] += 1
+            engine.counts["moved_tokens"] += prompt
+        if not asked.stream:
+            self.transport.write(whole(chat, engine.chunks, prompt, ids, None))
+            return
+        wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
+        self.tail = [usage(chat, prompt, engine.chunks), END] if wants_usage else [END]
+        self.events = outputs(chat, engine.chunks, ids)
+        self.at = 0 if chat else 1
+        self.transport.write(opening(chat, engine.chunks, prompt if ids else None))
+        paced = engine.itl and self.at  # a chat's role is followed by its first token at once
+        self.timer = self.loop.call_later(engine.itl, self.step) if paced else self.loop.call_soon(self.step)
+
+    def late(self, answer: bytes) -> None:
+        self.timer = None
+        self.transport.write(answer)
+
+    def step(self) -> None:
+        """Write the next event. Each has a turn of the loop to itself, so that each is a write of its own."""
+        if self.at < len(self.events):
+            self.transport.write(self.events[self.at])
+            self.at += 1
+            more = self.at < len(self.events) and self.engine.itl
+            self.timer = self.loop.call_later(self.engine.itl, self.step) if more else self.loop.call_soon(self.step)
+        else:
+            self.transport.write(self.tail.pop(0))
+            self.timer = self.loop.call_soon(self.step) if self.tail else None
+
+
+def _ports(text: str) -> range:
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("port", type=int)
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ports", metavar="PORT", type=_ports, nargs="+")
     parser.add_argument("--chunks", type=int, default=64)
-    parser.add_argument("--itl", type=float, default=0.0)
+    parser.add_argument("--itl", type=float, default=0.0, help="seconds between two chunks")
+    parser.add_argument("--prefill-seconds", type=float, default=0.0, help="how long a prefill leg takes")
     options = parser.parse_args()
-    engine = Engine(options.port, options.chunks, options.itl)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(engine), "127.0.0.1", options.port, backlog=4096)
-    await server.serve_forever()
+    for port in (port for ports in options.ports for port in ports):
+        engine = Engine(port, options.chunks, options.itl, options.prefill_seconds)
+        await loop.create_server(functools.partial(Connection, engine), "127.0.0.1", port, backlog=4096)
+    await loop.create_future()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,273 @@
+"""What all benchmarks share: engines and proxies as processes, what these cost by /proc, and the machine they ran on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+TICK = os.sysconf("SC_CLK_TCK")
+PAGE_KB = os.sysconf("SC_PAGE_SIZE") / 1024
+
+
+class NotStartedError(Exception):
+    """A process that was to serve does not."""
+
+
+# -- what a process tree costs
+
+
+def _stat(pid: int | str) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+
+
+def tree(pid: int) -> list[int]:
+    """Return a process and all its descendants."""
+    parents: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                parents.setdefault(int(_stat(entry)[1]), []).append(int(entry))
+            except OSError:
+                continue
+    found = [pid]
+    for each in found:
+        found += parents.get(each, [])
+    return found
+
+
+def cpu(pid: int) -> float:
+    """Return the CPU seconds of a process tree so far, in user and kernel mode; of ended children, too, once waited for."""
+    total = 0.0
+    for each in tree(pid):
+        try:
+            total += sum(int(ticks) for ticks in _stat(each)[11:15]) / TICK
+        except OSError:
+            continue
+    return total
+
+
+def rss(pid: int) -> float:
+    """Return the resident memory of a process tree in KB."""
+    total = 0.0
+    for each in tree(pid):
+        try:
+            total += int(Path(f"/proc/{each}/statm").read_text().split()[1]) * PAGE_KB
+        except OSError:
+            continue
+    return total
+
+
+# -- processes
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of the loopback that nobody has."""
+    with ExitStack() as stack:
+        held = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in held:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in held]
+
+
+def url(port: int) -> str:
+    """Return a base URL on the loopback."""
+    return f"http://127.0.0.1:{port}"
+
+
+def get(address: str, seconds: float = 2.0) -> bytes:
+    """Return what a GET answers."""
+    with urllib.request.urlopen(address, timeout=seconds) as answer:
+        return bytes(answer.read())
+
+
+def wait_for(address: str, process: subprocess.Popen[bytes], seconds: float = 60.0) -> None:
+    """Wait until a GET is answered 200.
+
+    Raises:
+        NotStartedError: the process has ended, or it took too long.
+    """
+    end = time.monotonic() + seconds
+    while process.poll() is None:
+        try:
+            get(address)
+        except (OSError, urllib.error.URLError) as error:
+            if time.monotonic() > end:
+                raise NotStartedError(f"{address}: {error}") from error
+            time.sleep(0.1)
+        else:
+            return
+    raise NotStartedError(f"{address}: exit code {process.returncode}")
+
+
+@contextmanager
+def running(
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, cores: set[int] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command in a process group of its own; its output is shown if it fails to start. `cores` pins it."""
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **(env or {})}
+        )
+        if cores is not None:
+            os.sched_setaffinity(process.pid, cores)
+        try:
+            yield process
+        except NotStartedError:
+            log.seek(0)
+            sys.stderr.write(log.read()[-2000:].decode(errors="replace"))
+            raise
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+        try:
+            process.wait(8)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def script(name: str, *arguments: object) -> list[str]:
+    """Return the command of a script of this folder."""
+    return [sys.executable, str(HERE / name), *map(str, arguments)]
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Mock engines that are running."""
+
+    prefills: tuple[int, ...]
+    decodes: tuple[int, ...]
+
+    @property
+    def pairs(self) -> list[str]:
+        """Flags that have load.py call the engines by hand."""
+        return [part for p, d in zip(self.prefills, self.decodes, strict=True) for part in ("--direct", url(p), url(d))]
+
+    def split(self) -> float:
+        """Return the share of decode requests so far that brought a handle."""
+        counts = [json.loads(get(f"{url(port)}/_counts")) for port in self.decodes]
+        return float(sum(c["decode_with_kv"] for c in counts) / max(1, sum(c["decode"] for c in counts)))
+
+
+@contextmanager
+def engines(pairs: int, *flags: object, processes: int = 0, cores: set[int] | None = None) -> Iterator[Engines]:
+    """Run mock engines: `pairs` to prefill, as many to decode, one process each or shared among `processes`."""
+    ports = free_ports(2 * pairs)
+    count = processes or len(ports)
+    with ExitStack() as stack:
+        for number in range(count):
+            mine = ports[number::count]
+            process = stack.enter_context(running(script("mock_engine.py", *mine, *flags), cores=cores))
+            for port in mine:
+                wait_for(f"{url(port)}/health", process)
+        yield Engines(tuple(ports[:pairs]), tuple(ports[pairs:]))
+
+
+@dataclass(frozen=True)
+class Peer:
+    """How a proxy is started (peers.json)."""
+
+    cmd: str
+    ready: str = "/health"
+    settle: float = 1.0
+    env: dict[str, str] = field(default_factory=dict)
+
+    def command(self, at: Engines, port: int) -> list[str]:
+        """Return its command line. {prefills} and {decodes} stand for all URLs, {p0}, {d1} and so on for a port."""
+        known: dict[str, object] = {"python": sys.executable, "port": port, "aux": free_ports(1)[0]}
+        known |= {f"p{n}": p for n, p in enumerate(at.prefills)} | {f"d{n}": p for n, p in enumerate(at.decodes)}
+        known |= {"prefills": " ".join(map(url, at.prefills)), "decodes": " ".join(map(url, at.decodes))}
+        return shlex.split(self.cmd.format(**known))
+
+
+PDPROXY = Peer("{python} -m pdproxy serve --prefill {prefills} --decode {decodes} --port {port}", "/ready")
+
+
+@contextmanager
+def proxy(peer: Peer, at: Engines, *, cores: set[int] | None = None) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Run a proxy before engines; yields its process and its base URL.
+
+    Raises:
+        NotStartedError: it isn't ready.
+    """
+    (port,) = free_ports(1)
+    with running(peer.command(at, port), env=peer.env, cores=cores) as process:
+        wait_for(url(port) + peer.ready, process)
+        time.sleep(peer.settle)
+        yield process, url(port)
+
+
+def load(*arguments: object, cores: set[int] | None = None) -> dict[str, Any]:
+    """Run load.py and return its figures."""
+    command = script("load.py", *arguments)
+    if cores is not None:
+        command = ["taskset", "-c", ",".join(map(str, cores)), *command]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def raise_files() -> None:
+    """Allow this process and its children as many open files as may be."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+# -- the machine
+
+
+def machine() -> dict[str, Any]:
+    """Describe what a result was measured on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    versions = {}
+    for package in ("uvloop", "httptools", "uvicorn", "msgspec", "aiohttp", "vllm-router"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": versions,
+        "commit": commit(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+    }
+
+
+def commit() -> str:
+    """Return this checkout's commit, and whether it has been changed since."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
+        ).stdout.strip()
+
+    return git("rev-parse", "--short", "HEAD") + (" with changes" if git("status", "--porcelain", "-uno") else "")

@@ -1,0 +1,131 @@
+"""Many streams open at once: are any lost, what does one hold in memory, and how many does a core carry?
+
+Usage: streams.py [--streams 2000] [--itl 0.1] [--chunks 100]
+       streams.py --search [--added-ms 5] [--itl 0.02]
+
+The first opens all streams at once, a token each every `--itl` seconds; memory is the proxy's resident memory with the streams
+open less the idle one, a stream. `--search` pins the proxy to one core and the rest to the others, and finds how many
+streams it carries before it adds more than `--added-ms` to the 99th percentile of gaps that the engines alone show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import threading
+import time
+
+import stage
+
+CLOSE_ENOUGH = 0.1
+"""The search ends when it knows the number to within this part."""
+
+
+class Peak(threading.Thread):
+    """Watches a process tree's memory while it runs."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.pid = pid
+        self.kb = 0.0
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        """Look four times a second."""
+        while not self.over.wait(0.25):
+            self.kb = max(self.kb, stage.rss(self.pid))
+
+
+def peer(streams: int) -> stage.Peer:
+    """Return pdproxy, allowed that many requests at once."""
+    bounds = {"PDPROXY_LIMITS__MAX_INFLIGHT": str(streams + 64), "PDPROXY_LIMITS__MAX_QUEUE": str(streams + 64)}
+    return stage.Peer(stage.PDPROXY.cmd, stage.PDPROXY.ready, env={**bounds, "PDPROXY_OBSERVE__LOG_LEVEL": "warning"})
+
+
+def hold(streams: int, chunks: int, itl: float) -> int:
+    """Open all streams at once and print what became of them. Return how many events are missing."""
+    flags = ["--conc", streams, "--n", streams, "--stream", "--prompt-bytes", 512]
+    with stage.engines(2, "--chunks", chunks, "--itl", itl) as at, stage.proxy(peer(streams), at) as (process, url):
+        stage.load(url, "--conc", 32, "--n", 64)  # what is built at the first request is not a stream's
+        time.sleep(1)
+        idle = stage.rss(process.pid)
+        peak = Peak(process.pid)
+        peak.start()
+        began = stage.cpu(process.pid)
+        found = stage.load(url, *flags)
+        spent = stage.cpu(process.pid) - began
+        peak.over.set()
+        time.sleep(1)
+        after = stage.rss(process.pid)
+    missing = streams * (chunks + 1) - int(found["events"])
+    print(f"{streams} streams at once, {chunks} tokens each, one every {1000 * itl:g} ms")
+    print(f"whole: {found['ok']}, failed: {found['errors'] or 'none'}, events missing: {missing}")
+    print(f"gap p50 {found['gap_p50_ms']} ms, p99 {found['gap_p99_ms']} ms; first token p50 {found['first_p50_ms']} ms")
+    print(
+        f"CPU {1e6 * spent / max(1, found['events']):.1f} us an event, {100 * spent / found['wall_s']:.0f} % of a core"
+    )
+    print(f"memory idle {idle / 1024:.1f} MB, peak {peak.kb / 1024:.1f} MB, afterwards {after / 1024:.1f} MB")
+    print(f"memory of a stream: {(peak.kb - idle) / streams:.1f} KB")
+    return missing
+
+
+def search(added_ms: float, itl: float, seconds: float) -> None:
+    """Double the streams until too slow, then halve the rest."""
+    cores = sorted(os.sched_getaffinity(0))
+    mine, others = {cores[0]}, set(cores[1:])
+    if not others:
+        raise SystemExit("one core is for the proxy: there must be another")
+    chunks = max(16, int(seconds / itl))
+
+    def added(streams: int) -> float:
+        flags = ["--conc", streams, "--n", streams, "--stream"]
+        with stage.engines(2, "--chunks", chunks, "--itl", itl, cores=others) as at:
+            alone = stage.load(*at.pairs, *flags, cores=others)
+            with stage.proxy(peer(streams), at, cores=mine) as (process, url):
+                began = stage.cpu(process.pid)
+                found = stage.load(url, *flags, cores=others)
+                spent = stage.cpu(process.pid) - began
+        lost = sum(found["errors"].values())
+        more = float(found["gap_p99_ms"]) - float(alone["gap_p99_ms"])
+        print(
+            f"{streams} streams: gap p99 {found['gap_p99_ms']} ms, engines alone {alone['gap_p99_ms']} ms, added {more:.1f} ms, "
+            f"{100 * spent / found['wall_s']:.0f} % of the core, {lost} lost",
+            flush=True,
+        )
+        return float("inf") if lost else more
+
+    good, bad, streams = 0, 0, 64
+    while not bad or (bad - good) > CLOSE_ENOUGH * bad:
+        if added(streams) <= added_ms:
+            good = streams
+        else:
+            bad = streams
+        streams = (good + bad) // 2 if bad else 2 * good
+        if streams < 8:
+            break
+    print(f"streams a core before gaps grow by {added_ms:g} ms (p99), a token every {1000 * itl:g} ms: {good}")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=2000)
+    parser.add_argument("--chunks", type=int, default=100)
+    parser.add_argument("--itl", type=float, help="seconds between two tokens (0.1; 0.02 in a search)")
+    parser.add_argument("--search", action="store_true", help="how many streams a core carries")
+    parser.add_argument("--added-ms", type=float, default=5.0)
+    parser.add_argument("--seconds", type=float, default=4.0, help="length of the streams in a search")
+    options = parser.parse_args()
+    stage.raise_files()
+    try:
+        if options.search:
+            search(options.added_ms, options.itl or 0.02, options.seconds)
+        elif hold(options.streams, options.chunks, options.itl or 0.1):
+            raise SystemExit(1)
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"the load failed: {error}") from error
+
+
+if __name__ == "__main__":
+    main()
