@@ -74,10 +74,12 @@ class Transport(asyncio.Transport):
 
 @dataclass
 class Seen:
-    """What became of a connection: the requests that were served (method, path, body), the answers' statuses."""
+    """What became of a connection: the requests that were served (method, path, body), the answers, whether it was closed."""
 
     served: list[tuple[bytes, bytes, bytes]] = field(default_factory=list)
     statuses: list[int] = field(default_factory=list)
+    written: bytes = b""
+    closed: bool = False
 
 
 class Complaints(logging.Handler):
@@ -188,7 +190,8 @@ class Ingress:
             if not state.tasks:
                 break
             await asyncio.sleep(0)
-        answers = Answers(transport.written, closed=transport.closing or transport.eof)
+        self.seen.written, self.seen.closed = transport.written, transport.closing or transport.eof
+        answers = Answers(transport.written, closed=self.seen.closed)
         assert answers.complete == len(answers.statuses), "half an answer"
         self.seen.statuses = answers.statuses
         protocol.connection_lost(None)

@@ -153,6 +153,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._count(len(name) + len(value) + len(b": \r\n"))
         if self._in_head:  # a trailer is no header: nothing that was decided by them may change behind the body
             super().on_header(name, value)
+            if self.expect_100_continue and self.parser.get_http_version() == "1.0":
+                self.expect_100_continue = (
+                    False  # such a client knows no interim answers: it would take one for the answer
+                )
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
