@@ -33,8 +33,6 @@ class Case:
     clients: int
     requests: int
     flags: tuple[str, ...] = ()
-    least_cpu: float = 1.0
-    """CPU seconds that a row must rest on: /proc counts hundredths."""
 
 
 STREAM = ("--stream",)
@@ -51,13 +49,15 @@ CASES = {
     "chat64-32": Case(64, FAST, 32, 1500, (*STREAM, "--chat")),
     "whole-32": Case(64, 0, 32, 6000),
     "prompt64k-8": Case(64, 0, 8, 3000, ("--prompt-bytes", "65536")),
-    "first-1": Case(16, 0, 1, 400, STREAM, 0.0),
+    "first-1": Case(16, 0, 1, 400, STREAM),
 }
 BY_HAND = "engines alone"
 """P and D called by hand: what waits and gaps are without any proxy."""
 WARM = 64
+LEAST_CPU = 1.0
+"""CPU seconds that a row must rest on: /proc counts hundredths."""
 PARTS = 8
-"""Times that a load is repeated at most to fill `least_cpu`."""
+"""Times that a load is repeated at most to fill that."""
 
 Row = dict[str, Any]
 
@@ -73,8 +73,8 @@ def measure(peer: stage.Peer, case: Case) -> Row:
         began = stage.cpu(process.pid)
         parts = [stage.load(url, *_flags(case, case.requests))]
         spent = stage.cpu(process.pid) - began
-        if spent < case.least_cpu:
-            more = min(PARTS, math.ceil(case.least_cpu / max(spent, 0.01)) - 1)
+        if spent < LEAST_CPU:
+            more = min(PARTS, math.ceil(LEAST_CPU / max(spent, 0.01)) - 1)
             parts += [stage.load(url, *_flags(case, case.requests)) for _ in range(more)]
             spent = stage.cpu(process.pid) - began
         rss = stage.rss(process.pid)
