@@ -12,6 +12,7 @@ from pdproxy.kit.errors import EngineError, EngineRefusedError
 from pdproxy.transfer.contract import Handle
 from pdproxy.transfer.nixl import handle, release_body
 from pdproxy.upstream.connection import Connection, Headers
+from pdproxy.wire.chunks import whole
 from pdproxy.wire.engine import error_of, prefill_answer, usage_of
 from pdproxy.wire.errors import error_body
 from tests.fuzz.ingress import Transport
@@ -36,6 +37,14 @@ class Sink:
         assert chunk
         self.body += chunk
 
+    def take(self, read: bytes) -> bool:
+        """Take what is one whole chunk, past the parser."""
+        payloads, rest = whole(read)
+        if len(payloads) != 1 or rest != len(read):
+            return False
+        self.data(payloads[0])
+        return True
+
     def end(self) -> None:
         assert self.ending is None
         assert self.status, "an end without a head"
@@ -54,7 +63,7 @@ def _answered(pieces: Sequence[bytes]) -> Sink:
     transport, sink = Transport(), Sink()
     connection.connection_made(transport)
     leg = connection.send(b"GET / HTTP/1.1\r\n\r\n", sink)
-    leg.take_chunks(lambda frame, start: sink.data(frame[start:-2]))
+    leg.take_reads(sink.take)
     for piece in pieces:
         if piece and not transport.closing:
             connection.data_received(piece)

@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from pdproxy.kit.errors import EngineError, PdproxyError
 from pdproxy.serving.relay import Relay, StreamStarted
-from pdproxy.upstream.connection import TakeChunk
-from pdproxy.wire.chunks import chunk
+from pdproxy.upstream.connection import TakeRead
+from pdproxy.wire.chunks import chunk, whole
 
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
@@ -31,8 +31,13 @@ class Output:
     def write(self, data: bytes) -> None:
         self.sent += data
 
-    def chunk(self, frame: bytes, start: int) -> None:
-        self.sent += frame[start:-2]
+    def chunk_writer(self) -> Callable[[bytes], None]:
+        return self.write_chunk
+
+    def write_chunk(self, frame: bytes) -> None:
+        (payload,), end = whole(frame)
+        assert end == len(frame)
+        self.sent += payload
 
     def begin(self, headers: object) -> None:
         raise AssertionError("a relay does not begin an answer")
@@ -41,14 +46,14 @@ class Output:
 
 
 class _Leg:
-    take: TakeChunk | None = None
+    take: TakeRead | None = None
 
     def pause(self) -> None:
         raise AssertionError("paused without reason")
 
     resume = close = pause
 
-    def take_chunks(self, take: TakeChunk) -> None:
+    def take_reads(self, take: TakeRead) -> None:
         self.take = take
 
 
@@ -90,9 +95,7 @@ async def relayed(pieces: Sequence[bytes], *, wants_usage: bool, at_once: bool) 
             relay.flow(output, leg)  # type: ignore[arg-type]
 
     for piece in pieces:
-        if piece and leg.take is not None:
-            leg.take(chunk(piece), len(b"%x\r\n" % len(piece)))
-        elif piece:
+        if piece and (leg.take is None or not leg.take(chunk(piece))):
             relay.data(piece)
         if at_once:
             wake()

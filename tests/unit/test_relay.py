@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from pdproxy.kit.errors import EngineError, EngineRefusedError
 from pdproxy.serving.relay import STREAM_STARTED, Relay
-from pdproxy.upstream.connection import Connection, TakeChunk
+from pdproxy.upstream.connection import Connection, TakeRead
 from pdproxy.wire import sse
-from pdproxy.wire.chunks import chunk
+from pdproxy.wire.chunks import chunk, whole
 from tests.fakes import answers
 
 HEAD = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -29,24 +29,25 @@ class Sink:
     def __init__(self) -> None:
         self.body = b""
         self.paused = False
-        self.take: TakeChunk | None = None
+        self.take: TakeRead | None = None
 
     def feed(self, piece: bytes, relay: Relay) -> None:
         """Hand on what a connection has read: as a chunk, once those are wanted."""
-        if self.take is None:
+        if self.take is None or not self.take(chunk(piece)):
             relay.data(piece)
-        else:
-            self.take(chunk(piece), len(b"%x\r\n" % len(piece)))
 
     def write(self, data: bytes) -> None:
         self.body += data
 
-    def chunk(self, frame: bytes, start: int) -> None:
-        head = b"%x\r\n" % (len(frame) - start - 2)
-        assert (frame[:start], frame[-2:]) == (head, b"\r\n"), "not framed as it is"
-        self.write(frame[start:-2])
+    def chunk_writer(self) -> Callable[[bytes], None]:
+        return self.write_chunk
 
-    def take_chunks(self, take: TakeChunk) -> None:
+    def write_chunk(self, frame: bytes) -> None:
+        (payload,), end = whole(frame)
+        assert end == len(frame)
+        self.write(payload)
+
+    def take_reads(self, take: TakeRead) -> None:
         self.take = take
 
     def on_pressure(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:

@@ -23,8 +23,8 @@ class Output(Protocol):
     def write(self, data: bytes) -> None:
         """Send stream bytes."""
 
-    def chunk(self, frame: bytes, start: int) -> None:
-        """Send stream bytes that are framed as one HTTP chunk already; the payload begins at `start`."""
+    def chunk_writer(self) -> Callable[[bytes], None] | None:
+        """Return what sends stream bytes that are framed as one HTTP chunk already; None if chunks can't be sent."""
 
     def finish(self) -> None:
         """End the stream in good order."""

@@ -23,10 +23,13 @@ from pdproxy.observe.events import ITL_BOUNDS, Gaps
 from pdproxy.serving.output import Output
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers, Leg
-from pdproxy.wire import sse, tokens
+from pdproxy.wire import chunks, sse, tokens
 from pdproxy.wire.engine import Usage, error_of, usage_of
 from pdproxy.wire.usage import with_created_cache
 
+_CHUNK_END = sse.PLAIN_END + b"\r\n"
+_KEY = len(tokens.IDS)
+_ID_DIGITS = 9
 MAX_EVENT = 32 << 20
 """Bytes. No event of an engine comes near it; without a bound one that never ends would fill the memory."""
 
@@ -133,8 +136,8 @@ class Relay:
             self._over(self._ending)
         elif output.paused:
             self._pause()
-        if self._index is None:
-            leg.take_chunks(self.chunk)
+        if self._index is None and (write := output.chunk_writer()) is not None:
+            leg.take_reads(self._lane(write))
 
     async def watch(
         self, clock: Clock, between_tokens: float, client_write: float, passed: Callable[[Wait], None]
@@ -201,32 +204,6 @@ class Relay:
             self._forward(chunk)
         elif self._phase is not _Phase.ENDED:
             self._hold(chunk)
-
-    def chunk(self, frame: bytes, start: int) -> None:
-        """Take a whole chunk as it was on the wire. Nearly all of a stream's are one plain event, and go on as they came."""
-        if (
-            self._tail
-            or self._finished
-            or self._phase is not _Phase.FLOWING
-            or self._output is None
-            or not sse.is_plain_chunk(frame, start)
-        ):
-            self.data(frame[start:-2])
-            return
-        if self._takes_ids:
-            if tokens.WITHHELD in frame:
-                tokens.taken(frame, self.ids)
-                self._last = self._time()
-                return
-            frame, start = self._without_ids(frame, start)
-        now = self._time()
-        if self.events:
-            gap = now - self._last
-            self.gaps.buckets[bisect_left(ITL_BOUNDS, gap)] += 1
-            self.gaps.total += gap
-        self.events += 1
-        self._last = now
-        self._output.chunk(frame, start)
 
     def end(self) -> None:
         if not self._is_stream:
@@ -302,18 +279,62 @@ class Relay:
         if self._saw_done:
             self._over(None)
 
-    def _without_ids(self, frame: bytes, start: int) -> tuple[bytes, int]:
-        """Return a chunk of one event with its token ids put back to null, framed anew."""
-        at = frame.rfind(tokens.IDS)
-        if at < 0:
-            return frame, start
-        begin = at + len(tokens.IDS)
-        end = frame.find(b"]", begin)
-        if end < 0:
-            return frame, start
-        tokens.take(frame[begin:end], self.ids)
-        head = b"%x\r\n" % (len(frame) - start - 2 - (end - begin + 2) + 4)
-        return b"%b%bnull%b" % (head, frame[start : begin - 1], frame[end + 1 :]), len(head)
+    def _lane(self, write: Callable[[bytes], None]) -> Callable[[bytes], bool]:
+        """Return what takes nearly all reads of a stream: one chunk with one event of plain data, which goes on as it came.
+
+        One function, and most of it calls into C: a proxy is paid for by the chunk.
+        """
+        heads, lines, longest = chunks.HEADS, chunks.LINES, chunks.LONGEST
+        plain, last, unfinished = sse.PLAIN, _CHUNK_END, sse.UNFINISHED
+        takes_ids, key, withheld, ids = self._takes_ids, tokens.IDS, tokens.WITHHELD, self.ids
+        buckets, bounds, gaps, now = self.gaps.buckets, ITL_BOUNDS, self.gaps, self._time
+        flowing = _Phase.FLOWING
+
+        def take(data: bytes) -> bool:
+            size = len(data)
+            if size >= longest:
+                return False
+            head = heads[size]
+            start = len(head)
+            if not (
+                data.startswith(head)
+                and data.startswith(plain, start)
+                and data.endswith(last)
+                and data.find(b"\n", start) == size - 4
+                and data.find(b"\r", start) == size - 2
+                and unfinished in data
+                and self._phase is flowing
+                and not self._finished
+                and not self._tail
+            ):
+                return False
+            if takes_ids:
+                if withheld in data:
+                    return False
+                at = data.rfind(key)
+                if at > 0:
+                    begin = at + _KEY
+                    end = data.find(b"]", begin)
+                    text = data[begin:end]
+                    if not text.isdigit() or len(text) > _ID_DIGITS:  # mostly it is one
+                        return False
+                    ids.append(int(text))
+                    line = lines[size - start - len(text)]  # less two brackets, and the chunk's end; and four for null
+                    data = b"%b%bnull%b" % (line, data[start : begin - 1], data[end + 1 :])
+            time = now()
+            gap = time - self._last
+            self._last = time
+            if self.events:
+                buckets[bisect_left(bounds, gap)] += 1
+                gaps.total += gap
+            self.events += 1
+            try:
+                write(data)
+            except RuntimeError:
+                return True  # the client has just left: the notice of it is on its way
+            return True
+
+        return take
 
     def _care(self, batch: bytes) -> bytes:
         """Look at each event of a batch: take out what is ours, mark what ends the stream, return what goes on."""

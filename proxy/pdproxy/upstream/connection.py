@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import httptools
 
 from pdproxy.kit.errors import EngineError, EngineTlsError, StaleConnectionError
-from pdproxy.wire.chunks import HEADS, LONGEST, whole
+from pdproxy.wire.chunks import whole
 
 STALE_WITHIN = 0.25
 """Seconds. A kept connection that closes so soon after a request was shut before the engine saw it; later, the engine may
@@ -40,8 +40,8 @@ class Sink(Protocol):
         """No more will come."""
 
 
-TakeChunk = Callable[[bytes, int], None]
-"""Takes one chunk as it was on the wire, and where in it the payload begins; it ends two bytes before the end."""
+TakeRead = Callable[[bytes], bool]
+"""Takes a read that begins between two chunks, as it was on the wire, or leaves it (False) to be parsed."""
 
 
 class Leg:
@@ -74,10 +74,10 @@ class Leg:
         if self._connection.carries(self._number):
             self._connection.resume()
 
-    def take_chunks(self, take: TakeChunk) -> None:
-        """From now on, hand a read that is one whole chunk to `take` as it is, and not to the sink."""
+    def take_reads(self, take: TakeRead) -> None:
+        """From now on, offer reads that begin between two chunks to `take` as they are, and not to the sink."""
         if self._connection.carries(self._number):
-            self._connection.take_chunks(take)
+            self._connection.take_reads(take)
 
 
 class Connection(asyncio.Protocol):
@@ -100,8 +100,8 @@ class Connection(asyncio.Protocol):
         self._requests = 0
         self._sent_at = 0.0
         self._paused = False
-        self._take: TakeChunk | None = None
-        self._lane: TakeChunk | None = None  # as `_take`, while the parser stands between two chunks
+        self._take: TakeRead | None = None
+        self._lane: TakeRead | None = None  # as `_take`, while the parser stands between two chunks
         self._between = False
         self.idle_since = 0.0
 
@@ -128,8 +128,8 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
         return Leg(self, self._requests)
 
-    def take_chunks(self, take: TakeChunk) -> None:
-        """Hand a read that is one whole chunk of the present answer to `take`."""
+    def take_reads(self, take: TakeRead) -> None:
+        """Offer reads of the present answer that begin between two chunks to `take`."""
         self._take = take
 
     def carries(self, number: int) -> bool:
@@ -162,10 +162,8 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         lane = self._lane
         if lane is not None:
-            # The parser stands between two chunks, and may stay there while whole ones go past it: most reads are one.
-            size = len(data)
-            if size < LONGEST and data.startswith(head := HEADS[size]) and data.endswith(b"\r\n"):
-                lane(data, len(head))
+            # The parser stands between two chunks, and may stay there while whole ones go past it.
+            if lane(data):
                 return
             payloads, rest = whole(data)
             if payloads and self._sink is not None:

@@ -238,10 +238,9 @@ class GenerateCycle(RequestResponseCycle):
             return
         self.transport.write(chunk(data) if self._chunked else data)
 
-    def chunk(self, frame: bytes, start: int) -> None:
-        """Send stream bytes that are framed as one HTTP chunk already; the payload begins at `start`."""
-        if not (self.disconnected or self.transport.is_closing() or self.response_complete):
-            self.transport.write(frame if self._chunked else frame[start:-2])
+    def chunk_writer(self) -> Callable[[bytes], None] | None:
+        """Return what sends stream bytes that are framed as one HTTP chunk already; None if chunks can't be sent."""
+        return self.transport.write if self._chunked else None
 
     def finish(self) -> None:
         """End the stream in good order."""

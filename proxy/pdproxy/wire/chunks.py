@@ -21,6 +21,8 @@ def _head(length: int) -> bytes:
 
 HEADS = [_head(length) for length in range(LONGEST)]
 """What a whole chunk begins with, by its length in bytes with all of its framing."""
+LINES = [b"%x\r\n" % size for size in range(LONGEST + 8)]
+"""What stands before a chunk's payload, by the bytes of the payload."""
 _SIZES = {b"%x" % size: size for size in range(1, LONGEST)}
 
 

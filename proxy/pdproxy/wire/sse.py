@@ -8,17 +8,18 @@ from __future__ import annotations
 
 DONE = b"data: [DONE]"
 END = b"\n\n"
-_DATA = b'data: {"id":'
 _NEXT = b"\n\ndata: "
+_NEXT_PLAIN = b'\n\ndata: {"id":'
 _ERRORS = (b'data: {"error"', b'data: {"object":"error"', b'data: {"object": "error"')
 _USAGE_ONLY = b'"choices":[],"usage":{'
 _FIRST_INDEX = b'"choices":[{"index":0,'
 _CREATED = b'"created":'
 _FINGERPRINT = b',"system_fingerprint":'
 _FINISHED = b'"finish_reason":"'
-_UNFINISHED = b'"finish_reason":null'
-_CHUNK_END = b"}\n\n\r\n"
-_CHUNK_LINES = 4  # the size, the event, the empty line, the end of the chunk
+UNFINISHED = b'"finish_reason":null'
+PLAIN = b'data: {"id":'
+"""What an event of plain data begins with, and neither an error nor the end mark does."""
+PLAIN_END = b"}\n\n"
 _ABORTED = b'"finish_reason":"abort"'
 _ROLE = b'"delta":{"role":"'
 
@@ -91,10 +92,14 @@ def may_need_care(batch: bytes) -> bool:
     """Tell whether a batch of whole events holds one that is not plain data: an error, a finish, the usage, the end mark,
     or anything that is not written as vLLM writes its data.
     """
+    count = batch.count(END)
     if (
-        batch.startswith(_DATA) and batch.count(b"\n") == 2
-    ):  # one event, and neither an error nor the end mark: most reads
-        return _FINISHED in batch or _USAGE_ONLY in batch or b"\r" in batch
+        batch.startswith(PLAIN)
+        and batch.count(UNFINISHED) == count
+        and batch.count(_NEXT_PLAIN) == count - 1
+        and batch.count(b"\n") == 2 * count
+    ):
+        return b"\r" in batch or _FINISHED in batch  # one choice in each event, and none of them ends
     return (
         not is_regular(batch)
         or DONE in batch
@@ -104,17 +109,6 @@ def may_need_care(batch: bytes) -> bool:
         or b'\n\ndata: {"error"' in batch
         or b'\n\ndata: {"object":"error"' in batch
         or b'\n\ndata: {"object": "error"' in batch
-    )
-
-
-def is_plain_chunk(frame: bytes, start: int) -> bool:
-    """Tell whether a whole HTTP chunk, its payload beginning at `start`, is one event of plain data and nothing else."""
-    return (
-        frame.startswith(_DATA, start)
-        and frame.endswith(_CHUNK_END)
-        and _UNFINISHED in frame
-        and frame.count(b"\n") == _CHUNK_LINES
-        and frame.count(b"\r") == 2
     )
 
 
