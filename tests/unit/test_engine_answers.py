@@ -248,7 +248,6 @@ async def test_a_leg_that_is_closed_while_it_hears(at: int) -> None:
     assert (wire.freed, wire.lost, wire.transport.closing) == (0, 1, True)
 
 
-@pytest.mark.xfail(strict=True, reason="`Connection.on_header` adds trailers to the list that it gave to the sink")
 async def test_a_trailer_is_no_header_of_an_answer() -> None:
     """What stands behind the body is not added to the headers that were given out."""
     heard = Wire().ask(Heard(), [CHUNKED, LIKE, b"0\r\ncontent-type: text/html\r\n\r\n"])

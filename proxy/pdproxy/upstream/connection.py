@@ -218,7 +218,8 @@ class Connection(asyncio.Protocol):
         self._final = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        if not self._final:  # a trailer is no header: nothing may change behind what was decided
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()

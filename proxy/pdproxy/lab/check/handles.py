@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 from urllib.parse import urlsplit
 
 import msgspec
@@ -107,7 +106,7 @@ def with_other_engine(handle: Handle, engine_id: str) -> Handle:
     """Return the handle as if another engine had given it: complete, but nobody answers to that id."""
     fields = msgspec.json.decode(handle.params, type=Fields)
     fields["remote_engine_id"] = msgspec.Raw(msgspec.json.encode(engine_id))
-    return replace(handle, params=msgspec.json.encode(fields))
+    return msgspec.structs.replace(handle, params=msgspec.json.encode(fields))
 
 
 def _loopback(addresses: frozenset[str]) -> bool:
