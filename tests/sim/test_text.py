@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from pdproxy.sim.api.detokenizer import Detokenizer
 from pdproxy.sim.api.errors import EngineRefused, Refused
 from pdproxy.sim.api.protocol import ChatBody
+from pdproxy.sim.api.sampling import admit, sampling_params
 from pdproxy.sim.api.structured import TextGrammar, texts_of_regex, texts_of_schema
 from pdproxy.sim.api.template import render
 from pdproxy.sim.api.tools import CallParser, calls_tools, grammar_of_calls
+from pdproxy.sim.facts import Facts
 from pdproxy.sim.tokenizer import EOS, Tokenizer
 
 TOKENIZER = Tokenizer()
@@ -200,3 +202,15 @@ def test_templates_differ_and_print_what_they_are_given():
 def test_conversations_that_can_not_be_rendered_are_refused(messages):
     with pytest.raises(Refused):
         render("chatml", messages)
+
+
+@pytest.mark.parametrize(("budget", "refused"), [(-1, False), (None, False), (0, True), (3, True)])
+def test_a_budget_of_thoughts_needs_a_parser(budget, refused):
+    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "a"}], "thinking_token_budget": budget})
+    params = sampling_params(body, [5], Facts(), TOKENIZER)
+    if refused:
+        with pytest.raises(EngineRefused, match="reasoning_config"):
+            admit(params, body, [5], Facts(), TOKENIZER)
+    else:
+        admit(params, body, [5], Facts(), TOKENIZER)
+        assert params.thinking_token_budget is None

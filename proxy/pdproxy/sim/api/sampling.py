@@ -103,7 +103,7 @@ def sampling_params(body: GenerationBody, prompt: list[int], facts: Facts, token
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        thinking_token_budget=body.thinking_token_budget,
+        thinking_token_budget=None if body.thinking_token_budget == -1 else body.thinking_token_budget,
     )
 
 
