@@ -20,16 +20,14 @@ from enum import Enum
 from pdproxy.kit.clock import Clock, Timer
 from pdproxy.kit.errors import ClientLeftError, EngineError, EngineRefusedError, EngineTimeoutError, PdproxyError, Wait
 from pdproxy.observe.events import ITL_BOUNDS, Gaps
+from pdproxy.serving.lane import lane
 from pdproxy.serving.output import Output
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers, Leg
-from pdproxy.wire import chunks, sse, tokens
+from pdproxy.wire import sse, tokens
 from pdproxy.wire.engine import Usage, error_of, usage_of
 from pdproxy.wire.usage import with_created_cache
 
-_CHUNK_END = sse.PLAIN_END + b"\r\n"
-_KEY = len(tokens.IDS)
-_ID_DIGITS = 9
 MAX_EVENT = 32 << 20
 """Bytes. No event of an engine comes near it; without a bound one that never ends would fill the memory."""
 
@@ -85,7 +83,7 @@ class Relay:
         """What the usage must say of the prefill engine's cache; None: what the engine says."""
         self.events = 0
         self.gaps = Gaps()
-        self._time = loop.time
+        self.time = loop.time
         self._wants_usage = wants_usage
         self._keeps_usage = wants_usage if keeps_usage is None else keeps_usage
         self._wants_done = wants_done
@@ -103,9 +101,11 @@ class Relay:
         self._finished: list[bytes] = []
         self._output: Output | None = None
         self._leg: Leg | None = None
-        self._last = loop.time()
+        self.last = loop.time()
         self._paused_since: float | None = None
         self._ending: EngineError | None = None
+        self.plain = False
+        """Whether what comes next stands for itself: the stream flows, and nothing before it is kept back."""
 
     def __repr__(self) -> str:
         return f"<Relay {self._phase.value}, {self.events} events, status {self._status}>"
@@ -126,7 +126,7 @@ class Relay:
         """Pass on what was held, and from now on everything as it comes."""
         self._output, self._leg = output, leg
         self._phase = _Phase.FLOWING if self._phase is _Phase.PROVEN else self._phase
-        self._last = self._time()
+        self.last = self.time()
         output.on_pressure(self._pause, self._resume)
         held, self._held = self._held, []
         if held:
@@ -136,8 +136,9 @@ class Relay:
             self._over(self._ending)
         elif output.paused:
             self._pause()
+        self._look_ahead()
         if self._index is None and (write := output.chunk_writer()) is not None:
-            leg.take_reads(self._lane(write))
+            leg.take_reads(lane(self, write, takes_ids=self._takes_ids))
 
     async def watch(
         self, clock: Clock, between_tokens: float, client_write: float, passed: Callable[[Wait], None]
@@ -161,7 +162,7 @@ class Relay:
                     self._fail(ClientLeftError(f"the client read nothing for {client_write:g} s"))
                     return
             else:
-                due = self._last + between_tokens
+                due = self.last + between_tokens
                 if now >= due:
                     passed(Wait.BETWEEN_TOKENS)
                     message = f"the engine sent nothing for {between_tokens:g} s"
@@ -188,6 +189,7 @@ class Relay:
         if not self._is_stream:
             self._held.append(chunk)
             return
+        self.plain = False
         if self._tail:
             chunk = self._tail + chunk
             self._tail = b""
@@ -200,8 +202,11 @@ class Relay:
                 return
             self._tail = chunk[cut:]
             chunk = chunk[:cut]
+        if sse.is_spaced(chunk):
+            chunk = sse.compact(chunk)
         if self._phase is _Phase.FLOWING:
             self._forward(chunk)
+            self._look_ahead()
         elif self._phase is not _Phase.ENDED:
             self._hold(chunk)
 
@@ -228,6 +233,9 @@ class Relay:
 
     # -- inside
 
+    def _look_ahead(self) -> None:
+        self.plain = self._phase is _Phase.FLOWING and not self._tail and not self._finished
+
     def _hold(self, batch: bytes) -> None:
         """Keep events until one of them is real data: not the opening of a chat, a comment, an error or the end mark."""
         self._held.append(batch)
@@ -253,7 +261,7 @@ class Relay:
                 self.first.set_result(STREAM_STARTED)
 
     def _forward(self, batch: bytes) -> None:
-        now = self._time()
+        now = self.time()
         if self._takes_ids:
             batch = tokens.taken(batch, self.ids)
             if tokens.WITHHELD in batch:
@@ -265,7 +273,7 @@ class Relay:
         count = batch.count(sse.END) - (self._saw_done and self._wants_done)
         if count > 0:
             if self.events:
-                gap = now - self._last
+                gap = now - self.last
                 buckets = self.gaps.buckets
                 buckets[bisect_left(ITL_BOUNDS, gap)] += 1
                 buckets[0] += count - 1
@@ -273,68 +281,11 @@ class Relay:
             else:
                 self.gaps.buckets[0] += count - 1
             self.events += count
-        self._last = now
+        self.last = now
         if batch and self._output is not None:
             self._output.write(batch)
         if self._saw_done:
             self._over(None)
-
-    def _lane(self, write: Callable[[bytes], None]) -> Callable[[bytes], bool]:
-        """Return what takes nearly all reads of a stream: one chunk with one event of plain data, which goes on as it came.
-
-        One function, and most of it calls into C: a proxy is paid for by the chunk.
-        """
-        heads, lines, longest = chunks.HEADS, chunks.LINES, chunks.LONGEST
-        plain, last, unfinished = sse.PLAIN, _CHUNK_END, sse.UNFINISHED
-        takes_ids, key, withheld, ids = self._takes_ids, tokens.IDS, tokens.WITHHELD, self.ids
-        buckets, bounds, gaps, now = self.gaps.buckets, ITL_BOUNDS, self.gaps, self._time
-        flowing = _Phase.FLOWING
-
-        def take(data: bytes) -> bool:
-            size = len(data)
-            if size >= longest:
-                return False
-            head = heads[size]
-            start = len(head)
-            if not (
-                data.startswith(head)
-                and data.startswith(plain, start)
-                and data.endswith(last)
-                and data.find(b"\n", start) == size - 4
-                and data.find(b"\r", start) == size - 2
-                and unfinished in data
-                and self._phase is flowing
-                and not self._finished
-                and not self._tail
-            ):
-                return False
-            if takes_ids:
-                if withheld in data:
-                    return False
-                at = data.rfind(key)
-                if at > 0:
-                    begin = at + _KEY
-                    end = data.find(b"]", begin)
-                    text = data[begin:end]
-                    if not text.isdigit() or len(text) > _ID_DIGITS:  # mostly it is one
-                        return False
-                    ids.append(int(text))
-                    line = lines[size - start - len(text)]  # less two brackets, and the chunk's end; and four for null
-                    data = b"%b%bnull%b" % (line, data[start : begin - 1], data[end + 1 :])
-            time = now()
-            gap = time - self._last
-            self._last = time
-            if self.events:
-                buckets[bisect_left(bounds, gap)] += 1
-                gaps.total += gap
-            self.events += 1
-            try:
-                write(data)
-            except RuntimeError:
-                return True  # the client has just left: the notice of it is on its way
-            return True
-
-        return take
 
     def _care(self, batch: bytes) -> bytes:
         """Look at each event of a batch: take out what is ours, mark what ends the stream, return what goes on."""
@@ -393,12 +344,14 @@ class Relay:
             self._fail(error)
             return
         self._phase = _Phase.ENDED
+        self.plain = False
         if not self.done.done():
             self.done.set_result(None)
 
     def _fail(self, error: PdproxyError) -> None:
         """Fail where the caller is waiting: at the first data, or in the stream."""
         before, self._phase = self._phase, _Phase.ENDED
+        self.plain = False
         if before is _Phase.HOLDING and not self.first.done():
             self.first.set_exception(error)
             self.first.exception()  # read: a caller that has left must not be reported as careless
@@ -408,13 +361,13 @@ class Relay:
 
     def _pause(self) -> None:
         if self._paused_since is None and self._leg is not None:
-            self._paused_since = self._time()
+            self._paused_since = self.time()
             self._leg.pause()
 
     def _resume(self) -> None:
         if self._paused_since is not None and self._leg is not None:
             self._paused_since = None
-            self._last = self._time()
+            self.last = self.time()
             self._leg.resume()
 
 

@@ -40,8 +40,8 @@ class Sink(Protocol):
         """No more will come."""
 
 
-TakeRead = Callable[[bytes], bool]
-"""Takes a read that begins between two chunks, as it was on the wire, or leaves it (False) to be parsed."""
+TakeRead = Callable[[bytes], int]
+"""Takes whole chunks off a read that begins between two of them, as it was on the wire; tells how many bytes it took."""
 
 
 class Leg:
@@ -163,8 +163,11 @@ class Connection(asyncio.Protocol):
         lane = self._lane
         if lane is not None:
             # The parser stands between two chunks, and may stay there while whole ones go past it.
-            if lane(data):
-                return
+            taken = lane(data)
+            if taken:
+                if taken == len(data):
+                    return
+                data = data[taken:]
             payloads, rest = whole(data)
             if payloads and self._sink is not None:
                 self._sink.data(b"".join(payloads))

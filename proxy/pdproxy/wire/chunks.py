@@ -23,15 +23,18 @@ HEADS = [_head(length) for length in range(LONGEST)]
 """What a whole chunk begins with, by its length in bytes with all of its framing."""
 LINES = [b"%x\r\n" % size for size in range(LONGEST + 8)]
 """What stands before a chunk's payload, by the bytes of the payload."""
-_SIZES = {b"%x" % size: size for size in range(1, LONGEST)}
+SIZES = {b"%x" % size: size for size in range(1, LONGEST)}
+"""Bytes of the payload, by the line before it without its end."""
+LONGEST_LINE = 5
+"""Bytes of such a line with its end."""
 
 
 def whole(data: bytes) -> tuple[list[bytes], int]:
     """Return the payloads of the whole chunks at the beginning of `data`, and where the rest begins."""
     found: list[bytes] = []
     at = 0
-    while (line := data.find(b"\r\n", at, at + 5)) > 0:
-        size = _SIZES.get(data[at:line])
+    while (line := data.find(b"\r\n", at, at + LONGEST_LINE)) > 0:
+        size = SIZES.get(data[at:line])
         if size is None:
             break
         end = line + 2 + size

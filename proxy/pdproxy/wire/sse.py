@@ -6,6 +6,8 @@ byte patterns below match structure and never a model's text.
 
 from __future__ import annotations
 
+import re
+
 DONE = b"data: [DONE]"
 END = b"\n\n"
 _NEXT = b"\n\ndata: "
@@ -22,6 +24,22 @@ PLAIN = b'data: {"id":'
 PLAIN_END = b"}\n\n"
 _ABORTED = b'"finish_reason":"abort"'
 _ROLE = b'"delta":{"role":"'
+_STRING_OR_SPACES = re.compile(rb'("(?:[^"\\]|\\.)*")|[ \t]+')
+
+
+def is_spaced(batch: bytes) -> bool:
+    """Tell whether a batch begins with an event whose JSON has spaces where vLLM writes none."""
+    return batch.startswith(b'data: {"') and batch.find(b'": ', 8, 40) > 0
+
+
+def compact(batch: bytes) -> bytes:
+    """Return a batch of events with their JSON as vLLM writes it: without spaces outside of strings."""
+    return b"\n".join(
+        [
+            b"data: " + _STRING_OR_SPACES.sub(rb"\1", line[6:]) if line.startswith(b"data: {") else line
+            for line in batch.split(b"\n")
+        ]
+    )
 
 
 def is_regular(batch: bytes) -> bool:
@@ -99,7 +117,7 @@ def may_need_care(batch: bytes) -> bool:
         and batch.count(_NEXT_PLAIN) == count - 1
         and batch.count(b"\n") == 2 * count
     ):
-        return b"\r" in batch or _FINISHED in batch  # one choice in each event, and none of them ends
+        return batch.find(b"\r") >= 0 or batch.find(_FINISHED) >= 0  # one choice in each event, and none of them ends
     return (
         not is_regular(batch)
         or DONE in batch
