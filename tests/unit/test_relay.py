@@ -158,7 +158,7 @@ async def test_text_that_looks_like_structure_passes() -> None:
     for pieces in (events, [b"".join(events)]):
         relay = Relay(wants_usage=False)
         assert await run(pieces, relay) == b"".join(events)
-        assert relay.events == len(events) - 1, "the end mark is no data"
+        assert relay.lane.events == len(events) - 1, "the end mark is no data"
 
 
 async def test_a_finish_is_held_until_the_next_event() -> None:
@@ -211,5 +211,5 @@ async def test_gaps_are_counted_an_event() -> None:
     """Each event but the first is one gap, whether it came alone or with others."""
     relay = Relay(wants_usage=False)
     await run([TEXT[0], TEXT[1] + TEXT[2], TEXT[3], answers.DONE], relay)
-    assert relay.events == 4, "the end mark is no data"
-    assert sum(relay.gaps.buckets) == 3
+    assert relay.lane.events == 4, "the end mark is no data"
+    assert sum(relay.lane.buckets) == 3

@@ -1,133 +1,182 @@
 """The lane: what takes nearly all reads of a stream past the parser and the relay's care, and on to the client.
 
-A read in it is whole chunks of plain data, each an event that only differs from the one before in its text and ids. It is told by a
-few compares with what was learned of the stream (`wire.template`), loses the ids that its client did not ask for, and goes on in
-the frame it came in. Anything else, though it may be right, is left to the relay.
+A read in it is whole chunks of plain data, each an event of the form that was learned of the stream (`wire.template`). It is
+told by a few compares, loses the ids that its client did not ask for, and goes on. Anything else, though it may be right, is left
+to the relay.
+
+What a chunk costs is mostly what of it is not in the processor's caches: other streams, and other processes, had their turn since
+the one before. So what every chunk of a stream needs stands together in one object, and all that can be is shared by streams.
 """
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from pdproxy.observe.events import ITL_BOUNDS
-from pdproxy.upstream.connection import TakeRead
-from pdproxy.wire import chunks
-from pdproxy.wire.template import Template
+from pdproxy.wire import tokens
+from pdproxy.wire.chunks import LINES, LONGEST_LINE, SIZES
+from pdproxy.wire.template import Template, learn
 
-if TYPE_CHECKING:
-    from pdproxy.serving.relay import Relay
-
-_NOTHING_YET = b"\n\n\n"
-"""Stands between text and ids in no event."""
+_read_ids = msgspec.json.Decoder(list[int]).decode
+_UNKNOWN = Template(b"\n", b"\n\n\n", b"", takes_ids=False)
+"""No event is like this."""
 _ID_DIGITS = 9
+_MANY = 32
+"""Ids that are kept as they came before they are made numbers together, which costs a tenth of what it costs one by one."""
 _LESSON_EVERY = 8
 """Events. A stream whose events are all unlike each other (logprobs) is not studied in vain at each of them."""
 
 
-def lane(relay: Relay, write: Callable[[bytes], None], *, takes_ids: bool) -> TakeRead:
-    """Return what takes a stream's reads while `relay.plain`. `write` sends whole HTTP chunks to the client.
+class Lane:
+    """One stream's counts, and the way past its relay while `plain`: it flows, and nothing of it is kept back.
 
-    One function for one event a read, and most of it calls into C: a proxy is paid for by the chunk.
+    `events` that went on, `last` when (loop time, s), `buckets` and `total` as in `Gaps`.
     """
-    heads, lines, sizes, longest = chunks.HEADS, chunks.LINES, chunks.SIZES, chunks.LONGEST
-    ids, gaps, buckets, bounds, now = relay.ids, relay.gaps, relay.gaps.buckets, ITL_BOUNDS, relay.time
-    prefix, middle, end = b"", _NOTHING_YET, b""
-    before, between, tail, last = 0, 0, b"", b""
-    lesson = 0
 
-    def know(template: Template) -> None:
-        nonlocal prefix, middle, end, before, between, tail, last
-        prefix, middle, end = template.prefix, template.middle, template.end
-        before, between = len(prefix), len(middle)
-        last = (end if takes_ids else middle) + b"\r\n"
-        tail = b"null" + last
+    __slots__ = (
+        "_fresh",
+        "_ids",
+        "_lesson",
+        "_template",
+        "_time",
+        "_write",
+        "buckets",
+        "events",
+        "last",
+        "plain",
+        "takes_ids",
+        "total",
+    )
 
-    def take(data: bytes) -> int:
+    def __init__(self, time: Callable[[], float], *, takes_ids: bool) -> None:
+        self.plain = False
+        self.events = 0
+        self.last = time()
+        self.total = 0.0
+        self.buckets = [0] * (len(ITL_BOUNDS) + 1)
+        self._ids = tokens.new()
+        self._fresh: list[bytes] = []  # of chunks that were told by `_template`: ids and its `last`
+        self.takes_ids = takes_ids
+        self._template = _UNKNOWN
+        self._lesson = 0
+        self._time = time
+        self._write: Callable[[bytes], None] = _nowhere
+
+    def __repr__(self) -> str:
+        return f"<Lane {'plain' if self.plain else 'closed'}, {self.events} events>"
+
+    @property
+    def ids(self) -> array[int]:
+        """The token ids that were taken."""
+        if self._fresh:
+            self._convert()
+        return self._ids
+
+    def open(self, write: Callable[[bytes], None]) -> None:
+        """From now on `take` passes reads on. `write` sends whole HTTP chunks to the client."""
+        self._write = write
+
+    def count(self, events: int, now: float) -> None:
+        """Count events that go on together."""
+        if events <= 0:
+            return
+        if self.events:
+            gap = now - self.last
+            self.buckets[bisect_left(ITL_BOUNDS, gap)] += 1
+            self.total += gap
+        self.buckets[0] += events - 1
+        self.events += events
+        self.last = now
+
+    def take(self, data: bytes) -> int:
+        """Pass on the plain chunks that a read begins with, return their bytes. Most reads are one chunk with one event."""
         size = len(data)
-        if size >= longest:
-            return several(data)
-        head = heads[size]
-        start = len(head)
-        text = start + before
-        quote = data.find(middle, text)
-        if not (
-            quote > 0
-            and relay.plain
-            and data.startswith(head)
-            and data.startswith(prefix, start)
-            and data.endswith(last)
-            and data.find(b"\n", text) == size - 4
-            and data.find(b"\r", text) == size - 2
-        ):
-            return several(data)
-        if takes_ids:
-            bracket = quote + between
-            digits = data[bracket : -len(last)]
-            if not digits.isdigit() or len(digits) > _ID_DIGITS:  # mostly it is one
-                return several(data)
-            ids.append(int(digits))
-            # The payload's new size: less digits and brackets, and four for null; the two of the chunk's end don't count.
-            data = lines[size - start - len(digits)] + data[start : bracket - 1] + tail
-        time = now()
-        gap = time - relay.last
-        buckets[bisect_left(bounds, gap)] += 1
-        gaps.total += gap
-        relay.last = time
-        relay.events += 1
+        template = self._template
+        opening = template.openings.get(size)
+        if opening is None or not data.startswith(opening) or not data.endswith(template.last) or not self.plain:
+            return self._several(data)
+        if template.takes_ids:
+            front, _, back = data.rpartition(b"[")
+            body = front[len(opening) - template.width :]
+            ids = len(back) - len(template.last)
+            if not front.endswith(template.before_ids) or ids > _ID_DIGITS or body.find(b"\n") >= 0:
+                return self._several(data)
+            self._fresh.append(back)
+            if len(self._fresh) == _MANY:
+                self._convert()
+            # The payload: its chunk's two last bytes don't count; null is two longer than its brackets.
+            data = b"".join((LINES[len(body) + len(template.tail) - 2], body, template.tail))
+        elif data.find(b"\n", len(opening)) != size - 4:
+            return self._several(data)
+        now = self._time()
+        gap = now - self.last
+        self.last = now
+        self.total += gap
+        self.buckets[bisect_left(ITL_BOUNDS, gap)] += 1
+        self.events += 1
         try:
-            write(data)
+            self._write(data)
         except RuntimeError:
             return size  # the client has just left: the notice of it is on its way
         return size
 
-    def several(data: bytes) -> int:
+    def _several(self, data: bytes) -> int:
         """Take the plain chunks that a read begins with. Learn from the first that is none, but not from each."""
-        nonlocal lesson
+        template = self._template
         out: list[bytes] = []
         at = count = 0
-        while relay.plain:
-            line = data.find(b"\r\n", at, at + chunks.LONGEST_LINE)
-            size = sizes.get(data[at:line]) if line > 0 else None
+        while self.plain:
+            line = data.find(b"\r\n", at, at + LONGEST_LINE)
+            size = SIZES.get(data[at:line]) if line > 0 else None
             if size is None or not data.startswith(b"\r\n", line + 2 + size):
                 break
             start, stop = line + 2, line + 2 + size
-            text, close = start + before, stop - len(end)
-            quote = data.find(middle, text, stop)
-            digits = data[quote + between : close] if takes_ids else b"0"
-            if not (
-                quote > 0
-                and data.startswith(prefix, start)
-                and (data.startswith(end, close) if takes_ids else quote + between == stop)
-                and data.find(b"\n", text) == stop - 2
-                and data.find(b"\r", text) == stop
-                and digits.isdigit()
-                and len(digits) <= _ID_DIGITS
+            quote = data.find(template.middle, start, stop)
+            close = stop - len(template.end)
+            digits = data[quote + template.between : close]
+            if (
+                quote < 0
+                or not data.startswith(template.opening, start)
+                or data.find(b"\n", start) != stop - 2
+                or data.find(b"\r", start) != stop
+                or not (_is_id(digits) and data.startswith(template.end, close) if template.takes_ids else not digits)
             ):
-                if relay.events >= lesson:
-                    lesson = relay.events + _LESSON_EVERY
-                    know(Template.learn(data[start:stop], takes_ids=takes_ids) or Template(prefix, middle, end))
+                if self.events >= self._lesson:
+                    self._lesson = self.events + _LESSON_EVERY
+                    if self._fresh:
+                        self._convert()
+                    self._template = learn(data[start:stop], takes_ids=self.takes_ids) or template
                 break
-            if takes_ids:
-                ids.append(int(digits))
-                out += lines[size - len(digits) + 2], data[start : quote + between - 1], tail
+            if template.takes_ids:
+                self.ids.append(int(digits))
+                out += LINES[size - len(digits) + 2], data[start : quote + template.between - 1], template.tail
+            if stop + 2 - at not in template.openings:
+                template.openings[stop + 2 - at] = data[at : start + template.width]
             at = stop + 2
             count += 1
         if count:
-            time = now()
-            if relay.events:
-                gap = time - relay.last
-                buckets[bisect_left(bounds, gap)] += 1
-                gaps.total += gap
-                count -= 1
-                relay.events += 1
-            buckets[0] += count
-            relay.last = time
-            relay.events += count
+            self.count(count, self._time())
             with suppress(RuntimeError):
-                write(b"".join(out) if takes_ids else data[:at])
+                self._write(b"".join(out) if template.takes_ids else data[:at])
         return at
 
-    return take
+    def _convert(self) -> None:
+        last = self._template.last
+        listed = b"".join(self._fresh).replace(last, b",").rstrip(b",")
+        self._fresh.clear()
+        # Some that are no ids of any tokenizer would be lost, and were not the client's all the same.
+        with suppress(msgspec.DecodeError, OverflowError):
+            self._ids.extend(_read_ids(b"[%b]" % listed))
+
+
+def _is_id(digits: bytes) -> bool:
+    return digits.isdigit() and len(digits) <= _ID_DIGITS
+
+
+def _nowhere(data: bytes) -> None:
+    raise RuntimeError("a lane that was not opened")

@@ -13,14 +13,12 @@ A stream that ends without its end mark has failed, whatever the connection says
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from enum import Enum
 
 from pdproxy.kit.clock import Clock, Timer
 from pdproxy.kit.errors import ClientLeftError, EngineError, EngineRefusedError, EngineTimeoutError, PdproxyError, Wait
-from pdproxy.observe.events import ITL_BOUNDS, Gaps
-from pdproxy.serving.lane import lane
+from pdproxy.serving.lane import Lane
 from pdproxy.serving.output import Output
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers, Leg
@@ -60,7 +58,7 @@ class Relay:
     caller closes the connection. `wants_usage`: whether the client asked for the usage event that we always ask for.
     `keeps_usage`: whether the client will see it at the end of several streams, after all (default: as `wants_usage`).
     `wants_done`: whether the end mark goes to the client (False for one stream of several).
-    `takes_ids`: whether the engine was asked for token ids that the client did not ask for. They are kept in `ids`.
+    `takes_ids`: whether the engine was asked for token ids that the client did not ask for. They are kept in `lane.ids`.
     """
 
     def __init__(
@@ -81,14 +79,12 @@ class Relay:
         self.usage_event: bytes | None = None
         self.created_cache_tokens: int | None = None
         """What the usage must say of the prefill engine's cache; None: what the engine says."""
-        self.events = 0
-        self.gaps = Gaps()
-        self.time = loop.time
+        self._time = loop.time
+        self.lane = Lane(loop.time, takes_ids=takes_ids)
         self._wants_usage = wants_usage
         self._keeps_usage = wants_usage if keeps_usage is None else keeps_usage
         self._wants_done = wants_done
         self._takes_ids = takes_ids
-        self.ids = tokens.new()
         self._index = index
         self._parts = parts
         self._phase = _Phase.HOLDING
@@ -101,14 +97,11 @@ class Relay:
         self._finished: list[bytes] = []
         self._output: Output | None = None
         self._leg: Leg | None = None
-        self.last = loop.time()
         self._paused_since: float | None = None
         self._ending: EngineError | None = None
-        self.plain = False
-        """Whether what comes next stands for itself: the stream flows, and nothing before it is kept back."""
 
     def __repr__(self) -> str:
-        return f"<Relay {self._phase.value}, {self.events} events, status {self._status}>"
+        return f"<Relay {self._phase.value}, {self.lane.events} events, status {self._status}>"
 
     @property
     def status(self) -> int:
@@ -126,7 +119,7 @@ class Relay:
         """Pass on what was held, and from now on everything as it comes."""
         self._output, self._leg = output, leg
         self._phase = _Phase.FLOWING if self._phase is _Phase.PROVEN else self._phase
-        self.last = self.time()
+        self.lane.last = self._time()
         output.on_pressure(self._pause, self._resume)
         held, self._held = self._held, []
         if held:
@@ -138,7 +131,8 @@ class Relay:
             self._pause()
         self._look_ahead()
         if self._index is None and (write := output.chunk_writer()) is not None:
-            leg.take_reads(lane(self, write, takes_ids=self._takes_ids))
+            self.lane.open(write)
+            leg.take_reads(self.lane.take)
 
     async def watch(
         self, clock: Clock, between_tokens: float, client_write: float, passed: Callable[[Wait], None]
@@ -162,7 +156,7 @@ class Relay:
                     self._fail(ClientLeftError(f"the client read nothing for {client_write:g} s"))
                     return
             else:
-                due = self.last + between_tokens
+                due = self.lane.last + between_tokens
                 if now >= due:
                     passed(Wait.BETWEEN_TOKENS)
                     message = f"the engine sent nothing for {between_tokens:g} s"
@@ -189,7 +183,7 @@ class Relay:
         if not self._is_stream:
             self._held.append(chunk)
             return
-        self.plain = False
+        self.lane.plain = False
         if self._tail:
             chunk = self._tail + chunk
             self._tail = b""
@@ -217,7 +211,7 @@ class Relay:
                 if self.created_cache_tokens is not None:
                     body = with_created_cache(body, self.created_cache_tokens)
                 self.usage = usage_of(body)
-                self.events = 1
+                self.lane.events = 1
             self._phase = _Phase.ENDED
             if not self.first.done():
                 self.first.set_result(Answer(self._status, self._headers, body))
@@ -234,7 +228,7 @@ class Relay:
     # -- inside
 
     def _look_ahead(self) -> None:
-        self.plain = self._phase is _Phase.FLOWING and not self._tail and not self._finished
+        self.lane.plain = self._phase is _Phase.FLOWING and not self._tail and not self._finished
 
     def _hold(self, batch: bytes) -> None:
         """Keep events until one of them is real data: not the opening of a chat, a comment, an error or the end mark."""
@@ -261,9 +255,9 @@ class Relay:
                 self.first.set_result(STREAM_STARTED)
 
     def _forward(self, batch: bytes) -> None:
-        now = self.time()
+        now = self._time()
         if self._takes_ids:
-            batch = tokens.taken(batch, self.ids)
+            batch = tokens.taken(batch, self.lane.ids)
             if tokens.WITHHELD in batch:
                 batch = b"".join(
                     [event + sse.END for event in batch.split(sse.END) if event and tokens.WITHHELD not in event]
@@ -271,17 +265,8 @@ class Relay:
         if self._finished or self._index is not None or sse.may_need_care(batch):
             batch = self._care(batch)
         count = batch.count(sse.END) - (self._saw_done and self._wants_done)
-        if count > 0:
-            if self.events:
-                gap = now - self.last
-                buckets = self.gaps.buckets
-                buckets[bisect_left(ITL_BOUNDS, gap)] += 1
-                buckets[0] += count - 1
-                self.gaps.total += gap
-            else:
-                self.gaps.buckets[0] += count - 1
-            self.events += count
-        self.last = now
+        self.lane.count(count, now)
+        self.lane.last = now
         if batch and self._output is not None:
             self._output.write(batch)
         if self._saw_done:
@@ -344,14 +329,14 @@ class Relay:
             self._fail(error)
             return
         self._phase = _Phase.ENDED
-        self.plain = False
+        self.lane.plain = False
         if not self.done.done():
             self.done.set_result(None)
 
     def _fail(self, error: PdproxyError) -> None:
         """Fail where the caller is waiting: at the first data, or in the stream."""
         before, self._phase = self._phase, _Phase.ENDED
-        self.plain = False
+        self.lane.plain = False
         if before is _Phase.HOLDING and not self.first.done():
             self.first.set_exception(error)
             self.first.exception()  # read: a caller that has left must not be reported as careless
@@ -361,13 +346,13 @@ class Relay:
 
     def _pause(self) -> None:
         if self._paused_since is None and self._leg is not None:
-            self._paused_since = self.time()
+            self._paused_since = self._time()
             self._leg.pause()
 
     def _resume(self) -> None:
         if self._paused_since is not None and self._leg is not None:
             self._paused_since = None
-            self.last = self.time()
+            self.lane.last = self._time()
             self._leg.resume()
 
 

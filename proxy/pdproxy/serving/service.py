@@ -207,8 +207,8 @@ class Service:
         usages = [relay.usage for relay in relays if relay.usage is not None]
         gaps = Gaps()
         for relay in relays:
-            gaps.total += relay.gaps.total
-            gaps.buckets = [a + b for a, b in zip(gaps.buckets, relay.gaps.buckets, strict=True)]
+            gaps.total += relay.lane.total
+            gaps.buckets = [a + b for a, b in zip(gaps.buckets, relay.lane.buckets, strict=True)]
         outcome = "ok" if error is None else error.fault.value
         if error is None and report.status >= 400:
             outcome = Fault.CLIENT.value
@@ -226,7 +226,7 @@ class Service:
                 prompt_tokens=sum(usage.prompt_tokens for usage in usages) if usages else None,
                 completion_tokens=sum(usage.completion_tokens or 0 for usage in usages)
                 if usages
-                else sum(len(relay.ids) or relay.events for relay in relays) or None,
+                else sum(len(relay.lane.ids) or relay.lane.events for relay in relays) or None,
                 gaps=gaps,
                 error=None if error is None else error.logged,
             )

@@ -34,12 +34,15 @@ def is_spaced(batch: bytes) -> bool:
 
 def compact(batch: bytes) -> bytes:
     """Return a batch of events with their JSON as vLLM writes it: without spaces outside of strings."""
-    return b"\n".join(
-        [
-            b"data: " + _STRING_OR_SPACES.sub(rb"\1", line[6:]) if line.startswith(b"data: {") else line
-            for line in batch.split(b"\n")
-        ]
-    )
+    return b"\n".join([_compact(line) if line.startswith(b"data: {") else line for line in batch.split(b"\n")])
+
+
+def _compact(line: bytes) -> bytes:
+    if line.find(b"\\") >= 0:  # an escaped quote would be taken for a string's end
+        return b"data: " + _STRING_OR_SPACES.sub(rb"\1", line[6:])
+    parts = line[6:].split(b'"')
+    parts[::2] = [part.replace(b" ", b"") for part in parts[::2]]
+    return b"data: " + b'"'.join(parts)
 
 
 def is_regular(batch: bytes) -> bool:

@@ -1,8 +1,8 @@
-"""What the events of one stream have in common: learned from one of them, proven, and then found in others by a few compares.
+"""What plain events have in common: learned from one of them, proven, and then found in others by a few compares.
 
 Nearly all events of a stream are the same JSON with another piece of text and other token ids. Whoever knows what stands around
 those two needs no parser, no matter how the engine spaces its JSON or which fields it writes. A model's text cannot pass for what
-stands around it: a quote in it is escaped, and `middle` begins with the text's closing quote.
+stands behind it: a quote in it is escaped, and `middle` begins with the text's closing quote.
 """
 
 from __future__ import annotations
@@ -14,62 +14,96 @@ import msgspec
 from pdproxy.wire.sse import END
 
 _PREFIX = b"data: "
+_OPENING = re.compile(rb'data: \{"id": ?"')
 _TEXT = re.compile(rb'"(?:text|content|reasoning|reasoning_content)": ?"')
 _IDS = re.compile(rb'"token_ids": ?\[')
 _PROBE, _PROBE_IDS = "a text that no model was asked for", [20011, 3]
+_MOST_KNOWN = 32
 
 
-class Template(msgspec.Struct, frozen=True):
-    """An event of plain data is `prefix`, a text as JSON writes it, `middle`, and then, if ids are taken, the ids and `end`.
+class Template:
+    """A plain event is `opening`, fields and a text, `middle`, and then, if ids are taken, the ids and `end`.
 
-    `prefix` ends with the text's opening quote, `middle` begins with its closing one. With ids, `middle` ends with `[`, `end`
-    begins with `]`; without, `end` is empty and `middle` goes to the event's end.
+    `opening` goes to the quote of the event's id, `middle` begins with the text's closing one. With ids, `middle` ends with `[`,
+    the event's last one, and `end` begins with `]`; without, `end` is empty and `middle` goes to the event's end. In a chunk,
+    `last` is what it ends with, `tail` what stands there instead once the ids are out; `openings` has what whole ones that were
+    seen begin with, by their size in bytes.
+
+    Streams of one form share one template: what all of them compare with stays in the processor's caches.
     """
 
-    prefix: bytes
-    middle: bytes
-    end: bytes
+    __slots__ = ("before_ids", "between", "end", "last", "middle", "opening", "openings", "tail", "takes_ids", "width")
 
-    @classmethod
-    def learn(cls, event: bytes, *, takes_ids: bool) -> Template | None:
-        """Return the template of an event; None unless it is plain data.
+    def __init__(self, opening: bytes, middle: bytes, end: bytes, *, takes_ids: bool) -> None:
+        self.opening = opening
+        self.middle = middle
+        self.before_ids = middle[:-1]
+        self.between = len(middle)
+        self.end = end
+        self.takes_ids = takes_ids
+        self.last = (end if takes_ids else middle) + b"\r\n"
+        self.tail = b"null" + self.last[1:]
+        self.width = len(opening)
+        self.openings: dict[int, bytes] = {}
 
-        Plain is one choice that has not ended and has text, and no usage; with `takes_ids`, a list of ids as well.
-        """
-        if not (event.startswith(_PREFIX) and event.endswith(END) and event.count(b"\n") == 2 and b"\r" not in event):
+    def __repr__(self) -> str:
+        return f"<Template {self.opening!r} {self.middle!r} {self.end!r}>"
+
+
+_known: dict[tuple[bytes, bytes, bytes, bool], Template] = {}
+
+
+def learn(event: bytes, *, takes_ids: bool) -> Template | None:
+    """Return the template of an event; None unless it is plain data.
+
+    Plain is one choice that has not ended and has text, and no usage; with `takes_ids`, a list of ids as well.
+    """
+    opening, text = _OPENING.match(event), _TEXT.search(event)
+    closing = event.find(b'"', text.end()) if text else -1
+    if (
+        opening is None
+        or text is None
+        or closing < 0
+        or not event.endswith(END)
+        or event.count(b"\n") != 2
+        or b"\r" in event
+    ):
+        return None
+    middle, end = event[closing:], b""
+    if takes_ids:
+        ids = _IDS.search(event, closing)
+        bracket = event.find(b"]", ids.end()) if ids else -1
+        if ids is None or bracket < 0 or event.find(b"[", bracket) >= 0:
             return None
-        opening = _TEXT.search(event)
-        closing = event.find(b'"', opening.end()) if opening else -1
-        if opening is None or closing < 0:
-            return None
-        middle, end = event[closing:], b""
-        if takes_ids:
-            ids = _IDS.search(event, closing)
-            bracket = event.find(b"]", ids.end()) if ids else -1
-            if ids is None or bracket < 0:
-                return None
-            middle, end = event[closing : ids.end()], event[bracket:]
-        found = cls(event[: opening.end()], middle, end)
-        return found if middle[1:2] != b'"' and found._holds(event, takes_ids) else None
+        middle, end = event[closing : ids.end()], event[bracket:]
+    key = opening[0], middle, end, takes_ids
+    if key in _known:
+        return _known[key]
+    if middle.startswith(b'""') or not _is_plain(event, event[: text.end()], middle, end, takes_ids):
+        return None
+    if len(_known) >= _MOST_KNOWN:  # engines that write each event in another form: nothing to be learned from those
+        _known.clear()
+    _known[key] = Template(*key[:3], takes_ids=takes_ids)
+    return _known[key]
 
-    def _holds(self, event: bytes, takes_ids: bool) -> bool:
-        """Prove it: with another text and other ids in their places, the event says the same but for those."""
-        other = self.prefix + _PROBE.encode() + self.middle
-        if takes_ids:
-            other += b",".join(b"%d" % one for one in _PROBE_IDS) + self.end
-        try:
-            was, now = msgspec.json.decode(event[len(_PREFIX) :]), msgspec.json.decode(other[len(_PREFIX) :])
-            (choice,), (probed,) = was["choices"], now["choices"]
-            holder = "text" if "text" in choice else "delta"
-            if choice["finish_reason"] is not None or was.get("usage") is not None or "error" in was:
-                return False
-            if holder == "delta":
-                (kind,) = choice["delta"]
-                text, probe = choice["delta"].pop(kind), probed["delta"].pop(kind)
-            else:
-                text, probe = choice.pop("text"), probed.pop("text")
-            if takes_ids and (not isinstance(choice.pop("token_ids"), list) or probed.pop("token_ids") != _PROBE_IDS):
-                return False
-            return isinstance(text, str) and probe == _PROBE and was == now
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError):
+
+def _is_plain(event: bytes, front: bytes, middle: bytes, end: bytes, takes_ids: bool) -> bool:
+    """Prove it: with another text and other ids in their places, the event says the same but for those."""
+    other = front + _PROBE.encode() + middle
+    if takes_ids:
+        other += b",".join([b"%d" % one for one in _PROBE_IDS]) + end
+    try:
+        was, now = msgspec.json.decode(event[len(_PREFIX) :]), msgspec.json.decode(other[len(_PREFIX) :])
+        (choice,), (probed,) = was["choices"], now["choices"]
+        if choice["finish_reason"] is not None or was.get("usage") is not None or "error" in was:
             return False
+        if "delta" in choice:
+            (kind,) = choice["delta"]
+            text, probe = choice["delta"].pop(kind), probed["delta"].pop(kind)
+        else:
+            text, probe = choice.pop("text"), probed.pop("text")
+        if takes_ids and (not isinstance(choice.pop("token_ids"), list) or probed.pop("token_ids") != _PROBE_IDS):
+            return False
+        return isinstance(text, str) and probe == _PROBE and was == now
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError):
+        return False
