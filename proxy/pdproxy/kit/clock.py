@@ -54,7 +54,10 @@ class Clock:
 
     def after(self, seconds: float, then: Callable[[], None]) -> Timer:
         """Have `then` called after so many seconds, or up to a tick later."""
-        number = int((self.now() + seconds) / TICK) + 1
+        loop = self._loop
+        if loop is None:
+            loop = self._loop = asyncio.get_running_loop()
+        number = int((loop.time() + seconds) / TICK) + 1
         slot = self._slots.get(number)
         if slot is None:
             slot = self._slots[number] = set()

@@ -44,6 +44,8 @@ class LogObserver:
 
     def notify(self, event: Event) -> None:
         """Log an event at its level."""
+        if type(event) is HandleEnded and not legs.isEnabledFor(logging.DEBUG):
+            return  # as often as requests
         match event:
             case RequestEnded():
                 if _straight is not None:
@@ -78,8 +80,8 @@ def access_fields(event: RequestEnded) -> Fields:
         "model": event.model,
         "status": event.status,
         "outcome": event.outcome,
-        "nodes": ",".join(dict.fromkeys([f"{leg.prefill or ''}>{leg.decode or ''}" for leg in legs])) or None,
-        "why_alone": ",".join(dict.fromkeys([leg.why_alone for leg in legs if leg.why_alone])) or None,
+        "nodes": _each([f"{leg.prefill or ''}>{leg.decode or ''}" for leg in legs]),
+        "why_alone": _each([leg.why_alone for leg in legs if leg.why_alone]),
         "attempts": slowest.attempts,
         "queue_ms": _ms(event.queue_s),
         "prefill_ms": _ms(slowest.prefill_s),
@@ -91,6 +93,12 @@ def access_fields(event: RequestEnded) -> Fields:
         "error": event.error,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _each(words: Sequence[str]) -> str | None:
+    if len(words) == 1:
+        return words[0]
+    return ",".join(dict.fromkeys(words)) or None
 
 
 def _slowest(legs: Sequence[LegTimes]) -> LegTimes:
@@ -136,16 +144,14 @@ class TextFormatter(logging.Formatter):
         second = int(created)
         if second != self._second:
             self._second, self._shown = second, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
-        told = "".join([f" {name}={_quoted(value)}" for name, value in fields.items()])
-        return f"{self._shown},{int(1000 * (created - second)):03d} {level} {logger} {message}{told}"
+        line = f"{self._shown},{int(1000 * (created - second)):03d} {level} {logger} {message}"
+        for name, value in fields.items():
+            # Most values of most lines are numbers, or words that stood in a line before.
+            line += f" {name}={value if type(value) is not str or value.isalnum() else _as_word(value)}"
+        return line
 
 
 _SEPARATORS = re.compile(r'[ "=]')
-
-
-def _quoted(value: object) -> str:
-    # Most values of most lines are numbers, or words that stood in a line before.
-    return _as_word(value) if isinstance(value, str) else str(value)
 
 
 @lru_cache(1024)

@@ -94,12 +94,12 @@ class Metrics:
         match event:
             case RequestEnded():
                 self._ended(event)
+            case HandleEnded(end):
+                self._count("pdproxy_kv_handles_ended", end)
             case ServedAlone(reason):
                 self._count("pdproxy_alone", reason)
             case DeadlinePassed(wait):
                 self._count("pdproxy_deadline", wait)
-            case HandleEnded(end):
-                self._count("pdproxy_kv_handles_ended", end)
             case LegFailed(node=node, phase=phase):
                 self._count("pdproxy_leg_failures", node, phase)
             case PairEjected():

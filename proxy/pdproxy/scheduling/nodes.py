@@ -13,6 +13,8 @@ class Role(Enum):
     DECODE = "decode"
     AGGREGATED = "aggregated"
 
+    __hash__ = object.__hash__  # its members are one of a kind; Enum's own costs a call in Python at each lookup
+
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:

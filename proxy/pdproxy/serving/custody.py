@@ -172,7 +172,7 @@ class Custodian:
     ) -> None:
         try:
             async with asyncio.timeout(self._deadlines.abandoned_prefill):
-                answer = await pending.answer
+                answer = await pending.answered()
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.ABANDONED_PREFILL.value, prefill))
             return

@@ -57,17 +57,17 @@ async def prefill(engines: Engines, lease: Lease, parsed: Parsed, prompt: Prompt
         async with engines.clock.within(engines.deadlines.prefill):
             pending = await client.ask(request)
             try:
-                answer = await asyncio.shield(pending.answer)
+                answer = await pending.answered()
             except StaleConnectionError:
                 pending = await client.ask(request, fresh=True)
-                answer = await asyncio.shield(pending.answer)
+                answer = await pending.answered()
         got = _read(engines, node.url, answer)
         verdict = Verdict.GOOD
         if isinstance(got, Answer):
             return got
         return engines.custodian.take(got, node.url, parsed.model, heading.authorization)
     except asyncio.CancelledError:
-        if pending is not None and not pending.answer.cancelled():
+        if pending is not None:
             engines.custodian.adopt(pending, node.url, parsed.model, heading.authorization, end)
             adopted = True
         raise
@@ -102,7 +102,7 @@ def _read(engines: Engines, url: str, answer: Answer) -> Handle | Answer:
     read = prefill_answer(answer.body)
     if read is None:
         raise EngineError(f"{url} answered a prefill with something that is not a completion")
-    if any(choice.finish_reason == "abort" for choice in read.choices):
+    if "abort" in [choice.finish_reason for choice in read.choices]:
         raise EngineError(f"{url} gave the prefill up")
     handle = engines.contract.handle(read)
     if isinstance(handle, str):

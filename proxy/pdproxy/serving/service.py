@@ -205,10 +205,13 @@ class Service:
         now = self._engines.now()
         relays = [exchange.relay for exchange in report.exchanges if exchange.relay is not None]
         usages = [relay.usage for relay in relays if relay.usage is not None]
-        gaps = Gaps()
-        for relay in relays:
-            gaps.total += relay.lane.total
-            gaps.buckets = [a + b for a, b in zip(gaps.buckets, relay.lane.buckets, strict=True)]
+        if len(relays) == 1:
+            gaps = Gaps(relays[0].lane.buckets, relays[0].lane.total)
+        else:
+            gaps = Gaps()
+            for relay in relays:
+                gaps.total += relay.lane.total
+                gaps.buckets = [a + b for a, b in zip(gaps.buckets, relay.lane.buckets, strict=True)]
         outcome = "ok" if error is None else error.fault.value
         if error is None and report.status >= 400:
             outcome = Fault.CLIENT.value

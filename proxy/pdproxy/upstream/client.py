@@ -42,10 +42,13 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Pending:
-    """A request whose whole answer is awaited. Whoever holds it may await `answer`, again or elsewhere, or close it."""
+    """A request whose whole answer is awaited. Whoever holds it may await `answered`, again or elsewhere, or close it."""
+
+    __slots__ = ("_body", "_headers", "_leg", "_outcome", "_status", "_waiter")
 
     def __init__(self) -> None:
-        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._outcome: Answer | EngineError | None = None
+        self._waiter: asyncio.Future[None] | None = None
         self._status = 0
         self._headers: Headers = []
         self._body: list[bytes] = []
@@ -59,8 +62,20 @@ class Pending:
         """Give the answer up. An engine that is still at work aborts it."""
         if self._leg is not None:
             self._leg.close()
-        if not self.answer.cancel() and not self.answer.cancelled():
-            self.answer.exception()  # read, so that asyncio does not report it as forgotten
+
+    async def answered(self) -> Answer:
+        """Wait for the answer, one caller at a time. To stop waiting is not to give it up.
+
+        Raises:
+            EngineError: there will be none.
+        """
+        if self._outcome is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if isinstance(self._outcome, EngineError):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
 
     def head(self, status: int, headers: Headers) -> None:
         self._status, self._headers = status, headers
@@ -69,12 +84,15 @@ class Pending:
         self._body.append(chunk)
 
     def end(self) -> None:
-        if not self.answer.done():
-            self.answer.set_result(Answer(self._status, self._headers, b"".join(self._body)))
+        self._over(Answer(self._status, self._headers, b"".join(self._body)))
 
     def failed(self, error: EngineError) -> None:
-        if not self.answer.done():
-            self.answer.set_exception(error)
+        self._over(error)
+
+    def _over(self, outcome: Answer | EngineError) -> None:
+        self._outcome = outcome
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 def tls_words(error: ssl.SSLError) -> str:
@@ -119,7 +137,9 @@ class EngineClient:
         """Return the bytes of a POST of JSON, with the engine's key if there is one."""
         if (key := self._key()) is not None:
             headers = (*headers, (b"authorization", b"Bearer " + key.encode()))
-        lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+        lines = b""
+        for header in headers:
+            lines += b"%b: %b\r\n" % header
         return (
             b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b\r\n"
             % (path.encode(), self._netloc, len(body), lines)
@@ -156,7 +176,7 @@ class EngineClient:
             try:
                 async with asyncio.timeout(timeout):
                     pending.attach(await self.send(request, pending, fresh=last))
-                    return await pending.answer
+                    return await pending.answered()
             except StaleConnectionError:
                 if last:
                     raise

@@ -229,7 +229,8 @@ class Connection(asyncio.Protocol):
         self._final = status >= 200
         if not self._final or self._sink is None:
             return
-        framed = any(name in (b"content-length", b"transfer-encoding") for name, _ in self._headers)
+        names = [name for name, _ in self._headers]
+        framed = b"content-length" in names or b"transfer-encoding" in names
         self._until_eof = not framed and status not in (204, 304)
         self._sink.head(status, self._headers)
 

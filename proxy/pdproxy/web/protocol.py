@@ -168,7 +168,7 @@ class GenerateCycle(RequestResponseCycle):
                 self.keep_alive = False
                 self.refuse(stranger)
             return self._as_read(found)
-        length = next((value for name, value in headers if name == b"content-length"), b"0")
+        length = found.get(b"content-length", b"0")
         if int(length or b"0") > self._data_path.max_body and not self._whole_body.done():
             self.refuse(BodyTooLargeError(f"The body is larger than {self._data_path.max_body} bytes", param="body"))
         elif self.waiting_for_100_continue:

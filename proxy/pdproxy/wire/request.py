@@ -222,8 +222,9 @@ def _is_text_key(name: str) -> bool:
 
 def _check_unseen(fields: Fields) -> None:
     """Make sure that decode engines can parse what prefill engines never see, or a prefill would have been for nothing."""
-    if not all(reading.readable(bytes(fields[name])) for name in UNSEEN_BY_PREFILL if name in fields):
-        raise _UnusualError
+    for name in UNSEEN_BY_PREFILL:
+        if name in fields and not reading.readable(bytes(fields[name])):
+            raise _UnusualError
 
 
 def body_request_id(fields: Fields) -> str | None:
@@ -270,8 +271,11 @@ def _alone(fields: Fields, route: Route) -> Alone | None:
         return Alone.BEAM_SEARCH
     limits = [_read(fields, name, _int_decoder) for name in ("max_tokens", "max_completion_tokens")]
     least = _read(fields, "min_tokens", _int_decoder) or 0
-    if least < 0 or any(limit is not None and (limit < 1 or limit < least) for limit in limits):
-        raise _UnusualError  # every engine refuses it: so no prefill is spent on it
+    for limit in limits:
+        if limit is not None and (limit < 1 or limit < least):
+            raise _UnusualError  # every engine refuses it: so no prefill is spent on it
+    if least < 0:
+        raise _UnusualError
     _read(fields, "return_token_ids", _bool_decoder)
     if route is Route.CHAT:
         logprobs = _read(fields, "logprobs", _bool_decoder)
