@@ -20,8 +20,9 @@ from uvicorn.server import ServerState
 from pdproxy.observe.events import Observers
 from pdproxy.settings.schema import Cors
 from pdproxy.web.cors import CorsHeaders
+from pdproxy.web.cycle import DataPath, GenerateCycle
 from pdproxy.web.guard import Bounds
-from pdproxy.web.protocol import DataPath, GenerateCycle, protocol_class
+from pdproxy.web.protocol import protocol_class
 from pdproxy.web.room import BodyRoom
 from pdproxy.wire.request import Incoming, Route
 

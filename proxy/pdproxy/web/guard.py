@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -23,6 +24,7 @@ from pdproxy.kit.errors import (
     Wait,
 )
 from pdproxy.observe.events import DeadlinePassed, Observers
+from pdproxy.web.light import Flow, Waiting
 from pdproxy.wire.errors import error_body
 
 LINGER = 2.0
@@ -49,20 +51,37 @@ class GuardedProtocol(HttpToolsProtocol):
 
     bounds: Bounds
     observers: Observers
-    active: RequestResponseCycle | None = None
-    """The request being served; with requests in the pipeline, `cycle` is the last one that was read."""
+    # uvicorn's class has a dictionary, whose keys all connections share as long as they are no more than 30.
+    __slots__ = (
+        "_deaf",
+        "_head_bytes",
+        "_in_body",
+        "_in_head",
+        "_late",
+        "_lingering",
+        "_progress",
+        "_refusal",
+        "_unparsed",
+        "_unread",
+        "active",
+    )
 
-    _deaf = False
-    """Nothing more is read: what comes is thrown away."""
-    _lingering = False
-    _in_head = False
-    _in_body = False
-    _head_bytes = 0
-    _progress = False
-    _unparsed = 0
-    _refusal: PdproxyError | None = None
-    _late: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.pipeline = Waiting()  # type: ignore[assignment]
+        self.active: RequestResponseCycle | None = None
+        """The request being served; with requests in the pipeline, `cycle` is the last one that was read."""
+        self._deaf = False
+        """Nothing more is read: what comes is thrown away."""
+        self._lingering = False
+        self._in_head = False
+        self._in_body = False
+        self._head_bytes = 0
+        self._progress = False
+        self._unparsed = 0
+        self._refusal: PdproxyError | None = None
+        self._late: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
 
     # -- what the rest of the web room asks
 
@@ -114,6 +133,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
+        self.flow = Flow(self.transport)  # type: ignore[assignment]
         self._watch()  # a connection that never asks for anything must not be kept for ever
 
     def data_received(self, data: bytes) -> None:
