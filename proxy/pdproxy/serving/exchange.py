@@ -38,7 +38,7 @@ from pdproxy.transfer.bodies import alone_body
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Leg
 from pdproxy.wire import sse
-from pdproxy.wire.request import Alone, Parsed, Prompt
+from pdproxy.wire.request import Alone, Parsed, Prompt, Route
 
 ACCEPT_GRACE = 0.15
 """Seconds that a decode leg may take to show that the engine has the request, once its client has left (0.2 s in all)."""
@@ -49,7 +49,27 @@ FINISH_GRACE = 1.0
 
 
 class Exchange:
-    """One prompt (or, with `prompt` None, a whole request for one engine alone). Run once."""
+    """One prompt (or, with `prompt` None, a whole request for one engine alone). Run once.
+
+    A stream that flows needs nothing of its request any more, since no other engine can take over: it is let go of then.
+    """
+
+    __slots__ = (
+        "_attempts",
+        "_decode_url",
+        "_engines",
+        "_heading",
+        "_kv_s",
+        "_new_relay",
+        "_parsed",
+        "_prefill_lost",
+        "_prefill_s",
+        "_prefill_url",
+        "_prompt",
+        "_why_alone",
+        "_without",
+        "relay",
+    )
 
     def __init__(
         self, engines: Engines, parsed: Parsed, prompt: Prompt | None, heading: Heading, new_relay: Callable[[], Relay]
@@ -59,7 +79,7 @@ class Exchange:
         self._prompt = prompt
         self._heading = heading
         self._new_relay = new_relay
-        self._without: set[str] = set()
+        self._without: tuple[str, ...] = ()
         self._attempts = 0
         self._prefill_lost: Alone | None = None
         self._prefill_url: str | None = None
@@ -149,10 +169,12 @@ class Exchange:
                 # an engine that reads it as it came can say.
                 raise PrefillFailedError(Alone.PREFILL_REFUSED, another=False)
             custody = got
-            body = engines.contract.decode_body(self._parsed, prompt, got.handle)
-            return await self._decode(pair.decode, pair.prefill.node.url, body, got, stream_to)
+            del got, prompt  # see `_let_go`
+            return await self._decode(
+                pair.decode, pair.prefill.node.url, self._decode_body(custody), custody, stream_to
+            )
         except PrefillFailedError as failed:
-            self._without.add(pair.prefill.node.url)
+            self._without += (pair.prefill.node.url,)
             self._prefill_lost = failed.alone
             raise
         finally:
@@ -162,6 +184,10 @@ class Exchange:
                 custody.release()
 
     # -- decode
+
+    def _decode_body(self, custody: Custody) -> bytes:
+        assert self._prompt is not None
+        return self._engines.contract.decode_body(self._parsed, self._prompt, custody.handle)
 
     async def _decode(
         self,
@@ -173,9 +199,8 @@ class Exchange:
     ) -> Answer | None:
         """Have an engine decode, with the KV in `custody` or alone. The lease and the custody end here."""
         engines = self._engines
-        url = lease.node.url
+        url = self._decode_url = lease.node.url
         client = engines.clients[url]
-        self._decode_url = url
         started = engines.now()
         verdict = Verdict.NEUTRAL
         leg: Leg | None = None
@@ -186,6 +211,7 @@ class Exchange:
                 custody.asked(url)
                 engines.auditor.asked(url, custody.handle.prompt_tokens)
             request = client.request(self._heading.path, self._heading.headers, body)
+            del body
             timeout = engines.deadlines.total if self._parsed.starts_in_silence else engines.deadlines.first_token
             try:
                 async with engines.clock.within(timeout):
@@ -199,6 +225,7 @@ class Exchange:
             except TimeoutError:
                 raise EngineTimeoutError(f"{url} sent no data in {timeout:g} s", wait=Wait.FIRST_TOKEN) from None
             proven = True
+            del request
             self._kv_s = engines.now() - started
             if isinstance(first, Answer):
                 whole = True
@@ -208,13 +235,10 @@ class Exchange:
                 return first
             if custody is not None:
                 custody.end(End.LOADED)
+            self._let_go()
             relay.flow(stream_to(relay), leg)
-            await relay.watch(
-                engines.clock,
-                engines.deadlines.between_tokens,
-                engines.deadlines.client_write,
-                lambda wait: engines.observers.notify(DeadlinePassed(wait.value, url)),
-            )
+            deadlines = engines.deadlines
+            await relay.watch(engines.clock, deadlines.between_tokens, deadlines.client_write, self._passed)
             whole = True
             verdict = Verdict.GOOD
             self._compare(prefill_url, url, custody, relay)
@@ -235,7 +259,7 @@ class Exchange:
                 raise  # data has gone out: another engine can't take over
             if isinstance(error, EngineRefusedError) and error.status < 500 and error.status != 429:
                 raise
-            self._without.add(url)
+            self._without += (url,)
             raise _BeforeDataError(url, error) from error
         finally:
             if leg is not None:
@@ -247,6 +271,13 @@ class Exchange:
                 engines.auditor.over(url, custody.handle.prompt_tokens, loaded=custody.how is End.LOADED)
                 custody.release()  # whatever has not ended by now
             engines.close(lease, verdict)
+
+    def _let_go(self) -> None:
+        """Forget the request. Whatever else refers to it, a local of a function that waits too, would keep it whole."""
+        self._parsed, self._prompt, self._new_relay = _LET_GO, None, _no_relay
+
+    def _passed(self, wait: Wait) -> None:
+        self._engines.observers.notify(DeadlinePassed(wait.value, self._decode_url))
 
     def _relay(self, custody: Custody | None) -> Relay:
         relay = self.relay = self._new_relay()
@@ -318,6 +349,14 @@ class Exchange:
     def _compare(self, prefill: str | None, decode: str, custody: Custody | None, relay: Relay) -> None:
         if prefill is not None and custody is not None and relay.usage is not None:
             self._engines.auditor.compared(prefill, decode, custody.handle.prompt_tokens, relay.usage.prompt_tokens)
+
+
+_LET_GO = Parsed(Route.COMPLETIONS, {}, None, True, False, False, (), None, 0)
+"""Stands for the request of a stream that flows."""
+
+
+def _no_relay() -> Relay:
+    raise RuntimeError("a stream that flows is not asked for again")
 
 
 class _BeforeDataError(Exception):

@@ -44,6 +44,8 @@ class Answer(msgspec.Struct, frozen=True):
 class Pending:
     """A request whose whole answer is awaited. Whoever holds it may await `answer`, again or elsewhere, or close it."""
 
+    __slots__ = ("_body", "_headers", "_leg", "_status", "answer")
+
     def __init__(self) -> None:
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._status = 0

@@ -47,6 +47,8 @@ TakeRead = Callable[[bytes], bool]
 class Leg:
     """One request on a connection. Once its answer is over it does nothing: the connection may carry another's by then."""
 
+    __slots__ = ("_connection", "_number")
+
     def __init__(self, connection: Connection, number: int) -> None:
         self._connection = connection
         self._number = number
@@ -82,6 +84,29 @@ class Leg:
 
 class Connection(asyncio.Protocol):
     """One connection. `on_free` is called when it can take another request, `on_lost` once when it is gone."""
+
+    __slots__ = (
+        "_answering",
+        "_between",
+        "_complete",
+        "_final",
+        "_headers",
+        "_keep",
+        "_lane",
+        "_name",
+        "_on_free",
+        "_on_lost",
+        "_parser",
+        "_parts",
+        "_paused",
+        "_requests",
+        "_sent_at",
+        "_sink",
+        "_take",
+        "_transport",
+        "_until_eof",
+        "idle_since",
+    )
 
     def __init__(self, name: str, on_free: Callable[[Connection], None], on_lost: Callable[[Connection], None]) -> None:
         self._name = name
@@ -228,7 +253,8 @@ class Connection(asyncio.Protocol):
             return
         framed = any(name in (b"content-length", b"transfer-encoding") for name, _ in self._headers)
         self._until_eof = not framed and status not in (204, 304)
-        self._sink.head(status, self._headers)
+        headers, self._headers = self._headers, []  # the sink's: a stream lets go of them long before it ends
+        self._sink.head(status, headers)
 
     def on_body(self, body: bytes) -> None:
         if self._final:  # an informational answer that has a body is no reason to take it for the real one's
