@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from pdproxy.kit.clock import Timer
 from pdproxy.kit.errors import (
@@ -35,7 +36,7 @@ from pdproxy.serving.prefill import PrefillFailedError, prefill
 from pdproxy.serving.relay import Relay, StreamStarted
 from pdproxy.serving.verdicts import error_kind, is_clients_fault, refused, verdict_of
 from pdproxy.transfer.bodies import alone_body
-from pdproxy.upstream.client import Answer
+from pdproxy.upstream.client import Answer, EngineClient
 from pdproxy.upstream.connection import Leg
 from pdproxy.wire import sse
 from pdproxy.wire.request import Alone, Parsed, Prompt, Route
@@ -145,7 +146,7 @@ class Exchange:
             self._why_alone = why
             engines.observers.notify(ServedAlone(why.value))
         self._prefill_url, self._prefill_s = None, None
-        return await self._decode(lease, None, alone_body(self._parsed, self._prompt), None, stream_to)
+        return await self._decode(lease, None, None, stream_to)
 
     # -- prefill and decode
 
@@ -170,9 +171,7 @@ class Exchange:
                 raise PrefillFailedError(Alone.PREFILL_REFUSED, another=False)
             custody = got
             del got, prompt  # see `_let_go`
-            return await self._decode(
-                pair.decode, pair.prefill.node.url, self._decode_body(custody), custody, stream_to
-            )
+            return await self._decode(pair.decode, pair.prefill.node.url, custody, stream_to)
         except PrefillFailedError as failed:
             self._without += (pair.prefill.node.url,)
             self._prefill_lost = failed.alone
@@ -185,15 +184,19 @@ class Exchange:
 
     # -- decode
 
-    def _decode_body(self, custody: Custody) -> bytes:
-        assert self._prompt is not None
-        return self._engines.contract.decode_body(self._parsed, self._prompt, custody.handle)
+    def _request(self, client: EngineClient, custody: Custody | None) -> bytes:
+        """Return the decode leg's request. Made anew where it is sent anew, which is rare: to keep one is a body more."""
+        if custody is None:
+            body = alone_body(self._parsed, self._prompt)
+        else:
+            assert self._prompt is not None
+            body = self._engines.contract.decode_body(self._parsed, self._prompt, custody.handle)
+        return client.request(self._heading.path, self._heading.headers, body)
 
     async def _decode(
         self,
         lease: Lease,
         prefill_url: str | None,
-        body: bytes,
         custody: Custody | None,
         stream_to: Callable[[Relay], Output],
     ) -> Answer | None:
@@ -206,12 +209,11 @@ class Exchange:
         leg: Leg | None = None
         relay = self._relay(custody)
         proven = whole = False
+        request = partial(self._request, client, custody)
         try:
             if custody is not None:
                 custody.asked(url)
                 engines.auditor.asked(url, custody.handle.prompt_tokens)
-            request = client.request(self._heading.path, self._heading.headers, body)
-            del body
             timeout = engines.deadlines.total if self._parsed.starts_in_silence else engines.deadlines.first_token
             try:
                 async with engines.clock.within(timeout):
@@ -225,7 +227,6 @@ class Exchange:
             except TimeoutError:
                 raise EngineTimeoutError(f"{url} sent no data in {timeout:g} s", wait=Wait.FIRST_TOKEN) from None
             proven = True
-            del request
             self._kv_s = engines.now() - started
             if isinstance(first, Answer):
                 whole = True
@@ -236,6 +237,7 @@ class Exchange:
             if custody is not None:
                 custody.end(End.LOADED)
             self._let_go()
+            del request
             relay.flow(stream_to(relay), leg)
             deadlines = engines.deadlines
             await relay.watch(engines.clock, deadlines.between_tokens, deadlines.client_write, self._passed)

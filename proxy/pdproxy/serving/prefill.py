@@ -37,10 +37,12 @@ async def prefill(engines: Engines, lease: Lease, parsed: Parsed, prompt: Prompt
     """
     node = lease.node
     client = engines.clients[node.url]
-    request = client.request(heading.path, heading.headers, engines.contract.prefill_body(parsed, prompt))
     verdict = Verdict.NEUTRAL
     adopted = False
     pending: Pending | None = None
+
+    def request() -> bytes:  # made anew where it is sent anew, which is rare: to keep one is a body more
+        return client.request(heading.path, heading.headers, engines.contract.prefill_body(parsed, prompt))
 
     def end() -> None:
         engines.close(lease, verdict)
