@@ -26,8 +26,10 @@ from pdproxy.kit.errors import (
     StaleConnectionError,
     Wait,
 )
+from pdproxy.kit.frames import let_go
 from pdproxy.observe.events import DeadlinePassed, LegTimes, ServedAlone
 from pdproxy.scheduling.ledger import Lease, Verdict
+from pdproxy.scheduling.nodes import Node
 from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.custody import Custody, End
 from pdproxy.serving.engines import Engines, Heading
@@ -119,6 +121,7 @@ class Exchange:
                 return await self._alone(why, stream_to)
             except PrefillFailedError as failed:
                 # Only the prefill is lost: another one, else one engine alone.
+                let_go(failed)
                 if self._attempts >= self._engines.attempts or not failed.another:
                     why = failed.alone
             except _BeforeDataError as failed:
@@ -126,6 +129,7 @@ class Exchange:
                 self._engines.tell(self._heading, failed.node, "decode", failed.error, will_retry=not last)
                 if last:
                     raise failed.error from None
+                let_go(failed)
 
     def _rule(self) -> Alone | None:
         parsed, ledger = self._parsed, self._engines.ledger
@@ -220,7 +224,8 @@ class Exchange:
                     leg = await client.send(request, relay)
                     try:
                         first = await self._first(relay, lease)
-                    except StaleConnectionError:
+                    except StaleConnectionError as stale:
+                        let_go(stale)
                         relay = self._relay(custody)
                         leg = await client.send(request, relay, fresh=True)
                         first = await self._first(relay, lease)
@@ -299,21 +304,22 @@ class Exchange:
         engines, node = self._engines, lease.node
         patience = engines.deadlines.between_tokens
 
-        timer: Timer
-
-        def look() -> None:
-            nonlocal timer
-            if node.down_for(engines.now()) >= patience:
-                message = f"{node.url} has been down for {patience:g} s"
-                relay.failed(EngineTimeoutError(message, wait=Wait.BETWEEN_TOKENS))
-            else:
-                timer = engines.clock.after(min(patience, 1.0), look)
-
-        timer = engines.clock.after(min(patience, 1.0), look)
+        timers: list[Timer] = []
+        look = partial(self._look, relay, node, patience, timers)
+        timers.append(engines.clock.after(min(patience, 1.0), look))
         try:
             return await relay.first
         finally:
-            timer.cancel()
+            timers[-1].cancel()
+
+    def _look(self, relay: Relay, node: Node, patience: float, timers: list[Timer]) -> None:
+        clock = self._engines.clock
+        if node.down_for(self._engines.now()) >= patience:
+            message = f"{node.url} has been down for {patience:g} s"
+            relay.failed(EngineTimeoutError(message, wait=Wait.BETWEEN_TOKENS))
+        else:
+            look = partial(self._look, relay, node, patience, timers)
+            timers[:] = [clock.after(min(patience, 1.0), look)]
 
     async def _accepted(self, relay: Relay, asked: float) -> bool:
         """Tell whether the engine has the request, giving it a moment to show it: then closing the leg frees the KV.

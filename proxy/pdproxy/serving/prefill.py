@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionError, Wait
+from pdproxy.kit.frames import let_go
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.scheduling.ledger import Lease, Verdict
 from pdproxy.serving.custody import Custody
@@ -60,7 +61,8 @@ async def prefill(engines: Engines, lease: Lease, parsed: Parsed, prompt: Prompt
             pending = await client.ask(request)
             try:
                 answer = await asyncio.shield(pending.answer)
-            except StaleConnectionError:
+            except StaleConnectionError as stale:
+                let_go(stale)
                 pending = await client.ask(request, fresh=True)
                 answer = await asyncio.shield(pending.answer)
         got = _read(engines, node.url, answer)

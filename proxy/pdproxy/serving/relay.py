@@ -201,13 +201,14 @@ class Relay:
                     self._fail(EngineTimeoutError(message, wait=Wait.BETWEEN_TOKENS))
                     return
             # The shorter of both waits, since a pause may begin before this timer fires.
-            timer = clock.after(min(due - now, between_tokens, client_write), look)
+            timer = clock.after(min(due - now, between_tokens, client_write), look)  # noqa: F821
 
         timer = clock.after(min(between_tokens, client_write), look)
         try:
             await self.done
         finally:
             timer.cancel()
+            del look  # which refers to itself
 
     # -- the connection's side
 

@@ -22,7 +22,7 @@ from pdproxy.kit.errors import (
     UnauthorizedError,
     Wait,
 )
-from pdproxy.kit.frames import frames
+from pdproxy.kit.frames import frames, let_go
 from pdproxy.kit.ids import mint, usable
 from pdproxy.observe.events import DeadlinePassed, Gaps, RequestEnded
 from pdproxy.serving.admission import Admission
@@ -103,6 +103,8 @@ class Service:
             elif error is not None:
                 output.break_off()
             self._report(incoming, report, error)
+            if error is not None:
+                let_go(error)
 
     def _read(self, incoming: Incoming, report: _Report) -> _Run:
         """Read a request, and return what serves it.
@@ -162,7 +164,10 @@ class Service:
                 output.begin(self._headers(relay.headers, report))
             return merged.channel()
 
-        answers = await _all(exchanges, begin)
+        try:
+            answers = await _all(exchanges, begin)
+        finally:
+            merged.over()
         wholes = [answer for answer in answers if answer is not None]
         if output.gone:
             return

@@ -113,7 +113,6 @@ class Connection(asyncio.Protocol):
         self._on_free = on_free
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpResponseParser(self)
         self._sink: Sink | None = None
         self._headers: Headers = []
         self._parts: list[bytes] = []
@@ -183,6 +182,9 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self._parser = httptools.HttpResponseParser(
+            self
+        )  # not before, since each holds the other until the connection is lost
 
     def data_received(self, data: bytes) -> None:
         lane = self._lane
@@ -221,6 +223,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._on_lost(self)
+        del self._parser  # each holds the other
         if self._sink is None:
             return
         if self._until_eof and exc is None:
