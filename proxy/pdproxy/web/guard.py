@@ -31,6 +31,9 @@ LINGER = 2.0
 """Seconds for a refused client to read why, and to stop sending."""
 LOOK_AGAIN = 0.02
 """Seconds after a deadline for what is here already: a loop that was held up runs its timers before it reads its sockets."""
+UNSENT = 4096
+"""Bytes that wait for a client before its engine's leg is paused: beside the kernel's buffers on both sides, which are large.
+With one more read from the engine, which uvloop bounds to 256,000 bytes, a stream's client holds less than 256 KiB."""
 MOST_WAITING = 64
 """Requests that may wait behind another on one connection. One read of the socket can hold thousands, each of which costs
 kilobytes: those beyond are not read, and the connection closes behind the last answer."""
@@ -134,6 +137,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
         self.flow = Flow(self.transport)  # type: ignore[assignment]
+        self.transport.set_write_buffer_limits(high=UNSENT)
         self._watch()  # a connection that never asks for anything must not be kept for ever
 
     def data_received(self, data: bytes) -> None:
