@@ -20,8 +20,9 @@ from uvicorn.server import ServerState
 from pdproxy.observe.events import Observers
 from pdproxy.settings.schema import Cors
 from pdproxy.web.cors import CorsHeaders
+from pdproxy.web.cycle import DataPath, GenerateCycle
 from pdproxy.web.guard import Bounds
-from pdproxy.web.protocol import DataPath, GenerateCycle, protocol_class
+from pdproxy.web.protocol import protocol_class
 from pdproxy.web.room import BodyRoom
 from pdproxy.wire.request import Incoming, Route
 
@@ -44,6 +45,9 @@ class Transport(asyncio.Transport):
         assert not self.closing, "written to a closed connection"
         assert not self.eof, "written behind the end"
         self.written += bytes(data)
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        """Nothing waits here: what is written is read."""
 
     def write_eof(self) -> None:
         self.eof = True

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import DeadlinePassed
+from pdproxy.web.cycle import DataPath
 from pdproxy.web.guard import MOST_WAITING
-from pdproxy.web.protocol import DataPath
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client, request
 from tests.fakes.engine import Reply

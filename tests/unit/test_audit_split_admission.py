@@ -144,7 +144,7 @@ def test_cached_prompts_need_not_move_and_a_restart_starts_over(again: Scrape) -
 
 def test_recorded_metrics_are_read() -> None:
     """The page of a real decode engine gives its start, block size and counters."""
-    found = read_metrics(recorded("metrics_decode.txt").decode())
+    found = read_metrics(recorded("metrics_decode.txt"))
     assert found.block_size == 32
     assert found.started == 1.79521971725e09
     assert found.by_source == {"local_compute": 29, "local_cache_hit": 288, "external_kv_transfer": 4299}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdproxy.scheduling.ledger import Lease, Ledger, Verdict
-from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
 
 SPECS = [
     NodeSpec("p1", Role.PREFILL),
@@ -265,3 +265,52 @@ def test_not_ready_before_all_are_probed() -> None:
     assert "p1, p2, d1, d2, a1" in (made.not_ready() or "")
     assert made.pair("m", 1, 0) is None
     assert made.alone("m", 1, 0) is None
+
+
+def plainly(nodes: list[Node], role: Role, turns: dict[Role, int]) -> Node:
+    """The least loaded engine of a role by the definition: in the order of the settings, begun at the next turn."""
+    mine = [node for node in nodes if node.role is role]
+    if len(mine) > 1:
+        turns[role] += 1
+        mine = mine[turns[role] % len(mine) :] + mine[: turns[role] % len(mine)]
+    loads = {
+        node.url: (node.prompt_bytes, node.requests) if role is Role.PREFILL else (node.requests, node.prompt_bytes)
+        for node in mine
+    }
+    return min(mine, key=lambda node: loads[node.url])
+
+
+@given(
+    st.integers(1, 12), st.integers(1, 12), st.integers(0, 2),
+    st.lists(st.tuples(st.sampled_from(["pair", "alone", "close", "down", "up"]), st.integers(0, 40)), max_size=120),
+)  # fmt: skip
+def test_choosing_is_as_defined(prefills: int, decodes: int, others: int, steps: list[tuple[str, int]]) -> None:
+    """Whatever the loads, and whoever goes and comes back: the engines that are chosen are those of the plain definition."""
+    counts = ((Role.PREFILL, prefills), (Role.DECODE, decodes), (Role.AGGREGATED, others))
+    specs = [NodeSpec(f"{role.value}{n}", role) for role, count in counts for n in range(count)]
+    made = Ledger(specs, breaker_failures=2, breaker_cooldown=10)
+    for spec in specs:
+        made.saw(spec.url, evidence())
+    turns = dict.fromkeys(Role, 0)
+    leases: list[Lease] = []
+    for act, number in steps:
+        up = [node for node in made.nodes if node.alive]
+        roles = {node.role for node in up}
+        if act == "pair" and {Role.PREFILL, Role.DECODE} <= roles:
+            wanted = [plainly(up, role, turns) for role in (Role.PREFILL, Role.DECODE)]
+            got = made.pair("m", number, 0.0)
+            assert got is not None
+            assert [got.prefill.node, got.decode.node] == wanted
+            leases += [got.prefill, got.decode]
+        elif act == "alone" and roles - {Role.PREFILL}:
+            best = [plainly(up, role, turns) for role in (Role.AGGREGATED, Role.DECODE) if role in roles]
+            lease = made.alone("m", number, 0.0)
+            assert lease is not None
+            assert lease.node is best[0]
+            leases.append(lease)
+        elif act == "close" and leases:
+            made.close(leases.pop(number % len(leases)), Verdict.GOOD, 0.0)
+        elif act == "down":
+            made.lost(specs[number % len(specs)].url, "gone", 0.0)
+        elif act == "up":
+            made.saw(specs[number % len(specs)].url, evidence())

@@ -35,9 +35,10 @@ from pdproxy.upstream.client import EngineClient
 from pdproxy.upstream.passthrough import PassthroughLegs
 from pdproxy.web.app import Answers, Readiness
 from pdproxy.web.cors import CorsHeaders
+from pdproxy.web.cycle import FORWARDED, DataPath
 from pdproxy.web.guard import Bounds
 from pdproxy.web.passing import Passing
-from pdproxy.web.protocol import FORWARDED, DataPath, DataPathProtocol, protocol_class
+from pdproxy.web.protocol import DataPathProtocol, protocol_class
 from pdproxy.web.room import BodyRoom
 
 logger = logging.getLogger("pdproxy")

@@ -15,6 +15,10 @@ TICK = 0.05
 """Seconds."""
 
 
+def _nothing() -> None:
+    """What a timer does that was cancelled."""
+
+
 class Timer:
     """One thing that is to be done at a certain time, unless it is cancelled first."""
 
@@ -27,6 +31,7 @@ class Timer:
 
     def cancel(self) -> None:
         """Never do it. Cancelling again, or afterwards, changes nothing."""
+        self.then = _nothing  # which mostly refers to whoever holds this timer
         slot = self._slots.get(self._number)
         if slot is not None:
             slot.discard(self)
@@ -126,6 +131,7 @@ class Within:
         assert self._task is not None
         assert self._timer is not None
         self._timer.cancel()
+        self._timer = None
         # A cancellation by somebody else at the same time has to go on.
         if self._late and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError from error

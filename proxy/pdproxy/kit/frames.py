@@ -17,3 +17,16 @@ def frames(error: BaseException) -> str:
         parts.append(f"{type(one).__qualname__} at {way or 'no frame'}")
         one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
     return ", from ".join(parts)
+
+
+def let_go(error: BaseException) -> None:
+    """Part an error that has been dealt with, and those that it came from, from their tracebacks and from each other.
+
+    A traceback holds the frames that were passed, and mostly one of these holds the error, or a future that was failed by it:
+    all of a request would wait for the garbage collector.
+    """
+    one: BaseException | None = error
+    while one is not None:
+        before = one.__context__
+        one.__traceback__ = one.__context__ = one.__cause__ = None
+        one = before

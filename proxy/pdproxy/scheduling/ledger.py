@@ -43,6 +43,18 @@ class Pair(msgspec.Struct, frozen=True):
     decode: Lease
 
 
+class _Group:
+    """Engines that may serve the same requests, and their loads in the same order: kept up to date, since all requests look."""
+
+    __slots__ = ("loads", "nodes")
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self.nodes = nodes
+        self.loads = [node.load for node in nodes]
+        for at, node in enumerate(nodes):
+            node.places.append((self.loads, at))
+
+
 class Ledger:
     """All engines of one pool. `breaker_failures` in a row keep an engine out for `breaker_cooldown` seconds."""
 
@@ -52,7 +64,9 @@ class Ledger:
         self._breaker_cooldown = breaker_cooldown
         self._turns = dict.fromkeys(Role, 0)
         self._tripped: set[str] = set()
-        self._sound: dict[tuple[Role, str | None], list[Node]] = {}
+        self._groups: dict[tuple[Role, str | None], _Group] = {}
+        self._whole: list[Role] = []
+        """The roles that serve a request by themselves and have an engine that is up, the first choice first."""
         self._alike: dict[tuple[str, str], bool] = {}
         self._block_size: int | None = None
         self._template_tokens = 0
@@ -136,6 +150,11 @@ class Ledger:
 
     def alone(self, model: str | None, prompt_bytes: int, now: float, *, without: Collection[str] = ()) -> Lease | None:
         """Lease the least loaded engine that can serve `model` by itself: aggregated ones first, then decode."""
+        if not without and not self._tripped:
+            groups = [(role, self._group(role, model)) for role in self._whole]
+            if groups and all(group is not None for _, group in groups):
+                sound = [self._next(role, group) for role, group in groups if group is not None]
+                return self._lease(sound[0], prompt_bytes)
         best = [n for role in (Role.AGGREGATED, Role.DECODE) for n in self._ranked(role, model, now, without)[:1]]
         if not best:
             return None
@@ -194,23 +213,38 @@ class Ledger:
         return candidates
 
     def _least(self, role: Role, model: str | None) -> Node | None:
-        """Return the least loaded engine of a role, as `_ranked` would where no engine is left out; None: ask that.
+        """Return the least loaded engine of a role, as `_ranked` would where no engine is left out; None: ask that."""
+        group = self._group(role, model)
+        return None if group is None else self._next(role, group)
 
-        Every request asks, and engines change seldom: only the loads are looked at, in one pass that is C.
-        """
-        sound = self._sound.get((role, model))
-        if sound is None:
-            sound = [
+    def _next(self, role: Role, group: _Group) -> Node:
+        """Return the least loaded of a group; ties go round. Every request asks: two passes over integers, in C."""
+        nodes, loads = group.nodes, group.loads
+        if len(nodes) == 1:
+            return nodes[0]
+        self._turns[role] += 1
+        turn = self._turns[role] % len(nodes)
+        least = min(loads)
+        if loads[turn] == least:
+            return nodes[turn]
+        try:
+            return nodes[loads.index(least, turn)]
+        except ValueError:
+            return nodes[loads.index(least)]
+
+    def _group(self, role: Role, model: str | None) -> _Group | None:
+        """Return the engines of a role that are up and serve a model, None if there are none."""
+        group = self._groups.get((role, model))
+        if group is None:
+            nodes = [
                 n for n in self._nodes.values() if n.role is role and n.alive and (model is None or n.serves(model))
             ]
-            if not sound:
+            if not nodes:
                 return None  # nor kept: models are words of clients
-            self._sound[role, model] = sound
-        if len(sound) == 1:
-            return sound[0]
-        self._turns[role] += 1
-        turn = self._turns[role] % len(sound)
-        return min(sound[turn:] + sound[:turn] if turn else sound, key=_load)
+            # Adapters by the hundred are mostly served by the same engines, and a load is written down in every group.
+            same = (one for one in self._groups.values() if one.nodes == nodes)
+            group = self._groups[role, model] = next(same, None) or _Group(nodes)
+        return group
 
     def _may_pair(self, prefill: Node, decode: Node) -> bool:
         key = prefill.url, decode.url
@@ -221,8 +255,13 @@ class Ledger:
 
     def _changed(self) -> None:
         """Forget what was worked out from how the engines are."""
-        self._sound.clear()
+        self._groups.clear()
+        for node in self._nodes.values():
+            node.places.clear()
         self._alike.clear()
+        self._whole = [
+            r for r in (Role.AGGREGATED, Role.DECODE) if any(n.role is r and n.alive for n in self._nodes.values())
+        ]
         known = [n.evidence for n in self._nodes.values() if n.evidence is not None]
         self._block_size = min((one.block_size for one in known if one.block_size), default=None)
         self._template_tokens = max((one.template_tokens for one in known), default=0)
@@ -240,6 +279,8 @@ class Ledger:
             (node.prompt_bytes, node.requests) if node.role is Role.PREFILL else (node.requests, node.prompt_bytes)
         )
         node.load = (most << _LOAD_BITS) + least
+        for loads, at in node.places:
+            loads[at] = node.load
 
     # -- what an operator asks
 

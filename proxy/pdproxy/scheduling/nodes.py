@@ -74,6 +74,8 @@ class Node:
     ejected: set[str] = field(default_factory=set)
     load: int = 0
     """What its role is ranked by, less is better: a prefill engine by prompt bytes, others by requests; then by the other."""
+    places: list[tuple[list[int], int]] = field(default_factory=list, repr=False)
+    """Where the ledger keeps `load` beside those of others, for choosing."""
 
     @property
     def url(self) -> str:

@@ -52,7 +52,9 @@ _BY_DECODE = frozenset({End.REFUSED, End.ABORTED})
 
 
 class Custody:
-    """One live handle. Ended once; ending again changes nothing."""
+    """One live handle. Ended once; ending again changes nothing. The engine's words are kept until then, the counts for good."""
+
+    __slots__ = ("_custodian", "authorization", "decode", "handle", "how", "model", "prefill", "since", "state")
 
     def __init__(
         self, custodian: Custodian, handle: Handle, prefill: str, model: str | None, authorization: _Auth
@@ -84,6 +86,7 @@ class Custody:
             return
         self.state, self.how = None, how
         self._custodian.ended(self, how)
+        self.handle = Handle(b"", None, self.handle.prompt_tokens, self.handle.remote_request_id)
 
     def release(self) -> None:
         """Give the handle back in the background."""

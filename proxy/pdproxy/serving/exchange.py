@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from pdproxy.kit.clock import Timer
 from pdproxy.kit.errors import (
@@ -25,8 +26,10 @@ from pdproxy.kit.errors import (
     StaleConnectionError,
     Wait,
 )
+from pdproxy.kit.frames import let_go
 from pdproxy.observe.events import DeadlinePassed, LegTimes, ServedAlone
 from pdproxy.scheduling.ledger import Lease, Verdict
+from pdproxy.scheduling.nodes import Node
 from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.custody import Custody, End
 from pdproxy.serving.engines import Engines, Heading
@@ -35,10 +38,10 @@ from pdproxy.serving.prefill import PrefillFailedError, prefill
 from pdproxy.serving.relay import Relay, StreamStarted
 from pdproxy.serving.verdicts import error_kind, is_clients_fault, refused, verdict_of
 from pdproxy.transfer.bodies import alone_body
-from pdproxy.upstream.client import Answer
+from pdproxy.upstream.client import Answer, EngineClient
 from pdproxy.upstream.connection import Leg
 from pdproxy.wire import sse
-from pdproxy.wire.request import Alone, Parsed, Prompt
+from pdproxy.wire.request import Alone, Parsed, Prompt, Route
 
 ACCEPT_GRACE = 0.15
 """Seconds that a decode leg may take to show that the engine has the request, once its client has left (0.2 s in all)."""
@@ -49,7 +52,27 @@ FINISH_GRACE = 1.0
 
 
 class Exchange:
-    """One prompt (or, with `prompt` None, a whole request for one engine alone). Run once."""
+    """One prompt (or, with `prompt` None, a whole request for one engine alone). Run once.
+
+    A stream that flows needs nothing of its request any more, since no other engine can take over: it is let go of then.
+    """
+
+    __slots__ = (
+        "_attempts",
+        "_decode_url",
+        "_engines",
+        "_heading",
+        "_kv_s",
+        "_new_relay",
+        "_parsed",
+        "_prefill_lost",
+        "_prefill_s",
+        "_prefill_url",
+        "_prompt",
+        "_why_alone",
+        "_without",
+        "relay",
+    )
 
     def __init__(
         self, engines: Engines, parsed: Parsed, prompt: Prompt | None, heading: Heading, new_relay: Callable[[], Relay]
@@ -59,7 +82,7 @@ class Exchange:
         self._prompt = prompt
         self._heading = heading
         self._new_relay = new_relay
-        self._without: set[str] = set()
+        self._without: tuple[str, ...] = ()
         self._attempts = 0
         self._prefill_lost: Alone | None = None
         self._prefill_url: str | None = None
@@ -98,6 +121,7 @@ class Exchange:
                 return await self._alone(why, stream_to)
             except PrefillFailedError as failed:
                 # Only the prefill is lost: another one, else one engine alone.
+                let_go(failed)
                 if self._attempts >= self._engines.attempts or not failed.another:
                     why = failed.alone
             except _BeforeDataError as failed:
@@ -105,6 +129,7 @@ class Exchange:
                 self._engines.tell(self._heading, failed.node, "decode", failed.error, will_retry=not last)
                 if last:
                     raise failed.error from None
+                let_go(failed)
 
     def _rule(self) -> Alone | None:
         parsed, ledger = self._parsed, self._engines.ledger
@@ -125,7 +150,7 @@ class Exchange:
             self._why_alone = why
             engines.observers.notify(ServedAlone(why.value))
         self._prefill_url, self._prefill_s = None, None
-        return await self._decode(lease, None, alone_body(self._parsed, self._prompt), None, stream_to)
+        return await self._decode(lease, None, None, stream_to)
 
     # -- prefill and decode
 
@@ -149,10 +174,10 @@ class Exchange:
                 # an engine that reads it as it came can say.
                 raise PrefillFailedError(Alone.PREFILL_REFUSED, another=False)
             custody = got
-            body = engines.contract.decode_body(self._parsed, prompt, got.handle)
-            return await self._decode(pair.decode, pair.prefill.node.url, body, got, stream_to)
+            del got, prompt  # see `_let_go`
+            return await self._decode(pair.decode, pair.prefill.node.url, custody, stream_to)
         except PrefillFailedError as failed:
-            self._without.add(pair.prefill.node.url)
+            self._without += (pair.prefill.node.url,)
             self._prefill_lost = failed.alone
             raise
         finally:
@@ -163,36 +188,44 @@ class Exchange:
 
     # -- decode
 
+    def _request(self, client: EngineClient, custody: Custody | None) -> bytes:
+        """Return the decode leg's request. Made anew where it is sent anew, which is rare: to keep one is a body more."""
+        if custody is None:
+            body = alone_body(self._parsed, self._prompt)
+        else:
+            assert self._prompt is not None
+            body = self._engines.contract.decode_body(self._parsed, self._prompt, custody.handle)
+        return client.request(self._heading.path, self._heading.headers, body)
+
     async def _decode(
         self,
         lease: Lease,
         prefill_url: str | None,
-        body: bytes,
         custody: Custody | None,
         stream_to: Callable[[Relay], Output],
     ) -> Answer | None:
         """Have an engine decode, with the KV in `custody` or alone. The lease and the custody end here."""
         engines = self._engines
-        url = lease.node.url
+        url = self._decode_url = lease.node.url
         client = engines.clients[url]
-        self._decode_url = url
         started = engines.now()
         verdict = Verdict.NEUTRAL
         leg: Leg | None = None
         relay = self._relay(custody)
         proven = whole = False
+        request = partial(self._request, client, custody)
         try:
             if custody is not None:
                 custody.asked(url)
                 engines.auditor.asked(url, custody.handle.prompt_tokens)
-            request = client.request(self._heading.path, self._heading.headers, body)
             timeout = engines.deadlines.total if self._parsed.starts_in_silence else engines.deadlines.first_token
             try:
                 async with engines.clock.within(timeout):
                     leg = await client.send(request, relay)
                     try:
                         first = await self._first(relay, lease)
-                    except StaleConnectionError:
+                    except StaleConnectionError as stale:
+                        let_go(stale)
                         relay = self._relay(custody)
                         leg = await client.send(request, relay, fresh=True)
                         first = await self._first(relay, lease)
@@ -208,13 +241,11 @@ class Exchange:
                 return first
             if custody is not None:
                 custody.end(End.LOADED)
+            self._let_go()
+            del request
             relay.flow(stream_to(relay), leg)
-            await relay.watch(
-                engines.clock,
-                engines.deadlines.between_tokens,
-                engines.deadlines.client_write,
-                lambda wait: engines.observers.notify(DeadlinePassed(wait.value, url)),
-            )
+            deadlines = engines.deadlines
+            await relay.watch(engines.clock, deadlines.between_tokens, deadlines.client_write, self._passed)
             whole = True
             verdict = Verdict.GOOD
             self._compare(prefill_url, url, custody, relay)
@@ -235,7 +266,7 @@ class Exchange:
                 raise  # data has gone out: another engine can't take over
             if isinstance(error, EngineRefusedError) and error.status < 500 and error.status != 429:
                 raise
-            self._without.add(url)
+            self._without += (url,)
             raise _BeforeDataError(url, error) from error
         finally:
             if leg is not None:
@@ -247,6 +278,13 @@ class Exchange:
                 engines.auditor.over(url, custody.handle.prompt_tokens, loaded=custody.how is End.LOADED)
                 custody.release()  # whatever has not ended by now
             engines.close(lease, verdict)
+
+    def _let_go(self) -> None:
+        """Forget the request. Whatever else refers to it, a local of a function that waits too, would keep it whole."""
+        self._parsed, self._prompt, self._new_relay = _LET_GO, None, _no_relay
+
+    def _passed(self, wait: Wait) -> None:
+        self._engines.observers.notify(DeadlinePassed(wait.value, self._decode_url))
 
     def _relay(self, custody: Custody | None) -> Relay:
         relay = self.relay = self._new_relay()
@@ -266,21 +304,22 @@ class Exchange:
         engines, node = self._engines, lease.node
         patience = engines.deadlines.between_tokens
 
-        timer: Timer
-
-        def look() -> None:
-            nonlocal timer
-            if node.down_for(engines.now()) >= patience:
-                message = f"{node.url} has been down for {patience:g} s"
-                relay.failed(EngineTimeoutError(message, wait=Wait.BETWEEN_TOKENS))
-            else:
-                timer = engines.clock.after(min(patience, 1.0), look)
-
-        timer = engines.clock.after(min(patience, 1.0), look)
+        timers: list[Timer] = []
+        look = partial(self._look, relay, node, patience, timers)
+        timers.append(engines.clock.after(min(patience, 1.0), look))
         try:
             return await relay.first
         finally:
-            timer.cancel()
+            timers[-1].cancel()
+
+    def _look(self, relay: Relay, node: Node, patience: float, timers: list[Timer]) -> None:
+        clock = self._engines.clock
+        if node.down_for(self._engines.now()) >= patience:
+            message = f"{node.url} has been down for {patience:g} s"
+            relay.failed(EngineTimeoutError(message, wait=Wait.BETWEEN_TOKENS))
+        else:
+            look = partial(self._look, relay, node, patience, timers)
+            timers[:] = [clock.after(min(patience, 1.0), look)]
 
     async def _accepted(self, relay: Relay, asked: float) -> bool:
         """Tell whether the engine has the request, giving it a moment to show it: then closing the leg frees the KV.
@@ -318,6 +357,14 @@ class Exchange:
     def _compare(self, prefill: str | None, decode: str, custody: Custody | None, relay: Relay) -> None:
         if prefill is not None and custody is not None and relay.usage is not None:
             self._engines.auditor.compared(prefill, decode, custody.handle.prompt_tokens, relay.usage.prompt_tokens)
+
+
+_LET_GO = Parsed(Route.COMPLETIONS, {}, None, True, False, False, (), None, 0)
+"""Stands for the request of a stream that flows."""
+
+
+def _no_relay() -> Relay:
+    raise RuntimeError("a stream that flows is not asked for again")
 
 
 class _BeforeDataError(Exception):

@@ -70,6 +70,10 @@ class MergedStream:
         """Return the output for one of the streams."""
         return _Channel(self)
 
+    def over(self) -> None:
+        """Tell the streams nothing more, and forget them."""
+        self._pressure.clear()
+
     def write(self, data: bytes) -> None:
         """Send bytes of any stream."""
         self._output.write(data)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionError, Wait
+from pdproxy.kit.frames import let_go
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.scheduling.ledger import Lease, Verdict
 from pdproxy.serving.custody import Custody
@@ -37,10 +38,12 @@ async def prefill(engines: Engines, lease: Lease, parsed: Parsed, prompt: Prompt
     """
     node = lease.node
     client = engines.clients[node.url]
-    request = client.request(heading.path, heading.headers, engines.contract.prefill_body(parsed, prompt))
     verdict = Verdict.NEUTRAL
     adopted = False
     pending: Pending | None = None
+
+    def request() -> bytes:  # made anew where it is sent anew, which is rare: to keep one is a body more
+        return client.request(heading.path, heading.headers, engines.contract.prefill_body(parsed, prompt))
 
     def end() -> None:
         engines.close(lease, verdict)
@@ -58,7 +61,8 @@ async def prefill(engines: Engines, lease: Lease, parsed: Parsed, prompt: Prompt
             pending = await client.ask(request)
             try:
                 answer = await pending.answered()
-            except StaleConnectionError:
+            except StaleConnectionError as stale:
+                let_go(stale)
                 pending = await client.ask(request, fresh=True)
                 answer = await pending.answered()
         got = _read(engines, node.url, answer)

@@ -18,6 +18,7 @@ from enum import Enum
 
 from pdproxy.kit.clock import Clock, Timer
 from pdproxy.kit.errors import ClientLeftError, EngineError, EngineRefusedError, EngineTimeoutError, PdproxyError, Wait
+from pdproxy.kit.flag import Flag
 from pdproxy.serving.lane import Lane
 from pdproxy.serving.output import Output
 from pdproxy.upstream.client import Answer
@@ -61,6 +62,35 @@ class Relay:
     `takes_ids`: whether the engine was asked for token ids that the client did not ask for. They are kept in `lane.ids`.
     """
 
+    __slots__ = (
+        "_ending",
+        "_finished",
+        "_headers",
+        "_held",
+        "_index",
+        "_is_stream",
+        "_keeps_usage",
+        "_leg",
+        "_output",
+        "_parts",
+        "_paused_since",
+        "_phase",
+        "_saw_done",
+        "_status",
+        "_tail",
+        "_takes_ids",
+        "_time",
+        "_wants_done",
+        "_wants_usage",
+        "accepted",
+        "created_cache_tokens",
+        "done",
+        "first",
+        "lane",
+        "usage",
+        "usage_event",
+    )
+
     def __init__(
         self,
         *,
@@ -74,7 +104,7 @@ class Relay:
         loop = asyncio.get_running_loop()
         self.first: asyncio.Future[Answer | StreamStarted] = loop.create_future()
         self.done: asyncio.Future[None] = loop.create_future()
-        self.accepted = asyncio.Event()
+        self.accepted = Flag()
         self.usage: Usage | None = None
         self.usage_event: bytes | None = None
         self.created_cache_tokens: int | None = None
@@ -117,7 +147,7 @@ class Relay:
 
     def flow(self, output: Output, leg: Leg) -> None:
         """Pass on what was held, and from now on everything as it comes."""
-        self._output, self._leg = output, leg
+        self._output, self._leg, self._headers = output, leg, []
         self._phase = _Phase.FLOWING if self._phase is _Phase.PROVEN else self._phase
         self.lane.last = self._time()
         output.on_pressure(self._pause, self._resume)
@@ -163,13 +193,14 @@ class Relay:
                     self._fail(EngineTimeoutError(message, wait=Wait.BETWEEN_TOKENS))
                     return
             # The shorter of both waits, since a pause may begin before this timer fires.
-            timer = clock.after(min(due - now, between_tokens, client_write), look)
+            timer = clock.after(min(due - now, between_tokens, client_write), look)  # noqa: F821
 
         timer = clock.after(min(between_tokens, client_write), look)
         try:
             await self.done
         finally:
             timer.cancel()
+            del look  # which refers to itself
 
     # -- the connection's side
 

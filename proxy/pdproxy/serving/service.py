@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +22,7 @@ from pdproxy.kit.errors import (
     UnauthorizedError,
     Wait,
 )
-from pdproxy.kit.frames import frames
+from pdproxy.kit.frames import frames, let_go
 from pdproxy.kit.ids import mint, usable
 from pdproxy.observe.events import DeadlinePassed, Gaps, RequestEnded
 from pdproxy.serving.admission import Admission
@@ -53,7 +53,7 @@ class _Report:
 
     request_id: str
     received: float
-    parsed: Parsed | None = None
+    model: str | None = None
     admitted: float | None = None
     exchanges: Sequence[Exchange] = ()
     first: float | None = None
@@ -75,16 +75,12 @@ class Service:
         error: PdproxyError | None = None
         admitted = False
         try:
-            self.keys.check(incoming.authorization)
-            check_content_type(incoming.content_type, incoming.body)
-            parsed = report.parsed = parse(incoming.route, incoming.body)
-            if incoming.request_id is None:
-                report.request_id = usable(body_request_id(parsed.fields)) or report.request_id
+            run = self._read(incoming, report)
             async with self._engines.clock.within(self._engines.deadlines.total):
                 await self._admission.enter()
                 admitted = True
                 report.admitted = now()
-                await self._serve(parsed, incoming, output, report)
+                await run(output, report)
         except asyncio.CancelledError:
             error = ClientLeftError("the client closed the connection")
             if not output.gone:  # it was the shutdown
@@ -107,8 +103,21 @@ class Service:
             elif error is not None:
                 output.break_off()
             self._report(incoming, report, error)
+            if error is not None:
+                let_go(error)
 
-    async def _serve(self, parsed: Parsed, incoming: Incoming, output: Output, report: _Report) -> None:
+    def _read(self, incoming: Incoming, report: _Report) -> _Run:
+        """Read a request, and return what serves it.
+
+        From here on, the body is in the exchanges' hands alone: they let go of it once no engine needs it any more.
+        """
+        self.keys.check(incoming.authorization)
+        body, incoming.body = incoming.body, b""
+        check_content_type(incoming.content_type, body)
+        parsed = parse(incoming.route, body)
+        report.model = parsed.model
+        if incoming.request_id is None:
+            report.request_id = usable(body_request_id(parsed.fields)) or report.request_id
         authorization = self.keys.to_engine(incoming.authorization)
         request_id = report.request_id.encode()
         heading = Heading(
@@ -118,15 +127,14 @@ class Service:
             authorization,
         )
         if parsed.is_list and len(parsed.prompts) > 1 and parsed.alone is None:
-            await self._serve_list(parsed, heading, output, report)
-        else:
-            await self._serve_one(parsed, heading, output, report)
-
-    async def _serve_one(self, parsed: Parsed, heading: Heading, output: Output, report: _Report) -> None:
+            return partial(self._serve_list, parsed, heading)
         prompt = None if parsed.alone is not None else parsed.prompts[0]
         new_relay = partial(Relay, wants_usage=not parsed.adds_usage, takes_ids=parsed.adds_ids)
-        exchange = Exchange(self._engines, parsed, prompt, heading, new_relay)
-        report.exchanges = (exchange,)
+        report.exchanges = (Exchange(self._engines, parsed, prompt, heading, new_relay),)
+        return self._serve_one
+
+    async def _serve_one(self, output: Output, report: _Report) -> None:
+        (exchange,) = report.exchanges
 
         def begin(relay: Relay) -> Output:
             report.first = self._engines.now()
@@ -156,7 +164,10 @@ class Service:
                 output.begin(self._headers(relay.headers, report))
             return merged.channel()
 
-        answers = await _all(exchanges, begin)
+        try:
+            answers = await _all(exchanges, begin)
+        finally:
+            merged.over()
         wholes = [answer for answer in answers if answer is not None]
         if output.gone:
             return
@@ -219,7 +230,7 @@ class Service:
             RequestEnded(
                 request_id=report.request_id,
                 endpoint=incoming.route.value,
-                model=report.parsed.model if report.parsed else None,
+                model=report.model,
                 outcome=outcome,
                 status=report.status,
                 legs=[exchange.times() for exchange in report.exchanges],
@@ -234,6 +245,9 @@ class Service:
                 error=None if error is None else error.logged,
             )
         )
+
+
+_Run = Callable[[Output, _Report], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)

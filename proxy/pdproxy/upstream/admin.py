@@ -5,6 +5,7 @@ Owns one aiohttp session. Every question has a deadline; what goes wrong becomes
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from typing import TypeVar
 
 import aiohttp
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy.kit.errors import (
     EngineError,
@@ -117,7 +117,7 @@ class EngineAdmin:
 
     async def scrape(self, url: str) -> Scrape:
         """Return an engine's load and counters."""
-        return read_metrics((await self._get(url, "/metrics")).decode("utf-8", "replace"))
+        return read_metrics(await self._get(url, "/metrics"))
 
     async def close(self) -> None:
         """Close the session."""
@@ -132,7 +132,8 @@ class EngineAdmin:
     ) -> bytes:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=self._timeout)
-            self._session = aiohttp.ClientSession(timeout=timeout, trust_env=False)
+            jar = aiohttp.DummyCookieJar()  # engines set none, and to look for them costs at each question
+            self._session = aiohttp.ClientSession(timeout=timeout, trust_env=False, cookie_jar=jar)
         headers = {"content-type": "application/json"} if body is not None else {}
         if authorization is not None:
             headers |= {"authorization": authorization} if authorization else {}
@@ -180,44 +181,55 @@ def certificate_words(error: Exception) -> str:
     return tls_words(error) if isinstance(error, ssl.SSLError) else f"no TLS: {error}"
 
 
-def read_metrics(text: str) -> Scrape:
-    """Read the Prometheus text of an engine; raise EngineError if it is none."""
-    started = running = waiting = kv_usage = 0.0
-    block_size: int | None = None
+def read_metrics(page: bytes) -> Scrape:
+    """Read the Prometheus text of an engine; raise EngineError if what is read of it is none.
+
+    A page is 60 KB, of which a dozen lines are read, and a fleet has hundreds of pages: these lines are found, and no other is
+    looked at.
+    """
+    found: dict[bytes, list[tuple[dict[str, str], float]]] = {name: [] for name in _READ}
+    text = b"\n" + page
+    for name, samples in found.items():
+        at = text.find(b"\n" + name)
+        while at >= 0:
+            end = text.find(b"\n", at + 1)
+            line = text[at + 1 : end if end >= 0 else len(text)]
+            if line[len(name) : len(name) + 1] in b"{ \t":
+                samples.append(_sample(line))
+            at = text.find(b"\n" + name, at + 1)
     by_source: dict[str, float] = {}
-    try:
-        for line_family in text_string_to_metric_families(_relevant(text)):
-            for sample in line_family.samples:
-                match sample.name:
-                    case "process_start_time_seconds":
-                        started = sample.value
-                    case "vllm:num_requests_running":
-                        running += sample.value
-                    case "vllm:num_requests_waiting":
-                        waiting += sample.value
-                    case "vllm:kv_cache_usage_perc":
-                        kv_usage = max(kv_usage, sample.value)
-                    case "vllm:prompt_tokens_by_source_total":
-                        source = sample.labels.get("source", "")
-                        by_source[source] = by_source.get(source, 0.0) + sample.value
-                    case "vllm:cache_config_info":
-                        size = sample.labels.get("block_size", "")
-                        block_size = int(size) if size.isdigit() else None
-    except (ValueError, KeyError, IndexError) as error:
-        raise EngineError(f"/metrics is not in Prometheus text format: {error}") from None
-    return Scrape(started, block_size, running, waiting, kv_usage, by_source)
+    for labels, value in found[_BY_SOURCE]:
+        source = labels.get("source", "")
+        by_source[source] = by_source.get(source, 0.0) + value
+    size = next((labels.get("block_size", "") for labels, _ in reversed(found[_CACHE])), "")
+    return Scrape(
+        started=next((value for _, value in reversed(found[_STARTED])), 0.0),
+        block_size=int(size) if size.isdigit() else None,
+        running=sum(value for _, value in found[_RUNNING]),
+        waiting=sum(value for _, value in found[_WAITING]),
+        kv_usage=max((value for _, value in found[_USAGE]), default=0.0),
+        by_source=by_source,
+    )
 
 
-_RELEVANT = (
-    "process_start_time_seconds",
-    "vllm:num_requests_running{",
-    "vllm:num_requests_waiting{",
-    "vllm:kv_cache_usage_perc",
-    "vllm:prompt_tokens_by_source_total",
-    "vllm:cache_config_info",
+_READ = (
+    _STARTED := b"process_start_time_seconds",
+    _RUNNING := b"vllm:num_requests_running",
+    _WAITING := b"vllm:num_requests_waiting",
+    _USAGE := b"vllm:kv_cache_usage_perc",
+    _BY_SOURCE := b"vllm:prompt_tokens_by_source_total",
+    _CACHE := b"vllm:cache_config_info",
 )
+_LINE = re.compile(r"[^{\s]+[ \t]*(?:\{(.*)\})?[ \t]*(\S+)(?:[ \t]+-?[0-9]+)?\s*")
+_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
 
-def _relevant(text: str) -> str:
-    """Return the lines that are read: an engine's page is 60 KB, of which we need a dozen lines."""
-    return "\n".join(line for line in text.splitlines() if line.startswith(_RELEVANT)) + "\n"
+def _sample(line: bytes) -> tuple[dict[str, str], float]:
+    """Return the labels and the value of a line. No label that is read has a value with escapes: these stay as they are."""
+    parts = _LINE.fullmatch(line.decode("utf-8", "replace"))
+    try:
+        if parts is None:
+            raise ValueError(line)
+        return dict(_LABEL.findall(parts[1] or "")), float(parts[2])
+    except ValueError:
+        raise EngineError("/metrics is not in Prometheus text format") from None

@@ -29,6 +29,10 @@ OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNO
 """Errors of a connect that say nothing of the other side."""
 
 
+Request = bytes | Callable[[], bytes]
+"""A request's bytes, or what makes them once there is a connection for them: many may wait for one, each with a body."""
+
+
 class Answer(msgspec.Struct, frozen=True):
     """A whole answer of an engine. Header names are in lower case."""
 
@@ -145,16 +149,16 @@ class EngineClient:
             % (path.encode(), self._netloc, len(body), lines)
         ) + body
 
-    async def send(self, request: bytes, sink: Sink, *, fresh: bool = False) -> Leg:
+    async def send(self, request: Request, sink: Sink, *, fresh: bool = False) -> Leg:
         """Send a request and return the hold on it, at once; the answer goes to `sink`.
 
         Raises:
             EngineUnreachableError: the engine refused the connection, or did not take it in time.
         """
         connection = (None if fresh else self._kept()) or await self._connect()
-        return connection.send(request, sink)
+        return connection.send(request if isinstance(request, bytes) else request(), sink)
 
-    async def ask(self, request: bytes, *, fresh: bool = False) -> Pending:
+    async def ask(self, request: Request, *, fresh: bool = False) -> Pending:
         """Send a request whose whole answer will be awaited, on a new connection if `fresh`.
 
         Raises:

@@ -47,6 +47,8 @@ TakeRead = Callable[[bytes], int]
 class Leg:
     """One request on a connection. Once its answer is over it does nothing: the connection may carry another's by then."""
 
+    __slots__ = ("_connection", "_number")
+
     def __init__(self, connection: Connection, number: int) -> None:
         self._connection = connection
         self._number = number
@@ -83,12 +85,34 @@ class Leg:
 class Connection(asyncio.Protocol):
     """One connection. `on_free` is called when it can take another request, `on_lost` once when it is gone."""
 
+    __slots__ = (
+        "_answering",
+        "_between",
+        "_complete",
+        "_final",
+        "_headers",
+        "_keep",
+        "_lane",
+        "_name",
+        "_on_free",
+        "_on_lost",
+        "_parser",
+        "_parts",
+        "_paused",
+        "_requests",
+        "_sent_at",
+        "_sink",
+        "_take",
+        "_transport",
+        "_until_eof",
+        "idle_since",
+    )
+
     def __init__(self, name: str, on_free: Callable[[Connection], None], on_lost: Callable[[Connection], None]) -> None:
         self._name = name
         self._on_free = on_free
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpResponseParser(self)
         self._sink: Sink | None = None
         self._headers: Headers = []
         self._parts: list[bytes] = []
@@ -158,6 +182,9 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self._parser = httptools.HttpResponseParser(
+            self
+        )  # not before, since each holds the other until the connection is lost
 
     def data_received(self, data: bytes) -> None:
         lane = self._lane
@@ -199,6 +226,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._on_lost(self)
+        del self._parser  # each holds the other
         if self._sink is None:
             return
         if self._until_eof and exc is None:
@@ -232,7 +260,8 @@ class Connection(asyncio.Protocol):
         names = [name for name, _ in self._headers]
         framed = b"content-length" in names or b"transfer-encoding" in names
         self._until_eof = not framed and status not in (204, 304)
-        self._sink.head(status, self._headers)
+        headers, self._headers = self._headers, []  # the sink's: a stream lets go of them long before it ends
+        self._sink.head(status, headers)
 
     def on_body(self, body: bytes) -> None:
         if self._final:  # an informational answer that has a body is no reason to take it for the real one's

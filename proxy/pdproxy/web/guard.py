@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -23,12 +24,16 @@ from pdproxy.kit.errors import (
     Wait,
 )
 from pdproxy.observe.events import DeadlinePassed, Observers
+from pdproxy.web.light import Flow, Waiting
 from pdproxy.wire.errors import error_body
 
 LINGER = 2.0
 """Seconds for a refused client to read why, and to stop sending."""
 LOOK_AGAIN = 0.02
 """Seconds after a deadline for what is here already: a loop that was held up runs its timers before it reads its sockets."""
+UNSENT = 4096
+"""Bytes that wait for a client before its engine's leg is paused: beside the kernel's buffers on both sides, which are large.
+With one more read from the engine, which uvloop bounds to 256,000 bytes, a stream's client holds less than 256 KiB."""
 MOST_WAITING = 64
 """Requests that may wait behind another on one connection. One read of the socket can hold thousands, each of which costs
 kilobytes: those beyond are not read, and the connection closes behind the last answer."""
@@ -49,20 +54,37 @@ class GuardedProtocol(HttpToolsProtocol):
 
     bounds: Bounds
     observers: Observers
-    active: RequestResponseCycle | None = None
-    """The request being served; with requests in the pipeline, `cycle` is the last one that was read."""
+    # uvicorn's class has a dictionary, whose keys all connections share as long as they are no more than 30.
+    __slots__ = (
+        "_deaf",
+        "_head_bytes",
+        "_in_body",
+        "_in_head",
+        "_late",
+        "_lingering",
+        "_progress",
+        "_refusal",
+        "_unparsed",
+        "_unread",
+        "active",
+    )
 
-    _deaf = False
-    """Nothing more is read: what comes is thrown away."""
-    _lingering = False
-    _in_head = False
-    _in_body = False
-    _head_bytes = 0
-    _progress = False
-    _unparsed = 0
-    _refusal: PdproxyError | None = None
-    _late: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.pipeline = Waiting()  # type: ignore[assignment]
+        self.active: RequestResponseCycle | None = None
+        """The request being served; with requests in the pipeline, `cycle` is the last one that was read."""
+        self._deaf = False
+        """Nothing more is read: what comes is thrown away."""
+        self._lingering = False
+        self._in_head = False
+        self._in_body = False
+        self._head_bytes = 0
+        self._progress = False
+        self._unparsed = 0
+        self._refusal: PdproxyError | None = None
+        self._late: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
 
     # -- what the rest of the web room asks
 
@@ -114,6 +136,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
+        self.flow = Flow(self.transport)  # type: ignore[assignment]
+        self.transport.set_write_buffer_limits(high=UNSENT)
         self._watch()  # a connection that never asks for anything must not be kept for ever
 
     def data_received(self, data: bytes) -> None:

@@ -67,8 +67,8 @@ class Alone(Enum):
     NO_HANDLE = "no_handle"
 
 
-class Incoming(msgspec.Struct, frozen=True):
-    """A request as it came off the socket.
+class Incoming(msgspec.Struct):
+    """A request as it came off the socket. Who reads the body takes it out.
 
     `forward` holds the header lines (name, value) that go on to engines, without the credentials.
     """

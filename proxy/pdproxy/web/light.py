@@ -1,0 +1,65 @@
+"""What uvicorn gives each connection, in less memory: thousands of streams are open at once.
+
+An `asyncio.Event` and a deque take more than 600 bytes each, and hardly a connection ever uses either. A test holds both classes
+to the names of uvicorn's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Flow:
+    """uvicorn's `FlowControl`: whether reading and writing are paused."""
+
+    __slots__ = ("_resumed", "_transport", "read_paused", "write_paused")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.read_paused = False
+        self.write_paused = False
+        self._resumed: asyncio.Event | None = None
+
+    async def drain(self) -> None:
+        """Wait until the client reads again."""
+        if self.write_paused:
+            if self._resumed is None:
+                self._resumed = asyncio.Event()
+            await self._resumed.wait()
+
+    def pause_reading(self) -> None:
+        """Read no more."""
+        if not self.read_paused:
+            self.read_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read on."""
+        if self.read_paused:
+            self.read_paused = False
+            self._transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        """The client reads slower than we write."""
+        self.write_paused = True
+
+    def resume_writing(self) -> None:
+        """The client has read, or left."""
+        self.write_paused = False
+        if self._resumed is not None:
+            self._resumed.set()
+            self._resumed = None
+
+
+class Waiting(list[object]):
+    """The requests that wait on a connection, the newest first, as the deque that uvicorn uses: few, and mostly none."""
+
+    __slots__ = ()
+
+    def appendleft(self, item: object) -> None:
+        """Add the newest."""
+        self.insert(0, item)
+
+    def popleft(self) -> object:
+        """Take the newest."""
+        return self.pop(0)

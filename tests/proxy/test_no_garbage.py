@@ -1,0 +1,95 @@
+"""A request is freed by reference counts: whatever became of it, the garbage collector finds nothing of ours afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable
+from types import FrameType
+
+import pytest
+import uvloop
+
+from tests.fakes import scripts
+from tests.fakes.client import request
+from tests.fakes.world import COMPLETIONS, World, completion, until, world
+
+EVENT = b'data: {"id":"x","choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'
+
+
+async def whole(w: World) -> None:
+    assert (await w.ask(COMPLETIONS, completion())).status == 200
+
+
+async def streamed(w: World) -> None:
+    assert (await w.ask(COMPLETIONS, completion(stream=True))).status == 200
+
+
+async def a_list(w: World) -> None:
+    assert (await w.ask(COMPLETIONS, completion(stream=True, prompt=["one" * 50, "two" * 50]))).status == 200
+
+
+async def refused(w: World) -> None:
+    assert (await w.ask(COMPLETIONS, b"{")).status == 400
+
+
+async def no_prefill(w: World) -> None:
+    w.prefill[0].script(scripts.eof)
+    assert (await w.ask(COMPLETIONS, completion(stream=True))).status == 200
+
+
+async def no_decode(w: World) -> None:
+    w.decode[0].script(scripts.eof, scripts.eof, scripts.eof, scripts.eof)
+    assert (await w.ask(COMPLETIONS, completion())).status in (200, 502)
+
+
+async def broken_off(w: World) -> None:
+    w.decode[0].script(scripts.streams(EVENT, then="reset"))
+    assert (await w.ask(COMPLETIONS, completion(stream=True))).status == 200
+
+
+async def left(w: World) -> None:
+    w.decode[0].script(scripts.streams(EVENT, then="stall"))
+    client = await w.client()
+    client.send(request("POST", COMPLETIONS, completion(stream=True)))
+    await until(lambda: bool(w.decode[0].requests) and w.proxy.admission.inflight == 1)
+    client.close()
+
+
+def ours(found: list[object]) -> list[object]:
+    """What is pdproxy's of the objects that were found: the simulator's engines serve in this process, too."""
+    kinds = [type(one).__module__ for one in found]
+    frames = [one for one in found if isinstance(one, FrameType) and "/pdproxy/" in one.f_code.co_filename]
+    own = [
+        one
+        for one, kind in zip(found, kinds, strict=True)
+        if kind.startswith("pdproxy.") and not kind.startswith("pdproxy.sim")
+    ]
+    return [*own, *(frame for frame in frames if "/sim/" not in frame.f_code.co_filename)]
+
+
+@pytest.mark.parametrize("act", [whole, streamed, a_list, refused, no_prefill, no_decode, broken_off, left])
+def test_nothing_is_left_to_the_collector(act: Callable[[World], Awaitable[None]]) -> None:
+    """All of a request has gone with its last reference."""
+    found: list[object] = []
+
+    async def run() -> None:
+        async with world() as w:
+            await streamed(w)  # what is made once
+            await w.quiet()
+            gc.collect()
+            gc.disable()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            try:
+                await act(w)
+                await w.quiet()
+                await asyncio.sleep(0.05)  # connections are lost in a later turn of the loop
+                gc.collect()
+                found.extend(gc.garbage)
+            finally:
+                gc.set_debug(0)
+                gc.garbage.clear()
+                gc.enable()
+
+    uvloop.run(run())
+    assert not ours(found)
