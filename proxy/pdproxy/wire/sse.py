@@ -24,17 +24,18 @@ PLAIN = b'data: {"id":'
 PLAIN_END = b"}\n\n"
 _ABORTED = b'"finish_reason":"abort"'
 _ROLE = b'"delta":{"role":"'
+_SPACED = b'data: {"id": '
 _STRING_OR_SPACES = re.compile(rb'("(?:[^"\\]|\\.)*")|[ \t]+')
 
 
 def is_spaced(batch: bytes) -> bool:
-    """Tell whether a batch begins with an event whose JSON has spaces where vLLM writes none."""
-    return batch.startswith(b'data: {"') and batch.find(b'": ', 8, 40) > 0
+    """Tell whether a batch begins with data whose JSON has spaces, where vLLM writes none. Its errors do have them."""
+    return batch.startswith(_SPACED)
 
 
 def compact(batch: bytes) -> bytes:
-    """Return a batch of events with their JSON as vLLM writes it: without spaces outside of strings."""
-    return b"\n".join([_compact(line) if line.startswith(b"data: {") else line for line in batch.split(b"\n")])
+    """Return a batch of events with their data as vLLM writes it: without spaces outside of strings."""
+    return b"\n".join([_compact(line) if line.startswith(_SPACED) else line for line in batch.split(b"\n")])
 
 
 def _compact(line: bytes) -> bytes:
