@@ -127,43 +127,50 @@ class Lane:
 
     def _several(self, data: bytes) -> int:
         """Take the plain chunks that a read begins with. Learn from the first that is none, but not from each."""
+        if not self.plain:
+            return 0
         template = self._template
+        last, takes_ids = template.last, template.takes_ids
+        ids: list[bytes] = []
         out: list[bytes] = []
         at = count = 0
-        while self.plain:
-            line = data.find(b"\r\n", at, at + LONGEST_LINE)
-            size = SIZES.get(data[at:line]) if line > 0 else None
-            if size is None or not data.startswith(b"\r\n", line + 2 + size):
+        for part in data.split(last):
+            size = len(part) + len(last)
+            opening = template.openings.get(size) or template.opened(size)
+            if at + size > len(data) or opening is None or not part.startswith(opening):
                 break
-            start, stop = line + 2, line + 2 + size
-            quote = data.find(template.middle, start, stop)
-            close = stop - len(template.end)
-            digits = data[quote + template.between : close]
-            if (
-                quote < 0
-                or not data.startswith(template.opening, start)
-                or data.find(b"\n", start) != stop - 2
-                or data.find(b"\r", start) != stop
-                or not (_is_id(digits) and data.startswith(template.end, close) if template.takes_ids else not digits)
-            ):
-                if self.events >= self._lesson:
-                    self._lesson = self.events + _LESSON_EVERY
-                    if self._fresh:
-                        self._convert()
-                    self._template = learn(data[start:stop], takes_ids=self.takes_ids) or template
+            if takes_ids:
+                front, _, digits = part.rpartition(b"[")
+                body = front[len(opening) - template.width :]
+                if not front.endswith(template.before_ids) or len(digits) > _ID_DIGITS or body.find(b"\n") >= 0:
+                    break
+                ids.append(digits)
+                out += LINES[len(body) + len(template.tail) - 2], body, template.tail
+            elif part.find(b"\n", len(opening)) >= 0:
                 break
-            if template.takes_ids:
-                self.ids.append(int(digits))
-                out += LINES[size - len(digits) + 2], data[start : quote + template.between - 1], template.tail
-            if stop + 2 - at not in template.openings:
-                template.openings[stop + 2 - at] = data[at : start + template.width]
-            at = stop + 2
+            at += size
             count += 1
         if count:
+            if takes_ids:
+                self._fresh.append(last.join(ids) + last)
             self.count(count, self._time())
             with suppress(RuntimeError):
-                self._write(b"".join(out) if template.takes_ids else data[:at])
+                self._write(b"".join(out) if takes_ids else data[:at])
+        if at < len(data) and self.events >= self._lesson:
+            self._learn(data, at)
         return at
+
+    def _learn(self, data: bytes, at: int) -> None:
+        line = data.find(b"\r\n", at, at + LONGEST_LINE)
+        size = SIZES.get(data[at:line]) if line > 0 else None
+        if size is None or not data.startswith(b"\r\n", line + 2 + size):
+            return
+        self._lesson = self.events + _LESSON_EVERY
+        found = learn(data[line + 2 : line + 2 + size], takes_ids=self.takes_ids)
+        if found is not None:
+            if self._fresh:
+                self._convert()
+            self._template = found
 
     def _convert(self) -> None:
         last = self._template.last
@@ -172,10 +179,6 @@ class Lane:
         # Some that are no ids of any tokenizer would be lost, and were not the client's all the same.
         with suppress(msgspec.DecodeError, OverflowError):
             self._ids.extend(_read_ids(b"[%b]" % listed))
-
-
-def _is_id(digits: bytes) -> bool:
-    return digits.isdigit() and len(digits) <= _ID_DIGITS
 
 
 def _nowhere(data: bytes) -> None:

@@ -11,6 +11,7 @@ import re
 
 import msgspec
 
+from pdproxy.wire.chunks import HEADS, LONGEST
 from pdproxy.wire.sse import END
 
 _PREFIX = b"data: "
@@ -26,25 +27,31 @@ class Template:
 
     `opening` goes to the quote of the event's id, `middle` begins with the text's closing one. With ids, `middle` ends with `[`,
     the event's last one, and `end` begins with `]`; without, `end` is empty and `middle` goes to the event's end. In a chunk,
-    `last` is what it ends with, `tail` what stands there instead once the ids are out; `openings` has what whole ones that were
-    seen begin with, by their size in bytes.
+    `last` is what it ends with, `tail` what stands there instead once the ids are out; `openings` has what whole ones begin with,
+    by their size in bytes, as far as such were seen.
 
     Streams of one form share one template: what all of them compare with stays in the processor's caches.
     """
 
-    __slots__ = ("before_ids", "between", "end", "last", "middle", "opening", "openings", "tail", "takes_ids", "width")
+    __slots__ = ("before_ids", "end", "last", "middle", "opening", "openings", "tail", "takes_ids", "width")
 
     def __init__(self, opening: bytes, middle: bytes, end: bytes, *, takes_ids: bool) -> None:
         self.opening = opening
         self.middle = middle
         self.before_ids = middle[:-1]
-        self.between = len(middle)
         self.end = end
         self.takes_ids = takes_ids
         self.last = (end if takes_ids else middle) + b"\r\n"
         self.tail = b"null" + self.last[1:]
         self.width = len(opening)
         self.openings: dict[int, bytes] = {}
+
+    def opened(self, size: int) -> bytes | None:
+        """Return what a whole chunk of that size begins with, and keep it in `openings`; None for one that is too long."""
+        if size >= LONGEST:
+            return None
+        opening = self.openings[size] = HEADS[size] + self.opening
+        return opening
 
     def __repr__(self) -> str:
         return f"<Template {self.opening!r} {self.middle!r} {self.end!r}>"
