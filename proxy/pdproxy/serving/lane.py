@@ -20,11 +20,9 @@ import msgspec
 from pdproxy.observe.events import ITL_BOUNDS
 from pdproxy.wire import tokens
 from pdproxy.wire.chunks import LINES, LONGEST_LINE, SIZES
-from pdproxy.wire.template import Template, learn
+from pdproxy.wire.template import guess, learn
 
 _read_ids = msgspec.json.Decoder(list[int]).decode
-_UNKNOWN = Template(b"\n", b"\n\n\n", b"", takes_ids=False)
-"""No event is like this."""
 _ID_DIGITS = 9
 _MANY = 32
 """Ids that are kept as they came before they are made numbers together, which costs a tenth of what it costs one by one."""
@@ -62,7 +60,7 @@ class Lane:
         self._ids = tokens.new()
         self._fresh: list[bytes] = []  # of chunks that were told by `_template`: ids and its `last`
         self.takes_ids = takes_ids
-        self._template = _UNKNOWN
+        self._template = guess(takes_ids=takes_ids)
         self._lesson = 0
         self._time = time
         self._write: Callable[[bytes], None] = _nowhere
@@ -156,21 +154,23 @@ class Lane:
             self.count(count, self._time())
             with suppress(RuntimeError):
                 self._write(b"".join(out) if takes_ids else data[:at])
-        if at < len(data) and self.events >= self._lesson:
-            self._learn(data, at)
+        if at < len(data) and self.events >= self._lesson and self._learned(data, at):
+            at += self._several(data[at:])
         return at
 
-    def _learn(self, data: bytes, at: int) -> None:
+    def _learned(self, data: bytes, at: int) -> bool:
         line = data.find(b"\r\n", at, at + LONGEST_LINE)
         size = SIZES.get(data[at:line]) if line > 0 else None
         if size is None or not data.startswith(b"\r\n", line + 2 + size):
-            return
+            return False
         self._lesson = self.events + _LESSON_EVERY
         found = learn(data[line + 2 : line + 2 + size], takes_ids=self.takes_ids)
-        if found is not None:
-            if self._fresh:
-                self._convert()
-            self._template = found
+        if found is None or found is self._template:
+            return False
+        if self._fresh:
+            self._convert()
+        self._template = found
+        return True
 
     def _convert(self) -> None:
         last = self._template.last

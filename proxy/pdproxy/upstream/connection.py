@@ -102,6 +102,7 @@ class Connection(asyncio.Protocol):
         "_requests",
         "_sent_at",
         "_sink",
+        "_stopped_between",
         "_take",
         "_transport",
         "_until_eof",
@@ -127,6 +128,7 @@ class Connection(asyncio.Protocol):
         self._take: TakeRead | None = None
         self._lane: TakeRead | None = None  # as `_take`, while the parser stands between two chunks
         self._between = False
+        self._stopped_between = False  # what was read so far ends between two chunks
         self.idle_since = 0.0
 
     def __repr__(self) -> str:
@@ -155,6 +157,8 @@ class Connection(asyncio.Protocol):
     def take_reads(self, take: TakeRead) -> None:
         """Offer reads of the present answer that begin between two chunks to `take`."""
         self._take = take
+        if self._stopped_between:
+            self._lane = take
 
     def carries(self, number: int) -> bool:
         """Tell whether the connection is still at work on its `number`th request."""
@@ -163,6 +167,7 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Drop the connection at once. The sink hears nothing more."""
         self._sink = self._take = self._lane = None
+        self._stopped_between = False
         if self._transport is not None:
             self._transport.abort()
 
@@ -216,7 +221,8 @@ class Connection(asyncio.Protocol):
             self._fail(EngineError(f"{self._name} does not speak HTTP/1.1: {error}"))
             return
         # A size line that has only begun does not end like this; one that is whole has been told.
-        self._lane = self._take if self._between and data.endswith(b"\r\n") else None
+        self._stopped_between = self._between and data.endswith(b"\r\n")
+        self._lane = self._take if self._stopped_between else None
         self._flush()
         if self._complete and self._sink is sink:
             self._finish(keep=self._keep)
@@ -291,6 +297,7 @@ class Connection(asyncio.Protocol):
     def _finish(self, *, keep: bool) -> None:
         sink, self._sink = self._sink, None
         self._take = self._lane = None
+        self._stopped_between = False
         self._complete = False
         if keep:
             self._on_free(self)

@@ -57,7 +57,15 @@ class Template:
         return f"<Template {self.opening!r} {self.middle!r} {self.end!r}>"
 
 
+_UNKNOWN = Template(b"\n", b"\n\n\n", b"", takes_ids=False)
+"""No event is like this."""
 _known: dict[tuple[bytes, bytes, bytes, bool], Template] = {}
+_latest: dict[bool, Template] = {}
+
+
+def guess(*, takes_ids: bool) -> Template:
+    """Return the template that was learned last. What does not match it is learned from, so a wrong guess costs little."""
+    return _latest.get(takes_ids, _UNKNOWN)
 
 
 def learn(event: bytes, *, takes_ids: bool) -> Template | None:
@@ -85,12 +93,13 @@ def learn(event: bytes, *, takes_ids: bool) -> Template | None:
         middle, end = event[closing : ids.end()], event[bracket:]
     key = opening[0], middle, end, takes_ids
     if key in _known:
+        _latest[takes_ids] = _known[key]
         return _known[key]
     if middle.startswith(b'""') or not _is_plain(event, event[: text.end()], middle, end, takes_ids):
         return None
     if len(_known) >= _MOST_KNOWN:  # engines that write each event in another form: nothing to be learned from those
         _known.clear()
-    _known[key] = Template(*key[:3], takes_ids=takes_ids)
+    _known[key] = _latest[takes_ids] = Template(*key[:3], takes_ids=takes_ids)
     return _known[key]
 
 
