@@ -227,8 +227,6 @@ class Relay:
                 return
             self._tail = chunk[cut:]
             chunk = chunk[:cut]
-        if sse.is_spaced(chunk):
-            chunk = sse.compact(chunk)
         if self._phase is _Phase.FLOWING:
             self._forward(chunk)
             self._look_ahead()
@@ -267,7 +265,9 @@ class Relay:
         if self._phase is _Phase.PROVEN:
             return
         real = False
-        for event in batch.split(sse.END):
+        spaced = sse.is_spaced(batch)
+        for bare in batch.split(sse.END):
+            event = sse.compact(bare) if spaced else bare
             lines = sse.data_lines(event)
             if not lines or sse.is_role_only(event):  # nothing, a keep-alive comment, the opening of a chat
                 continue
@@ -279,7 +279,10 @@ class Relay:
                     self._fail(EngineError("the engine ended the stream without any data"))
                     return
                 break
+            plain = not real and not sse.may_need_care(batch)
             real = True
+            if plain:
+                break  # so are all others
         if real:
             self._phase = _Phase.PROVEN
             if not self.first.done():
@@ -310,6 +313,11 @@ class Relay:
             if not bare:
                 continue
             event = bare.lstrip(b"\n") + sse.END
+            if self._index is None and not sse.may_need_care(event):
+                passed += [*self._take_finished(), event]
+                continue
+            if sse.is_spaced(event):
+                event = sse.compact(event)
             lines = sse.data_lines(event)
             if (error := _failure(event, lines)) is not None:
                 self._fail(error)

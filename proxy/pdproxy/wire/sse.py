@@ -21,10 +21,10 @@ _FINISHED = b'"finish_reason":"'
 UNFINISHED = b'"finish_reason":null'
 PLAIN = b'data: {"id":'
 """What an event of plain data begins with, and neither an error nor the end mark does."""
-PLAIN_END = b"}\n\n"
 _ABORTED = b'"finish_reason":"abort"'
 _ROLE = b'"delta":{"role":"'
 _SPACED = b'data: {"id": '
+_SPACED_FINISHED, _SPACED_UNFINISHED = b'"finish_reason": "', b'"finish_reason": null'
 _STRING_OR_SPACES = re.compile(rb'("(?:[^"\\]|\\.)*")|[ \t]+')
 
 
@@ -115,15 +115,18 @@ def may_need_care(batch: bytes) -> bool:
     or anything that is not written as vLLM writes its data.
     """
     count = batch.count(END)
+    spaced = is_spaced(batch)
     if (
         batch.startswith(PLAIN)
-        and batch.count(UNFINISHED) == count
+        and batch.count(_SPACED_UNFINISHED if spaced else UNFINISHED) == count
         and batch.count(_NEXT_PLAIN) == count - 1
         and batch.count(b"\n") == 2 * count
     ):
-        return batch.find(b"\r") >= 0 or batch.find(_FINISHED) >= 0  # one choice in each event, and none of them ends
+        finished = _SPACED_FINISHED if spaced else _FINISHED
+        return batch.find(b"\r") >= 0 or batch.find(finished) >= 0  # one choice in each event, and none of them ends
     return (
-        not is_regular(batch)
+        spaced
+        or not is_regular(batch)
         or DONE in batch
         or _USAGE_ONLY in batch
         or _FINISHED in batch

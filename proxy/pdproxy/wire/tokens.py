@@ -10,11 +10,11 @@ import re
 from array import array
 from contextlib import suppress
 
-IDS = b'"token_ids":['
 WITHHELD = b'"delta":{},"logprobs":null,"finish_reason":null'
 """In an event that a plain answer would not have: a parser held the text back, and only the ids made an event of it."""
-_IDS = re.compile(rb'"token_ids":\[([0-9, ]*)\]')
-_PROMPT_IDS = b'"prompt_token_ids":['
+_IDS = re.compile(rb'"token_ids": ?\[([0-9, ]*)\]')
+_SPACED = b'"token_ids": '
+_PROMPT_IDS = re.compile(rb'"prompt_token_ids": ?\[')
 
 
 def new() -> array[int]:
@@ -29,13 +29,13 @@ def taken(batch: bytes, ids: array[int]) -> bytes:
         return batch
     with suppress(ValueError, OverflowError):  # no ids that a tokenizer has; they are not the client's all the same
         ids.extend([int(one) for one in b",".join(parts[1::2]).split(b",") if one])
-    return b'"token_ids":null'.join(parts[::2])
+    return (b'"token_ids": null' if batch.find(_SPACED) >= 0 else b'"token_ids":null').join(parts[::2])
 
 
 def without_prompt(batch: bytes) -> bytes:
     """Return the first events of a stream without the ids of the prompt: thousands, in one event."""
-    at = batch.find(_PROMPT_IDS)
-    end = batch.find(b"]", at)
-    if at < 0 or end < 0:
+    found = _PROMPT_IDS.search(batch)
+    end = batch.find(b"]", found.end()) if found else -1
+    if found is None or end < 0:
         return batch
-    return b"%bnull%b" % (batch[: at + len(_PROMPT_IDS) - 1], batch[end + 1 :])
+    return b"%bnull%b" % (batch[: found.end() - 1], batch[end + 1 :])
