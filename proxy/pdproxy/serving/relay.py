@@ -13,18 +13,19 @@ A stream that ends without its end mark has failed, whatever the connection says
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 
 from pdproxy.kit.clock import Clock, Timer
-from pdproxy.kit.errors import ClientLeftError, EngineError, EngineRefusedError, EngineTimeoutError, PdproxyError, Wait
+from pdproxy.kit.errors import ClientLeftError, EngineError, EngineTimeoutError, PdproxyError, Wait
 from pdproxy.kit.flag import Flag
 from pdproxy.serving.lane import Lane
 from pdproxy.serving.output import Output
+from pdproxy.serving.verdicts import failure_in
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers, Leg
 from pdproxy.wire import sse, tokens
-from pdproxy.wire.engine import Usage, error_of, usage_of
+from pdproxy.wire.engine import Usage, usage_of
 from pdproxy.wire.usage import with_created_cache
 
 MAX_EVENT = 32 << 20
@@ -271,7 +272,7 @@ class Relay:
             lines = sse.data_lines(event)
             if not lines or sse.is_role_only(event):  # nothing, a keep-alive comment, the opening of a chat
                 continue
-            if (error := _failure(event, lines)) is not None:
+            if (error := failure_in(event, lines)) is not None:
                 self._fail(error)
                 return
             if sse.is_done(lines[0]):
@@ -319,7 +320,7 @@ class Relay:
             if sse.is_spaced(event):
                 event = sse.compact(event)
             lines = sse.data_lines(event)
-            if (error := _failure(event, lines)) is not None:
+            if (error := failure_in(event, lines)) is not None:
                 self._fail(error)
                 break
             if not lines:
@@ -393,23 +394,3 @@ class Relay:
             self._paused_since = None
             self.lane.last = self._time()
             self._leg.resume()
-
-
-def _failure(event: bytes, lines: Sequence[bytes]) -> EngineError | None:
-    """Return what an event says has failed, None if it is data."""
-    if b"\r" in event:  # a client would see other events in it than we do
-        return EngineError("the engine sent something else than vLLM's events")
-    if sse.is_aborted(event):
-        return _refusal(event)
-    return next((_refusal(line) for line in lines if sse.is_error(line)), None)
-
-
-def _refusal(event: bytes) -> EngineError:
-    if sse.is_aborted(event):
-        return EngineError("the engine gave the answer up half-way")
-    payload = sse.payload(event)
-    detail = error_of(payload)
-    code = detail.code if detail is not None else None
-    status = code if isinstance(code, int) and 400 <= code <= 599 else 500
-    # Its words may quote the prompt. The client gets them; the log, which is what this message is for, does not.
-    return EngineRefusedError(f"the engine sent an error event with status {status}", status=status, body=payload)

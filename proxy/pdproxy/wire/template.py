@@ -111,7 +111,9 @@ def _is_plain(event: bytes, front: bytes, middle: bytes, end: bytes, takes_ids: 
     try:
         was, now = msgspec.json.decode(event[len(_PREFIX) :]), msgspec.json.decode(other[len(_PREFIX) :])
         (choice,), (probed,) = was["choices"], now["choices"]
-        if choice["finish_reason"] is not None or was.get("usage") is not None or "error" in was:
+        if choice["finish_reason"] is not None or choice.get("logprobs") is not None:
+            return False  # what differs in each event is no form
+        if was.get("usage") is not None or "error" in was:
             return False
         if "delta" in choice:
             (kind,) = choice["delta"]
