@@ -10,7 +10,7 @@ import pytest
 from pdproxy.observe.events import LegFailed
 from tests.fakes import answers, scripts
 from tests.fakes.engine import Script, prefill, prefilled
-from tests.fakes.world import CHAT, COMPLETIONS, TEXT, chat, completion, world
+from tests.fakes.world import CHAT, COMPLETIONS, TEXT, chat, completion, until, world
 
 BROKEN: dict[str, Script] = {
     "500": scripts.whole(answers.INTERNAL_500, 500),
@@ -95,7 +95,7 @@ async def test_a_prefill_engine_that_says_nothing() -> None:
         assert w.metric("pdproxy_deadline_total", wait="prefill") == 1
         assert w.metric("pdproxy_alone_total", reason="prefill_failed") == 1
         await w.quiet()
-        assert w.prefill[0].requests[0].left.is_set(), "the leg was closed"
+        await until(w.prefill[0].requests[0].left.is_set)  # the leg was closed
 
 
 async def test_a_prefill_engine_that_is_just_too_late() -> None:

@@ -31,10 +31,10 @@ FILES_A_REQUEST = 3
 """A client's socket, one to a prefill and one to a decode engine."""
 FILES_BESIDES = 64
 INTERRUPTED = 130
-GC_THRESHOLDS = (2000, 10, 100)
-"""A request leaves nothing to the garbage collector (a test sees to that), so it is for what libraries leave: often, among the
-newest thousands of objects, in a fraction of a millisecond; seldom among all of them, which takes a millisecond for every
-10,000 objects, and there are 100 of these to an open stream."""
+GC_THRESHOLDS = (1000, 5, 400)
+"""A request leaves nothing to the garbage collector (a test sees to that), so it is for what libraries leave. A collection takes
+about a millisecond for every 10,000 objects that it looks at, and holds the event loop as long: often it looks at the newest
+thousand, or at five times as many, seldom at all of them, and there are 100 of these to an open stream."""
 
 
 class _Server(uvicorn.Server):
