@@ -15,7 +15,7 @@ from .shapes import Shape
 SOURCE = "vllm:prompt_tokens_by_source_total"
 USED = "vllm:kv_cache_usage_perc"
 SETTLED = 5.0  # seconds for counters to show what happened and for P to free its blocks
-STRICT_TRIES = 3
+STRICT_TRIES = 6
 
 
 @dataclass
