@@ -103,6 +103,7 @@ STRANGE = {
     "two events in one": event("a", finish="stop") + event("b"),
     "an error before another": b'data: {"error": {"message": "no"}}\n\n' + event("b"),
     "no event's end": event("a")[:-1],
+    "a line that only clients see": event("a").replace(b'"text":"a"', b'"text":"a\rb"'),
 }
 
 
@@ -175,6 +176,26 @@ def test_ids_are_kept_in_order(ids: list[int]) -> None:
     for one in ids:
         lane.take(chunk(event("a", [one])))
     assert list(lane.ids)[before:] == [one for one in ids if one < 10**9]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_events_without_an_id_or_with_several_cost_none_of_the_others(together: bool) -> None:
+    lane, got = taught(event("x"))
+    before = len(lane.ids)
+    lists = [[1], [], [2, 3], [4]] * 20
+    reads = [chunk(event("a", [7]).replace(b"[7]", json.dumps(ids).encode())) for ids in lists]
+    for read in [b"".join(reads)] if together else reads:
+        assert lane.take(read) == len(read)
+    assert payloads(got) == [event("a", None)] * len(lists)
+    assert list(lane.ids)[before:] == [1, 2, 3, 4] * 20
+
+
+def test_what_is_no_id_costs_none_of_the_others() -> None:
+    lane, _ = taught(event("x"))
+    before = len(lane.ids)
+    for ids in (b"[1]", b"[null]", b"[2]"):
+        lane.take(chunk(event("a").replace(b"[7]", ids)))
+    assert list(lane.ids)[before:] == [1, 2]
 
 
 @pytest.mark.parametrize(

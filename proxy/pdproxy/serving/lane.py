@@ -25,7 +25,7 @@ from pdproxy.wire.template import guess, learn
 _read_ids = msgspec.json.Decoder(list[int]).decode
 _ID_DIGITS = 9
 _MANY = 32
-"""Ids that are kept as they came before they are made numbers together, which costs a tenth of what it costs one by one."""
+"""Ids that are kept as they came before they are made numbers together, which costs less than one by one."""
 _LESSON_EVERY = 8
 """Events. A stream whose events are all unlike each other (logprobs) is not studied in vain at each of them."""
 
@@ -102,14 +102,19 @@ class Lane:
             front, _, back = data.rpartition(b"[")
             body = front[len(opening) - template.width :]
             ids = len(back) - len(template.last)
-            if not front.endswith(template.before_ids) or ids > _ID_DIGITS or body.find(b"\n") >= 0:
+            if (
+                not front.endswith(template.before_ids)
+                or not 0 < ids <= _ID_DIGITS
+                or body.find(b"\n") >= 0
+                or body.find(b"\r") >= 0
+            ):
                 return self._several(data)
             self._fresh.append(back)
             if len(self._fresh) == _MANY:
                 self._convert()
             # The payload: its chunk's two last bytes don't count; null is two longer than its brackets.
             data = b"".join((LINES[len(body) + len(template.tail) - 2], body, template.tail))
-        elif data.find(b"\n", len(opening)) != size - 4:
+        elif data.find(b"\n", len(opening)) != size - 4 or data.find(b"\r", len(opening)) != size - 2:
             return self._several(data)
         now = self._time()
         gap = now - self.last
@@ -140,16 +145,17 @@ class Lane:
             if takes_ids:
                 front, _, digits = part.rpartition(b"[")
                 body = front[len(opening) - template.width :]
-                if not front.endswith(template.before_ids) or len(digits) > _ID_DIGITS or body.find(b"\n") >= 0:
+                if not front.endswith(template.before_ids) or len(digits) > _ID_DIGITS or _has_line_end(body, 0):
                     break
-                ids.append(digits)
+                if digits:  # a text may come without any
+                    ids.append(digits)
                 out += LINES[len(body) + len(template.tail) - 2], body, template.tail
-            elif part.find(b"\n", len(opening)) >= 0:
+            elif _has_line_end(part, len(opening)):
                 break
             at += size
             count += 1
         if count:
-            if takes_ids:
+            if ids:
                 self._fresh.append(last.join(ids) + last)
             self.count(count, self._time())
             with suppress(RuntimeError):
@@ -176,9 +182,15 @@ class Lane:
         last = self._template.last
         listed = b"".join(self._fresh).replace(last, b",").rstrip(b",")
         self._fresh.clear()
-        # Some that are no ids of any tokenizer would be lost, and were not the client's all the same.
-        with suppress(msgspec.DecodeError, OverflowError):
+        try:
             self._ids.extend(_read_ids(b"[%b]" % listed))
+        except msgspec.DecodeError:  # what is no id of any tokenizer was not the client's all the same
+            self._ids.extend([int(one) for one in listed.split(b",") if one.strip().isdigit()])
+
+
+def _has_line_end(part: bytes, start: int) -> bool:
+    """Tell whether clients would read more than one event, or another one, in what is to be one."""
+    return part.find(b"\n", start) >= 0 or part.find(b"\r", start) >= 0
 
 
 def _nowhere(data: bytes) -> None:
