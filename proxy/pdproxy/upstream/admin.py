@@ -5,7 +5,6 @@ Owns one aiohttp session. Every question has a deadline; what goes wrong becomes
 
 from __future__ import annotations
 
-import re
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import TypeVar
 
 import aiohttp
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy.kit.errors import (
     EngineError,
@@ -220,16 +220,13 @@ _READ = (
     _BY_SOURCE := b"vllm:prompt_tokens_by_source_total",
     _CACHE := b"vllm:cache_config_info",
 )
-_LINE = re.compile(r"[^{\s]+[ \t]*(?:\{(.*)\})?[ \t]*(\S+)(?:[ \t]+-?[0-9]+)?\s*")
-_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
 
 def _sample(line: bytes) -> tuple[dict[str, str], float]:
-    """Return the labels and the value of a line. No label that is read has a value with escapes: these stay as they are."""
-    parts = _LINE.fullmatch(line.decode("utf-8", "replace"))
+    """Return the labels and the value of a line."""
     try:
-        if parts is None:
-            raise ValueError(line)
-        return dict(_LABEL.findall(parts[1] or "")), float(parts[2])
-    except ValueError:
-        raise EngineError("/metrics is not in Prometheus text format") from None
+        (family,) = text_string_to_metric_families(line.decode("utf-8", "replace") + "\n")
+        (sample,) = family.samples
+    except (ValueError, KeyError, IndexError) as error:
+        raise EngineError(f"/metrics is not in Prometheus text format: {error}") from None
+    return sample.labels, sample.value
