@@ -9,12 +9,13 @@ from itertools import pairwise
 import h11
 
 from pdproxy.kit.errors import EngineError, EngineRefusedError
-from pdproxy.transfer.contract import Handle
+from pdproxy.transfer.contract import NO_DISPATCH, Handle
 from pdproxy.transfer.nixl import handle, release_body
 from pdproxy.upstream.connection import Connection, Headers
 from pdproxy.wire.chunks import whole
 from pdproxy.wire.engine import error_of, prefill_answer, usage_of
 from pdproxy.wire.errors import error_body
+from pdproxy.wire.request import Route, parse
 from tests.fuzz.ingress import Transport
 
 
@@ -122,7 +123,7 @@ def check_engine_json(data: bytes) -> None:
     answer = prefill_answer(data)
     if answer is None:
         return
-    found = handle(answer)
+    found = handle(parse(Route.COMPLETIONS, b'{"prompt":"x"}'), answer, NO_DISPATCH)
     assert isinstance(found, Handle | str)
     if isinstance(found, Handle):
         released = release_body("x", found)

@@ -7,8 +7,8 @@ from typing import Any
 
 from pdproxy.kit.errors import BadRequestError
 from pdproxy.transfer.bodies import alone_body
-from pdproxy.transfer.contract import Handle, encode
-from pdproxy.transfer.nixl import decode_body, prefill_body
+from pdproxy.transfer.contract import NO_DISPATCH, Handle, encode
+from pdproxy.transfer.nixl import decode, prefill
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.reading import check_content_type
 from pdproxy.wire.request import NEVER_FROM_CLIENTS, Route, body_request_id, parse
@@ -37,12 +37,12 @@ def check_body(route: Route, body: bytes) -> None:
     body_request_id(parsed.fields)
     bodies = [alone_body(parsed, None)]
     for prompt in parsed.prompts:
-        bodies += [alone_body(parsed, prompt), decode_body(parsed, prompt, None)]
-        prefill, decode = prefill_body(parsed, prompt), decode_body(parsed, prompt, OURS)
-        _assert_only_ours(prefill)
-        _assert_only_ours(decode)
-        if isinstance(_loads(prefill), dict) and not _deep(body):
-            assert isinstance(_loads(decode), dict), "a prefill would have been for nothing"
+        bodies.append(alone_body(parsed, prompt))
+        asked, given = prefill(parsed, prompt, NO_DISPATCH).body, decode(parsed, prompt, OURS).body
+        _assert_only_ours(asked)
+        _assert_only_ours(given)
+        if isinstance(_loads(asked), dict) and not _deep(body):
+            assert isinstance(_loads(given), dict), "a prefill would have been for nothing"
     for one in bodies:
         found = _loads(one)
         if isinstance(found, dict):
@@ -62,7 +62,9 @@ def check_content_types(kind: bytes, body: bytes) -> None:
 
 def _refused_first(parsed: Any, body: bytes) -> bool:
     """Whether a prefill engine would refuse each of a request's legs, before anything has worked."""
-    return _deep(body) or all(_loads(prefill_body(parsed, prompt)) is None for prompt in parsed.prompts[:1])
+    return _deep(body) or all(
+        _loads(prefill(parsed, prompt, NO_DISPATCH).body) is None for prompt in parsed.prompts[:1]
+    )
 
 
 def _loads(body: bytes) -> object:

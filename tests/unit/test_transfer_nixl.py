@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from pdproxy.transfer.contract import Handle
+from pdproxy.transfer.bodies import alone_body
+from pdproxy.transfer.contract import NO_DISPATCH, Handle
 from pdproxy.transfer.nixl import NIXL
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
 from pdproxy.wire.request import Parsed, Route, parse
@@ -28,9 +29,14 @@ def read(body: bytes) -> PrefillAnswer:
     return answer
 
 
+def handle_in(answer: PrefillAnswer) -> Handle | str:
+    """What the contract finds in an answer."""
+    return NIXL.handle(parsed(), answer, NO_DISPATCH)
+
+
 def given(name: str) -> Handle:
     """The handle of a recorded answer."""
-    handle = NIXL.handle(read(recorded(name)))
+    handle = handle_in(read(recorded(name)))
     assert isinstance(handle, Handle)
     return handle
 
@@ -79,17 +85,17 @@ def test_a_handle_that_would_kill_an_engine_is_none(change: dict[str, Any]) -> N
     """Incomplete or empty handles are refused with a reason; so is a key that is missing."""
     body = json.loads(recorded("prefill_completion.txt"))
     body["kv_transfer_params"] |= change
-    assert isinstance(NIXL.handle(read(json.dumps(body).encode())), str)
+    assert isinstance(handle_in(read(json.dumps(body).encode())), str)
     for name in change:
         del body["kv_transfer_params"][name]
-    assert isinstance(NIXL.handle(read(json.dumps(body).encode())), str)
+    assert isinstance(handle_in(read(json.dumps(body).encode())), str)
 
 
 def test_an_answer_without_params() -> None:
     """The reason names the engine's option, which is what an operator has to look at."""
     for params in (None, {}):
         body = json.loads(recorded("prefill_completion.txt")) | {"kv_transfer_params": params}
-        reason = NIXL.handle(read(json.dumps(body).encode()))
+        reason = handle_in(read(json.dumps(body).encode()))
         assert isinstance(reason, str)
     assert prefill_answer(b"[]") is None
     assert prefill_answer(b"\xff") is None
@@ -100,14 +106,14 @@ def test_the_decode_body(name: str) -> None:
     """The client's request, the handle verbatim and the ids beside it."""
     request = parsed(stream=True, temperature=0.5)
     handle = given(name)
-    body = json.loads(NIXL.decode_body(request, request.prompts[0], handle))
+    body = json.loads(NIXL.decode(request, request.prompts[0], handle).body)
     kv = body.pop("kv_transfer_params")
     assert handle.token_ids is not None
     assert kv.pop("prompt_token_ids") == json.loads(handle.token_ids)
     assert kv == json.loads(handle.params)
     assert body["temperature"] == 0.5
     assert body["stream_options"]["include_usage"] is True
-    alone = json.loads(NIXL.decode_body(request, request.prompts[0], None))
+    alone = json.loads(alone_body(request, request.prompts[0]))
     assert "kv_transfer_params" not in alone
 
 
@@ -115,19 +121,19 @@ def test_the_decode_body(name: str) -> None:
 def test_the_prefill_bodys_min_tokens(least: int | None, sent: int | None) -> None:
     """More than one token at the least is a 400 for one token at the most; none stays none."""
     request = parsed(min_tokens=least)
-    assert json.loads(NIXL.prefill_body(request, request.prompts[0]))["min_tokens"] == sent
+    assert json.loads(NIXL.prefill(request, request.prompts[0], NO_DISPATCH).body)["min_tokens"] == sent
 
 
 def test_the_prefill_body_leaves_the_clients_object_alone() -> None:
     """Both legs start from the same fields."""
     request = parsed(Route.CHAT, max_completion_tokens=9, logprobs=True, response_format={"type": "text"})
     before = dict(request.fields)
-    body = json.loads(NIXL.prefill_body(request, request.prompts[0]))
+    body = json.loads(NIXL.prefill(request, request.prompts[0], NO_DISPATCH).body)
     assert body["response_format"] == {"type": "text"}, "some chat templates print it"
     assert "logprobs" not in body
     assert request.fields == before
     completion = parsed(response_format={"type": "text"})
-    assert "response_format" not in json.loads(NIXL.prefill_body(completion, completion.prompts[0]))
+    assert "response_format" not in json.loads(NIXL.prefill(completion, completion.prompts[0], NO_DISPATCH).body)
 
 
 def test_the_release_body() -> None:

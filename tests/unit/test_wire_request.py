@@ -11,8 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdproxy.kit.errors import BadRequestError
-from pdproxy.transfer.contract import encode
-from pdproxy.transfer.nixl import decode_body, prefill_body
+from pdproxy.transfer.bodies import alone_body
+from pdproxy.transfer.contract import NO_DISPATCH, encode
+from pdproxy.transfer.nixl import prefill
 from pdproxy.wire.request import NEVER_FROM_CLIENTS, Alone, Route, body_request_id, parse
 
 JSON = st.recursive(
@@ -38,8 +39,8 @@ def test_any_object_is_read_and_comes_out_as_it_went_in(route: Route, body: dict
         if name not in (*NEVER_FROM_CLIENTS, "vllm_xargs", "sampling_params"):
             assert out[name] == value
     for prompt in parsed.prompts:
-        json.loads(prefill_body(parsed, prompt))
-        json.loads(decode_body(parsed, prompt, None))
+        json.loads(prefill(parsed, prompt, NO_DISPATCH).body)
+        json.loads(alone_body(parsed, prompt))
     body_request_id(parsed.fields)
 
 

@@ -12,6 +12,7 @@ from functools import partial
 import msgspec
 
 from pdproxy.app.credentials import Credentials
+from pdproxy.app.transfer import build_transfer, no_tokens
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.prober import Prober
 from pdproxy.kit.clock import Clock
@@ -24,14 +25,14 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.serving.admission import Admission
 from pdproxy.serving.custody import Custodian
-from pdproxy.serving.engines import Engines
+from pdproxy.serving.engines import Engines, Transfer
 from pdproxy.serving.passthrough import Passthrough
 from pdproxy.serving.service import Service
+from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
-from pdproxy.transfer.contract import Contract
-from pdproxy.transfer.nixl import NIXL
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.upstream.client import EngineClient
+from pdproxy.upstream.notices import NoticeSocket
 from pdproxy.upstream.passthrough import PassthroughLegs
 from pdproxy.web.app import Answers, Readiness
 from pdproxy.web.cors import CorsHeaders
@@ -40,10 +41,9 @@ from pdproxy.web.guard import Bounds
 from pdproxy.web.passing import Passing
 from pdproxy.web.protocol import DataPathProtocol, protocol_class
 from pdproxy.web.room import BodyRoom
+from pdproxy.wire import telemetry
 
 logger = logging.getLogger("pdproxy")
-
-CONTRACTS: dict[str, Contract] = {contract.name: contract for contract in (NIXL,)}
 
 
 class _ProbeSoon:
@@ -77,6 +77,8 @@ class Proxy:
     metrics: Metrics
     observers: Observers
     tasks: TaskOwner
+    transfer: Transfer
+    notices: NoticeSocket
 
     @classmethod
     def build(cls, settings: Settings) -> Proxy:
@@ -119,10 +121,12 @@ class Proxy:
             scrape_interval=settings.probes.scrape_interval,
             block_sizes=block_sizes,
         )
-        contract = CONTRACTS[pool.connector]
+        clock = Clock()
+        transfer = build_transfer(settings, clock, observers)
+        contract = transfer.contract
         custodian = Custodian(contract, ledger, clients, deadlines, observers, time.monotonic)
         engines = Engines(
-            contract,
+            transfer,
             ledger,
             clients,
             custodian,
@@ -131,7 +135,8 @@ class Proxy:
             observers,
             auditor,
             time.monotonic,
-            Clock(),
+            clock,
+            no_tokens,
         )
         admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers)
         service = Service(engines, admission, credentials.keys)
@@ -154,12 +159,27 @@ class Proxy:
             metrics,
             observers,
             TaskOwner("fleet"),
+            transfer,
+            NoticeSocket(transfer.ready.heard, transfer.ready.undecodable),
         )
         metrics.add_gauges(proxy._gauges())
         return proxy
 
     def start(self) -> None:
-        """Begin to probe the engines, and to look at files of keys and certificates."""
+        """Begin to hear notices, to probe the engines, and to look at files of keys and certificates.
+
+        Raises:
+            SettingsError: the socket for notices can't be bound.
+        """
+        if self.transfer.contract.needs_receiver:
+            kv_ready = self.settings.kv_ready
+            try:
+                self.notices.bind(kv_ready.host, kv_ready.port)
+            except OSError as error:
+                place = f"{kv_ready.host}:{kv_ready.port}"
+                why = error.strerror or error
+                raise SettingsError(f"can't bind kv_ready.host:kv_ready.port = {place}: {why}") from None
+            logger.info("KV-ready notices are awaited on %s", self.notices.address)
         if self.credentials.follows:
             self.tasks.spawn(self.credentials.follow(), "follow files")
         for node in self.ledger.nodes:
@@ -183,6 +203,7 @@ class Proxy:
     async def stop(self) -> None:
         """Stop probing and drop all connections."""
         await self.tasks.settle(0)
+        self.notices.close()
         for client in self.clients.values():
             client.close()
         await self.admin.close()
@@ -220,7 +241,17 @@ class Proxy:
             self.metrics.page,
             passing,
             self.settings.listen.cors,
+            self._telemetry if self.settings.pool.connector == "lmcache-mp" else None,
         )
+
+    def _telemetry(self, body: bytes) -> bool:
+        found = telemetry.notices(body)
+        if found is None:
+            self.transfer.ready.undecodable()
+            return False
+        for notice in found:
+            self.transfer.ready.heard(notice)
+        return True
 
     def readiness(self) -> Readiness:
         """Tell whether a request could be served now."""
@@ -291,6 +322,24 @@ class Proxy:
             Gauge("pdproxy_kv_handles", "KV handles that are not over, by state", ("state",), handles),
             Gauge("pdproxy_kv_handle_age_seconds", "Age of the oldest KV handle in a state", ("state",), ages),
             Gauge("pdproxy_inflight", "Requests being served", (), lambda: [((), self.admission.inflight)]),
+            Gauge(
+                "pdproxy_kv_ready_waits",
+                "Prompts that wait for notices",
+                (),
+                lambda: [((), self.transfer.ready.waiting)],
+            ),
+            Gauge(
+                "pdproxy_kv_notices_kept",
+                "Notices that nobody has waited for yet",
+                (),
+                lambda: [((), self.transfer.ready.kept)],
+            ),
+            Gauge(
+                "pdproxy_kv_buffer_slots",
+                "Chunks of KV that may be in a decode engine's receive buffer",
+                ("node",),
+                lambda: [((url,), taken) for url, taken in self.transfer.buffers.taken.items()],
+            ),
             Gauge("pdproxy_queue", "Requests waiting for a place", (), lambda: [((), self.admission.waiting)]),
             Gauge(
                 "pdproxy_kv_missing_tokens",

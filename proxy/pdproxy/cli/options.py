@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from pdproxy.settings.load import CONNECTOR, Engine, Flag, load
+from pdproxy.settings.receivers import ReceiverFlag
 from pdproxy.settings.schema import Connector, LogFormat, LogLevel, Role, Settings
 
 _OPTIONS = (
@@ -37,9 +38,36 @@ _OPTIONS = (
     ("--allowed-methods", "LIST", "listen.cors.allowed_methods", "methods that they may use (default: all)"),
     ("--allowed-headers", "LIST", "listen.cors.allowed_headers", "headers that they may send (default: all)"),
     ("--connector", "NAME", CONNECTOR, f"how KV is transferred: {', '.join(get_args(Connector))} (default: nixl)"),
+    (
+        ("--kv-ready-host", "--nixl-proxy-host"),
+        "HOST",
+        "kv_ready.host",
+        "address on which prefill engines tell that KV is ready (default: 127.0.0.1)",
+    ),
+    (("--kv-ready-port", "--nixl-proxy-port"), "PORT", "kv_ready.port", "its port (default: 7500)"),
     ("--max-inflight", "N", "limits.max_inflight", "requests served at once; others wait (default: 1024)"),
     ("--log-level", "LEVEL", "observe.log_level", f"{', '.join(get_args(LogLevel))} (default: info)"),
     ("--log-format", "FORMAT", "observe.log_format", f"{', '.join(get_args(LogFormat))} (default: text)"),
+)
+_RECEIVERS = (
+    (
+        ("--receiver-host", "--nixl-peer-host"),
+        "HOST",
+        "host",
+        "where the decode engine receives KV (lmcache-pd; default: its URL's host)",
+    ),
+    (
+        ("--receiver-init-port", "--nixl-peer-init-port"),
+        "PORTS",
+        "init_ports",
+        "LMCache's pd_peer_init_port, one a rank",
+    ),
+    (
+        ("--receiver-alloc-port", "--nixl-peer-alloc-port"),
+        "PORTS",
+        "alloc_ports",
+        "LMCache's pd_peer_alloc_port, one a rank; these three once for all decode engines, or once for each",
+    ),
 )
 _ENGINES: dict[Role, str] = {
     "prefill": "engines that compute prompts",
@@ -55,8 +83,14 @@ def add_settings_options(parser: argparse.ArgumentParser) -> None:
         engines.add_argument(f"--{role}", metavar="URL", nargs="+", action="extend", default=[], help=words)
     group = parser.add_argument_group("settings", "stronger than PDPROXY_* variables, which are stronger than the file")
     group.add_argument("--config", metavar="FILE", type=Path, help="YAML file (default: PDPROXY_CONFIG, else none)")
-    for option, metavar, key, words in _OPTIONS:
-        group.add_argument(option, metavar=metavar, dest=key, help=words)
+    for names, metavar, key, words in _OPTIONS:
+        group.add_argument(*_names(names), metavar=metavar, dest=key, help=words)
+    for names, metavar, field, words in _RECEIVERS:
+        group.add_argument(*names, metavar=metavar, dest=f"receiver.{field}", action="append", help=words)
+
+
+def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
 
 
 def settings_from(arguments: argparse.Namespace, *, need_engines: bool = True) -> Settings:
@@ -66,6 +100,11 @@ def settings_from(arguments: argparse.Namespace, *, need_engines: bool = True) -
         SettingsError: what is wrong, in one line.
     """
     given = vars(arguments)
-    flags = [Flag(option, key, given[key]) for option, _, key, _ in _OPTIONS if given[key] is not None]
+    flags = [Flag(_names(names)[0], key, given[key]) for names, _, key, _ in _OPTIONS if given[key] is not None]
+    receivers = [
+        ReceiverFlag(names[0], field, given[f"receiver.{field}"])
+        for names, _, field, _ in _RECEIVERS
+        if given[f"receiver.{field}"] is not None
+    ]
     engines = [Engine(role, url) for role in _ENGINES for url in given[role]]
-    return load(arguments.config, os.environ, flags, engines, need_engines=need_engines)
+    return load(arguments.config, os.environ, flags, engines, receivers=receivers, need_engines=need_engines)

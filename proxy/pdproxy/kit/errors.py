@@ -27,6 +27,7 @@ class Wait(Enum):
     QUEUE = "queue"
     CONNECT = "connect"
     PREFILL = "prefill"
+    KV_READY = "kv_ready"
     FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
     BETWEEN_TOKENS = "between_tokens"
     CLIENT_WRITE = "client_write"

@@ -120,6 +120,26 @@ class KvCounted(msgspec.Struct, frozen=True):
     missing: int
 
 
+class KvNoticed(msgspec.Struct, frozen=True):
+    """An engine told something of a KV transfer. `result`: what became of it.
+
+    awaited; double (its rank had been heard); early (nobody waits yet); late (nobody waits any more); unknown (early, and
+    nobody came); undecodable.
+    """
+
+    event: str
+    result: str
+
+
+class KvWaited(msgspec.Struct, frozen=True):
+    """A wait for notices of a prefill engine is over. `result`: ready or timeout; `missing`: the ranks that were silent."""
+
+    node: str
+    result: str
+    seconds: float
+    missing: Sequence[str] = ()
+
+
 Event = (
     RequestEnded
     | ServedAlone
@@ -130,6 +150,8 @@ Event = (
     | PairEjected
     | KvShortfall
     | KvCounted
+    | KvNoticed
+    | KvWaited
 )
 
 

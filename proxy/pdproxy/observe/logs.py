@@ -22,7 +22,9 @@ from pdproxy.observe.events import (
     Event,
     HandleEnded,
     KvCounted,
+    KvNoticed,
     KvShortfall,
+    KvWaited,
     LegFailed,
     LegTimes,
     NodeChanged,
@@ -65,7 +67,9 @@ class LogObserver:
                 _log(fleet, logging.ERROR, "pair ejected: prefill and decode saw different prompts", _plain(event))
             case KvShortfall():
                 _log(fleet, logging.WARNING, "KV did not arrive: the decode engine computed it again", _plain(event))
-            case HandleEnded() | ServedAlone() | DeadlinePassed() | KvCounted():
+            case KvWaited(result="timeout"):
+                _log(kv, logging.WARNING, "ranks did not tell that their KV is ready", _plain(event))
+            case HandleEnded() | ServedAlone() | DeadlinePassed() | KvCounted() | KvNoticed() | KvWaited():
                 if legs.isEnabledFor(logging.DEBUG):
                     _log(legs, logging.DEBUG, type(event).__name__, _plain(event))
 

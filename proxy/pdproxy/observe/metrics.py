@@ -20,7 +20,9 @@ from pdproxy.observe.events import (
     Event,
     HandleEnded,
     KvCounted,
+    KvNoticed,
     KvShortfall,
+    KvWaited,
     LegFailed,
     LegTimes,
     NodeChanged,
@@ -107,6 +109,12 @@ class Metrics:
             case KvCounted(moved=moved, missing=missing):
                 self._count("pdproxy_kv_moved", "transferred", by=moved)
                 self._count("pdproxy_kv_moved", "recomputed", by=missing)
+            case KvNoticed(kind, result):
+                self._count("pdproxy_kv_notices", kind, result)
+            case KvWaited(node, result, seconds, missing):
+                self._histogram("pdproxy_kv_ready_wait_seconds", result, SECONDS).observe(seconds)
+                for rank in missing:
+                    self._count("pdproxy_kv_silent_ranks", node, rank)
             case KvShortfall() | NodeChanged():
                 pass  # logged, and shown by gauges
 
@@ -178,6 +186,8 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pdproxy_deadline": ("Waits ended by their deadline", ("wait",)),
     "pdproxy_kv_handles_ended": ("KV handles by how they ended", ("end",)),
     "pdproxy_kv_moved": ("Prompt tokens sent by KV transfer, by what the decode engine's counters say", ("result",)),
+    "pdproxy_kv_notices": ("Notices of KV transfers, by what became of them", ("event", "result")),
+    "pdproxy_kv_silent_ranks": ("Ranks that sent no notice before the deadline", ("node", "rank")),
     "pdproxy_leg_failures": ("Legs that failed", ("node", "phase")),
     "pdproxy_pairs_ejected": ("Pairs ejected for counting different prompt lengths", ()),
     "pdproxy_tokens": ("Tokens of answered requests", ("kind",)),
@@ -186,4 +196,5 @@ _HISTOGRAMS: dict[str, tuple[str, str]] = {
     "pdproxy_ttft_seconds": ("Time from a request's arrival to its first data", "path"),
     "pdproxy_itl_seconds": ("Gap between stream events", ""),
     "pdproxy_phase_seconds": ("Phases of a request", "phase"),
+    "pdproxy_kv_ready_wait_seconds": ("Waits for notices that KV is ready, from the prefill's answer on", "result"),
 }

@@ -19,7 +19,7 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.settings.schema import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.upstream.client import Answer, EngineClient, Pending
-from pdproxy.wire.engine import prefill_answer
+from pdproxy.wire.engine import PrefillAnswer, prefill_answer
 
 logger = logging.getLogger("pdproxy.kv")
 
@@ -52,7 +52,10 @@ _BY_DECODE = frozenset({End.REFUSED, End.ABORTED})
 
 
 class Custody:
-    """One live handle. Ended once; ending again changes nothing. The engine's words are kept until then, the counts for good."""
+    """One live handle. Ended once; ending again changes nothing. The engine's words are kept until then, the counts for good.
+
+    Where the contract has nothing kept for us it only carries the handle: it is in no state, and giving it back does nothing.
+    """
 
     __slots__ = ("_custodian", "authorization", "decode", "handle", "how", "model", "prefill", "since", "state")
 
@@ -65,7 +68,7 @@ class Custody:
         self.decode: str | None = None
         self.model = model
         self.authorization = authorization
-        self.state: State | None = State.HELD
+        self.state: State | None = State.HELD if custodian.holds else None
         self.how: End | None = None
         self.since = custodian.now()
 
@@ -75,10 +78,13 @@ class Custody:
     def asked(self, decode: str) -> None:
         """The handle went out to a decode engine."""
         self.decode = decode
-        self.state = State.ASKED
+        if self.state is not None:
+            self.state = State.ASKED
 
     def end(self, how: End) -> None:
         """The handle is over, unless the decode engine is to give it back and can't be relied on: then we do, too."""
+        if self.state is None and self.how is None:
+            self.how = how  # nothing is kept for us, so nothing is to be given back
         if self.state is None or (self.state is State.RELEASING and how in _BY_DECODE):
             return
         if how in _BY_DECODE and not self._custodian.met(self.prefill, self.decode):
@@ -96,6 +102,7 @@ class Custody:
 
 
 _Auth = tuple[tuple[bytes, bytes], ...]
+_Read = Callable[[PrefillAnswer], Handle | str]
 
 
 class Custodian:
@@ -121,6 +128,11 @@ class Custodian:
         self._orphans = 0
         self._met: set[tuple[tuple[str, float], tuple[str, float]]] = set()
 
+    @property
+    def holds(self) -> bool:
+        """Whether prefill engines keep KV for us at all."""
+        return self._contract.holds
+
     def __repr__(self) -> str:
         return f"<Custodian {len(self._live)} live handles, {self._orphans} prefills that nobody waits for>"
 
@@ -137,7 +149,8 @@ class Custodian:
     def take(self, handle: Handle, prefill: str, model: str | None, authorization: _Auth) -> Custody:
         """Become responsible for a handle."""
         custody = Custody(self, handle, prefill, model, authorization)
-        self._live.add(custody)
+        if custody.state is not None:
+            self._live.add(custody)
         return custody
 
     def met(self, prefill: str, decode: str | None) -> bool:
@@ -156,22 +169,38 @@ class Custodian:
         self._tasks.spawn(self._give_back(custody), custody.handle.remote_request_id)
 
     def adopt(
-        self, pending: Pending, prefill: str, model: str | None, authorization: _Auth, done: Callable[[], None]
+        self,
+        pending: Pending,
+        prefill: str,
+        model: str | None,
+        authorization: _Auth,
+        read: _Read,
+        done: Callable[[], None],
     ) -> None:
         """Take over a prefill leg that nobody waits for any more: await its answer for a grace, give back what it holds.
 
-        Closing the leg instead would lose the handle if the engine was just finishing. `done` is called when the leg is
-        over.
+        Closing the leg instead would lose the handle if the engine was just finishing. `read` finds it in the answer; `done`
+        is called when the leg is over.
         """
+        if not self.holds:
+            pending.close()
+            done()
+            return
         self._orphans += 1
-        self._tasks.spawn(self._adopted(pending, prefill, model, authorization, done), "adopted prefill")
+        self._tasks.spawn(self._adopted(pending, prefill, model, authorization, read, done), "adopted prefill")
 
     async def settle(self, timeout: float) -> int:
         """Wait up to `timeout` seconds for the background work; return how much was given up."""
         return await self._tasks.settle(timeout)
 
     async def _adopted(
-        self, pending: Pending, prefill: str, model: str | None, authorization: _Auth, done: Callable[[], None]
+        self,
+        pending: Pending,
+        prefill: str,
+        model: str | None,
+        authorization: _Auth,
+        read: _Read,
+        done: Callable[[], None],
     ) -> None:
         try:
             async with asyncio.timeout(self._deadlines.abandoned_prefill):
@@ -185,8 +214,8 @@ class Custodian:
             self._orphans -= 1
             pending.close()
             done()
-        if answer.status == 200 and (read := prefill_answer(answer.body)) is not None:
-            handle = self._contract.handle(read)
+        if answer.status == 200 and (found := prefill_answer(answer.body)) is not None:
+            handle = read(found)
             if isinstance(handle, Handle):
                 self.take(handle, prefill, model, authorization).release()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -13,16 +13,45 @@ from pdproxy.kit.errors import EngineError
 from pdproxy.observe.events import LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Lease, Ledger, Verdict
 from pdproxy.serving.custody import Custodian
+from pdproxy.serving.ready import KvReady
+from pdproxy.serving.slots import Buffers
 from pdproxy.settings.schema import Deadlines
-from pdproxy.transfer.contract import Contract
+from pdproxy.transfer.contract import Contract, Receiver
 from pdproxy.upstream.client import EngineClient
+from pdproxy.wire.request import Parsed, Prompt
+
+
+class TokenIds(msgspec.Struct, frozen=True):
+    """A prompt's token ids as a JSON array, and how many they are."""
+
+    json: bytes
+    count: int
+
+
+Tokenizer = Callable[[Parsed, Prompt], Awaitable[TokenIds | None]]
+"""Tells a prompt's token ids; None if nobody can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """How KV gets from one engine to another, and what that takes besides the legs.
+
+    `receivers` by the decode engine's URL, where the contract needs them; `recomputes`: a decode engine is asked even if no
+    notice came in time, and computes what it lacks.
+    """
+
+    contract: Contract
+    ready: KvReady
+    buffers: Buffers
+    receivers: Mapping[str, Receiver]
+    recomputes: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
     """What an exchange works with. One for the whole process."""
 
-    contract: Contract
+    transfer: Transfer
     ledger: Ledger
     clients: dict[str, EngineClient]
     custodian: Custodian
@@ -32,6 +61,7 @@ class Engines:
     auditor: Auditor
     now: Callable[[], float]
     clock: Clock
+    tokenizer: Tokenizer
 
     def close(self, lease: Lease, verdict: Verdict) -> None:
         """End a lease, and tell if that shut its engine out."""
@@ -52,3 +82,7 @@ class Heading(msgspec.Struct, frozen=True):
     path: str
     headers: tuple[tuple[bytes, bytes], ...]
     authorization: tuple[tuple[bytes, bytes], ...]
+
+    def named(self, leg_id: str) -> tuple[tuple[bytes, bytes], ...]:
+        """Return the headers for a leg with an id of its own."""
+        return tuple((name, leg_id.encode() if name == b"x-request-id" else value) for name, value in self.headers)

@@ -16,7 +16,6 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from pdproxy.kit.clock import Timer
 from pdproxy.kit.errors import (
     EngineError,
     EngineRefusedError,
@@ -29,17 +28,21 @@ from pdproxy.kit.errors import (
 from pdproxy.kit.frames import let_go
 from pdproxy.observe.events import DeadlinePassed, LegTimes, ServedAlone
 from pdproxy.scheduling.ledger import Lease, Verdict
-from pdproxy.scheduling.nodes import Node
 from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.custody import Custody, End
-from pdproxy.serving.engines import Engines, Heading
+from pdproxy.serving.engines import Engines, Heading, TokenIds
+from pdproxy.serving.first import first_data
+from pdproxy.serving.handover import Handover, begin, why_not
 from pdproxy.serving.output import Output
-from pdproxy.serving.prefill import PrefillFailedError, prefill
-from pdproxy.serving.relay import Relay, StreamStarted
+from pdproxy.serving.prefill import Prefilled, PrefillFailedError, prefill
+from pdproxy.serving.relay import Relay
+from pdproxy.serving.translate import Translated, tell_finished
 from pdproxy.serving.verdicts import error_kind, is_clients_fault, refused, verdict_of
 from pdproxy.transfer.bodies import alone_body
+from pdproxy.transfer.contract import Contract
+from pdproxy.transfer.splice import Splice
 from pdproxy.upstream.client import Answer, EngineClient
-from pdproxy.upstream.connection import Leg
+from pdproxy.upstream.connection import Leg, Sink
 from pdproxy.wire import sse
 from pdproxy.wire.request import Alone, Parsed, Prompt, Route
 
@@ -61,6 +64,7 @@ class Exchange:
         "_attempts",
         "_decode_url",
         "_engines",
+        "_handover",
         "_heading",
         "_kv_s",
         "_new_relay",
@@ -69,6 +73,7 @@ class Exchange:
         "_prefill_s",
         "_prefill_url",
         "_prompt",
+        "_tokens",
         "_why_alone",
         "_without",
         "relay",
@@ -90,6 +95,8 @@ class Exchange:
         self._why_alone: Alone | None = None
         self._prefill_s: float | None = None
         self._kv_s: float | None = None
+        self._tokens: TokenIds | None = None
+        self._handover: Handover | None = None
         self.relay: Relay | None = None
 
     def __repr__(self) -> str:
@@ -113,6 +120,8 @@ class Exchange:
             PdproxyError: before any data came, or in the stream.
         """
         why = self._rule()
+        if why is None and self._contract.needs_ids:
+            why = await self._tokenize()
         while True:
             self._attempts += 1
             try:
@@ -137,6 +146,16 @@ class Exchange:
             return parsed.alone or Alone.UNUSUAL
         return why_alone(parsed, self._prompt, block_size=ledger.block_size(), template_tokens=ledger.template_tokens())
 
+    @property
+    def _contract(self) -> Contract:
+        return self._engines.transfer.contract
+
+    async def _tokenize(self) -> Alone | None:
+        """Learn the prompt's token ids. Return why one engine must serve it, after all."""
+        assert self._prompt is not None
+        self._tokens = await self._engines.tokenizer(self._parsed, self._prompt)
+        return why_not(self._engines, self._tokens)
+
     # -- one engine alone
 
     async def _alone(self, why: Alone, stream_to: Callable[[Relay], Output]) -> Answer | None:
@@ -157,15 +176,15 @@ class Exchange:
     async def _split(self, stream_to: Callable[[Relay], Output]) -> Answer | None:
         engines, prompt = self._engines, self._prompt
         assert prompt is not None
-        size = prompt.text_bytes or self._parsed.body_bytes
-        pair = engines.ledger.pair(self._parsed.model, size, engines.now(), without=self._without)
-        if pair is None:
+        handover = self._handover = await begin(engines, self._parsed, prompt, self._tokens, self._without)
+        if handover is None:
             raise PrefillFailedError(self._prefill_lost or Alone.NO_PAIR, another=False)
+        pair = handover.pair
         custody: Custody | None = None
         try:
             self._prefill_url, self._decode_url, self._why_alone = pair.prefill.node.url, None, None
             started = engines.now()
-            got = await prefill(engines, pair.prefill, self._parsed, prompt, self._heading)
+            got = await prefill(engines, pair.prefill, self._parsed, prompt, self._heading, handover.dispatch)
             self._prefill_s = engines.now() - started
             if isinstance(got, Answer):
                 if got.status != 400:
@@ -173,8 +192,11 @@ class Exchange:
                 # The prefill leg is not the client's request: which of its faults comes first, and whether it is one, only
                 # an engine that reads it as it came can say.
                 raise PrefillFailedError(Alone.PREFILL_REFUSED, another=False)
-            custody = got
+            custody = got.custody
+            if got.body:
+                return await self._finished(got, stream_to)
             del got, prompt  # see `_let_go`
+            await handover.kv_ready()
             return await self._decode(pair.decode, pair.prefill.node.url, custody, stream_to)
         except PrefillFailedError as failed:
             self._without += (pair.prefill.node.url,)
@@ -182,20 +204,42 @@ class Exchange:
             raise
         finally:
             # Both are no-ops where the decode leg has ended them already.
-            engines.close(pair.decode, Verdict.NEUTRAL)
+            handover.close()
             if custody is not None:
                 custody.release()
+
+    async def _finished(self, got: Prefilled, stream_to: Callable[[Relay], Output]) -> Answer | None:
+        """Answer with the prefill engine's token, which is the last one: no decode engine is asked."""
+        relay = self._relay(None)
+        splice = Splice(self._parsed, got.custody.handle, self._heading.request_id)
+        got.custody.end(End.LOADED)
+        tell_finished(relay, splice, got.body, stream=self._parsed.stream)
+        first = await relay.first
+        if isinstance(first, Answer):
+            return first
+        relay.flow(stream_to(relay), None)
+        await relay.watch(
+            self._engines.clock,
+            self._engines.deadlines.between_tokens,
+            self._engines.deadlines.client_write,
+            self._passed,
+        )
+        return None
 
     # -- decode
 
     def _request(self, client: EngineClient, custody: Custody | None) -> bytes:
         """Return the decode leg's request. Made anew where it is sent anew, which is rare: to keep one is a body more."""
         if custody is None:
-            body = alone_body(self._parsed, self._prompt)
-        else:
-            assert self._prompt is not None
-            body = self._engines.contract.decode_body(self._parsed, self._prompt, custody.handle)
-        return client.request(self._heading.path, self._heading.headers, body)
+            return client.request(self._heading.path, self._heading.headers, alone_body(self._parsed, self._prompt))
+        assert self._prompt is not None
+        leg = self._contract.decode(self._parsed, self._prompt, custody.handle)
+        return client.request(leg.route.value, self._heading.headers, leg.body)
+
+    def _sink(self, relay: Relay, custody: Custody | None) -> Sink:
+        if custody is None or custody.handle.first is None:
+            return relay
+        return Translated(relay, Splice(self._parsed, custody.handle, self._heading.request_id))
 
     async def _decode(
         self,
@@ -221,14 +265,14 @@ class Exchange:
             timeout = engines.deadlines.total if self._parsed.starts_in_silence else engines.deadlines.first_token
             try:
                 async with engines.clock.within(timeout):
-                    leg = await client.send(request, relay)
+                    leg = await client.send(request, self._sink(relay, custody))
                     try:
-                        first = await self._first(relay, lease)
+                        first = await first_data(engines, relay, lease.node, in_silence=self._parsed.starts_in_silence)
                     except StaleConnectionError as stale:
                         let_go(stale)
                         relay = self._relay(custody)
-                        leg = await client.send(request, relay, fresh=True)
-                        first = await self._first(relay, lease)
+                        leg = await client.send(request, self._sink(relay, custody), fresh=True)
+                        first = await first_data(engines, relay, lease.node, in_silence=self._parsed.starts_in_silence)
             except TimeoutError:
                 raise EngineTimeoutError(f"{url} sent no data in {timeout:g} s", wait=Wait.FIRST_TOKEN) from None
             proven = True
@@ -239,11 +283,12 @@ class Exchange:
                 verdict = Verdict.GOOD
                 self._compare(prefill_url, url, custody, relay)
                 return first
+            direct = custody is None or custody.handle.first is None
             if custody is not None:
                 custody.end(End.LOADED)
             self._let_go()
             del request
-            relay.flow(stream_to(relay), leg)
+            relay.flow(stream_to(relay), leg, direct=direct)
             deadlines = engines.deadlines
             await relay.watch(engines.clock, deadlines.between_tokens, deadlines.client_write, self._passed)
             whole = True
@@ -251,7 +296,7 @@ class Exchange:
             self._compare(prefill_url, url, custody, relay)
             return None
         except asyncio.CancelledError:
-            asked = leg is not None and custody is not None and not proven
+            asked = leg is not None and custody is not None and custody.state is not None and not proven
             if asked and custody is not None and await self._accepted(relay, started):
                 custody.end(End.ABORTED)
             raise  # a handle that has not ended is given back below, once the leg is closed
@@ -282,6 +327,10 @@ class Exchange:
     def _let_go(self) -> None:
         """Forget the request. Whatever else refers to it, a local of a function that waits too, would keep it whole."""
         self._parsed, self._prompt, self._new_relay = _LET_GO, None, _no_relay
+        self._tokens = None
+        if self._handover is not None:
+            self._handover.loaded()
+            self._handover = None
 
     def _passed(self, wait: Wait) -> None:
         self._engines.observers.notify(DeadlinePassed(wait.value, self._decode_url))
@@ -291,35 +340,6 @@ class Exchange:
         if custody is not None:
             relay.created_cache_tokens = custody.handle.created_cache_tokens
         return relay
-
-    async def _first(self, relay: Relay, lease: Lease) -> Answer | StreamStarted:
-        """Wait for the first data, or the whole of an unstreamed answer.
-
-        Of the latter, and of thoughts that the client doesn't want to see, nothing is seen before their end. An engine that
-        was stopped meanwhile may keep the connection open for ever: once probes have found it down for as long as a stream
-        may be silent, it is given up.
-        """
-        if not self._parsed.starts_in_silence:
-            return await relay.first
-        engines, node = self._engines, lease.node
-        patience = engines.deadlines.between_tokens
-
-        timers: list[Timer] = []
-        look = partial(self._look, relay, node, patience, timers)
-        timers.append(engines.clock.after(min(patience, 1.0), look))
-        try:
-            return await relay.first
-        finally:
-            timers[-1].cancel()
-
-    def _look(self, relay: Relay, node: Node, patience: float, timers: list[Timer]) -> None:
-        clock = self._engines.clock
-        if node.down_for(self._engines.now()) >= patience:
-            message = f"{node.url} has been down for {patience:g} s"
-            relay.failed(EngineTimeoutError(message, wait=Wait.BETWEEN_TOKENS))
-        else:
-            look = partial(self._look, relay, node, patience, timers)
-            timers[:] = [clock.after(min(patience, 1.0), look)]
 
     async def _accepted(self, relay: Relay, asked: float) -> bool:
         """Tell whether the engine has the request, giving it a moment to show it: then closing the leg frees the KV.
@@ -346,10 +366,13 @@ class Exchange:
                 custody.end(End.LOADED)
             return
         if is_clients_fault(answer):
+            if custody is not None and custody.handle.first is not None:
+                # It was asked something else than the client asked: only one that is asked the same can say what is wrong.
+                raise PrefillFailedError(Alone.PREFILL_REFUSED, another=False)
             # 401 and 404 come from before the handler that gives KV back.
             if custody is not None and answer.status == 400:
                 error_type, param = error_kind(answer.body)
-                if self._engines.contract.refusal_released(error_type, param):
+                if self._contract.refusal_released(error_type, param):
                     custody.end(End.REFUSED)
             return
         raise refused(url, answer)

@@ -7,6 +7,9 @@ that is late goes to the custodian alone.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+
+import msgspec
 
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionError, Wait
 from pdproxy.kit.frames import let_go
@@ -15,9 +18,9 @@ from pdproxy.scheduling.ledger import Lease, Verdict
 from pdproxy.serving.custody import Custody
 from pdproxy.serving.engines import Engines, Heading
 from pdproxy.serving.verdicts import is_clients_fault, refused, verdict_of
-from pdproxy.transfer.contract import Handle
+from pdproxy.transfer.contract import Dispatch, Handle
 from pdproxy.upstream.client import Answer, Pending
-from pdproxy.wire.engine import prefill_answer
+from pdproxy.wire.engine import PrefillAnswer, prefill_answer
 from pdproxy.wire.request import Alone, Parsed, Prompt
 
 
@@ -30,7 +33,16 @@ class PrefillFailedError(Exception):
         self.another = another
 
 
-async def prefill(engines: Engines, lease: Lease, parsed: Parsed, prompt: Prompt, heading: Heading) -> Custody | Answer:
+class Prefilled(msgspec.Struct, frozen=True):
+    """A prompt's KV is in our custody. `body` is the engine's whole answer, where its token is the client's last."""
+
+    custody: Custody
+    body: bytes = b""
+
+
+async def prefill(
+    engines: Engines, lease: Lease, parsed: Parsed, prompt: Prompt, heading: Heading, dispatch: Dispatch
+) -> Prefilled | Answer:
     """Have a prompt prefilled by the leased engine. Return custody of its KV, or an answer that is the client's own fault.
 
     Raises:
@@ -38,12 +50,18 @@ async def prefill(engines: Engines, lease: Lease, parsed: Parsed, prompt: Prompt
     """
     node = lease.node
     client = engines.clients[node.url]
+    contract = engines.transfer.contract
     verdict = Verdict.NEUTRAL
     adopted = False
     pending: Pending | None = None
 
     def request() -> bytes:  # made anew where it is sent anew, which is rare: to keep one is a body more
-        return client.request(heading.path, heading.headers, engines.contract.prefill_body(parsed, prompt))
+        leg = contract.prefill(parsed, prompt, dispatch)
+        headers = heading.headers if dispatch.leg_id is None else heading.named(dispatch.leg_id)
+        return client.request(leg.route.value, headers, leg.body)
+
+    def read(answer: PrefillAnswer) -> Handle | str:
+        return contract.handle(parsed, answer, dispatch)
 
     def end() -> None:
         engines.close(lease, verdict)
@@ -65,20 +83,22 @@ async def prefill(engines: Engines, lease: Lease, parsed: Parsed, prompt: Prompt
                 let_go(stale)
                 pending = await client.ask(request, fresh=True)
                 answer = await pending.answered()
-        got = _read(engines, node.url, answer)
+        got = _read(read, node.url, answer)
         verdict = Verdict.GOOD
         if isinstance(got, Answer):
             return got
-        return engines.custodian.take(got, node.url, parsed.model, heading.authorization)
+        custody = engines.custodian.take(got, node.url, parsed.model, heading.authorization)
+        finished = got.first is not None and got.first.finish_reason is not None
+        return Prefilled(custody, answer.body if finished else b"")
     except asyncio.CancelledError:
         if pending is not None:
-            engines.custodian.adopt(pending, node.url, parsed.model, heading.authorization, end)
+            engines.custodian.adopt(pending, node.url, parsed.model, heading.authorization, read, end)
             adopted = True
         raise
     except TimeoutError:
         verdict = Verdict.FAILED
         if pending is not None:  # it may be just finishing: its answer is the only way to its KV
-            engines.custodian.adopt(pending, node.url, parsed.model, heading.authorization, lambda: None)
+            engines.custodian.adopt(pending, node.url, parsed.model, heading.authorization, read, lambda: None)
             pending = None
         message = f"{node.url} did not prefill in {engines.deadlines.prefill:g} s"
         raise failed(EngineTimeoutError(message, wait=Wait.PREFILL)) from None
@@ -98,7 +118,7 @@ class _NoHandleError(EngineError):
     """The engine works, and gave nothing to decode from."""
 
 
-def _read(engines: Engines, url: str, answer: Answer) -> Handle | Answer:
+def _read(handle_in: Callable[[PrefillAnswer], Handle | str], url: str, answer: Answer) -> Handle | Answer:
     if answer.status != 200:
         if is_clients_fault(answer):
             return answer
@@ -108,7 +128,7 @@ def _read(engines: Engines, url: str, answer: Answer) -> Handle | Answer:
         raise EngineError(f"{url} answered a prefill with something that is not a completion")
     if "abort" in [choice.finish_reason for choice in read.choices]:
         raise EngineError(f"{url} gave the prefill up")
-    handle = engines.contract.handle(read)
+    handle = handle_in(read)
     if isinstance(handle, str):
         raise _NoHandleError(f"{url} gave no usable KV handle: {handle}")
     return handle

@@ -146,8 +146,11 @@ class Relay:
 
     # -- the caller's side
 
-    def flow(self, output: Output, leg: Leg) -> None:
-        """Pass on what was held, and from now on everything as it comes."""
+    def flow(self, output: Output, leg: Leg | None, *, direct: bool = True) -> None:
+        """Pass on what was held, and from now on everything as it comes; `direct`: as it was on the wire, unless somebody looks.
+
+        Without a leg, all has come.
+        """
         self._output, self._leg, self._headers = output, leg, []
         self._phase = _Phase.FLOWING if self._phase is _Phase.PROVEN else self._phase
         self.lane.last = self._time()
@@ -161,7 +164,7 @@ class Relay:
         elif output.paused:
             self._pause()
         self._look_ahead()
-        if self._index is None and (write := output.chunk_writer()) is not None:
+        if leg is not None and direct and self._index is None and (write := output.chunk_writer()) is not None:
             self.lane.open(write)
             leg.take_reads(self.lane.take)
 

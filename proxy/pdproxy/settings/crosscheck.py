@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from pdproxy.settings.crosscheck_transfer import check_transfer
 from pdproxy.settings.dump import MASK
 from pdproxy.settings.errors import KeyPath, SettingsError, quote, spell_key
 from pdproxy.settings.schema import EngineTls, ListenTls, Node, Pool, Settings
@@ -49,6 +50,7 @@ def _checked(pool: Pool, path: KeyPath, need_engines: bool) -> Pool:
     )
     for index, node in enumerate(nodes):
         _refuse_contradictions(node, (*path, "nodes", index))
+    check_transfer(pool, nodes, path)
     _refuse_duplicates(nodes, path)
     if nodes or need_engines:
         _refuse_useless({node.role for node in nodes}, (*path, "nodes"))

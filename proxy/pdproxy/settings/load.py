@@ -6,7 +6,7 @@ where a stronger one would have hidden it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from pdproxy.settings.conform import conform, leaves, parse
 from pdproxy.settings.crosscheck import crosscheck
 from pdproxy.settings.environment import CONFIG, read_environment, refuse_empty
 from pdproxy.settings.errors import KeyPath, spell_key
+from pdproxy.settings.receivers import ReceiverFlag, put_receivers
 from pdproxy.settings.schema import Connector, Role, Settings
 from pdproxy.settings.yamlfile import read_yaml, spell_file
 
@@ -45,11 +46,13 @@ def load(
     flags: Iterable[Flag] = (),
     engines: Iterable[Engine] = (),
     *,
+    receivers: Sequence[ReceiverFlag] = (),
     need_engines: bool = True,
 ) -> Settings:
     """Return the settings in force. Neither the process's environment nor its arguments are looked at.
 
     `config` is the YAML file (None: the one that PDPROXY_CONFIG names, if any), `engines` are added to the first pool,
+    `receivers` are then set on its decode engines,
     `need_engines` False leaves a pool without any engine alone.
 
     Raises:
@@ -72,6 +75,8 @@ def load(
             _put(tree, path, conform(parse(text, kind), kind, where, path))
     for role, url in engines:
         _first_pool(tree).setdefault("nodes", []).append({"url": with_scheme(url), "role": role})
+    if receivers:
+        put_receivers(_first_pool(tree), receivers)
     return crosscheck(msgspec.convert(tree, Settings), need_engines=need_engines)
 
 

@@ -12,7 +12,9 @@ import msgspec
 from msgspec import Meta
 
 Role = Literal["prefill", "decode", "aggregated"]
-Connector = Literal["nixl"]
+Connector = Literal["nixl", "lmcache-pd", "lmcache-mp", "shared"]
+FirstTokenFrom = Literal["prefill", "decode"]
+OnTimeout = Literal["recompute", "fail"]
 Policy = Literal["least_load"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -125,6 +127,43 @@ class EngineTls(_Section, frozen=True):
     """False trusts any certificate of any host: whoever is in between reads prompts and keys. None: true."""
 
 
+class Receiver(_Section, frozen=True):
+    """Where a decode engine's ranks receive KV. LMCache's `pd_peer_init_port` and `pd_peer_alloc_port`, a port a rank."""
+
+    host: Host | None = None
+    """LMCache's `pd_peer_host`. None: the host of the engine's URL."""
+
+    init_ports: tuple[Port, ...] = ()
+    """For setting a transfer up, in the order of ranks."""
+
+    alloc_ports: tuple[Port, ...] = ()
+    """For asking for room, in the order of ranks."""
+
+
+class LMCache(_Section, frozen=True):
+    """What LMCache's PD mode must be known to do. Names and defaults of its configuration."""
+
+    first_token: FirstTokenFrom = "prefill"  # noqa: S105 - a token of text
+    """Whose token is the answer's first. `prefill` saves a step; requests that need the parsers or look back at their own
+    output get it from the decode engine all the same. `decode`: all do."""
+
+    chunk_size: Count = 256
+    """Tokens in a chunk. KV moves in whole chunks: a shorter prompt is served by one engine."""
+
+    save_unfull_chunk: bool = False
+    """Whether the last chunk moves though it isn't full. Then notices come for short prompts, too."""
+
+    first_rank_only: bool = False
+    """Whether the first rank stores for all (models with one latent KV for all heads), and sends the only notice."""
+
+    pd_buffer_size: Count | None = None
+    """Bytes of a decode engine's receive buffer. With it and `kv_bytes_per_token`, a prompt waits for room in it before it
+    is prefilled. None: no bound is known."""
+
+    kv_bytes_per_token: Count | None = None
+    """Bytes of KV a token, on one rank: 2 x layers x KV heads x head size x bytes of the type, over the ranks."""
+
+
 class Node(_Section, frozen=True):
     """One engine: a vLLM server with an HTTP port of its own."""
 
@@ -139,6 +178,9 @@ class Node(_Section, frozen=True):
 
     facts: Facts = Facts()
     """What is known beforehand."""
+
+    receiver: Receiver = Receiver()
+    """Where it receives KV, for connectors whose prefill engines push it (lmcache-pd)."""
 
     api_key: Key | None = None
     """This engine's key, in place of `auth.engine_api_key`."""
@@ -173,6 +215,9 @@ class Pool(_Section, frozen=True):
     connector: Connector = "nixl"
     """How KV gets from prefill to decode engines: the `kv_connector` they were started with."""
 
+    lmcache: LMCache = LMCache()
+    """What the connector lmcache-pd must know."""
+
     policy: PoolPolicy = PoolPolicy()
     """How engines are chosen."""
 
@@ -200,6 +245,9 @@ class Deadlines(_Section, frozen=True):
 
     prefill: Seconds = 120.0
     """The prefill leg, from its request to its whole answer. Long prompts behind others take a minute."""
+
+    kv_ready: Seconds = 10.0
+    """Notices that KV is ready, from the prefill's answer on. They come within milliseconds of it, or not at all."""
 
     first_token: Seconds = 60.0
     """From the decode leg's request to its first data: KV transfer, and waiting for a place in its batch."""
@@ -257,6 +305,20 @@ class Limits(_Section, frozen=True):
     """Seconds an engine stays shut out. Long enough for a restart to be noticed, short enough to come back soon."""
 
 
+class KvReady(_Section, frozen=True):
+    """The ZMQ socket on which engines tell that KV is ready. It is bound where the connector has such notices (lmcache-pd)."""
+
+    host: Host = "127.0.0.1"
+    """Address to bind: one that every prefill rank reaches. Whoever reaches it can send notices."""
+
+    port: Port = 7500
+    """TCP port: LMCache's `pd_proxy_port`. Its own example proxy takes 8500."""
+
+    on_timeout: OnTimeout = "recompute"
+    """What becomes of a prompt whose notices don't come in `deadlines.kv_ready`: the decode engine computes what it lacks,
+    or the request fails with 504."""
+
+
 class Probes(_Section, frozen=True):
     """How often engines are asked how they are, in seconds."""
 
@@ -294,6 +356,9 @@ class Settings(_Section, frozen=True):
 
     limits: Limits = Limits()
     """How much is taken on."""
+
+    kv_ready: KvReady = KvReady()
+    """Where engines tell that KV is ready."""
 
     probes: Probes = Probes()
     """How often engines are asked."""

@@ -1,7 +1,8 @@
 """What a KV transfer contract declares, so that one exchange can run all of them.
 
-Owns the vocabulary between `serving` and the contracts: the order of the legs, the body of each leg, what a prefill
-answer hands over, and who has released what after a refusal. Another contract is another module with one `Contract`.
+Owns the vocabulary between `serving` and the contracts: what each leg is sent and in which order, what tells that the KV
+is ready, where the first token comes from, and who holds KV afterwards. Another contract is another module with one
+`Contract`; nothing in `serving` asks for a contract's name.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from enum import Enum
 import msgspec
 
 from pdproxy.wire.engine import PrefillAnswer
-from pdproxy.wire.request import Fields, Parsed, Prompt
+from pdproxy.wire.request import Fields, Parsed, Prompt, Route
 
 
 class Order(Enum):
@@ -22,12 +23,56 @@ class Order(Enum):
     PREFILL_THEN_DECODE = "prefill_then_decode"
 
 
+class Receiver(msgspec.Struct, frozen=True):
+    """Where a decode engine receives KV: a host, and a port a tensor-parallel rank for each of two purposes."""
+
+    host: str
+    init_ports: tuple[int, ...]
+    alloc_ports: tuple[int, ...]
+
+
+class Dispatch(msgspec.Struct, frozen=True):
+    """What is known of one prompt's dispatch to one pair before its first leg. Every further try has one of its own.
+
+    `leg_id` is minted for the prefill leg: two clients may use one id, two dispatches never do. None where nothing goes by it.
+    `token_ids` are the prompt's ids as a JSON array and `tokens` their number, None if they are not known.
+    """
+
+    leg_id: str | None = None
+    token_ids: bytes | None = None
+    tokens: int | None = None
+    receiver: Receiver | None = None
+
+
+NO_DISPATCH = Dispatch()
+"""For contracts that need none of it."""
+
+
+class LegRequest(msgspec.Struct, frozen=True):
+    """What one engine is asked: a generating route, and a body."""
+
+    route: Route
+    body: bytes
+
+
+class FirstToken(msgspec.Struct, frozen=True):
+    """The first token of the answer, where the prefill engine made it: its id, its text, and its finish if it was the last.
+
+    `stop_reason` is JSON, as the engine wrote it.
+    """
+
+    id: int
+    text: str
+    finish_reason: str | None = None
+    stop_reason: bytes = b"null"
+
+
 class Handle(msgspec.Struct, frozen=True):
-    """A claim on KV that a prefill engine holds for us. Exactly one party may end it.
+    """A claim on KV that a prefill engine made for us. Where it is kept there, exactly one party may end it.
 
     `params` is the engine's `kv_transfer_params` verbatim, `token_ids` the prompt's ids as a JSON array (None if the
     engine did not say them), `prompt_tokens` the prompt's length, `created_cache_tokens` how many of them were new to the
-    prefill engine's prefix cache, if it tells.
+    prefill engine's prefix cache, if it tells. `first` is the answer's first token where the decode engine goes on behind it.
     """
 
     params: bytes
@@ -35,27 +80,58 @@ class Handle(msgspec.Struct, frozen=True):
     prompt_tokens: int
     remote_request_id: str
     created_cache_tokens: int | None = None
+    first: FirstToken | None = None
+
+
+def nothing_to_release(_model: str | None, _handle: Handle) -> bytes | None:
+    """Return no body: the contract's KV is not kept for anybody."""
+
+
+def never_released(_error_type: str, _param: str | None) -> bool:
+    """Tell that no refusal gives a handle back."""
+    return False
+
+
+def no_notices(_dispatch: Dispatch) -> int | None:
+    """Return how many notices come for any prompt: none."""
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """The wire shape of one KV transfer contract. All functions are pure.
+    """The choreography of one KV transfer contract. All functions are pure.
 
-        - `prefill_body(parsed, prompt)`: the body of the prefill leg.
-        - `handle(answer)`: what the prefill answer hands over; a str says why it hands over nothing usable.
-        - `decode_body(parsed, prompt, handle)`: the body of the decode leg; handle None: no KV, the engine computes alone.
+    What goes on the wire:
+        - `prefill(parsed, prompt, dispatch)`: what the prefill engine is asked.
+        - `handle(parsed, answer, dispatch)`: what its answer hands over; a str says why it hands over nothing usable.
+        - `decode(parsed, prompt, handle)`: what the decode engine is asked.
+
+    What it takes, and what it leaves behind:
+        - `notices(dispatch)`: how many ranks tell that the KV is where the decode engine looks for it, besides the prefill
+          engine's answer; None: as many as the notices say.
+        - `needs_ids`: the prompt's token ids are part of the prefill leg.
+        - `needs_receiver`: so is the address at which the decode engine receives.
+        - `mints`: the prefill leg gets an id of its own, by which notices or engines name it.
+        - `unit`: KV moves in whole pieces of so many tokens; None: in the engines' KV blocks. A prompt under one moves nothing.
+        - `holds`: the prefill engine keeps the KV for us, until somebody ends the handle.
         - `release_body(model, handle)`: the body that makes a decode engine give the handle back, None if there is none.
-    - `refusal_released(error_type, param)`: whether a decode engine that refused a request with a 4xx has given
+        - `refusal_released(error_type, param)`: whether a decode engine that refused a request with a 4xx has given
           its handle back by itself.
     """
 
     name: str
-    order: Order
-    prefill_body: Callable[[Parsed, Prompt], bytes]
-    handle: Callable[[PrefillAnswer], Handle | str]
-    decode_body: Callable[[Parsed, Prompt, Handle | None], bytes]
-    release_body: Callable[[str | None, Handle], bytes | None]
-    refusal_released: Callable[[str, str | None], bool]
+    prefill: Callable[[Parsed, Prompt, Dispatch], LegRequest]
+    handle: Callable[[Parsed, PrefillAnswer, Dispatch], Handle | str]
+    decode: Callable[[Parsed, Prompt, Handle], LegRequest]
+    order: Order = Order.PREFILL_THEN_DECODE
+    notices: Callable[[Dispatch], int | None] = no_notices
+    needs_ids: bool = False
+    needs_receiver: bool = False
+    mints: bool = False
+    unit: int | None = None
+    holds: bool = False
+    release_body: Callable[[str | None, Handle], bytes | None] = nothing_to_release
+    refusal_released: Callable[[str, str | None], bool] = never_released
 
 
 def raw(value: bytes) -> msgspec.Raw:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
-from pdproxy.transfer.bodies import DROPPED_ON_PREFILL, alone_body, decode_fields, prefill_fields
-from pdproxy.transfer.contract import Contract, Handle, Order, encode, raw
+from pdproxy.transfer.bodies import DROPPED_ON_PREFILL, decode_fields, prefill_fields
+from pdproxy.transfer.contract import Contract, Dispatch, Handle, LegRequest, encode, raw
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.request import Parsed, Prompt
 
@@ -36,14 +36,14 @@ class _Params(msgspec.Struct, frozen=True):
 _params_decoder = msgspec.json.Decoder(_Params)
 
 
-def prefill_body(parsed: Parsed, prompt: Prompt) -> bytes:
-    """Return the prefill leg's body: it asks the engine to keep the KV for a remote decode."""
+def prefill(parsed: Parsed, prompt: Prompt, _dispatch: Dispatch) -> LegRequest:
+    """Return the prefill leg: it asks the engine to keep the KV for a remote decode."""
     fields = prefill_fields(parsed, prompt)
     fields["kv_transfer_params"] = _ASK
-    return encode(fields)
+    return LegRequest(parsed.route, encode(fields))
 
 
-def handle(answer: PrefillAnswer) -> Handle | str:
+def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handle | str:
     """Return the handle in a prefill answer, or the reason why there is none that may be used."""
     params_json = bytes(answer.kv_transfer_params)
     if params_json == b"null":
@@ -74,16 +74,14 @@ def _holds_blocks(block_ids: bytes) -> bool:
     return plain.startswith(b"[") and plain.find(b"[]") < 0 and plain.find(b"null") < 0
 
 
-def decode_body(parsed: Parsed, prompt: Prompt, given: Handle | None) -> bytes:
-    """Return the decode leg's body: the client's request with the handle, or without any."""
-    if given is None:
-        return alone_body(parsed, prompt)
+def decode(parsed: Parsed, prompt: Prompt, given: Handle) -> LegRequest:
+    """Return the decode leg: the client's request with the handle."""
     fields = decode_fields(parsed, prompt)
     params = given.params
     if given.token_ids is not None:
         params = params[: params.rindex(b"}")] + b',"prompt_token_ids":' + given.token_ids + b"}"
     fields["kv_transfer_params"] = raw(params)
-    return encode(fields)
+    return LegRequest(parsed.route, encode(fields))
 
 
 def release_body(model: str | None, given: Handle) -> bytes:
@@ -113,10 +111,10 @@ def refusal_released(error_type: str, param: str | None) -> bool:
 
 NIXL = Contract(
     name="nixl",
-    order=Order.PREFILL_THEN_DECODE,
-    prefill_body=prefill_body,
+    prefill=prefill,
     handle=handle,
-    decode_body=decode_body,
+    decode=decode,
+    holds=True,
     release_body=release_body,
     refusal_released=refusal_released,
 )

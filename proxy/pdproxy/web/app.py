@@ -14,12 +14,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from pdproxy import __version__
-from pdproxy.kit.errors import NotStoredError, PdproxyError, UnauthorizedError
+from pdproxy.kit.errors import BadRequestError, BodyTooLargeError, NotStoredError, PdproxyError, UnauthorizedError
 from pdproxy.serving.keys import CHALLENGE
 from pdproxy.serving.routes import TABLE, Entry, Kind
 from pdproxy.settings.schema import Cors
 from pdproxy.web.cors import middleware_options
 from pdproxy.web.passing import PassedAnswer, Passing
+from pdproxy.wire import telemetry
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Route
 
@@ -44,6 +45,8 @@ class Answers:
     metrics: Callable[[], bytes]
     passing: Passing
     cors: Cors
+    telemetry: Callable[[bytes], bool] | None = None
+    """Takes a post of LMCache's telemetry, and tells whether it was one. None: there is no such route."""
 
 
 def create_app(answers: Answers) -> FastAPI:
@@ -95,10 +98,25 @@ def create_app(answers: Answers) -> FastAPI:
         answers.authorize(given)
         return Response(await answers.models(given), media_type="application/json")
 
+    if answers.telemetry is not None:
+        _add_telemetry(app, answers.telemetry)
     for entry in TABLE:
         if entry.kind is not Kind.OWN:
             _add(app, entry, answers)
     return app
+
+
+def _add_telemetry(app: FastAPI, take: Callable[[bytes], bool]) -> None:
+    @app.post(telemetry.PATH, summary="Where LMCache tells that KV is stored", tags=["engines"])
+    async def stored(request: Request) -> Response:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > telemetry.MAX_BYTES:
+                raise BodyTooLargeError(f"telemetry is over {telemetry.MAX_BYTES} bytes")
+        if not take(bytes(body)):
+            raise BadRequestError("expected LMCache's telemetry: event, request_ids_set, world_size, kv_rank")
+        return JSONResponse({"status": "ok"})
 
 
 _STATUSES = (

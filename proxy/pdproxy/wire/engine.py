@@ -28,6 +28,8 @@ class Usage(msgspec.Struct, frozen=True):
 class _PrefillChoice(msgspec.Struct, frozen=True):
     prompt_token_ids: msgspec.Raw = _ABSENT
     finish_reason: str | None = None
+    stop_reason: msgspec.Raw = _ABSENT
+    text: str = ""
 
 
 class PrefillAnswer(msgspec.Struct, frozen=True):

@@ -65,6 +65,8 @@ class Alone(Enum):
     PREFILL_REFUSED = "prefill_refused"
     PREFILL_FAILED = "prefill_failed"
     NO_HANDLE = "no_handle"
+    NO_TOKENS = "no_tokens"
+    KV_BUFFER = "kv_buffer"
 
 
 class Incoming(msgspec.Struct):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from pdproxy.app.compose import CONTRACTS
 from pdproxy.app.credentials import Credentials
 from pdproxy.kit.ids import mint
 from pdproxy.lab.check.ask import Asker
@@ -14,6 +13,7 @@ from pdproxy.lab.check.handles import Handles
 from pdproxy.lab.check.options import Options
 from pdproxy.lab.check.pairs import PairProbe, try_pairs
 from pdproxy.settings.schema import Settings
+from pdproxy.transfer.nixl import NIXL
 
 
 def _mark() -> str:
@@ -27,7 +27,7 @@ async def gather(settings: Settings, options: Options, surroundings: Surrounding
     try:
         engines = await asyncio.gather(*(ask_engine(asker, node, _mark()) for node in settings.pool.nodes))
         facts = Facts(settings=settings, engines=engines, surroundings=surroundings, timeout=options.timeout)
-        handles = Handles(asker, CONTRACTS[settings.pool.connector], options)
+        handles = Handles(asker, NIXL, options)
         await try_pairs(PairProbe(asker, handles, options, _mark), facts, options.lease_watch)
         await asyncio.gather(*(_see_restart(asker, engine) for engine in engines if engine.answers))
         return facts

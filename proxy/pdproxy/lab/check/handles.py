@@ -18,7 +18,7 @@ from pdproxy.lab.check.ask import Asker
 from pdproxy.lab.check.engines import resolve, scrape
 from pdproxy.lab.check.facts import EngineFacts, Reach, Side, Trouble
 from pdproxy.lab.check.options import Options
-from pdproxy.transfer.contract import Contract, Handle
+from pdproxy.transfer.contract import NO_DISPATCH, Contract, Handle
 from pdproxy.wire.engine import prefill_answer
 from pdproxy.wire.request import Fields, Parsed
 
@@ -42,16 +42,15 @@ class Handles:
 
     async def take(self, prefill: EngineFacts, parsed: Parsed, request_id: str) -> Handle | str:
         """Have a prompt prefilled; return its handle, or in words why there is none. What it says is put into `prefill`."""
-        reply = await self._asker.post(
-            prefill.url, parsed.route.value, self.contract.prefill_body(parsed, parsed.prompts[0]), request_id
-        )
+        leg = self.contract.prefill(parsed, parsed.prompts[0], NO_DISPATCH)
+        reply = await self._asker.post(prefill.url, leg.route.value, leg.body, request_id)
         if isinstance(reply, Trouble):
             return reply.text
         if reply.status != 200:
             return f"answered {reply.words()}"
         if (answer := prefill_answer(reply.body)) is None:
             return "its answer is no completion"
-        handle = self.contract.handle(answer)
+        handle = self.contract.handle(parsed, answer, NO_DISPATCH)
         if isinstance(handle, str):
             return handle
         params = msgspec.json.decode(handle.params, type=_Params)

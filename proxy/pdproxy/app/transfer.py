@@ -1,0 +1,58 @@
+"""Wiring of KV transfer: the pool's contract with what its settings say of it."""
+
+from __future__ import annotations
+
+import time
+
+from pdproxy.kit.clock import Clock
+from pdproxy.observe.events import Observers
+from pdproxy.serving.engines import TokenIds, Transfer
+from pdproxy.serving.ready import KvReady
+from pdproxy.serving.slots import Buffers
+from pdproxy.settings.crosscheck_transfer import receiver_host
+from pdproxy.settings.schema import Settings
+from pdproxy.transfer.contract import Receiver
+from pdproxy.transfer.lmcache_mp import LMCACHE_MP
+from pdproxy.transfer.lmcache_pd import lmcache_pd
+from pdproxy.transfer.nixl import NIXL
+from pdproxy.transfer.shared import SHARED
+from pdproxy.wire.request import Parsed, Prompt
+
+
+async def no_tokens(_parsed: Parsed, _prompt: Prompt) -> TokenIds | None:
+    """Know no tokens."""
+    return None
+
+
+def build_transfer(settings: Settings, clock: Clock, observers: Observers) -> Transfer:
+    """Return how KV gets from one engine to another under these settings."""
+    pool = settings.pool
+    lmcache = pool.lmcache
+    contracts = {
+        "nixl": NIXL,
+        "shared": SHARED,
+        "lmcache-mp": LMCACHE_MP,
+        "lmcache-pd": lmcache_pd(
+            first_on_prefill=lmcache.first_token == "prefill",  # noqa: S105 - a token of text
+            chunk_size=lmcache.chunk_size,
+            unfull_chunks=lmcache.save_unfull_chunk,
+            first_rank_only=lmcache.first_rank_only,
+        ),
+    }
+    decodes = [node for node in pool.nodes if node.role == "decode"]
+    receivers = {
+        node.url: Receiver(receiver_host(node), node.receiver.init_ports, node.receiver.alloc_ports)
+        for node in decodes
+        if node.receiver.init_ports
+    }
+    capacity: dict[str, int] = {}
+    if lmcache.pd_buffer_size is not None and lmcache.kv_bytes_per_token is not None:
+        slots = lmcache.pd_buffer_size // (lmcache.kv_bytes_per_token * lmcache.chunk_size)
+        capacity = dict.fromkeys(receivers, slots)
+    return Transfer(
+        contracts[pool.connector],
+        KvReady(clock, observers, time.monotonic),
+        Buffers(capacity, lmcache.chunk_size, clock, observers, settings.deadlines.queue),
+        receivers,
+        recomputes=settings.kv_ready.on_timeout == "recompute",
+    )

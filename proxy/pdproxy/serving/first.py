@@ -1,0 +1,43 @@
+"""Waiting for a decode leg's first data, or for the whole of an answer that comes in one piece."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pdproxy.kit.clock import Timer
+from pdproxy.kit.errors import EngineTimeoutError, Wait
+from pdproxy.scheduling.nodes import Node
+from pdproxy.serving.engines import Engines
+from pdproxy.serving.relay import Relay, StreamStarted
+from pdproxy.upstream.client import Answer
+
+
+async def first_data(engines: Engines, relay: Relay, node: Node, *, in_silence: bool) -> Answer | StreamStarted:
+    """Wait for the first data, or the whole of an unstreamed answer.
+
+    Of the latter, and of thoughts that the client doesn't want to see, nothing is seen before their end (`in_silence`). An
+    engine that was stopped meanwhile may keep the connection open for ever: once probes have found it down for as long as a
+    stream may be silent, it is given up.
+
+    Raises:
+        EngineError: the leg failed, or the engine is down.
+    """
+    if not in_silence:
+        return await relay.first
+    patience = engines.deadlines.between_tokens
+    timers: list[Timer] = []
+    look = partial(_look, engines, relay, node, patience, timers)
+    timers.append(engines.clock.after(min(patience, 1.0), look))
+    try:
+        return await relay.first
+    finally:
+        timers[-1].cancel()
+
+
+def _look(engines: Engines, relay: Relay, node: Node, patience: float, timers: list[Timer]) -> None:
+    if node.down_for(engines.now()) >= patience:
+        message = f"{node.url} has been down for {patience:g} s"
+        relay.failed(EngineTimeoutError(message, wait=Wait.BETWEEN_TOKENS))
+    else:
+        look = partial(_look, engines, relay, node, patience, timers)
+        timers[:] = [engines.clock.after(min(patience, 1.0), look)]

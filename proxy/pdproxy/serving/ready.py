@@ -1,0 +1,164 @@
+"""KV-ready: who waits for which notice, and what became of every notice.
+
+Owns the waits and the notices that nobody waits for yet. A wait is for one prefill leg, named by an id that we minted for
+it, and is over once each of the engine's ranks has been heard. Notices that come early are kept, bounded in time and number;
+those of an id whose wait is over are late; all others expire as unknown. Nothing here grows with what senders send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+
+from pdproxy.kit.clock import Clock
+from pdproxy.kit.errors import Wait
+from pdproxy.observe.events import DeadlinePassed, KvNoticed, KvWaited, Observers
+from pdproxy.wire.notices import Event, Notice
+
+KEPT = 4096
+"""Early notices that are kept, and ids whose wait is over that are remembered."""
+KEPT_FOR = 30.0
+"""Seconds that they are kept. A notice comes milliseconds before or after the prefill's answer."""
+
+
+class Expected:
+    """One wait for the notices of a prefill leg's ranks. Over at the latest when it is closed.
+
+    `ranks` is how many ranks send one; None: as many as the notices say, one if they don't. Ranks that name themselves count
+    once, however often they are heard; of those that don't, each notice counts.
+    """
+
+    __slots__ = ("_named", "_unnamed", "_where", "done", "leg_id", "ranks", "since")
+
+    def __init__(self, where: KvReady, leg_id: str, ranks: int | None, since: float) -> None:
+        self._where = where
+        self.leg_id = leg_id
+        self.ranks = ranks
+        self.since = since
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._named: set[int] = set()
+        self._unnamed = 0
+
+    def __repr__(self) -> str:
+        return f"<Expected {self.leg_id}, {len(self._named) + self._unnamed} of {self.ranks or '?'} ranks heard>"
+
+    def heard(self, notice: Notice) -> bool:
+        """Count a notice. Return whether it told anything new."""
+        if self.ranks is None and notice.world is not None:
+            self.ranks = notice.world
+        if notice.rank is None:
+            self._unnamed += 1
+        elif notice.rank in self._named:
+            return False
+        else:
+            self._named.add(notice.rank)
+        if len(self._named) + self._unnamed >= (self.ranks or 1) and not self.done.done():
+            self.done.set_result(None)
+        return True
+
+    def missing(self) -> list[str]:
+        """Return the ranks that were not heard: by number where they name themselves, else "unnamed" for each."""
+        ranks = self.ranks or 1
+        silent = max(0, ranks - len(self._named) - self._unnamed)
+        if self._unnamed or (not self._named and ranks > 1):
+            return ["unnamed"] * silent
+        return [str(rank) for rank in range(ranks) if rank not in self._named]
+
+    def close(self) -> None:
+        """Wait no longer. What comes from now on is late. Closing twice changes nothing."""
+        self._where.over(self)
+
+
+class KvReady:
+    """All waits of one proxy."""
+
+    def __init__(self, clock: Clock, observers: Observers, now: Callable[[], float]) -> None:
+        self._clock = clock
+        self._observers = observers
+        self._now = now
+        self._expected: dict[str, Expected] = {}
+        self._early: OrderedDict[str, tuple[float, list[Notice]]] = OrderedDict()
+        self._early_count = 0
+        self._over: OrderedDict[str, float] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"<KvReady {len(self._expected)} waits, {self._early_count} early notices>"
+
+    @property
+    def waiting(self) -> int:
+        """How many waits there are."""
+        return len(self._expected)
+
+    @property
+    def kept(self) -> int:
+        """How many notices are kept that nobody waits for."""
+        return self._early_count
+
+    def expect(self, leg_id: str, ranks: int | None) -> Expected:
+        """Begin a wait. Call it before the leg is sent, and close what it returns."""
+        expected = self._expected[leg_id] = Expected(self, leg_id, ranks, self._now())
+        _, early = self._early.pop(leg_id, (0.0, ()))
+        self._early_count -= len(early)
+        for notice in early:
+            expected.heard(notice)
+        return expected
+
+    async def wait(self, expected: Expected, timeout: float, node: str) -> bool:
+        """Wait until all ranks of `node` were heard, `timeout` seconds at most. Return whether they were."""
+        begun = self._now()
+        try:
+            if not expected.done.done():
+                async with self._clock.within(timeout):
+                    await asyncio.shield(expected.done)
+        except TimeoutError:
+            self._observers.notify(DeadlinePassed(Wait.KV_READY.value, node))
+            self._observers.notify(KvWaited(node, "timeout", self._now() - begun, expected.missing()))
+            return False
+        self._observers.notify(KvWaited(node, "ready", self._now() - begun))
+        return True
+
+    def heard(self, notice: Notice) -> None:
+        """Take a notice that KV is ready."""
+        expected = self._expected.get(notice.request_id)
+        if expected is not None:
+            self._tell("awaited" if expected.heard(notice) else "double")
+            return
+        now = self._now()
+        self._expire(now)
+        if notice.request_id in self._over:
+            self._tell("late")
+            return
+        self._tell("early")
+        _, kept = self._early.setdefault(notice.request_id, (now, []))
+        kept.append(notice)
+        self._early_count += 1
+        while self._early_count > KEPT:
+            self._forget_oldest()
+
+    def undecodable(self) -> None:
+        """Take note of a message that is no notice."""
+        self._observers.notify(KvNoticed("unknown", "undecodable"))
+
+    def over(self, expected: Expected) -> None:
+        """End a wait. Called by `Expected.close` alone."""
+        if self._expected.get(expected.leg_id) is expected:
+            del self._expected[expected.leg_id]
+            self._over[expected.leg_id] = self._now()
+            if len(self._over) > KEPT:
+                self._over.popitem(last=False)
+
+    def _expire(self, now: float) -> None:
+        while self._early and next(iter(self._early.values()))[0] < now - KEPT_FOR:
+            self._forget_oldest()
+        while self._over and next(iter(self._over.values())) < now - KEPT_FOR:
+            self._over.popitem(last=False)
+
+    def _forget_oldest(self) -> None:
+        _, (_, notices) = self._early.popitem(last=False)
+        self._early_count -= len(notices)
+        for _ in notices:
+            self._tell("unknown")
+
+    def _tell(self, result: str) -> None:
+        self._observers.notify(KvNoticed(Event.READY.value, result))

@@ -1,0 +1,56 @@
+"""The flags that say where decode engines receive KV, spread over the decode engines of the first pool.
+
+Owns how the flags are read: given once, a flag is for every decode engine; given several times, or as a list of hosts, it is
+for each in turn. `0.0.0.0` is an address to bind, not one to send to: it stands for the host of the engine's URL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pdproxy.settings.conform import conform, parse
+from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.schema import Port
+
+ANYWHERE = ("0.0.0.0", "::", "[::]")  # noqa: S104 - nothing is bound to it here
+
+
+class ReceiverFlag(NamedTuple):
+    """A flag as typed, each time it was given: its name for errors, the field of `Receiver` that it sets, the texts."""
+
+    option: str
+    field: str
+    texts: Sequence[str]
+
+
+def put_receivers(pool: Mapping[str, Any], flags: Sequence[ReceiverFlag]) -> None:
+    """Set the receivers of a pool's decode engines from flags.
+
+    Raises:
+        SettingsError: naming the flag.
+    """
+    decodes = [node for node in pool.get("nodes", ()) if node.get("role") == "decode"]
+    for flag in flags:
+        values = _values(flag)
+        if not decodes:
+            raise SettingsError(f"{flag.option}: no decode engine is configured")
+        if len(values) not in (1, len(decodes)):
+            raise SettingsError(
+                f"{flag.option}: given for {len(values)} decode engines, but there are {len(decodes)}: give one for all, "
+                "or one for each"
+            )
+        for index, node in enumerate(decodes):
+            value = values[index % len(values)]
+            if value is not None:
+                node["receiver"] = {**(node.get("receiver") or {}), flag.field: value}
+
+
+def _values(flag: ReceiverFlag) -> list[object]:
+    where = f" ({flag.option})"
+    if flag.field == "host":
+        hosts = [host.strip() for text in flag.texts for host in text.split(",")]
+        return [None if host in ANYWHERE else host for host in hosts]
+    kind = tuple[Port, ...]
+    path = ("receiver", flag.field)
+    return [conform(parse(text, kind), kind, where, path) for text in flag.texts]

@@ -1,0 +1,216 @@
+"""LMCache's own PD: the prefill engine pushes KV to the decode engine chosen beforehand, and each rank tells us when it has.
+
+Source: LMCache 0.5.6 `v1/storage_backend/pd_backend.py`, `examples/disagg_prefill`; production-stack's pull requests 841 and 913.
+The prefill leg is a completion of token ids with a `disagg_spec`: where the decode engine's ranks receive, and an id of ours
+that the notices repeat. The answer's first token may be the prefill engine's: then the decode engine goes on behind
+it, as a completion too, and `transfer.splice` makes one answer of both. Or it may be the decode engine's, which gets the client's
+own request and computes one token more.
+
+The first way is only for requests that a change of engines after one token can't change. Whatever looks back at the output, or
+parses it from its beginning (penalties, stop strings, seeds, grammars, tools, reasoning), is decoded from its first token on.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdproxy.transfer.bodies import decode_fields
+from pdproxy.transfer.contract import (
+    Contract,
+    Dispatch,
+    FirstToken,
+    Handle,
+    LegRequest,
+    encode,
+    raw,
+)
+from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
+from pdproxy.wire.request import Fields, Parsed, Prompt, Route
+
+DEFAULT_CHUNK = 256
+"""Tokens in a chunk of LMCache, unless its `chunk_size` says otherwise."""
+COMPLETION_TOKENS = 16
+"""`max_tokens` of a completion that names none (vLLM 0.32.0)."""
+
+_NULL = raw(b"null")
+_ONE = raw(b"1")
+_FALSE = raw(b"false")
+_TRUE = raw(b"true")
+
+_PASSED = (
+    "model",
+    "user",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "logit_bias",
+    "ignore_eos",
+    "stop_token_ids",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "priority",
+    "cache_salt",
+)
+"""Fields that mean the same in a completion as in a chat, and the same behind a first token as before it."""
+_PROMPT_ONLY = (
+    "prompt",
+    "messages",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "max_tokens",
+    "max_completion_tokens",
+    "stream",
+    "stream_options",
+    "return_token_ids",
+    "request_id",
+    "n",
+)
+"""Fields that only shape the prompt, or are dealt with one by one."""
+_NEUTRAL = {
+    "frequency_penalty": (b"0", b"0.0"),
+    "presence_penalty": (b"0", b"0.0"),
+    "repetition_penalty": (b"1", b"1.0"),
+    "stop": (b"[]", b'""'),
+    "echo": (b"false",),
+    "logprobs": (b"false",),
+    "best_of": (b"1",),
+    "tools": (b"[]",),
+    "add_generation_prompt": (b"true",),
+    "continue_final_message": (b"false",),
+    "parallel_tool_calls": (b"true", b"false"),
+}
+"""Values that say what is so anyway."""
+
+
+class _Params(msgspec.Struct, frozen=True):
+    first_tok: int
+
+
+_params_decoder = msgspec.json.Decoder(_Params)
+_int_decoder: msgspec.json.Decoder[int | None] = msgspec.json.Decoder(int | None)
+
+
+class _Spec(msgspec.Struct, frozen=True):
+    req_id: str
+    receiver_host: str
+    receiver_init_port: tuple[int, ...]
+    receiver_alloc_port: tuple[int, ...]
+
+
+class _Ask(msgspec.Struct, frozen=True):
+    ret_first_tok: bool
+    disagg_spec: _Spec
+
+
+def may_begin_on_prefill(parsed: Parsed) -> bool:
+    """Tell whether the prefill engine's token can be the answer's first, with nobody able to tell the difference."""
+    if b"continuous_usage_stats" in bytes(parsed.fields.get("stream_options", _NULL)):
+        return False
+    for name, value in parsed.fields.items():
+        if name in _PASSED or name in _PROMPT_ONLY:
+            continue
+        text = bytes(value)
+        if text != b"null" and text not in _NEUTRAL.get(name, ()):
+            return False
+    return True
+
+
+def _passed(parsed: Parsed) -> Fields:
+    return {name: parsed.fields[name] for name in _PASSED if name in parsed.fields}
+
+
+def _limit(parsed: Parsed) -> int | None:
+    """Return how many tokens the answer may have, None for as many as the context holds."""
+    names = ("max_completion_tokens", "max_tokens") if parsed.route is Route.CHAT else ("max_tokens",)
+    for name in names:
+        if name in parsed.fields and (limit := _int_decoder.decode(parsed.fields[name])) is not None:
+            return limit
+    if parsed.route is Route.COMPLETIONS and "max_tokens" not in parsed.fields:
+        return COMPLETION_TOKENS
+    return None
+
+
+def lmcache_pd(
+    *,
+    first_on_prefill: bool = True,
+    chunk_size: int = DEFAULT_CHUNK,
+    unfull_chunks: bool = False,
+    first_rank_only: bool = False,
+) -> Contract:
+    """Return the contract. `chunk_size` in tokens and `unfull_chunks` are LMCache's `chunk_size` and `save_unfull_chunk`.
+
+    `first_on_prefill`: whether the prefill engine's token is the answer's first where it can be. `first_rank_only`: whether
+    the first rank alone stores (models with one latent KV for all heads), and so sends the only notice.
+    """
+
+    def prefill(parsed: Parsed, _prompt: Prompt, dispatch: Dispatch) -> LegRequest:
+        """Return the prefill leg: one token behind the prompt's ids, KV to the receiver."""
+        assert dispatch.leg_id is not None
+        assert dispatch.token_ids is not None
+        assert dispatch.receiver is not None
+        receiver = dispatch.receiver
+        fields = _passed(parsed)
+        if "min_tokens" in fields and (_int_decoder.decode(fields["min_tokens"]) or 0) > 1:
+            fields["min_tokens"] = _ONE
+        fields["prompt"] = raw(dispatch.token_ids)
+        fields["max_tokens"] = _ONE
+        fields["stream"] = _FALSE
+        spec = _Spec(dispatch.leg_id, receiver.host, receiver.init_ports, receiver.alloc_ports)
+        fields["kv_transfer_params"] = raw(msgspec.json.encode(_Ask(ret_first_tok=True, disagg_spec=spec)))
+        return LegRequest(Route.COMPLETIONS, encode(fields))
+
+    def handle(parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle | str:
+        """Return what the answer hands over: its first token, if it is to be the client's first."""
+        try:
+            token = _params_decoder.decode(answer.kv_transfer_params).first_tok
+        except UNREADABLE:
+            return "the answer has no first_tok: is the engine started with LMCache's connector and pd_role sender?"
+        first = None
+        if first_on_prefill and answer.choices and may_begin_on_prefill(parsed):
+            choice = answer.choices[0]
+            ended = choice.finish_reason if choice.finish_reason != "length" or _limit(parsed) == 1 else None
+            # A piece of a letter, or a token without a text, is shown by what comes behind it: that must be one engine.
+            if ended is not None or (choice.text and "\ufffd" not in choice.text):
+                first = FirstToken(token, choice.text, ended, bytes(choice.stop_reason))
+        return Handle(b"", dispatch.token_ids, answer.usage.prompt_tokens, dispatch.leg_id or "", first=first)
+
+    def decode(parsed: Parsed, prompt: Prompt, given: Handle) -> LegRequest:
+        """Return the decode leg: the rest behind the first token, or the client's own request."""
+        if given.first is None or given.token_ids is None:
+            return LegRequest(parsed.route, encode(decode_fields(parsed, prompt)))
+        fields = _passed(parsed)
+        for name in ("stream", "return_token_ids"):
+            if name in parsed.fields:
+                fields[name] = parsed.fields[name]
+        if (least := _int_decoder.decode(fields.get("min_tokens", _NULL))) is not None:
+            fields["min_tokens"] = raw(b"%d" % max(0, least - 1))
+        limit = _limit(parsed)
+        fields["max_tokens"] = _NULL if limit is None else raw(b"%d" % (limit - 1))
+        fields["prompt"] = raw(given.token_ids[: given.token_ids.rindex(b"]")] + b",%d]" % given.first.id)
+        if parsed.adds_usage:
+            fields["stream_options"] = raw(b'{"include_usage":true}')
+        elif "stream_options" in parsed.fields:
+            fields["stream_options"] = parsed.fields["stream_options"]
+        return LegRequest(Route.COMPLETIONS, encode(fields))
+
+    def notices(dispatch: Dispatch) -> int | None:
+        assert dispatch.receiver is not None
+        if not unfull_chunks and dispatch.tokens is not None and dispatch.tokens < chunk_size:
+            return 0
+        return 1 if first_rank_only else len(dispatch.receiver.init_ports)
+
+    return Contract(
+        name="lmcache-pd",
+        prefill=prefill,
+        handle=handle,
+        decode=decode,
+        notices=notices,
+        needs_ids=True,
+        needs_receiver=True,
+        mints=True,
+        unit=1 if unfull_chunks else chunk_size,
+    )

@@ -1,0 +1,208 @@
+"""One answer of two engines: the prefill engine's first token, then the decode engine's completion behind it.
+
+Owns the state of one such answer: whether its opening has gone out. The decode engine was asked for a completion whose prompt
+holds the first token; the client is to see the answer of one engine that was asked for what the client asked: a chat, if it
+was one, with the token in the text, in the ids and in the usage. Source of the shapes: vLLM 0.32.0 `entrypoints/openai/*`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdproxy.transfer.contract import FirstToken, Handle, raw
+from pdproxy.wire.engine import UNREADABLE
+from pdproxy.wire.request import Fields, Parsed, Route
+
+_NULL = raw(b"null")
+_TRUE = b"true"
+_body_decoder = msgspec.json.Decoder(Fields)
+_choices_decoder = msgspec.json.Decoder(list[Fields])
+_usage_decoder = msgspec.json.Decoder(Fields)
+_int_decoder = msgspec.json.Decoder(int | None)
+_text_decoder = msgspec.json.Decoder(str | None)
+
+
+class NotACompletionError(Exception):
+    """The decode engine sent something that can't be put behind a first token."""
+
+
+class Splice:
+    """Rewrites the decode engine's completion as the client's answer. `request_id` names the answer."""
+
+    def __init__(self, parsed: Parsed, given: Handle, request_id: str) -> None:
+        assert given.first is not None
+        self._first: FirstToken = given.first
+        self._prompt_ids = given.token_ids or b"[]"
+        self._is_chat = parsed.route is Route.CHAT
+        self._wants_ids = bytes(parsed.fields.get("return_token_ids", _NULL)) == _TRUE
+        prefix = "chatcmpl-" if self._is_chat else "cmpl-"
+        self._id = raw(msgspec.json.encode(prefix + request_id))
+        self._opened = False
+
+    def events(self, payload: bytes) -> list[bytes]:
+        """Return the client's events (JSON) for one of the decode engine's; the opening comes before the first.
+
+        Raises:
+            NotACompletionError: it is no event of a completion.
+        """
+        try:
+            return self._events(_body_decoder.decode(payload))
+        except UNREADABLE as error:
+            raise NotACompletionError(str(error)) from None
+
+    def whole(self, body: bytes) -> bytes:
+        """Return the client's whole answer from the decode engine's.
+
+        Raises:
+            NotACompletionError: it is no completion.
+        """
+        try:
+            return self._whole(_body_decoder.decode(body), behind=True)
+        except (*UNREADABLE, KeyError) as error:
+            raise NotACompletionError(str(error)) from None
+
+    # -- where the first token is the last, too
+
+    def finished_events(self, body: bytes) -> list[bytes]:
+        """Return the events (JSON) of a stream that the prefill engine's whole answer makes up, its usage at the end.
+
+        Raises:
+            NotACompletionError: it is no completion.
+        """
+        try:
+            answer = _body_decoder.decode(body)
+            choice = _choices_decoder.decode(answer["choices"])[0]
+            top: Fields = {"id": self._id, "object": self._object(chunk=True)}
+            top |= {name: answer[name] for name in ("created", "model")}
+            events = self._opening(top, choice, self._first)
+            end = top | {"choices": raw(b"[]"), "usage": answer["usage"]}
+            if "system_fingerprint" in answer:
+                end["system_fingerprint"] = answer["system_fingerprint"]
+            return [*events, msgspec.json.encode(end)]
+        except (*UNREADABLE, KeyError, IndexError) as error:
+            raise NotACompletionError(str(error)) from None
+
+    def finished_whole(self, body: bytes) -> bytes:
+        """Return the client's whole answer from the prefill engine's.
+
+        Raises:
+            NotACompletionError: it is no completion.
+        """
+        try:
+            return self._whole(_body_decoder.decode(body), behind=False)
+        except (*UNREADABLE, KeyError) as error:
+            raise NotACompletionError(str(error)) from None
+
+    # -- events
+
+    def _object(self, *, chunk: bool) -> msgspec.Raw:
+        if not self._is_chat:
+            return raw(b'"text_completion"')
+        return raw(b'"chat.completion.chunk"' if chunk else b'"chat.completion"')
+
+    def _events(self, event: Fields) -> list[bytes]:
+        if "choices" not in event:
+            return [msgspec.json.encode(event)]  # an error, which others look at
+        event["id"], event["object"] = self._id, self._object(chunk=True)
+        if bytes(event.get("usage", _NULL)) != b"null":
+            event["usage"] = self._usage(event["usage"])
+        choices = _choices_decoder.decode(event["choices"])
+        opening: list[bytes] = []
+        if not self._opened and choices:
+            top = {name: value for name, value in event.items() if name not in ("choices", "usage")}
+            opening = self._opening(top, choices[0], msgspec.structs.replace(self._first, finish_reason=None))
+        if choices:
+            event["choices"] = raw(msgspec.json.encode([self._choice(choice) for choice in choices]))
+        return [*opening, msgspec.json.encode(event)]
+
+    def _opening(self, top: Fields, like: Fields, first: FirstToken) -> list[bytes]:
+        """Return the events up to the first token. `top` is what all events share, `like` a choice of the same stream."""
+        self._opened = True
+        index = like.get("index", raw(b"0"))
+        prompt_ids = raw(self._prompt_ids) if self._wants_ids else _NULL
+        ids = raw(b"[%d]" % first.id) if self._wants_ids else _NULL
+        finish = raw(msgspec.json.encode(first.finish_reason))
+        text = raw(msgspec.json.encode(first.text))
+        if not self._is_chat:
+            choice: Fields = {"index": index, "text": text, "logprobs": _NULL, "finish_reason": finish}
+            choice["stop_reason"] = raw(first.stop_reason)
+            choice |= {"prompt_token_ids": prompt_ids, "token_ids": ids}
+            return [msgspec.json.encode(top | {"choices": raw(msgspec.json.encode([choice]))})]
+        choice = {"index": index, "delta": raw(b'{"role":"assistant","content":""}')}
+        choice |= {"logprobs": _NULL, "finish_reason": _NULL}
+        role = top | {"choices": raw(msgspec.json.encode([choice]))}
+        role |= {"prompt_token_ids": prompt_ids, "prompt_text": _NULL}
+        choice = {"index": index, "delta": raw(b'{"content":' + bytes(text) + b"}")}
+        choice |= {"logprobs": _NULL, "finish_reason": finish}
+        if first.finish_reason is not None:
+            choice["stop_reason"] = raw(first.stop_reason)
+        choice["token_ids"] = ids
+        return [msgspec.json.encode(role), msgspec.json.encode(top | {"choices": raw(msgspec.json.encode([choice]))})]
+
+    def _choice(self, choice: Fields) -> Fields:
+        """Return one choice of an event behind the opening."""
+        if "prompt_token_ids" in choice:
+            choice["prompt_token_ids"] = _NULL  # the opening has them
+        if not self._is_chat:
+            return choice
+        text = choice.get("text", raw(b'""'))
+        delta = raw(b'{"content":' + bytes(text) + b"}")
+        finish = choice.get("finish_reason", _NULL)
+        found: Fields = {
+            "index": choice.get("index", raw(b"0")),
+            "delta": delta,
+            "logprobs": _NULL,
+            "finish_reason": finish,
+        }
+        if bytes(finish) != b"null":
+            found["stop_reason"] = choice.get("stop_reason", _NULL)
+        found["token_ids"] = choice.get("token_ids", _NULL)
+        return found
+
+    def _usage(self, usage_json: msgspec.Raw) -> msgspec.Raw:
+        """Return a usage as of one engine: the first token belongs to the answer, not to the prompt."""
+        usage = _usage_decoder.decode(usage_json)
+        for name, by in (("prompt_tokens", -1), ("completion_tokens", 1)):
+            if (count := _int_decoder.decode(usage.get(name, _NULL))) is not None:
+                usage[name] = raw(b"%d" % (count + by))
+        return raw(msgspec.json.encode(usage))
+
+    # -- whole answers
+
+    def _whole(self, answer: Fields, *, behind: bool) -> bytes:
+        answer["id"], answer["object"] = self._id, self._object(chunk=False)
+        choices = _choices_decoder.decode(answer["choices"])
+        answer["choices"] = raw(msgspec.json.encode([self._whole_choice(choice, behind=behind) for choice in choices]))
+        answer["kv_transfer_params"] = _NULL
+        if behind:
+            answer["usage"] = self._usage(answer["usage"])
+        if not self._is_chat:
+            return msgspec.json.encode(answer)
+        found: Fields = {
+            name: answer[name] for name in ("id", "object", "created", "model", "choices") if name in answer
+        }
+        found |= {name: answer[name] for name in ("service_tier", "system_fingerprint", "usage") if name in answer}
+        prompt_ids = raw(self._prompt_ids) if self._wants_ids else _NULL
+        found |= {"prompt_logprobs": _NULL, "prompt_token_ids": prompt_ids, "prompt_text": _NULL}
+        return msgspec.json.encode(found | {name: value for name, value in answer.items() if name not in found})
+
+    def _whole_choice(self, choice: Fields, *, behind: bool) -> Fields:
+        text = _text_decoder.decode(choice.get("text", _NULL)) or ""
+        ids = bytes(choice.get("token_ids", _NULL)) if self._wants_ids else b"null"
+        if behind:
+            text = self._first.text + text
+            if ids.startswith(b"["):
+                ids = b"[%d" % self._first.id + (b"," if ids.strip(b"[] ") else b"") + ids[1:]
+        elif self._wants_ids:
+            ids = b"[%d]" % self._first.id
+        choice["token_ids"] = raw(ids)
+        if not self._is_chat:
+            choice["text"] = raw(msgspec.json.encode(text))
+            choice["prompt_token_ids"] = raw(self._prompt_ids) if self._wants_ids else _NULL
+            return choice
+        message = {"role": "assistant", "content": text, "refusal": None, "annotations": None, "audio": None}
+        message |= {"function_call": None, "reasoning": None}
+        found: Fields = {"index": choice["index"], "message": raw(msgspec.json.encode(message)), "logprobs": _NULL}
+        for name in ("finish_reason", "stop_reason", "token_ids", "routed_experts"):
+            found[name] = choice.get(name, _NULL)
+        return found

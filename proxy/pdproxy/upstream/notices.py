@@ -1,0 +1,92 @@
+"""The socket on which engines tell that KV is ready: ZMQ PULL, bound here, connected to by every prefill rank.
+
+Owns the socket and its ZMQ context. Whoever reaches the port can send: messages are bounded in size by ZMQ itself, their number
+by its high-water mark, and a burst of them is read in portions, so that streams flow in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import zmq
+
+from pdproxy.wire.notices import MAX_BYTES, Notice, decode
+
+logger = logging.getLogger("pdproxy.kv")
+
+AT_ONCE = 64
+"""Messages read in one turn of the event loop: about a millisecond."""
+HIGH_WATER = 10_000
+"""Messages that ZMQ keeps of each sender while we are busy; then the sender's own queue fills."""
+
+
+class NoticeSocket:
+    """Receives notices and hands each to `heard`; what is none is told to `undecodable`."""
+
+    def __init__(self, heard: Callable[[Notice], None], undecodable: Callable[[], None]) -> None:
+        self._heard = heard
+        self._undecodable = undecodable
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.address: str | None = None
+        """Where it is bound, None before and after."""
+
+    def __repr__(self) -> str:
+        return f"<NoticeSocket {self.address or 'not bound'}>"
+
+    def bind(self, host: str, port: int) -> None:
+        """Bind and begin to listen in the running event loop; port 0 is any free one.
+
+        Raises:
+            OSError: the address can't be bound.
+        """
+        self._context = zmq.Context()
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+        if ":" in host:
+            socket.setsockopt(zmq.IPV6, 1)
+        place = f"[{host}]" if ":" in host else host
+        try:
+            socket.bind(f"tcp://{place}:{port or '*'}")
+        except zmq.ZMQError as error:
+            socket.close()
+            self._context.destroy(linger=0)
+            self._context = None
+            raise OSError(error.errno, error.strerror) from None
+        self._socket = socket
+        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(socket.fileno(), self._readable)
+        self._loop.call_soon(self._readable)  # the descriptor tells of changes alone
+
+    def close(self) -> None:
+        """Stop listening. Closing what is not bound changes nothing."""
+        if self._socket is None or self._loop is None or self._context is None:
+            return
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._context.destroy(linger=0)
+        self._socket = self._context = self.address = None
+
+    def _readable(self) -> None:
+        if self._socket is None or self._loop is None:
+            return
+        for _ in range(AT_ONCE):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except zmq.ZMQError as error:
+                logger.error("the socket for notices failed: %s", error.strerror)  # noqa: TRY400 - says all
+                return
+            notice = decode(frames[0]) if len(frames) == 1 else None
+            if notice is None:
+                self._undecodable()
+            else:
+                self._heard(notice)
+        self._loop.call_soon(self._readable)
