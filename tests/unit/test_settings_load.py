@@ -69,7 +69,10 @@ def test_connector_flag() -> None:
     """--connector sets the first pool's, and is refused by name where it isn't known."""
     assert load(None, {}, [Flag("--connector", CONNECTOR, "nixl")], DECODE).pool.connector == "nixl"
     flag = Flag("--connector", CONNECTOR, "lmcache")
-    assert error(flags=(flag,)) == 'pools[0].connector: expected nixl, got "lmcache" (--connector)'
+    assert (
+        error(flags=(flag,))
+        == 'pools[0].connector: expected one of nixl, lmcache-pd, lmcache-mp, shared, got "lmcache" (--connector)'
+    )
 
 
 def test_loading_changes_no_argument() -> None:

@@ -1,0 +1,144 @@
+"""What connectors ask of the settings: receivers, buffers, and the flags that spread over decode engines."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from pdproxy.cli.options import add_settings_options, settings_from
+from pdproxy.settings.crosscheck import crosscheck
+from pdproxy.settings.crosscheck_transfer import receiver_host
+from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.schema import LMCache, Node, Pool, Receiver, Settings
+
+P = Node(url="http://p:8100", role="prefill")
+
+
+def decode(host: str = "d", port: int = 7300, ranks: int = 1, **more: Any) -> Node:
+    """A decode engine with a receiver."""
+    init = tuple(range(port, port + ranks))
+    receiver = Receiver(init_ports=init, alloc_ports=tuple(one + 100 for one in init), **more)
+    return Node(url=f"http://{host}:8200", role="decode", receiver=receiver)
+
+
+def pool(*nodes: Node, **more: Any) -> Settings:
+    """Settings of an LMCache pool."""
+    return Settings(pools=(Pool(connector="lmcache-pd", nodes=(P, *nodes), **more),))
+
+
+def wrong(settings: Settings) -> str:
+    """Why settings are refused: one line."""
+    with pytest.raises(SettingsError) as caught:
+        crosscheck(settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_decode_engines_of_lmcache_need_receivers() -> None:
+    """The key is named, and the flags."""
+    message = wrong(pool(decode("a"), Node(url="http://b:8200", role="decode")))
+    assert message.startswith(
+        "pools[0].nodes[2].receiver: connector lmcache-pd needs init_ports and alloc_ports of http://b:8200"
+    )
+    assert "--receiver-init-port" in message
+
+
+def test_each_rank_has_one_port_of_both_kinds() -> None:
+    """Lists of different lengths are refused."""
+    node = Node(url="http://d:1", role="decode", receiver=Receiver(init_ports=(1, 2), alloc_ports=(3,)))
+    assert "2 init_ports, but 1 alloc_ports" in wrong(pool(node))
+
+
+def test_no_port_is_given_twice_on_one_host() -> None:
+    """KV would go to the wrong engine. On another host the same ports are fine."""
+    second = Node(url="http://same:8201", role="decode", receiver=decode("same").receiver)
+    assert "port 7300 of same is given twice" in wrong(pool(decode("same"), second))
+    assert len(crosscheck(pool(decode("a"), decode("b"))).pool.nodes) == 3
+
+
+def test_only_decode_engines_of_lmcache_have_receivers() -> None:
+    """A receiver that nothing would use is a mistake."""
+    stray = Settings(pools=(Pool(nodes=(P, decode("a"))),))
+    assert wrong(stray) == "pools[0].nodes[1].receiver: only a decode engine of connector lmcache-pd has one"
+
+
+def test_a_receiver_is_where_its_engine_is() -> None:
+    """Unless it says otherwise."""
+    assert receiver_host(decode("d")) == "d"
+    assert receiver_host(decode("d", host="10.0.0.1")) == "10.0.0.1"
+    assert receiver_host(Node(url="http://[::1]:8200", role="decode")) == "::1"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pd_buffer_size": 1 << 30}, "are of use together alone"),
+        ({"kv_bytes_per_token": 1 << 10}, "are of use together alone"),
+        (
+            {"pd_buffer_size": 1000, "kv_bytes_per_token": 100, "chunk_size": 256},
+            "1000 bytes hold no chunk of 25600 bytes",
+        ),
+    ],
+)
+def test_a_buffer_that_makes_no_sense(options: dict[str, int], words: str) -> None:
+    """The section is named."""
+    message = wrong(pool(decode("a"), lmcache=LMCache(**options)))
+    assert message.startswith("pools[0].lmcache")
+    assert words in message
+
+
+def from_flags(*arguments: str) -> Settings:
+    """Settings of a command line."""
+    parser = argparse.ArgumentParser()
+    add_settings_options(parser)
+    engines = ["--prefill", "p:1", "--decode", "a:1", "b:1", "--connector", "lmcache-pd"]
+    return settings_from(parser.parse_args([*engines, *arguments]))
+
+
+def receivers(settings: Settings) -> list[Receiver]:
+    """Those of the decode engines."""
+    return [node.receiver for node in settings.pool.nodes if node.role == "decode"]
+
+
+@pytest.mark.parametrize("prefix", ["--receiver", "--nixl-peer"])
+def test_one_flag_for_all_decode_engines(prefix: str) -> None:
+    """Also under the names of production-stack's router."""
+    found = receivers(from_flags(f"{prefix}-init-port", "7300,7301", f"{prefix}-alloc-port", "7400,7401"))
+    assert found == [Receiver(init_ports=(7300, 7301), alloc_ports=(7400, 7401))] * 2
+
+
+def test_a_flag_for_each_decode_engine() -> None:
+    """In their order; hosts may also stand in one list; an address to bind stands for the URL's host."""
+    ports = ["--receiver-init-port", "1", "--receiver-init-port", "2", "--receiver-alloc-port", "3"]
+    found = receivers(from_flags(*ports, "--receiver-host", "x,0.0.0.0"))
+    assert found == [Receiver(host="x", init_ports=(1,), alloc_ports=(3,)), Receiver(init_ports=(2,), alloc_ports=(3,))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--receiver-init-port", "1", "--receiver-init-port", "2", "--receiver-init-port", "3"],
+            "given for 3 decode engines",
+        ),
+        (["--receiver-init-port", "x"], "--receiver-init-port"),
+        (["--nixl-peer-alloc-port", "70000"], "--receiver-alloc-port"),
+    ],
+)
+def test_flags_that_are_wrong(arguments: Sequence[str], words: str) -> None:
+    """One line that names the flag."""
+    with pytest.raises(SettingsError, match=words):
+        from_flags(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("--kv-ready-host", "--kv-ready-port"), ("--nixl-proxy-host", "--nixl-proxy-port")]
+)
+def test_where_notices_are_awaited(host: str, port: str) -> None:
+    """Also under the names of production-stack's router."""
+    ports = ["--receiver-init-port", "1", "--receiver-alloc-port", "2"]
+    found = from_flags(*ports, host, "0.0.0.0", port, "7600").kv_ready
+    assert (found.host, found.port) == ("0.0.0.0", 7600)
