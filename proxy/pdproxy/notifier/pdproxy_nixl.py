@@ -222,8 +222,8 @@ class Pulling:
 class Scheduler:
     """What the scheduler sees, and all that is sent: one notice for all workers."""
 
-    def __init__(self, send: Callable[[dict[str, Any]], None], engine_id: str):
-        self._send = send
+    def __init__(self, sender: Sender, engine_id: str):
+        self._sender = sender
         self._engine_id = engine_id
         self._prefilling = Bounded()  # vLLM's statistics of the prefill, filled in until it ends
         self._pulling = Bounded()
@@ -334,7 +334,7 @@ class Scheduler:
             "t": time.monotonic(),
             "wall": time.time(),
         }
-        self._send(said | more)
+        self._sender.send(said | more)
 
 
 def _count(groups: Any) -> int | None:
@@ -366,7 +366,7 @@ class _Notifying(_Connector):
             self._worker = Worker(self.connector_worker, self._quietly)
         if self.connector_scheduler is not None:
             self._sender = Sender(to)
-            self._scheduler = Scheduler(self._sender.send, config.engine_id)
+            self._scheduler = Scheduler(self._sender, config.engine_id)
             _log.info("pdproxy: notices of KV go to %s", ", ".join(to))
 
     def _quietly(self, call: Callable[..., Any], *arguments: Any) -> Any:
