@@ -10,15 +10,24 @@ from typing import Any
 
 import pytest
 
-from .build import EnginesUnavailable
+from .build import EnginesUnavailable, ensure
 from .engine import EngineFailed
 from .fleet import Fleet, keep
+from .launcher import Launcher
 from .proxy import Proxy
 
 HERE = Path(__file__).resolve().parent
 # Faults cost engines, so they come last; the load test wants the warm ones.
 ORDER = [
-    *("test_equality", "test_other_routes", "test_reasoning", "test_generated", "test_clients", "test_check"),
+    *(
+        "test_equality",
+        "test_other_routes",
+        "test_reasoning",
+        "test_notifier",
+        "test_generated",
+        "test_clients",
+        "test_check",
+    ),
     *("test_load", "test_reality", "test_faults"),
 ]
 SKIPPED = pytest.StashKey[str]()
@@ -69,6 +78,23 @@ def fleet(pytestconfig: pytest.Config) -> Iterator[Fleet]:
     fleet.launcher.close()
     if not keep():
         fleet.stop()
+
+
+@pytest.fixture(scope="session")
+def launcher(pytestconfig: pytest.Config) -> Iterator[Launcher]:
+    """For tests with engines of their own alone: the fleet's launcher where there is a fleet, else one that needs no fleet."""
+    if fleet := pytestconfig.stash.get(FLEET, None):
+        yield fleet.launcher
+        return
+    try:
+        launcher = Launcher(ensure())
+    except EnginesUnavailable as error:
+        if os.environ.get("PDPROXY_REQUIRE_ENGINES") == "1":
+            raise
+        pytestconfig.stash[SKIPPED] = str(error)
+        pytest.skip(f"REAL ENGINES SKIPPED: {error}")
+    yield launcher
+    launcher.close()
 
 
 def _serve(fleet: Fleet, pairs: int, folder: Path) -> Iterator[Proxy]:

@@ -65,17 +65,29 @@ class Engine:
     )
 
     @classmethod
-    def start(cls, launcher: Launcher, name: str, role: Role, port: int = 0, flags: str = "") -> "Engine":
-        """Start a process and return at once; `wait` tells when it serves. `flags`: more than FLAGS, for `vllm serve`."""
+    def start(
+        cls,
+        launcher: Launcher,
+        name: str,
+        role: Role,
+        port: int = 0,
+        flags: str = "",
+        kv: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+    ) -> "Engine":
+        """Start a process and return at once; `wait` tells when it serves.
+
+        `flags`: more than FLAGS, for `vllm serve`. `kv`: what differs in its --kv-transfer-config. `env`: more variables.
+        """
         port, side_port = port or free_port(), free_port()
         argv = ["--model", str(launcher.built.model), *shlex.split(f"{FLAGS} {flags}"), "--port", str(port)]
         if role != "plain":
             argv += [
                 "--kv-transfer-config",
-                json.dumps({"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"} | KV[role]),
+                json.dumps({"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"} | KV[role] | (kv or {})),
             ]
         log = launcher.built.root / "logs" / f"{name}.log"
-        pid = launcher.launch(argv, {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}, log)
+        pid = launcher.launch(argv, {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)} | (env or {}), log)
         return cls(name, role, port, pid, str(log), _born(pid))
 
     def dump(self) -> dict[str, Any]:

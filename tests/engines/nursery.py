@@ -49,6 +49,8 @@ def become_engine(order: dict[str, Any]) -> None:
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     os.environ.update(order["env"])
+    # Python reads it when it starts, which was the nursery's start.
+    sys.path[:0] = filter(None, order["env"].get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = [SERVER, *order["argv"]]
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
 

@@ -1,0 +1,445 @@
+"""vLLM's NIXL connector, telling pdproxy what becomes of each request's KV. For vLLM 0.32.0.
+
+One file whatever its length: it is copied into the engine's environment, and imports nothing but vllm, zmq and msgspec.
+
+    PYTHONPATH=<this file's folder> vllm serve ... --kv-transfer-config '{"kv_connector": "NixlConnector",
+        "kv_connector_module_path": "pdproxy_nixl", "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"pdproxy_notify": "tcp://proxy:7500"}}'
+
+The same on decode engines with `kv_consumer`; `NixlPushConnector` is here, too. `pdproxy_notify` is an address or a list
+of them, each of which gets everything. Without it the variable PDPROXY_NOTIFY counts (commas between addresses); without
+both nothing is sent. Engines with and without this file work with each other, and whatever goes wrong in it, transfers go
+on: a notice that can't be sent at once is counted and dropped, an exception is logged once.
+
+A notice is a msgpack map, PUSHed to the proxy's PULL socket; fields that aren't known are left out:
+
+    type "PdproxyKV", v 1, event, req_id, internal_id, remote_req_id, engine_id, role, t, wall
+    tokens, cached, created, blocks, bytes, seconds, params, prompt_ids, reason, dropped
+
+    ready     P  the request ended and its blocks wait for a reader: `params` and `prompt_ids` as in P's answer, JSON in bytes
+    failed    P  the request ended and no blocks wait; `reason` is its status
+    loaded    D  all workers have the KV: `tokens` of it pulled, `cached` found here
+    failed    D  a worker could not pull
+    released  P  all workers have heard from all their readers
+    expired   P  workers gave up waiting for a reader; `reason` says how many
+    kept      D  the blocks wait to be read for the next turn (`bidirectional_kv_xfer`); what becomes of them has role D, too
+
+`req_id` is the X-Request-Id of P's leg and `remote_req_id` P's internal id, on both sides; `internal_id` is the sender's
+own. `t` is time.monotonic(), `wall` time.time(). Every notice comes from the scheduler and speaks for all workers: what
+they alone know (bytes, durations, expiry) reaches it as vLLM's worker metadata, with the step's output.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector as _Pull
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPushConnector as _Push
+from vllm.logger import init_logger
+
+LONGEST = 256 * 1024
+"""Bytes of a notice. A longer one goes without the prompt's ids, then without the handle: P's answer has both."""
+WAITING = 1000
+"""Notices that may wait for a proxy that is connected and doesn't read. For one that isn't connected none waits."""
+REMEMBERED = 10_000
+"""Requests that anything is known of at a time. More are never under way; the bound is for what never ends."""
+
+_INTERNAL = re.compile(r"(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl-(?P<chat>.+))-[0-9a-f]{8}", re.DOTALL)
+_log = init_logger("vllm.pdproxy_nixl")  # a name below vLLM's own, whose handlers it shares
+
+
+def external(internal_id: str) -> str:
+    """Return the X-Request-Id in one of vLLM's internal ids, or the id if it was made otherwise."""
+    found = _INTERNAL.fullmatch(internal_id)
+    return (found["completion"] or found["chat"]) if found else internal_id
+
+
+def addresses(configured: object, variable: str) -> list[str]:
+    """Return the proxies' addresses from the extra config, else from the environment's variable."""
+    if configured is None:
+        configured = variable.split(",")
+    if isinstance(configured, str):
+        configured = [configured]
+    if not isinstance(configured, list) or not all(isinstance(one, str) for one in configured):
+        raise TypeError(f"pdproxy_notify must be an address or a list of addresses, not {configured!r}")
+    return list(dict.fromkeys(stripped for one in configured if (stripped := one.strip())))
+
+
+class Bounded(dict[str, Any]):
+    """A dict that forgets its oldest entry rather than grow without end."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Set an entry."""
+        super().__setitem__(key, value)
+        while len(self) > REMEMBERED:
+            del self[next(iter(self))]
+
+
+class Sender:
+    """The sockets to the proxies: one each, since a PUSH socket deals its messages out. Never waits for anything."""
+
+    def __init__(self, to: Iterable[str]):
+        # A context of our own: looking up a host name may hold up its thread, and vLLM's has transfers to wait for.
+        self._context = zmq.Context()
+        self._sockets: list[Any] = []
+        self._dropped: defaultdict[Any, int] = defaultdict(int)
+        for address in to:
+            socket = self._context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.SNDHWM, WAITING)
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up for a proxy that isn't there
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)  # a proxy whose machine is gone is found out
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15000)
+            try:
+                socket.connect(address)
+            except zmq.ZMQError as error:
+                _log.error("pdproxy: no notices to %s: %s", address, error)
+                socket.close()
+            else:
+                self._sockets.append(socket)
+
+    def send(self, notice: dict[str, Any]) -> None:
+        """Send to each proxy, or count what it doesn't get."""
+        payload = _packed(notice)
+        for socket in self._sockets:
+            missed = self._dropped[socket]
+            try:
+                socket.send(_packed(notice | {"dropped": missed}) if missed else payload, zmq.DONTWAIT)
+                self._dropped[socket] = 0
+            except zmq.ZMQError:
+                self._dropped[socket] += 1
+
+    def close(self) -> None:
+        """Close without sending what waits. The context isn't ended: that would wait for its thread."""
+        for socket in self._sockets:
+            socket.close()
+        self._sockets.clear()
+
+
+def _packed(notice: dict[str, Any]) -> bytes:
+    notice = {key: value for key, value in notice.items() if value is not None}
+    for part in ("prompt_ids", "params", None):
+        payload = msgspec.msgpack.encode(notice)
+        if part is None or len(payload) <= LONGEST:
+            break
+        notice.pop(part, None)
+    return payload
+
+
+@dataclass
+class WorkerNews(KVConnectorWorkerMetadata):
+    """What a step's workers have to tell the scheduler, by the sender's internal id."""
+
+    moved: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Bytes, and seconds of the slowest transfer."""
+    expired: dict[str, int] = field(default_factory=dict)
+    """How many workers gave up on a reader."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
+        """Add another worker's."""
+        if isinstance(other, WorkerNews):
+            for request, moved in other.moved.items():
+                self.moved[request] = _sum(self.moved.get(request), moved)
+            for request, workers in other.expired.items():
+                self.expired[request] = self.expired.get(request, 0) + workers
+        return self
+
+
+def _sum(one: tuple[int, float] | None, other: tuple[int, float]) -> tuple[int, float]:
+    return other if one is None else (one[0] + other[0], max(one[1], other[1]))
+
+
+class Worker:
+    """What one worker sees: whose transfers ended with what telemetry, and whose lease ran out."""
+
+    def __init__(self, worker: Any, quietly: Callable[..., Any]):
+        self._worker = worker
+        self._news = WorkerNews()
+        self._moved = Bounded()
+        reap = worker._reap_expired_send_leases
+
+        # Read or run out, a request is "done sending": only the reaper knows which.
+        def reap_and_note(done: set[str]) -> None:
+            before = set(done)
+            reap(done)
+            quietly(self._expired, done - before)
+
+        worker._reap_expired_send_leases = reap_and_note
+
+    def _expired(self, requests: set[str]) -> None:
+        self._news.expired |= dict.fromkeys(requests, 1)
+
+    def before(self) -> tuple[list[tuple[Any, str]], int]:
+        """Return transfers under way, in the order in which vLLM asks for their ends, and how many have been recorded."""
+        under_way = [(one, request) for request, them in self._worker._recving_transfers.items() for one in them]
+        return under_way, len(self._worker.xfer_stats.data["bytes_transferred"])
+
+    def after(self, before: tuple[list[tuple[Any, str]], int], results: Any) -> None:
+        """Tell whose transfers the ones are that were recorded since.
+
+        vLLM's record names no request, but keeps the order. Where there are fewer of them than transfers that ended, since some
+        failed, nobody can tell which are missing: then there are none.
+        """
+        under_way, recorded = before
+        data = self._worker.xfer_stats.data
+        sizes, durations = data["bytes_transferred"][recorded:], data["transfer_duration"][recorded:]
+        left = {one for them in self._worker._recving_transfers.values() for one in them}
+        ended = [request for one, request in under_way if one not in left]
+        if len(ended) == len(sizes) == len(durations):
+            for request, size, seconds in zip(ended, sizes, durations, strict=True):
+                self._moved[request] = _sum(self._moved.get(request), (int(size), float(seconds)))
+        for request in results.finished_recving:
+            moved = self._moved.pop(request, None)
+            if moved is not None and request not in results.failed_recving:
+                self._news.moved[request] = moved
+
+    def news(self) -> WorkerNews | None:
+        """Return what has happened since the last time, None for nothing."""
+        news, self._news = self._news, WorkerNews()
+        return news if news.moved or news.expired else None
+
+
+@dataclass
+class Pulling:
+    """A request of D whose KV comes from P."""
+
+    remote: str
+    tokens: int
+    cached: int | None
+    blocks: int | None
+
+
+class Scheduler:
+    """What the scheduler sees, and all that is sent: one notice for all workers."""
+
+    def __init__(self, sender: Sender, engine_id: str):
+        self._sender = sender
+        self._engine_id = engine_id
+        self._prefilling = Bounded()  # vLLM's statistics of the prefill, filled in until it ends
+        self._pulling = Bounded()
+        self._remotes = Bounded()
+        self._held = Bounded()
+        self._moved = Bounded()
+        self._expired = Bounded()
+
+    def allocated(self, request: Any, params: dict[str, Any], tokens: int) -> None:
+        """Blocks were found for a request, `tokens` of which come from elsewhere. `params` are as they were before."""
+        if params.get("do_remote_decode"):
+            self._prefilling[request.request_id] = request.prefill_stats
+            return
+        remote = params.get("remote_request_id")
+        if not params.get("do_remote_prefill") or not isinstance(remote, str):
+            return
+        cached = getattr(request.prefill_stats, "num_local_cached_tokens", None)
+        pulling = Pulling(remote, tokens, cached, _count(params.get("remote_block_ids")))
+        self._remotes[request.request_id] = remote
+        if tokens:
+            self._pulling[request.request_id] = pulling
+        else:  # nothing to wait for: vLLM has no event for it
+            self._pulled("loaded", request.request_id, pulling)
+
+    def finished(self, request: Any, held: bool, params: dict[str, Any] | None) -> None:
+        """A request ended; `held` says whether its blocks wait for a reader, who needs `params`."""
+        asked = request.kv_transfer_params or {}
+        internal = request.request_id
+        stats = self._prefilling.pop(internal, None)
+        remote = self._remotes.pop(internal, None)
+        if not asked.get("do_remote_decode"):
+            if held and params:
+                self._held[internal] = ("D", remote or internal, time.monotonic())
+                self._tell("kept", "D", internal, remote or internal, params=msgspec.json.encode(params))
+            return
+        if not held or not params:
+            self._tell("failed", "P", internal, internal, reason=getattr(request.status, "name", str(request.status)))
+            return
+        self._held[internal] = ("P", internal, time.monotonic())
+        if stats is not None:  # vLLM adds it as soon as we return
+            params = params | {"remote_prefill_cached_tokens": stats.num_cached_tokens}
+        # Models with a recurrent state are prefilled without their last tokens: what is left is not the prompt.
+        ids = None if asked.get("_p_side_truncated") else request.prompt_token_ids
+        self._tell(
+            "ready",
+            "P",
+            internal,
+            internal,
+            tokens=None if ids is None else len(ids),
+            cached=getattr(stats, "num_cached_tokens", None),
+            created=getattr(stats, "num_cache_creation_tokens", None),
+            blocks=_count(params.get("remote_block_ids")),
+            params=msgspec.json.encode(params),
+            prompt_ids=None if ids is None else msgspec.json.encode(ids),
+        )
+
+    def stepped(self, output: Any) -> None:
+        """A step's output came from all the workers."""
+        news = output.kv_connector_worker_meta
+        if isinstance(news, WorkerNews):
+            for request, moved in news.moved.items():
+                self._moved[request] = _sum(self._moved.get(request), moved)
+            for request, workers in news.expired.items():
+                self._expired[request] = self._expired.get(request, 0) + workers
+        for request in output.finished_recving or ():
+            moved = self._moved.pop(request, None)
+            pulling = self._pulling.pop(request, None)
+            if pulling is not None:
+                event = "failed" if request in output.failed_recving else "loaded"
+                self._pulled(event, request, pulling, *(moved or ()))
+        for request in output.finished_sending or ():
+            workers = self._expired.pop(request, 0)
+            role, remote, since = self._held.pop(request, (None, request, None))
+            self._tell(
+                "expired" if workers else "released",
+                role,
+                request,
+                remote,
+                seconds=None if since is None else time.monotonic() - since,
+                reason=f"{workers} worker(s)" if workers else None,
+            )
+
+    def _pulled(
+        self, event: str, internal: str, pulling: Pulling, size: int | None = None, seconds: float | None = None
+    ) -> None:
+        self._tell(
+            event,
+            "D",
+            internal,
+            pulling.remote,
+            tokens=pulling.tokens,
+            cached=pulling.cached,
+            blocks=pulling.blocks,
+            bytes=size,
+            seconds=seconds,
+        )
+
+    def _tell(self, event: str, role: str | None, internal: str, remote: str, **more: Any) -> None:
+        said = {
+            "type": "PdproxyKV",
+            "v": 1,
+            "event": event,
+            "req_id": external(remote),
+            "internal_id": internal,
+            "remote_req_id": remote,
+            "engine_id": self._engine_id,
+            "role": role,
+            "t": time.monotonic(),
+            "wall": time.time(),
+        }
+        self._sender.send(said | more)
+
+
+def _count(groups: Any) -> int | None:
+    return None if groups is None else sum(map(len, groups))
+
+
+_Connector: Any = object
+
+
+class _Notifying(_Connector):
+    """Goes before a NIXL connector: each hook is the connector's own, with a look at what went in and what came out.
+
+    What a hook of the connector's raises or returns is none of our business; what we do around it goes through `_quietly`.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any):
+        self._sender: Sender | None = None
+        self._scheduler: Scheduler | None = None
+        self._worker: Worker | None = None
+        self._complaints: set[str] = set()
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._quietly(self._start, vllm_config.kv_transfer_config)
+
+    def _start(self, config: Any) -> None:
+        to = addresses(config.get_from_extra_config("pdproxy_notify", None), os.environ.get("PDPROXY_NOTIFY", ""))
+        if not to:
+            return
+        if self.connector_worker is not None:
+            self._worker = Worker(self.connector_worker, self._quietly)
+        if self.connector_scheduler is not None:
+            self._sender = Sender(to)
+            self._scheduler = Scheduler(self._sender, config.engine_id)
+            _log.info("pdproxy: notices of KV go to %s", ", ".join(to))
+
+    def _quietly(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call what is ours; what it raises is logged the first time, and ends here."""
+        try:
+            return call(*arguments)
+        except Exception:
+            name = getattr(call, "__qualname__", repr(call))
+            if name not in self._complaints:
+                self._complaints.add(name)
+                _log.exception("pdproxy: %s failed; if it does again, there will be no word of it", name)
+            return None
+
+    # In the scheduler's process.
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Look at the request's params before the connector marks them as used."""
+        params = dict(request.kv_transfer_params or {}) if self._scheduler is not None else {}
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if self._scheduler is not None and params:
+            self._quietly(self._scheduler.allocated, request, params, num_external_tokens)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Tell what the connector decided: to keep the blocks for a reader, or not."""
+        held, params = super().request_finished_all_groups(request, block_ids)
+        if self._scheduler is not None:
+            self._quietly(self._scheduler.finished, request, held, params)
+        return held, params
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """The same, from a scheduler without the hybrid memory allocator (or a connector of several)."""
+        held, params = super().request_finished(request, block_ids)
+        if self._scheduler is not None:
+            self._quietly(self._scheduler.finished, request, held, params)
+        return held, params
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Tell whose transfers ended, once all workers say so."""
+        super().update_connector_output(connector_output)
+        if self._scheduler is not None:
+            self._quietly(self._scheduler.stepped, connector_output)
+
+    # In each worker's process.
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Look at the transfers before and after the connector asks for their ends."""
+        before = self._quietly(self._worker.before) if self._worker is not None else None
+        results = super().get_transfer_results(finished_req_ids)
+        if self._worker is not None and before is not None:
+            self._quietly(self._worker.after, before, results)
+        return results
+
+    def build_connector_worker_meta(self) -> Any:
+        """Add ours to the step's output, unless the connector has begun to use this way itself."""
+        theirs = super().build_connector_worker_meta()
+        if theirs is None and self._worker is not None:
+            return self._quietly(self._worker.news)
+        return theirs
+
+    def shutdown(self) -> None:
+        """Let the connector end first."""
+        super().shutdown()
+        if self._sender is not None:
+            self._quietly(self._sender.close)
+
+
+class NixlPullConnector(_Notifying, _Pull):
+    """D reads from P."""
+
+
+class NixlPushConnector(_Notifying, _Push):
+    """P writes to D. A transfer's size and duration are not told here: P's writer knows them, in a thread of its own."""
+
+
+NixlConnector = NixlPullConnector
+"""As in vLLM. Its name matters: vLLM treats connectors of this name in special ways."""
