@@ -57,6 +57,12 @@ def add_settings_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--config", metavar="FILE", type=Path, help="YAML file (default: PDPROXY_CONFIG, else none)")
     for option, metavar, key, words in _OPTIONS:
         group.add_argument(option, metavar=metavar, dest=key, help=words)
+    group.add_argument(
+        "--stage-config",
+        metavar="FILE",
+        type=Path,
+        help="vllm-omni's stage YAML: its prefill and decode stages are engines, at URLs of its own or those given here",
+    )
 
 
 def settings_from(arguments: argparse.Namespace, *, need_engines: bool = True) -> Settings:
@@ -68,4 +74,5 @@ def settings_from(arguments: argparse.Namespace, *, need_engines: bool = True) -
     given = vars(arguments)
     flags = [Flag(option, key, given[key]) for option, _, key, _ in _OPTIONS if given[key] is not None]
     engines = [Engine(role, url) for role in _ENGINES for url in given[role]]
-    return load(arguments.config, os.environ, flags, engines, need_engines=need_engines)
+    stages = arguments.stage_config
+    return load(arguments.config, os.environ, flags, engines, stage_config=stages, need_engines=need_engines)
