@@ -158,7 +158,7 @@ def _first_rank_stores(extra: Mapping[str, Any]) -> bool:
 def _one_each(stages: Mapping[int, Stage], file: ForeignFile) -> None:
     """What two engines of one fleet may not share: the id that their KV goes by, a port to bind."""
     ids: dict[str, Stage] = {}
-    for stage in stages.values():
+    for _, stage in sorted(stages.items()):
         if (engine_id := stage.kv.engine_id) is None:
             continue
         if engine_id in ids:
