@@ -762,3 +762,17 @@ def test_sources_are_spelled_as_urls_are(tmp_path: Path) -> None:
     decode = {"url": "http://d:2", "role": "decode", "sources": ["http://P:80/"]}
     config.write_text(yaml.safe_dump({"pools": [{"nodes": [{"url": "http://p", "role": "prefill"}, decode]}]}))
     assert load(config, {}).pool.nodes[1].sources == ("http://p:80",)
+
+
+def test_the_documented_example(tmp_path: Path) -> None:
+    """docs/stages.md shows a file that is taken, and says what becomes of it."""
+    page = (Path(__file__).parents[2] / "docs" / "stages.md").read_text()
+    path = tmp_path / "stages.yaml"
+    path.write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    nodes = pool(path).nodes
+    assert [(node.url, node.role) for node in nodes] == [
+        ("http://10.0.0.1:8200", "prefill"),
+        ("http://10.0.0.2:8300", "decode"),
+    ]
+    assert [node.facts.tensor_parallel_size for node in nodes] == [2, 4]
+    assert [node.facts.engine_id for node in nodes] == ["thinker-p", "thinker-d"]
