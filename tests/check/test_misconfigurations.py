@@ -45,6 +45,18 @@ async def test_all_pairs_of_a_good_fleet_are_proven(bench):
     assert bench.held == 0
 
 
+async def test_engines_that_are_no_pair_are_not_tried_as_one(bench):
+    for role in ("prefill", "prefill", "decode", "decode"):
+        await bench.start(role)
+    settings = bench.settings()
+    p0, p1, d0, d1 = settings.pool.nodes
+    nodes = p0, p1, structs.replace(d0, sources=(p1.url,)), d1
+    checked = await bench.check(structs.replace(settings, pools=(structs.replace(settings.pool, nodes=nodes),)))
+    assert checked.findings == []
+    tried = {(one.prefill, one.decode) for one in checked.learned.pairs}
+    assert tried == {(p1.url, d0.url), (p0.url, d1.url), (p1.url, d1.url)}
+
+
 async def test_a_check_can_be_repeated(bench):
     assert not (await pair(bench)).findings
     assert not (await bench.check()).findings

@@ -71,6 +71,29 @@ def test_serve_passes_every_option_on(served: list[Settings], tmp_path: Path) ->
     assert (settings.observe.log_level, settings.observe.log_format) == ("debug", "json")
 
 
+def test_serve_reads_a_stage_configuration(
+    served: list[Settings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--stage-config makes engines of stages, at the URLs of the flags; a mistake in it is one line and exit code 2."""
+    stages = [
+        {
+            "is_prefill_only": True,
+            "engine_args": {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": role}},
+        }
+        for role in ("kv_producer", "kv_both")
+    ]
+    stages[1] = {"is_decode_only": True, "engine_input_source": [0], "engine_args": stages[1]["engine_args"]}
+    path = tmp_path / "stages.yaml"
+    path.write_text(yaml.safe_dump({"stage_args": stages}))
+    assert main(["serve", *PAIR, "--stage-config", str(path)]) == 7
+    assert [(n.role, n.facts.tensor_parallel_size) for n in served[0].pool.nodes] == [("prefill", 1), ("decode", 1)]
+    path.write_text(yaml.safe_dump({"stage_args": stages[:1]}))
+    assert main(["serve", *PAIR, "--stage-config", str(path)]) == 2
+    says = capsys.readouterr().err
+    assert says.count("\n") == 1
+    assert f"stage_args[0]: no decode stage names it in engine_input_source (stage config {path})" in says
+
+
 def test_serve_reads_the_environment(served: list[Settings], monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables reach the settings, under the flags."""
     monkeypatch.setenv("PDPROXY_LISTEN__PORT", "9001")

@@ -314,3 +314,39 @@ def test_choosing_is_as_defined(prefills: int, decodes: int, others: int, steps:
             made.lost(specs[number % len(specs)].url, "gone", 0.0)
         elif act == "up":
             made.saw(specs[number % len(specs)].url, evidence())
+
+
+SOURCES = [
+    NodeSpec("p1", Role.PREFILL),
+    NodeSpec("p2", Role.PREFILL),
+    NodeSpec("d1", Role.DECODE, frozenset({"p1"})),
+    NodeSpec("d2", Role.DECODE, frozenset({"p2"})),
+    NodeSpec("d3", Role.DECODE),
+]
+
+
+def test_a_decode_engine_with_sources_takes_from_no_other() -> None:
+    """Whatever the loads are: pairs are as configured, and without sources all of all."""
+    made = Ledger(SOURCES, breaker_failures=2, breaker_cooldown=10)
+    for spec in SOURCES:
+        made.saw(spec.url, evidence())
+    seen = set()
+    for size in range(60):
+        pair = made.pair("m", size % 7, 0.0)
+        assert pair is not None
+        seen.add((pair.prefill.node.url, pair.decode.node.url))
+    assert seen == {("p1", "d1"), ("p1", "d3"), ("p2", "d2"), ("p2", "d3")}
+    assert made.shortcomings(0.0) == [], "pairs that nobody wants are no shortcoming"
+
+
+def test_a_decode_engine_whose_sources_are_gone_is_in_no_pair() -> None:
+    """Another prefill engine is up, but not one of its own."""
+    made = Ledger(SOURCES[:3], breaker_failures=2, breaker_cooldown=10)
+    for url in ("p1", "p2", "d1"):
+        made.saw(url, evidence())
+    assert made.pair("m", 1, 0.0) is not None
+    made.lost("p1", "gone", 0.0)
+    assert made.pair("m", 1, 0.0) is None
+    assert made.alone("m", 1, 0.0) is not None
+    p2, d1 = made.nodes[1], made.nodes[2]
+    assert made.unlike(p2, d1) == "not configured as a pair"

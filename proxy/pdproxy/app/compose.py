@@ -93,7 +93,7 @@ class Proxy:
         observers = Observers([metrics, LogObserver(), probe_soon])
         limits, deadlines = settings.limits, settings.deadlines
         ledger = Ledger(
-            [NodeSpec(node.url, Role(node.role)) for node in pool.nodes],
+            [NodeSpec(node.url, Role(node.role), frozenset(node.sources)) for node in pool.nodes],
             breaker_failures=limits.breaker_failures,
             breaker_cooldown=limits.breaker_cooldown,
         )

@@ -87,6 +87,12 @@ def add_settings_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(*_names(names), metavar=metavar, dest=key, help=words)
     for names, metavar, field, words in _RECEIVERS:
         group.add_argument(*names, metavar=metavar, dest=f"receiver.{field}", action="append", help=words)
+    group.add_argument(
+        "--stage-config",
+        metavar="FILE",
+        type=Path,
+        help="vllm-omni's stage YAML: its prefill and decode stages are engines, at URLs of its own or those given here",
+    )
 
 
 def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -107,4 +113,12 @@ def settings_from(arguments: argparse.Namespace, *, need_engines: bool = True) -
         if given[f"receiver.{field}"] is not None
     ]
     engines = [Engine(role, url) for role in _ENGINES for url in given[role]]
-    return load(arguments.config, os.environ, flags, engines, receivers=receivers, need_engines=need_engines)
+    return load(
+        arguments.config,
+        os.environ,
+        flags,
+        engines,
+        receivers=receivers,
+        stage_config=arguments.stage_config,
+        need_engines=need_engines,
+    )

@@ -192,6 +192,8 @@ class Ledger:
 
     def unlike(self, prefill: Node, decode: Node) -> str | None:
         """Return why two engines may not be paired, None if they may."""
+        if not decode.spec.takes_from(prefill.spec):
+            return "not configured as a pair"
         if prefill.evidence is None or decode.evidence is None:
             return "not probed yet"
         if decode.url in prefill.ejected:
@@ -306,6 +308,8 @@ class Ledger:
         up = [n for n in self._nodes.values() if n.down_because is None]
         for prefill in (n for n in up if n.role is Role.PREFILL):
             for decode in (n for n in up if n.role is Role.DECODE):
+                if not decode.spec.takes_from(prefill.spec):
+                    continue  # as wanted
                 if (why := self.unlike(prefill, decode)) is not None:
                     found.append(f"{prefill.url} and {decode.url} are not paired: {why}")
         return found

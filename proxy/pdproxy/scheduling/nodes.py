@@ -18,10 +18,18 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """An engine as configured. `url` is `http://host:port` and the engine's identity."""
+    """An engine as configured. `url` is `http://host:port` and the engine's identity.
+
+    `sources` are the prefill engines whose KV a decode engine takes, by url; empty: every one's.
+    """
 
     url: str
     role: Role
+    sources: frozenset[str] = frozenset()
+
+    def takes_from(self, prefill: NodeSpec) -> bool:
+        """Tell whether the two were configured to work together."""
+        return not self.sources or prefill.url in self.sources
 
 
 @dataclass(frozen=True, slots=True)

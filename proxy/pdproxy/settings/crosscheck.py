@@ -52,6 +52,7 @@ def _checked(pool: Pool, path: KeyPath, need_engines: bool) -> Pool:
         _refuse_contradictions(node, (*path, "nodes", index))
     check_transfer(pool, nodes, path)
     _refuse_duplicates(nodes, path)
+    nodes = tuple(_with_sources(node, nodes, (*path, "nodes", index, "sources")) for index, node in enumerate(nodes))
     if nodes or need_engines:
         _refuse_useless({node.role for node in nodes}, (*path, "nodes"))
     return msgspec.structs.replace(pool, nodes=nodes)
@@ -87,6 +88,18 @@ def engine_url(url: str, path: KeyPath) -> str:
     if port == 0:
         raise wrong("nothing listens on port 0")
     return f"{parts.scheme}://{host}:{_PORTS[parts.scheme] if port is None else port}"
+
+
+def _with_sources(node: Node, nodes: Iterable[Node], path: KeyPath) -> Node:
+    """Return the node with its sources in their one spelling; each must be a prefill engine of the pool."""
+    if node.sources and node.role != "decode":
+        raise SettingsError(f"{spell_key(path)}: only a decode engine takes KV")
+    prefills = {other.url for other in nodes if other.role == "prefill"}
+    sources = tuple(engine_url(url, (*path, at)) for at, url in enumerate(node.sources))
+    for at, url in enumerate(sources):
+        if url not in prefills:
+            raise SettingsError(f"{spell_key((*path, at))}: {url} is no prefill engine of this pool")
+    return msgspec.structs.replace(node, sources=sources) if sources else node
 
 
 def _refuse_contradictions(node: Node, path: KeyPath) -> None:

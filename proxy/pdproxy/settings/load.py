@@ -14,11 +14,15 @@ import msgspec
 
 from pdproxy.settings.conform import conform, leaves, parse
 from pdproxy.settings.crosscheck import crosscheck
+from pdproxy.settings.engines import Engine, with_scheme
 from pdproxy.settings.environment import CONFIG, read_environment, refuse_empty
 from pdproxy.settings.errors import KeyPath, spell_key
 from pdproxy.settings.receivers import ReceiverFlag, put_receivers
-from pdproxy.settings.schema import Connector, Role, Settings
+from pdproxy.settings.schema import VLLM_BOOTSTRAP_PORT, Connector, Settings
+from pdproxy.settings.stagenodes import read_stages
 from pdproxy.settings.yamlfile import read_yaml, spell_file
+
+__all__ = ["CONNECTOR", "Engine", "Flag", "load", "with_scheme"]
 
 
 class Flag(NamedTuple):
@@ -27,13 +31,6 @@ class Flag(NamedTuple):
     option: str
     key: str
     text: str
-
-
-class Engine(NamedTuple):
-    """An engine from the command line. A URL without a scheme gets `http://`."""
-
-    role: Role
-    url: str
 
 
 CONNECTOR = "pool.connector"
@@ -47,12 +44,14 @@ def load(
     engines: Iterable[Engine] = (),
     *,
     receivers: Sequence[ReceiverFlag] = (),
+    stage_config: Path | None = None,
     need_engines: bool = True,
 ) -> Settings:
     """Return the settings in force. Neither the process's environment nor its arguments are looked at.
 
     `config` is the YAML file (None: the one that PDPROXY_CONFIG names, if any), `engines` are added to the first pool,
-    `receivers` are then set on its decode engines,
+    behind the stages of `stage_config`, a file of vllm-omni's: `pdproxy.settings.stagenodes` says what becomes of those.
+    `receivers` are then set on its decode engines.
     `need_engines` False leaves a pool without any engine alone.
 
     Raises:
@@ -73,6 +72,8 @@ def load(
         else:
             path, kind = kinds[key]
             _put(tree, path, conform(parse(text, kind), kind, where, path))
+    if stage_config is not None:
+        engines = _add_stages(_first_pool(tree), stage_config, engines)
     for role, url in engines:
         _first_pool(tree).setdefault("nodes", []).append({"url": with_scheme(url), "role": role})
     if receivers:
@@ -80,15 +81,20 @@ def load(
     return crosscheck(msgspec.convert(tree, Settings), need_engines=need_engines)
 
 
-def with_scheme(url: str) -> str:
-    """Return the URL, with `http://` before a bare `host:port`."""
-    return url if "://" in url else f"http://{url}"
-
-
 def _read_file(config: Path) -> dict[str, Any]:
     value = read_yaml(config)
     tree: dict[str, Any] = conform({} if value is None else value, Settings, f" (file {spell_file(config)})")
     return tree
+
+
+def _add_stages(pool: dict[str, Any], stage_config: Path, engines: Iterable[Engine]) -> Iterable[Engine]:
+    """Add the stages' engines to a pool, and their contract; return the engines that are none of them."""
+    port = pool.get("bootstrap_port", VLLM_BOOTSTRAP_PORT)
+    found = read_stages(stage_config, engines, pool.get("connector"), port)
+    if found.connector is not None:
+        pool["connector"] = found.connector
+    pool.setdefault("nodes", []).extend(found.nodes)
+    return found.engines
 
 
 def _put(tree: dict[str, Any], path: tuple[str, ...], value: object) -> None:

@@ -15,6 +15,8 @@ Role = Literal["prefill", "decode", "aggregated"]
 Connector = Literal["nixl", "lmcache-pd", "lmcache-mp", "shared"]
 FirstTokenFrom = Literal["prefill", "decode"]
 OnTimeout = Literal["recompute", "fail"]
+VLLM_BOOTSTRAP_PORT = 8998
+"""vLLM's default for VLLM_MOONCAKE_BOOTSTRAP_PORT. vllm-omni assumes 25201 where its stages name none."""
 Policy = Literal["least_load"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -110,6 +112,15 @@ class Facts(_Section, frozen=True):
     block_size: Count | None = None
     """Tokens in a KV block. None: read from the engine's metrics."""
 
+    tensor_parallel_size: Count | None = None
+    """GPUs that share its weights. None: not known. Nothing asks for it but the checks of a stage configuration."""
+
+    engine_id: Text | None = None
+    """The `engine_id` of its `--kv-transfer-config`. None: it makes one up at each start."""
+
+    bootstrap: Text | None = None
+    """A prefill engine's Mooncake bootstrap server, `http://host:port`. None: its own host, at the pool's `bootstrap_port`."""
+
 
 class EngineTls(_Section, frozen=True):
     """TLS towards engines with an `https://` URL. Files are PEM, and are read again when they change."""
@@ -173,6 +184,9 @@ class Node(_Section, frozen=True):
     role: Role
     """What it does for a request: make the KV, use it, or both by itself."""
 
+    sources: tuple[Text, ...] = ()
+    """URLs of the prefill engines whose KV a decode engine takes. None given: every one's in the pool."""
+
     labels: dict[str, str] = {}
     """Free text by name, for the operator. Nothing is decided by it yet."""
 
@@ -217,6 +231,10 @@ class Pool(_Section, frozen=True):
 
     lmcache: LMCache = LMCache()
     """What the connector lmcache-pd must know."""
+
+    bootstrap_port: Port = VLLM_BOOTSTRAP_PORT
+    """Where a prefill engine's Mooncake bootstrap server listens, if nothing more is known. vLLM's own default; vllm-omni's
+    files assume 25201."""
 
     policy: PoolPolicy = PoolPolicy()
     """How engines are chosen."""

@@ -42,7 +42,7 @@ class _Tokens(msgspec.Struct):
 
 async def ask_engine(asker: Asker, node: Node, mark: str) -> EngineFacts:
     """Return what an engine says of itself; `mark` must be fresh."""
-    facts = EngineFacts(url=node.url, role=node.role, block_size=node.facts.block_size)
+    facts = EngineFacts(url=node.url, role=node.role, sources=frozenset(node.sources), block_size=node.facts.block_size)
     facts.addresses = await resolve(urlsplit(node.url).hostname or "", asker.timeout)
     try:
         await _ask_all(asker, facts, mark)

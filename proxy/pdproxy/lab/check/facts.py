@@ -78,6 +78,8 @@ class EngineFacts(msgspec.Struct, kw_only=True):
 
     url: str
     role: Role
+    sources: frozenset[str] = frozenset()
+    """Prefill engines whose KV it is to take, by URL; none: every one's."""
     trouble: Trouble | None = None
     version: str = ""
     cards: tuple[Card, ...] = ()

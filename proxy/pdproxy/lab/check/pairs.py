@@ -149,6 +149,8 @@ async def try_pairs(probe: PairProbe, facts: Facts, lease_watch: float) -> None:
     silent: set[str] = set()
     for prefill in prefills:
         for decode in decodes:
+            if decode.sources and prefill.url not in decode.sources:
+                continue  # the proxy won't pair them, and is not meant to
             if decode.url in silent:
                 untried = Split(end="untried", text=f"{decode.url} left an earlier request without an answer")
                 facts.pairs.append(PairFacts(prefill=prefill.url, decode=decode.url, tries=(untried,)))

@@ -1,0 +1,61 @@
+"""Whatever describes KV transfer, as a plain mapping: what YAML or JSON gave, a dataclass, a struct, a pydantic model.
+
+Owns the one rule for it: None stays None, and what can't be read is an error that says what it was. An empty mapping in its
+place would mean "nothing was said", and the engines would recompute every prompt without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields as fields_of
+from dataclasses import is_dataclass
+from typing import Any
+
+import msgspec
+
+
+class NotAMappingError(TypeError):
+    """Something can't be read as names with values. Its text is the type that it was."""
+
+
+def as_mapping(value: object) -> dict[str, Any] | None:
+    """Return a mapping of names to values as it was given (a dict is the same object), None for None.
+
+    Taken: dicts and other mappings, instances of dataclasses, msgspec structs, pydantic models old and new, sequences of
+    pairs, and plain objects with attributes.
+
+    Raises:
+        NotAMappingError: it is none of these, or says it is and can't be read; or a name in it is no text.
+    """
+    if value is None or (isinstance(value, dict) and all(isinstance(name, str) for name in value)):
+        return value
+    try:
+        plain = _read(value)
+    except (TypeError, ValueError, AttributeError):
+        plain = None
+    if plain is None:
+        raise NotAMappingError(type(value).__name__)
+    if not all(isinstance(name, str) for name in plain):
+        raise NotAMappingError(f"{type(value).__name__} with names that are no text")
+    return plain
+
+
+def _read(value: object) -> dict[Any, Any] | None:
+    if isinstance(value, type | str | bytes | bytearray | int | float):
+        return None
+    if isinstance(value, Mapping):
+        return dict(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields_of(value)}
+    if isinstance(value, msgspec.Struct):
+        return msgspec.structs.asdict(value)
+    for name in ("model_dump", "dict"):  # pydantic 2 and 1
+        if callable(dump := getattr(value, name, None)):
+            dumped = dump()
+            return dict(dumped) if isinstance(dumped, Mapping) else None
+    if callable(getattr(value, "items", None)) and isinstance(value, Iterable):
+        return dict(value)  # a mapping that doesn't say so, as OmegaConf's
+    if isinstance(value, Iterable):
+        pairs = list(value)
+        return dict(pairs) if all(isinstance(pair, tuple) for pair in pairs) and pairs else None
+    return dict(vars(value))

@@ -1,0 +1,96 @@
+"""The contract of a KV store under the proxy's keys: what P and D are told, and when D is better told nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pdproxy.transfer import kvstore_keys as contract
+from pdproxy.wire.engine import PrefillAnswer, prefill_answer
+from pdproxy.wire.kvparams import read, store_keys
+from pdproxy.wire.request import Parsed, Route, parse
+
+IDS = [1, 5, 6, 7]
+
+
+def parsed(route: Route = Route.COMPLETIONS, **fields: Any) -> Parsed:
+    """A request that may be split."""
+    prompt = {"prompt": "p" * 50} if route is Route.COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
+    return parse(route, json.dumps({"model": "tiny", **prompt, **fields}).encode())
+
+
+def answer(**body: Any) -> PrefillAnswer:
+    """P's answer, which names no params."""
+    found = prefill_answer(json.dumps(body).encode())
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("route", Route)
+def test_p_stores_and_d_loads_under_one_key(route: Route) -> None:
+    """Both are told the prompt's ids and the key that is made from them and the model."""
+    request = parsed(route, max_tokens=9, stream=True)
+    prompt = request.prompts[0]
+    p, d = (json.loads(make(request, prompt, IDS)) for make in (contract.prefill_body, contract.decode_body))
+    keys = store_keys(IDS, "tiny")
+    assert p["kv_transfer_params"] == {"prefix_prompt_ids": IDS, "kvcache_store_keys": keys, "kvcache_load_keys": None}
+    assert d["kv_transfer_params"] == {"prefix_prompt_ids": IDS, "kvcache_store_keys": None, "kvcache_load_keys": keys}
+    assert read(p["kv_transfer_params"]) is not None
+    assert (p["max_tokens"], p["stream"], d["max_tokens"], d["stream"]) == (1, False, 9, True)
+
+
+def test_another_model_has_another_key() -> None:
+    """One store may serve several; a request without a model has a key all the same."""
+    keys = set()
+    for model in ("a", "b", None):
+        request = parsed(model=model)
+        body = json.loads(contract.prefill_body(request, request.prompts[0], IDS))
+        keys.add(body["kv_transfer_params"]["kvcache_store_keys"][0])
+    assert len(keys) == 3
+
+
+def test_a_client_s_own_keys_are_nobody_s() -> None:
+    """They would be another client's KV."""
+    request = parsed(kv_transfer_params={"kvcache_load_keys": ["stolen"]})
+    for make in (contract.prefill_body, contract.decode_body):
+        assert b"stolen" not in make(request, request.prompts[0], IDS)
+
+
+def test_d_without_kv_is_told_nothing() -> None:
+    request = parsed()
+    assert "kv_transfer_params" not in json.loads(contract.decode_body(request, request.prompts[0], None))
+
+
+def test_a_request_is_not_changed() -> None:
+    request = parsed(max_tokens=5)
+    before = {name: bytes(value) for name, value in request.fields.items()}
+    ids = list(IDS)
+    contract.prefill_body(request, request.prompts[0], ids)
+    contract.decode_body(request, request.prompts[0], ids)
+    assert {name: bytes(value) for name, value in request.fields.items()} == before
+    assert ids == IDS
+
+
+@pytest.mark.parametrize(
+    ("body", "stored"),
+    [
+        ({}, True),
+        ({"usage": {"prompt_tokens": 4}}, True),
+        ({"usage": {"prompt_tokens": 3}}, False),
+        ({"prompt_token_ids": IDS, "usage": {"prompt_tokens": 4}}, True),
+        ({"choices": [{"prompt_token_ids": IDS}]}, True),
+        ({"prompt_token_ids": [1, 5, 6, 8]}, False),
+        ({"choices": [{"prompt_token_ids": IDS[1:]}]}, False),
+        ({"prompt_token_ids": "?"}, False),
+    ],
+)
+def test_ids_that_p_says_otherwise(body: dict[str, Any], stored: bool) -> None:
+    """D would load KV of another prompt: it is better told nothing. An engine that says nothing is believed."""
+    assert (contract.why_not_stored(answer(**body), IDS) is None) is stored
+
+
+def test_nothing_is_to_be_given_back() -> None:
+    assert contract.release_body("tiny") is None
+    assert contract.refusal_released("BadRequestError", None)
