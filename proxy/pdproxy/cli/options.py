@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 from typing import get_args
 
-from pdproxy.settings.load import CONNECTOR, Engine, Flag, load
-from pdproxy.settings.schema import Connector, LogFormat, LogLevel, Role, Settings
+from pdproxy.settings.load import POOL, Engine, Flag, load
+from pdproxy.settings.schema import Connector, LogFormat, LogLevel, Role, Settings, Tokenize
 
 _OPTIONS = (
     ("--host", "HOST", "listen.host", "address to listen on (default: 127.0.0.1)"),
@@ -36,7 +36,19 @@ _OPTIONS = (
     ),
     ("--allowed-methods", "LIST", "listen.cors.allowed_methods", "methods that they may use (default: all)"),
     ("--allowed-headers", "LIST", "listen.cors.allowed_headers", "headers that they may send (default: all)"),
-    ("--connector", "NAME", CONNECTOR, f"how KV is transferred: {', '.join(get_args(Connector))} (default: nixl)"),
+    (
+        "--connector",
+        "NAME",
+        f"{POOL}connector",
+        f"how KV is transferred: {', '.join(get_args(Connector))} (default: nixl)",
+    ),
+    (
+        "--tokenize",
+        "WHEN",
+        f"{POOL}tokenize",
+        f"make prompts' token ids here: {', '.join(get_args(Tokenize))} (default: auto, where the connector needs them)",
+    ),
+    ("--tokenizer", "FOLDER", f"{POOL}tokenizer", "a model's folder, for that (default: the engines' own)"),
     ("--max-inflight", "N", "limits.max_inflight", "requests served at once; others wait (default: 1024)"),
     ("--log-level", "LEVEL", "observe.log_level", f"{', '.join(get_args(LogLevel))} (default: info)"),
     ("--log-format", "FORMAT", "observe.log_format", f"{', '.join(get_args(LogFormat))} (default: text)"),

@@ -25,6 +25,7 @@ class Wait(Enum):
     CLIENT_HEAD = "client_head"
     CLIENT_BODY = "client_body"
     QUEUE = "queue"
+    TOKENIZE = "tokenize"
     CONNECT = "connect"
     PREFILL = "prefill"
     FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text

@@ -16,7 +16,7 @@ from pdproxy.settings.conform import conform, leaves, parse
 from pdproxy.settings.crosscheck import crosscheck
 from pdproxy.settings.environment import CONFIG, read_environment, refuse_empty
 from pdproxy.settings.errors import KeyPath, spell_key
-from pdproxy.settings.schema import Connector, Role, Settings
+from pdproxy.settings.schema import Pool, Role, Settings
 from pdproxy.settings.yamlfile import read_yaml, spell_file
 
 
@@ -35,8 +35,8 @@ class Engine(NamedTuple):
     url: str
 
 
-CONNECTOR = "pool.connector"
-"""The key of a `Flag` that sets the first pool's connector."""
+POOL = "pool."
+"""What the key of a `Flag` begins with that sets a field of the first pool."""
 
 
 def load(
@@ -64,9 +64,11 @@ def load(
     kinds = {spell_key(path): (path, kind) for path, kind in leaves(Settings)}
     for option, key, text in flags:
         where = f" ({option})"
-        if key == CONNECTOR:
-            pool_path: KeyPath = ("pools", 0, "connector")
-            _first_pool(tree)["connector"] = conform(text, Connector, where, pool_path)
+        if key.startswith(POOL):
+            name = key.removeprefix(POOL)
+            pool_path: KeyPath = ("pools", 0, name)
+            kind = next(field.type for field in msgspec.structs.fields(Pool) if field.name == name)
+            _first_pool(tree)[name] = conform(text, kind, where, pool_path)
         else:
             path, kind = kinds[key]
             _put(tree, path, conform(parse(text, kind), kind, where, path))

@@ -14,6 +14,7 @@ from msgspec import Meta
 Role = Literal["prefill", "decode", "aggregated"]
 Connector = Literal["nixl"]
 Policy = Literal["least_load"]
+Tokenize = Literal["off", "auto", "always"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -173,6 +174,14 @@ class Pool(_Section, frozen=True):
     connector: Connector = "nixl"
     """How KV gets from prefill to decode engines: the `kv_connector` they were started with."""
 
+    tokenize: Tokenize = "auto"
+    """Whether prompts become token ids here: never, only where the connector needs them, or wherever that spares an
+    engine the same work."""
+
+    tokenizer: File | None = None
+    """A model's folder with its tokenizer and chat template. None: the one that the engines say they loaded, if it is on
+    this machine."""
+
     policy: PoolPolicy = PoolPolicy()
     """How engines are chosen."""
 
@@ -197,6 +206,9 @@ class Deadlines(_Section, frozen=True):
 
     queue: Seconds = 30.0
     """A request's wait for a place (`limits.max_inflight`). Clients give up at about this time."""
+
+    tokenize: Seconds = 2.0
+    """Making the token ids of a prompt. Past it the engines make them, unless the connector needs them first."""
 
     prefill: Seconds = 120.0
     """The prefill leg, from its request to its whole answer. Long prompts behind others take a minute."""
