@@ -29,6 +29,8 @@ from pdproxy.observe.events import (
     PairEjected,
     RequestEnded,
     ServedAlone,
+    Tokenized,
+    TokenizerJudged,
 )
 
 access = logging.getLogger("pdproxy.access")
@@ -65,7 +67,14 @@ class LogObserver:
                 _log(fleet, logging.ERROR, "pair ejected: prefill and decode saw different prompts", _plain(event))
             case KvShortfall():
                 _log(fleet, logging.WARNING, "KV did not arrive: the decode engine computed it again", _plain(event))
-            case HandleEnded() | ServedAlone() | DeadlinePassed() | KvCounted():
+            case TokenizerJudged(agrees=agrees):
+                _log(
+                    fleet,
+                    logging.INFO if agrees else logging.ERROR,
+                    "prompts may be tokenized here" if agrees else "prompts are NOT tokenized here",
+                    _plain(event),
+                )
+            case HandleEnded() | ServedAlone() | DeadlinePassed() | KvCounted() | Tokenized():
                 if legs.isEnabledFor(logging.DEBUG):
                     _log(legs, logging.DEBUG, type(event).__name__, _plain(event))
 

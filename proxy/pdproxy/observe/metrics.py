@@ -27,6 +27,8 @@ from pdproxy.observe.events import (
     PairEjected,
     RequestEnded,
     ServedAlone,
+    Tokenized,
+    TokenizerJudged,
 )
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -107,7 +109,10 @@ class Metrics:
             case KvCounted(moved=moved, missing=missing):
                 self._count("pdproxy_kv_moved", "transferred", by=moved)
                 self._count("pdproxy_kv_moved", "recomputed", by=missing)
-            case KvShortfall() | NodeChanged():
+            case Tokenized():
+                self._count("pdproxy_tokenize", event.source, event.result)
+                self._histogram("pdproxy_tokenize_seconds", event.source, SECONDS).observe(event.seconds)
+            case KvShortfall() | NodeChanged() | TokenizerJudged():
                 pass  # logged, and shown by gauges
 
     def _ended(self, event: RequestEnded) -> None:
@@ -180,10 +185,12 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pdproxy_kv_moved": ("Prompt tokens sent by KV transfer, by what the decode engine's counters say", ("result",)),
     "pdproxy_leg_failures": ("Legs that failed", ("node", "phase")),
     "pdproxy_pairs_ejected": ("Pairs ejected for counting different prompt lengths", ()),
+    "pdproxy_tokenize": ("Prompts that were to become token ids before an engine sees them", ("source", "result")),
     "pdproxy_tokens": ("Tokens of answered requests", ("kind",)),
 }
 _HISTOGRAMS: dict[str, tuple[str, str]] = {
     "pdproxy_ttft_seconds": ("Time from a request's arrival to its first data", "path"),
     "pdproxy_itl_seconds": ("Gap between stream events", ""),
     "pdproxy_phase_seconds": ("Phases of a request", "phase"),
+    "pdproxy_tokenize_seconds": ("Time that a prompt's token ids took", "source"),
 }
