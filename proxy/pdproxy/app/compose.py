@@ -12,6 +12,7 @@ from functools import partial
 import msgspec
 
 from pdproxy.app.credentials import Credentials
+from pdproxy.app.tokens import TRANSFORMERS, ChangeHeard, Library, Tokens, tokens
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.prober import Prober
 from pdproxy.kit.clock import Clock
@@ -77,18 +78,19 @@ class Proxy:
     metrics: Metrics
     observers: Observers
     tasks: TaskOwner
+    tokens: Tokens | None
 
     @classmethod
-    def build(cls, settings: Settings) -> Proxy:
+    def build(cls, settings: Settings, library: Library = TRANSFORMERS) -> Proxy:
         """Wire a proxy. Nothing is sent yet.
 
         Raises:
-            SettingsError: a file of keys or certificates can't be used.
+            SettingsError: a file of keys or certificates, or the tokenizer, can't be used.
         """
         credentials = Credentials(settings)
         pool = settings.pools[0]
-        metrics, probe_soon = Metrics(), _ProbeSoon()
-        observers = Observers([metrics, LogObserver(), probe_soon])
+        metrics, probe_soon, changes = Metrics(), _ProbeSoon(), ChangeHeard()
+        observers = Observers([metrics, LogObserver(), probe_soon, changes])
         limits, deadlines = settings.limits, settings.deadlines
         ledger = Ledger(
             [NodeSpec(node.url, Role(node.role)) for node in pool.nodes],
@@ -121,6 +123,20 @@ class Proxy:
         )
         contract = CONTRACTS[pool.connector]
         custodian = Custodian(contract, ledger, clients, deadlines, observers, time.monotonic)
+        clock = Clock()
+        tokenized = tokens(
+            pool,
+            ledger,
+            admin,
+            observers,
+            clock,
+            time.monotonic,
+            deadline=deadlines.tokenize,
+            needed=contract.needs_tokens,
+            own_keys=credentials.keys.wanted,
+            library=library,
+        )
+        changes.canaries = tokenized.canaries if tokenized is not None else None
         engines = Engines(
             contract,
             ledger,
@@ -131,7 +147,8 @@ class Proxy:
             observers,
             auditor,
             time.monotonic,
-            Clock(),
+            clock,
+            tokenized.tokenizing if tokenized is not None else None,
         )
         admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers)
         service = Service(engines, admission, credentials.keys)
@@ -154,14 +171,19 @@ class Proxy:
             metrics,
             observers,
             TaskOwner("fleet"),
+            tokenized,
         )
         metrics.add_gauges(proxy._gauges())
+        if tokenized is not None:
+            metrics.add_gauges(tokenized.gauges())
         return proxy
 
     def start(self) -> None:
         """Begin to probe the engines, and to look at files of keys and certificates."""
         if self.credentials.follows:
             self.tasks.spawn(self.credentials.follow(), "follow files")
+        if self.tokens is not None:
+            self.tasks.spawn(self.tokens.canaries.run(), "canaries")
         for node in self.ledger.nodes:
             self.tasks.spawn(self.prober.run(node), f"probe {node.url}")
 
@@ -183,6 +205,8 @@ class Proxy:
     async def stop(self) -> None:
         """Stop probing and drop all connections."""
         await self.tasks.settle(0)
+        if self.tokens is not None:
+            self.tokens.stop()
         for client in self.clients.values():
             client.close()
         await self.admin.close()
@@ -229,6 +253,7 @@ class Proxy:
             *self.ledger.shortcomings(now),
             *self.auditor.shortcomings(),
             *self.credentials.shortcomings(),
+            *(self.tokens.canaries.shortcomings() if self.tokens is not None else ()),
         ]
         reason = "shutting down" if self.admission.closed else self.ledger.not_ready()
         return Readiness(reason, details)

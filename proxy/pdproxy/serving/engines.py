@@ -13,9 +13,12 @@ from pdproxy.kit.errors import EngineError
 from pdproxy.observe.events import LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Lease, Ledger, Verdict
 from pdproxy.serving.custody import Custodian
+from pdproxy.serving.tokenizing import Tokenizing
 from pdproxy.settings.schema import Deadlines
+from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Contract
 from pdproxy.upstream.client import EngineClient
+from pdproxy.wire.request import Parsed, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,14 @@ class Engines:
     auditor: Auditor
     now: Callable[[], float]
     clock: Clock
+    tokenizing: Tokenizing | None = None
+
+    async def ids(self, parsed: Parsed, prompt: Prompt, heading: Heading) -> TokenIds | None:
+        """Return a prompt's token ids, None where they are not wanted or can't be had."""
+        if self.tokenizing is None:
+            return None
+        own = next((value for _, value in heading.authorization), None)
+        return await self.tokenizing.ids(parsed, prompt, own)
 
     def close(self, lease: Lease, verdict: Verdict) -> None:
         """End a lease, and tell if that shut its engine out."""

@@ -37,6 +37,7 @@ from pdproxy.serving.output import Output
 from pdproxy.serving.prefill import PrefillFailedError, prefill
 from pdproxy.serving.relay import Relay, StreamStarted
 from pdproxy.serving.verdicts import error_kind, is_clients_fault, refused, verdict_of
+from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.bodies import alone_body
 from pdproxy.upstream.client import Answer, EngineClient
 from pdproxy.upstream.connection import Leg
@@ -62,6 +63,7 @@ class Exchange:
         "_decode_url",
         "_engines",
         "_heading",
+        "_ids",
         "_kv_s",
         "_new_relay",
         "_parsed",
@@ -90,6 +92,7 @@ class Exchange:
         self._why_alone: Alone | None = None
         self._prefill_s: float | None = None
         self._kv_s: float | None = None
+        self._ids: TokenIds | None = None
         self.relay: Relay | None = None
 
     def __repr__(self) -> str:
@@ -113,6 +116,8 @@ class Exchange:
             PdproxyError: before any data came, or in the stream.
         """
         why = self._rule()
+        if why is None and self._prompt is not None:
+            self._ids = await self._engines.ids(self._parsed, self._prompt, self._heading)
         while True:
             self._attempts += 1
             try:
@@ -165,7 +170,7 @@ class Exchange:
         try:
             self._prefill_url, self._decode_url, self._why_alone = pair.prefill.node.url, None, None
             started = engines.now()
-            got = await prefill(engines, pair.prefill, self._parsed, prompt, self._heading)
+            got = await prefill(engines, pair.prefill, self._parsed, prompt, self._heading, self._ids)
             self._prefill_s = engines.now() - started
             if isinstance(got, Answer):
                 if got.status != 400:
@@ -194,7 +199,7 @@ class Exchange:
             body = alone_body(self._parsed, self._prompt)
         else:
             assert self._prompt is not None
-            body = self._engines.contract.decode_body(self._parsed, self._prompt, custody.handle)
+            body = self._engines.contract.decode_body(self._parsed, self._prompt, custody.handle, self._ids)
         return client.request(self._heading.path, self._heading.headers, body)
 
     async def _decode(
@@ -281,7 +286,7 @@ class Exchange:
 
     def _let_go(self) -> None:
         """Forget the request. Whatever else refers to it, a local of a function that waits too, would keep it whole."""
-        self._parsed, self._prompt, self._new_relay = _LET_GO, None, _no_relay
+        self._parsed, self._prompt, self._new_relay, self._ids = _LET_GO, None, _no_relay, None
 
     def _passed(self, wait: Wait) -> None:
         self._engines.observers.notify(DeadlinePassed(wait.value, self._decode_url))

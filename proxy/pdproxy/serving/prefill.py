@@ -15,6 +15,7 @@ from pdproxy.scheduling.ledger import Lease, Verdict
 from pdproxy.serving.custody import Custody
 from pdproxy.serving.engines import Engines, Heading
 from pdproxy.serving.verdicts import is_clients_fault, refused, verdict_of
+from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Handle
 from pdproxy.upstream.client import Answer, Pending
 from pdproxy.wire.engine import prefill_answer
@@ -30,8 +31,12 @@ class PrefillFailedError(Exception):
         self.another = another
 
 
-async def prefill(engines: Engines, lease: Lease, parsed: Parsed, prompt: Prompt, heading: Heading) -> Custody | Answer:
+async def prefill(
+    engines: Engines, lease: Lease, parsed: Parsed, prompt: Prompt, heading: Heading, ids: TokenIds | None = None
+) -> Custody | Answer:
     """Have a prompt prefilled by the leased engine. Return custody of its KV, or an answer that is the client's own fault.
+
+    `ids` are the prompt's, None if the engine has to make them.
 
     Raises:
         PrefillFailedError: the engine failed, was late, or gave no handle that may be used. It has been told.
@@ -43,7 +48,7 @@ async def prefill(engines: Engines, lease: Lease, parsed: Parsed, prompt: Prompt
     pending: Pending | None = None
 
     def request() -> bytes:  # made anew where it is sent anew, which is rare: to keep one is a body more
-        return client.request(heading.path, heading.headers, engines.contract.prefill_body(parsed, prompt))
+        return client.request(heading.path, heading.headers, engines.contract.prefill_body(parsed, prompt, ids))
 
     def end() -> None:
         engines.close(lease, verdict)

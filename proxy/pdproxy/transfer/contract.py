@@ -12,6 +12,7 @@ from enum import Enum
 
 import msgspec
 
+from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.request import Fields, Parsed, Prompt
 
@@ -41,21 +42,23 @@ class Handle(msgspec.Struct, frozen=True):
 class Contract:
     """The wire shape of one KV transfer contract. All functions are pure.
 
-        - `prefill_body(parsed, prompt)`: the body of the prefill leg.
+        - `prefill_body(parsed, prompt, ids)`: the body of the prefill leg; `ids` are the prompt's, None if they are not known.
         - `handle(answer)`: what the prefill answer hands over; a str says why it hands over nothing usable.
-        - `decode_body(parsed, prompt, handle)`: the body of the decode leg; handle None: no KV, the engine computes alone.
+        - `decode_body(parsed, prompt, handle, ids)`: the body of the decode leg; handle None: no KV, the engine computes alone.
         - `release_body(model, handle)`: the body that makes a decode engine give the handle back, None if there is none.
     - `refusal_released(error_type, param)`: whether a decode engine that refused a request with a 4xx has given
           its handle back by itself.
+        - `needs_tokens`: a prompt without ids can't be split.
     """
 
     name: str
     order: Order
-    prefill_body: Callable[[Parsed, Prompt], bytes]
+    prefill_body: Callable[[Parsed, Prompt, TokenIds | None], bytes]
     handle: Callable[[PrefillAnswer], Handle | str]
-    decode_body: Callable[[Parsed, Prompt, Handle | None], bytes]
+    decode_body: Callable[[Parsed, Prompt, Handle | None, TokenIds | None], bytes]
     release_body: Callable[[str | None, Handle], bytes | None]
     refusal_released: Callable[[str, str | None], bool]
+    needs_tokens: bool = False
 
 
 def raw(value: bytes) -> msgspec.Raw:

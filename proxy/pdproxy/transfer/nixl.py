@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import msgspec
 
-from pdproxy.transfer.bodies import DROPPED_ON_PREFILL, alone_body, decode_fields, prefill_fields
+from pdproxy.tokens.ids import TokenIds
+from pdproxy.transfer.bodies import DROPPED_ON_PREFILL, alone_body, decode_fields, prefill_fields, with_ids
 from pdproxy.transfer.contract import Contract, Handle, Order, encode, raw
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
-from pdproxy.wire.request import Parsed, Prompt
+from pdproxy.wire.request import Parsed, Prompt, Route
 
 _ASK = raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
@@ -36,10 +37,12 @@ class _Params(msgspec.Struct, frozen=True):
 _params_decoder = msgspec.json.Decoder(_Params)
 
 
-def prefill_body(parsed: Parsed, prompt: Prompt) -> bytes:
-    """Return the prefill leg's body: it asks the engine to keep the KV for a remote decode."""
+def prefill_body(parsed: Parsed, prompt: Prompt, ids: TokenIds | None = None) -> bytes:
+    """Return the prefill leg's body: it asks the engine to keep the KV for a remote decode. With `ids` it need not tokenize."""
     fields = prefill_fields(parsed, prompt)
     fields["kv_transfer_params"] = _ASK
+    if ids is not None:
+        with_ids(fields, parsed.route, ids)
     return encode(fields)
 
 
@@ -74,13 +77,19 @@ def _holds_blocks(block_ids: bytes) -> bool:
     return plain.startswith(b"[") and plain.find(b"[]") < 0 and plain.find(b"null") < 0
 
 
-def decode_body(parsed: Parsed, prompt: Prompt, given: Handle | None) -> bytes:
-    """Return the decode leg's body: the client's request with the handle, or without any."""
+def decode_body(parsed: Parsed, prompt: Prompt, given: Handle | None, ids: TokenIds | None = None) -> bytes:
+    """Return the decode leg's body: the client's request with the handle, or without any.
+
+    Of a chat, the prompt's ids stand beside the handle. A completion's do not (vLLM 0.32.0 reads them there for chats alone): its
+    prompt becomes the ids where they were made here.
+    """
     if given is None:
         return alone_body(parsed, prompt)
     fields = decode_fields(parsed, prompt)
     params = given.params
-    if given.token_ids is not None:
+    if ids is not None and parsed.route is Route.COMPLETIONS:
+        with_ids(fields, parsed.route, ids)
+    elif given.token_ids is not None:
         params = params[: params.rindex(b"}")] + b',"prompt_token_ids":' + given.token_ids + b"}"
     fields["kv_transfer_params"] = raw(params)
     return encode(fields)

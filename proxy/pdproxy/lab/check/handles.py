@@ -43,7 +43,7 @@ class Handles:
     async def take(self, prefill: EngineFacts, parsed: Parsed, request_id: str) -> Handle | str:
         """Have a prompt prefilled; return its handle, or in words why there is none. What it says is put into `prefill`."""
         reply = await self._asker.post(
-            prefill.url, parsed.route.value, self.contract.prefill_body(parsed, parsed.prompts[0]), request_id
+            prefill.url, parsed.route.value, self.contract.prefill_body(parsed, parsed.prompts[0], None), request_id
         )
         if isinstance(reply, Trouble):
             return reply.text

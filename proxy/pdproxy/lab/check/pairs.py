@@ -75,7 +75,7 @@ class PairProbe:
         if isinstance(handle, str):
             return Policy(why_not=handle)
         body = self._handles.contract.decode_body(
-            parsed, parsed.prompts[0], with_other_engine(handle, str(uuid.UUID(int=0)))
+            parsed, parsed.prompts[0], with_other_engine(handle, str(uuid.UUID(int=0))), None
         )
         said = await complete(self._asker, decode.url, body, self._id("policy"))
         await self._handles.give_back(prefill, decode.url, model, handle, before.kv_usage if before else 0.0)
@@ -93,7 +93,7 @@ class PairProbe:
         due = _due(handle.prompt_tokens, decode.block_size or 1)
         usage = held.kv_usage if held is not None else 0.0
         begun = time.monotonic()
-        body = self._handles.contract.decode_body(parsed, parsed.prompts[0], handle)
+        body = self._handles.contract.decode_body(parsed, parsed.prompts[0], handle, None)
         said = await complete(self._asker, decode.url, body, self._id("decode"))
         split = Split(
             end="answered",
