@@ -38,7 +38,7 @@ def check_body(route: Route, body: bytes) -> None:
     bodies = [alone_body(parsed, None)]
     for prompt in parsed.prompts:
         bodies.append(alone_body(parsed, prompt))
-        asked, given = prefill(parsed, prompt, NO_DISPATCH).body, decode(parsed, prompt, OURS).body
+        asked, given = prefill(parsed, prompt, NO_DISPATCH).body, decode(parsed, prompt, OURS, NO_DISPATCH).body
         _assert_only_ours(asked)
         _assert_only_ours(given)
         if isinstance(_loads(asked), dict) and not _deep(body):

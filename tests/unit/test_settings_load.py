@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.load import CONNECTOR, Engine, Flag, load
+from pdproxy.settings.load import POOL, Engine, Flag, load
 from pdproxy.settings.schema import Settings
 
 DECODE = (Engine("decode", "127.0.0.1:8300"),)
@@ -67,8 +67,8 @@ def test_engines_of_flags_come_after_those_of_the_file(tmp_path: Path) -> None:
 
 def test_connector_flag() -> None:
     """--connector sets the first pool's, and is refused by name where it isn't known."""
-    assert load(None, {}, [Flag("--connector", CONNECTOR, "nixl")], DECODE).pool.connector == "nixl"
-    flag = Flag("--connector", CONNECTOR, "lmcache")
+    assert load(None, {}, [Flag("--connector", f"{POOL}connector", "nixl")], DECODE).pool.connector == "nixl"
+    flag = Flag("--connector", f"{POOL}connector", "lmcache")
     assert (
         error(flags=(flag,))
         == 'pools[0].connector: expected one of nixl, lmcache-pd, lmcache-mp, shared, got "lmcache" (--connector)'

@@ -15,7 +15,7 @@ from pdproxy.settings import stagechecks
 from pdproxy.settings.dump import dump
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.foreign import ForeignFile
-from pdproxy.settings.load import CONNECTOR, Engine, Flag, load
+from pdproxy.settings.load import POOL, Engine, Flag, load
 from pdproxy.settings.schema import Pool
 from pdproxy.settings.stagechecks import bootstrap, check, pairs
 from pdproxy.settings.stages import Reader, Stage
@@ -672,7 +672,7 @@ def test_the_operator_s_connector_must_fit(tmp_path: Path) -> None:
     stages = stage("prefill", **kv(kv_connector="OwnConnector")), stage("decode", **kv(kv_connector="OwnConnector"))
     path = write(tmp_path, *stages)
     assert "tells no contract" in refusal(lambda: pool(path, P, D))
-    assert pool(path, P, D, flags=(Flag("--connector", CONNECTOR, "nixl"),)).connector == "nixl"
+    assert pool(path, P, D, flags=(Flag("--connector", f"{POOL}connector", "nixl"),)).connector == "nixl"
 
 
 def mooncake(*more: Tree) -> list[Tree]:
@@ -693,7 +693,7 @@ def test_bootstrap_addresses_of_a_pool(tmp_path: Path) -> None:
 
 def test_one_port_is_not_bound_twice(tmp_path: Path) -> None:
     """On one machine. On two it is two ports."""
-    flags = (Flag("--connector", CONNECTOR, "nixl"),)
+    flags = (Flag("--connector", f"{POOL}connector", "nixl"),)
     path = write(tmp_path, *mooncake({}, {}))
     says = refusal(lambda: pool(path, P, Engine("prefill", "p:3"), D, flags=flags))
     assert says.startswith("stage_args[1]: its Mooncake bootstrap server would be at http://p:8998, as stage_args[0]'s")

@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 
-from pdproxy.transfer import kvstore_keys as contract
+from pdproxy.tokens.ids import from_numbers
+from pdproxy.transfer.contract import Dispatch, Handle
+from pdproxy.transfer.kvstore_keys import KVSTORE_KEYS, why_not_stored
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
 from pdproxy.wire.kvparams import read, store_keys
 from pdproxy.wire.request import Parsed, Route, parse
 
 IDS = [1, 5, 6, 7]
+DISPATCH = Dispatch(ids=from_numbers(IDS))
+HANDLE = Handle(b"", None, 4, "")
 
 
 def parsed(route: Route = Route.COMPLETIONS, **fields: Any) -> Parsed:
@@ -33,7 +37,8 @@ def test_p_stores_and_d_loads_under_one_key(route: Route) -> None:
     """Both are told the prompt's ids and the key that is made from them and the model."""
     request = parsed(route, max_tokens=9, stream=True)
     prompt = request.prompts[0]
-    p, d = (json.loads(make(request, prompt, IDS)) for make in (contract.prefill_body, contract.decode_body))
+    p = json.loads(KVSTORE_KEYS.prefill(request, prompt, DISPATCH).body)
+    d = json.loads(KVSTORE_KEYS.decode(request, prompt, HANDLE, DISPATCH).body)
     keys = store_keys(IDS, "tiny")
     assert p["kv_transfer_params"] == {"prefix_prompt_ids": IDS, "kvcache_store_keys": keys, "kvcache_load_keys": None}
     assert d["kv_transfer_params"] == {"prefix_prompt_ids": IDS, "kvcache_store_keys": None, "kvcache_load_keys": keys}
@@ -46,7 +51,7 @@ def test_another_model_has_another_key() -> None:
     keys = set()
     for model in ("a", "b", None):
         request = parsed(model=model)
-        body = json.loads(contract.prefill_body(request, request.prompts[0], IDS))
+        body = json.loads(KVSTORE_KEYS.prefill(request, request.prompts[0], DISPATCH).body)
         keys.add(body["kv_transfer_params"]["kvcache_store_keys"][0])
     assert len(keys) == 3
 
@@ -54,23 +59,16 @@ def test_another_model_has_another_key() -> None:
 def test_a_client_s_own_keys_are_nobody_s() -> None:
     """They would be another client's KV."""
     request = parsed(kv_transfer_params={"kvcache_load_keys": ["stolen"]})
-    for make in (contract.prefill_body, contract.decode_body):
-        assert b"stolen" not in make(request, request.prompts[0], IDS)
-
-
-def test_d_without_kv_is_told_nothing() -> None:
-    request = parsed()
-    assert "kv_transfer_params" not in json.loads(contract.decode_body(request, request.prompts[0], None))
+    assert b"stolen" not in KVSTORE_KEYS.prefill(request, request.prompts[0], DISPATCH).body
+    assert b"stolen" not in KVSTORE_KEYS.decode(request, request.prompts[0], HANDLE, DISPATCH).body
 
 
 def test_a_request_is_not_changed() -> None:
     request = parsed(max_tokens=5)
     before = {name: bytes(value) for name, value in request.fields.items()}
-    ids = list(IDS)
-    contract.prefill_body(request, request.prompts[0], ids)
-    contract.decode_body(request, request.prompts[0], ids)
+    KVSTORE_KEYS.prefill(request, request.prompts[0], DISPATCH)
+    KVSTORE_KEYS.decode(request, request.prompts[0], HANDLE, DISPATCH)
     assert {name: bytes(value) for name, value in request.fields.items()} == before
-    assert ids == IDS
 
 
 @pytest.mark.parametrize(
@@ -88,9 +86,11 @@ def test_a_request_is_not_changed() -> None:
 )
 def test_ids_that_p_says_otherwise(body: dict[str, Any], stored: bool) -> None:
     """D would load KV of another prompt: it is better told nothing. An engine that says nothing is believed."""
-    assert (contract.why_not_stored(answer(**body), IDS) is None) is stored
+    assert (why_not_stored(answer(**body), IDS) is None) is stored
+    assert isinstance(KVSTORE_KEYS.handle(parsed(), answer(**body), DISPATCH), Handle) is stored
 
 
 def test_nothing_is_to_be_given_back() -> None:
-    assert contract.release_body("tiny") is None
-    assert contract.refusal_released("BadRequestError", None)
+    """P keeps nothing for us."""
+    assert not KVSTORE_KEYS.holds
+    assert KVSTORE_KEYS.release_body("tiny", HANDLE) is None

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
+from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Dispatch, Handle, Receiver
 from pdproxy.transfer.lmcache_pd import lmcache_pd, may_begin_on_prefill
 from pdproxy.wire.engine import prefill_answer
 from pdproxy.wire.request import Parsed, Route, parse
 
 PD = lmcache_pd()
-IDS = b"[5,6,7]"
-DISPATCH = Dispatch("leg-1", IDS, 3, Receiver("10.0.0.7", (7300, 7301), (7400, 7401)))
+IDS = TokenIds(b"[5,6,7]", 3)
+DISPATCH = Dispatch("leg-1", IDS, Receiver("10.0.0.7", (7300, 7301), (7400, 7401)))
 
 
 def parsed(route: Route = Route.COMPLETIONS, **fields: Any) -> Parsed:
@@ -44,7 +45,7 @@ def handle(request: Parsed, body: bytes, contract: Any = PD) -> Handle:
 
 def decode_body(request: Parsed, body: bytes) -> dict[str, Any]:
     """What the decode engine is asked."""
-    found: dict[str, Any] = json.loads(PD.decode(request, request.prompts[0], handle(request, body)).body)
+    found: dict[str, Any] = json.loads(PD.decode(request, request.prompts[0], handle(request, body), DISPATCH).body)
     return found
 
 
@@ -101,7 +102,7 @@ def test_the_decode_leg_of_a_completion(fields: dict[str, Any], limit: int | Non
 def test_the_decode_leg_of_a_chat(fields: dict[str, Any], limit: int | None) -> None:
     """It is a completion too; nothing of the chat is left in it."""
     request = parsed(Route.CHAT, chat_template_kwargs={"a": 1}, **fields)
-    leg = PD.decode(request, request.prompts[0], handle(request, answer()))
+    leg = PD.decode(request, request.prompts[0], handle(request, answer()), DISPATCH)
     assert leg.route is Route.COMPLETIONS
     assert json.loads(leg.body) == {"model": "tiny", "max_tokens": limit, "prompt": [5, 6, 7, 42]}
 
@@ -136,7 +137,7 @@ def test_a_token_without_a_whole_text_is_not_shown(choice: dict[str, Any]) -> No
     request = parsed(max_tokens=9)
     given = handle(request, answer(**choice))
     assert given.first is None
-    leg = PD.decode(request, request.prompts[0], given)
+    leg = PD.decode(request, request.prompts[0], given, DISPATCH)
     assert json.loads(leg.body)["prompt"] == "abc"
 
 
@@ -162,7 +163,7 @@ def test_what_looks_back_is_decoded_from_the_first_token_on(fields: dict[str, An
     assert not may_begin_on_prefill(request)
     given = handle(request, answer())
     assert given.first is None
-    sent = json.loads(PD.decode(request, request.prompts[0], given).body)
+    sent = json.loads(PD.decode(request, request.prompts[0], given, DISPATCH).body)
     assert {name: sent[name] for name in fields if name != "stream_options"} == {
         name: value for name, value in fields.items() if name != "stream_options"
     }
@@ -191,7 +192,7 @@ def test_the_decode_engine_makes_the_first_token_where_the_operator_says_so() ->
     contract = lmcache_pd(first_on_prefill=False)
     given = handle(request, answer(), contract)
     assert given.first is None
-    leg = contract.decode(request, request.prompts[0], given)
+    leg = contract.decode(request, request.prompts[0], given, DISPATCH)
     assert leg.route is Route.CHAT
     assert json.loads(leg.body) == {name: json.loads(bytes(value)) for name, value in request.fields.items()}
 
@@ -208,7 +209,7 @@ def test_the_decode_engine_makes_the_first_token_where_the_operator_says_so() ->
 )
 def test_how_many_ranks_tell(options: dict[str, Any], tokens: int, notices: int) -> None:
     """One notice a receiving rank, one in all where the first stores alone, none for less than a chunk."""
-    dispatch = Dispatch("leg-1", IDS, tokens, DISPATCH.receiver)
+    dispatch = Dispatch("leg-1", TokenIds(b"[]", tokens), DISPATCH.receiver)
     assert lmcache_pd(**options).notices(dispatch) == notices
 
 

@@ -12,7 +12,8 @@ from functools import partial
 import msgspec
 
 from pdproxy.app.credentials import Credentials
-from pdproxy.app.transfer import build_transfer, no_tokens
+from pdproxy.app.tokens import TRANSFORMERS, ChangeHeard, Library, Tokens, tokens
+from pdproxy.app.transfer import build_transfer
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.prober import Prober
 from pdproxy.kit.clock import Clock
@@ -79,18 +80,19 @@ class Proxy:
     tasks: TaskOwner
     transfer: Transfer
     notices: NoticeSocket
+    tokens: Tokens | None
 
     @classmethod
-    def build(cls, settings: Settings) -> Proxy:
+    def build(cls, settings: Settings, library: Library = TRANSFORMERS) -> Proxy:
         """Wire a proxy. Nothing is sent yet.
 
         Raises:
-            SettingsError: a file of keys or certificates can't be used.
+            SettingsError: a file of keys or certificates, or the tokenizer, can't be used.
         """
         credentials = Credentials(settings)
         pool = settings.pools[0]
-        metrics, probe_soon = Metrics(), _ProbeSoon()
-        observers = Observers([metrics, LogObserver(), probe_soon])
+        metrics, probe_soon, changes = Metrics(), _ProbeSoon(), ChangeHeard()
+        observers = Observers([metrics, LogObserver(), probe_soon, changes])
         limits, deadlines = settings.limits, settings.deadlines
         ledger = Ledger(
             [NodeSpec(node.url, Role(node.role), frozenset(node.sources)) for node in pool.nodes],
@@ -125,6 +127,19 @@ class Proxy:
         transfer = build_transfer(settings, clock, observers)
         contract = transfer.contract
         custodian = Custodian(contract, ledger, clients, deadlines, observers, time.monotonic)
+        tokenized = tokens(
+            pool,
+            ledger,
+            admin,
+            observers,
+            clock,
+            time.monotonic,
+            deadline=deadlines.tokenize,
+            needed=contract.needs_ids,
+            own_keys=credentials.keys.wanted,
+            library=library,
+        )
+        changes.canaries = tokenized.canaries if tokenized is not None else None
         engines = Engines(
             transfer,
             ledger,
@@ -136,7 +151,7 @@ class Proxy:
             auditor,
             time.monotonic,
             clock,
-            no_tokens,
+            tokenized.tokenizing if tokenized is not None else None,
         )
         admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers)
         service = Service(engines, admission, credentials.keys)
@@ -161,8 +176,11 @@ class Proxy:
             TaskOwner("fleet"),
             transfer,
             NoticeSocket(transfer.ready.heard, transfer.ready.undecodable),
+            tokenized,
         )
         metrics.add_gauges(proxy._gauges())
+        if tokenized is not None:
+            metrics.add_gauges(tokenized.gauges())
         return proxy
 
     def start(self) -> None:
@@ -182,6 +200,8 @@ class Proxy:
             logger.info("KV-ready notices are awaited on %s", self.notices.address)
         if self.credentials.follows:
             self.tasks.spawn(self.credentials.follow(), "follow files")
+        if self.tokens is not None:
+            self.tasks.spawn(self.tokens.canaries.run(), "canaries")
         for node in self.ledger.nodes:
             self.tasks.spawn(self.prober.run(node), f"probe {node.url}")
 
@@ -204,6 +224,8 @@ class Proxy:
         """Stop probing and drop all connections."""
         await self.tasks.settle(0)
         self.notices.close()
+        if self.tokens is not None:
+            self.tokens.stop()
         for client in self.clients.values():
             client.close()
         await self.admin.close()
@@ -260,6 +282,7 @@ class Proxy:
             *self.ledger.shortcomings(now),
             *self.auditor.shortcomings(),
             *self.credentials.shortcomings(),
+            *(self.tokens.canaries.shortcomings() if self.tokens is not None else ()),
         ]
         reason = "shutting down" if self.admission.closed else self.ledger.not_ready()
         return Readiness(reason, details)

@@ -6,22 +6,17 @@ import time
 
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
-from pdproxy.serving.engines import TokenIds, Transfer
+from pdproxy.serving.engines import Transfer
 from pdproxy.serving.ready import KvReady
 from pdproxy.serving.slots import Buffers
 from pdproxy.settings.crosscheck_transfer import receiver_host
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Receiver
+from pdproxy.transfer.kvstore_keys import KVSTORE_KEYS
 from pdproxy.transfer.lmcache_mp import LMCACHE_MP
 from pdproxy.transfer.lmcache_pd import lmcache_pd
 from pdproxy.transfer.nixl import NIXL
 from pdproxy.transfer.shared import SHARED
-from pdproxy.wire.request import Parsed, Prompt
-
-
-async def no_tokens(_parsed: Parsed, _prompt: Prompt) -> TokenIds | None:
-    """Know no tokens."""
-    return None
 
 
 def build_transfer(settings: Settings, clock: Clock, observers: Observers) -> Transfer:
@@ -32,6 +27,7 @@ def build_transfer(settings: Settings, clock: Clock, observers: Observers) -> Tr
         "nixl": NIXL,
         "shared": SHARED,
         "lmcache-mp": LMCACHE_MP,
+        "kvstore-keys": KVSTORE_KEYS,
         "lmcache-pd": lmcache_pd(
             first_on_prefill=lmcache.first_token == "prefill",  # noqa: S105 - a token of text
             chunk_size=lmcache.chunk_size,

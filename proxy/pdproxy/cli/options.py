@@ -11,9 +11,9 @@ import os
 from pathlib import Path
 from typing import get_args
 
-from pdproxy.settings.load import CONNECTOR, Engine, Flag, load
+from pdproxy.settings.load import POOL, Engine, Flag, load
 from pdproxy.settings.receivers import ReceiverFlag
-from pdproxy.settings.schema import Connector, LogFormat, LogLevel, Role, Settings
+from pdproxy.settings.schema import Connector, LogFormat, LogLevel, Role, Settings, Tokenize
 
 _OPTIONS = (
     ("--host", "HOST", "listen.host", "address to listen on (default: 127.0.0.1)"),
@@ -37,7 +37,19 @@ _OPTIONS = (
     ),
     ("--allowed-methods", "LIST", "listen.cors.allowed_methods", "methods that they may use (default: all)"),
     ("--allowed-headers", "LIST", "listen.cors.allowed_headers", "headers that they may send (default: all)"),
-    ("--connector", "NAME", CONNECTOR, f"how KV is transferred: {', '.join(get_args(Connector))} (default: nixl)"),
+    (
+        "--connector",
+        "NAME",
+        f"{POOL}connector",
+        f"how KV is transferred: {', '.join(get_args(Connector))} (default: nixl)",
+    ),
+    (
+        "--tokenize",
+        "WHEN",
+        f"{POOL}tokenize",
+        f"make prompts' token ids here: {', '.join(get_args(Tokenize))} (default: auto, where the connector needs them)",
+    ),
+    ("--tokenizer", "FOLDER", f"{POOL}tokenizer", "a model's folder, for that (default: the engines' own)"),
     (
         ("--kv-ready-host", "--nixl-proxy-host"),
         "HOST",

@@ -25,6 +25,7 @@ class Wait(Enum):
     CLIENT_HEAD = "client_head"
     CLIENT_BODY = "client_body"
     QUEUE = "queue"
+    TOKENIZE = "tokenize"
     CONNECT = "connect"
     PREFILL = "prefill"
     KV_READY = "kv_ready"

@@ -140,6 +140,28 @@ class KvWaited(msgspec.Struct, frozen=True):
     missing: Sequence[str] = ()
 
 
+class Tokenized(msgspec.Struct, frozen=True):
+    """A prompt was to become token ids before an engine sees it.
+
+    `source`: here, or an engine (its `/tokenize`); `result`: ok, unsure (only an engine can tell what it would make of the
+    request), rejected (by the template, or by the engine), late, busy or failed; `seconds` from the wish to the result.
+    """
+
+    source: str
+    result: str
+    seconds: float
+    tokens: int = 0
+
+
+class TokenizerJudged(msgspec.Struct, frozen=True):
+    """An engine's token ids of canary prompts were compared with ours. `agrees` False: prompts are not tokenized here for it."""
+
+    node: str
+    model: str
+    agrees: bool
+    reason: str
+
+
 Event = (
     RequestEnded
     | ServedAlone
@@ -152,6 +174,8 @@ Event = (
     | KvCounted
     | KvNoticed
     | KvWaited
+    | Tokenized
+    | TokenizerJudged
 )
 
 

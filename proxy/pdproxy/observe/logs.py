@@ -31,6 +31,8 @@ from pdproxy.observe.events import (
     PairEjected,
     RequestEnded,
     ServedAlone,
+    Tokenized,
+    TokenizerJudged,
 )
 
 access = logging.getLogger("pdproxy.access")
@@ -69,7 +71,16 @@ class LogObserver:
                 _log(fleet, logging.WARNING, "KV did not arrive: the decode engine computed it again", _plain(event))
             case KvWaited(result="timeout"):
                 _log(kv, logging.WARNING, "ranks did not tell that their KV is ready", _plain(event))
-            case HandleEnded() | ServedAlone() | DeadlinePassed() | KvCounted() | KvNoticed() | KvWaited():
+            case TokenizerJudged(agrees=agrees):
+                _log(
+                    fleet,
+                    logging.INFO if agrees else logging.ERROR,
+                    "prompts may be tokenized here" if agrees else "prompts are NOT tokenized here",
+                    _plain(event),
+                )
+            case (
+                HandleEnded() | ServedAlone() | DeadlinePassed() | KvCounted() | KvNoticed() | KvWaited() | Tokenized()
+            ):
                 if legs.isEnabledFor(logging.DEBUG):
                     _log(legs, logging.DEBUG, type(event).__name__, _plain(event))
 

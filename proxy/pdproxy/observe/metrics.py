@@ -29,6 +29,8 @@ from pdproxy.observe.events import (
     PairEjected,
     RequestEnded,
     ServedAlone,
+    Tokenized,
+    TokenizerJudged,
 )
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -115,7 +117,10 @@ class Metrics:
                 self._histogram("pdproxy_kv_ready_wait_seconds", result, SECONDS).observe(seconds)
                 for rank in missing:
                     self._count("pdproxy_kv_silent_ranks", node, rank)
-            case KvShortfall() | NodeChanged():
+            case Tokenized():
+                self._count("pdproxy_tokenize", event.source, event.result)
+                self._histogram("pdproxy_tokenize_seconds", event.source, SECONDS).observe(event.seconds)
+            case KvShortfall() | NodeChanged() | TokenizerJudged():
                 pass  # logged, and shown by gauges
 
     def _ended(self, event: RequestEnded) -> None:
@@ -190,6 +195,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pdproxy_kv_silent_ranks": ("Ranks that sent no notice before the deadline", ("node", "rank")),
     "pdproxy_leg_failures": ("Legs that failed", ("node", "phase")),
     "pdproxy_pairs_ejected": ("Pairs ejected for counting different prompt lengths", ()),
+    "pdproxy_tokenize": ("Prompts that were to become token ids before an engine sees them", ("source", "result")),
     "pdproxy_tokens": ("Tokens of answered requests", ("kind",)),
 }
 _HISTOGRAMS: dict[str, tuple[str, str]] = {
@@ -197,4 +203,5 @@ _HISTOGRAMS: dict[str, tuple[str, str]] = {
     "pdproxy_itl_seconds": ("Gap between stream events", ""),
     "pdproxy_phase_seconds": ("Phases of a request", "phase"),
     "pdproxy_kv_ready_wait_seconds": ("Waits for notices that KV is ready, from the prefill's answer on", "result"),
+    "pdproxy_tokenize_seconds": ("Time that a prompt's token ids took", "source"),
 }

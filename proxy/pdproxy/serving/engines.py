@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -15,21 +15,12 @@ from pdproxy.scheduling.ledger import Lease, Ledger, Verdict
 from pdproxy.serving.custody import Custodian
 from pdproxy.serving.ready import KvReady
 from pdproxy.serving.slots import Buffers
+from pdproxy.serving.tokenizing import Tokenizing
 from pdproxy.settings.schema import Deadlines
+from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Contract, Receiver
 from pdproxy.upstream.client import EngineClient
 from pdproxy.wire.request import Parsed, Prompt
-
-
-class TokenIds(msgspec.Struct, frozen=True):
-    """A prompt's token ids as a JSON array, and how many they are."""
-
-    json: bytes
-    count: int
-
-
-Tokenizer = Callable[[Parsed, Prompt], Awaitable[TokenIds | None]]
-"""Tells a prompt's token ids; None if nobody can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +52,14 @@ class Engines:
     auditor: Auditor
     now: Callable[[], float]
     clock: Clock
-    tokenizer: Tokenizer
+    tokenizing: Tokenizing | None = None
+
+    async def ids(self, parsed: Parsed, prompt: Prompt, heading: Heading) -> TokenIds | None:
+        """Return a prompt's token ids, None where they are not wanted or can't be had."""
+        if self.tokenizing is None:
+            return None
+        own = next((value for _, value in heading.authorization), None)
+        return await self.tokenizing.ids(parsed, prompt, own)
 
     def close(self, lease: Lease, verdict: Verdict) -> None:
         """End a lease, and tell if that shut its engine out."""

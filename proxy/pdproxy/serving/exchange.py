@@ -30,7 +30,7 @@ from pdproxy.observe.events import DeadlinePassed, LegTimes, ServedAlone
 from pdproxy.scheduling.ledger import Lease, Verdict
 from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.custody import Custody, End
-from pdproxy.serving.engines import Engines, Heading, TokenIds
+from pdproxy.serving.engines import Engines, Heading
 from pdproxy.serving.first import first_data
 from pdproxy.serving.handover import Handover, begin, why_not
 from pdproxy.serving.output import Output
@@ -38,6 +38,7 @@ from pdproxy.serving.prefill import Prefilled, PrefillFailedError, prefill
 from pdproxy.serving.relay import Relay
 from pdproxy.serving.translate import Translated, tell_finished
 from pdproxy.serving.verdicts import error_kind, is_clients_fault, refused, verdict_of
+from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.bodies import alone_body
 from pdproxy.transfer.contract import Contract
 from pdproxy.transfer.splice import Splice
@@ -66,6 +67,7 @@ class Exchange:
         "_engines",
         "_handover",
         "_heading",
+        "_ids",
         "_kv_s",
         "_new_relay",
         "_parsed",
@@ -73,7 +75,6 @@ class Exchange:
         "_prefill_s",
         "_prefill_url",
         "_prompt",
-        "_tokens",
         "_why_alone",
         "_without",
         "relay",
@@ -95,7 +96,7 @@ class Exchange:
         self._why_alone: Alone | None = None
         self._prefill_s: float | None = None
         self._kv_s: float | None = None
-        self._tokens: TokenIds | None = None
+        self._ids: TokenIds | None = None
         self._handover: Handover | None = None
         self.relay: Relay | None = None
 
@@ -120,7 +121,7 @@ class Exchange:
             PdproxyError: before any data came, or in the stream.
         """
         why = self._rule()
-        if why is None and self._contract.needs_ids:
+        if why is None and self._engines.tokenizing is not None:
             why = await self._tokenize()
         while True:
             self._attempts += 1
@@ -153,8 +154,8 @@ class Exchange:
     async def _tokenize(self) -> Alone | None:
         """Learn the prompt's token ids. Return why one engine must serve it, after all."""
         assert self._prompt is not None
-        self._tokens = await self._engines.tokenizer(self._parsed, self._prompt)
-        return why_not(self._engines, self._tokens)
+        self._ids = await self._engines.ids(self._parsed, self._prompt, self._heading)
+        return why_not(self._engines, self._ids) if self._contract.needs_ids else None
 
     # -- one engine alone
 
@@ -176,7 +177,7 @@ class Exchange:
     async def _split(self, stream_to: Callable[[Relay], Output]) -> Answer | None:
         engines, prompt = self._engines, self._prompt
         assert prompt is not None
-        handover = self._handover = await begin(engines, self._parsed, prompt, self._tokens, self._without)
+        handover = self._handover = await begin(engines, self._parsed, prompt, self._ids, self._without)
         if handover is None:
             raise PrefillFailedError(self._prefill_lost or Alone.NO_PAIR, another=False)
         pair = handover.pair
@@ -233,7 +234,8 @@ class Exchange:
         if custody is None:
             return client.request(self._heading.path, self._heading.headers, alone_body(self._parsed, self._prompt))
         assert self._prompt is not None
-        leg = self._contract.decode(self._parsed, self._prompt, custody.handle)
+        assert self._handover is not None
+        leg = self._contract.decode(self._parsed, self._prompt, custody.handle, self._handover.dispatch)
         return client.request(leg.route.value, self._heading.headers, leg.body)
 
     def _sink(self, relay: Relay, custody: Custody | None) -> Sink:
@@ -326,8 +328,7 @@ class Exchange:
 
     def _let_go(self) -> None:
         """Forget the request. Whatever else refers to it, a local of a function that waits too, would keep it whole."""
-        self._parsed, self._prompt, self._new_relay = _LET_GO, None, _no_relay
-        self._tokens = None
+        self._parsed, self._prompt, self._new_relay, self._ids = _LET_GO, None, _no_relay, None
         if self._handover is not None:
             self._handover.loaded()
             self._handover = None

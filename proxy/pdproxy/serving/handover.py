@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.kit.ids import mint
 from pdproxy.scheduling.ledger import Pair, Verdict
-from pdproxy.serving.engines import Engines, TokenIds
+from pdproxy.serving.engines import Engines
 from pdproxy.serving.ready import Expected
 from pdproxy.serving.slots import Slots
+from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import NO_DISPATCH, Dispatch
 from pdproxy.wire.request import Alone, Parsed, Prompt
 
@@ -51,11 +52,12 @@ async def begin(
     pair = await transfer.buffers.when_room(count, choose) if transfer.buffers.bounded else choose(())
     if pair is None:
         return None
-    if not transfer.contract.mints:
-        return Handover(engines, pair, NO_DISPATCH, slots)
-    receiver = transfer.receivers.get(pair.decode.node.url)
-    ids, length = (None, None) if tokens is None else (tokens.json, tokens.count)
-    return Handover(engines, pair, Dispatch(mint(), ids, length, receiver), slots)
+    dispatch = NO_DISPATCH
+    if transfer.contract.mints:
+        dispatch = Dispatch(mint(), tokens, transfer.receivers.get(pair.decode.node.url))
+    elif tokens is not None:
+        dispatch = Dispatch(ids=tokens)
+    return Handover(engines, pair, dispatch, slots)
 
 
 class Handover:

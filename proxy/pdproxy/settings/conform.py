@@ -37,6 +37,8 @@ def conform(value: object, kind: Any, where: str, path: KeyPath = ()) -> Any:
             _name(name, where, path): conform(item, get_args(kind)[1], where, (*path, str(name)))
             for name, item in value.items()
         }
+    if value is False and get_origin(kind) is Literal and "off" in get_args(kind):
+        value = "off"  # which is how YAML reads that word
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:

@@ -18,11 +18,11 @@ from pdproxy.settings.engines import Engine, with_scheme
 from pdproxy.settings.environment import CONFIG, read_environment, refuse_empty
 from pdproxy.settings.errors import KeyPath, spell_key
 from pdproxy.settings.receivers import ReceiverFlag, put_receivers
-from pdproxy.settings.schema import VLLM_BOOTSTRAP_PORT, Connector, Settings
+from pdproxy.settings.schema import VLLM_BOOTSTRAP_PORT, Pool, Settings
 from pdproxy.settings.stagenodes import read_stages
 from pdproxy.settings.yamlfile import read_yaml, spell_file
 
-__all__ = ["CONNECTOR", "Engine", "Flag", "load", "with_scheme"]
+__all__ = ["POOL", "Engine", "Flag", "load", "with_scheme"]
 
 
 class Flag(NamedTuple):
@@ -33,8 +33,8 @@ class Flag(NamedTuple):
     text: str
 
 
-CONNECTOR = "pool.connector"
-"""The key of a `Flag` that sets the first pool's connector."""
+POOL = "pool."
+"""What the key of a `Flag` begins with that sets a field of the first pool."""
 
 
 def load(
@@ -66,9 +66,11 @@ def load(
     kinds = {spell_key(path): (path, kind) for path, kind in leaves(Settings)}
     for option, key, text in flags:
         where = f" ({option})"
-        if key == CONNECTOR:
-            pool_path: KeyPath = ("pools", 0, "connector")
-            _first_pool(tree)["connector"] = conform(text, Connector, where, pool_path)
+        if key.startswith(POOL):
+            name = key.removeprefix(POOL)
+            pool_path: KeyPath = ("pools", 0, name)
+            kind = next(field.type for field in msgspec.structs.fields(Pool) if field.name == name)
+            _first_pool(tree)[name] = conform(text, kind, where, pool_path)
         else:
             path, kind = kinds[key]
             _put(tree, path, conform(parse(text, kind), kind, where, path))

@@ -12,12 +12,13 @@ import msgspec
 from msgspec import Meta
 
 Role = Literal["prefill", "decode", "aggregated"]
-Connector = Literal["nixl", "lmcache-pd", "lmcache-mp", "shared"]
+Connector = Literal["nixl", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys"]
 FirstTokenFrom = Literal["prefill", "decode"]
 OnTimeout = Literal["recompute", "fail"]
 VLLM_BOOTSTRAP_PORT = 8998
 """vLLM's default for VLLM_MOONCAKE_BOOTSTRAP_PORT. vllm-omni assumes 25201 where its stages name none."""
 Policy = Literal["least_load"]
+Tokenize = Literal["off", "auto", "always"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -236,6 +237,14 @@ class Pool(_Section, frozen=True):
     """Where a prefill engine's Mooncake bootstrap server listens, if nothing more is known. vLLM's own default; vllm-omni's
     files assume 25201."""
 
+    tokenize: Tokenize = "auto"
+    """Whether prompts become token ids here: never, only where the connector needs them, or wherever that spares an
+    engine the same work."""
+
+    tokenizer: File | None = None
+    """A model's folder with its tokenizer and chat template. None: the one that the engines say they loaded, if it is on
+    this machine."""
+
     policy: PoolPolicy = PoolPolicy()
     """How engines are chosen."""
 
@@ -260,6 +269,9 @@ class Deadlines(_Section, frozen=True):
 
     queue: Seconds = 30.0
     """A request's wait for a place (`limits.max_inflight`). Clients give up at about this time."""
+
+    tokenize: Seconds = 2.0
+    """Making the token ids of a prompt. Past it the engines make them, unless the connector needs them first."""
 
     prefill: Seconds = 120.0
     """The prefill leg, from its request to its whole answer. Long prompts behind others take a minute."""

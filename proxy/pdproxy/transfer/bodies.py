@@ -6,6 +6,7 @@ Source: vLLM 0.32.0 `entrypoints/openai/*/protocol.py`. What the prefill leg mus
 
 from __future__ import annotations
 
+from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import encode, raw
 from pdproxy.wire.request import UNSEEN_BY_PREFILL, Fields, Parsed, Prompt, Route
 
@@ -62,6 +63,18 @@ def alone_body(parsed: Parsed, prompt: Prompt | None) -> bytes:
             fields["stream_options"] = _USAGE_AT_THE_END
         return encode(fields)
     return encode(decode_fields(parsed, prompt))
+
+
+def with_ids(fields: Fields, route: Route, ids: TokenIds) -> None:
+    """Have an engine take a prompt's ids in place of tokenizing it. A chat keeps its messages: they are still validated.
+
+    Source: vLLM 0.32.0 `renderers/online_renderer.py`, which reads a chat's ids in `kv_transfer_params` of any leg.
+    """
+    if route is Route.COMPLETIONS:
+        fields["prompt"] = raw(ids.json)
+        return
+    params = bytes(fields["kv_transfer_params"])
+    fields["kv_transfer_params"] = raw(params[: params.rindex(b"}")] + b',"prompt_token_ids":' + ids.json + b"}")
 
 
 def _set_prompt(fields: Fields, prompt: Prompt) -> None:

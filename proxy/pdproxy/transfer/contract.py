@@ -13,6 +13,7 @@ from enum import Enum
 
 import msgspec
 
+from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.request import Fields, Parsed, Prompt, Route
 
@@ -35,12 +36,11 @@ class Dispatch(msgspec.Struct, frozen=True):
     """What is known of one prompt's dispatch to one pair before its first leg. Every further try has one of its own.
 
     `leg_id` is minted for the prefill leg: two clients may use one id, two dispatches never do. None where nothing goes by it.
-    `token_ids` are the prompt's ids as a JSON array and `tokens` their number, None if they are not known.
+    `ids` are the prompt's token ids, None if they are not known.
     """
 
     leg_id: str | None = None
-    token_ids: bytes | None = None
-    tokens: int | None = None
+    ids: TokenIds | None = None
     receiver: Receiver | None = None
 
 
@@ -104,7 +104,7 @@ class Contract:
     What goes on the wire:
         - `prefill(parsed, prompt, dispatch)`: what the prefill engine is asked.
         - `handle(parsed, answer, dispatch)`: what its answer hands over; a str says why it hands over nothing usable.
-        - `decode(parsed, prompt, handle)`: what the decode engine is asked.
+        - `decode(parsed, prompt, handle, dispatch)`: what the decode engine is asked.
 
     What it takes, and what it leaves behind:
         - `notices(dispatch)`: how many ranks tell that the KV is where the decode engine looks for it, besides the prefill
@@ -117,12 +117,13 @@ class Contract:
         - `release_body(model, handle)`: the body that makes a decode engine give the handle back, None if there is none.
         - `refusal_released(error_type, param)`: whether a decode engine that refused a request with a 4xx has given
           its handle back by itself.
+        - `needs_tokens`: a prompt without ids can't be split.
     """
 
     name: str
     prefill: Callable[[Parsed, Prompt, Dispatch], LegRequest]
     handle: Callable[[Parsed, PrefillAnswer, Dispatch], Handle | str]
-    decode: Callable[[Parsed, Prompt, Handle], LegRequest]
+    decode: Callable[[Parsed, Prompt, Handle, Dispatch], LegRequest]
     order: Order = Order.PREFILL_THEN_DECODE
     notices: Callable[[Dispatch], int | None] = no_notices
     needs_ids: bool = False

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pdproxy.transfer.bodies import alone_body, decode_fields, prefill_fields
-from pdproxy.transfer.contract import encode, raw
+from pdproxy.transfer.bodies import decode_fields, prefill_fields
+from pdproxy.transfer.contract import Contract, Dispatch, Handle, LegRequest, encode, raw
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.kvparams import KVTransferParams, store_keys
 from pdproxy.wire.request import Parsed, Prompt
@@ -23,24 +23,32 @@ from pdproxy.wire.request import Parsed, Prompt
 _ids_decoder = msgspec.json.Decoder(list[int])
 
 
-def prefill_body(parsed: Parsed, prompt: Prompt, ids: Sequence[int]) -> bytes:
-    """Return the prefill leg's body: the prompt's KV is to be stored under its key, and none to be loaded."""
+def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
+    """Return the prefill leg: the prompt's KV is to be stored under its key, and none to be loaded."""
     fields = prefill_fields(parsed, prompt)
-    keys = store_keys(ids, parsed.model or "")
-    params = KVTransferParams(prefix_prompt_ids=list(ids), kvcache_store_keys=keys)
+    ids = _numbers(dispatch)
+    params = KVTransferParams(prefix_prompt_ids=ids, kvcache_store_keys=store_keys(ids, parsed.model or ""))
     fields["kv_transfer_params"] = raw(params.as_json())
-    return encode(fields)
+    return LegRequest(parsed.route, encode(fields))
 
 
-def decode_body(parsed: Parsed, prompt: Prompt, ids: Sequence[int] | None) -> bytes:
-    """Return the decode leg's body: the client's request, and the key to load by. `ids` None: nothing was stored."""
-    if ids is None:
-        return alone_body(parsed, prompt)
+def handle(_parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle | str:
+    """Return a handle without a claim, or why the decode engine should not be sent the key."""
+    return why_not_stored(answer, _numbers(dispatch)) or Handle(b"", None, answer.usage.prompt_tokens, "")
+
+
+def decode(parsed: Parsed, prompt: Prompt, _given: Handle, dispatch: Dispatch) -> LegRequest:
+    """Return the decode leg: the client's request, and the key to load by."""
     fields = decode_fields(parsed, prompt)
-    keys = store_keys(ids, parsed.model or "")
-    params = KVTransferParams(prefix_prompt_ids=list(ids), kvcache_load_keys=keys)
+    ids = _numbers(dispatch)
+    params = KVTransferParams(prefix_prompt_ids=ids, kvcache_load_keys=store_keys(ids, parsed.model or ""))
     fields["kv_transfer_params"] = raw(params.as_json())
-    return encode(fields)
+    return LegRequest(parsed.route, encode(fields))
+
+
+def _numbers(dispatch: Dispatch) -> list[int]:
+    assert dispatch.ids is not None
+    return dispatch.ids.numbers()
 
 
 def why_not_stored(answer: PrefillAnswer, ids: Sequence[int]) -> str | None:
@@ -62,10 +70,4 @@ def why_not_stored(answer: PrefillAnswer, ids: Sequence[int]) -> str | None:
     return None
 
 
-def release_body(model: str | None) -> None:
-    """Return the body that gives KV back: there is none, P holds nothing for anyone."""
-
-
-def refusal_released(error_type: str, param: str | None) -> bool:
-    """Tell whether a refusal by D has ended P's claim: there was none."""
-    return True
+KVSTORE_KEYS = Contract(name="kvstore-keys", prefill=prefill, handle=handle, decode=decode, needs_ids=True)

@@ -150,13 +150,13 @@ def lmcache_pd(
     def prefill(parsed: Parsed, _prompt: Prompt, dispatch: Dispatch) -> LegRequest:
         """Return the prefill leg: one token behind the prompt's ids, KV to the receiver."""
         assert dispatch.leg_id is not None
-        assert dispatch.token_ids is not None
+        assert dispatch.ids is not None
         assert dispatch.receiver is not None
         receiver = dispatch.receiver
         fields = _passed(parsed)
         if "min_tokens" in fields and (_int_decoder.decode(fields["min_tokens"]) or 0) > 1:
             fields["min_tokens"] = _ONE
-        fields["prompt"] = raw(dispatch.token_ids)
+        fields["prompt"] = raw(dispatch.ids.json)
         fields["max_tokens"] = _ONE
         fields["stream"] = _FALSE
         spec = _Spec(dispatch.leg_id, receiver.host, receiver.init_ports, receiver.alloc_ports)
@@ -176,9 +176,10 @@ def lmcache_pd(
             # A piece of a letter, or a token without a text, is shown by what comes behind it: that must be one engine.
             if ended is not None or (choice.text and "\ufffd" not in choice.text):
                 first = FirstToken(token, choice.text, ended, bytes(choice.stop_reason))
-        return Handle(b"", dispatch.token_ids, answer.usage.prompt_tokens, dispatch.leg_id or "", first=first)
+        assert dispatch.ids is not None
+        return Handle(b"", dispatch.ids.json, answer.usage.prompt_tokens, dispatch.leg_id or "", first=first)
 
-    def decode(parsed: Parsed, prompt: Prompt, given: Handle) -> LegRequest:
+    def decode(parsed: Parsed, prompt: Prompt, given: Handle, _dispatch: Dispatch) -> LegRequest:
         """Return the decode leg: the rest behind the first token, or the client's own request."""
         if given.first is None or given.token_ids is None:
             return LegRequest(parsed.route, encode(decode_fields(parsed, prompt)))
@@ -199,7 +200,7 @@ def lmcache_pd(
 
     def notices(dispatch: Dispatch) -> int | None:
         assert dispatch.receiver is not None
-        if not unfull_chunks and dispatch.tokens is not None and dispatch.tokens < chunk_size:
+        if not unfull_chunks and dispatch.ids is not None and dispatch.ids.count < chunk_size:
             return 0
         return 1 if first_rank_only else len(dispatch.receiver.init_ports)
 

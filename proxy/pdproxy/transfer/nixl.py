@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import msgspec
 
-from pdproxy.transfer.bodies import DROPPED_ON_PREFILL, decode_fields, prefill_fields
+from pdproxy.transfer.bodies import DROPPED_ON_PREFILL, decode_fields, prefill_fields, with_ids
 from pdproxy.transfer.contract import Contract, Dispatch, Handle, LegRequest, encode, raw
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
-from pdproxy.wire.request import Parsed, Prompt
+from pdproxy.wire.request import Parsed, Prompt, Route
 
 _ASK = raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
@@ -36,10 +36,12 @@ class _Params(msgspec.Struct, frozen=True):
 _params_decoder = msgspec.json.Decoder(_Params)
 
 
-def prefill(parsed: Parsed, prompt: Prompt, _dispatch: Dispatch) -> LegRequest:
-    """Return the prefill leg: it asks the engine to keep the KV for a remote decode."""
+def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
+    """Return the prefill leg: it asks the engine to keep the KV for a remote decode. With ids it need not tokenize."""
     fields = prefill_fields(parsed, prompt)
     fields["kv_transfer_params"] = _ASK
+    if dispatch.ids is not None:
+        with_ids(fields, parsed.route, dispatch.ids)
     return LegRequest(parsed.route, encode(fields))
 
 
@@ -74,11 +76,17 @@ def _holds_blocks(block_ids: bytes) -> bool:
     return plain.startswith(b"[") and plain.find(b"[]") < 0 and plain.find(b"null") < 0
 
 
-def decode(parsed: Parsed, prompt: Prompt, given: Handle) -> LegRequest:
-    """Return the decode leg: the client's request with the handle."""
+def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) -> LegRequest:
+    """Return the decode leg: the client's request with the handle.
+
+    Of a chat, the prompt's ids stand beside the handle. A completion's do not (vLLM 0.32.0 reads them there for chats alone): its
+    prompt becomes the ids where they were made here.
+    """
     fields = decode_fields(parsed, prompt)
     params = given.params
-    if given.token_ids is not None:
+    if dispatch.ids is not None and parsed.route is Route.COMPLETIONS:
+        with_ids(fields, parsed.route, dispatch.ids)
+    elif given.token_ids is not None:
         params = params[: params.rindex(b"}")] + b',"prompt_token_ids":' + given.token_ids + b"}"
     fields["kv_transfer_params"] = raw(params)
     return LegRequest(parsed.route, encode(fields))

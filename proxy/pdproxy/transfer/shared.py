@@ -23,7 +23,7 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handl
     return Handle(b"", None, answer.usage.prompt_tokens, "")
 
 
-def decode(parsed: Parsed, prompt: Prompt, _given: Handle) -> LegRequest:
+def decode(parsed: Parsed, prompt: Prompt, _given: Handle, _dispatch: Dispatch) -> LegRequest:
     """Return the decode leg: the client's request."""
     return LegRequest(parsed.route, encode(decode_fields(parsed, prompt)))
 

@@ -23,6 +23,7 @@ from pdproxy.kit.errors import (
     OverloadedError,
     Wait,
 )
+from pdproxy.tokens.ids import TokenIds
 from pdproxy.upstream.client import OUR_LIMITS, tls_words
 
 
@@ -75,6 +76,11 @@ class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
+class _TokenIds(msgspec.Struct):
+    tokens: msgspec.Raw
+    count: int
+
+
 class EngineAdmin:
     """Asks engines about themselves. `timeout` in seconds bounds each question.
 
@@ -115,6 +121,17 @@ class EngineAdmin:
         answer = await self._request("POST", url, "/tokenize", msgspec.json.encode(body))
         return tuple(self._read(url, "/tokenize", answer, _Tokens).tokens)
 
+    async def token_ids(
+        self, url: str, body: bytes, *, timeout: float | None = None, authorization: str | None = None
+    ) -> TokenIds:
+        """Return the token ids for a body of `/tokenize`, within `timeout` seconds (None: those of every question).
+
+        Asked with this header ("": with none) in place of our key.
+        """
+        answer = await self._request("POST", url, "/tokenize", body, authorization, timeout=timeout)
+        read = self._read(url, "/tokenize", answer, _TokenIds)
+        return TokenIds(bytes(read.tokens), read.count)
+
     async def scrape(self, url: str) -> Scrape:
         """Return an engine's load and counters."""
         return read_metrics(await self._get(url, "/metrics"))
@@ -128,12 +145,18 @@ class EngineAdmin:
         return await self._request("GET", url, path, None)
 
     async def _request(
-        self, method: str, url: str, path: str, body: bytes | None, authorization: str | None = None
+        self,
+        method: str,
+        url: str,
+        path: str,
+        body: bytes | None,
+        authorization: str | None = None,
+        *,
+        timeout: float | None = None,
     ) -> bytes:
         if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=self._timeout)
             jar = aiohttp.DummyCookieJar()  # engines set none, and to look for them costs at each question
-            self._session = aiohttp.ClientSession(timeout=timeout, trust_env=False, cookie_jar=jar)
+            self._session = aiohttp.ClientSession(trust_env=False, cookie_jar=jar)
         headers = {"content-type": "application/json"} if body is not None else {}
         if authorization is not None:
             headers |= {"authorization": authorization} if authorization else {}
@@ -143,11 +166,20 @@ class EngineAdmin:
         try:
             # Not redirected: the key is for this engine.
             async with self._session.request(
-                method, url + path, data=body, headers=headers, ssl=True if tls is None else tls, allow_redirects=False
+                method,
+                url + path,
+                data=body,
+                headers=headers,
+                ssl=True if tls is None else tls,
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=timeout or self._timeout),
             ) as answer:
                 content = await answer.read()
         except TimeoutError:
-            raise EngineTimeoutError(f"{path} did not answer in {self._timeout:g} s", wait=Wait.PROBE) from None
+            raise EngineTimeoutError(
+                f"{path} did not answer in {timeout or self._timeout:g} s",
+                wait=Wait.PROBE if timeout is None else Wait.TOKENIZE,
+            ) from None
         except aiohttp.ClientConnectorCertificateError as error:
             raise EngineTlsError(certificate_words(error.certificate_error)) from None
         except aiohttp.ClientConnectorSSLError as error:

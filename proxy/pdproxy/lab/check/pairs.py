@@ -21,6 +21,7 @@ from pdproxy.lab.check.handles import Handles, with_other_engine
 from pdproxy.lab.check.likeness import common_model, why_unpaired
 from pdproxy.lab.check.metrics import Metrics
 from pdproxy.lab.check.options import Options
+from pdproxy.transfer.contract import NO_DISPATCH
 from pdproxy.wire.request import Parsed
 
 _MEASURED = (0, 32)
@@ -75,7 +76,7 @@ class PairProbe:
         if isinstance(handle, str):
             return Policy(why_not=handle)
         foreign = with_other_engine(handle, str(uuid.UUID(int=0)))
-        body = self._handles.contract.decode(parsed, parsed.prompts[0], foreign).body
+        body = self._handles.contract.decode(parsed, parsed.prompts[0], foreign, NO_DISPATCH).body
         said = await complete(self._asker, decode.url, body, self._id("policy"))
         await self._handles.give_back(prefill, decode.url, model, handle, before.kv_usage if before else 0.0)
         if isinstance(said, Generated):
@@ -92,7 +93,7 @@ class PairProbe:
         due = _due(handle.prompt_tokens, decode.block_size or 1)
         usage = held.kv_usage if held is not None else 0.0
         begun = time.monotonic()
-        body = self._handles.contract.decode(parsed, parsed.prompts[0], handle).body
+        body = self._handles.contract.decode(parsed, parsed.prompts[0], handle, NO_DISPATCH).body
         said = await complete(self._asker, decode.url, body, self._id("decode"))
         split = Split(
             end="answered",

@@ -1,0 +1,234 @@
+"""Canaries: would the engines make the same token ids of a prompt as we do?
+
+Owns what is known of that, for each run of each engine, and the tokenizers that were found for their models. Every engine, P and
+D, is asked for the ids of `tokens.canaries` when it comes up and each time that it has changed. Prompts of a model are tokenized
+here while all engines that are up and serve it agree with us; one that differs switches that off, loudly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError
+from pdproxy.observe.events import Observers, TokenizerJudged
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.tokens.canaries import CANARIES, Agreement, Answer, compare
+from pdproxy.tokens.chat import ContentFormat
+from pdproxy.tokens.errors import UnusableError
+from pdproxy.tokens.tokenizer import LocalTokenizer
+from pdproxy.upstream.admin import EngineAdmin
+from pdproxy.wire.request import Route
+
+logger = logging.getLogger("pdproxy.fleet")
+
+AGAIN = 5.0
+"""Seconds until an engine that was too busy to answer is asked again."""
+_NO_ROUTE = (403, 404, 405, 501)
+_NOTHING: Mapping[bool, ContentFormat] = {False: "string", True: "string"}
+
+Life = tuple[str, float]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Trusted:
+    """A tokenizer that all engines of a model agree with. `forms`: how its template gets a message's content."""
+
+    tokenizer: LocalTokenizer
+    forms: Mapping[bool, ContentFormat]
+
+
+@dataclass(frozen=True, slots=True)
+class _Judgement:
+    """What one run of an engine said of one base model. `why`: why nothing is tokenized here for it, "" if it is."""
+
+    tokenizer: LocalTokenizer | None
+    agreement: Agreement
+    why: str
+
+
+class Canaries:
+    """Asks engines, and remembers what they said.
+
+    `tokenizer`: the one that the settings name, for all models; None: `find` gives one for what an engine calls its model's
+    root, in a thread of `threads`, or raises UnusableError.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        admin: EngineAdmin,
+        observers: Observers,
+        threads: Executor,
+        *,
+        tokenizer: LocalTokenizer | None,
+        find: Callable[[str], LocalTokenizer],
+    ) -> None:
+        self._ledger = ledger
+        self._admin = admin
+        self._observers = observers
+        self._threads = threads
+        self._tokenizer = tokenizer
+        self._find = find
+        self._found: dict[str, LocalTokenizer | UnusableError] = {}
+        self._bases: dict[str, str] = {}
+        self._judged: dict[Life, dict[str, _Judgement]] = {}
+        self._trusted: dict[tuple[str | None, Route], Trusted | None] = {}
+        self._wake = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Canaries {len(self._judged)} engines judged>"
+
+    # -- what requests ask
+
+    def trusted(self, model: str | None, route: Route) -> Trusted | None:
+        """Return what makes the ids of a model's prompts here, None if they are not made here."""
+        key = model, route
+        if key not in self._trusted:
+            found = self._agreed(model, route)
+            if found is None and (model is None or model not in self._bases):
+                return None  # nor kept: models are words of clients
+            self._trusted[key] = found
+        return self._trusted[key]
+
+    def _agreed(self, model: str | None, route: Route) -> Trusted | None:
+        agreed: Trusted | None = None
+        for node in self._ledger.nodes:
+            if not node.alive or not (model is None or node.serves(model)):
+                continue
+            judged = self._judged.get(self._ledger.life(node.url), {})
+            if model is None and len(judged) != 1:
+                return None  # the engine decides which model it means
+            judgement = judged.get(next(iter(judged)) if model is None else self._bases.get(model, model))
+            if judgement is None or judgement.tokenizer is None:
+                return None
+            how = judgement.agreement
+            if not (how.chats if route is Route.CHAT else how.texts):
+                return None
+            trusted = Trusted(judgement.tokenizer, how.forms)
+            if agreed is not None and (trusted.tokenizer is not agreed.tokenizer or trusted.forms != agreed.forms):
+                return None
+            agreed = trusted
+        return agreed
+
+    # -- asking
+
+    def changed(self) -> None:
+        """An engine came up, went down or is another one now."""
+        self._trusted.clear()
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Ask engines for ever: each once in its life, and again while it is too busy to answer."""
+        while True:
+            self._wake.clear()
+            done = await self.look()
+            try:
+                async with asyncio.timeout(None if done else AGAIN):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+
+    async def look(self) -> bool:
+        """Ask every engine that is up and was not asked in this life. Return whether all of them have answered."""
+        lives = {self._ledger.life(node.url): node.url for node in self._ledger.nodes if node.evidence is not None}
+        for gone in self._judged.keys() - lives.keys():
+            del self._judged[gone]
+        up = [node for node in self._ledger.nodes if node.alive and self._ledger.life(node.url) not in self._judged]
+        return all(await asyncio.gather(*(self._asked(node.url) for node in up)))
+
+    async def _asked(self, url: str) -> bool:
+        life = self._ledger.life(url)
+        try:
+            judged = await self._judge(url)
+        except (EngineError, OverloadedError) as error:
+            logger.debug("%s was not asked for canaries: %s", url, error.message)
+            return False
+        except Exception:
+            logger.exception("canaries of %s failed in pdproxy itself", url)
+            return False
+        self._judged[life] = judged
+        self._trusted.clear()
+        for model, judgement in judged.items():
+            self._observers.notify(
+                TokenizerJudged(url, model, not judgement.why, judgement.why or "all canaries agree")
+            )
+        return True
+
+    async def _judge(self, url: str) -> dict[str, _Judgement]:
+        cards = await self._admin.models(url)
+        judged: dict[str, _Judgement] = {}
+        for card in cards:
+            self._bases[card.id] = card.parent or card.id
+            if card.parent is not None:
+                continue
+            try:
+                tokenizer = self._tokenizer or await self._tokenizer_of(card.root or card.id)
+            except UnusableError as error:
+                why = f"{card.root or card.id}: {error}: name its folder with `tokenizer`"
+                judged[card.id] = _Judgement(None, Agreement(False, False, _NOTHING), why)
+                continue
+            judged[card.id] = await self._compared(url, card.id, tokenizer)
+        return judged
+
+    async def _compared(self, url: str, model: str, tokenizer: LocalTokenizer) -> _Judgement:
+        answers: dict[str, Answer] = {}
+        for canary in CANARIES:
+            try:
+                answers[canary.name] = await self._admin.token_ids(url, canary.question(model))
+            except EngineRefusedError as error:
+                if error.status in _NO_ROUTE:
+                    why = f"its /tokenize answers {error.status}: nothing can be compared"
+                    return _Judgement(None, Agreement(False, False, _NOTHING), why)
+                if error.status != 400:
+                    raise
+                answers[canary.name] = None
+        how = await self._thread(lambda: compare(tokenizer, answers, model))
+        why = ""
+        if how.differs:
+            what = [name for name, on in (("completions", how.texts), ("chats", how.chats)) if not on]
+            why = f"other token ids than the engine's for {_list(how.differs)}: {' and '.join(what)} are left to the engines"
+        elif how.unsure:
+            why = f"no ids of our own for {_list(how.unsure)}"
+        return _Judgement(tokenizer, how, why)
+
+    async def _tokenizer_of(self, root: str) -> LocalTokenizer:
+        if root not in self._found:
+            try:
+                self._found[root] = await self._thread(lambda: self._find(root))
+            except UnusableError as error:
+                self._found[root] = error
+        found = self._found[root]
+        if isinstance(found, UnusableError):
+            raise found
+        return found
+
+    async def _thread(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    # -- what an operator asks
+
+    def shortcomings(self) -> list[str]:
+        """Return what is not tokenized here although it should be, a sentence each."""
+        return [
+            f"{url}: prompts of {model} are not tokenized here: {judgement.why}"
+            for (url, _), judged in self._judged.items()
+            for model, judgement in judged.items()
+            if judgement.why
+        ]
+
+    def agreements(self) -> Iterable[tuple[tuple[str, ...], float]]:
+        """Yield ((engine, model), 1 or 0) for each engine that was asked."""
+        for (url, _), judged in self._judged.items():
+            for model, judgement in judged.items():
+                yield (url, model), float(not judgement.why)
+
+
+def _list(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

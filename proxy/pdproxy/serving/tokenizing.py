@@ -1,0 +1,161 @@
+"""One prompt's token ids before an engine sees it: made here, off the event loop, or asked of an engine.
+
+Owns the threads that tokenize, and how many prompts wait for them. Ids spare work, so where nothing needs them every failure
+means that the request goes on without: a deadline, a full queue, a request that only an engine understands. Where the contract
+needs them, an engine's `/tokenize` is asked next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import msgspec
+
+from pdproxy.fleet.canary import Trusted
+from pdproxy.kit.clock import Clock
+from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError, Wait
+from pdproxy.observe.events import DeadlinePassed, Observers, Tokenized
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.tokens.errors import RejectedError, UnsureError
+from pdproxy.tokens.ids import TokenIds, from_numbers
+from pdproxy.tokens.questions import question
+from pdproxy.tokens.tokenizer import ids_of
+from pdproxy.wire.request import Parsed, Prompt, Route
+
+THREADS = 2
+"""More would only wait for each other: templates are rendered, and ids written down, by one at a time."""
+WAITING = 64
+"""Prompts that may wait for a thread. One more is left to the engines at once, rather than after its deadline."""
+LONGEST = 4 * 2**20
+"""Bytes of a prompt that is tokenized here: longer ones would take all of their deadline, and a thread for longer than that."""
+
+Ask = Callable[[str, bytes, bytes | None], Awaitable[TokenIds]]
+"""Asks the engine with this URL: a body for `/tokenize`, and the client's own `Authorization`."""
+
+_ids_decoder = msgspec.json.Decoder(list[int])
+
+
+class Trust(Protocol):
+    """Says which tokenizer makes a model's ids: `fleet.canary.Canaries`."""
+
+    def trusted(self, model: str | None, route: Route) -> Trusted | None:
+        """Return it, None if there is none."""
+
+
+class Tokenizing:
+    """Makes prompts' ids. `required`: the contract can do nothing without them. `deadline` in seconds, for all of it."""
+
+    def __init__(
+        self,
+        trust: Trust,
+        ask: Ask,
+        ledger: Ledger,
+        observers: Observers,
+        clock: Clock,
+        now: Callable[[], float],
+        threads: ThreadPoolExecutor,
+        *,
+        deadline: float,
+        required: bool,
+    ) -> None:
+        self._trust = trust
+        self._ask = ask
+        self._ledger = ledger
+        self._observers = observers
+        self._clock = clock
+        self._now = now
+        self._threads = threads
+        self._deadline = deadline
+        self._required = required
+        self._waiting = 0
+
+    def __repr__(self) -> str:
+        return f"<Tokenizing {self._waiting} waiting>"
+
+    async def ids(self, parsed: Parsed, prompt: Prompt, authorization: bytes | None = None) -> TokenIds | None:
+        """Return a prompt's ids, None if there are none: then a request whose contract needs them can't be split.
+
+        `authorization` is the client's own header, for engines that see to keys themselves.
+        """
+        if prompt.tokens is not None:
+            return (
+                self._given(parsed, prompt) if self._required else None
+            )  # the engines get the client's own ids anyway
+        source, started = "here", self._now()
+        try:
+            async with self._clock.within(self._deadline):
+                result, ids = await self._here(parsed, prompt)
+                if ids is None and self._required and result != "rejected":
+                    self._tell(source, result, started, None)
+                    source, started = "engine", self._now()
+                    result, ids = await self._engine(parsed, prompt, authorization)
+        except TimeoutError:
+            self._observers.notify(DeadlinePassed(Wait.TOKENIZE.value))
+            result, ids = "late", None
+        self._tell(source, result, started, ids)
+        return ids
+
+    def _tell(self, source: str, result: str, started: float, ids: TokenIds | None) -> None:
+        seconds = self._now() - started
+        self._observers.notify(Tokenized(source, result, seconds, ids.count if ids is not None else 0))
+
+    @staticmethod
+    def _given(parsed: Parsed, prompt: Prompt) -> TokenIds | None:
+        if prompt.raw is None or bytes(parsed.fields.get("truncate_prompt_tokens", b"null")) != b"null":
+            return None
+        try:
+            return from_numbers(_ids_decoder.decode(prompt.raw))
+        except msgspec.MsgspecError:
+            return None
+
+    async def _here(self, parsed: Parsed, prompt: Prompt) -> tuple[str, TokenIds | None]:
+        trusted = self._trust.trusted(parsed.model, parsed.route)
+        if trusted is None:
+            return "off", None
+        if prompt.text_bytes > LONGEST:
+            return "long", None
+        if self._waiting >= WAITING:
+            return "busy", None
+        self._waiting += 1
+        work = asyncio.get_running_loop().run_in_executor(self._threads, _made, trusted, parsed, prompt)
+        work.add_done_callback(self._over)
+        return await work
+
+    def _over(self, work: asyncio.Future[tuple[str, TokenIds | None]]) -> None:
+        self._waiting -= 1
+
+    async def _engine(self, parsed: Parsed, prompt: Prompt, authorization: bytes | None) -> tuple[str, TokenIds | None]:
+        try:
+            body = question(parsed, prompt)
+        except UnsureError:
+            return "unsure", None
+        now = self._now()
+        able = [
+            node
+            for node in self._ledger.nodes
+            if node.usable(now) and (parsed.model is None or node.serves(parsed.model))
+        ]
+        if not able:
+            return "failed", None
+        node = min(able, key=lambda one: one.requests)
+        try:
+            return "ok", await self._ask(node.url, body, authorization)
+        except EngineRefusedError as error:
+            return "rejected" if error.status == 400 else "failed", None
+        except (EngineError, OverloadedError):
+            return "failed", None
+
+
+def _made(trusted: Trusted, parsed: Parsed, prompt: Prompt) -> tuple[str, TokenIds | None]:
+    """In a thread: what becomes of a prompt. Nothing of a client's words is raised, lest it be logged."""
+    try:
+        return "ok", ids_of(trusted.tokenizer, parsed, prompt, trusted.forms)
+    except UnsureError:
+        return "unsure", None
+    except RejectedError:
+        return "rejected", None
+    except Exception:
+        return "failed", None

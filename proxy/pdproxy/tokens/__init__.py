@@ -1,0 +1,1 @@
+"""Prompts become token ids here, as the engines would make them: chat templates, tokenizers, canaries. Pure but for loading."""

@@ -1,0 +1,21 @@
+"""The token ids of a prompt, as the JSON that legs carry: those of a long prompt are made and sent, and seldom a list."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class TokenIds(msgspec.Struct, frozen=True):
+    """A prompt's ids. `json` is a JSON array of them, `count` how many they are."""
+
+    json: bytes
+    count: int
+
+    def numbers(self) -> list[int]:
+        """Return the ids as integers, for contracts that compute with them."""
+        return msgspec.json.decode(self.json, type=list[int])
+
+
+def from_numbers(numbers: list[int] | tuple[int, ...]) -> TokenIds:
+    """Return ids that are integers."""
+    return TokenIds(msgspec.json.encode(numbers), len(numbers))

@@ -1,0 +1,186 @@
+"""One model's tokenizer and chat template: a request's prompt to the ids that its engines would make of it.
+
+Owns the tokenizer, and the cache of pieces. `transformers` is imported when the first one is loaded, and not before: who doesn't
+tokenize doesn't pay for it. Models come with code of their own: that is never run. What an engine's renderer does beside the
+template (vLLM 0.32.0 `renderers/hf.py`) is `pdproxy.tokens.chat`'s.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from pdproxy.tokens.chat import Chat, ContentFormat, conversation, flag, read_chat, refuse_unknown, text_of
+from pdproxy.tokens.errors import RejectedError, UnsureError, UnusableError
+from pdproxy.tokens.ids import TokenIds
+from pdproxy.tokens.pieces import Cuts, Pieces
+from pdproxy.wire.request import Parsed, Prompt, Route
+
+CACHE_BYTES = 64 * 2**20
+"""Pieces of prompts that a tokenizer keeps: some thousand conversations of 20 KB each with its ids."""
+_ARGUMENTS = frozenset({"documents", "add_generation_prompt", "continue_final_message"})
+"""What a template may be given even where it doesn't name it: the renderer acts on it."""
+
+
+class LocalTokenizer(Protocol):
+    """What makes ids here. To be called by several threads at once."""
+
+    def completion(self, text: str, *, add_special_tokens: bool) -> TokenIds:
+        """Return the ids of a text."""
+
+    def chat(self, chat: Chat, form: ContentFormat) -> TokenIds:
+        """Return the ids of a chat; UnsureError or RejectedError where that can't be."""
+
+
+def ids_of(tokenizer: LocalTokenizer, parsed: Parsed, prompt: Prompt, forms: Mapping[bool, ContentFormat]) -> TokenIds:
+    """Return the ids of one prompt of a request. `forms`: the content's form without tools and with tools.
+
+    Raises:
+        UnsureError, RejectedError: none can be told.
+    """
+    if parsed.route is Route.CHAT:
+        chat = read_chat(parsed.fields)
+        return tokenizer.chat(chat, forms[chat.tools is not None])
+    refuse_unknown(parsed.fields)
+    if prompt.raw is None or prompt.tokens is not None or bytes(parsed.fields.get("suffix", b"null")) != b"null":
+        raise UnsureError("suffix" if "suffix" in parsed.fields else "prompt")
+    return tokenizer.completion(
+        text_of(bytes(prompt.raw)), add_special_tokens=flag(parsed.fields, "add_special_tokens", True)
+    )
+
+
+class Tokenizer:
+    """A tokenizer of the `tokenizers` library with its chat template. Make it with `load`."""
+
+    def __init__(self, model: Any, *, capacity: int = CACHE_BYTES) -> None:
+        self._model = model
+        backend = self._backend = model.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = bool(getattr(model, "split_special_tokens", False))
+        # Then they are not looked for, or it is left to chance how words are merged: no text is the sum of its pieces.
+        whole = backend.encode_special_tokens or bool(getattr(backend.model, "dropout", None))
+        added = () if whole else backend.get_added_tokens_decoder().values()
+        self._pieces = Pieces(Cuts(added), self._encode, 0 if whole else capacity)
+        self._around = self._specials()
+        self._names: dict[str, frozenset[str]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Tokenizer {self._model.name_or_path} {self._pieces!r}>"
+
+    def completion(self, text: str, *, add_special_tokens: bool) -> TokenIds:
+        """Return the ids of a text, with the special tokens that the model's tokenizer puts around it, or without."""
+        if add_special_tokens and self._around is None:
+            (ids,) = [one.ids for one in self._backend.encode_batch_fast([text], add_special_tokens=True)]
+            return TokenIds(msgspec.json.encode(ids), len(ids))
+        json, count, _ = self._pieces.encoded(text)
+        before, after = self._around if add_special_tokens and self._around is not None else ((), ())
+        parts = [*(b"%d" % one for one in before), *([json] if count else []), *(b"%d" % one for one in after)]
+        return TokenIds(b"[%b]" % b",".join(parts), len(before) + count + len(after))
+
+    def chat(self, chat: Chat, form: ContentFormat) -> TokenIds:
+        """Return the ids of a chat.
+
+        Raises:
+            UnsureError: the template prints what only the engine knows (its clock), or there is none.
+            RejectedError: the template takes no such conversation.
+        """
+        return self.completion(self.rendered(chat, form), add_special_tokens=chat.add_special_tokens)
+
+    def rendered(self, chat: Chat, form: ContentFormat) -> str:
+        """Return the text of a chat. Raises as `chat`."""
+        try:
+            template = self._model.get_chat_template(None, tools=chat.tools)
+        except ValueError:
+            raise UnsureError("the model has no chat template") from None
+        if "strftime_now" in template:
+            raise UnsureError("the chat template prints the date")
+        known = '"developer"' in template or "'developer'" in template
+        messages = conversation(chat.messages, form, developer=known)
+        try:
+            names = self._variables(template) | _ARGUMENTS
+            text: str = self._model.apply_chat_template(
+                messages,
+                tools=chat.tools,
+                chat_template=template,
+                tokenize=False,
+                **{name: value for name, value in chat.arguments.items() if name in names},
+            )
+        except Exception as error:
+            # Whatever a template raises, for words of a client's: they stay out of the log.
+            raise RejectedError(type(error).__name__) from None
+        return text
+
+    def _variables(self, template: str) -> frozenset[str]:
+        """Return the variables that a template reads and doesn't set: others are not given to it."""
+        names = self._names.get(template)
+        if names is None:
+            meta = importlib.import_module("jinja2.meta")
+            rendering = importlib.import_module("transformers.utils.chat_template_utils")
+            # The same that will render it: with the tags and filters of transformers, and from its cache.
+            tree = rendering._compile_jinja_template(template).environment.parse(template)  # noqa: SLF001
+            names = self._names[template] = frozenset(meta.find_undeclared_variables(tree))
+        return names
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def _specials(self) -> tuple[list[int], list[int]] | None:
+        """Return what the tokenizer puts before and behind any text, None if it is not the same for all."""
+        around: list[tuple[list[int], list[int]]] = []
+        for text in ("a", "b c\nd"):
+            bare, full = (self._backend.encode(text, add_special_tokens=special).ids for special in (False, True))
+            spare = len(full) - len(bare)
+            places = [at for at in range(spare + 1) if full[at : at + len(bare)] == bare] if bare else []
+            if len(places) != 1:
+                return None
+            around.append((full[: places[0]], full[places[0] + len(bare) :]))
+        return around[0] if around[0] == around[1] else None
+
+
+def load(path: str, *, capacity: int = CACHE_BYTES) -> Tokenizer:
+    """Load the tokenizer of a model's folder. Never from the network.
+
+    Raises:
+        UnusableError: in one line.
+    """
+    if not Path(path).is_dir():
+        raise UnusableError("is no folder")
+    return _loaded(path, capacity)
+
+
+def find(name: str, *, capacity: int = CACHE_BYTES) -> Tokenizer:
+    """Load the tokenizer of a model by what an engine calls its `root`: a folder, or a name that the hub's cache here knows.
+
+    Raises:
+        UnusableError: in one line.
+    """
+    return _loaded(name, capacity)
+
+
+def _loaded(name: str, capacity: int) -> Tokenizer:
+    # One prompt at a time is encoded in a thread: the library's own threads would only be one pool more.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    try:
+        transformers = importlib.import_module("transformers")  # seconds, and 60 MB
+    except ImportError as error:
+        raise UnusableError(f"transformers can't be imported: {_line(error)}") from None
+    try:
+        model = transformers.AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise UnusableError(f"holds no tokenizer that can be loaded: {_line(error)}") from None
+    if not getattr(model, "is_fast", False) or not hasattr(model, "backend_tokenizer"):
+        raise UnusableError(
+            "holds a tokenizer that is written in Python: only those of the tokenizers library are exact here"
+        )
+    return Tokenizer(model, capacity=capacity)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
