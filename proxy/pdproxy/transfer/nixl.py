@@ -8,11 +8,14 @@ such a one is never sent on.
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 
 from pdproxy.transfer.bodies import DROPPED_ON_PREFILL, decode_fields, prefill_fields, with_ids
 from pdproxy.transfer.contract import Contract, Dispatch, Handle, LegRequest, encode, raw
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
+from pdproxy.wire.notices import Notice
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 _ASK = raw(
@@ -52,14 +55,9 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handl
         return (
             "the answer has no kv_transfer_params: is the engine started with a --kv-transfer-config of NixlConnector?"
         )
-    try:
-        params = _params_decoder.decode(params_json)
-    except UNREADABLE as error:
-        return f"kv_transfer_params are incomplete: {error}"
-    if not params.do_remote_prefill:
-        return "kv_transfer_params say do_remote_prefill=false"
-    if not _holds_blocks(bytes(params.remote_block_ids)):
-        return "kv_transfer_params hold no blocks"
+    params = _params_of(params_json)
+    if isinstance(params, str):
+        return params
     details = answer.usage.prompt_tokens_details
     return Handle(
         params=params_json,
@@ -68,6 +66,29 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handl
         remote_request_id=params.remote_request_id,
         created_cache_tokens=details.created_cache_tokens if details is not None else None,
     )
+
+
+def told(notice: Notice) -> Handle | None:
+    """Return the handle in a notice of the prefill engine's scheduler, None if it doesn't hold all of one."""
+    if notice.params is None or notice.token_ids is None or notice.tokens is None:
+        return None
+    found = _params_of(notice.params)
+    if isinstance(found, str):
+        return None
+    return Handle(notice.params, notice.token_ids, notice.tokens, found.remote_request_id, notice.created_cache_tokens)
+
+
+def _params_of(params_json: bytes) -> _Params | str:
+    """Return params that a decode engine may see, or why these may not be seen."""
+    try:
+        params = _params_decoder.decode(params_json)
+    except UNREADABLE as error:
+        return f"kv_transfer_params are incomplete: {error}"
+    if not params.do_remote_prefill:
+        return "kv_transfer_params say do_remote_prefill=false"
+    if not _holds_blocks(bytes(params.remote_block_ids)):
+        return "kv_transfer_params hold no blocks"
+    return params
 
 
 def _holds_blocks(block_ids: bytes) -> bool:
@@ -126,3 +147,5 @@ NIXL = Contract(
     release_body=release_body,
     refusal_released=refusal_released,
 )
+NIXL_NOTIFIED = dataclasses.replace(NIXL, told=told, mints=True)
+"""The same with pdproxy's notifier in the engines: the handle comes before the answer, and custody is known."""
