@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.load import CONNECTOR, Engine, Flag, load
+from pdproxy.settings.load import POOL, Engine, Flag, load
 from pdproxy.settings.schema import Settings
 
 DECODE = (Engine("decode", "127.0.0.1:8300"),)
@@ -67,9 +67,29 @@ def test_engines_of_flags_come_after_those_of_the_file(tmp_path: Path) -> None:
 
 def test_connector_flag() -> None:
     """--connector sets the first pool's, and is refused by name where it isn't known."""
-    assert load(None, {}, [Flag("--connector", CONNECTOR, "nixl")], DECODE).pool.connector == "nixl"
-    flag = Flag("--connector", CONNECTOR, "lmcache")
+    assert load(None, {}, [Flag("--connector", f"{POOL}connector", "nixl")], DECODE).pool.connector == "nixl"
+    flag = Flag("--connector", f"{POOL}connector", "lmcache")
     assert error(flags=(flag,)) == 'pools[0].connector: expected nixl, got "lmcache" (--connector)'
+
+
+def test_tokenize_flags() -> None:
+    """--tokenize and --tokenizer set the first pool's, over the file's."""
+    flags = [Flag("--tokenize", f"{POOL}tokenize", "always"), Flag("--tokenizer", f"{POOL}tokenizer", "/m")]
+    pool = load(None, {}, flags, DECODE).pool
+    assert (pool.tokenize, pool.tokenizer) == ("always", "/m")
+    assert (load(None, {}, (), DECODE).pool.tokenize, load(None, {}, (), DECODE).pool.tokenizer) == ("auto", None)
+    wrong = Flag("--tokenize", f"{POOL}tokenize", "never")
+    assert error(flags=(wrong,)) == 'pools[0].tokenize: expected off or auto or always, got "never" (--tokenize)'
+
+
+def test_off_as_yaml_reads_it(tmp_path: Path) -> None:
+    """`tokenize: off` is false to YAML; `true` and `on` are still no value of it."""
+    file = tmp_path / "file.yaml"
+    for text in ("off", "'off'", "no"):
+        file.write_text(f"pools: [{{tokenize: {text}}}]\n")
+        assert load(file, {}, (), DECODE).pool.tokenize == "off"
+    file.write_text("pools: [{tokenize: on}]\n")
+    assert error(file) == f"pools[0].tokenize: expected off or auto or always, got true (file {file})"
 
 
 def test_loading_changes_no_argument() -> None:

@@ -110,8 +110,8 @@ class Canaries:
             how = judgement.agreement
             if not (how.chats if route is Route.CHAT else how.texts):
                 return None
-            trusted = Trusted(judgement.tokenizer, how.forms)
-            if agreed is not None and (trusted.tokenizer is not agreed.tokenizer or trusted.forms != agreed.forms):
+            trusted = Trusted(judgement.tokenizer, how.forms if route is Route.CHAT else _NOTHING)
+            if agreed is not None and agreed != trusted:
                 return None
             agreed = trusted
         return agreed
