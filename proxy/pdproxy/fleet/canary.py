@@ -75,7 +75,7 @@ class Canaries:
         self._threads = threads
         self._tokenizer = tokenizer
         self._find = find
-        self._found: dict[str, LocalTokenizer | UnusableError] = {}
+        self._found: dict[str, asyncio.Future[LocalTokenizer]] = {}
         self._bases: dict[str, str] = {}
         self._judged: dict[Life, dict[str, _Judgement]] = {}
         self._trusted: dict[tuple[str | None, Route], Trusted | None] = {}
@@ -198,15 +198,9 @@ class Canaries:
         return _Judgement(tokenizer, how, why)
 
     async def _tokenizer_of(self, root: str) -> LocalTokenizer:
-        if root not in self._found:
-            try:
-                self._found[root] = await self._thread(lambda: self._find(root))
-            except UnusableError as error:
-                self._found[root] = error
-        found = self._found[root]
-        if isinstance(found, UnusableError):
-            raise found
-        return found
+        if root not in self._found:  # engines are asked at the same time, and share what is found
+            self._found[root] = asyncio.ensure_future(self._thread(lambda: self._find(root)))
+        return await asyncio.shield(self._found[root])
 
     async def _thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
