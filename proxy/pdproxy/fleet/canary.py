@@ -75,7 +75,7 @@ class Canaries:
         self._threads = threads
         self._tokenizer = tokenizer
         self._find = find
-        self._found: dict[str, LocalTokenizer | UnusableError] = {}
+        self._found: dict[str, asyncio.Future[LocalTokenizer]] = {}
         self._bases: dict[str, str] = {}
         self._judged: dict[Life, dict[str, _Judgement]] = {}
         self._trusted: dict[tuple[str | None, Route], Trusted | None] = {}
@@ -110,8 +110,8 @@ class Canaries:
             how = judgement.agreement
             if not (how.chats if route is Route.CHAT else how.texts):
                 return None
-            trusted = Trusted(judgement.tokenizer, how.forms)
-            if agreed is not None and (trusted.tokenizer is not agreed.tokenizer or trusted.forms != agreed.forms):
+            trusted = Trusted(judgement.tokenizer, how.forms if route is Route.CHAT else _NOTHING)
+            if agreed is not None and agreed != trusted:
                 return None
             agreed = trusted
         return agreed
@@ -198,15 +198,9 @@ class Canaries:
         return _Judgement(tokenizer, how, why)
 
     async def _tokenizer_of(self, root: str) -> LocalTokenizer:
-        if root not in self._found:
-            try:
-                self._found[root] = await self._thread(lambda: self._find(root))
-            except UnusableError as error:
-                self._found[root] = error
-        found = self._found[root]
-        if isinstance(found, UnusableError):
-            raise found
-        return found
+        if root not in self._found:  # engines are asked at the same time, and share what is found
+            self._found[root] = asyncio.ensure_future(self._thread(lambda: self._find(root)))
+        return await asyncio.shield(self._found[root])
 
     async def _thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
