@@ -1,4 +1,4 @@
-"""LMCache's view of a prompt: chunks of tokens, named by a hash of all tokens up to their end, and the pages that hold them. Pure."""
+"""LMCache's view of a prompt: chunks of tokens, each named by a hash of all tokens up to its end, and their pages. Pure."""
 
 from __future__ import annotations
 

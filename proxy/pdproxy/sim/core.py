@@ -247,7 +247,8 @@ class Core:
             return
         first = not sequence.generated
         draw = sequence.chance.getrandbits(64) if sequence.chance is not None else 0
-        token = self._language.next_token(state, sequence.generated, sequence.request.sampling, draw)
+        recent = sequence.tokens[-3:]
+        token = self._language.next_token(state, sequence.generated, sequence.request.sampling, draw, recent)
         sequence.tokens.append(token.id)
         sequence.generated.append(token.id)
         sequence.count_token(self.stats, now)

@@ -69,7 +69,7 @@ class LMCache(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     pd_allocation_timeout_sec: float = math.inf
     """D: how long a push waits for room (`async`)."""
     skip_last_n_tokens: int = 0
-    """D: so many tokens of a prompt are not looked up. P's first token makes it 1; with 0 a last, unfilled chunk is never found."""
+    """D: so many of a prompt's last tokens are not looked up. P's first token wants 1: with 0 no unfilled chunk is found."""
     discard_partial_chunks: bool = False
     """P: push full chunks alone. PD switches `save_unfull_chunk` on by itself; this is what still has that effect."""
     save_only_first_rank: bool = False
@@ -118,11 +118,11 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One token in so many is the end, on average; 0: never."""
     connector: ConnectorName = "nixl"
     kv_role: KVRole | None = None
-    """None: what role and connector say. NIXL ignores it, but for the metrics: `vllm:num_requests_kv_fetch_by_stage` is a consumer's."""
+    """None: what role and connector say. It is for the metrics alone: `vllm:num_requests_kv_fetch_by_stage` is a consumer's."""
     tensor_parallel_size: int = 1
     """Workers, each of which sends notices of its own."""
     notify: str | None = None
-    """Whom to tell of KV: `tcp://HOST:PORT` of a ZMQ PULL socket (lmcache-pd; nixl: as with the notifier), `http://..` (lmcache-mp)."""
+    """Whom to tell of KV: a ZMQ PULL socket `tcp://HOST:PORT` (lmcache-pd; nixl, as with the notifier), a URL (lmcache-mp)."""
     shared_storage_path: str = ""
     """shared, lmcache-mp: the folder that engines share; empty: this engine's own memory."""
     kv_load_failure_policy: LoadFailurePolicy = "fail"
@@ -138,7 +138,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         """Refuse what vLLM would refuse, too."""
-        for name in ("block_size", "num_gpu_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
+        for name in (
+            "block_size",
+            "num_gpu_blocks",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "tensor_parallel_size",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("kv_lease_duration", "heartbeat_interval", "handshake_timeout"):
@@ -167,15 +174,21 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.role == "aggregated":
             raise ValueError("role must be prefill or decode with connector = lmcache-pd, got aggregated")
         if self.role == "prefill" and self.notify is None:
-            raise ValueError("notify must be given: LMCache's sender does not start without pd_proxy_host and pd_proxy_port")
+            raise ValueError(
+                "notify must be given: LMCache's sender does not start without pd_proxy_host and pd_proxy_port"
+            )
         if not self.pd_buffer_chunks:
             raise ValueError(f"pd_buffer_size must hold a chunk at least, got {self.lmcache.pd_buffer_size}")
 
     @property
+    def pd_ranks(self) -> int:
+        """Workers that push and receive KV with LMCache."""
+        return 1 if self.lmcache.save_only_first_rank else self.tensor_parallel_size
+
+    @property
     def pd_buffer_chunks(self) -> int:
         """Chunks that the PD buffer of one rank holds."""
-        ranks = 1 if self.lmcache.save_only_first_rank else self.tensor_parallel_size
-        per_chunk = max(self.hardware.kv_bytes_per_token // ranks, 1) * self.lmcache.chunk_size
+        per_chunk = max(self.hardware.kv_bytes_per_token // self.pd_ranks, 1) * self.lmcache.chunk_size
         return self.lmcache.pd_buffer_size // per_chunk
 
     @property

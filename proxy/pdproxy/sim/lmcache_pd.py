@@ -1,4 +1,4 @@
-"""LMCache's prefill-decode transfer (contract `lmcache-pd`), as 0.5.6 does it in vLLM 0.32.0: P pushes chunks into D's buffer. Pure.
+"""LMCache's prefill-decode transfer (contract `lmcache-pd`) as in its 0.5.6: P pushes chunks into D's buffer. Pure.
 
 Owns what P has pushed and whom it waits for, and D's buffers, one a rank. Where the real one kills its engine, so does this:
 
@@ -7,8 +7,9 @@ Owns what P has pushed and whom it waits for, and D's buffers, one a rank. Where
   parameters saves P's life;
 - `ret_first_tok` in the parameters of a request that ends before its first token: an abort of P's leg.
 
-And where it waits for ever: P's whole engine for a D that it has not met and that does not listen; in `sync`, for room in D's buffer, too.
-A notice goes out once all is written; if a write fails, or room is refused, it never does, and P's answer is the same.
+And where it waits for ever: P's whole engine for a D that it has not met and that does not listen; in `sync` for room in D's
+buffer, too. A notice goes out once all is written; if a write fails, or room is refused, it never does, and P's answer is the
+same.
 """
 
 from __future__ import annotations
@@ -90,8 +91,7 @@ class LMCachePD(Connector):
         super().__init__()
         self._facts, self._config, self._pool = facts, facts.lmcache, pool
         self._sync = facts.lmcache.pd_backend_mode == "sync"
-        ranks = 1 if facts.lmcache.save_only_first_rank else facts.tensor_parallel_size
-        self.buffers = [PDBuffer(facts.lmcache, facts.pd_buffer_chunks) for _ in range(ranks)]
+        self.buffers = [PDBuffer(facts.lmcache, facts.pd_buffer_chunks) for _ in range(facts.pd_ranks)]
         """D's, one a rank that pushes."""
         self._sending: dict[str, _Sending] = {}
         self._known: dict[tuple[str, int], str] = {}

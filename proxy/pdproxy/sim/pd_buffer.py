@@ -2,11 +2,11 @@
 
 Owns the chunks, their reference counts and who waits for room. The rules are those of LMCache 0.5.6's PD backends:
 
-- A chunk's name stands in the buffer from the moment that room is given, before its KV is written: who looks then finds it, and reads
-  what is there.
+- A chunk's name stands in the buffer from the moment that room is given, before its KV is written: who looks then finds it, and
+  reads what is there.
 - Each push of a chunk adds a reference, each read takes one. What is pushed and not read stays for ever.
-- A full buffer makes pushes wait. `sync`: one at a time, all others behind it, without end. `async`: a request's first push reserves
-  room for all of its chunks, until its last push has been given its own; it is refused if they can never fit, or after
+- A full buffer makes pushes wait. `sync`: one at a time, all others behind it, without end. `async`: a request's first push
+  reserves room for all of its chunks, until its last push has been given its own; it is refused if they can never fit, or after
   `pd_allocation_timeout_sec`; so is a request that pushes more chunks than it said.
 """
 
