@@ -93,13 +93,13 @@ def pair(start, proxy):
     return made
 
 
-async def post(sim, body, path="/v1/completions", ident=None):
+async def post(sim, body, path="/v1/completions", ident=None, status=200):
     data = json.dumps({"temperature": 0, "ignore_eos": True, **body}).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     head += f"x-request-id: {ident}\r\n" if ident else ""
     client = await ask(sim.port, f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
     client.leave()
-    assert client.answer.status == 200
+    assert client.answer.status == status
     return json.loads(client.answer.body)
 
 
@@ -250,6 +250,13 @@ async def test_prefill_dies_of_a_client_that_leaves_before_the_first_token(start
     await until(lambda: p.engine.stats.running)
     client.leave()
     await until(lambda: p.engine.dead)
+
+
+async def test_prefill_dies_of_a_request_without_a_receiver(pair):
+    p, _ = await pair()
+    answer = await post(p, {"prompt": PROMPT, "max_tokens": 1}, status=500)
+    assert "EngineCore" in answer["error"]["message"]
+    assert p.engine.dead
 
 
 # -- LMCache MP
