@@ -13,6 +13,8 @@ from pdproxy.wire.request import Parsed, Route, parse
 
 LENGTH = 16
 """Tokens of an answer."""
+_LONG = 64
+"""Three times as many tokens are a long prompt, by the scarcest tokenizer; a byte-level one makes some hundred of it."""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,9 +88,12 @@ def moving(mark: str, granule: int, max_model_len: int | None) -> str:
     return prompts.counting(mark, granule, max_model_len)
 
 
-def long(mark: str, max_model_len: int | None) -> str:
-    """Return a text that takes a while to prefill."""
-    return prompts.counting(mark, 2048, max_model_len)
+def long(mark: str, granule: int, max_model_len: int | None) -> str:
+    """Return a text that takes a moment to prefill.
+
+    It still fits into one step of an engine: ExampleConnector stores no more than the first one's, and dies of the rest.
+    """
+    return moving(mark, max(granule, _LONG), max_model_len)
 
 
 def short(mark: str, granule: int) -> str:

@@ -50,7 +50,8 @@ async def run(settings: Settings, options: Options, checks: Sequence[Check] = CH
         return Place(url, credentials.engine_key(url), credentials.engine_tls(url))
 
     async def one(prefill: Node, decode: Node) -> PairResults:
-        facts = await asyncio.gather(*(ask_engine(asker, node, _mark()) for node in (prefill, decode)))
+        # LMCache's sender dies of a request that names no receiver: a prefill engine is asked for nothing by itself.
+        facts = await asyncio.gather(*(ask_engine(asker, node, _mark(), generates=False) for node in (prefill, decode)))
         key = mint()
         narrowed = settings_for(settings, prefill, decode, key, told=True)
         async with stand(narrowed, key, any_port=not posted(settings)) as running:

@@ -37,7 +37,7 @@ async def _leave(bench: Bench, shape: Shape, url: str, missed: str) -> str:
     before = await bench.usage()
     for _ in range(_TRIES):
         since = tap.mark()
-        asked = bench.question(shape, questions.long(bench.mark(), bench.max_model_len))
+        asked = bench.question(shape, questions.long(bench.mark(), bench.granule, bench.max_model_len))
 
         async def reached(since: int = since) -> bool:
             return await tap.until(lambda: tap.legs(since, url), options.timeout / _TRIES)
