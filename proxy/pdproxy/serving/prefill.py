@@ -46,9 +46,10 @@ async def prefill(
     verdict = Verdict.NEUTRAL
     adopted = False
     pending: Pending | None = None
+    sent = engines.ids_to_send(node.url, parsed, ids)
 
     def request() -> bytes:  # made anew where it is sent anew, which is rare: to keep one is a body more
-        return client.request(heading.path, heading.headers, engines.contract.prefill_body(parsed, prompt, ids))
+        return client.request(heading.path, heading.headers, engines.contract.prefill_body(parsed, prompt, sent))
 
     def end() -> None:
         engines.close(lease, verdict)
@@ -74,6 +75,7 @@ async def prefill(
         verdict = Verdict.GOOD
         if isinstance(got, Answer):
             return got
+        engines.ids_served(node.url, parsed, ids, sent, got.token_ids)
         return engines.custodian.take(got, node.url, parsed.model, heading.authorization)
     except asyncio.CancelledError:
         if pending is not None:

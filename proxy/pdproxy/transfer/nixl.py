@@ -80,15 +80,16 @@ def _holds_blocks(block_ids: bytes) -> bool:
 def decode_body(parsed: Parsed, prompt: Prompt, given: Handle | None, ids: TokenIds | None = None) -> bytes:
     """Return the decode leg's body: the client's request with the handle, or without any.
 
-    Of a chat, the prompt's ids stand beside the handle. A completion's do not (vLLM 0.32.0 reads them there for chats alone): its
-    prompt becomes the ids where they were made here.
+    Of a chat, the prompt's ids stand beside the handle, as the prefill engine said them. A completion's do not (vLLM 0.32.0 reads
+    them there for chats alone): its prompt becomes those ids where `ids` were made here, too.
     """
     if given is None:
         return alone_body(parsed, prompt)
     fields = decode_fields(parsed, prompt)
     params = given.params
-    if ids is not None and parsed.route is Route.COMPLETIONS:
-        with_ids(fields, parsed.route, ids)
+    if given.token_ids is not None and ids is not None and parsed.route is Route.COMPLETIONS:
+        # Never ours: a prompt that is not the handle's kills a decode engine.
+        with_ids(fields, parsed.route, TokenIds(given.token_ids, given.prompt_tokens))
     elif given.token_ids is not None:
         params = params[: params.rindex(b"}")] + b',"prompt_token_ids":' + given.token_ids + b"}"
     fields["kv_transfer_params"] = raw(params)
