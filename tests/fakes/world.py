@@ -265,14 +265,15 @@ async def world(
             await asyncio.wait(set(server.server_state.tasks), timeout=2)
 
 
-async def _serve(proxy: Proxy, made: World) -> uvicorn.Server:
+async def _serve(proxy: Proxy, made: World, port: int = 0) -> uvicorn.Server:
     """Start uvicorn as the server process does, without its main loop."""
     config = uvicorn_config(proxy)
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
     made.port = listener.getsockname()[1]
     await server.startup(sockets=[listener])
     return server

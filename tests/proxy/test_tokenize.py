@@ -4,12 +4,17 @@ import asyncio
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
+from pdproxy.app.compose import Proxy
 from pdproxy.observe.events import DeadlinePassed, Tokenized, TokenizerJudged
+from pdproxy.serving import proofs
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.schema import Settings
+from pdproxy.settings.schema import Node, Pool, Settings
 from pdproxy.sim.tokenizer import Tokenizer
+from pdproxy.tokens.ids import TokenIds, from_numbers
+from tests.fakes.client import request
 from tests.fakes.tokenizer import Shelf, SimTokenizer
 from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, PROMPT, TEXT, World, chat, completion, until, world
 
@@ -18,7 +23,6 @@ IDS = Tokenizer().encode(PROMPT)
 
 def always(tokenizer: str | None = "model", tokenize: str = "always") -> Any:
     """Settings that tokenize."""
-    import msgspec
 
     def adjust(settings: Settings) -> Settings:
         (pool,) = settings.pools
@@ -35,7 +39,18 @@ async def judged(w: World, count: int = 2) -> list[TokenizerJudged]:
     return w.events(TokenizerJudged)
 
 
-def legs(w: World, at: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
+async def proven(w: World, count: int = 2) -> None:
+    """Have engines compared, and a prompt of each kind served by P's own tokenizing, which proves that ours are the same."""
+    assert all(one.agrees for one in await judged(w, count))
+    assert (await w.ask(COMPLETIONS, completion())).text == TEXT
+    assert (await w.ask(CHAT, chat())).text == CHAT_TEXT
+    assert "prompt_token_ids" not in legs(w)[0]["kv_transfer_params"]
+    assert legs(w, 0)[0]["prompt"] == PROMPT
+    await w.settled()
+    w.forget()
+
+
+def legs(w: World, at: int = -1) -> tuple[dict[str, Any], dict[str, Any]]:
     """The bodies that P and D got."""
     return tuple(json.loads(engine.requests[at].body) for engine in (w.prefill[0], w.decode[0]))  # type: ignore[return-value]
 
@@ -43,13 +58,13 @@ def legs(w: World, at: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
 async def test_completion_ids_go_to_both() -> None:
     """P and D get ids in place of the text, and the answer is the same."""
     async with world(adjust=always(), library=Shelf(model=SimTokenizer())) as w:
-        assert all(one.agrees for one in await judged(w))
+        await proven(w)
         answer = await w.ask(COMPLETIONS, completion())
-        assert answer.json["choices"][0]["text"] == TEXT
+        assert answer.text == TEXT
         assert [leg["prompt"] for leg in legs(w)] == [IDS, IDS]
         assert w.events(Tokenized)[0].tokens == len(IDS)
-        assert w.metric("pdproxy_tokenize_total", source="here", result="ok") == 1
-        assert w.metric("pdproxy_tokenize_seconds_count", source="here") == 1
+        assert w.metric("pdproxy_tokenize_total", source="here", result="ok") == 3
+        assert w.metric("pdproxy_tokenize_seconds_count", source="here") == 3
         assert w.metric("pdproxy_tokenize_agrees", model="tiny") == 1
         assert b"tokenized" not in (await w.get("/ready")).body
 
@@ -57,7 +72,7 @@ async def test_completion_ids_go_to_both() -> None:
 async def test_chat_ids_stand_beside_the_kv_params() -> None:
     """P gets them there, and D those that P says; the messages stay."""
     async with world(adjust=always(), library=Shelf(model=SimTokenizer())) as w:
-        await judged(w)
+        await proven(w)
         answer = await w.ask(CHAT, chat())
         assert answer.text == CHAT_TEXT
         prefill, decode = legs(w)
@@ -70,14 +85,58 @@ async def test_chat_ids_stand_beside_the_kv_params() -> None:
 async def test_each_prompt_of_a_list_has_its_own() -> None:
     """And prompts that are ids already are left alone."""
     async with world(adjust=always(), library=Shelf(model=SimTokenizer())) as w:
-        await judged(w)
+        await proven(w)
         prompts = [PROMPT, PROMPT + "print(argv)\n"]
         assert (await w.ask(COMPLETIONS, completion(prompt=prompts))).status == 200
-        asked = sorted((json.loads(one.body)["prompt"] for one in w.prefill[0].requests), key=len)
+        asked = sorted((json.loads(one.body)["prompt"] for one in w.prefill[0].requests[2:]), key=len)
         assert asked == [Tokenizer().encode(one) for one in prompts]
         w.forget()
         assert (await w.ask(COMPLETIONS, completion(prompt=IDS))).status == 200
         assert w.events(Tokenized) == []
+
+
+async def test_an_engine_that_serves_other_ids_than_it_tokenizes(caplog: pytest.LogCaptureFixture) -> None:
+    """Ids that P answers otherwise: the request is right, since D gets P's ids, and P makes all of them from then on."""
+
+    class Otherwise(SimTokenizer):
+        def completion(self, text: str, *, add_special_tokens: bool) -> TokenIds:
+            made = super().completion(text, add_special_tokens=add_special_tokens)
+            return from_numbers([*made.numbers(), 9]) if PROMPT in text and "user" in text else made
+
+    async with world(adjust=always(), library=Shelf(model=Otherwise())) as w:
+        await judged(w)
+        for _ in range(2):
+            assert (await w.ask(CHAT, chat())).text == CHAT_TEXT
+            prefill, decode = legs(w)
+            assert "prompt_token_ids" not in prefill["kv_transfer_params"]
+            assert decode["kv_transfer_params"]["prompt_token_ids"][-1] != 9
+        assert [one.agrees for one in w.events(TokenizerJudged)] == [True, True, False]
+        assert w.metric("pdproxy_tokenize_total", source="here", result="off") == 1
+        assert b"served other token ids than ours" in (await w.get("/ready")).body
+        await w.ask(COMPLETIONS, completion())
+        await w.ask(COMPLETIONS, completion())
+        assert legs(w)[0]["prompt"] == IDS, "completions are another matter"
+
+
+async def test_now_and_then_an_engine_shows_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was proven once is proven again by one prompt in so many; each life of an engine begins anew."""
+    monkeypatch.setattr(proofs, "EVERY", 3)
+    async with world(adjust=always(), library=Shelf(model=SimTokenizer())) as w:
+        await judged(w)
+
+        async def sent(count: int) -> list[bool]:
+            before = len(w.prefill[0].requests)
+            for _ in range(count):
+                assert (await w.ask(COMPLETIONS, completion())).text == TEXT
+            return [json.loads(one.body)["prompt"] == IDS for one in w.prefill[0].requests[before:]]
+
+        assert await sent(7) == [False, True, True, False, True, True, False]
+        w.prefill[0].started += 100
+        await w.settled()
+        w.forget()
+        await w.probe()
+        await judged(w, 1)
+        assert await sent(2) == [False, True]
 
 
 @pytest.mark.parametrize("tokenize", ["off", "auto"])
@@ -93,7 +152,7 @@ async def test_not_where_nothing_needs_it(tokenize: str) -> None:
 async def test_the_engines_own_model() -> None:
     """Without a folder in the settings, what an engine calls its model's root is looked for."""
     async with world(adjust=always(None), library=Shelf(root=SimTokenizer())) as w:
-        assert all(one.agrees for one in await judged(w))
+        await proven(w)
         await w.ask(COMPLETIONS, completion())
         assert legs(w)[0]["prompt"] == IDS
 
@@ -114,18 +173,10 @@ async def test_a_model_that_is_not_here() -> None:
 
 def test_a_folder_that_can_not_be_used() -> None:
     """It ends the start, in one line."""
-    from pdproxy.app.compose import Proxy
-    from pdproxy.settings.schema import Node
-
-    settings = Settings(pools=(_pool(nodes=(Node(url="http://127.0.0.1:1", role="decode"),)),))
+    pool = Pool(tokenize="always", tokenizer="/no/where", nodes=(Node(url="http://127.0.0.1:1", role="decode"),))
+    settings = Settings(pools=(pool,))
     with pytest.raises(SettingsError, match=r'^pools\[0\].tokenizer: "/no/where": is no folder$'):
         Proxy.build(settings)
-
-
-def _pool(**fields: Any) -> Any:
-    from pdproxy.settings.schema import Pool
-
-    return Pool(tokenize="always", tokenizer="/no/where", **fields)
 
 
 async def test_a_template_that_differs_is_found(caplog: pytest.LogCaptureFixture) -> None:
@@ -133,10 +184,11 @@ async def test_a_template_that_differs_is_found(caplog: pytest.LogCaptureFixture
     with caplog.at_level("INFO", "pdproxy"):
         async with world(adjust=always(), library=Shelf(model=SimTokenizer("plain"))) as w:
             assert not any(one.agrees for one in await judged(w))
-            assert (await w.ask(CHAT, chat())).text == CHAT_TEXT
-            assert "prompt_token_ids" not in legs(w)[0]["kv_transfer_params"]
-            await w.ask(COMPLETIONS, completion())
-            assert legs(w, 1)[0]["prompt"] == IDS
+            for _ in range(2):
+                assert (await w.ask(CHAT, chat())).text == CHAT_TEXT
+                assert "prompt_token_ids" not in legs(w)[0]["kv_transfer_params"]
+                await w.ask(COMPLETIONS, completion())
+            assert legs(w)[0]["prompt"] == IDS
             assert w.metric("pdproxy_tokenize_agrees", model="tiny") == 0
             ready = (await w.get("/ready")).body.decode()
             assert "other token ids than the engine's for a message" in ready
@@ -147,7 +199,7 @@ async def test_a_template_that_differs_is_found(caplog: pytest.LogCaptureFixture
 async def test_one_engine_of_several_that_differs() -> None:
     """Switches chats' ids off for its model, whichever engine would serve; they come back once it agrees again, or is gone."""
     async with world(decode=2, adjust=always(), library=Shelf(model=SimTokenizer())) as w:
-        await judged(w, 3)
+        await proven(w, 3)
         other = w.decode[1]
 
         async def has_ids() -> bool:
@@ -194,8 +246,6 @@ async def test_a_client_that_leaves_meanwhile() -> None:
         await judged(w)
         tokenizer.gate.clear()
         client = await w.client()
-        from tests.fakes.client import request
-
         client.send(request("POST", COMPLETIONS, completion()))
         await until(lambda: tokenizer.waiting == 1)
         client.close()

@@ -54,6 +54,9 @@ class Stage:
         """What canaries say."""
         return self.trust
 
+    def refuted(self, url: str, model: str | None, route: Route, why: str) -> None:
+        """What proofs say."""
+
     def notify(self, event: Event) -> None:
         """Hear an event."""
         self.events.append(event)

@@ -11,8 +11,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
+
+import msgspec
 
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError
 from pdproxy.observe.events import Observers, TokenizerJudged
@@ -115,6 +117,17 @@ class Canaries:
                 return None
             agreed = trusted
         return agreed
+
+    def refuted(self, url: str, model: str | None, route: Route, why: str) -> None:
+        """A request has shown what canaries can't: this engine makes other ids of it. Not here any more, for this life of it."""
+        judged = self._judged.get(self._ledger.life(url), {})
+        name = next(iter(judged), "") if model is None else self._bases.get(model, model)
+        if (known := judged.get(name)) is None:
+            return
+        off = {"chats": False} if route is Route.CHAT else {"texts": False}
+        judged[name] = replace(known, agreement=msgspec.structs.replace(known.agreement, **off), why=why)
+        self._trusted.clear()
+        self._observers.notify(TokenizerJudged(url, name, False, why))
 
     # -- asking
 

@@ -54,7 +54,7 @@ async def begin(
         return None
     dispatch = NO_DISPATCH
     if transfer.contract.mints:
-        dispatch = Dispatch(mint(), tokens, transfer.receivers.get(pair.decode.node.url))
+        dispatch = Dispatch(mint(), tokens, receiver=transfer.receivers.get(pair.decode.node.url))
     elif tokens is not None:
         dispatch = Dispatch(ids=tokens)
     return Handover(engines, pair, dispatch, slots)

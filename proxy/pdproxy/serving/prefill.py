@@ -59,6 +59,9 @@ async def prefill(
     verdict = Verdict.NEUTRAL
     adopted = False
     pending: Pending | None = None
+    sent = dispatch.ids if contract.needs_ids else engines.ids_to_send(node.url, parsed, dispatch.ids)
+    if sent is None and dispatch.ids is not None:
+        dispatch = msgspec.structs.replace(dispatch, spares=False)
 
     def request() -> bytes:  # made anew where it is sent anew, which is rare: to keep one is a body more
         leg = contract.prefill(parsed, prompt, dispatch)
@@ -99,6 +102,7 @@ async def prefill(
         verdict = Verdict.GOOD
         if isinstance(got, Answer):
             return got
+        engines.ids_served(node.url, parsed, dispatch.ids, sent, got.token_ids)
         custody = engines.custodian.take(got, node.url, parsed.model, heading.authorization)
         finished = got.first is not None and got.first.finish_reason is not None
         return Prefilled(custody, answer.body if finished else b"")

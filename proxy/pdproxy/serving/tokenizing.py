@@ -19,6 +19,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError, Wait
 from pdproxy.observe.events import DeadlinePassed, Observers, Tokenized
 from pdproxy.scheduling.ledger import Ledger
+from pdproxy.serving.proofs import Proofs
 from pdproxy.tokens.errors import RejectedError, UnsureError
 from pdproxy.tokens.ids import TokenIds, from_numbers
 from pdproxy.tokens.questions import question
@@ -47,6 +48,9 @@ class Trust(Protocol):
     def trusted(self, model: str | None, route: Route) -> Trusted | None:
         """Return it, None if there is none."""
 
+    def refuted(self, url: str, model: str | None, route: Route, why: str) -> None:
+        """Take note that an engine serves other ids than ours."""
+
 
 class Tokenizing:
     """Makes prompts' ids. `required`: the contract can do nothing without them. `deadline` in seconds, for all of it."""
@@ -64,6 +68,7 @@ class Tokenizing:
         deadline: float,
         required: bool,
     ) -> None:
+        self.proofs = Proofs(ledger, trust)
         self._trust = trust
         self._ask = ask
         self._ledger = ledger

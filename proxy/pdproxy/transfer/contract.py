@@ -37,11 +37,12 @@ class Dispatch(msgspec.Struct, frozen=True):
     """What is known of one prompt's dispatch to one pair before its first leg. Every further try has one of its own.
 
     `leg_id` is minted for the prefill leg: two clients may use one id, two dispatches never do. None where nothing goes by it.
-    `ids` are the prompt's token ids, None if they are not known.
+    `ids` are the prompt's token ids, None if they are not known; `spares`: the prefill engine may take them for the prompt.
     """
 
     leg_id: str | None = None
     ids: TokenIds | None = None
+    spares: bool = True
     receiver: Receiver | None = None
 
 

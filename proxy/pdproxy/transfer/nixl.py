@@ -12,6 +12,7 @@ import dataclasses
 
 import msgspec
 
+from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.bodies import DROPPED_ON_PREFILL, decode_fields, prefill_fields, with_ids
 from pdproxy.transfer.contract import Contract, Dispatch, Handle, LegRequest, encode, raw
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
@@ -41,9 +42,9 @@ _params_decoder = msgspec.json.Decoder(_Params)
 
 def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
     """Return the prefill leg: it asks the engine to keep the KV for a remote decode. With ids it need not tokenize."""
-    fields = prefill_fields(parsed, prompt)
+    fields = prefill_fields(parsed, prompt, says_ids=dispatch.ids is not None)
     fields["kv_transfer_params"] = _ASK
-    if dispatch.ids is not None:
+    if dispatch.ids is not None and dispatch.spares:
         with_ids(fields, parsed.route, dispatch.ids)
     return LegRequest(parsed.route, encode(fields))
 
@@ -100,13 +101,16 @@ def _holds_blocks(block_ids: bytes) -> bool:
 def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) -> LegRequest:
     """Return the decode leg: the client's request with the handle.
 
-    Of a chat, the prompt's ids stand beside the handle. A completion's do not (vLLM 0.32.0 reads them there for chats alone): its
-    prompt becomes the ids where they were made here.
+    Of a chat, the prompt's ids stand beside the handle, as the prefill engine said them. A completion's do not (vLLM 0.32.0 reads
+    them there for chats alone): its prompt becomes those ids where ids were made here, too. Without, both engines tokenize
+    one text, for which there is no template that could differ.
     """
     fields = decode_fields(parsed, prompt)
     params = given.params
-    if dispatch.ids is not None and parsed.route is Route.COMPLETIONS:
-        with_ids(fields, parsed.route, dispatch.ids)
+    if parsed.route is Route.COMPLETIONS:
+        if dispatch.ids is not None and given.token_ids is not None:
+            # Never ours: a prompt that is not the handle's kills a decode engine.
+            with_ids(fields, parsed.route, TokenIds(given.token_ids, given.prompt_tokens))
     elif given.token_ids is not None:
         params = params[: params.rindex(b"}")] + b',"prompt_token_ids":' + given.token_ids + b"}"
     fields["kv_transfer_params"] = raw(params)
