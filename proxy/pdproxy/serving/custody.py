@@ -199,8 +199,11 @@ class Custodian:
         """Take over a prefill leg that nobody waits for any more: await its answer for a grace, give back what it holds.
 
         Closing the leg instead would lose the handle if the engine was just finishing. `read` finds it in the answer; `done`
-        is called when the leg is over.
+        is called when the leg is over. Where it holds nothing it is closed at once, unless that would kill the engine.
         """
+        if not self.holds and not self._contract.abortable:
+            self.outlive(pending, self._deadlines.total, done)
+            return
         if not self.holds:
             pending.close()
             done()

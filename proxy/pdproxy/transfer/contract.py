@@ -116,6 +116,7 @@ class Contract:
         - `needs_receiver`: so is the address at which the decode engine receives.
         - `mints`: the prefill leg gets an id of its own, by which notices or engines name it.
         - `unit`: KV moves in whole pieces of so many tokens; None: in the engines' KV blocks. A prompt under one moves nothing.
+        - `abortable`: a prefill leg may be closed before its answer. With False that kills the engine, so it is left to end.
         - `holds`: the prefill engine keeps the KV for us, until somebody ends the handle.
         - `release_body(model, handle)`: the body that makes a decode engine give the handle back, None if there is none.
         - `refusal_released(error_type, param)`: whether a decode engine that refused a request with a 4xx has given
@@ -134,6 +135,7 @@ class Contract:
     needs_receiver: bool = False
     mints: bool = False
     unit: int | None = None
+    abortable: bool = True
     holds: bool = False
     release_body: Callable[[str | None, Handle], bytes | None] = nothing_to_release
     refusal_released: Callable[[str, str | None], bool] = never_released

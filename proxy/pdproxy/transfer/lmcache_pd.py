@@ -6,6 +6,9 @@ that the notices repeat. The answer's first token may be the prefill engine's: t
 it, as a completion too, and `transfer.splice` makes one answer of both. Or it may be the decode engine's, which gets the client's
 own request and computes one token more.
 
+The sender's scheduler looks for the first token of any request that asks for it, also of one that is aborted before it has one,
+and dies of it (0.5.6, `vllm_v1_adapter.py`, `request_finished`): a prefill leg is never closed.
+
 The first way is only for requests that a change of engines after one token can't change. Whatever looks back at the output, or
 parses it from its beginning (penalties, stop strings, seeds, grammars, tools, reasoning), is decoded from its first token on.
 """
@@ -214,4 +217,5 @@ def lmcache_pd(
         needs_receiver=True,
         mints=True,
         unit=1 if unfull_chunks else chunk_size,
+        abortable=False,
     )

@@ -80,6 +80,8 @@ async def _outcome(bench: Bench, asked: Question) -> str:
     if ended is None:
         raise FailedError(f"the proxy has not noticed within {patience:g} s that the client left")
     await asyncio.sleep(0)  # its leases close right behind the report
+    if ended.legs and (why := ended.legs[0].why_alone) is not None:
+        raise FailedError(f"one engine alone served it: {why}")
     return ended.outcome
 
 

@@ -18,6 +18,8 @@ from pdproxy.observe.events import Event, KvNoticed, KvWaited
 
 async def each_rank(bench: Bench) -> str:
     """Each rank tells once."""
+    if bench.contract.told is not None:
+        return await _told(bench)
     split = await bench.split(bench.question(COMPLETION))
     tap = bench.stand.tap
     heard = [event.result for event in tap.events(KvNoticed, split.since)]
@@ -31,6 +33,20 @@ async def each_rank(bench: Bench) -> str:
         raise FailedError(f"of {len(heard)} notices some were double or could not be read: {', '.join(heard)}")
     count = sum(result in ("awaited", "early") for result in heard)
     return f"{count} notice{'' if count == 1 else 's'}, the last {waits[0].seconds * 1000:.0f} ms after P's answer"
+
+
+async def _told(bench: Bench) -> str:
+    """P tells of its handle, D that it has loaded; how many ranks there are does not matter."""
+    split = await bench.split(bench.question(COMPLETION))
+    tap = bench.stand.tap
+
+    def heard() -> set[str]:
+        return {event.event for event in tap.events(KvNoticed, split.since)}
+
+    wanted = {"ready", "loaded"}
+    if not await tap.until(lambda: wanted <= heard(), bench.options.settle):
+        raise FailedError(f"no notice was {' or '.join(sorted(wanted - heard()))}: is the notifier in both engines?")
+    return f"notices that came: {', '.join(sorted(heard()))}"
 
 
 async def waited(bench: Bench) -> str:
@@ -71,7 +87,9 @@ async def missing(bench: Bench) -> str:
             return f"504 after {time.monotonic() - begun:.1f} s, as kv_ready.on_timeout=fail wants it"
         split = await bench.split(asked, alone)
         took = time.monotonic() - begun
-        if not [wait for wait in alone.tap.events(KvWaited, 0) if wait.result == "timeout"]:
+        if bench.contract.told is None and not [
+            wait for wait in alone.tap.events(KvWaited, 0) if wait.result == "timeout"
+        ]:
             raise FailedError("the proxy did not wait for notices")
         different, judged = await against_others(bench, split)
         if different:
@@ -80,7 +98,17 @@ async def missing(bench: Bench) -> str:
 
 
 def _none(bench: Bench) -> str | None:
-    return None if bench.has_notices else f"with {bench.contract.name} P's answer itself tells that the KV is there"
+    if bench.has_notices or bench.contract.told is not None:
+        return None
+    return f"with {bench.contract.name} P's answer itself tells that the KV is there"
+
+
+def _no_wait(bench: Bench) -> str | None:
+    return (
+        None
+        if bench.has_notices
+        else f"with {bench.contract.name} D is asked at P's answer, if not before: nothing waits"
+    )
 
 
 CHECKS = (
@@ -89,7 +117,7 @@ CHECKS = (
         "notice_wait",
         "a completion and a streamed chat; what the proxy sent and heard was looked at in order",
         waited,
-        _none,
+        _no_wait,
     ),
     Check(
         "notice_missing",
