@@ -56,6 +56,7 @@ async def rig(
     p: Mapping[str, Any] | None = None,
     d: Mapping[str, Any] | None = None,
     kv_ready: Mapping[str, Any] | None = None,
+    deadlines: Mapping[str, float] | None = None,
     lease: float = 1.5,
     speed: float = 2.0,
 ) -> AsyncIterator[Rig]:
@@ -93,7 +94,7 @@ async def rig(
         settings = Settings(
             listen=Listen(port=http_port),
             pools=(Pool(connector=connector, nodes=nodes, lmcache=LMCache(chunk_size=CHUNK)),),  # type: ignore[arg-type]
-            deadlines=DEADLINES,
+            deadlines=structs.replace(DEADLINES, **(deadlines or {})),
             kv_ready=KvReady(**{"port": zmq_port, "notifier": notifier, **(kv_ready or {})}),
             probes=Probes(interval=3600, scrape_interval=3600),
         )

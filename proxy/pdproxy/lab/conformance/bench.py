@@ -78,6 +78,8 @@ class Bench:
     """Where an engine is asked, by its URL."""
     mark: Callable[[], str]
     model: str = ""
+    doing: str = ""
+    """What is being waited for, for the report of a check that does not end."""
 
     @property
     def contract(self) -> Contract:
@@ -119,6 +121,7 @@ class Bench:
             FailedError: it was not answered, or not by both engines.
         """
         stand = stand or self.stand
+        self.doing = f"a {question.shape.words} through the proxy"
         since, before = stand.tap.mark(), await self.scraped(self.decode.url)
         said = await self.client.ask(Place(stand.url, stand.key), question)
         what = question.shape.words
@@ -143,6 +146,7 @@ class Bench:
         Raises:
             NotJudgedError: it does not.
         """
+        self.doing = f"a {question.shape.words} of {place.url} by itself"
         asked = questions.salted(question, self.mark(), f"conformance-alone-{self.mark()}")
         said = await self.client.ask(place, asked)
         if isinstance(said, Miss):
@@ -204,6 +208,7 @@ class Bench:
         Raises:
             FailedError: they still do, or P was only freed by the end of a lease.
         """
+        self.doing = "KV to be given back"
         begun = time.monotonic()
         deadlines = self.settings.deadlines
         patience = deadlines.abandoned_prefill + deadlines.release

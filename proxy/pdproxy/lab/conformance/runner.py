@@ -44,7 +44,7 @@ async def run(settings: Settings, options: Options, checks: Sequence[Check] = CH
         raise SettingsError("conformance needs a prefill and a decode engine that work together")
     credentials = Credentials(settings)
     asker = Asker(timeout=options.timeout, key=credentials.engine_key, tls=credentials.engine_tls)
-    client = Client(options.timeout)
+    client = Client(options.timeout + 1)  # a check's own deadline comes first, and says more
 
     def at(url: str) -> Place:
         return Place(url, credentials.engine_key(url), credentials.engine_tls(url))
@@ -100,10 +100,13 @@ async def _run(bench: Bench, check: Check) -> Result:
     if (why := check.why_not(bench)) is not None:
         return result("not_applicable", why)
     patience = bench.options.timeout + check.takes(bench)
+    bench.doing = ""
     try:
         async with asyncio.timeout(patience):
             return result("passed", await check.run(bench))
     except TimeoutError:
-        return result("failed", f"not over after {patience:g} s (--timeout)")
+        return result(
+            "failed", f"not over after {patience:g} s (--timeout), which is too long for {bench.doing or 'it'}"
+        )
     except VerdictError as error:
         return result(error.verdict, str(error))
