@@ -26,8 +26,7 @@ async def compare(bench: Bench, *shapes: Shape) -> str:
             if tried == _TRIES:
                 raise FailedError(f"a {shape.words}: {', '.join(different)}; twice, with two prompts")
             remarks.append(f"the first of two {shape.words}s differed")
-    forms = " and ".join(f"a {shape.words}" for shape in shapes)
-    return "; ".join([f"{forms}: the same ids, text, finish and usage as {judged}", *remarks])
+    return "; ".join([f"the same ids, text, finish and usage as {judged}", *remarks])
 
 
 async def against_others(bench: Bench, split: Split) -> tuple[list[str], str]:
