@@ -217,23 +217,26 @@ class Bench:
                 raise FailedError(f"the proxy is not done with it after {patience:g} s: {', '.join(busy)}")
             await asyncio.sleep(self.options.poll)
         end = time.monotonic() + self.options.settle
+        back: float | None = None
         while True:
             prefill, decode = await asyncio.gather(self.scraped(self.prefill.url), self.scraped(self.decode.url))
+            now = time.monotonic()
             if prefill is not None and decode is not None:
                 if prefill.expired > before.expired:
                     raise FailedError("P's KV was freed by the end of its lease, and by nobody before")
                 held = [
-                    f"{who} still holds KV ({now:.3%} of its memory, {was:.3%} before)"
-                    for who, now, was in (
+                    f"{who} still holds KV ({is_:.3%} of its memory, {was:.3%} before)"
+                    for who, is_, was in (
                         ("P", prefill.kv_usage, before.prefill),
                         ("D", decode.kv_usage, before.decode),
                     )
-                    if now > was + _NOTHING
+                    if is_ > was + _NOTHING
                 ]
-                if not held:
-                    return f"KV usage of both was back {time.monotonic() - begun:.1f} s later"
+                back = None if held else back or now
+                if back is not None and now - back >= self.options.steady:
+                    return f"KV usage of both was back {back - begun:.1f} s later"
             else:
-                held = ["the engines' /metrics can't be read any more"]
-            if time.monotonic() >= end:
-                raise FailedError(f"{' and '.join(held)} {time.monotonic() - begun:.1f} s later")
+                held, back = ["the engines' /metrics can't be read any more"], None
+            if back is None and now >= end:
+                raise FailedError(f"{' and '.join(held)} {now - begun:.1f} s later")
             await asyncio.sleep(self.options.poll)

@@ -16,6 +16,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """URL of an engine of the settings that has the same model and no connector: what it says is right."""
     settle: float = 5.0
     """How long counters are watched for what has just happened."""
+    steady: float = 0.3
+    """How long KV usage must stay where it was before it counts as back: engines tell it a step late."""
     poll: float = 0.05
     """Between two readings of metrics."""
     silence: float = 1.0
