@@ -218,7 +218,7 @@ def test_a_config_in_many_shapes(config: object) -> None:
         (object(), "can't be read: expected a mapping, got object"),
         ({1: 2}, "can't be read: expected a mapping, got dict with names that are no text"),
     ],
-    ids=repr,
+    ids=lambda value: "object" if type(value) is object else repr(value),
 )
 def test_a_config_that_is_none(at: int, config: object, says: str) -> None:
     """A missing or unreadable config is an error that says which one and what it was, never an empty one."""
