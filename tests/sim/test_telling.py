@@ -226,6 +226,7 @@ async def test_a_decode_engine_that_was_restarted_gets_nothing_more(pair, proxy,
 async def test_a_prefill_engine_that_was_restarted_tells_again(pair, proxy):
     p, d = await pair()
     await prefill(p, d)
+    await proxy.got(1)
     await p.restart()
     first = await prefill(p, d, "r-2")
     assert [one["req_id"] for one in await proxy.got(2)] == ["r-1", "r-2"]

@@ -1,7 +1,7 @@
 """LMCache in a server of its own (contract `lmcache-mp`), as 0.5.6 does it: P and D share its storage. Pure.
 
-Owns the rules: full chunks of prompts are stored, whoever computes them, and found by whoever looks for a prompt that begins
-with them. `kv_transfer_params` say nothing. Each rank reports each request that ended, however it ended and however little was stored, some
+Owns the rules: full chunks of prompts are stored, whoever computes them, and found by whoever looks for a prompt that begins so.
+`kv_transfer_params` say nothing. Each rank reports each request that ended, however it ended and however little was stored, some
 time behind its answer; requests that end in one step come in one report. Without a healthy server there are no reports.
 """
 
