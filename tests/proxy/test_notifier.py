@@ -28,14 +28,15 @@ async def nothing_held(pair: Pair) -> None:
     await until(lambda: not pair.p.engine.handles, 10)
 
 
-async def test_a_handle_ends_when_the_engines_say_so() -> None:
+@pytest.mark.parametrize("early", [False, True])
+async def test_a_handle_ends_when_the_engines_say_so(early: bool) -> None:
     """Loaded by the decode engine's word; the prefill engine's word comes behind it."""
-    async with pool("nixl") as pair:
+    async with pool("nixl", kv_ready={"early": early}) as pair:
         await same(pair, CHAT, chat(stream=True))
         await until(lambda: len(pair.world.events(KvNoticed)) >= 3)
         assert endings(pair) == ["loaded"]
         told = {(event.event, event.result) for event in pair.world.events(KvNoticed)}
-        assert ("ready", "awaited") in told
+        assert ("ready", "awaited" if early else "known") in told
         assert {event for event, _ in told} == {"ready", "loaded", "released"}
         assert pair.world.metric("pdproxy_kv_transfer_seconds_count") == 1
         await nothing_held(pair)
@@ -44,7 +45,7 @@ async def test_a_handle_ends_when_the_engines_say_so() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_decode_engine_is_asked_before_the_prefills_answer(stream: bool) -> None:
     """Its notice is enough: an answer that never comes delays nobody, and its engine is let go at the deadline."""
-    async with pool("nixl", deadlines={"prefill": 1.0}) as pair:
+    async with pool("nixl", deadlines={"prefill": 1.0}, kv_ready={"early": True}) as pair:
         pair.p.faults.add("stall@handed_over")
         await same(pair, COMPLETIONS, completion(stream=stream))
         (prefill,) = (node for node in pair.world.proxy.ledger.nodes if node.url == pair.p.url)
@@ -54,10 +55,23 @@ async def test_the_decode_engine_is_asked_before_the_prefills_answer(stream: boo
         assert pair.world.events(LegFailed) == []
 
 
+async def test_kv_of_a_prefill_that_was_given_up_is_given_back() -> None:
+    """Its answer never came, and with it no handle; the notice has it."""
+    async with pool("nixl", deadlines={"prefill": 0.5, "abandoned_prefill": 0.3}) as pair:
+        pair.p.faults.add("late_notice:delay=1.5")
+        pair.p.faults.add("stall@handed_over")
+        answer = await pair.ask(COMPLETIONS, completion())
+        assert answer.status == 200
+        await until(lambda: "released" in endings(pair), 10)
+        await nothing_held(pair)
+        assert ("ready", "given_up") in {(event.event, event.result) for event in pair.world.events(KvNoticed)}
+
+
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("fault", ["lost_notice:rate=1", "garbage_notice:rate=1", "late_notice:delay=0.3,rate=1"])
-async def test_without_its_notices_the_answer_counts(fault: str) -> None:
+async def test_without_its_notices_the_answer_counts(fault: str, early: bool) -> None:
     """As if there were no notifier."""
-    async with pool("nixl") as pair:
+    async with pool("nixl", kv_ready={"early": early}) as pair:
         pair.p.faults.add(fault)
         pair.d.faults.add(fault)
         await same(pair, COMPLETIONS, completion())
@@ -78,10 +92,11 @@ async def test_a_lease_that_ends_before_the_kv_was_loaded_fails_the_leg_at_once(
         assert pair.world.events(DeadlinePassed) == []
 
 
-async def test_clients_that_leave_at_random_leave_nothing_behind() -> None:
+@pytest.mark.parametrize("early", [False, True])
+async def test_clients_that_leave_at_random_leave_nothing_behind(early: bool) -> None:
     """Every handle ends loaded, released or aborted; none expires; the prefill engine keeps nothing."""
     chance = random.Random(7)
-    async with pool("nixl", deadlines={"abandoned_prefill": 10}) as pair:
+    async with pool("nixl", deadlines={"abandoned_prefill": 10}, kv_ready={"early": early}) as pair:
         pair.p.faults.add("slow@queued:delay=0.02,rate=0.5")
         pair.d.faults.add("slow@queued:delay=0.02,rate=0.5")
 
@@ -126,7 +141,7 @@ def ours(event: str, name: str, **more: Any) -> dict[str, Any]:
 
 async def test_notices_for_a_proxy_that_is_gone() -> None:
     """A restarted proxy hears of its forerunner's requests: nothing is confused, nothing is kept for ever."""
-    async with pool("nixl") as pair:
+    async with pool("nixl", kv_ready={"early": True}) as pair:
         address = pair.world.proxy.notices.address
         assert address is not None
         events = ("ready", "loaded", "failed", "released", "expired")
