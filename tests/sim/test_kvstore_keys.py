@@ -102,9 +102,9 @@ def test_only_producers_store_and_only_consumers_load(engines, p, d):
     assert external(p) == 0
 
 
-@pytest.mark.parametrize("role", ["aggregated", "prefill"])
-def test_one_that_is_both_does_both(engines, role):
-    both = engines.add(facts(role, kv_role="kv_both", enable_prefix_caching=False))
+@pytest.mark.parametrize("more", [{"role": "aggregated"}, {"role": "prefill", "kv_role": "kv_both"}], ids=str)
+def test_one_that_is_both_does_both(engines, more):
+    both = engines.add(facts(**more, enable_prefix_caching=False))
     engines.answer(both, PROMPT, 1, storing(PROMPT))
     assert engines.answer(both, PROMPT, 8, loading(PROMPT)).tokens == plain()
     assert external(both) == 99
