@@ -102,9 +102,9 @@ def test_only_producers_store_and_only_consumers_load(engines, p, d):
     assert external(p) == 0
 
 
-@pytest.mark.parametrize("role", ["aggregated", "prefill"])
-def test_one_that_is_both_does_both(engines, role):
-    both = engines.add(facts(role, kv_role="kv_both", enable_prefix_caching=False))
+@pytest.mark.parametrize("more", [{"role": "aggregated"}, {"role": "prefill", "kv_role": "kv_both"}], ids=str)
+def test_one_that_is_both_does_both(engines, more):
+    both = engines.add(facts(**more, enable_prefix_caching=False))
     engines.answer(both, PROMPT, 1, storing(PROMPT))
     assert engines.answer(both, PROMPT, 8, loading(PROMPT)).tokens == plain()
     assert external(both) == 99
@@ -149,6 +149,26 @@ def test_kv_that_is_too_short_is_not_noticed(engines, p, d, length):
     engines.answer(p, short, 1, storing(short))
     assert engines.answer(d, PROMPT, 8, loading(PROMPT)).tokens != plain()
     assert external(d) == 99
+
+
+def test_what_decode_had_cached_is_not_written_over(engines, p, d):
+    """KV of another prompt spoils the request that asked for it, and no other."""
+    engines.answer(p, OTHER, 1, storing(OTHER))
+    engines.answer(d)
+    engines.answer(d, PROMPT, 8, loading(PROMPT))
+    assert external(d) == 3
+    assert engines.answer(d).tokens == plain()
+
+
+def test_half_a_prompt_is_not_stored(engines, d):
+    """One whose client leaves before all of it is computed."""
+    p = engines.add(facts("prefill", max_num_batched_tokens=16))
+    engines.ask(p, PROMPT, 1, storing(PROMPT), id="left")
+    engines.run(until=engines.now + p.facts.hardware.step_s(16, 0) * 2.5)
+    engines.abort(p, "left")
+    engines.run()
+    engines.answer(d, PROMPT, 8, loading(PROMPT))
+    assert external(d) == 0
 
 
 def test_kv_that_is_too_long_says_the_prompt_s_own(engines, p, d):

@@ -668,6 +668,14 @@ def test_stages_come_behind_the_settings_file(tmp_path: Path) -> None:
     assert [node.role for node in found.nodes] == ["aggregated", "prefill", "decode"]
 
 
+def test_the_stages_connector_is_the_pool_s(tmp_path: Path) -> None:
+    """In place of the default; where the operator named one, it is that one."""
+    names = kv(kv_connector="LMCacheMPConnector")
+    path = write(tmp_path, stage("prefill", **names), stage("decode", **names))
+    assert pool(path, P, D).connector == "lmcache-mp"
+    assert pool(path, P, D, flags=(Flag("--connector", f"{POOL}connector", "shared"),)).connector == "shared"
+
+
 def test_the_operator_s_connector_must_fit(tmp_path: Path) -> None:
     stages = stage("prefill", **kv(kv_connector="OwnConnector")), stage("decode", **kv(kv_connector="OwnConnector"))
     path = write(tmp_path, *stages)
