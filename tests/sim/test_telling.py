@@ -223,6 +223,16 @@ async def test_a_decode_engine_that_was_restarted_gets_nothing_more(pair, proxy,
     assert len(await proxy.got(1)) == 1
 
 
+async def test_a_prefill_engine_that_was_restarted_tells_again(pair, proxy):
+    p, d = await pair()
+    await prefill(p, d)
+    await proxy.got(1)
+    await p.restart()
+    first = await prefill(p, d, "r-2")
+    assert [one["req_id"] for one in await proxy.got(2)] == ["r-1", "r-2"]
+    assert await decode(d, first) == plain()
+
+
 async def test_prefill_stops_until_its_decode_engine_is_there(pair, proxy):
     p, d = await pair()
     ports = owed(d)

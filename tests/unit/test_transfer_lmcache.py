@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pdproxy.tokens.ids import TokenIds
+from pdproxy.tokens.ids import TokenIds, from_numbers
 from pdproxy.transfer.contract import Dispatch, Handle, Receiver
 from pdproxy.transfer.lmcache_pd import lmcache_pd, may_begin_on_prefill
 from pdproxy.wire.engine import prefill_answer
-from pdproxy.wire.request import Parsed, Route, parse
+from pdproxy.wire.request import Alone, Parsed, Route, parse
 
 PD = lmcache_pd()
 IDS = TokenIds(b"[5,6,7]", 3)
@@ -133,12 +133,10 @@ def test_whether_the_first_token_is_the_last(
 
 @pytest.mark.parametrize("choice", [{"text": "\ufffd"}, {"text": ""}])
 def test_a_token_without_a_whole_text_is_not_shown(choice: dict[str, Any]) -> None:
-    """Half a letter is shown by the token behind it: the decode engine gets the client's request."""
-    request = parsed(max_tokens=9)
-    given = handle(request, answer(**choice))
+    """Half a letter is shown by the token behind it: one engine makes both."""
+    given = handle(parsed(max_tokens=9), answer(**choice))
     assert given.first is None
-    leg = PD.decode(request, request.prompts[0], given, DISPATCH)
-    assert json.loads(leg.body)["prompt"] == "abc"
+    assert given.alone is Alone.FIRST_TOKEN
 
 
 @pytest.mark.parametrize(
@@ -163,6 +161,7 @@ def test_what_looks_back_is_decoded_from_the_first_token_on(fields: dict[str, An
     assert not may_begin_on_prefill(request)
     given = handle(request, answer())
     assert given.first is None
+    assert given.alone is None
     sent = json.loads(PD.decode(request, request.prompts[0], given, DISPATCH).body)
     assert {name: sent[name] for name in fields if name != "stream_options"} == {
         name: value for name, value in fields.items() if name != "stream_options"
@@ -219,3 +218,30 @@ def test_an_engine_without_lmcache_is_found_out(body: bytes) -> None:
     read = prefill_answer(body)
     assert read is not None
     assert "pd_role sender" in str(PD.handle(parsed(), read, DISPATCH))
+
+
+@pytest.mark.parametrize(("count", "pushed", "least"), [(33, 32, 33), (64, 32, 33), (65, 64, 33), (100, 96, 33)])
+def test_a_prompt_that_is_decoded_as_it_came_is_pushed_in_whole_chunks(count: int, pushed: int, least: int) -> None:
+    """The decode engine looks for what is before its last token: a part of a chunk would stay in its buffer for ever."""
+    contract = lmcache_pd(first_on_prefill=False, chunk_size=32)
+    request = parsed(max_tokens=4)
+    dispatch = Dispatch("leg-1", from_numbers(list(range(count))), receiver=DISPATCH.receiver)
+    body = json.loads(contract.prefill(request, request.prompts[0], dispatch).body)
+    assert body["prompt"] == list(range(pushed))
+    read = prefill_answer(answer(7))
+    assert read is not None
+    given = contract.handle(request, read, dispatch)
+    assert isinstance(given, Handle)
+    assert given.prompt_tokens == count
+    assert contract.least(request) == least
+    body = json.loads(contract.release_body("tiny", given) or b"")
+    assert (body["prompt"], body["max_tokens"]) == ([*range(pushed), 7], 1)
+
+
+def test_what_nobody_decodes_is_read_by_us() -> None:
+    """With the first token behind it, as a decode leg would have."""
+    given = handle(parsed(max_tokens=1), answer())
+    body = json.loads(PD.release_body(None, given) or b"")
+    assert body == {"prompt": [5, 6, 7, 42], "max_tokens": 1, "stream": False, "temperature": 0}
+    assert PD.pushes
+    assert PD.ends_whole

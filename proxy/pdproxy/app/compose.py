@@ -378,10 +378,8 @@ class Proxy:
 
 
 def _heard(ready: KvReady, custodian: Custodian, notice: Notice) -> None:
-    if notice.event is NoticeEvent.READY:
-        ready.heard(notice)
-    else:
-        custodian.heard(notice)
+    if notice.event is not NoticeEvent.READY or not custodian.heard_ready(notice):
+        (ready if notice.event is NoticeEvent.READY else custodian).heard(notice)
 
 
 def _no_key(url: str) -> None:

@@ -6,8 +6,10 @@ that the notices repeat. The answer's first token may be the prefill engine's: t
 it, as a completion too, and `transfer.splice` makes one answer of both. Or it may be the decode engine's, which gets the client's
 own request and computes one token more.
 
-The sender's scheduler looks for the first token of any request that asks for it, also of one that is aborted before it has one,
-and dies of it (0.5.6, `vllm_v1_adapter.py`, `request_finished`): a prefill leg is never closed.
+What was pushed stays in the decode engine's buffer until that engine reads it: so a prompt that no decode leg will read is read
+by one of ours. The prefill leg is never closed before its answer: an abort before the first token kills the engine, which looks
+for that token all the same. And where no notice came, the chunks may have their names and not yet their KV: nothing is decoded
+from them.
 
 The first way is only for requests that a change of engines after one token can't change. Whatever looks back at the output, or
 parses it from its beginning (penalties, stop strings, seeds, grammars, tools, reasoning), is decoded from its first token on.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pdproxy.tokens.ids import TokenIds, from_numbers
 from pdproxy.transfer.bodies import decode_fields
 from pdproxy.transfer.contract import (
     Contract,
@@ -28,7 +31,7 @@ from pdproxy.transfer.contract import (
     raw,
 )
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
-from pdproxy.wire.request import Fields, Parsed, Prompt, Route
+from pdproxy.wire.request import Alone, Fields, Parsed, Prompt, Route
 
 DEFAULT_CHUNK = 256
 """Tokens in a chunk of LMCache, unless its `chunk_size` says otherwise."""
@@ -137,6 +140,19 @@ def _limit(parsed: Parsed) -> int | None:
     return None
 
 
+def release_body(model: str | None, given: Handle) -> bytes | None:
+    """Return a completion that makes the decode engine read what was pushed: a read is what frees its buffer."""
+    fields = {"prompt": raw(given.params), "max_tokens": _ONE, "stream": _FALSE, "temperature": raw(b"0")}
+    if model is not None:
+        fields["model"] = raw(msgspec.json.encode(model))
+    return encode(fields)
+
+
+def _with(ids: bytes, token: int) -> bytes:
+    """Return a JSON array of ids with one more."""
+    return ids[: ids.rindex(b"]")] + b",%d]" % token
+
+
 def lmcache_pd(
     *,
     first_on_prefill: bool = True,
@@ -150,6 +166,22 @@ def lmcache_pd(
     the first rank alone stores (models with one latent KV for all heads), and so sends the only notice.
     """
 
+    def begins(parsed: Parsed) -> bool:
+        return first_on_prefill and may_begin_on_prefill(parsed)
+
+    def pushed(parsed: Parsed, ids: TokenIds) -> TokenIds:
+        """Return the ids whose KV is pushed: all of them, or the whole chunks that the decode engine looks for.
+
+        It reads what is before the last token that it is given. Behind the client's own prompt a last chunk that isn't full
+        would never be looked for, and stay in its buffer.
+        """
+        return ids if begins(parsed) else from_numbers(ids.numbers()[: (ids.count - 1) // chunk_size * chunk_size])
+
+    def least(parsed: Parsed) -> int:
+        if not begins(parsed):
+            return chunk_size + 1
+        return 1 if unfull_chunks else chunk_size
+
     def prefill(parsed: Parsed, _prompt: Prompt, dispatch: Dispatch) -> LegRequest:
         """Return the prefill leg: one token behind the prompt's ids, KV to the receiver."""
         assert dispatch.leg_id is not None
@@ -159,7 +191,7 @@ def lmcache_pd(
         fields = _passed(parsed)
         if "min_tokens" in fields and (_int_decoder.decode(fields["min_tokens"]) or 0) > 1:
             fields["min_tokens"] = _ONE
-        fields["prompt"] = raw(dispatch.ids.json)
+        fields["prompt"] = raw(pushed(parsed, dispatch.ids).json)
         fields["max_tokens"] = _ONE
         fields["stream"] = _FALSE
         spec = _Spec(dispatch.leg_id, receiver.host, receiver.init_ports, receiver.alloc_ports)
@@ -171,20 +203,26 @@ def lmcache_pd(
         try:
             token = _params_decoder.decode(answer.kv_transfer_params).first_tok
         except UNREADABLE:
+            # Without the token there is nothing to go on behind; and an engine without LMCache pushes nothing.
             return "the answer has no first_tok: is the engine started with LMCache's connector and pd_role sender?"
-        first = None
-        if first_on_prefill and answer.choices and may_begin_on_prefill(parsed):
-            choice = answer.choices[0]
-            ended = choice.finish_reason if choice.finish_reason != "length" or _limit(parsed) == 1 else None
+        ids = dispatch.ids
+        assert ids is not None
+        leg_id = dispatch.leg_id or ""
+        if not begins(parsed):
+            return Handle(_with(pushed(parsed, ids).json, token), ids.json, ids.count, leg_id)
+        choice = answer.choices[0] if answer.choices else None
+        ended = None
+        if choice is not None and (choice.finish_reason != "length" or _limit(parsed) == 1):
+            ended = choice.finish_reason
+        if choice is None or (ended is None and (not choice.text or "\ufffd" in choice.text)):
             # A piece of a letter, or a token without a text, is shown by what comes behind it: that must be one engine.
-            if ended is not None or (choice.text and "\ufffd" not in choice.text):
-                first = FirstToken(token, choice.text, ended, bytes(choice.stop_reason))
-        assert dispatch.ids is not None
-        return Handle(b"", dispatch.ids.json, answer.usage.prompt_tokens, dispatch.leg_id or "", first=first)
+            return Handle(_with(ids.json, token), ids.json, ids.count, leg_id, alone=Alone.FIRST_TOKEN)
+        first = FirstToken(token, choice.text, ended, bytes(choice.stop_reason))
+        return Handle(_with(ids.json, token), ids.json, answer.usage.prompt_tokens, leg_id, first=first)
 
     def decode(parsed: Parsed, prompt: Prompt, given: Handle, _dispatch: Dispatch) -> LegRequest:
         """Return the decode leg: the rest behind the first token, or the client's own request."""
-        if given.first is None or given.token_ids is None:
+        if given.first is None:
             return LegRequest(parsed.route, encode(decode_fields(parsed, prompt)))
         fields = _passed(parsed)
         for name in ("stream", "return_token_ids"):
@@ -194,7 +232,7 @@ def lmcache_pd(
             fields["min_tokens"] = raw(b"%d" % max(0, least - 1))
         limit = _limit(parsed)
         fields["max_tokens"] = _NULL if limit is None else raw(b"%d" % (limit - 1))
-        fields["prompt"] = raw(given.token_ids[: given.token_ids.rindex(b"]")] + b",%d]" % given.first.id)
+        fields["prompt"] = raw(given.params)
         if parsed.adds_usage:
             fields["stream_options"] = raw(b'{"include_usage":true}')
         elif "stream_options" in parsed.fields:
@@ -216,6 +254,10 @@ def lmcache_pd(
         needs_ids=True,
         needs_receiver=True,
         mints=True,
-        unit=1 if unfull_chunks else chunk_size,
-        abortable=False,
+        holds=True,
+        pushes=True,
+        ends_whole=True,
+        release_body=release_body,
+        releases=200,
+        least=least,
     )

@@ -54,7 +54,8 @@ async def _moved(bench: Bench, shape: Shape) -> str:
 async def short(bench: Bench) -> str:
     """Prompts too short to move are served by one engine, with nothing left at P."""
     block = bench.decode.block_size or 1
-    sizes = [block] if bench.granule == block or bench.contract.unit is None else [block, bench.granule]
+    least = bench.contract.least(questions.as_parsed(bench.question(COMPLETION)))
+    sizes = [block, least] if least > block else [block]
     before = await bench.usage()
     seen = []
     for size in sizes:
