@@ -151,6 +151,9 @@ WRONG = [
     Wrong("notice_wait", "before the notices had come", does_not_wait, MP),
     Wrong("notice_missing", "too long for a completion through the proxy", waits_for_ever, PD),
     Wrong("notice_missing", "did not wait for notices", does_not_wait, MP),
+    Wrong(
+        "notice_missing", "on_timeout is fail, and without", does_not_wait, {**MP, "kv_ready": {"on_timeout": "fail"}}
+    ),
     Wrong("leave_prefill", "P still holds KV", keeps_blocks, {"lease": 60}),
     Wrong("leave_decode", "still holds KV", keeps_blocks, {"lease": 60}),
     Wrong("leave_decode", "one engine alone", how={"p": {"connector": "none"}}),
