@@ -155,6 +155,7 @@ WRONG = [
         "notice_missing", "on_timeout is fail, and without", does_not_wait, {**MP, "kv_ready": {"on_timeout": "fail"}}
     ),
     Wrong("leave_prefill", "P still holds KV", keeps_blocks, {"lease": 60}),
+    Wrong("leave_prefill", "freed by the end of its lease", keeps_blocks, {"lease": 0.5}),
     Wrong("leave_decode", "still holds KV", keeps_blocks, {"lease": 60}),
     Wrong("leave_decode", "one engine alone", how={"p": {"connector": "none"}}),
     Wrong("leave_stream", "D still holds KV", ignores_aborts, {"speed": 0.5}),
