@@ -131,7 +131,6 @@ class Contract:
           is none; `releases` is the status that says that it has.
         - `refusal_released(error_type, param)`: whether a decode engine that refused a request with a 4xx has given
           its handle back by itself.
-        - `needs_tokens`: a prompt without ids can't be split.
     """
 
     name: str

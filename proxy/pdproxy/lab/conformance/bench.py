@@ -95,8 +95,6 @@ class Bench:
     def granule(self) -> int:
         """How many tokens move as one, at least."""
         block = self.decode.block_size or 1
-        if self.contract.unit is not None:
-            return max(block, self.contract.unit)
         return max(block, self.settings.pool.lmcache.chunk_size) if self.has_notices else block
 
     @property
