@@ -69,6 +69,8 @@ async def _expired(bench: Bench, before: Usage) -> bool:
 
 
 def _nothing_held(bench: Bench) -> str | None:
+    if bench.contract.pushes:
+        return f"with {bench.contract.name} the decode engine keeps it, in a buffer of which no counter tells"
     if bench.contract.holds:
         return None
     return f"with {bench.contract.name} the prefill engine keeps nothing for anybody"

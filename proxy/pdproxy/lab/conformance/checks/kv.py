@@ -12,7 +12,6 @@ from pdproxy.lab.conformance.bench import Bench, Usage
 from pdproxy.lab.conformance.check import Check
 from pdproxy.lab.conformance.questions import CHAT, COMPLETION, Shape
 from pdproxy.lab.conformance.results import FailedError, NotJudgedError
-from pdproxy.transfer.contract import anything
 
 
 async def pair(bench: Bench) -> str:
@@ -55,7 +54,8 @@ async def _moved(bench: Bench, shape: Shape) -> str:
 async def short(bench: Bench) -> str:
     """Prompts too short to move are served by one engine, with nothing left at P."""
     block = bench.decode.block_size or 1
-    sizes = [block] if bench.granule == block or bench.contract.least is anything else [block, bench.granule]
+    least = bench.contract.least(questions.as_parsed(bench.question(COMPLETION)))
+    sizes = [block, least] if least > block else [block]
     before = await bench.usage()
     seen = []
     for size in sizes:

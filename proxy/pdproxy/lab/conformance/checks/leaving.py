@@ -14,9 +14,12 @@ from pdproxy.lab.conformance.bench import Bench
 from pdproxy.lab.conformance.check import Check
 from pdproxy.lab.conformance.questions import COMPLETION, LENGTH, Question, Shape
 from pdproxy.lab.conformance.results import FailedError, NotJudgedError
+from pdproxy.observe.events import HandleEnded
 
 _TRIES = 5
 _LEFT = "client_left"
+_UNHAPPY = ("lost", "expired")
+"""Ends of a handle that nobody wants."""
 MOST = 1024
 """Tokens of an answer that a client leaves in the middle of."""
 
@@ -48,6 +51,7 @@ async def _leave(bench: Bench, shape: Shape, url: str, missed: str) -> str:
         outcome = await _outcome(bench, asked)
         later = url == bench.prefill.url and tap.legs(since, bench.decode.url)
         back = await bench.given_back(before)
+        _none_lost(bench, since)
         if said is None and outcome == _LEFT and not later:
             return back
         if outcome not in (_LEFT, "ok"):
@@ -61,17 +65,30 @@ async def stream(bench: Bench) -> str:
     shape = Shape(stream=True, max_tokens=max(min(MOST, room), LENGTH))
     before = await bench.usage()
     for _ in range(_TRIES):
+        since = bench.stand.tap.mark()
         asked = bench.question(shape, questions.moving(bench.mark(), bench.granule, room))
         miss = await bench.client.leave_in_stream(Place(bench.stand.url, bench.stand.key), asked)
         if miss is not None:
             raise FailedError(f"before the client could leave: {miss.text}")
         outcome = await _outcome(bench, asked)
         back = await bench.given_back(before)
+        _none_lost(bench, since)
         if outcome == _LEFT:
             return back
         if outcome != "ok":
             raise FailedError(f"for the proxy a request whose client left ended as {outcome!r}")
     raise NotJudgedError(f"the answer was over before the client had left, {_TRIES} times")
+
+
+def _none_lost(bench: Bench, since: int) -> None:
+    """See that the proxy has given back what was made: where a decode engine keeps it in a buffer, no counter tells.
+
+    Raises:
+        FailedError: it has not.
+    """
+    ends = [event.end for event in bench.stand.tap.events(HandleEnded, since)]
+    if unhappy := [end for end in ends if end in _UNHAPPY]:
+        raise FailedError(f"the proxy could not give the KV back: {', '.join(unhappy)}")
 
 
 async def _outcome(bench: Bench, asked: Question) -> str:

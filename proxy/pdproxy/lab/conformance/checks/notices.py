@@ -14,13 +14,14 @@ from pdproxy.lab.conformance.questions import CHAT_STREAM, COMPLETION
 from pdproxy.lab.conformance.results import FailedError
 from pdproxy.lab.conformance.tap import Leg
 from pdproxy.observe.events import Event, KvNoticed, KvWaited
+from pdproxy.wire.request import Alone
 
 
 async def each_rank(bench: Bench) -> str:
     """Each rank tells once."""
     if bench.contract.told is not None:
         return await _told(bench)
-    split = await bench.split(bench.question(COMPLETION))
+    split = await bench.split(bench.question(COMPLETION), alone_for=Alone.KV_LATE.value)  # which is told below
     tap = bench.stand.tap
     heard = [event.result for event in tap.events(KvNoticed, split.since)]
     waits = tap.events(KvWaited, split.since)
@@ -85,7 +86,8 @@ async def missing(bench: Bench) -> str:
                 what = said.text if isinstance(said, Miss) else "an answer"
                 raise FailedError(f"kv_ready.on_timeout is fail, and without notices came {what}")
             return f"504 after {time.monotonic() - begun:.1f} s, as kv_ready.on_timeout=fail wants it"
-        split = await bench.split(asked, alone)
+        # What was pushed but not told of must not be read: then an engine computes the prompt, alone.
+        split = await bench.split(asked, alone, Alone.KV_LATE.value if bench.contract.pushes else None)
         took = time.monotonic() - begun
         if bench.contract.told is None and not [
             wait for wait in alone.tap.events(KvWaited, 0) if wait.result == "timeout"
