@@ -72,7 +72,9 @@ class Handle(msgspec.Struct, frozen=True):
 
     `params` is the engine's `kv_transfer_params` verbatim, `token_ids` the prompt's ids as a JSON array (None if the
     engine did not say them), `prompt_tokens` the prompt's length, `created_cache_tokens` how many of them were new to the
-    prefill engine's prefix cache, if it tells. `first` is the answer's first token where the decode engine goes on behind it.
+    prefill engine's prefix cache, if it tells. `cached_tokens` is how many were found there, where it tells and the decode
+    engine can't know: for that one all KV that it was given is cached. `first` is the answer's first token where the decode
+    engine goes on behind it.
     """
 
     params: bytes
@@ -80,7 +82,24 @@ class Handle(msgspec.Struct, frozen=True):
     prompt_tokens: int
     remote_request_id: str
     created_cache_tokens: int | None = None
+    cached_tokens: int | None = None
     first: FirstToken | None = None
+
+
+def unclaimed(
+    answer: PrefillAnswer, token_ids: bytes | None = None, remote_request_id: str = "", first: FirstToken | None = None
+) -> Handle:
+    """Return a handle that nobody has to end: what the prefill engine counted, and how the decode engine goes on."""
+    said = answer.details()
+    return Handle(
+        params=b"",
+        token_ids=token_ids,
+        prompt_tokens=answer.usage.prompt_tokens,
+        remote_request_id=remote_request_id,
+        created_cache_tokens=said.created_cache_tokens,
+        cached_tokens=said.cached_tokens,
+        first=first,
+    )
 
 
 def nothing_to_release(_model: str | None, _handle: Handle) -> bytes | None:

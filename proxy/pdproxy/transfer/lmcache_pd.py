@@ -23,6 +23,7 @@ from pdproxy.transfer.contract import (
     LegRequest,
     encode,
     raw,
+    unclaimed,
 )
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.request import Fields, Parsed, Prompt, Route
@@ -177,7 +178,7 @@ def lmcache_pd(
             if ended is not None or (choice.text and "\ufffd" not in choice.text):
                 first = FirstToken(token, choice.text, ended, bytes(choice.stop_reason))
         assert dispatch.ids is not None
-        return Handle(b"", dispatch.ids.json, answer.usage.prompt_tokens, dispatch.leg_id or "", first=first)
+        return unclaimed(answer, dispatch.ids.json, dispatch.leg_id or "", first)
 
     def decode(parsed: Parsed, prompt: Prompt, given: Handle, _dispatch: Dispatch) -> LegRequest:
         """Return the decode leg: the rest behind the first token, or the client's own request."""

@@ -60,13 +60,12 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handl
         return "kv_transfer_params say do_remote_prefill=false"
     if not _holds_blocks(bytes(params.remote_block_ids)):
         return "kv_transfer_params hold no blocks"
-    details = answer.usage.prompt_tokens_details
     return Handle(
         params=params_json,
         token_ids=answer.token_ids(),
         prompt_tokens=answer.usage.prompt_tokens,
         remote_request_id=params.remote_request_id,
-        created_cache_tokens=details.created_cache_tokens if details is not None else None,
+        created_cache_tokens=answer.details().created_cache_tokens,
     )
 
 
