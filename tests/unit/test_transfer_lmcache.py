@@ -49,6 +49,12 @@ def decode_body(request: Parsed, body: bytes) -> dict[str, Any]:
     return found
 
 
+def prefill_body(request: Parsed, contract: Any = PD) -> dict[str, Any]:
+    """What the prefill engine is asked."""
+    found: dict[str, Any] = json.loads(contract.prefill(request, request.prompts[0], DISPATCH).body)
+    return found
+
+
 @pytest.mark.parametrize("route", list(Route))
 def test_the_prefill_leg(route: Route) -> None:
     """It is a completion of the ids, one token, unstreamed, with the receiver's place and the minted id."""
@@ -170,6 +176,36 @@ def test_what_looks_back_is_decoded_from_the_first_token_on(fields: dict[str, An
 
 
 @pytest.mark.parametrize(
+    ("fields", "contract"), [({"logprobs": 1}, PD), ({"seed": 1}, PD), ({}, lmcache_pd(first_on_prefill=False))]
+)
+def test_nothing_is_pushed_that_the_decode_engine_will_not_look_for(fields: dict[str, Any], contract: Any) -> None:
+    """It looks for its prompt less the last token, and an unfull chunk is found by its very tokens."""
+    request = parsed(max_tokens=9, **fields)
+    assert prefill_body(request, contract)["prompt"] == [5, 6]
+    seen = json.loads(answer())
+    seen["usage"] |= {"prompt_tokens": 2}
+    assert handle(request, json.dumps(seen).encode(), contract).prompt_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "contract", "pushed"),
+    [
+        ({"max_tokens": 1}, PD, False),
+        ({"max_tokens": 2}, PD, True),
+        ({"max_tokens": 1, "logprobs": 1}, PD, True),
+        ({"max_tokens": 1}, lmcache_pd(first_on_prefill=False), True),
+    ],
+)
+def test_nothing_is_pushed_where_no_decode_engine_will_be_asked(
+    fields: dict[str, Any], contract: Any, pushed: bool
+) -> None:
+    """A first token that is the last for certain: KV in a decode engine's buffer would stay there for good."""
+    params = prefill_body(parsed(**fields), contract)["kv_transfer_params"]
+    assert ("disagg_spec" in params) == pushed
+    assert params["ret_first_tok"] is True
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {},
@@ -200,15 +236,16 @@ def test_the_decode_engine_makes_the_first_token_where_the_operator_says_so() ->
 @pytest.mark.parametrize(
     ("options", "tokens", "notices"),
     [
-        ({}, 256, 2),
-        ({}, 255, 0),
-        ({"unfull_chunks": True}, 3, 2),
+        ({}, 3, 2),
+        ({}, 1, 0),
+        ({"unfull_chunks": False}, 257, 2),
+        ({"unfull_chunks": False}, 256, 0),
         ({"first_rank_only": True}, 300, 1),
-        ({"chunk_size": 32}, 32, 2),
+        ({"unfull_chunks": False, "chunk_size": 32}, 33, 2),
     ],
 )
 def test_how_many_ranks_tell(options: dict[str, Any], tokens: int, notices: int) -> None:
-    """One notice a receiving rank, one in all where the first stores alone, none for less than a chunk."""
+    """One notice a receiving rank, one in all where the first stores alone, none where nothing is pushed."""
     dispatch = Dispatch("leg-1", TokenIds(b"[]", tokens), DISPATCH.receiver)
     assert lmcache_pd(**options).notices(dispatch) == notices
 

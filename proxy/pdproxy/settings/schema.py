@@ -160,10 +160,11 @@ class LMCache(_Section, frozen=True):
     output get it from the decode engine all the same. `decode`: all do."""
 
     chunk_size: Count = 256
-    """Tokens in a chunk. KV moves in whole chunks: a shorter prompt is served by one engine."""
+    """Tokens in a chunk."""
 
-    save_unfull_chunk: bool = False
-    """Whether the last chunk moves though it isn't full. Then notices come for short prompts, too."""
+    save_unfull_chunk: bool = True
+    """Whether the last chunk moves though it isn't full: LMCache's PD mode turns this on by itself. False where the engines'
+    `discard_partial_chunks` is on: then a prompt shorter than a chunk is served by one engine, as nobody would tell of it."""
 
     first_rank_only: bool = False
     """Whether the first rank stores for all (models with one latent KV for all heads), and sends the only notice."""

@@ -87,14 +87,22 @@ class Handle(msgspec.Struct, frozen=True):
 
 
 def unclaimed(
-    answer: PrefillAnswer, token_ids: bytes | None = None, remote_request_id: str = "", first: FirstToken | None = None
+    answer: PrefillAnswer,
+    token_ids: bytes | None = None,
+    remote_request_id: str = "",
+    first: FirstToken | None = None,
+    *,
+    more: int = 0,
 ) -> Handle:
-    """Return a handle that nobody has to end: what the prefill engine counted, and how the decode engine goes on."""
+    """Return a handle that nobody has to end: what the prefill engine counted, and how the decode engine goes on.
+
+    `more`: how many tokens of the prompt the prefill engine wasn't asked to see.
+    """
     said = answer.details()
     return Handle(
         params=b"",
         token_ids=token_ids,
-        prompt_tokens=answer.usage.prompt_tokens,
+        prompt_tokens=answer.usage.prompt_tokens + more,
         remote_request_id=remote_request_id,
         created_cache_tokens=said.created_cache_tokens,
         cached_tokens=said.cached_tokens,

@@ -8,6 +8,11 @@ own request and computes one token more.
 
 The first way is only for requests that a change of engines after one token can't change. Whatever looks back at the output, or
 parses it from its beginning (penalties, stop strings, seeds, grammars, tools, reasoning), is decoded from its first token on.
+
+A decode engine's buffer has room again for what it was pushed once it has looked for that, and for nothing else, ever. It looks
+for its prompt less the last token (`skip_last_n_tokens`: 1, as in LMCache's examples), in chunks of which the last may be
+unfull and is found by its very tokens. So what it is pushed is never more than that: where it makes the first token itself, the
+prefill engine gets the prompt less the last token; where no token can follow the first, nothing is pushed at all.
 """
 
 from __future__ import annotations
@@ -102,9 +107,9 @@ class _Spec(msgspec.Struct, frozen=True):
     receiver_alloc_port: tuple[int, ...]
 
 
-class _Ask(msgspec.Struct, frozen=True):
+class _Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     ret_first_tok: bool
-    disagg_spec: _Spec
+    disagg_spec: _Spec | None = None
 
 
 def may_begin_on_prefill(parsed: Parsed) -> bool:
@@ -139,14 +144,21 @@ def lmcache_pd(
     *,
     first_on_prefill: bool = True,
     chunk_size: int = DEFAULT_CHUNK,
-    unfull_chunks: bool = False,
+    unfull_chunks: bool = True,
     first_rank_only: bool = False,
 ) -> Contract:
-    """Return the contract. `chunk_size` in tokens and `unfull_chunks` are LMCache's `chunk_size` and `save_unfull_chunk`.
+    """Return the contract. `chunk_size` in tokens and `unfull_chunks` are LMCache's `chunk_size` and `save_unfull_chunk`, which
+    its PD mode turns on by itself.
 
     `first_on_prefill`: whether the prefill engine's token is the answer's first where it can be. `first_rank_only`: whether
     the first rank alone stores (models with one latent KV for all heads), and so sends the only notice.
     """
+
+    # What the prefill engine sees may be a token less than the prompt.
+    unit = 1 + (1 if unfull_chunks else chunk_size)
+
+    def begins(parsed: Parsed) -> bool:
+        return first_on_prefill and may_begin_on_prefill(parsed)
 
     def prefill(parsed: Parsed, _prompt: Prompt, dispatch: Dispatch) -> LegRequest:
         """Return the prefill leg: one token behind the prompt's ids, KV to the receiver."""
@@ -157,10 +169,13 @@ def lmcache_pd(
         fields = _passed(parsed)
         if "min_tokens" in fields and (_int_decoder.decode(fields["min_tokens"]) or 0) > 1:
             fields["min_tokens"] = _ONE
-        fields["prompt"] = raw(dispatch.ids.json)
+        beginning = begins(parsed)
+        fields["prompt"] = raw(dispatch.ids.json if beginning else dispatch.ids.less_one().json)
         fields["max_tokens"] = _ONE
         fields["stream"] = _FALSE
-        spec = _Spec(dispatch.leg_id, receiver.host, receiver.init_ports, receiver.alloc_ports)
+        spec = None
+        if not (beginning and _limit(parsed) == 1):
+            spec = _Spec(dispatch.leg_id, receiver.host, receiver.init_ports, receiver.alloc_ports)
         fields["kv_transfer_params"] = raw(msgspec.json.encode(_Ask(ret_first_tok=True, disagg_spec=spec)))
         return LegRequest(Route.COMPLETIONS, encode(fields))
 
@@ -170,8 +185,10 @@ def lmcache_pd(
             token = _params_decoder.decode(answer.kv_transfer_params).first_tok
         except UNREADABLE:
             return "the answer has no first_tok: is the engine started with LMCache's connector and pd_role sender?"
+        if not begins(parsed):  # what it was asked is a token less than the prompt
+            return unclaimed(answer, None, dispatch.leg_id or "", more=1)
         first = None
-        if first_on_prefill and answer.choices and may_begin_on_prefill(parsed):
+        if answer.choices:
             choice = answer.choices[0]
             ended = choice.finish_reason if choice.finish_reason != "length" or _limit(parsed) == 1 else None
             # A piece of a letter, or a token without a text, is shown by what comes behind it: that must be one engine.
@@ -201,7 +218,7 @@ def lmcache_pd(
 
     def notices(dispatch: Dispatch) -> int | None:
         assert dispatch.receiver is not None
-        if not unfull_chunks and dispatch.ids is not None and dispatch.ids.count < chunk_size:
+        if dispatch.ids is not None and dispatch.ids.count < unit:
             return 0
         return 1 if first_rank_only else len(dispatch.receiver.init_ports)
 
@@ -214,5 +231,5 @@ def lmcache_pd(
         needs_ids=True,
         needs_receiver=True,
         mints=True,
-        unit=1 if unfull_chunks else chunk_size,
+        unit=unit,
     )
