@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy.app.compose import Proxy
 from pdproxy.app.server import uvicorn_config
+from pdproxy.app.tokens import Library
 from pdproxy.observe.events import Event, HandleEnded, RequestEnded
 from pdproxy.settings.schema import Auth, Cors, Deadlines, Limits, Listen, Node, Pool, Probes, Settings
 from pdproxy.sim.api.template import render
@@ -23,6 +24,7 @@ from pdproxy.sim.tokenizer import Tokenizer
 from tests.fakes.books import Books
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.engine import FakeEngine
+from tests.fakes.tokenizer import Shelf
 from tests.sim.engines import plain
 
 DEADLINES = Deadlines(
@@ -205,6 +207,7 @@ async def world(
     lease: float = 30.0,
     facts: Mapping[str, Any] | None = None,
     cors: Cors | None = None,
+    library: Library | None = None,
 ) -> AsyncIterator[World]:
     """Run a proxy in front of so many engines.
 
@@ -212,7 +215,7 @@ async def world(
     handle must have ended just once, unless `leaves` says that the test leaves some behind. Engines have exchanged KV
     before, unless they are `strangers`. `lease`: seconds that a prefill engine keeps a prompt's KV.
     `engine_tls` is what engines are met with, `client_tls` what clients connect with; `adjust` has the last word on settings.
-    `facts`: of all engines, where they differ from the usual ones.
+    `facts`: of all engines, where they differ from the usual ones. `library`: where tokenizers come from; None: nowhere.
     """
     books, recorder = Books(), _Recorder()
     roles = ["prefill"] * prefill + ["decode"] * decode + ["aggregated"] * aggregated
@@ -227,7 +230,7 @@ async def world(
         limits=Limits(**(limits or {})),
         probes=Probes(interval=3600, scrape_interval=3600),
     )
-    proxy = Proxy.build(adjust(settings))
+    proxy = Proxy.build(adjust(settings), library or Shelf())
     proxy.observers._observers += (recorder,)
     made = World(proxy, books, engines, recorder)
     made.tls = client_tls
@@ -262,14 +265,15 @@ async def world(
             await asyncio.wait(set(server.server_state.tasks), timeout=2)
 
 
-async def _serve(proxy: Proxy, made: World) -> uvicorn.Server:
+async def _serve(proxy: Proxy, made: World, port: int = 0) -> uvicorn.Server:
     """Start uvicorn as the server process does, without its main loop."""
     config = uvicorn_config(proxy)
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
     made.port = listener.getsockname()[1]
     await server.startup(sockets=[listener])
     return server

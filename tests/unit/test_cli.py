@@ -114,7 +114,7 @@ def test_serve_reads_the_environment(served: list[Settings], monkeypatch: pytest
         ("serve --decode a:1 --port -1", 'listen.port: expected a whole number >= 1 and <= 65535, got "-1" (--port)'),
         (
             "serve --decode a:1 --connector x",
-            'pools[0].connector: expected one of nixl, lmcache-pd, lmcache-mp, shared, got "x" (--connector)',
+            'pools[0].connector: expected nixl or lmcache-pd or lmcache-mp or shared or kvstore-keys, got "x" (--connector)',
         ),
         (
             "config print --log-level loud",

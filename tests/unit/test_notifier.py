@@ -129,6 +129,11 @@ class Stage:
         self.finish(Request("cmpl-mark-0-00000000", {"do_remote_decode": True}), False, None)
         return self.inbox.next().request_id == "mark"
 
+    def known(self) -> list[dict[str, Any]]:
+        """What is remembered of requests, anywhere."""
+        parts = [self.scheduler._scheduler, *(worker._worker for worker in self.workers)]
+        return [held for part in parts for held in vars(part).values() if isinstance(held, dict) and held]
+
 
 @pytest.fixture
 def stage(nixl: Any, listen: Callable[..., Inbox]) -> Stage:
@@ -258,7 +263,7 @@ def test_loads_that_end_together(stage: Stage) -> None:
     assert stage.inbox.next().moved_bytes == 14
 
 
-def test_figures_in_doubt_are_none(stage: Stage) -> None:
+def test_figures_in_doubt_are_none(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     """Of two transfers that ended one failed, and vLLM recorded the other: nobody can tell which, so neither gets a size."""
     other = "cmpl-other-0-00000001"
     stage.decode(3)
@@ -269,6 +274,7 @@ def test_figures_in_doubt_are_none(stage: Stage) -> None:
     stage.step(finished_recving={other})
     notice = stage.inbox.next()
     assert (notice.event, notice.moved_bytes, notice.seconds) == (Event.LOADED, None, None)
+    assert not caplog.records
 
 
 def test_failed(stage: Stage) -> None:
@@ -280,6 +286,7 @@ def test_failed(stage: Stage) -> None:
     stage.step(finished_recving={DECODE}, failed_recving={DECODE})
     notice = stage.inbox.next()
     assert (notice.event, notice.role, notice.request_id, notice.tokens) == (Event.FAILED, "D", "pd-1", 3)
+    assert notice.moved_bytes is None
     assert stage.silent()
 
 
@@ -298,8 +305,10 @@ def test_it_is_told_once(stage: Stage) -> None:
     assert stage.inbox.next().event is Event.LOADED
     for _ in range(2):
         stage.scheduler.update_state_after_alloc(request, None, 0)
+    assert stage.known()
     stage.finish(request, False, None)
     assert stage.silent()
+    assert stage.known() == []
 
 
 def test_decode_given_up_while_it_pulls(stage: Stage) -> None:
@@ -329,6 +338,7 @@ def test_released_and_expired(stage: Stage) -> None:
     notice = stage.inbox.next()
     assert (notice.event, notice.request_id, notice.reason) == (Event.EXPIRED, "pd-2", "1 worker(s)")
     assert stage.silent()
+    assert stage.known() == []
 
 
 def test_an_expiry_of_all_workers(stage: Stage) -> None:
@@ -354,6 +364,7 @@ def test_kept_for_the_next_turn(stage: Stage) -> None:
     stage.step(finished_sending={DECODE})
     notice = stage.inbox.next()
     assert (notice.event, notice.role, notice.request_id) == (Event.RELEASED, "D", "pd-1")
+    assert stage.known() == []
 
 
 def test_push(nixl: Any, listen: Callable[..., Inbox]) -> None:

@@ -71,8 +71,28 @@ def test_connector_flag() -> None:
     flag = Flag("--connector", f"{POOL}connector", "lmcache")
     assert (
         error(flags=(flag,))
-        == 'pools[0].connector: expected one of nixl, lmcache-pd, lmcache-mp, shared, got "lmcache" (--connector)'
+        == 'pools[0].connector: expected nixl or lmcache-pd or lmcache-mp or shared or kvstore-keys, got "lmcache" (--connector)'
     )
+
+
+def test_tokenize_flags() -> None:
+    """--tokenize and --tokenizer set the first pool's, over the file's."""
+    flags = [Flag("--tokenize", f"{POOL}tokenize", "always"), Flag("--tokenizer", f"{POOL}tokenizer", "/m")]
+    pool = load(None, {}, flags, DECODE).pool
+    assert (pool.tokenize, pool.tokenizer) == ("always", "/m")
+    assert (load(None, {}, (), DECODE).pool.tokenize, load(None, {}, (), DECODE).pool.tokenizer) == ("auto", None)
+    wrong = Flag("--tokenize", f"{POOL}tokenize", "never")
+    assert error(flags=(wrong,)) == 'pools[0].tokenize: expected off or auto or always, got "never" (--tokenize)'
+
+
+def test_off_as_yaml_reads_it(tmp_path: Path) -> None:
+    """`tokenize: off` is false to YAML; `true` and `on` are still no value of it."""
+    file = tmp_path / "file.yaml"
+    for text in ("off", "'off'", "no"):
+        file.write_text(f"pools: [{{tokenize: {text}}}]\n")
+        assert load(file, {}, (), DECODE).pool.tokenize == "off"
+    file.write_text("pools: [{tokenize: on}]\n")
+    assert error(file) == f"pools[0].tokenize: expected off or auto or always, got true (file {file})"
 
 
 def test_loading_changes_no_argument() -> None:

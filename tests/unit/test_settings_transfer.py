@@ -17,11 +17,11 @@ from pdproxy.settings.schema import LMCache, Node, Pool, Receiver, Settings
 P = Node(url="http://p:8100", role="prefill")
 
 
-def decode(host: str = "d", port: int = 7300, ranks: int = 1, **more: Any) -> Node:
+def decode(engine: str = "d", port: int = 7300, ranks: int = 1, **more: Any) -> Node:
     """A decode engine with a receiver."""
     init = tuple(range(port, port + ranks))
     receiver = Receiver(init_ports=init, alloc_ports=tuple(one + 100 for one in init), **more)
-    return Node(url=f"http://{host}:8200", role="decode", receiver=receiver)
+    return Node(url=f"http://{engine}:8200", role="decode", receiver=receiver)
 
 
 def pool(*nodes: Node, **more: Any) -> Settings:

@@ -15,7 +15,7 @@ from pdproxy.wire.request import Parsed, Route, parse
 
 PD = lmcache_pd()
 IDS = TokenIds(b"[5,6,7]", 3)
-DISPATCH = Dispatch("leg-1", IDS, Receiver("10.0.0.7", (7300, 7301), (7400, 7401)))
+DISPATCH = Dispatch("leg-1", IDS, receiver=Receiver("10.0.0.7", (7300, 7301), (7400, 7401)))
 
 
 def parsed(route: Route = Route.COMPLETIONS, **fields: Any) -> Parsed:
@@ -246,7 +246,7 @@ def test_the_decode_engine_makes_the_first_token_where_the_operator_says_so() ->
 )
 def test_how_many_ranks_tell(options: dict[str, Any], tokens: int, notices: int) -> None:
     """One notice a receiving rank, one in all where the first stores alone, none where nothing is pushed."""
-    dispatch = Dispatch("leg-1", TokenIds(b"[]", tokens), DISPATCH.receiver)
+    dispatch = Dispatch("leg-1", TokenIds(b"[]", tokens), receiver=DISPATCH.receiver)
     assert lmcache_pd(**options).notices(dispatch) == notices
 
 

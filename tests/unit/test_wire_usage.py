@@ -55,7 +55,7 @@ def test_a_decode_engine_that_knows_nothing_of_the_prefills_cache_is_told(contra
     request = parse(Route.COMPLETIONS, b'{"prompt":"abc","max_tokens":9}')
     read = prefill_answer(json.dumps(answer(cached_tokens=2, created_cache_tokens=1)).encode())
     assert read is not None
-    dispatch = Dispatch("leg", TokenIds(b"[5,6,7]", 3), Receiver("h", (1,), (2,)))
+    dispatch = Dispatch("leg", TokenIds(b"[5,6,7]", 3), receiver=Receiver("h", (1,), (2,)))
     given = contract.handle(request, read, dispatch)
     assert isinstance(given, Handle), given
     assert (given.cached_tokens, given.created_cache_tokens) == (2, 1)

@@ -28,6 +28,7 @@ from pdproxy.serving.admission import Admission
 from pdproxy.serving.custody import Custodian
 from pdproxy.serving.engines import Engines, Transfer
 from pdproxy.serving.passthrough import Passthrough
+from pdproxy.serving.ready import KvReady
 from pdproxy.serving.service import Service
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
@@ -43,6 +44,8 @@ from pdproxy.web.passing import Passing
 from pdproxy.web.protocol import DataPathProtocol, protocol_class
 from pdproxy.web.room import BodyRoom
 from pdproxy.wire import telemetry
+from pdproxy.wire.notices import Event as NoticeEvent
+from pdproxy.wire.notices import Notice
 
 logger = logging.getLogger("pdproxy")
 
@@ -175,7 +178,7 @@ class Proxy:
             observers,
             TaskOwner("fleet"),
             transfer,
-            NoticeSocket(transfer.ready.heard, transfer.ready.undecodable),
+            NoticeSocket(partial(_heard, transfer.ready, custodian), transfer.ready.undecodable),
             tokenized,
         )
         metrics.add_gauges(proxy._gauges())
@@ -189,7 +192,7 @@ class Proxy:
         Raises:
             SettingsError: the socket for notices can't be bound.
         """
-        if self.transfer.contract.needs_receiver:
+        if self.transfer.contract.needs_receiver or self.transfer.contract.told is not None:
             kv_ready = self.settings.kv_ready
             try:
                 self.notices.bind(kv_ready.host, kv_ready.port)
@@ -371,6 +374,13 @@ class Proxy:
                 lambda: [((url,), missing) for url, missing in self.auditor.missing().items()],
             ),
         )
+
+
+def _heard(ready: KvReady, custodian: Custodian, notice: Notice) -> None:
+    if notice.event is NoticeEvent.READY:
+        ready.heard(notice)
+    else:
+        custodian.heard(notice)
 
 
 def _no_key(url: str) -> None:

@@ -56,6 +56,12 @@ _OPTIONS = (
         "kv_ready.host",
         "address on which prefill engines tell that KV is ready (default: 127.0.0.1)",
     ),
+    (
+        "--kv-notifier",
+        "BOOL",
+        "kv_ready.notifier",
+        "engines of connector nixl carry `pdproxy notifier` (default: false)",
+    ),
     (("--kv-ready-port", "--nixl-proxy-port"), "PORT", "kv_ready.port", "its port (default: 7500)"),
     ("--max-inflight", "N", "limits.max_inflight", "requests served at once; others wait (default: 1024)"),
     ("--log-level", "LEVEL", "observe.log_level", f"{', '.join(get_args(LogLevel))} (default: info)"),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 import msgspec
 
 from pdproxy.cli.parser import USAGE_ERROR
-from pdproxy.sim.facts import Facts, Hardware, Role
+from pdproxy.sim.facts import Facts, Hardware, LMCache, Role
 from pdproxy.sim.faults import Fault, FaultError, parse
 from pdproxy.sim.kinds import KINDS, MOMENTS
 
@@ -43,7 +43,10 @@ _ENGINE = {
     "api_key": "wanted of clients",
     "eos_every": "one token in so many ends the answer, on average; 0: none",
     "connector": "how KV comes and goes",
-    "kv_role": "as in --kv-transfer-config (default: what --role says)",
+    "kv_role": "as in --kv-transfer-config (default: what --role and --connector say)",
+    "tensor_parallel_size": "workers, each with notices of its own",
+    "notify": "where to tell of KV: tcp://HOST:PORT (nixl, lmcache-pd) or http://HOST:PORT/PATH (lmcache-mp) (default: nowhere)",
+    "shared_storage_path": "folder that engines share (shared, lmcache-mp; default: none, its own memory)",
     "kv_load_failure_policy": "what to do when KV does not come",
     "kv_lease_duration": "seconds that prefill keeps KV for decode",
     "heartbeat_interval": "seconds between decode's renewals of leases",
@@ -60,10 +63,26 @@ _HARDWARE = {
     "link_bytes_per_s": "bytes a second between engines",
     "transfer_latency_s": "seconds before a transfer's first byte",
 }
-_GROUPS: tuple[tuple[str, type[Facts | Hardware], dict[str, str]], ...] = (
+_LMCACHE = {
+    "chunk_size": "tokens in a chunk",
+    "pd_backend_mode": "which implementation of lmcache-pd",
+    "pd_peer_init_port": "decode: its first worker's port for handshakes; 0: any free one",
+    "pd_peer_alloc_port": "decode: its first worker's port for room; 0: any free one",
+    "pd_buffer_size": "decode: bytes of each worker for what is pushed",
+    "pd_allocation_timeout_sec": "decode: seconds that a push waits for room",
+    "skip_last_n_tokens": "decode: so many of a prompt's last tokens are not looked up",
+    "discard_partial_chunks": "prefill: push full chunks alone",
+    "save_only_first_rank": "the first worker alone stores, as with MLA",
+    "notice_type": "how notices are tagged",
+    "degraded": "LMCache did not start: no KV moves, nobody is told",
+}
+_Group = Facts | Hardware | LMCache
+_GROUPS: tuple[tuple[str, type[_Group], dict[str, str]], ...] = (
     ("the engine (vLLM's names)", Facts, _ENGINE),
     ("its hardware (an H200 with an 8B model)", Hardware, _HARDWARE),
+    ("LMCache (its names)", LMCache, _LMCACHE),
 )
+_NESTED: dict[type[_Group], str] = {Hardware: "hardware", LMCache: "lmcache"}
 
 
 def add(commands: Commands) -> None:
@@ -109,10 +128,10 @@ def _faults_help() -> str:
     return "\n".join([*lines, "", f"moments: {', '.join(MOMENTS)}"])
 
 
-def _fields(kind: type[Facts | Hardware]) -> dict[str, Any]:
+def _fields(kind: type[_Group]) -> dict[str, Any]:
     """Return the fields that are options, with their types."""
     hints = get_type_hints(kind)
-    return {name: hints[name] for name in kind.__struct_fields__ if name not in ("role", "hardware")}
+    return {name: hints[name] for name in kind.__struct_fields__ if name not in ("role", *_NESTED.values())}
 
 
 def _option(name: str) -> str:
@@ -170,15 +189,15 @@ def facts_from(arguments: argparse.Namespace) -> Facts:
         for _, kind, _ in reversed(_GROUPS):
             fields = _fields(kind).items()
             found = {name: _converted(name, given[name], hint) for name, hint in fields if given[name] is not None}
-            if kind is Hardware:
-                values["hardware"] = Hardware(**found)
+            if kind in _NESTED:
+                values[_NESTED[kind]] = kind(**found)
             else:
                 values |= found
         return Facts(**values)
     except _WrongOptionError:
         raise
     except ValueError as error:  # it names fields, and fields are options here
-        names = sorted((*_ENGINE, *_HARDWARE), key=len, reverse=True)
+        names = sorted(("role", *_ENGINE, *_HARDWARE, *_LMCACHE), key=len, reverse=True)
         pattern = rf"\b({'|'.join(names)})\b(?= must| = )"
         raise ValueError(re.sub(pattern, lambda match: _option(match[1]), str(error))) from None
 

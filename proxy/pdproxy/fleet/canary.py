@@ -11,8 +11,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
+
+import msgspec
 
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError
 from pdproxy.observe.events import Observers, TokenizerJudged
@@ -75,7 +77,7 @@ class Canaries:
         self._threads = threads
         self._tokenizer = tokenizer
         self._find = find
-        self._found: dict[str, LocalTokenizer | UnusableError] = {}
+        self._found: dict[str, asyncio.Future[LocalTokenizer]] = {}
         self._bases: dict[str, str] = {}
         self._judged: dict[Life, dict[str, _Judgement]] = {}
         self._trusted: dict[tuple[str | None, Route], Trusted | None] = {}
@@ -110,11 +112,22 @@ class Canaries:
             how = judgement.agreement
             if not (how.chats if route is Route.CHAT else how.texts):
                 return None
-            trusted = Trusted(judgement.tokenizer, how.forms)
-            if agreed is not None and (trusted.tokenizer is not agreed.tokenizer or trusted.forms != agreed.forms):
+            trusted = Trusted(judgement.tokenizer, how.forms if route is Route.CHAT else _NOTHING)
+            if agreed is not None and agreed != trusted:
                 return None
             agreed = trusted
         return agreed
+
+    def refuted(self, url: str, model: str | None, route: Route, why: str) -> None:
+        """A request has shown what canaries can't: this engine makes other ids of it. Not here any more, for this life of it."""
+        judged = self._judged.get(self._ledger.life(url), {})
+        name = next(iter(judged), "") if model is None else self._bases.get(model, model)
+        if (known := judged.get(name)) is None:
+            return
+        off = {"chats": False} if route is Route.CHAT else {"texts": False}
+        judged[name] = replace(known, agreement=msgspec.structs.replace(known.agreement, **off), why=why)
+        self._trusted.clear()
+        self._observers.notify(TokenizerJudged(url, name, False, why))
 
     # -- asking
 
@@ -198,15 +211,9 @@ class Canaries:
         return _Judgement(tokenizer, how, why)
 
     async def _tokenizer_of(self, root: str) -> LocalTokenizer:
-        if root not in self._found:
-            try:
-                self._found[root] = await self._thread(lambda: self._find(root))
-            except UnusableError as error:
-                self._found[root] = error
-        found = self._found[root]
-        if isinstance(found, UnusableError):
-            raise found
-        return found
+        if root not in self._found:  # engines are asked at the same time, and share what is found
+            self._found[root] = asyncio.ensure_future(self._thread(lambda: self._find(root)))
+        return await asyncio.shield(self._found[root])
 
     async def _thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -200,7 +200,7 @@ class Worker:
                 self._moved[request] = _sum(self._moved.get(request), (int(size), float(seconds)))
         for request in results.finished_recving:
             moved = self._moved.pop(request, None)
-            if moved is not None and request not in results.failed_recving:
+            if moved is not None:
                 self._news.moved[request] = moved
 
     def news(self) -> WorkerNews | None:
@@ -291,9 +291,12 @@ class Scheduler:
         for request in output.finished_recving or ():
             moved = self._moved.pop(request, None)
             pulling = self._pulling.pop(request, None)
-            if pulling is not None:
-                event = "failed" if request in output.failed_recving else "loaded"
-                self._pulled(event, request, pulling, *(moved or ()))
+            if pulling is None:
+                continue
+            if request in output.failed_recving:
+                self._pulled("failed", request, pulling)
+            else:
+                self._pulled("loaded", request, pulling, *(moved or ()))
         for request in output.finished_sending or ():
             workers = self._expired.pop(request, 0)
             role, remote, since = self._held.pop(request, (None, request, None))

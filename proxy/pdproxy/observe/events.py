@@ -124,11 +124,18 @@ class KvNoticed(msgspec.Struct, frozen=True):
     """An engine told something of a KV transfer. `result`: what became of it.
 
     awaited; double (its rank had been heard); early (nobody waits yet); late (nobody waits any more); unknown (early, and
-    nobody came); undecodable.
+    nobody came); undecodable. Of a handle's later life: known, or over (it had ended for us).
     """
 
     event: str
     result: str
+
+
+class KvTransferred(msgspec.Struct, frozen=True):
+    """A decode engine told that it has loaded a prompt's KV: in how many seconds, and how many bytes; None: it doesn't say."""
+
+    seconds: float | None
+    bytes: int | None
 
 
 class KvWaited(msgspec.Struct, frozen=True):
@@ -173,6 +180,7 @@ Event = (
     | KvShortfall
     | KvCounted
     | KvNoticed
+    | KvTransferred
     | KvWaited
     | Tokenized
     | TokenizerJudged

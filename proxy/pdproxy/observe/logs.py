@@ -24,6 +24,7 @@ from pdproxy.observe.events import (
     KvCounted,
     KvNoticed,
     KvShortfall,
+    KvTransferred,
     KvWaited,
     LegFailed,
     LegTimes,
@@ -78,11 +79,15 @@ class LogObserver:
                     "prompts may be tokenized here" if agrees else "prompts are NOT tokenized here",
                     _plain(event),
                 )
-            case (
-                HandleEnded() | ServedAlone() | DeadlinePassed() | KvCounted() | KvNoticed() | KvWaited() | Tokenized()
-            ):
-                if legs.isEnabledFor(logging.DEBUG):
-                    _log(legs, logging.DEBUG, type(event).__name__, _plain(event))
+            case HandleEnded() | ServedAlone() | DeadlinePassed() | KvCounted() | Tokenized():
+                _debug(event)
+            case KvNoticed() | KvTransferred() | KvWaited():
+                _debug(event)
+
+
+def _debug(event: Event) -> None:
+    if legs.isEnabledFor(logging.DEBUG):
+        _log(legs, logging.DEBUG, type(event).__name__, _plain(event))
 
 
 def access_fields(event: RequestEnded) -> Fields:

@@ -22,6 +22,7 @@ from pdproxy.observe.events import (
     KvCounted,
     KvNoticed,
     KvShortfall,
+    KvTransferred,
     KvWaited,
     LegFailed,
     LegTimes,
@@ -113,6 +114,11 @@ class Metrics:
                 self._count("pdproxy_kv_moved", "recomputed", by=missing)
             case KvNoticed(kind, result):
                 self._count("pdproxy_kv_notices", kind, result)
+            case KvTransferred(seconds, size):
+                if seconds is not None:
+                    self._histogram("pdproxy_kv_transfer_seconds", "", SECONDS).observe(seconds)
+                if size is not None:
+                    self._count("pdproxy_kv_transfer_bytes", by=size)
             case KvWaited(node, result, seconds, missing):
                 self._histogram("pdproxy_kv_ready_wait_seconds", result, SECONDS).observe(seconds)
                 for rank in missing:
@@ -193,6 +199,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pdproxy_kv_moved": ("Prompt tokens sent by KV transfer, by what the decode engine's counters say", ("result",)),
     "pdproxy_kv_notices": ("Notices of KV transfers, by what became of them", ("event", "result")),
     "pdproxy_kv_silent_ranks": ("Ranks that sent no notice before the deadline", ("node", "rank")),
+    "pdproxy_kv_transfer_bytes": ("Bytes of KV that decode engines told to have loaded", ()),
     "pdproxy_leg_failures": ("Legs that failed", ("node", "phase")),
     "pdproxy_pairs_ejected": ("Pairs ejected for counting different prompt lengths", ()),
     "pdproxy_tokenize": ("Prompts that were to become token ids before an engine sees them", ("source", "result")),
@@ -202,6 +209,7 @@ _HISTOGRAMS: dict[str, tuple[str, str]] = {
     "pdproxy_ttft_seconds": ("Time from a request's arrival to its first data", "path"),
     "pdproxy_itl_seconds": ("Gap between stream events", ""),
     "pdproxy_phase_seconds": ("Phases of a request", "phase"),
+    "pdproxy_kv_transfer_seconds": ("Transfers of KV, as decode engines told", ""),
     "pdproxy_kv_ready_wait_seconds": ("Waits for notices that KV is ready, from the prefill's answer on", "result"),
     "pdproxy_tokenize_seconds": ("Time that a prompt's token ids took", "source"),
 }

@@ -14,12 +14,14 @@ from enum import Enum
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, OverloadedError, Wait
 from pdproxy.kit.ids import mint
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.events import DeadlinePassed, HandleEnded, Observers
+from pdproxy.observe.events import DeadlinePassed, HandleEnded, KvNoticed, KvTransferred, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.settings.schema import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.upstream.client import Answer, EngineClient, Pending
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
+from pdproxy.wire.notices import Event as NoticeEvent
+from pdproxy.wire.notices import Notice
 
 logger = logging.getLogger("pdproxy.kv")
 
@@ -46,6 +48,7 @@ class End(Enum):
     REFUSED = "refused"  # the decode engine refused the request and gave it back
     ABORTED = "aborted"  # the decode engine owned it when its request was closed: it frees it
     LOST = "lost"  # nobody could be told: the prefill engine's lease frees it
+    EXPIRED = "expired"  # the prefill engine told that its lease is over
 
 
 _BY_DECODE = frozenset({End.REFUSED, End.ABORTED})
@@ -57,7 +60,19 @@ class Custody:
     Where the contract has nothing kept for us it only carries the handle: it is in no state, and giving it back does nothing.
     """
 
-    __slots__ = ("_custodian", "authorization", "decode", "handle", "how", "model", "prefill", "since", "state")
+    __slots__ = (
+        "_custodian",
+        "authorization",
+        "decode",
+        "freed",
+        "handle",
+        "how",
+        "model",
+        "on_expired",
+        "prefill",
+        "since",
+        "state",
+    )
 
     def __init__(
         self, custodian: Custodian, handle: Handle, prefill: str, model: str | None, authorization: _Auth
@@ -71,6 +86,10 @@ class Custody:
         self.state: State | None = State.HELD if custodian.holds else None
         self.how: End | None = None
         self.since = custodian.now()
+        self.on_expired: Callable[[], None] | None = None
+        """What is to be done if the lease ends while a decode engine may still read: it would read another prompt's KV."""
+        self.freed = 0
+        """Ranks of the prefill engine that told that they hold it no longer."""
 
     def __repr__(self) -> str:
         return f"<Custody {self.handle.remote_request_id} {self.state and self.state.value} of {self.prefill}>"
@@ -90,7 +109,7 @@ class Custody:
         if how in _BY_DECODE and not self._custodian.met(self.prefill, self.decode):
             self.release()
             return
-        self.state, self.how = None, how
+        self.state, self.how, self.on_expired = None, how, None
         self._custodian.ended(self, how)
         self.handle = Handle(b"", None, self.handle.prompt_tokens, self.handle.remote_request_id)
 
@@ -123,7 +142,7 @@ class Custodian:
         self._deadlines = deadlines
         self._observers = observers
         self.now = now
-        self._live: set[Custody] = set()
+        self._live: dict[str, Custody] = {}
         self._tasks = TaskOwner("custody")
         self._orphans = 0
         self._met: set[tuple[tuple[str, float], tuple[str, float]]] = set()
@@ -140,7 +159,7 @@ class Custodian:
         """Return for each state how many handles are in it and the age of the oldest in seconds."""
         now = self.now()
         found = {state.value: (0, 0.0) for state in State}
-        for custody in self._live:
+        for custody in self._live.values():
             if custody.state is not None:
                 count, oldest = found[custody.state.value]
                 found[custody.state.value] = (count + 1, max(oldest, now - custody.since))
@@ -150,7 +169,7 @@ class Custodian:
         """Become responsible for a handle."""
         custody = Custody(self, handle, prefill, model, authorization)
         if custody.state is not None:
-            self._live.add(custody)
+            self._live[handle.remote_request_id] = custody
         return custody
 
     def met(self, prefill: str, decode: str | None) -> bool:
@@ -161,7 +180,7 @@ class Custodian:
         """Forget a handle that is over. Called by `Custody.end` alone."""
         if how is End.LOADED and custody.decode is not None and not self.met(custody.prefill, custody.decode):
             self._met.add((self._ledger.life(custody.prefill), self._ledger.life(custody.decode)))
-        self._live.discard(custody)
+        self._live.pop(custody.handle.remote_request_id, None)
         self._observers.notify(HandleEnded(how.value, custody.prefill, self.now() - custody.since))
 
     def give_back(self, custody: Custody) -> None:
@@ -189,9 +208,48 @@ class Custodian:
         self._orphans += 1
         self._tasks.spawn(self._adopted(pending, prefill, model, authorization, read, done), "adopted prefill")
 
+    def outlive(self, pending: Pending, timeout: float, done: Callable[[], None]) -> None:
+        """Await a prefill's answer that tells nothing new any more, for `timeout` seconds, so that its engine is left in peace.
+
+        `done` is called when the leg is over.
+        """
+        self._tasks.spawn(self._outlived(pending, timeout, done), "answer behind its notice")
+
+    async def _outlived(self, pending: Pending, timeout: float, done: Callable[[], None]) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                await pending.answered()
+        except (TimeoutError, EngineError):
+            return
+        finally:
+            pending.close()
+            done()
+
     async def settle(self, timeout: float) -> int:
         """Wait up to `timeout` seconds for the background work; return how much was given up."""
         return await self._tasks.settle(timeout)
+
+    def heard(self, notice: Notice) -> None:
+        """Take an engine's word for what became of a handle."""
+        custody = self._live.get(notice.remote_request_id or "")
+        self._observers.notify(KvNoticed(notice.event.value, "known" if custody is not None else "over"))
+        match notice.event:
+            case NoticeEvent.LOADED:
+                self._observers.notify(KvTransferred(notice.seconds, notice.moved_bytes))
+                if custody is not None:
+                    custody.end(End.LOADED)
+            case NoticeEvent.RELEASED if custody is not None:
+                custody.freed += 1
+                if custody.freed >= (notice.world or 1):
+                    # Without a give-back of ours it is the decode engine that has read all of it.
+                    custody.end(End.LOADED if custody.state is State.ASKED else End.RELEASED)
+            case NoticeEvent.EXPIRED if custody is not None:
+                expired, custody.on_expired = custody.on_expired, None
+                asked = custody.state is State.ASKED
+                custody.end(End.EXPIRED)
+                logger.warning("the lease on %s at %s is over", notice.remote_request_id, custody.prefill)
+                if asked and expired is not None:
+                    expired()
 
     async def _adopted(
         self,

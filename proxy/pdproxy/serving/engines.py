@@ -61,6 +61,17 @@ class Engines:
         own = next((value for _, value in heading.authorization), None)
         return await self.tokenizing.ids(parsed, prompt, own)
 
+    def ids_to_send(self, url: str, parsed: Parsed, ids: TokenIds | None) -> TokenIds | None:
+        """Return the ids that a prefill engine is sent, None where it makes them."""
+        return ids if self.tokenizing is None else self.tokenizing.proofs.sent(url, parsed, ids)
+
+    def ids_served(
+        self, url: str, parsed: Parsed, ids: TokenIds | None, sent: TokenIds | None, served: bytes | None
+    ) -> None:
+        """A prefill engine has answered with the ids of the prompt that it served."""
+        if self.tokenizing is not None:
+            self.tokenizing.proofs.served(url, parsed, ids, sent, served)
+
     def close(self, lease: Lease, verdict: Verdict) -> None:
         """End a lease, and tell if that shut its engine out."""
         node = lease.node

@@ -31,7 +31,7 @@ from pdproxy.scheduling.ledger import Lease, Verdict
 from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.custody import Custody, End
 from pdproxy.serving.engines import Engines, Heading
-from pdproxy.serving.first import first_data
+from pdproxy.serving.first import accepted, first_data
 from pdproxy.serving.handover import Handover, begin, why_not
 from pdproxy.serving.output import Output
 from pdproxy.serving.prefill import Prefilled, PrefillFailedError, prefill
@@ -47,10 +47,6 @@ from pdproxy.upstream.connection import Leg, Sink
 from pdproxy.wire import sse
 from pdproxy.wire.request import Alone, Parsed, Prompt, Route
 
-ACCEPT_GRACE = 0.15
-"""Seconds that a decode leg may take to show that the engine has the request, once its client has left (0.2 s in all)."""
-ACCEPTED_UNSEEN = 1.0
-"""Seconds after which an engine that is asked for an unstreamed answer counts as having the request."""
 FINISH_GRACE = 1.0
 """Seconds that an engine may take from its end mark to the end of its HTTP answer before the connection is dropped."""
 
@@ -185,7 +181,7 @@ class Exchange:
         try:
             self._prefill_url, self._decode_url, self._why_alone = pair.prefill.node.url, None, None
             started = engines.now()
-            got = await prefill(engines, pair.prefill, self._parsed, prompt, self._heading, handover.dispatch)
+            got = await prefill(engines, handover, self._parsed, prompt, self._heading)
             self._prefill_s = engines.now() - started
             if isinstance(got, Answer):
                 if got.status != 400:
@@ -263,6 +259,7 @@ class Exchange:
         try:
             if custody is not None:
                 custody.asked(url)
+                custody.on_expired = self._expired
                 engines.auditor.asked(url, custody.handle.prompt_tokens)
             timeout = engines.deadlines.total if self._parsed.starts_in_silence else engines.deadlines.first_token
             try:
@@ -299,7 +296,7 @@ class Exchange:
             return None
         except asyncio.CancelledError:
             asked = leg is not None and custody is not None and custody.state is not None and not proven
-            if asked and custody is not None and await self._accepted(relay, started):
+            if asked and custody is not None and await accepted(engines, self._parsed, relay, started):
                 custody.end(End.ABORTED)
             raise  # a handle that has not ended is given back below, once the leg is closed
         except EngineError as error:
@@ -343,19 +340,10 @@ class Exchange:
             relay.created_cache_tokens = custody.handle.created_cache_tokens
         return relay
 
-    async def _accepted(self, relay: Relay, asked: float) -> bool:
-        """Tell whether the engine has the request, giving it a moment to show it: then closing the leg frees the KV.
-
-        A stream shows it by its headers. An answer that is not streamed shows nothing before its end: there, time does.
-        """
-        if not self._parsed.stream and self._engines.now() - asked > ACCEPTED_UNSEEN:
-            return True
-        try:
-            async with asyncio.timeout(ACCEPT_GRACE):
-                await relay.accepted.wait()
-        except TimeoutError:
-            return False
-        return relay.status == 200  # refused or lost: then the engine owns nothing
+    def _expired(self) -> None:
+        """The lease on the KV ended before the decode engine showed data: what it reads may be another prompt's."""
+        if self.relay is not None and not self.relay.first.done():
+            self.relay.failed(EngineError(f"the lease on the KV at {self._prefill_url} ended before it was loaded"))
 
     def _judge(self, url: str, answer: Answer, custody: Custody | None) -> None:
         """Decide what a whole answer says about the KV. Raise for one that another engine may do better."""

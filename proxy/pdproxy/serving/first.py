@@ -1,7 +1,8 @@
-"""Waiting for a decode leg's first data, or for the whole of an answer that comes in one piece."""
+"""What a decode leg shows first: its data, the whole of an answer that comes in one piece, or that the engine has the request."""
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 
 from pdproxy.kit.clock import Timer
@@ -10,6 +11,12 @@ from pdproxy.scheduling.nodes import Node
 from pdproxy.serving.engines import Engines
 from pdproxy.serving.relay import Relay, StreamStarted
 from pdproxy.upstream.client import Answer
+from pdproxy.wire.request import Parsed
+
+ACCEPT_GRACE = 0.15
+"""Seconds that a decode leg may take to show that the engine has the request, once its client has left (0.2 s in all)."""
+ACCEPTED_UNSEEN = 1.0
+"""Seconds after which an engine that is asked for an unstreamed answer counts as having the request."""
 
 
 async def first_data(engines: Engines, relay: Relay, node: Node, *, in_silence: bool) -> Answer | StreamStarted:
@@ -32,6 +39,22 @@ async def first_data(engines: Engines, relay: Relay, node: Node, *, in_silence: 
         return await relay.first
     finally:
         timers[-1].cancel()
+
+
+async def accepted(engines: Engines, parsed: Parsed, relay: Relay, asked: float) -> bool:
+    """Tell whether the engine has the request, giving it a moment to show it: then closing the leg frees the KV.
+
+    A stream shows it by its headers. An answer that is not streamed shows nothing before its end: there, time does. `asked`
+    is when the leg was sent.
+    """
+    if not parsed.stream and engines.now() - asked > ACCEPTED_UNSEEN:
+        return True
+    try:
+        async with asyncio.timeout(ACCEPT_GRACE):
+            await relay.accepted.wait()
+    except TimeoutError:
+        return False
+    return relay.status == 200  # refused or lost: then the engine owns nothing
 
 
 def _look(engines: Engines, relay: Relay, node: Node, patience: float, timers: list[Timer]) -> None:

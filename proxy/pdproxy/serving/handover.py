@@ -54,7 +54,7 @@ async def begin(
         return None
     dispatch = NO_DISPATCH
     if transfer.contract.mints:
-        dispatch = Dispatch(mint(), tokens, transfer.receivers.get(pair.decode.node.url))
+        dispatch = Dispatch(mint(), tokens, receiver=transfer.receivers.get(pair.decode.node.url))
     elif tokens is not None:
         dispatch = Dispatch(ids=tokens)
     return Handover(engines, pair, dispatch, slots)
@@ -72,13 +72,20 @@ class Handover:
         self.pair = pair
         self.dispatch = dispatch
         contract = engines.transfer.contract
-        if dispatch.leg_id is not None and (ranks := contract.notices(dispatch)) != 0:
-            self._expected = engines.transfer.ready.expect(dispatch.leg_id, ranks)
+        if dispatch.leg_id is not None:
+            ranks = 1 if contract.told is not None else contract.notices(dispatch)
+            if ranks != 0:
+                self._expected = engines.transfer.ready.expect(dispatch.leg_id, ranks)
 
     def __repr__(self) -> str:
         return (
             f"<Handover {self.pair.prefill.node.url} -> {self.pair.decode.node.url}, {self._expected or 'no notices'}>"
         )
+
+    @property
+    def told(self) -> Expected | None:
+        """The wait for a notice that may bring the handle before the answer, None if none may."""
+        return self._expected if self._engines.transfer.contract.told is not None else None
 
     async def kv_ready(self) -> None:
         """Wait until each rank has told that the KV is there. What if not is the operator's choice.
@@ -86,9 +93,9 @@ class Handover:
         Raises:
             EngineTimeoutError: they didn't, and the request is to fail then.
         """
-        if self._expected is None:
-            return
         engines = self._engines
+        if self._expected is None or engines.transfer.contract.told is not None:
+            return
         url, timeout = self.pair.prefill.node.url, engines.deadlines.kv_ready
         if not await engines.transfer.ready.wait(self._expected, timeout, url) and not engines.transfer.recomputes:
             raise EngineTimeoutError(f"{url} did not tell in {timeout:g} s that the KV is ready", wait=Wait.KV_READY)

@@ -14,11 +14,13 @@ import msgspec
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionError, Wait
 from pdproxy.kit.frames import let_go
 from pdproxy.observe.events import DeadlinePassed
-from pdproxy.scheduling.ledger import Lease, Verdict
+from pdproxy.scheduling.ledger import Verdict
 from pdproxy.serving.custody import Custody
 from pdproxy.serving.engines import Engines, Heading
+from pdproxy.serving.handover import Handover
+from pdproxy.serving.ready import Expected
 from pdproxy.serving.verdicts import is_clients_fault, refused, verdict_of
-from pdproxy.transfer.contract import Dispatch, Handle
+from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.upstream.client import Answer, Pending
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
 from pdproxy.wire.request import Alone, Parsed, Prompt
@@ -41,19 +43,25 @@ class Prefilled(msgspec.Struct, frozen=True):
 
 
 async def prefill(
-    engines: Engines, lease: Lease, parsed: Parsed, prompt: Prompt, heading: Heading, dispatch: Dispatch
+    engines: Engines, handover: Handover, parsed: Parsed, prompt: Prompt, heading: Heading
 ) -> Prefilled | Answer:
     """Have a prompt prefilled by the leased engine. Return custody of its KV, or an answer that is the client's own fault.
+
+    Where a notice may bring the handle, whatever comes first counts; the answer is then awaited in the background.
 
     Raises:
         PrefillFailedError: the engine failed, was late, or gave no handle that may be used. It has been told.
     """
+    lease, dispatch, told = handover.pair.prefill, handover.dispatch, handover.told
     node = lease.node
     client = engines.clients[node.url]
     contract = engines.transfer.contract
     verdict = Verdict.NEUTRAL
     adopted = False
     pending: Pending | None = None
+    sent = dispatch.ids if contract.needs_ids else engines.ids_to_send(node.url, parsed, dispatch.ids)
+    if sent is None and dispatch.ids is not None:
+        dispatch = msgspec.structs.replace(dispatch, spares=False)
 
     def request() -> bytes:  # made anew where it is sent anew, which is rare: to keep one is a body more
         leg = contract.prefill(parsed, prompt, dispatch)
@@ -78,15 +86,23 @@ async def prefill(
         async with engines.clock.within(engines.deadlines.prefill):
             pending = await client.ask(request)
             try:
-                answer = await pending.answered()
+                answer = await _first(pending, told)
             except StaleConnectionError as stale:
                 let_go(stale)
                 pending = await client.ask(request, fresh=True)
+                answer = await _first(pending, told)
+            if answer is None and (handle := _handle_told(contract, told)) is not None:
+                verdict = Verdict.GOOD
+                engines.custodian.outlive(pending, engines.deadlines.prefill, end)
+                adopted = True
+                return Prefilled(engines.custodian.take(handle, node.url, parsed.model, heading.authorization))
+            if answer is None:
                 answer = await pending.answered()
         got = _read(read, node.url, answer)
         verdict = Verdict.GOOD
         if isinstance(got, Answer):
             return got
+        engines.ids_served(node.url, parsed, dispatch.ids, sent, got.token_ids)
         custody = engines.custodian.take(got, node.url, parsed.model, heading.authorization)
         finished = got.first is not None and got.first.finish_reason is not None
         return Prefilled(custody, answer.body if finished else b"")
@@ -112,6 +128,17 @@ async def prefill(
             if pending is not None:
                 pending.close()
             end()
+
+
+async def _first(pending: Pending, told: Expected | None) -> Answer | None:
+    """Return the answer, None if a notice came first."""
+    return await pending.answered() if told is None else await pending.answered_or(told.done)
+
+
+def _handle_told(contract: Contract, told: Expected | None) -> Handle | None:
+    if told is None or told.notice is None or contract.told is None:
+        return None
+    return contract.told(told.notice)
 
 
 class _NoHandleError(EngineError):

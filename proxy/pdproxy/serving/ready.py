@@ -29,7 +29,7 @@ class Expected:
     once, however often they are heard; of those that don't, each notice counts.
     """
 
-    __slots__ = ("_named", "_unnamed", "_where", "done", "leg_id", "ranks", "since")
+    __slots__ = ("_named", "_unnamed", "_where", "done", "leg_id", "notice", "ranks", "since")
 
     def __init__(self, where: KvReady, leg_id: str, ranks: int | None, since: float) -> None:
         self._where = where
@@ -37,6 +37,8 @@ class Expected:
         self.ranks = ranks
         self.since = since
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.notice: Notice | None = None
+        """The last one."""
         self._named: set[int] = set()
         self._unnamed = 0
 
@@ -45,6 +47,7 @@ class Expected:
 
     def heard(self, notice: Notice) -> bool:
         """Count a notice. Return whether it told anything new."""
+        self.notice = notice
         if self.ranks is None and notice.world is not None:
             self.ranks = notice.world
         if notice.rank is None:

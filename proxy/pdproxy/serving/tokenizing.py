@@ -19,6 +19,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError, Wait
 from pdproxy.observe.events import DeadlinePassed, Observers, Tokenized
 from pdproxy.scheduling.ledger import Ledger
+from pdproxy.serving.proofs import Proofs
 from pdproxy.tokens.errors import RejectedError, UnsureError
 from pdproxy.tokens.ids import TokenIds, from_numbers
 from pdproxy.tokens.questions import question
@@ -35,6 +36,9 @@ LONGEST = 4 * 2**20
 Ask = Callable[[str, bytes, bytes | None], Awaitable[TokenIds]]
 """Asks the engine with this URL: a body for `/tokenize`, and the client's own `Authorization`."""
 
+_Result = tuple[str, TokenIds | None]
+"""What became of a prompt, in the words of `Tokenized`, and its ids."""
+
 _ids_decoder = msgspec.json.Decoder(list[int])
 
 
@@ -43,6 +47,9 @@ class Trust(Protocol):
 
     def trusted(self, model: str | None, route: Route) -> Trusted | None:
         """Return it, None if there is none."""
+
+    def refuted(self, url: str, model: str | None, route: Route, why: str) -> None:
+        """Take note that an engine serves other ids than ours."""
 
 
 class Tokenizing:
@@ -61,6 +68,7 @@ class Tokenizing:
         deadline: float,
         required: bool,
     ) -> None:
+        self.proofs = Proofs(ledger, trust)
         self._trust = trust
         self._ask = ask
         self._ledger = ledger
@@ -85,18 +93,23 @@ class Tokenizing:
                 self._given(parsed, prompt) if self._required else None
             )  # the engines get the client's own ids anyway
         source, started = "here", self._now()
+        # Half of the time is an engine's, where it has to be asked if threads are late.
+        seconds = self._deadline / 2 if self._required else self._deadline
+        result, ids = await self._in_time(seconds, self._here(parsed, prompt))
+        self._tell(source, result, started, ids)
+        if ids is None and self._required and result != "rejected":
+            source, started = "engine", self._now()
+            result, ids = await self._in_time(seconds, self._engine(parsed, prompt, authorization))
+            self._tell(source, result, started, ids)
+        return ids
+
+    async def _in_time(self, seconds: float, work: Awaitable[_Result]) -> _Result:
         try:
-            async with self._clock.within(self._deadline):
-                result, ids = await self._here(parsed, prompt)
-                if ids is None and self._required and result != "rejected":
-                    self._tell(source, result, started, None)
-                    source, started = "engine", self._now()
-                    result, ids = await self._engine(parsed, prompt, authorization)
+            async with self._clock.within(seconds):
+                return await work
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.TOKENIZE.value))
-            result, ids = "late", None
-        self._tell(source, result, started, ids)
-        return ids
+            return "late", None
 
     def _tell(self, source: str, result: str, started: float, ids: TokenIds | None) -> None:
         seconds = self._now() - started
@@ -111,7 +124,7 @@ class Tokenizing:
         except msgspec.MsgspecError:
             return None
 
-    async def _here(self, parsed: Parsed, prompt: Prompt) -> tuple[str, TokenIds | None]:
+    async def _here(self, parsed: Parsed, prompt: Prompt) -> _Result:
         trusted = self._trust.trusted(parsed.model, parsed.route)
         if trusted is None:
             return "off", None
@@ -124,10 +137,10 @@ class Tokenizing:
         work.add_done_callback(self._over)
         return await work
 
-    def _over(self, work: asyncio.Future[tuple[str, TokenIds | None]]) -> None:
+    def _over(self, work: asyncio.Future[_Result]) -> None:
         self._waiting -= 1
 
-    async def _engine(self, parsed: Parsed, prompt: Prompt, authorization: bytes | None) -> tuple[str, TokenIds | None]:
+    async def _engine(self, parsed: Parsed, prompt: Prompt, authorization: bytes | None) -> _Result:
         try:
             body = question(parsed, prompt)
         except UnsureError:
@@ -149,7 +162,7 @@ class Tokenizing:
             return "failed", None
 
 
-def _made(trusted: Trusted, parsed: Parsed, prompt: Prompt) -> tuple[str, TokenIds | None]:
+def _made(trusted: Trusted, parsed: Parsed, prompt: Prompt) -> _Result:
     """In a thread: what becomes of a prompt. Nothing of a client's words is raised, lest it be logged."""
     try:
         return "ok", ids_of(trusted.tokenizer, parsed, prompt, trusted.forms)

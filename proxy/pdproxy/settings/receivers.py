@@ -53,4 +53,5 @@ def _values(flag: ReceiverFlag) -> list[object]:
         return [None if host in ANYWHERE else host for host in hosts]
     kind = tuple[Port, ...]
     path = ("receiver", flag.field)
-    return [conform(parse(text, kind), kind, where, path) for text in flag.texts]
+    lists = [[parse(part.strip(), Port) for part in text.split(",")] for text in flag.texts]
+    return [conform(ports, kind, where, path) for ports in lists]

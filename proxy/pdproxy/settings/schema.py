@@ -337,13 +337,16 @@ class Limits(_Section, frozen=True):
 
 
 class KvReady(_Section, frozen=True):
-    """The ZMQ socket on which engines tell that KV is ready. It is bound where the connector has such notices (lmcache-pd)."""
+    """The ZMQ socket on which engines tell that KV is ready. It is bound where the connector has such notices."""
 
     host: Host = "127.0.0.1"
     """Address to bind: one that every prefill rank reaches. Whoever reaches it can send notices."""
 
     port: Port = 7500
     """TCP port: LMCache's `pd_proxy_port`. Its own example proxy takes 8500."""
+
+    notifier: bool = False
+    """Whether engines of connector nixl carry pdproxy's notifier (`pdproxy notifier`). Then the socket is bound for them, too."""
 
     on_timeout: OnTimeout = "recompute"
     """What becomes of a prompt whose notices don't come in `deadlines.kv_ready`: the decode engine computes what it lacks,

@@ -51,6 +51,8 @@ class ActiveRequest:
     hopeless: bool = False
     """Its KV can never come: the handle lacks a key."""
     scheduled_before: bool = False
+    begun: bool = False
+    """A step has computed some of it."""
     started: float = 0.0
     last_token: float | None = None
 
@@ -59,13 +61,13 @@ class ActiveRequest:
         """The number of its prompt's tokens."""
         return len(self.request.prompt)
 
-    def count_start(self, stats: Stats, wanted: int, now: float) -> None:
-        """Count a request that is scheduled for the first time; `wanted` tokens should come from elsewhere."""
+    def count_start(self, stats: Stats, queried: int, wanted: int, now: float) -> None:
+        """Count a request that is scheduled for the first time: of `queried` tokens `wanted` should come from elsewhere."""
         self.started = now
         stats.queue.observe(now - self.arrived)
         stats.prefix_cache_queries += self.prompt
         stats.prefix_cache_hits += self.local
-        stats.external_prefix_cache_queries += wanted
+        stats.external_prefix_cache_queries += queried
         stats.external_prefix_cache_hits += wanted
 
     def count_token(self, stats: Stats, now: float) -> None:

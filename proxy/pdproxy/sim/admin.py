@@ -119,6 +119,7 @@ class _Admin:
                 "running": stats.running,
                 "waiting": stats.waiting,
                 "kv_cache_usage": stats.kv_cache_usage,
+                "notices": dict(sim.engine.teller.counts),
                 "handles": {name: round(left, 3) for name, left in sim.engine.handles.items()},
                 "requests": len(sim.requests),
                 "connections": sim.connections,

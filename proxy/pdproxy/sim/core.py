@@ -1,7 +1,7 @@
 """The engine's core: continuous batching over queues and KV blocks, one step after the other. Pure: time is passed in.
 
 Owns the queues, the requests in them and their blocks. A driver calls `begin`, lets the step's seconds pass, calls `finish`
-and hands out the outputs; commands to other engines stand in `nixl.outbox`. The same core runs behind HTTP in real time and
+and hands out the outputs; commands to others stand in `commands`. The same core runs behind HTTP in real time and
 in virtual time without it. Scheduling follows vLLM's v1 scheduler: running requests first, then waiting ones, a token budget a
 step, prompts in chunks, the youngest preempted when blocks run out.
 """
@@ -17,12 +17,14 @@ from typing import Any
 from zlib import crc32
 
 from pdproxy.sim.active import ActiveRequest, State
+from pdproxy.sim.connectors import connector_of
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.language import Language, fold, mix
 from pdproxy.sim.memory import Attention, BlockPool, Page, block_keys
-from pdproxy.sim.nixl import Command, Nixl, Notice, Peer, Pull
+from pdproxy.sim.nixl import Nixl, Peer, Pull
 from pdproxy.sim.request import Candidate, EngineDeadError, EngineOutput, EngineRequest, Token
 from pdproxy.sim.stats import Stats
+from pdproxy.sim.storage import MemoryStorage, Storage
 from pdproxy.sim.tokenizer import EOS
 
 
@@ -40,12 +42,20 @@ class Core:
     """One engine core. Any `EngineDeadError` means that it has died: it must not be used again."""
 
     def __init__(
-        self, facts: Facts, engine_id: str, side_channel_port: int, chance: random.Random, stats: Stats
+        self,
+        facts: Facts,
+        engine_id: str,
+        side_channel_port: int,
+        chance: random.Random,
+        stats: Stats,
+        storage: Storage | None = None,
     ) -> None:
         self.facts, self.stats = facts, stats
         self.engine_id = engine_id
         self.pool = BlockPool(facts.num_gpu_blocks, facts.block_size)
-        self.nixl = Nixl(facts, engine_id, side_channel_port, self.pool, stats)
+        self.connector = connector_of(
+            facts, engine_id, side_channel_port, self.pool, stats, MemoryStorage() if storage is None else storage
+        )
         self._language = Language(facts.eos_every, thinks=facts.reasoning_parser != "none")
         self._seed = mix(crc32(facts.model.encode()), facts.weights)
         self._chance = chance
@@ -68,12 +78,12 @@ class Core:
             arrived=now,
             tokens=list(request.prompt),
             salt=crc32((request.cache_salt or "").encode()),
-            params=dict(params) if params is not None and self.facts.connector == "nixl" else None,
+            params=dict(params) if params is not None and self.facts.connector != "none" else None,
             chance=chance,
         )
         self._sequences[request.id] = sequence
         self._enqueue(sequence)
-        self.nixl.queued(request.id, sequence.params)
+        self.connector.queued(sequence)
         self._gauge()
 
     def _enqueue(self, sequence: ActiveRequest) -> None:
@@ -93,26 +103,28 @@ class Core:
         before = sequence.state
         self._end(sequence, "abort", now)
         if before is State.WAITING and not sequence.scheduled_before:
-            self.nixl.dropped(request_id, sequence.params)
+            self.connector.dropped(request_id, sequence.params)
 
     def reject(self, params: dict[str, Any]) -> None:
         """Clean up after a request that the API server refused."""
-        if self.facts.connector == "nixl":
-            self.nixl.dropped("", dict(params))
+        self.connector.dropped("", dict(params))
 
     # -- steps
 
     @property
     def busy(self) -> bool:
         """Whether a step would do something."""
-        return bool(self._running or self._waiting or self._outputs or (self._loads and self.nixl.waits_for_step))
+        if self.connector.blocked:
+            return False
+        return bool(self._running or self._waiting or self._outputs or (self._loads and self.connector.waits_for_step))
 
     def begin(self, now: float) -> Step | None:
         """Choose what is computed next; None: nothing can be."""
-        self.nixl.expire(now)
-        self.nixl.beat(now)
+        self.connector.tick(now)
+        if self.connector.blocked:
+            return None
         if self.busy or self._loads:
-            self.nixl.flush()
+            self.connector.flush()
         budget = self.facts.max_num_batched_tokens
         work: list[tuple[ActiveRequest, int]] = []
         preempted = False
@@ -144,18 +156,21 @@ class Core:
         for sequence, count in step.work:
             if sequence.state is State.RUNNING:
                 self._compute(sequence, count, now)
-        outputs, self._outputs = self._outputs, []
         self._gauge()
+        if self.connector.blocked:  # a step is over when its KV is saved
+            return []
+        outputs, self._outputs = self._outputs, []
         return outputs
 
     def _schedule_waiting(self, work: list[tuple[ActiveRequest, int]], budget: int, now: float) -> None:
         while self._waiting and budget and len(self._running) < self.facts.max_num_seqs:
             sequence = self._waiting[0]
-            wanted = 0
+            wanted, later = 0, False
             if not sequence.blocks:  # else its KV has just come, or has just failed to
-                wanted = self._match(sequence)
-            count = min(len(sequence.tokens) - sequence.computed, budget)
-            upto = sequence.prompt if wanted else sequence.computed + count
+                wanted, later = self._match(sequence)
+            known = sequence.computed + wanted
+            count = min(len(sequence.tokens) - known, budget)
+            upto = known if later else known + count
             if not self._grow(sequence, upto):
                 self._unmatch(sequence)
                 break
@@ -163,21 +178,27 @@ class Core:
             first = not sequence.scheduled_before
             sequence.scheduled_before = True
             if first:
-                sequence.count_start(self.stats, wanted, now)
+                queried = sequence.prompt - sequence.local if self.connector.counts_all_queries else wanted
+                sequence.count_start(self.stats, queried, wanted, now)
             new = len(sequence.blocks) - sequence.local // self.facts.block_size
-            if first and not self.nixl.allocated(sequence.request.id, sequence.params, new if wanted else 0, wanted):
+            if first and not self.connector.allocated(sequence, new if wanted else 0, wanted):
                 sequence.hopeless = wanted > 0
-            if wanted:
+            if later:
                 sequence.state = State.LOADING
                 self._loads[sequence.request.id] = sequence
                 continue
+            if wanted:
+                self.connector.load(sequence, wanted)
+                sequence.external = wanted
+                sequence.computed = known
+                self._remember(sequence)
             sequence.state = State.RUNNING
             self._running.append(sequence)
             work.append((sequence, count))
             budget -= count
 
-    def _match(self, sequence: ActiveRequest) -> int:
-        """Look for the prompt's KV here, then elsewhere. Return how many tokens must come from elsewhere."""
+    def _match(self, sequence: ActiveRequest) -> tuple[int, bool]:
+        """Look for the prompt's KV here, then elsewhere. Return how many tokens come from elsewhere, and whether later."""
         facts = self.facts
         sequence.attention.reset()
         if facts.enable_prefix_caching and sequence.request.sampling.prompt_logprobs is None:
@@ -188,9 +209,7 @@ class Core:
             sequence.blocks = found
             sequence.computed = sequence.local = len(found) * facts.block_size
             sequence.remembered = len(found)
-        if sequence.scheduled_before:
-            return 0
-        return self.nixl.wanted(sequence.params, sequence.prompt, sequence.computed)
+        return (0, False) if sequence.scheduled_before else self.connector.wanted(sequence)
 
     def _unmatch(self, sequence: ActiveRequest) -> None:
         self.pool.give_back(sequence.blocks)
@@ -222,11 +241,14 @@ class Core:
         state = sequence.attention.write(sequence.blocks, sequence.tokens, start, end)
         sequence.computed = end
         self._remember(sequence)
+        self.connector.stepped(sequence, first=not sequence.begun, now=now)
+        sequence.begun = True
         if end < len(sequence.tokens):
             return
         first = not sequence.generated
         draw = sequence.chance.getrandbits(64) if sequence.chance is not None else 0
-        token = self._language.next_token(state, sequence.generated, sequence.request.sampling, draw)
+        recent = sequence.tokens[-3:]
+        token = self._language.next_token(state, sequence.generated, sequence.request.sampling, draw, recent)
         sequence.tokens.append(token.id)
         sequence.generated.append(token.id)
         sequence.count_token(self.stats, now)
@@ -285,33 +307,28 @@ class Core:
         self._sequences.pop(sequence.request.id, None)
         self.stats.finished[reason] += 1
         self.stats.e2e.observe(now - sequence.arrived)
-        self.nixl.arrived(sequence.request.id)
+        self.connector.arrived(sequence.request.id)
         if before is State.RUNNING:
             self._running.remove(sequence)
         elif before is State.WAITING:
             self._waiting.remove(sequence)
         elif reason == "abort":
             return None  # LOADING: its blocks are freed once the transfer is resolved
-        params = sequence.params
-        if params and params.get("do_remote_decode") and reason in ("length", "stop"):
-            # The KV of the token just made was never computed: it is not part of the handle.
-            handle = self.nixl.finished(sequence.request.id, sequence.blocks, sequence.computed, now)
-            if len(sequence.generated) == 1:  # vLLM adds it to the output that brings the prefill's statistics
-                handle["remote_prefill_cached_tokens"] = sequence.local + sequence.external
-            return handle
-        self.pool.give_back(sequence.blocks)
-        sequence.blocks = []
-        return None
+        kept, params = self.connector.ended(sequence, reason, now)
+        if not kept:
+            self.pool.give_back(sequence.blocks)
+            sequence.blocks = []
+        return params
 
     # -- KV from elsewhere
 
     def loaded(self, pull: Pull, pages: Sequence[Page]) -> None:
         """Take the pages that were pulled for a request; P is told that it may free them."""
-        self.nixl.outbox.append(Notice(pull.peer, "release", (pull.remote_request_id,)))
         sequence = self._loads.pop(pull.request_id)
+        self.nixl.loaded(pull)
         for block, page in zip(sequence.blocks[-len(pages) :], pages, strict=True):
             self.pool.pages[block] = page
-        self.nixl.arrived(pull.request_id)
+        self.connector.arrived(pull.request_id)
         if sequence.state is State.OVER:
             self.pool.give_back(sequence.blocks)
             return
@@ -325,7 +342,8 @@ class Core:
         """The KV of a request can't come: fail it or compute it here, as the policy says."""
         sequence = self._loads.pop(request_id)
         self.stats.failed_transfers += 1
-        self.nixl.arrived(request_id)
+        self.nixl.failed(request_id)
+        self.connector.arrived(request_id)
         if sequence.state is State.OVER:
             self.pool.give_back(sequence.blocks)
         elif self.facts.kv_load_failure_policy == "recompute":
@@ -346,13 +364,18 @@ class Core:
 
     def next_timer(self) -> float | None:
         """Return when `begin` has something to do although nothing happened: a lease ends, a heartbeat is due."""
-        times = [time for time in (self.nixl.next_expiry(), self.nixl.next_beat()) if time is not None]
-        return min(times, default=None)
+        return self.connector.next_timer()
 
     @property
-    def commands(self) -> deque[Command]:
+    def commands(self) -> deque[Any]:
         """What the driver must carry out."""
-        return self.nixl.outbox
+        return self.connector.outbox
+
+    @property
+    def nixl(self) -> Nixl:
+        """The connector of an engine that has NIXL."""
+        assert isinstance(self.connector, Nixl)
+        return self.connector
 
     def _gauge(self) -> None:
         self.stats.running = len(self._running)

@@ -1,6 +1,6 @@
-"""The engine in real time: the core stepped by the event loop, reached by async generators, joined to others by a side channel.
+"""The engine in real time: the core stepped by the event loop, reached by async generators, joined to others by sockets.
 
-Owns the core, the task that steps it, and the sockets of the side channel. The API server calls `generate`; whoever injects
+Owns the core, the task that steps it, and its connector's sockets. The API server calls `generate`; whoever injects
 faults calls the methods that make it ill.
 """
 
@@ -16,12 +16,18 @@ from typing import Any
 
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.sim import link
+from pdproxy.sim.connector import Tell
 from pdproxy.sim.core import Core
 from pdproxy.sim.facts import Facts
+from pdproxy.sim.folder import FolderStorage
+from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Meet, Offer, Write
 from pdproxy.sim.memory import Page
-from pdproxy.sim.nixl import Command, Handshake, Notice, Pull
+from pdproxy.sim.nixl import Handshake, Notice, Pull
+from pdproxy.sim.pd_link import Receiving, Sending
 from pdproxy.sim.request import EngineDeadError, EngineOutput, EngineRequest
 from pdproxy.sim.stats import Stats
+from pdproxy.sim.storage import Storage
+from pdproxy.sim.telling import Teller
 from pdproxy.sim.tokenizer import Tokenizer
 
 _BEHIND = 0.05
@@ -48,8 +54,11 @@ class _Stream:
 class Engine:
     """One simulated engine. `start` it inside a running event loop, `stop` it there."""
 
-    def __init__(self, facts: Facts, *, chance: int | None = None) -> None:
-        """Make an engine; `chance` seeds what is drawn (sampling without a seed, ids); None: never the same."""
+    def __init__(self, facts: Facts, *, chance: int | None = None, storage: Storage | None = None) -> None:
+        """Make an engine; `chance` seeds what is drawn (sampling without a seed, ids); None: never the same.
+
+        `storage`: what a connector that shares shares with others of this process; None: what `shared_storage_path` says.
+        """
         self.facts = facts
         self.tokenizer = Tokenizer(facts.add_bos)
         self.stats = Stats()
@@ -67,13 +76,17 @@ class Engine:
         self._awake.set()
         self._tasks = TaskOwner("engine")
         self._side = link.SideChannel(self._read, self._notified)
+        self._sending = Sending()
+        self._receiving = Receiving(self._pd, lambda: self._wake.set())
+        self._storage = storage
+        self.teller = Teller(facts.notify, keeps=facts.connector != "nixl")
         self._failing_loads = 0
 
     async def start(self) -> None:
-        """Listen on the side channel and begin to step.
+        """Listen on the connector's ports and begin to step.
 
         Raises:
-            OSError: the side channel's port is taken.
+            OSError: a port is taken, or the shared folder can't be used.
         """
         self.engine_id = str(uuid.UUID(int=self._chance.getrandbits(128), version=4))
         self.stats = Stats()
@@ -84,16 +97,29 @@ class Engine:
             await self._side.open(
                 self.engine_id, self.facts.side_channel_host, self._side.port or self.facts.side_channel_port
             )
-        self._core = Core(
-            self.facts, self.engine_id, self._side.port, random.Random(self._chance.getrandbits(64)), self.stats
-        )
+        if self.facts.connector == "lmcache-pd" and self.facts.role == "decode":
+            await self._receiving.open(
+                self.engine_id,
+                self.facts.side_channel_host,
+                self.facts.pd_ranks,
+                self.facts.lmcache.pd_peer_init_port,
+                self.facts.lmcache.pd_peer_alloc_port,
+            )
+        if self._storage is None and self.facts.shared_storage_path:
+            self._storage = FolderStorage(self.facts.shared_storage_path)
+        self._sending = Sending()
+        self.teller.open(self.facts.tensor_parallel_size)
+        chance = random.Random(self._chance.getrandbits(64))
+        self._core = Core(self.facts, self.engine_id, self._side.port, chance, self.stats, self._storage)
         self._tasks.spawn(self._run(self._core), "steps")
 
     async def stop(self) -> None:
         """End everything; running requests see `EngineDeadError`."""
         self.kill_core()
         await self._side.close()
+        await self._receiving.close()
         await self._tasks.settle(0)
+        await self.teller.close()
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """Run one request; closing the iterator early aborts it.
@@ -147,20 +173,17 @@ class Engine:
         """Stop stepping and stop answering on the side channel, sockets open (SIGSTOP's view of the core)."""
         self._awake.clear()
         self._side.freeze()
+        self._receiving.freeze()
 
     def thaw(self) -> None:
         """Go on after `freeze`."""
         self._awake.set()
         self._side.thaw()
+        self._receiving.thaw()
 
     def expire_leases(self) -> int:
         """Let the lease of every handle given out end now; return how many there were."""
-        held = self._core.nixl.held if self._core is not None else {}
-        count = len(held)
-        for one in held.values():
-            one.expires = self._now()
-        if self._core is not None:
-            self._core.nixl.expire(self._now())
+        count = self._core.connector.end_leases(self._now()) if self._core is not None else 0
         self._wake.set()
         return count
 
@@ -176,8 +199,12 @@ class Engine:
     @property
     def handles(self) -> dict[str, float]:
         """P's handles that are not over: request id to seconds left of the lease."""
-        held = self._core.nixl.held if self._core is not None else {}
-        return {request_id: one.expires - self._now() for request_id, one in held.items()}
+        return self._core.connector.leases(self._now()) if self._core is not None else {}
+
+    @property
+    def receiver_ports(self) -> tuple[list[int], list[int]]:
+        """D's init and alloc ports with `lmcache-pd`, one of each a rank."""
+        return self._receiving.init_ports, self._receiving.alloc_ports
 
     # -- the life of the core
 
@@ -214,7 +241,12 @@ class Engine:
             # A step of no time still lets everybody else have a turn.
             await asyncio.sleep(max(planned - now, 0.0))
             await self._awake.wait()
-            for output in core.finish(step, self._now()):
+            try:
+                outputs = core.finish(step, self._now())
+            except EngineDeadError:
+                self.kill_core()
+                return
+            for output in outputs:
                 stream = self._streams.get(output.request_id)
                 if stream is not None:
                     stream.put(output)
@@ -240,12 +272,23 @@ class Engine:
             self._core.nixl.notified(kind, request_ids, self._now())
             self._wake.set()
 
+    def _pd(self) -> LMCachePD:
+        connector = self._alive().connector
+        assert isinstance(connector, LMCachePD)
+        return connector
+
     def _carry_out(self, core: Core) -> None:
         while core.commands:
-            self._tasks.spawn(self._perform(core, core.commands.popleft()), "command")
+            command = core.commands.popleft()
+            if isinstance(command, Tell):
+                self.teller.tell(command)
+            else:
+                self._tasks.spawn(self._perform(core, command), "command")
 
-    async def _perform(self, core: Core, command: Command) -> None:
+    async def _perform(self, core: Core, command: Any) -> None:
         match command:
+            case Meet() | Offer() | Write() | Cancel():
+                await self._push(self._pd(), command)
             case Handshake():
                 found = await link.greet(command.peer, self.facts.handshake_timeout)
                 core.handshaken(command.peer, found, self._now())
@@ -273,3 +316,15 @@ class Engine:
         core.stats.transfers.observe(self._now() - begun)
         core.stats.transferred_bytes.observe(pull.tokens * self.facts.hardware.kv_bytes_per_token)
         core.loaded(pull, pages)
+
+    async def _push(self, connector: LMCachePD, command: Meet | Offer | Write | Cancel) -> None:
+        match command:
+            case Meet():
+                connector.met(command.receiver, await self._sending.meet(command.receiver))
+            case Offer():
+                connector.offered(command, await self._sending.offer(command.receiver, command.batch))
+            case Write():
+                await asyncio.sleep(self.facts.hardware.transfer_s(command.tokens))
+                connector.written(command, whole=await self._sending.write(command))
+            case Cancel():
+                await self._sending.cancel(command)

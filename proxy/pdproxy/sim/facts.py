@@ -5,6 +5,7 @@ Owns names and defaults; everything else in this room reads them. Times are in s
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -13,6 +14,7 @@ Role = Literal["prefill", "decode", "aggregated"]
 LoadFailurePolicy = Literal["fail", "recompute"]
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 Template = Literal["chatml", "dated", "plain"]
+ConnectorName = Literal["nixl", "lmcache-pd", "lmcache-mp", "shared", "none"]
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +56,40 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return (self.transfer_latency_s + tokens * self.kv_bytes_per_token / self.link_bytes_per_s) / self.speed
 
 
+class LMCache(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """LMCache's configuration, by its names; defaults are those of 0.5.6 and its examples."""
+
+    chunk_size: int = 256
+    pd_backend_mode: Literal["async", "sync"] = "async"
+    pd_peer_init_port: int = 7300
+    """D: the first rank's; 0: any free one."""
+    pd_peer_alloc_port: int = 7400
+    pd_buffer_size: int = 2 << 30
+    """D: bytes of each rank."""
+    pd_allocation_timeout_sec: float = math.inf
+    """D: how long a push waits for room (`async`)."""
+    skip_last_n_tokens: int = 0
+    """D: so many of a prompt's last tokens are not looked up. P's first token wants 1: with 0 no unfilled chunk is found."""
+    discard_partial_chunks: bool = False
+    """P: push full chunks alone. PD switches `save_unfull_chunk` on by itself; this is what still has that effect."""
+    save_only_first_rank: bool = False
+    """As with MLA."""
+    notice_type: Literal["ProxyNotif", "NixlProxyNotif", "untagged"] = "ProxyNotif"
+    degraded: bool = False
+    """LMCache failed to start: the engine is healthy, stores nothing, loads nothing and tells nobody."""
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense."""
+        if self.chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}")
+        for name in ("pd_peer_init_port", "pd_peer_alloc_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ValueError(f"{name} must be 0 to 65535, got {getattr(self, name)}")
+        for name in ("pd_buffer_size", "pd_allocation_timeout_sec", "skip_last_n_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine. Names are vLLM's flags where it has one."""
 
@@ -80,9 +116,15 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     api_key: str | None = None
     eos_every: int = 97
     """One token in so many is the end, on average; 0: never."""
-    connector: Literal["nixl", "none"] = "nixl"
+    connector: ConnectorName = "nixl"
     kv_role: KVRole | None = None
-    """None: what the role says. NIXL ignores it, but for the metrics: `vllm:num_requests_kv_fetch_by_stage` is a consumer's."""
+    """None: what role and connector say. It is for the metrics alone: `vllm:num_requests_kv_fetch_by_stage` is a consumer's."""
+    tensor_parallel_size: int = 1
+    """Workers, each of which sends notices of its own."""
+    notify: str | None = None
+    """Whom to tell of KV: a ZMQ PULL socket `tcp://HOST:PORT` (lmcache-pd; nixl, as with the notifier), a URL (lmcache-mp)."""
+    shared_storage_path: str = ""
+    """shared, lmcache-mp: the folder that engines share; empty: this engine's own memory."""
     kv_load_failure_policy: LoadFailurePolicy = "fail"
     kv_lease_duration: float = 30.0
     heartbeat_interval: float = 5.0
@@ -92,10 +134,18 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     side_channel_port: int = 0
     """0: any free port."""
     hardware: Hardware = Hardware()
+    lmcache: LMCache = LMCache()
 
     def __post_init__(self) -> None:
         """Refuse what vLLM would refuse, too."""
-        for name in ("block_size", "num_gpu_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        for name in (
+            "block_size",
+            "num_gpu_blocks",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "tensor_parallel_size",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("kv_lease_duration", "heartbeat_interval", "handshake_timeout"):
@@ -108,9 +158,43 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 f"num_gpu_blocks = {self.num_gpu_blocks} blocks of {self.block_size} tokens hold less than one request"
                 f" of max_model_len = {self.max_model_len}"
             )
+        self._check_connector()
+
+    def _check_connector(self) -> None:
+        scheme = {"nixl": "tcp://", "lmcache-pd": "tcp://", "lmcache-mp": "http://"}.get(self.connector)
+        if self.notify is not None and (scheme is None or not self.notify.startswith(scheme)):
+            wanted = f"must begin with {scheme}" if scheme else f"must be left out with connector = {self.connector}"
+            raise ValueError(f"notify {wanted}, got {self.notify!r}")
+        if self.connector.startswith("lmcache") and self.lmcache.chunk_size % self.block_size:
+            raise ValueError(
+                f"chunk_size must be a multiple of block_size = {self.block_size}, got {self.lmcache.chunk_size}"
+            )
+        if self.connector != "lmcache-pd":
+            return
+        if self.role == "aggregated":
+            raise ValueError("role must be prefill or decode with connector = lmcache-pd, got aggregated")
+        if self.role == "prefill" and self.notify is None:
+            raise ValueError(
+                "notify must be given: LMCache's sender does not start without pd_proxy_host and pd_proxy_port"
+            )
+        if not self.pd_buffer_chunks:
+            raise ValueError(f"pd_buffer_size must hold a chunk at least, got {self.lmcache.pd_buffer_size}")
+
+    @property
+    def pd_ranks(self) -> int:
+        """Workers that push and receive KV with LMCache."""
+        return 1 if self.lmcache.save_only_first_rank else self.tensor_parallel_size
+
+    @property
+    def pd_buffer_chunks(self) -> int:
+        """Chunks that the PD buffer of one rank holds."""
+        per_chunk = max(self.hardware.kv_bytes_per_token // self.pd_ranks, 1) * self.lmcache.chunk_size
+        return self.lmcache.pd_buffer_size // per_chunk
 
     @property
     def is_kv_consumer(self) -> bool:
         """Whether vLLM would call this engine a consumer of KV."""
-        role = self.kv_role or ("kv_consumer" if self.role == "decode" else "kv_producer")
-        return self.connector == "nixl" and role != "kv_producer"
+        usual: KVRole = "kv_consumer" if self.role == "decode" else "kv_producer"
+        if self.connector in ("lmcache-mp", "shared"):
+            usual = "kv_both"
+        return self.connector != "none" and (self.kv_role or usual) != "kv_producer"

@@ -32,6 +32,8 @@ class Situation(msgspec.Struct, kw_only=True):
     head_out: bool = False
     events: int = 0
     """Events with output that are out."""
+    rank: int = 0
+    """Whose notice is due."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +75,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         args = _complete(self.kind, kind.args, self.args)
         if args.get("what") == "json" and at in ("accept", "after"):
             raise FaultError(f"what = 'json' needs an answer: at = {at!r} has none")
+        if at == "notice" and (self.path is not None or self.stream is not None):
+            raise FaultError(f"{self.kind} takes no path and no stream: a notice is no answer")
         if kind.streams and self.stream is False:
             raise FaultError(f"{self.kind} can't happen to whole answers (stream = false)")
         msgspec.structs.force_setattr(self, "at", at)
@@ -100,6 +104,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
             return False
         if at == "accept":
             return True
+        if at == "notice":
+            return self.args["rank"] in ("", str(now.rank))
         if now.path != self.path if self.path is not None else not now.generating:
             return False
         if (now.release and not self.releases) or self.stream not in (None, now.stream):

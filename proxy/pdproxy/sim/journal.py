@@ -71,8 +71,9 @@ class Request:
 
     @property
     def wants_handle(self) -> bool:
-        """Whether its answer will bring a handle."""
-        return bool((self.kv or {}).get("do_remote_decode")) and not self.stream
+        """Whether its answer will bring a handle, or P's first token."""
+        kv = self.kv or {}
+        return (bool(kv.get("do_remote_decode")) or "ret_first_tok" in kv) and not self.stream
 
     @property
     def ident(self) -> str:

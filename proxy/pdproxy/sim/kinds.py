@@ -14,6 +14,7 @@ A moment is an instant in one request's life. A fault whose moment does not come
 | last_chunk | streams: the event with the finish reason is due; whole answers: made, nothing is out |
 | before_done | streams: `[DONE]` is due, all else is out |
 | after | the answer is out, whole |
+| notice | a notice to the proxy is due (no answer: of the filters `rank` alone applies, and `next` counts notices) |
 
 From `head` on, and for the `last_chunk` of whole answers, only answers with status 200 have moments.
 """
@@ -36,9 +37,12 @@ Moment = Literal[
     "last_chunk",
     "before_done",
     "after",
+    "notice",
 ]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
-_REQUEST = MOMENTS[1:]
+_NOTICE: tuple[Moment, ...] = ("notice",)
+_ANSWER = tuple(one for one in MOMENTS if one not in _NOTICE)
+_REQUEST = _ANSWER[1:]
 _STREAM: tuple[Moment, ...] = ("before_first_token", "mid_stream", "last_chunk", "before_done")
 _BEFORE_HEAD: tuple[Moment, ...] = ("queued", "prefilling", "handed_over", "last_chunk")
 
@@ -70,9 +74,9 @@ KINDS: Mapping[str, Kind] = {
         moments=("accept",),
         args={"seconds": 0.0},
     ),
-    "reset": Kind(words="the connection is reset (RST)", moments=_first("queued", MOMENTS)),
-    "eof": Kind(words="the connection is closed in good order (FIN)", moments=_first("mid_stream", MOMENTS)),
-    "stall": Kind(words="not a byte more, the connection open; the engine goes on", moments=_first("queued", MOMENTS)),
+    "reset": Kind(words="the connection is reset (RST)", moments=_first("queued", _ANSWER)),
+    "eof": Kind(words="the connection is closed in good order (FIN)", moments=_first("mid_stream", _ANSWER)),
+    "stall": Kind(words="not a byte more, the connection open; the engine goes on", moments=_first("queued", _ANSWER)),
     "slow": Kind(
         words="`delay` seconds before every write from then on; at queued also before the engine gets the request",
         moments=("queued", "accept", "prefilling", "handed_over", "head", *_STREAM),
@@ -95,7 +99,7 @@ KINDS: Mapping[str, Kind] = {
     ),
     "garbage": Kind(
         words="bytes that are no HTTP (what=http; close=true: and the end) or no JSON (what=json)",
-        moments=_first("queued", MOMENTS),
+        moments=_first("queued", _ANSWER),
         args={"what": "http", "close": False},
     ),
     "status": Kind(
@@ -145,5 +149,19 @@ KINDS: Mapping[str, Kind] = {
     ),
     "no_fin": Kind(
         words="terminated (SIGTERM): the listener is gone, open answers fall silent without a FIN", moments=_REQUEST
+    ),
+    "lost_notice": Kind(
+        words="a notice is not sent (`rank`: that worker's alone, empty: any); with rate=1 never one",
+        moments=_NOTICE,
+        args={"rank": ""},
+    ),
+    "late_notice": Kind(
+        words="a notice is sent `delay` seconds late", moments=_NOTICE, args={"rank": "", "delay": 1.0}
+    ),
+    "double_notice": Kind(words="a notice is sent twice", moments=_NOTICE, args={"rank": ""}),
+    "garbage_notice": Kind(
+        words="messages that are no notices go before a notice, or in its place (`instead`)",
+        moments=_NOTICE,
+        args={"rank": "", "instead": True},
     ),
 }

@@ -42,23 +42,26 @@ class Language:
         self._eos_every = eos_every
         self._thinks = thinks
 
-    def next_token(self, state: int, generated: Sequence[int], sampling: SamplingParams, draw: int) -> Token:
+    def next_token(
+        self, state: int, generated: Sequence[int], sampling: SamplingParams, draw: int, recent: Sequence[int] = ()
+    ) -> Token:
         """Return the token that follows.
 
         Args:
             state: the digest of all KV of the request.
             generated: the tokens made so far.
+            recent: the last three tokens of the prompt and those; a character that the prompt begins is completed.
             sampling: how to choose.
             draw: 64 random bits for this token; unused at temperature 0.
         """
         budget = sampling.thinking_token_budget
         if self._thinks and budget is not None and len(generated) >= budget and THINK_END not in generated:
-            return self._told(state, generated, sampling, THINK_END, 1, -0.01)
+            return self._told(state, generated, recent, sampling, THINK_END, 1, -0.01)
         if sampling.grammar is not None:
             allowed = self._allowed(sampling.grammar, generated)
             if allowed is not None:
                 pick = draw if sampling.temperature > 0 else mix(state, 1)
-                return self._told(state, generated, sampling, allowed[pick % len(allowed)], 1, -0.05)
+                return self._told(state, generated, recent, sampling, allowed[pick % len(allowed)], 1, -0.05)
         skip = 0
         if sampling.temperature > 0:
             skip = min(
@@ -66,10 +69,10 @@ class Language:
             )
         forced = [token for token, bias in sampling.logit_bias.items() if bias >= _STRONG_BIAS]
         if forced:
-            return self._told(state, generated, sampling, min(forced), 1, -0.01)
+            return self._told(state, generated, recent, sampling, min(forced), 1, -0.01)
         banned = _banned(generated, sampling)
         last: Candidate | None = None
-        for candidate in self._candidates(state, generated):
+        for candidate in self._candidates(state, generated, recent):
             if candidate.token in banned:
                 continue
             last = candidate
@@ -77,7 +80,7 @@ class Language:
                 break
             skip -= 1
         assert last is not None
-        return self._told(state, generated, sampling, last.token, last.rank, last.logprob)
+        return self._told(state, generated, recent, sampling, last.token, last.rank, last.logprob)
 
     def _allowed(self, grammar: Grammar, generated: Sequence[int]) -> Sequence[int] | None:
         """Return the ids that may follow, None: any. A grammar of texts binds no thoughts."""
@@ -89,7 +92,8 @@ class Language:
 
     def score(self, state: int, token: int, top: int) -> tuple[Candidate, ...]:
         """Return a prompt token's own probability, then the likeliest ones: an entry of `prompt_logprobs`."""
-        likeliest = [candidate for candidate, _ in zip(self._candidates(state, ()), range(max(top, 0)), strict=False)]
+        found = zip(self._candidates(state, (), ()), range(max(top, 0)), strict=False)
+        likeliest = [candidate for candidate, _ in found]
         own = next((candidate for candidate in likeliest if candidate.token == token), None)
         if own is None:
             bits = mix(state, token)
@@ -97,20 +101,27 @@ class Language:
         return (own, *(candidate for candidate in likeliest if candidate.token != token))
 
     def _told(
-        self, state: int, generated: Sequence[int], sampling: SamplingParams, token: int, rank: int, logprob: float
+        self,
+        state: int,
+        generated: Sequence[int],
+        recent: Sequence[int],
+        sampling: SamplingParams,
+        token: int,
+        rank: int,
+        logprob: float,
     ) -> Token:
         if sampling.logprobs is None:
             return Token(token)
-        top = tuple(c for c, _ in zip(self._candidates(state, generated), range(sampling.logprobs), strict=False))
-        return Token(token, logprob, rank, top)
+        found = zip(self._candidates(state, generated, recent), range(sampling.logprobs), strict=False)
+        return Token(token, logprob, rank, tuple(candidate for candidate, _ in found))
 
     def _thought_enough(self, bits: int, generated: Sequence[int]) -> bool:
         enough = len(generated) >= _THOUGHTS_AT_LEAST and bits % _THOUGHTS_MORE == 0
         return enough and THINK_END not in generated
 
-    def _candidates(self, state: int, generated: Sequence[int]) -> Iterator[Candidate]:
+    def _candidates(self, state: int, generated: Sequence[int], recent: Sequence[int]) -> Iterator[Candidate]:
         """Yield distinct tokens, likeliest first."""
-        missing = _missing_bytes(generated)
+        missing = _missing_bytes(recent)
         seen: set[int] = set()
         rank, number = 0, 0
         logprob = -0.2 - (mix(state, 7) % 1024) / 4096
@@ -118,9 +129,9 @@ class Language:
             bits = mix(state, number)
             number += 1
             if missing:
-                token = FIRST_BYTE + (0x9F if generated[-1] == FIRST_BYTE + 0xF0 else 0x80 + bits % 64)
+                token = FIRST_BYTE + (0x9F if recent[-1] == FIRST_BYTE + 0xF0 else 0x80 + bits % 64)
                 if token in seen:  # all continuations are known, or there is but one: anything may follow
-                    missing = 0 if number > 256 or generated[-1] == FIRST_BYTE + 0xF0 else missing
+                    missing = 0 if number > 256 or recent[-1] == FIRST_BYTE + 0xF0 else missing
                     continue
             elif number == 1 and self._thinks and self._thought_enough(bits, generated):
                 token = THINK_END
@@ -140,9 +151,9 @@ class Language:
             logprob -= 0.35 + (bits % 512) / 2048
 
 
-def _missing_bytes(generated: Sequence[int]) -> int:
+def _missing_bytes(recent: Sequence[int]) -> int:
     """Return how many bytes the character that was begun last still lacks."""
-    for back, token in enumerate(reversed(generated[-3:])):
+    for back, token in enumerate(reversed(recent)):
         byte = token - FIRST_BYTE
         if not 0 <= byte < 256 or byte < 0x80:
             return 0

@@ -47,14 +47,20 @@ _decode_reply = msgspec.msgpack.Decoder(_Reply).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-async def _receive(reader: asyncio.StreamReader) -> bytes:
+async def receive_frame(reader: asyncio.StreamReader) -> bytes:
+    """Return the next frame.
+
+    Raises:
+        EOFError, OSError, LinkError: there is none, or it is too long.
+    """
     length = int.from_bytes(await reader.readexactly(_HEADER), "big")
     if length > _MOST:
         raise LinkError(f"a frame of {length} bytes")
     return await reader.readexactly(length)
 
 
-def _send(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
+def send_frame(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
+    """Write a message in a frame."""
     data = _encode(message)
     writer.write(len(data).to_bytes(_HEADER, "big") + data)
 
@@ -65,8 +71,8 @@ async def _ask(peer: Peer, question: _Question) -> _Reply:
     except (OSError, OverflowError) as error:
         raise LinkError(str(error)) from error
     try:
-        _send(writer, question)
-        return _decode_reply(await _receive(reader))
+        send_frame(writer, question)
+        return _decode_reply(await receive_frame(reader))
     except (OSError, EOFError, msgspec.MsgspecError) as error:
         raise LinkError(str(error)) from error
     finally:
@@ -168,7 +174,7 @@ class SideChannel:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, LinkError):
-            question = _decode_question(await _receive(reader))
+            question = _decode_question(await receive_frame(reader))
             await self._awake.wait()
             reply = _Reply(self._engine_id, refused=question.engine_id not in ("", self._engine_id))
             if question.engine_id == self._engine_id:
@@ -179,5 +185,5 @@ class SideChannel:
                         reply.refused = True
                 if question.notice:
                     self._notified(question.notice, question.request_ids)
-            _send(writer, reply)
+            send_frame(writer, reply)
             await writer.drain()

@@ -13,8 +13,11 @@ from typing import Any
 
 import msgspec
 
+from pdproxy.sim.active import ActiveRequest
+from pdproxy.sim.connector import Connector
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.memory import BlockPool
+from pdproxy.sim.notifier import Notifier
 from pdproxy.sim.request import EngineDeadError
 from pdproxy.sim.stats import Stats
 
@@ -68,13 +71,15 @@ def peer_of(params: dict[str, Any]) -> Peer | None:
     return Peer(str(params["remote_host"]), int(params["remote_port"] or 0), str(params["remote_engine_id"]))
 
 
-class Nixl:
+class Nixl(Connector):
     """The connector of one engine."""
 
+    counts_all_queries = False
+
     def __init__(self, facts: Facts, engine_id: str, side_channel_port: int, pool: BlockPool, stats: Stats) -> None:
+        super().__init__()
         self._facts, self._pool, self._stats = facts, pool, stats
         self._engine_id, self._port = engine_id, side_channel_port
-        self.outbox: deque[Command] = deque()
         self.held: dict[str, _Held] = {}
         """P: handles given out, by request id, with their blocks and when the lease ends."""
         self._known: set[Peer] = set()
@@ -82,8 +87,23 @@ class Nixl:
         self._after_greeting: deque[Command] = deque()
         self._beating: dict[str, tuple[Peer, str]] = {}
         self._last_beat = 0.0
+        self._tell = Notifier(facts, engine_id, self.outbox)
 
     # -- P
+
+    def ended(self, one: ActiveRequest, reason: str, now: float) -> tuple[bool, dict[str, Any] | None]:
+        """Keep the blocks of a prefill that was to be read from elsewhere, unless it was aborted."""
+        if not one.params or not one.params.get("do_remote_decode"):
+            return False, None
+        if reason not in ("length", "stop"):
+            self._tell.prefill_failed(one, reason)
+            return False, None
+        # The KV of the token just made was never computed: it is not part of the handle.
+        handle = self.finished(one.request.id, one.blocks, one.computed, now)
+        if len(one.generated) == 1:  # vLLM adds it to the output that brings the prefill's statistics
+            handle["remote_prefill_cached_tokens"] = one.local + one.external
+        self._tell.ready(one, handle, now)
+        return True, handle
 
     def finished(self, request_id: str, blocks: Sequence[int], length: int, now: float) -> dict[str, Any]:
         """Keep a prefilled request's blocks for its lease and return its handle."""
@@ -113,6 +133,7 @@ class Nixl:
             elif kind == "release":
                 self._pool.give_back(held.blocks)
                 del self.held[request_id]
+                self._tell.over("released", request_id, now)
             else:
                 held.expires = now + self._facts.kv_lease_duration
 
@@ -121,6 +142,7 @@ class Nixl:
         for request_id in [name for name, held in self.held.items() if held.expires <= now]:
             self._pool.give_back(self.held.pop(request_id).blocks)
             self._stats.kv_expired += 1
+            self._tell.over("expired", request_id, now)
 
     def next_expiry(self) -> float | None:
         """Return when the next lease ends."""
@@ -128,18 +150,20 @@ class Nixl:
 
     # -- D
 
-    def wanted(self, params: dict[str, Any] | None, prompt: int, computed: int) -> int:
+    def wanted(self, one: ActiveRequest) -> tuple[int, bool]:
         """Return how many tokens of a prompt should come from elsewhere, beyond those computed here."""
-        if params is None or not params.get("do_remote_prefill"):
-            return 0
-        return max(prompt - computed, 0)
+        if one.params is None or not one.params.get("do_remote_prefill"):
+            return 0, False
+        tokens = max(one.prompt - one.computed, 0)
+        return tokens, tokens > 0
 
-    def allocated(self, request_id: str, params: dict[str, Any] | None, new_blocks: int, tokens: int) -> bool:
+    def allocated(self, one: ActiveRequest, new_blocks: int, tokens: int) -> bool:
         """Ask for a scheduled request's KV. Return whether it ever can come: with keys missing it is waited for in vain.
 
         Raises:
             EngineDeadError: more blocks are wanted than the handle holds.
         """
+        request_id, params = one.request.id, one.params
         if not params or not params.get("do_remote_prefill"):
             return True
         params["do_remote_prefill"] = False  # one transfer a request
@@ -154,6 +178,7 @@ class Nixl:
         remote = [int(block) for block in groups[0]]
         if new_blocks > len(remote):
             raise EngineDeadError
+        self._tell.pulling(one, params, tokens)
         if tokens:
             blocks = tuple(remote[len(remote) - new_blocks :])
             self._contact(peer, Pull(request_id, peer, str(params["remote_request_id"]), blocks, tokens))
@@ -161,8 +186,9 @@ class Nixl:
             self._contact(peer, Notice(peer, "release", (str(params["remote_request_id"]),)))
         return True
 
-    def queued(self, request_id: str, params: dict[str, Any] | None) -> None:
+    def queued(self, one: ActiveRequest) -> None:
         """Keep P's lease alive from the moment that D's scheduler has the request."""
+        request_id, params = one.request.id, one.params
         if params and params.get("do_remote_prefill") and (peer := peer_of(params)) is not None:
             self._beating[request_id] = (peer, str(params["remote_request_id"]))
 
@@ -199,6 +225,37 @@ class Nixl:
     def next_beat(self) -> float | None:
         """Return when the next heartbeat is due; None: nobody waits for KV."""
         return self._last_beat + self._facts.heartbeat_interval if self._beating else None
+
+    def loaded(self, pull: Pull) -> None:
+        """The pages are here: P is told that it may free them."""
+        self.outbox.append(Notice(pull.peer, "release", (pull.remote_request_id,)))
+        self._tell.pulled("loaded", pull.request_id)
+
+    def failed(self, request_id: str) -> None:
+        """They can't come."""
+        self._tell.pulled("failed", request_id)
+
+    def tick(self, now: float) -> None:
+        """Free what has expired, and keep alive what is waited for."""
+        self.expire(now)
+        self.beat(now)
+
+    def next_timer(self) -> float | None:
+        """Return when a lease ends or a heartbeat is due."""
+        times = [time for time in (self.next_expiry(), self.next_beat()) if time is not None]
+        return min(times, default=None)
+
+    def leases(self, now: float) -> dict[str, float]:
+        """Return P's handles that are not over: request id to seconds left of the lease."""
+        return {request_id: one.expires - now for request_id, one in self.held.items()}
+
+    def end_leases(self, now: float) -> int:
+        """Let the lease of every handle end now; return how many there were."""
+        count = len(self.held)
+        for one in self.held.values():
+            one.expires = now
+        self.expire(now)
+        return count
 
     def flush(self) -> None:
         """Send what waited for a handshake: vLLM does so in a step, and an idle engine has none."""

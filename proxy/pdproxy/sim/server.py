@@ -24,11 +24,12 @@ from pdproxy.sim.admin import AdminPort
 from pdproxy.sim.api.app import create_app
 from pdproxy.sim.exchange import Exchanges
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.faults import Fault, FaultBook
+from pdproxy.sim.faults import Fault, FaultBook, Situation
 from pdproxy.sim.journal import Journal, Request
 from pdproxy.sim.listener import Listener
 from pdproxy.sim.reply import Script
 from pdproxy.sim.script import Scripts
+from pdproxy.sim.storage import Storage
 from pdproxy.sim.transport import SimProtocol, protocol_class
 from pdproxy.sim.watched import WatchedEngine
 
@@ -66,6 +67,7 @@ class SimServer:
     `port` 0 is any free one; `admin_port` None is none. `faults` are armed from the start. `chance` seeds all that is drawn, by
     the engine (None: never the same) and by faults with a rate. `make_app` makes the application; None: vLLM's API.
     `keep_alive`: seconds that an idle connection is kept. `tls`: the context to be met with, None: plain HTTP.
+    `storage`: what it shares with other engines of this process (`shared`, `lmcache-mp`); None: the facts' folder, if any.
     """
 
     def __init__(
@@ -80,9 +82,11 @@ class SimServer:
         make_app: AppFactory | None = None,
         keep_alive: int = 5,
         tls: ssl.SSLContext | None = None,
+        storage: Storage | None = None,
     ) -> None:
         self.facts = facts if facts is not None else Facts()
-        self.engine = WatchedEngine(self.facts, chance=chance)
+        self.engine = WatchedEngine(self.facts, chance=chance, storage=storage)
+        self.engine.teller.faults = lambda rank: self.faults.due("notice", Situation(rank=rank))
         self.faults = Faults(chance or 0)
         self.scripts = self.faults.scripts
         self.journal = Journal()

@@ -9,12 +9,16 @@ import heapq
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+from pdproxy.sim.connector import Tell
 from pdproxy.sim.core import Core, Step
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.nixl import Command, Handshake, Notice, Peer, Pull
+from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Meet, Offer, Receiver, Write
+from pdproxy.sim.nixl import Handshake, Notice, Peer, Pull
 from pdproxy.sim.request import EngineDeadError, EngineOutput, EngineRequest
 from pdproxy.sim.stats import Stats
+from pdproxy.sim.storage import MemoryStorage
 
 Listener = Callable[[EngineOutput, float], None]
 """Gets an output and the time at which it appeared."""
@@ -30,6 +34,8 @@ class VirtualEngine:
     dead: bool = False
     step: Step | None = None
     listeners: dict[str, Listener] = field(default_factory=dict)
+    told: list[tuple[float, Tell]] = field(default_factory=list)
+    """What it told the proxy, and when."""
 
 
 class VirtualCluster:
@@ -39,6 +45,7 @@ class VirtualCluster:
         self.now = 0.0
         self.engines: list[VirtualEngine] = []
         self._chance = random.Random(chance)
+        self._storage = MemoryStorage()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
 
@@ -46,7 +53,8 @@ class VirtualCluster:
         """Add an engine; its side channel's port is its number."""
         stats = Stats()
         name = f"engine-{len(self.engines)}"
-        core = Core(facts, name, len(self.engines) + 1, random.Random(self._chance.getrandbits(64)), stats)
+        chance = random.Random(self._chance.getrandbits(64))
+        core = Core(facts, name, len(self.engines) + 1, chance, stats, self._storage)
         engine = VirtualEngine(facts, stats, core)
         self.engines.append(engine)
         return engine
@@ -113,7 +121,8 @@ class VirtualCluster:
         step, engine.step = engine.step, None
         if engine.dead or step is None:
             return
-        outputs = engine.core.finish(step, self.now)
+        outputs: list[EngineOutput] = []
+        self._guarded(engine, lambda: outputs.extend(engine.core.finish(step, self.now)))
         for output in outputs:
             listener = engine.listeners.get(output.request_id)
             if output.finish_reason is not None:
@@ -131,7 +140,16 @@ class VirtualCluster:
             for request_id, listener in listeners.items():
                 listener(EngineOutput(request_id=request_id, finish_reason="error"), self.now)
 
-    def _carry_out(self, engine: VirtualEngine, command: Command) -> None:
+    def _carry_out(self, engine: VirtualEngine, command: Any) -> None:
+        match command:
+            case Tell():
+                engine.told.append((self.now, command))
+            case Meet() | Offer() | Write() | Cancel():
+                self._push(engine, command)
+            case _:
+                self._move(engine, command)
+
+    def _move(self, engine: VirtualEngine, command: Handshake | Pull | Notice) -> None:
         peer = self._listening(command.peer)
         match command:
             case Handshake():
@@ -167,3 +185,52 @@ class VirtualCluster:
     def _listening(self, peer: Peer) -> VirtualEngine | None:
         engines: Iterable[VirtualEngine] = self.engines[peer.port - 1 : peer.port] if peer.port > 0 else ()
         return next((engine for engine in engines if not engine.dead), None)
+
+    # -- chunks that are pushed
+
+    def _push(self, engine: VirtualEngine, command: Meet | Offer | Write | Cancel) -> None:
+        found = self._receiving(command.receiver)
+        if found is None:
+            return  # who waits for somebody to listen waits for ever here
+        mine, (peer, theirs) = _pd(engine), found
+        buffer = theirs.buffers[command.receiver.rank]
+        match command:
+            case Meet():
+                self.at(self.now, lambda: self._after(engine, lambda: mine.met(command.receiver, peer.core.engine_id)))
+            case Offer():
+                buffer.offer(
+                    command.batch,
+                    self.now,
+                    lambda room: self.at(self.now, lambda: self._after(engine, lambda: mine.offered(command, room))),
+                )
+                self.at(self.now, lambda: self._turn(peer))
+            case Write():
+
+                def over() -> None:
+                    buffer.write(command.keys, command.pages)
+                    mine.written(command, whole=True)
+
+                taken = engine.facts.hardware.transfer_s(command.tokens)
+                self.at(self.now + taken, lambda: self._after(engine, over))
+            case Cancel():
+                buffer.cancel(command.request, command.keys, self.now)
+
+    def _after(self, engine: VirtualEngine, what: Callable[[], None]) -> None:
+        if not engine.dead:
+            what()
+            self._turn(engine)
+
+    def _receiving(self, receiver: Receiver) -> tuple[VirtualEngine, LMCachePD] | None:
+        """Return who has the receiver's ports: as its facts say, none of which is taken for 0."""
+        for engine in self.engines:
+            facts, place = engine.facts, receiver.rank
+            ports = (facts.lmcache.pd_peer_init_port + place, facts.lmcache.pd_peer_alloc_port + place)
+            pushed_to = facts.connector == "lmcache-pd" and facts.role == "decode" and not engine.dead
+            if pushed_to and ports == (receiver.init_port, receiver.alloc_port) and place < facts.pd_ranks:
+                return engine, _pd(engine)
+        return None
+
+
+def _pd(engine: VirtualEngine) -> LMCachePD:
+    assert isinstance(engine.core.connector, LMCachePD)
+    return engine.core.connector

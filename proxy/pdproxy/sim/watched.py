@@ -16,6 +16,7 @@ from pdproxy.sim.facts import Facts
 from pdproxy.sim.kinds import Moment
 from pdproxy.sim.nixl import Pull
 from pdproxy.sim.request import EngineOutput, EngineRequest
+from pdproxy.sim.storage import Storage
 
 Watcher = Callable[[Moment], object]
 watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
@@ -25,8 +26,8 @@ watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 class WatchedEngine(Engine):
     """An engine whose requests' `prefilling` and decode's `handed_over` are told to their watchers."""
 
-    def __init__(self, facts: Facts, *, chance: int | None = None) -> None:
-        super().__init__(facts, chance=chance)
+    def __init__(self, facts: Facts, *, chance: int | None = None, storage: Storage | None = None) -> None:
+        super().__init__(facts, chance=chance, storage=storage)
         self._watchers: dict[str, Watcher] = {}
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:

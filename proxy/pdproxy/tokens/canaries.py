@@ -23,6 +23,7 @@ TEXT = "The quick brown fox jumps over 13 lazy dogs,  twice.\n\tdéjà vu — �
 _SPECIALS = "a<s>b</s> c<|im_end|>\n<|endoftext|>d<think> e</think>[INST] f<|eot_id|>"
 _LONG = " ".join(f"{number}. {TEXT}" for number in range(8))
 _USER = {"role": "user", "content": TEXT}
+_PARTS = {"role": "user", "content": [{"type": "text", "text": TEXT}, {"type": "text", "text": "And?"}]}
 _CALL = {
     "id": "call_1",
     "type": "function",
@@ -81,7 +82,7 @@ CANARIES = (
     _chat("a message", [_USER]),
     _chat("a conversation", [{"role": "system", "content": "Be brief."}, *_TALK]),
     _chat("a developer's message", [_USER, {"role": "developer", "content": "Be brief."}]),
-    _chat("parts", [{"role": "user", "content": [{"type": "text", "text": TEXT}, {"type": "text", "text": "And?"}]}]),
+    _chat("parts", [_PARTS]),
     _chat("thoughts", [_USER, {"role": "assistant", "content": "Yes.", "reasoning": "Well."}, _USER]),
     _chat("a named speaker", [{**_USER, "name": "Ann"}]),
     _chat("special tokens around a chat", [_USER], add_special_tokens=True),
@@ -95,7 +96,7 @@ CANARIES = (
     _chat("arguments", [_USER], chat_template_kwargs={"enable_thinking": False, "unheard_of": 1}),
     _chat("documents", [_USER], documents=[{"title": "Ledger", "text": TEXT}]),
     _chat("an effort", [_USER], reasoning_effort="low"),
-    _chat("tools", [_USER], tools=[_TOOL, {"type": "function", "function": {"name": "tide", "strict": True}}]),
+    _chat("tools", [_PARTS], tools=[_TOOL, {"type": "function", "function": {"name": "tide", "strict": True}}]),
     _chat(
         "a tool's answer",
         [
@@ -154,7 +155,7 @@ def compare(tokenizer: LocalTokenizer, answers: Mapping[str, Answer], model: str
     chats_alike = not [name for name in differs if name not in named] and not [
         why for why in unsure if why.partition(": ")[0] not in named
     ]
-    return Agreement(texts_alike, chats_alike, forms, differs, unsure)
+    return Agreement(texts_alike, chats_alike, forms, tuple(differs), tuple(unsure))
 
 
 def _said(tokenizer: LocalTokenizer, canary: Canary, answer: Answer, form: ContentFormat, model: str) -> str:

@@ -19,8 +19,10 @@ DROPPED_ON_PREFILL = tuple(name for name in UNSEEN_BY_PREFILL if name != "respon
 """Fields the prefill leg does without. None of them changes the prompt."""
 
 
-def prefill_fields(parsed: Parsed, prompt: Prompt) -> Fields:
-    """Return the fields of a prefill leg: one token, whole, with the prompt's ids, the client's object untouched.
+def prefill_fields(parsed: Parsed, prompt: Prompt, *, says_ids: bool = False) -> Fields:
+    """Return the fields of a prefill leg: one token, whole, the client's object untouched.
+
+    The answer is to hold the prompt's ids where the decode engine takes them (chats), or where `says_ids` asks for them.
 
     `response_format` stays on chats, since some chat templates print it; completions have no template. `tools` and
     `tool_choice` stay, since they change the prompt.
@@ -40,7 +42,10 @@ def prefill_fields(parsed: Parsed, prompt: Prompt) -> Fields:
     if "n" in fields:
         fields["n"] = _ONE
     fields["stream"] = _FALSE
-    fields["return_token_ids"] = _TRUE
+    if says_ids or parsed.route is Route.CHAT:
+        fields["return_token_ids"] = _TRUE
+    else:
+        fields.pop("return_token_ids", None)
     return fields
 
 

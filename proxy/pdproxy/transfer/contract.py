@@ -15,6 +15,7 @@ import msgspec
 
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.engine import PrefillAnswer
+from pdproxy.wire.notices import Notice
 from pdproxy.wire.request import Fields, Parsed, Prompt, Route
 
 
@@ -36,11 +37,12 @@ class Dispatch(msgspec.Struct, frozen=True):
     """What is known of one prompt's dispatch to one pair before its first leg. Every further try has one of its own.
 
     `leg_id` is minted for the prefill leg: two clients may use one id, two dispatches never do. None where nothing goes by it.
-    `ids` are the prompt's token ids, None if they are not known.
+    `ids` are the prompt's token ids, None if they are not known; `spares`: the prefill engine may take them for the prompt.
     """
 
     leg_id: str | None = None
     ids: TokenIds | None = None
+    spares: bool = True
     receiver: Receiver | None = None
 
 
@@ -136,6 +138,7 @@ class Contract:
     What it takes, and what it leaves behind:
         - `notices(dispatch)`: how many ranks tell that the KV is where the decode engine looks for it, besides the prefill
           engine's answer; None: as many as the notices say.
+        - `told(notice)`: the handle that a notice brings before the answer does, None if it brings none; None: none ever does.
         - `needs_ids`: the prompt's token ids are part of the prefill leg.
         - `needs_receiver`: so is the address at which the decode engine receives.
         - `mints`: the prefill leg gets an id of its own, by which notices or engines name it.
@@ -153,6 +156,7 @@ class Contract:
     decode: Callable[[Parsed, Prompt, Handle, Dispatch], LegRequest]
     order: Order = Order.PREFILL_THEN_DECODE
     notices: Callable[[Dispatch], int | None] = no_notices
+    told: Callable[[Notice], Handle | None] | None = None
     needs_ids: bool = False
     needs_receiver: bool = False
     mints: bool = False

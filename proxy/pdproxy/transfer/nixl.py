@@ -8,11 +8,15 @@ such a one is never sent on.
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 
+from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.bodies import DROPPED_ON_PREFILL, decode_fields, prefill_fields, with_ids
 from pdproxy.transfer.contract import Contract, Dispatch, Handle, LegRequest, encode, raw
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
+from pdproxy.wire.notices import Notice
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 _ASK = raw(
@@ -38,9 +42,9 @@ _params_decoder = msgspec.json.Decoder(_Params)
 
 def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
     """Return the prefill leg: it asks the engine to keep the KV for a remote decode. With ids it need not tokenize."""
-    fields = prefill_fields(parsed, prompt)
+    fields = prefill_fields(parsed, prompt, says_ids=dispatch.ids is not None)
     fields["kv_transfer_params"] = _ASK
-    if dispatch.ids is not None:
+    if dispatch.ids is not None and dispatch.spares:
         with_ids(fields, parsed.route, dispatch.ids)
     return LegRequest(parsed.route, encode(fields))
 
@@ -52,6 +56,30 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handl
         return (
             "the answer has no kv_transfer_params: is the engine started with a --kv-transfer-config of NixlConnector?"
         )
+    params = _params_of(params_json)
+    if isinstance(params, str):
+        return params
+    return Handle(
+        params=params_json,
+        token_ids=answer.token_ids(),
+        prompt_tokens=answer.usage.prompt_tokens,
+        remote_request_id=params.remote_request_id,
+        created_cache_tokens=answer.details().created_cache_tokens,
+    )
+
+
+def told(notice: Notice) -> Handle | None:
+    """Return the handle in a notice of the prefill engine's scheduler, None if it doesn't hold all of one."""
+    if notice.params is None or notice.token_ids is None or notice.tokens is None:
+        return None
+    found = _params_of(notice.params)
+    if isinstance(found, str):
+        return None
+    return Handle(notice.params, notice.token_ids, notice.tokens, found.remote_request_id, notice.created_cache_tokens)
+
+
+def _params_of(params_json: bytes) -> _Params | str:
+    """Return params that a decode engine may see, or why these may not be seen."""
     try:
         params = _params_decoder.decode(params_json)
     except UNREADABLE as error:
@@ -60,13 +88,7 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handl
         return "kv_transfer_params say do_remote_prefill=false"
     if not _holds_blocks(bytes(params.remote_block_ids)):
         return "kv_transfer_params hold no blocks"
-    return Handle(
-        params=params_json,
-        token_ids=answer.token_ids(),
-        prompt_tokens=answer.usage.prompt_tokens,
-        remote_request_id=params.remote_request_id,
-        created_cache_tokens=answer.details().created_cache_tokens,
-    )
+    return params
 
 
 def _holds_blocks(block_ids: bytes) -> bool:
@@ -78,13 +100,16 @@ def _holds_blocks(block_ids: bytes) -> bool:
 def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) -> LegRequest:
     """Return the decode leg: the client's request with the handle.
 
-    Of a chat, the prompt's ids stand beside the handle. A completion's do not (vLLM 0.32.0 reads them there for chats alone): its
-    prompt becomes the ids where they were made here.
+    Of a chat, the prompt's ids stand beside the handle, as the prefill engine said them. A completion's do not (vLLM 0.32.0 reads
+    them there for chats alone): its prompt becomes those ids where ids were made here, too. Without, both engines tokenize
+    one text, for which there is no template that could differ.
     """
     fields = decode_fields(parsed, prompt)
     params = given.params
-    if dispatch.ids is not None and parsed.route is Route.COMPLETIONS:
-        with_ids(fields, parsed.route, dispatch.ids)
+    if parsed.route is Route.COMPLETIONS:
+        if dispatch.ids is not None and given.token_ids is not None:
+            # Never ours: a prompt that is not the handle's kills a decode engine.
+            with_ids(fields, parsed.route, TokenIds(given.token_ids, given.prompt_tokens))
     elif given.token_ids is not None:
         params = params[: params.rindex(b"}")] + b',"prompt_token_ids":' + given.token_ids + b"}"
     fields["kv_transfer_params"] = raw(params)
@@ -125,3 +150,5 @@ NIXL = Contract(
     release_body=release_body,
     refusal_released=refusal_released,
 )
+NIXL_NOTIFIED = dataclasses.replace(NIXL, told=told, mints=True)
+"""The same with pdproxy's notifier in the engines: the handle comes before the answer, and custody is known."""

@@ -75,7 +75,11 @@ class Splice:
             top: Fields = {"id": self._id, "object": self._object(chunk=True)}
             top |= {name: answer[name] for name in ("created", "model")}
             events = self._opening(top, choice, self._first)
-            end = top | {"choices": raw(b"[]"), "usage": answer["usage"]}
+            usage = _usage_decoder.decode(answer["usage"])
+            said = {
+                name: value for name, value in usage.items() if bytes(value) != b"null"
+            }  # streams leave the others out
+            end = top | {"choices": raw(b"[]"), "usage": raw(msgspec.json.encode(said))}
             if "system_fingerprint" in answer:
                 end["system_fingerprint"] = answer["system_fingerprint"]
             return [*events, msgspec.json.encode(end)]

@@ -81,6 +81,26 @@ class Pending:
         assert self._outcome is not None
         return self._outcome
 
+    async def answered_or(self, other: asyncio.Future[None]) -> Answer | None:
+        """Wait for the answer, or for `other`: None if that comes first. Both go on.
+
+        Raises:
+            EngineError: there will be no answer.
+        """
+        if self._outcome is None and not other.done():
+            waiter = self._waiter = asyncio.get_running_loop().create_future()
+
+            def wake(_: asyncio.Future[None]) -> None:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+            other.add_done_callback(wake)
+            try:
+                await waiter
+            finally:
+                other.remove_done_callback(wake)
+        return None if self._outcome is None else await self.answered()
+
     def head(self, status: int, headers: Headers) -> None:
         self._status, self._headers = status, headers
 

@@ -64,8 +64,21 @@ def _content(message: Mapping[str, Any]) -> str:
     else:
         raise Refused("Message content must be a string or a list of parts.")
     calls = message.get("tool_calls") or ()
-    printed = [json.dumps(call.get("function", {}), ensure_ascii=False, sort_keys=True) for call in calls]
+    printed = [json.dumps(_call(call.get("function", {})), ensure_ascii=False, sort_keys=True) for call in calls]
     return text + "".join(f"<tool_call>\n{call}\n</tool_call>" for call in printed)
+
+
+def _call(function: Any) -> Any:
+    """Return a call's function with its arguments as an object, which is how templates get them."""
+    if not isinstance(function, Mapping):
+        return function
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = {}
+    return {**function, "arguments": arguments if isinstance(arguments, Mapping) else {}}
 
 
 def _part(part: Any) -> str:

@@ -1,0 +1,30 @@
+"""Which connectors there are. Pure. A new one is a file of its own, a line here and its name in `Facts.connector`."""
+
+from __future__ import annotations
+
+from pdproxy.sim.connector import Connector
+from pdproxy.sim.facts import Facts
+from pdproxy.sim.lmcache_mp import LMCacheMP
+from pdproxy.sim.lmcache_pd import LMCachePD
+from pdproxy.sim.memory import BlockPool
+from pdproxy.sim.nixl import Nixl
+from pdproxy.sim.shared import Shared
+from pdproxy.sim.stats import Stats
+from pdproxy.sim.storage import Storage
+
+
+def connector_of(
+    facts: Facts, engine_id: str, side_channel_port: int, pool: BlockPool, stats: Stats, storage: Storage
+) -> Connector:
+    """Return the connector of one engine; `storage` is what it may share with others."""
+    match facts.connector:
+        case "nixl":
+            return Nixl(facts, engine_id, side_channel_port, pool, stats)
+        case "lmcache-pd":
+            return LMCachePD(facts, pool)
+        case "lmcache-mp":
+            return LMCacheMP(facts, pool, storage)
+        case "shared":
+            return Shared(facts, pool, storage)
+        case "none":
+            return Connector()

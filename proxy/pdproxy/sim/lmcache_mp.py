@@ -1,0 +1,90 @@
+"""LMCache in a server of its own (contract `lmcache-mp`), as 0.5.6 does it: P and D share its storage. Pure.
+
+Owns the rules: full chunks are stored, whoever computes them, and found by whoever looks for a prompt that begins with them.
+`kv_transfer_params` say nothing. Each rank reports each request that ended, however it ended and however little was stored, some
+time behind its answer; requests that end in one step come in one report. Without a healthy server there are no reports.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pdproxy.sim.active import ActiveRequest
+from pdproxy.sim.chunks import Chunk, chunks_of, read, write
+from pdproxy.sim.connector import Connector, Tell
+from pdproxy.sim.facts import Facts
+from pdproxy.sim.memory import BlockPool
+from pdproxy.sim.storage import Storage
+
+
+class LMCacheMP(Connector):
+    """The connector of one engine; prefill and decode do the same."""
+
+    def __init__(self, facts: Facts, pool: BlockPool, storage: Storage) -> None:
+        super().__init__()
+        self._facts, self._pool, self._storage = facts, pool, storage
+        self._stored: dict[str, int] = {}
+        self._found: dict[str, int] = {}
+        self._over: list[str] = []
+
+    def wanted(self, one: ActiveRequest) -> tuple[int, bool]:
+        """Return what the server has beyond the tokens that are here; the last token is always computed."""
+        if self._facts.lmcache.degraded:
+            return 0, False
+        found = 0
+        for chunk in self._full(one, one.prompt):
+            if not self._storage.has(chunk.key):
+                break
+            found = chunk.end
+        self._stored[one.request.id] = self._found[one.request.id] = found
+        return max(found - one.computed - (found == one.prompt), 0), False
+
+    def load(self, one: ActiveRequest, tokens: int) -> None:
+        """Put the chunks into the request's blocks."""
+        for chunk in self._full(one, self._found[one.request.id]):
+            if chunk.end > one.computed and (pages := self._storage.get(chunk.key)) is not None:
+                write(one, chunk, pages, self._pool)
+
+    def stepped(self, one: ActiveRequest, *, first: bool, now: float) -> None:
+        """Store the chunks that are full by now."""
+        before = self._stored.get(one.request.id, 0)
+        if self._facts.lmcache.degraded or one.computed - before < self._facts.lmcache.chunk_size:
+            return
+        for chunk in self._full(one, one.computed):
+            if chunk.end > before and not self._storage.has(chunk.key):
+                self._storage.put(chunk.key, read(one, chunk, self._pool))
+            self._stored[one.request.id] = chunk.end
+
+    def ended(self, one: ActiveRequest, reason: str, now: float) -> tuple[bool, dict[str, Any] | None]:
+        """Report the request with the next step; answer what was found, if asked."""
+        self._stored.pop(one.request.id, None)
+        found = self._found.pop(one.request.id, 0)
+        self._over.append(one.request.id)
+        if one.params is None or "cached_token_stats" not in one.params:
+            return False, None
+        told = {
+            "num_vllm_cached_tokens": one.local,
+            "num_lmcache_cached_tokens": found,
+            "num_lmcache_extra_cached_tokens": max(found - one.local, 0),
+        }
+        return False, {"cached_token_stats": told}
+
+    def tick(self, now: float) -> None:
+        """Report the requests that have ended."""
+        over, self._over = self._over, []
+        if not over or self._facts.notify is None or self._facts.lmcache.degraded:
+            return
+        for rank in range(self._facts.tensor_parallel_size):
+            told = {
+                "event": "request_store_finished",
+                "request_ids_set": over,
+                "model_name": self._facts.model,
+                "world_size": self._facts.tensor_parallel_size,
+                "kv_rank": rank,
+            }
+            self.outbox.append(Tell(told, rank))
+
+    def _full(self, one: ActiveRequest, upto: int) -> list[Chunk]:
+        size = self._facts.lmcache.chunk_size
+        salt = (self._facts.model, self._facts.tensor_parallel_size, one.request.cache_salt or "")
+        return list(chunks_of(one.tokens[: upto // size * size], size, salt))

@@ -1,0 +1,163 @@
+"""Notices on their way from a simulated engine to the proxy: ZMQ PUSH, a socket a worker, or HTTP POST.
+
+Owns the sockets, and what faults do to a notice. Without an address nothing is sent; pyzmq is imported where an address wants it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.sim import notifier
+from pdproxy.sim.connector import Tell
+from pdproxy.sim.faults import Armed
+
+logger = logging.getLogger("pdproxy")
+
+WAITING = 1000
+"""Notices that may wait for a proxy that doesn't read, as in both real senders."""
+_PATIENCE = 5.0
+"""Seconds that a POST may take, as in LMCache."""
+GARBAGE = (
+    b"",
+    b"\xc1",
+    b"\x80",
+    b"\xff" * 64,
+    b'{"type":"ProxyNotif","req_id":"json"}',
+    msgspec.msgpack.encode(["ProxyNotif", "an array"]),
+    msgspec.msgpack.encode({"type": "ProxyNotif"}),
+    msgspec.msgpack.encode({"type": "ProxyNotif", "req_id": 7}),
+    msgspec.msgpack.encode({"type": "AllocRequest", "keys": []}),
+    msgspec.msgpack.encode({"type": notifier.TYPE, "v": 99, "event": "ready", "req_id": "from the future"}),
+    msgspec.msgpack.encode({"type": "ProxyNotif", "req_id": "x" * 100})[:-1],
+)
+"""No notices."""
+
+
+class Teller:
+    """One engine's way to tell the proxy something."""
+
+    def __init__(self, address: str | None, *, keeps: bool) -> None:
+        """Make one; `keeps`: what is sent before the proxy listens waits for it (LMCache), else it is dropped (the notifier)."""
+        self._address, self._keeps = address, keeps
+        self._post = address is not None and address.startswith("http://")
+        self._context: Any = None
+        self._sockets: list[Any] = []
+        self._missed: Counter[int] = Counter()
+        self._timers: set[asyncio.TimerHandle] = set()
+        self._posting = TaskOwner("notices")
+        self.faults: Callable[[int], Iterable[Armed]] = lambda rank: ()
+        """Called with the rank whose notice is due: the faults that befall it."""
+        self.counts: Counter[str] = Counter()
+        """sent, dropped."""
+
+    def open(self, ranks: int) -> None:
+        """Connect; nobody needs to listen."""
+        if self._address is None or self._post or self._context is not None:
+            return
+        import zmq
+
+        self._context = zmq.Context()
+        for _ in range(ranks):
+            socket = self._context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.SNDHWM, WAITING)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IMMEDIATE, not self._keeps)
+            socket.connect(self._address)
+            self._sockets.append(socket)
+
+    def tell(self, tell: Tell) -> None:
+        """Send a notice, or what faults make of it."""
+        if self._address is None:
+            return
+        message, count, delay = dict(tell.message), 1, 0.0
+        if message.get("type") == notifier.TYPE:
+            message |= {"t": time.monotonic(), "wall": time.time()}
+            if missed := self._missed[tell.rank]:
+                message["dropped"] = missed
+        for armed in self.faults(tell.rank):
+            match armed.fault.kind:
+                case "lost_notice":
+                    count = 0
+                case "double_notice":
+                    count *= 2
+                case "late_notice":
+                    delay += float(armed.fault.args["delay"])
+                case "garbage_notice":
+                    count = 0 if armed.fault.args["instead"] else count
+                    for garbage in GARBAGE:
+                        self._send(garbage, tell.rank)
+        payload = msgspec.json.encode(message) if self._post else msgspec.msgpack.encode(message)
+        for _ in range(count):
+            self._later(delay, payload, tell.rank)
+
+    def _later(self, delay: float, payload: bytes, rank: int) -> None:
+        if not delay:
+            self._send(payload, rank)
+            return
+
+        def due() -> None:
+            self._timers.discard(timer)
+            self._send(payload, rank)
+
+        timer = asyncio.get_running_loop().call_later(delay, due)
+        self._timers.add(timer)
+
+    def _send(self, payload: bytes, rank: int) -> None:
+        assert self._address is not None
+        if self._post:
+            self._posting.spawn(self._posted(self._address, payload), "POST")
+            return
+        if self._context is None:
+            return
+        import zmq
+
+        try:
+            self._sockets[rank].send(payload, zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            self.counts["dropped"] += 1
+            self._missed[rank] += 1
+            logger.debug("notice not sent to %s: %s", self._address, error)
+        else:
+            self.counts["sent"] += 1
+            self._missed[rank] = 0
+
+    async def _posted(self, url: str, payload: bytes) -> None:
+        parts = urlsplit(url)
+        head = (
+            f"POST {parts.path or '/'} HTTP/1.1\r\nhost: {parts.netloc}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(payload)}\r\nconnection: close\r\n\r\n"
+        )
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
+                try:
+                    writer.write(head.encode("ascii") + payload)
+                    await reader.readline()
+                    self.counts["sent"] += 1
+                finally:
+                    writer.close()
+        except (OSError, TimeoutError, ValueError) as error:
+            self.counts["dropped"] += 1
+            logger.debug("notice not sent to %s: %s", url, error)
+
+    async def close(self) -> None:
+        """Close, without sending what waits."""
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        await self._posting.settle(0)
+        for socket in self._sockets:
+            socket.close()
+        self._sockets.clear()
+        if self._context is not None:
+            self._context.term()
+            self._context = None

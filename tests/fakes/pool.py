@@ -1,0 +1,141 @@
+"""The real proxy in front of simulated engines of any connector, beside a plain engine that answers as one engine would."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from pdproxy.app.compose import Proxy
+from pdproxy.settings.schema import KvReady, LMCache, Node, Pool, Probes, Receiver, Settings
+from pdproxy.sim.facts import Facts, Hardware
+from pdproxy.sim.facts import LMCache as SimLMCache
+from pdproxy.sim.server import SimServer
+from pdproxy.sim.storage import MemoryStorage
+from tests.fakes.client import Answer, Client, request
+from tests.fakes.world import DEADLINES, World, _Recorder, _serve, until
+
+FAST = Hardware(speed=0)
+CHUNK = 32
+
+
+@dataclass
+class Pair:
+    """A world whose engines are simulators, by their part in it."""
+
+    world: World
+    p: SimServer
+    d: SimServer
+    plain: SimServer
+
+    async def ask(self, path: str, body: dict[str, Any]) -> Answer:
+        """Ask the proxy."""
+        return await self.world.ask(path, body)
+
+    async def asked_plain(self, path: str, body: dict[str, Any]) -> Answer:
+        """Ask the plain engine the same."""
+        client = await Client.connect(urlsplit(self.plain.url).port or 0)
+        client.send(request("POST", path, body))
+        try:
+            return await client.answer()
+        finally:
+            client.close()
+
+    @property
+    def loaded(self) -> float:
+        """Prompt tokens that D had from elsewhere."""
+        return float(self.d.engine.stats.prompt_tokens_by_source["external_kv_transfer"])
+
+    @property
+    def computed(self) -> float:
+        """Prompt tokens that D computed."""
+        return float(self.d.engine.stats.prompt_tokens_by_source["local_compute"])
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@asynccontextmanager
+async def pool(
+    connector: str,
+    *,
+    ranks: int = 1,
+    deadlines: Mapping[str, float] | None = None,
+    lmcache: Mapping[str, Any] | None = None,
+    kv_ready: Mapping[str, Any] | None = None,
+    p: Mapping[str, Any] | None = None,
+    d: Mapping[str, Any] | None = None,
+    sim_lmcache: Mapping[str, Any] | None = None,
+    notices: bool = True,
+) -> AsyncIterator[Pair]:
+    """Run one pair of a connector. `p`, `d`: facts of theirs alone; `notices` False: P is told a socket that nobody reads."""
+    zmq_port, http_port = free_port(), free_port()
+    told = {"lmcache-pd": f"tcp://127.0.0.1:{zmq_port if notices else free_port()}"}
+    told["nixl"] = told["lmcache-pd"]
+    told["lmcache-mp"] = f"http://127.0.0.1:{http_port if notices else free_port()}/api/v1/telemetry"
+    usual: dict[str, Any] = {"model": "tiny", "eos_every": 0, "hardware": FAST, "connector": connector}
+    usual |= {"tensor_parallel_size": ranks}
+    if connector in {"lmcache-pd", "lmcache-mp"}:
+        usual["enable_prefix_caching"] = False
+    config = {"chunk_size": CHUNK, **(sim_lmcache or {})}
+    storage = MemoryStorage() if connector in {"shared", "lmcache-mp"} else None
+    notify = {"notify": told[connector]} if connector in told else {}
+    d_config = config | {"pd_peer_init_port": 0, "pd_peer_alloc_port": 0, "skip_last_n_tokens": 1}
+    async with AsyncExitStack() as stack:
+        p_facts = Facts(**{**usual, "role": "prefill", **notify, "lmcache": SimLMCache(**config), **(p or {})})
+        to_d = notify if connector == "nixl" else {}
+        d_facts = Facts(**{**usual, "role": "decode", **to_d, "lmcache": SimLMCache(**d_config), **(d or {})})
+        sims = [
+            await stack.enter_async_context(SimServer(p_facts, chance=1, storage=storage)),
+            await stack.enter_async_context(SimServer(d_facts, chance=2, storage=storage)),
+            await stack.enter_async_context(SimServer(Facts(**{**usual, "connector": "none"}), chance=3)),
+        ]
+        receiver = Receiver()
+        if connector == "lmcache-pd":
+            init, alloc = sims[1].engine.receiver_ports
+            receiver = Receiver(init_ports=tuple(init), alloc_ports=tuple(alloc))
+        settings = Settings(
+            pools=(
+                Pool(
+                    connector=connector,  # type: ignore[arg-type]
+                    nodes=(
+                        Node(url=sims[0].url, role="prefill"),
+                        Node(url=sims[1].url, role="decode", receiver=receiver),
+                    ),
+                    lmcache=LMCache(**{"chunk_size": CHUNK, **(lmcache or {})}),
+                ),
+            ),
+            deadlines=msgspec.structs.replace(DEADLINES, **{"kv_ready": 5, "tokenize": 5, **(deadlines or {})}),
+            kv_ready=KvReady(**{"port": zmq_port, "notifier": connector == "nixl", **(kv_ready or {})}),
+            probes=Probes(interval=3600, scrape_interval=3600),
+        )
+        recorder = _Recorder()
+        proxy = Proxy.build(settings)
+        proxy.observers._observers += (recorder,)
+        world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
+        proxy.start()
+        server = world.server = await _serve(proxy, world, http_port)
+        try:
+            await until(lambda: all(node.probed for node in proxy.ledger.nodes), 20)
+            yield Pair(world, *sims)
+            await until(lambda: not world.busy(), 10)
+        finally:
+            for listener in server.servers:
+                listener.close()
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()
+            for client in world._clients:
+                client.close()
+            await asyncio.sleep(0)
+            await proxy.custodian.settle(0)
+            await proxy.stop()

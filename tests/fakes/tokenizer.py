@@ -1,0 +1,72 @@
+"""A tokenizer for the simulated engines: the simulator's own, as the proxy would load one."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from pdproxy.sim.api.template import render
+from pdproxy.sim.facts import Template
+from pdproxy.sim.tokenizer import Tokenizer
+from pdproxy.tokens.chat import Chat, ContentFormat, conversation
+from pdproxy.tokens.errors import UnusableError
+from pdproxy.tokens.ids import TokenIds, from_numbers
+
+ROOT = "./model"
+"""What simulated engines call their model's root."""
+
+
+class SimTokenizer:
+    """Makes what simulated engines make. `template` and `add_bos` are theirs, or wrong; `gate`: every prompt waits for it."""
+
+    def __init__(self, template: Template = "chatml", *, add_bos: bool = False) -> None:
+        self._template = template
+        self._tokenizer = Tokenizer(add_bos)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.made = 0
+        self.waiting = 0
+
+    def completion(self, text: str, *, add_special_tokens: bool) -> TokenIds:
+        """The ids of a text."""
+        self.waiting += 1
+        self.gate.wait(10)
+        self.waiting -= 1
+        self.made += 1
+        return from_numbers(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def chat(self, chat: Chat, form: ContentFormat) -> TokenIds:
+        """The ids of a chat."""
+        text = render(
+            self._template,
+            conversation(chat.messages, form, developer=True),
+            tools=[_known(tool) for tool in chat.tools or ()],
+            add_generation_prompt=chat.arguments["add_generation_prompt"],
+            continue_final_message=chat.arguments["continue_final_message"],
+            kwargs=chat.arguments,
+        )
+        return self.completion(text, add_special_tokens=chat.add_special_tokens)
+
+
+def _known(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _known(one) for name, one in value.items() if one is not None}
+    return value
+
+
+class Shelf:
+    """Tokenizers by the folder that they would be loaded from. Any other folder holds none."""
+
+    def __init__(self, **tokenizers: SimTokenizer) -> None:
+        self._tokenizers = tokenizers
+
+    def load(self, path: str) -> SimTokenizer:
+        """The one of a folder."""
+        try:
+            return self._tokenizers[path]
+        except KeyError:
+            raise UnusableError("is no folder") from None
+
+    def find(self, name: str) -> SimTokenizer:
+        """The one of an engine's root."""
+        return self.load("root" if name == ROOT else name)

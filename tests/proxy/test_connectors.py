@@ -1,0 +1,186 @@
+"""Every connector through the real proxy, on simulated engines: the client sees what one engine alone would say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from pdproxy.observe.events import KvNoticed, KvWaited, ServedAlone
+from tests.fakes.pool import Pair, pool
+from tests.fakes.world import until
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TEXT = "import os\ndef main(argv):\n    for name in os.listdir(argv[1]):\n        print(name)\n" * 3
+CONNECTORS = ["nixl", "lmcache-pd", "lmcache-mp", "shared"]
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    """A completion of several chunks' prompt."""
+    return {"model": "tiny", "prompt": TEXT, "max_tokens": 6, "temperature": 0, **fields}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    """A chat of several chunks' prompt."""
+    messages = [{"role": "user", "content": TEXT}]
+    return {"model": "tiny", "messages": messages, "max_tokens": 6, "temperature": 0, **fields}
+
+
+def bare(value: Any) -> Any:
+    """An answer or event without what differs from request to request."""
+    if isinstance(value, dict):
+        own = ("id", "created", "system_fingerprint", "kv_transfer_params")
+        return {name: bare(item) for name, item in value.items() if name not in own}
+    return [bare(item) for item in value] if isinstance(value, list) else value
+
+
+def events(body: bytes) -> list[Any]:
+    """The events of a stream, without what differs."""
+    lines = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: ")]
+    return [line if line == b"[DONE]" else bare(json.loads(line)) for line in lines]
+
+
+async def same(pair: Pair, path: str, body: dict[str, Any]) -> Any:
+    """Ask the pair and the plain engine; they must say the same."""
+    ours, theirs = await pair.ask(path, body), await pair.asked_plain(path, body)
+    assert (ours.status, theirs.status) == (200, 200), ours.body
+    if body.get("stream"):
+        assert events(ours.body) == events(theirs.body)
+        return events(ours.body)
+    assert bare(json.loads(ours.body)) == bare(json.loads(theirs.body))
+    return json.loads(ours.body)
+
+
+SHAPES: list[tuple[str, dict[str, Any]]] = [
+    (path, make(**fields))
+    for path, make in ((COMPLETIONS, completion), (CHAT, chat))
+    for fields in (
+        {},
+        {"stream": True},
+        {"stream": True, "stream_options": {"include_usage": True}},
+        {"max_tokens": 1},
+        {"max_tokens": 1, "stream": True},
+        {"max_tokens": 2, "stream": True, "return_token_ids": True},
+        {"max_tokens": None, "min_tokens": 3, "stop": ["e"]},
+        {"return_token_ids": True},
+        {"stop": ["o"], "stream": True},
+        {"frequency_penalty": 0.5, "stream": True},
+    )
+]
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_the_client_cant_tell(connector: str) -> None:
+    """Whatever the connector and the shape."""
+    async with pool(connector) as pair:
+        for path, body in SHAPES:
+            await same(pair, path, body)
+        await same(pair, COMPLETIONS, completion(prompt=[TEXT, TEXT[::-1]], stream=False))
+        assert pair.loaded > 0, "nothing has moved"
+        assert "no_pair" not in {event.reason for event in pair.world.events(ServedAlone)}
+
+
+@pytest.mark.parametrize("connector", ["lmcache-pd", "lmcache-mp"])
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_each_rank_tells(connector: str, ranks: int) -> None:
+    """One notice a rank is awaited, before the decode engine is asked."""
+    async with pool(connector, ranks=ranks) as pair:
+        await same(pair, CHAT, chat(stream=True))
+        results = [event.result for event in pair.world.events(KvNoticed)]
+        assert results == ["awaited"] * ranks
+        assert [event.result for event in pair.world.events(KvWaited)] == ["ready"]
+
+
+@pytest.mark.parametrize("connector", ["lmcache-pd", "lmcache-mp"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_silent_rank_is_not_waited_for_for_ever(connector: str, stream: bool) -> None:
+    """At the deadline the decode engine computes, the answer is right, and the metric says which rank was silent."""
+    async with pool(connector, ranks=2, deadlines={"kv_ready": 0.3}) as pair:
+        pair.p.faults.add("lost_notice:rank=1,rate=1")
+        await same(pair, COMPLETIONS, completion(stream=stream))
+        rank = "1" if connector == "lmcache-mp" else "unnamed"
+        assert pair.world.metric("pdproxy_kv_silent_ranks_total", node=pair.p.url, rank=rank) == 1
+        assert pair.world.metric("pdproxy_deadline_total", wait="kv_ready") == 1
+
+
+@pytest.mark.parametrize("connector", ["lmcache-pd", "lmcache-mp"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_silent_rank_fails_the_request_where_the_operator_wants_it(connector: str, stream: bool) -> None:
+    """A well-formed 504; the decode engine was not asked."""
+    async with pool(connector, ranks=2, deadlines={"kv_ready": 0.3}, kv_ready={"on_timeout": "fail"}) as pair:
+        pair.p.faults.add("lost_notice:rank=0,rate=1")
+        answer = await pair.ask(COMPLETIONS, completion(stream=stream))
+        assert answer.status == 504
+        error = json.loads(answer.body)["error"]
+        assert "did not tell in 0.3 s that the KV is ready" in error["message"]
+        assert (pair.loaded, pair.computed) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "fault", ["double_notice:rate=1", "late_notice:delay=0.2,rate=1", "garbage_notice:instead=false,rate=1"]
+)
+@pytest.mark.parametrize("connector", ["lmcache-pd", "lmcache-mp"])
+async def test_notices_that_misbehave(connector: str, fault: str) -> None:
+    """Twice, late, or among garbage: each answer is right."""
+    async with pool(connector, ranks=2) as pair:
+        pair.p.faults.add(fault)
+        for _ in range(3):
+            await same(pair, COMPLETIONS, completion())
+        assert {event.result for event in pair.world.events(KvWaited)} == {"ready"}
+
+
+async def test_prompts_under_a_chunk_go_to_one_engine() -> None:
+    """They would move nothing, and LMCache would tell nobody."""
+    async with pool("lmcache-pd") as pair:
+        await same(pair, COMPLETIONS, completion(prompt="short and sweet, but over one block"))
+        assert [event.reason for event in pair.world.events(ServedAlone)] == ["short_prompt"]
+        assert pair.world.events(KvNoticed) == []
+
+
+async def test_the_decode_engine_may_make_the_first_token() -> None:
+    """With `first_token: decode` it gets the chat untouched."""
+    async with pool("lmcache-pd", lmcache={"first_token": "decode"}) as pair:
+        for path, body in SHAPES:
+            await same(pair, path, body)
+        assert pair.loaded > 0
+
+
+async def test_a_first_token_that_is_the_last_asks_no_decode_engine() -> None:
+    """One token, or a stop: the prefill engine's answer is the client's."""
+    async with pool("lmcache-pd") as pair:
+        await same(pair, CHAT, chat(max_tokens=1, stream=True, stream_options={"include_usage": True}))
+        answer = json.loads((await pair.asked_plain(COMPLETIONS, completion(return_token_ids=True))).body)
+        first = answer["choices"][0]["token_ids"][0]
+        stopped = await same(pair, COMPLETIONS, completion(stop_token_ids=[first], return_token_ids=True))
+        assert stopped["choices"][0]["finish_reason"] == "stop"
+        assert stopped["choices"][0]["stop_reason"] == first
+        assert (pair.loaded, pair.computed) == (0, 0)
+
+
+async def test_room_in_the_receive_buffer_is_waited_for() -> None:
+    """More prompts than fit are all answered; no slot is left taken."""
+    room = {"pd_buffer_size": 131_072 * 32 * 12, "kv_bytes_per_token": 131_072}
+    async with pool("lmcache-pd", lmcache=room) as pair:
+        bodies = [completion(prompt=f"{number} {TEXT}") for number in range(8)]
+        answers = await asyncio.gather(*(pair.ask(COMPLETIONS, body) for body in bodies))
+        assert [answer.status for answer in answers] == [200] * 8
+        await until(lambda: set(pair.world.proxy.transfer.buffers.taken.values()) == {0})
+        assert pair.loaded > 0
+
+
+async def test_a_prompt_that_no_buffer_holds_goes_to_one_engine() -> None:
+    """It would wait for ever."""
+    room = {"pd_buffer_size": 131_072 * 32, "kv_bytes_per_token": 131_072}
+    async with pool("lmcache-pd", lmcache=room) as pair:
+        await same(pair, COMPLETIONS, completion())
+        assert [event.reason for event in pair.world.events(ServedAlone)] == ["kv_buffer"]
+
+
+async def test_an_lmcache_that_never_tells() -> None:
+    """Its engines answer, healthy, and no notice is ever sent: the client gets its answer after the deadline."""
+    async with pool("lmcache-pd", deadlines={"kv_ready": 0.3}, sim_lmcache={"degraded": True}) as pair:
+        await same(pair, CHAT, chat(stream=True))
+        assert pair.world.metric("pdproxy_deadline_total", wait="kv_ready") == 1
+        assert pair.loaded == 0

@@ -1,0 +1,1 @@
+"""The room `tokens`: tokenizers, templates, pieces, canaries."""

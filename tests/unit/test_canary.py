@@ -1,0 +1,203 @@
+"""Which engines are asked for canaries, when again, and what follows from what they say."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdproxy.fleet import canary
+from pdproxy.fleet.canary import Canaries
+from pdproxy.kit.errors import EngineRefusedError, EngineTimeoutError, Wait
+from pdproxy.observe.events import Event, Observers, TokenizerJudged
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.tokens.canaries import CANARIES
+from pdproxy.tokens.errors import UnusableError
+from pdproxy.tokens.ids import TokenIds
+from pdproxy.tokens.tokenizer import ids_of
+from pdproxy.upstream.admin import ModelCard
+from pdproxy.wire.request import Route
+from tests.fakes.tokenizer import SimTokenizer
+from tests.fakes.world import until
+
+P, D = "http://p:1", "http://d:1"
+FORMS: Any = {False: "string", True: "string"}
+
+
+class Engines:
+    """Two engines that answer canaries, and how they were asked."""
+
+    def __init__(self, tokenizer: SimTokenizer | None = None) -> None:
+        self.events: list[Event] = []
+        self.asked: list[str] = []
+        self.roots: list[str] = []
+        self.cards = [ModelCard("tiny", "/m", None), ModelCard("adapter", "/a", "tiny")]
+        self.fails: dict[str, Callable[[], Exception]] = {}
+        self.makes: dict[str, SimTokenizer] = {}
+        self.ledger = Ledger(
+            [NodeSpec(P, Role.PREFILL), NodeSpec(D, Role.DECODE)], breaker_failures=3, breaker_cooldown=5
+        )
+        self.threads = ThreadPoolExecutor(2)
+        self.canaries = Canaries(
+            self.ledger,
+            self,
+            Observers([self]),
+            self.threads,
+            tokenizer=tokenizer,
+            find=self._find,  # type: ignore[arg-type]
+        )
+
+    def up(self, url: str, started: float = 1.0) -> None:
+        """Have probed an engine."""
+        self.ledger.saw(url, Evidence(frozenset(card.id for card in self.cards), "1", 16, (), 0, started))
+        self.canaries.changed()
+
+    def notify(self, event: Event) -> None:
+        """Hear an event."""
+        self.events.append(event)
+
+    def judged(self) -> list[tuple[str, str, bool]]:
+        """Engine, model and verdict of each event."""
+        return [(one.node, one.model, one.agrees) for one in self.events if isinstance(one, TokenizerJudged)]
+
+    async def models(self, url: str) -> list[ModelCard]:
+        """An engine's models."""
+        self.asked.append(url)
+        return self.cards
+
+    async def token_ids(self, url: str, body: bytes) -> TokenIds:
+        """An engine's ids."""
+        await asyncio.sleep(0)
+        if url in self.fails:
+            raise self.fails[url]()
+        asked = msgspec.json.decode(body)
+        (same,) = [one for one in CANARIES if msgspec.json.decode(one.question(asked["model"])) == asked]
+        return ids_of(self.makes.get(url, SimTokenizer()), *same.parsed(asked["model"]), FORMS)
+
+    def _find(self, root: str) -> SimTokenizer:
+        self.roots.append(root)
+        if root != "/m":
+            raise UnusableError("is no folder")
+        return SimTokenizer()
+
+
+@pytest.fixture
+def engines() -> Any:
+    """Engines, and their threads ended."""
+    made = Engines()
+    yield made
+    made.threads.shutdown()
+
+
+async def test_each_engine_is_asked_once_in_its_life(engines: Engines) -> None:
+    """And nothing is trusted before all that are up and serve a model have agreed."""
+    engines.up(P)
+    assert await engines.canaries.look()
+    assert engines.canaries.trusted("tiny", Route.CHAT) is not None
+    engines.up(D)
+    assert engines.canaries.trusted("tiny", Route.CHAT) is None
+    assert await engines.canaries.look()
+    assert await engines.canaries.look()
+    assert engines.asked == [P, D]
+    assert engines.roots == ["/m"], "one tokenizer for both"
+    assert engines.judged() == [(P, "tiny", True), (D, "tiny", True)]
+    trusted = engines.canaries.trusted("tiny", Route.CHAT)
+    assert trusted is not None
+    assert trusted is engines.canaries.trusted("tiny", Route.CHAT)
+    assert (await _same(engines, "adapter"), await _same(engines, None)) == (trusted, trusted)
+    assert engines.canaries.trusted("of a client's", Route.CHAT) is None
+    engines.up(D, started=2.0)
+    assert engines.canaries.trusted("tiny", Route.CHAT) is None, "it may be another one"
+    await engines.canaries.look()
+    assert engines.asked == [P, D, D]
+    assert engines.canaries.trusted("tiny", Route.CHAT) == trusted
+
+
+async def _same(engines: Engines, model: str | None) -> Any:
+    return engines.canaries.trusted(model, Route.CHAT)
+
+
+async def test_one_that_went_down_has_no_say(engines: Engines) -> None:
+    """Its model is tokenized here as long as the others agree; back in the same life, it isn't asked again."""
+    engines.makes[D] = SimTokenizer("plain")
+    engines.up(P)
+    engines.up(D)
+    await engines.canaries.look()
+    assert engines.judged()[1:] == [(D, "tiny", False)] or engines.judged()[:1] == [(D, "tiny", False)]
+    assert engines.canaries.trusted("tiny", Route.CHAT) is None
+    assert engines.canaries.trusted("tiny", Route.COMPLETIONS) is not None, "its template differs, not its tokenizer"
+    engines.ledger.lost(D, "gone", 0.0)
+    engines.canaries.changed()
+    assert engines.canaries.trusted("tiny", Route.CHAT) is not None
+    engines.up(D)
+    assert engines.canaries.trusted("tiny", Route.CHAT) is None
+    await engines.canaries.look()
+    assert engines.asked.count(D) == 1
+    assert dict(engines.canaries.agreements()) == {(P, "tiny"): 1.0, (D, "tiny"): 0.0}
+    (line,) = engines.canaries.shortcomings()
+    assert line.startswith(
+        f"{D}: prompts of tiny are not tokenized here: other token ids than the engine's for a message, "
+    )
+
+
+async def test_one_that_is_too_busy_is_asked_again(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its silence is no verdict; the task comes back to it by itself."""
+    monkeypatch.setattr(canary, "AGAIN", 0.02)
+    engines.fails[P] = lambda: EngineTimeoutError("late", wait=Wait.PROBE)
+    engines.up(P)
+    task = asyncio.ensure_future(engines.canaries.run())
+    await until(lambda: engines.asked.count(P) >= 3)
+    assert (engines.judged(), engines.canaries.shortcomings()) == ([], [])
+    assert engines.canaries.trusted("tiny", Route.CHAT) is None
+    engines.fails.clear()
+    await until(engines.judged)
+    asked = len(engines.asked)
+    await asyncio.sleep(0.1)
+    assert len(engines.asked) == asked
+    engines.up(D)
+    await until(lambda: len(engines.judged()) == 2)
+    task.cancel()
+
+
+async def test_one_without_the_route(engines: Engines) -> None:
+    """Nothing can be compared, and that is said."""
+    engines.fails[P] = lambda: EngineRefusedError("no", status=404, body=b"")
+    engines.up(P)
+    assert await engines.canaries.look()
+    assert engines.canaries.trusted("tiny", Route.COMPLETIONS) is None
+    assert "its /tokenize answers 404: nothing can be compared" in engines.canaries.shortcomings()[0]
+
+
+async def test_one_that_refuses_all(engines: Engines) -> None:
+    """400 is an answer: ours is another one."""
+    engines.fails[P] = lambda: EngineRefusedError("no", status=400, body=b"")
+    engines.up(P)
+    assert await engines.canaries.look()
+    assert engines.judged() == [(P, "tiny", False)]
+
+
+async def test_several_models(engines: Engines) -> None:
+    """Each by itself: one whose tokenizer isn't here doesn't cost the other's. A request that names none is the engine's."""
+    engines.cards.append(ModelCard("other", "/o", None))
+    engines.up(P)
+    await engines.canaries.look()
+    assert sorted(engines.judged()) == [(P, "other", False), (P, "tiny", True)]
+    assert engines.canaries.trusted("tiny", Route.CHAT) is not None
+    assert engines.canaries.trusted("other", Route.CHAT) is None
+    assert engines.canaries.trusted(None, Route.CHAT) is None
+
+
+async def test_a_named_tokenizer_is_for_all() -> None:
+    """What the engines call their root is not looked at then."""
+    named = SimTokenizer()
+    engines = Engines(named)
+    engines.up(P)
+    await engines.canaries.look()
+    trusted = engines.canaries.trusted("tiny", Route.CHAT)
+    assert trusted is not None
+    assert trusted.tokenizer is named
+    assert engines.roots == []
+    engines.threads.shutdown()

@@ -1,0 +1,252 @@
+"""One prompt's ids: where they come from, and what a contract gets that can do nothing without them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdproxy.fleet.canary import Trusted
+from pdproxy.kit.clock import Clock
+from pdproxy.kit.errors import EngineRefusedError, EngineTimeoutError, Wait
+from pdproxy.observe.events import DeadlinePassed, Event, Observers, Tokenized
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.serving import tokenizing
+from pdproxy.serving.tokenizing import Tokenizing
+from pdproxy.tokens.errors import RejectedError
+from pdproxy.tokens.ids import TokenIds
+from pdproxy.wire.request import Parsed, Route, parse
+from tests.fakes.tokenizer import SimTokenizer
+
+THEIRS = TokenIds(b"[7,8]", 2)
+OURS = SimTokenizer().completion("hello", add_special_tokens=True)
+
+
+class Stage:
+    """Engines that answer, and a tokenizer or none."""
+
+    def __init__(self, threads: ThreadPoolExecutor, required: bool, deadline: float) -> None:
+        self.events: list[Event] = []
+        self.asked: list[tuple[str, dict[str, Any], bytes | None]] = []
+        self.trust: Trusted | None = Trusted(SimTokenizer(), {False: "string", True: "string"})
+        self.answer: Callable[[], TokenIds] = lambda: THEIRS
+        nodes = [NodeSpec("http://p:1", Role.PREFILL), NodeSpec("http://d:1", Role.DECODE)]
+        self.ledger = Ledger(nodes, breaker_failures=3, breaker_cooldown=5)
+        for node in nodes:
+            self.ledger.saw(node.url, Evidence(frozenset({"tiny"}), "1", 16, (), 0, 1.0))
+        self.tokenizing = Tokenizing(
+            self,
+            self._ask,
+            self.ledger,
+            Observers([self]),
+            Clock(),
+            lambda: asyncio.get_running_loop().time(),
+            threads,
+            deadline=deadline,
+            required=required,
+        )
+
+    def trusted(self, model: str | None, route: Route) -> Trusted | None:
+        """What canaries say."""
+        return self.trust
+
+    def refuted(self, url: str, model: str | None, route: Route, why: str) -> None:
+        """What proofs say."""
+
+    def notify(self, event: Event) -> None:
+        """Hear an event."""
+        self.events.append(event)
+
+    async def _ask(self, url: str, body: bytes, authorization: bytes | None) -> TokenIds:
+        self.asked.append((url, msgspec.json.decode(body), authorization))
+        await asyncio.sleep(0)
+        return self.answer()
+
+    async def ids(self, route: Route = Route.COMPLETIONS, **fields: Any) -> TokenIds | None:
+        """The ids of a request's only prompt."""
+        parsed = self.parsed(route, **fields)
+        return await self.tokenizing.ids(parsed, parsed.prompts[0], b"Bearer client")
+
+    @staticmethod
+    def parsed(route: Route = Route.COMPLETIONS, **fields: Any) -> Parsed:
+        """A request of a short prompt, unless the fields say otherwise."""
+        usual = {"prompt": "hello"} if route is Route.COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
+        return parse(route, msgspec.json.encode({"model": "tiny", **usual, **fields}))
+
+    @property
+    def results(self) -> list[tuple[str, str]]:
+        """What was reported."""
+        return [(one.source, one.result) for one in self.events if isinstance(one, Tokenized)]
+
+
+@asynccontextmanager
+async def stage(*, required: bool = False, deadline: float = 2.0) -> AsyncIterator[Stage]:
+    """A stage with two threads."""
+    with ThreadPoolExecutor(2) as threads:
+        yield Stage(threads, required, deadline)
+
+
+async def test_made_here() -> None:
+    """Where a tokenizer is trusted, no engine is asked."""
+    async with stage(required=True) as s:
+        assert await s.ids() == OURS
+        assert (s.results, s.asked) == ([("here", "ok")], [])
+
+
+async def test_nothing_is_asked_for_ids_that_only_spare_work() -> None:
+    """An engine that tokenized for P would have the work that P is to be spared."""
+    async with stage() as s:
+        s.trust = None
+        assert await s.ids() is None
+        assert (s.results, s.asked) == ([("here", "off")], [])
+
+
+async def test_an_engine_is_asked_for_ids_that_are_needed() -> None:
+    """The least loaded one that serves the model, with the client's own header and all fields that change the prompt."""
+    async with stage(required=True) as s:
+        s.trust = None
+        lease = s.ledger.alone("tiny", 1, 0.0)
+        assert lease is not None
+        assert lease.node.url == "http://d:1"
+        assert await s.ids(add_special_tokens=False) == THEIRS
+        body = {"model": "tiny", "prompt": "hello", "add_special_tokens": False}
+        assert s.asked == [("http://p:1", body, b"Bearer client")]
+        assert s.results == [("here", "off"), ("engine", "ok")]
+        assert await s.ids(model="of nobody") is None
+        assert s.results[2:] == [("here", "off"), ("engine", "failed")]
+
+
+async def test_a_chat_with_all_its_fields() -> None:
+    """The engine's route knows fewer: the others go where the engine would put them, thoughts by their newer name."""
+    async with stage(required=True) as s:
+        s.trust = None
+        said = {"role": "assistant", "content": "x", "reasoning_content": "why"}
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        sent = {
+            "tools": tools,
+            "add_generation_prompt": False,
+            "add_special_tokens": True,
+            "continue_final_message": True,
+        }
+        await s.ids(
+            Route.CHAT,
+            messages=[said],
+            chat_template_kwargs={"a": 1},
+            documents=[{"t": "d"}],
+            reasoning_effort="none",
+            temperature=0,
+            max_tokens=5,
+            **sent,
+        )
+        given = {"a": 1, "documents": [{"t": "d"}], "reasoning_effort": "none", "enable_thinking": False}
+        messages = [{"role": "assistant", "content": "x", "reasoning": "why"}]
+        assert s.asked[0][1] == {"model": "tiny", "messages": messages, "chat_template_kwargs": given, **sent}
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        (Route.COMPLETIONS, {"truncate_prompt_tokens": 5}),
+        (Route.COMPLETIONS, {"suffix": "s"}),
+        (Route.CHAT, {"chat_template": "{{ messages }}"}),
+        (Route.CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}),
+    ],
+)
+async def test_what_nobody_can_tell_beforehand(route: Route, fields: dict[str, Any]) -> None:
+    """No ids: neither here nor by a route that has no field for it."""
+    async with stage(required=True) as s:
+        assert await s.ids(route, **fields) is None
+        assert s.results == [("here", "unsure"), ("engine", "unsure")]
+        assert s.asked == []
+
+
+@pytest.mark.parametrize(
+    ("error", "result"),
+    [
+        (EngineRefusedError("no", status=400, body=b""), "rejected"),
+        (EngineRefusedError("no", status=404, body=b""), "failed"),
+        (EngineTimeoutError("late", wait=Wait.TOKENIZE), "failed"),
+    ],
+)
+async def test_an_engine_that_gives_none(error: Exception, result: str) -> None:
+    """It refuses the prompt, has no such route, or is late: no ids, and no error of ours."""
+
+    def fail() -> TokenIds:
+        raise error
+
+    async with stage(required=True) as s:
+        s.trust, s.answer = None, fail
+        assert await s.ids() is None
+        assert s.results[1] == ("engine", result)
+
+
+async def test_what_a_template_rejects_is_not_asked_again() -> None:
+    """The engine's would reject it, too: it will say so in its own words."""
+
+    class Rejecting(SimTokenizer):
+        def chat(self, chat: Any, form: Any) -> TokenIds:
+            raise RejectedError("TemplateError")
+
+    async with stage(required=True) as s:
+        s.trust = Trusted(Rejecting(), {False: "string", True: "string"})
+        assert await s.ids(Route.CHAT) is None
+        assert (s.results, s.asked) == ([("here", "rejected")], [])
+
+
+async def test_a_tokenizer_that_breaks() -> None:
+    """Whatever it raises ends there: it may quote the prompt."""
+
+    class Broken(SimTokenizer):
+        def completion(self, text: str, *, add_special_tokens: bool) -> TokenIds:
+            raise RuntimeError(text)
+
+    async with stage() as s:
+        s.trust = Trusted(Broken(), {False: "string", True: "string"})
+        assert await s.ids() is None
+        assert s.results == [("here", "failed")]
+
+
+async def test_ids_of_the_client() -> None:
+    """Are taken as they are where ids are needed, if they are ids, and all of them count."""
+    async with stage(required=True) as s:
+        assert await s.ids(prompt=[1, 2, 3]) == TokenIds(b"[1,2,3]", 3)
+        assert await s.ids(prompt=[1, 2.5]) is None
+        assert await s.ids(prompt=[1, 2, 3], truncate_prompt_tokens=2) is None
+        assert s.events == []
+    async with stage() as s:
+        assert await s.ids(prompt=[1, 2, 3]) is None
+
+
+@pytest.mark.parametrize("required", [False, True])
+async def test_a_thread_that_is_late(required: bool) -> None:
+    """No ids in time; where they are needed, the second half of the deadline is an engine's."""
+    async with stage(required=required, deadline=0.2) as s:
+        tokenizer = SimTokenizer()
+        tokenizer.gate.clear()
+        s.trust = Trusted(tokenizer, {False: "string", True: "string"})
+        assert await s.ids() == (THEIRS if required else None)
+        tokenizer.gate.set()
+        assert s.results == [("here", "late"), ("engine", "ok")][: 2 if required else 1]
+        assert [one for one in s.events if isinstance(one, DeadlinePassed)] == [DeadlinePassed("tokenize")]
+
+
+async def test_too_many_and_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would only be late is not begun: prompts behind a full queue, and those that take too long by themselves."""
+    monkeypatch.setattr(tokenizing, "WAITING", 2)
+    monkeypatch.setattr(tokenizing, "LONGEST", 50)
+    async with stage() as s:
+        tokenizer = SimTokenizer()
+        tokenizer.gate.clear()
+        s.trust = Trusted(tokenizer, {False: "string", True: "string"})
+        assert await s.ids(prompt="x" * 60) is None
+        waiting = [asyncio.ensure_future(s.ids()) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert await s.ids() is None
+        tokenizer.gate.set()
+        assert await asyncio.gather(*waiting) == [OURS, OURS]
+        assert s.results == [("here", "long"), ("here", "busy"), ("here", "ok"), ("here", "ok")]
+        assert await s.ids() == OURS
