@@ -3,7 +3,7 @@
 import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +33,18 @@ class NurseryFailed(Exception):  # noqa: N818 - reads as what it reports
 class Launcher:
     """Owns the nursery process, which is started at the first order and ends with `close` (or with us).
 
-    `overlay`: a folder of packages ahead of the environment's. `imports`: modules that all its engines need besides vLLM.
-    `env`: more variables for all of them; those that Python reads when it starts take effect here alone.
+    `overlay`: a folder of packages ahead of the environment's. `env`: more variables for all engines; those that Python reads
+    when it starts take effect here alone.
     """
 
     def __init__(
         self,
         built: Built,
         overlay: Path | None = None,
-        imports: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.built = built
         self._nursery: subprocess.Popen[str] | None = None
-        self._imports = imports
         self._env = ENVIRONMENT | dict(env or {})
         name = "nursery"
         if overlay is not None:
@@ -77,7 +75,7 @@ class Launcher:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("w") as out:
             nursery = subprocess.Popen(
-                [str(self.built.python), str(Path(__file__).with_name("nursery.py")), *self._imports],
+                [str(self.built.python), str(Path(__file__).with_name("nursery.py"))],
                 env=os.environ | self._env,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

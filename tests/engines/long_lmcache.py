@@ -29,7 +29,6 @@ from .shapes import COMPLETIONS, SHAPES, Shape, story
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
 
-IMPORTS = ("lmcache.integration.vllm.vllm_v1_adapter", "lmcache.v1.storage_backend.pd_backend")
 ENV = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
 """Chunks are found by hashes that Python salts."""
 
@@ -134,7 +133,7 @@ class Pushing:
 def nursery() -> Iterator[Launcher]:
     """Engines with LMCache, and with the older numpy that it wants."""
     built = ensure()
-    launcher = Launcher(built, ensure_overlay(built, "lmcache"), IMPORTS, ENV)
+    launcher = Launcher(built, ensure_overlay(built, "lmcache"), ENV)
     yield launcher
     launcher.close()
 

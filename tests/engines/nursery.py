@@ -7,7 +7,6 @@ ends when stdin closes. Nothing here has started a thread before a fork: imports
 """
 
 import contextlib
-import importlib
 import json
 import os
 import runpy
@@ -17,16 +16,13 @@ from typing import Any
 SERVER = "vllm.entrypoints.openai.api_server"
 
 
-def preload(more: list[str]) -> None:
-    """Import all that an engine needs in any of its processes, and what some engines need besides."""
+def preload() -> None:
+    """Import all that an engine needs in any of its processes."""
     import vllm.distributed.kv_transfer.kv_connector.v1.nixl
     import vllm.entrypoints.openai.api_server
     import vllm.model_executor.models.llama
     import vllm.v1.engine.core
     import vllm.v1.worker.cpu_worker  # noqa: F401
-
-    for name in more:
-        importlib.import_module(name)
 
 
 def take_orders() -> dict[str, Any] | None:
@@ -60,6 +56,6 @@ def become_engine(order: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    preload(sys.argv[1:])
+    preload()
     if order := take_orders():
         become_engine(order)
