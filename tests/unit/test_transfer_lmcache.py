@@ -86,7 +86,6 @@ def test_the_prefill_leg(route: Route) -> None:
     [
         ({"max_tokens": 9}, 8),
         ({}, 15),  # a completion's default is 16
-        ({"max_tokens": None}, None),
     ],
 )
 def test_the_decode_leg_of_a_completion(fields: dict[str, Any], limit: int | None) -> None:
@@ -102,7 +101,7 @@ def test_the_decode_leg_of_a_completion(fields: dict[str, Any], limit: int | Non
     [
         ({"max_tokens": 9}, 8),
         ({"max_completion_tokens": 5, "max_tokens": 9}, 4),
-        ({}, None),  # as many as the context holds
+        ({"max_completion_tokens": None, "max_tokens": 9}, 8),
     ],
 )
 def test_the_decode_leg_of_a_chat(fields: dict[str, Any], limit: int | None) -> None:
@@ -111,6 +110,17 @@ def test_the_decode_leg_of_a_chat(fields: dict[str, Any], limit: int | None) -> 
     leg = PD.decode(request, request.prompts[0], handle(request, answer()), DISPATCH)
     assert leg.route is Route.COMPLETIONS
     assert json.loads(leg.body) == {"model": "tiny", "max_tokens": limit, "prompt": [5, 6, 7, 42]}
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [(Route.CHAT, {}), (Route.CHAT, {"max_tokens": None}), (Route.COMPLETIONS, {"max_tokens": None})],
+)
+def test_what_has_no_limit_is_decoded_from_the_first_token_on(route: Route, fields: dict[str, Any]) -> None:
+    """To the completion that goes on behind a first token, no limit is its default of sixteen tokens."""
+    request = parsed(route, **fields)
+    assert handle(request, answer()).first is None
+    assert prefill_body(request)["prompt"] == [5, 6]
 
 
 def test_min_tokens_counts_the_first_token() -> None:

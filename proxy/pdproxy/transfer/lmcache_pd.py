@@ -130,7 +130,10 @@ def _passed(parsed: Parsed) -> Fields:
 
 
 def _limit(parsed: Parsed) -> int | None:
-    """Return how many tokens the answer may have, None for as many as the context holds."""
+    """Return how many tokens the answer may have, None if only an engine knows.
+
+    A chat without a limit may fill the context. A completion's null is its default or the context, as its version has it.
+    """
     names = ("max_completion_tokens", "max_tokens") if parsed.route is Route.CHAT else ("max_tokens",)
     for name in names:
         if name in parsed.fields and (limit := _int_decoder.decode(parsed.fields[name])) is not None:
@@ -158,7 +161,8 @@ def lmcache_pd(
     unit = 1 + (1 if unfull_chunks else chunk_size)
 
     def begins(parsed: Parsed) -> bool:
-        return first_on_prefill and may_begin_on_prefill(parsed)
+        # A completion goes on behind the first token: there is no way to tell one to fill the context.
+        return first_on_prefill and _limit(parsed) is not None and may_begin_on_prefill(parsed)
 
     def prefill(parsed: Parsed, _prompt: Prompt, dispatch: Dispatch) -> LegRequest:
         """Return the prefill leg: one token behind the prompt's ids, KV to the receiver."""
@@ -208,7 +212,8 @@ def lmcache_pd(
         if (least := _int_decoder.decode(fields.get("min_tokens", _NULL))) is not None:
             fields["min_tokens"] = raw(b"%d" % max(0, least - 1))
         limit = _limit(parsed)
-        fields["max_tokens"] = _NULL if limit is None else raw(b"%d" % (limit - 1))
+        assert limit is not None
+        fields["max_tokens"] = raw(b"%d" % (limit - 1))
         fields["prompt"] = raw(given.token_ids[: given.token_ids.rindex(b"]")] + b",%d]" % given.first.id)
         if parsed.adds_usage:
             fields["stream_options"] = raw(b'{"include_usage":true}')
