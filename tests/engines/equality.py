@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from .client import Answer, ask
@@ -91,23 +92,23 @@ async def equal(
     pairs: int = 1,
     *,
     moved: Callable[[Rose], bool] = in_full,
-    warm: bool = False,
+    unsaid: AbstractSet[str] = frozenset(),
 ) -> None:
     """Fail unless status, body and events are the plain engine's, the KV moved as the shape says, and P holds nothing.
 
     `pairs`: how many prefill and decode engines the proxy has. `moved`: whether counters show that the KV of a prompt moved
-    as its connector moves it. `warm`: what is said of prefix caches isn't compared.
+    as its connector moves it. `unsaid`: keys that aren't compared, as in `differs`.
     """
     for attempt in range(STRICT_TRIES):
         before = Moved.now(fleet, proxy, pairs)
         plain, other = await _both(shape, fleet, proxy)
         assert plain.status == shape.status, plain.body[:500]
-        why = differs(plain, other, strict=False, warm=warm)
+        why = differs(plain, other, strict=False, unsaid=unsaid)
         if "\ufffd" in why and attempt + 1 < STRICT_TRIES:
             continue  # half a character beside the end of thoughts: an engine that lags joins the two, and keeps it
         assert not why, f"{why}\nplain: {plain.body!r}\nproxy: {other.body!r}"
         await _settle(shape, before, moved)
-        if not (why := differs(plain, other, warm=warm)):
+        if not (why := differs(plain, other, unsaid=unsaid)):
             break
         assert attempt + 1 < STRICT_TRIES, f"cut into other chunks {STRICT_TRIES} times: {why}"
     if shape.pinned_id:
