@@ -32,6 +32,9 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
 ENV = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
 """Chunks are found by hashes that Python salts."""
 
+KV_BYTES = 2 * 4 * 2 * 64 * 4
+"""Bytes of KV a token: keys and values, layers, heads, head size, bytes of a float (make_model.py)."""
+
 BY_NAME = {shape.name: shape for shape in SHAPES}
 BEHIND = [
     BY_NAME[name]
@@ -247,6 +250,32 @@ def whole_chunks(rose: Rose) -> bool:
 def awaited(proxy: Proxy) -> float:
     """How many notices came for a wait."""
     return proxy.counters().sum("pdproxy_kv_notices_total", event="ready", result="awaited")
+
+
+class TestASmallBuffer:
+    """The decode engine's buffer has room for one prompt: whatever stayed in it would block the next one for good."""
+
+    @pytest.fixture(scope="class")
+    def small(self, nursery: Launcher, plain: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pushing]:
+        ports = Ports()
+        told = by_lmcache(tmp_path_factory.mktemp("small"), ports, CPU_LMCACHE, buffer=14 * CHUNK * KV_BYTES)
+        with pair(nursery, plain, "small", told, DECODES_BEHIND) as fleet:
+            yield Pushing(fleet, ports)
+
+    async def test_nothing_stays_in_it(self, small: Pushing, tmp_path: Path) -> None:
+        """Prompts of eleven chunks, one after the other: behind a first token, from the start, and of one token."""
+        bound = {"pd_buffer_size": 14 * CHUNK * KV_BYTES, "kv_bytes_per_token": KV_BYTES}
+        proxy = started(small, tmp_path, {"deadlines": {"prefill": 20}}, **bound)
+        try:
+            for fields in [{"max_tokens": 4}, {"max_tokens": 4, "logprobs": 1}, {"max_tokens": 1}] * 8:
+                body = {"model": MODEL, "prompt": ids(secrets.token_hex(6), 330), "temperature": 0, **fields}
+                answer = await ask(proxy.url, COMPLETIONS, body)
+                assert not differs(await ask(small.fleet.plain.url, COMPLETIONS, body), answer, unsaid=UNSAID)
+            counters = proxy.counters()
+            assert counters.sum("pdproxy_alone_total") == 0
+            assert counters.by("pdproxy_kv_notices_total", "result") == {"awaited": 16}
+        finally:
+            assert proxy.stop() == 0, proxy.tail()
 
 
 class TestNobodyTells:

@@ -56,13 +56,13 @@ def whole_blocks(rose: Rose) -> bool:
     return rose["prompt"] == given + rose["computed"] and given % BLOCK == 0 and (given > 0 or missed)
 
 
-@pytest.mark.parametrize("shape", ANSWERED[::4], ids=str)
+@pytest.mark.parametrize("shape", ANSWERED[::7], ids=str)
 async def test_answer_is_the_plain_engines(sharers: Fleet, proxy: Proxy, shape: Shape) -> None:
     """Status, body and events are the plain engine's, usage with what it says of caches included; the KV came from storage."""
     await equal(sharers, proxy, shape, moved=whole_blocks)
 
 
-@pytest.mark.parametrize("shape", ALONE[::8], ids=str)
+@pytest.mark.parametrize("shape", ALONE[::16], ids=str)
 async def test_what_is_not_split_is_the_plain_engines_too(sharers: Fleet, proxy: Proxy, shape: Shape) -> None:
     """As with NIXL: for one engine alone, or refused."""
     await equal(sharers, proxy, shape)
