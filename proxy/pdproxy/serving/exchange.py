@@ -341,6 +341,7 @@ class Exchange:
     def _relay(self, custody: Custody | None) -> Relay:
         relay = self.relay = self._new_relay()
         if custody is not None:
+            relay.cached_tokens = custody.handle.cached_tokens
             relay.created_cache_tokens = custody.handle.created_cache_tokens
         return relay
 
