@@ -65,6 +65,17 @@ def ensure(root: Path | None = None, torch_index: str | None = None) -> Built:
     return built
 
 
+def ensure_overlay(built: Built, name: str) -> Path:
+    """Return a folder with the packages of `NAME.lock`, to be put ahead of the environment's own on PYTHONPATH.
+
+    Raises EnginesUnavailable.
+    """
+    folder = built.root / name
+    with _locked(built.root):
+        _once(folder, _digest("requirements.lock", f"{name}.lock"), lambda: _make_overlay(built, folder, name))
+    return folder
+
+
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
     """One build at a time; a second caller waits and then finds the stamps."""
@@ -102,6 +113,14 @@ def _make_environment(root: Path, torch_index: str | None) -> None:
         *("-r", HERE / "requirements.lock"),
     )
     _run("the engines' packages can't be patched", python, HERE / "patch_env.py")
+
+
+def _make_overlay(built: Built, folder: Path, name: str) -> None:
+    _run(
+        f"the packages of {name}.lock can't be installed",
+        *(_find_uv(built.root), "pip", "install", "--quiet", "--python", built.python, "--target", folder),
+        *("--no-deps", "-r", HERE / f"{name}.lock"),
+    )
 
 
 def _torch_source(torch_index: str | None) -> list[str]:

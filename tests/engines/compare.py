@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from .client import Answer
@@ -15,10 +16,13 @@ _CLOCK = re.compile(r"\[\d\d:\d\d:\d\d\]")  # xgrammar dates its complaints
 _MINTED = re.compile(r"^(cmpl-|chatcmpl-tool-|chatcmpl-|call_)?[0-9a-f-]{16,}$")
 
 
-def differs(plain: Answer, other: Answer, *, strict: bool = True, warm: bool = False) -> str:
+def differs(
+    plain: Answer, other: Answer, *, strict: bool = True, warm: bool = False, unsaid: AbstractSet[str] = frozenset()
+) -> str:
     """The first difference between two answers, empty where there is none.
 
-    `warm`: the prompt may have been seen by one of the engines before, so cached tokens aren't compared.
+    `warm`: the prompt may have been seen by one of the engines before, so cached tokens aren't compared. `unsaid`: keys that
+    may be missing, so neither they nor their values are.
     `strict` also compares chunk by chunk. An engine that lags behind puts two tokens into one chunk, and that is allowed
     for where both say something. Seldom it isn't enough (half a character says nothing): ask again before you complain.
     """
@@ -30,12 +34,12 @@ def differs(plain: Answer, other: Answer, *, strict: bool = True, warm: bool = F
         return f"Content-Type: {one!r} != {two!r}"
     masked = MASKED | ({"cached_tokens", "created_cache_tokens"} if warm else set())
     if not plain.streamed:
-        return first_difference(mask(plain.json, masked), mask(other.json, masked))
+        return first_difference(mask(plain.json, masked, unsaid), mask(other.json, masked, unsaid))
     if plain.events[-1] != "[DONE]" or other.events[-1] != "[DONE]":
         return f"last event: {plain.events[-1]!r} != {other.events[-1]!r}"
     if why := mixed_ids(other):
         return why
-    one, two = mask(plain.chunks, masked), mask(other.chunks, masked)
+    one, two = mask(plain.chunks, masked, unsaid), mask(other.chunks, masked, unsaid)
     if strict and (why := _cut_differently(by_choice(one), by_choice(two))):
         return why
     return first_difference(joined(one), joined(two))
@@ -49,14 +53,19 @@ def mixed_ids(answer: Answer) -> str:
     return ""
 
 
-def mask(value: Any, masked: set[str] = MASKED) -> Any:
-    """Replace what two right answers never share: minted ids, and under the keys in `masked` all but whether it is null."""
+def mask(value: Any, masked: set[str] = MASKED, unsaid: AbstractSet[str] = frozenset()) -> Any:
+    """Replace what two right answers never share: minted ids, and under the keys in `masked` all but whether it is null.
+
+    The keys in `unsaid` are left out.
+    """
     if isinstance(value, list):
-        return [mask(item, masked) for item in value]
+        return [mask(item, masked, unsaid) for item in value]
     if not isinstance(value, dict):
         return value
     out = {}
     for key, item in value.items():
+        if key in unsaid:
+            continue
         if key == "id" and isinstance(item, str) and (minted := _MINTED.match(item)):
             out[key] = f"{minted[1] or ''}*"
         elif key == "message" and isinstance(item, str):
@@ -64,7 +73,7 @@ def mask(value: Any, masked: set[str] = MASKED) -> Any:
         elif key in masked:
             out[key] = item is not None
         else:
-            out[key] = mask(item, masked)
+            out[key] = mask(item, masked, unsaid)
     return out
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from .build import EnginesUnavailable, ensure
-from .engine import EngineFailed
-from .fleet import Fleet, keep
+from .engine import MODEL, Engine, EngineFailed
+from .fleet import COMPLETIONS, Fleet, keep
 from .launcher import Launcher
 from .proxy import Proxy
 
@@ -24,6 +24,7 @@ ORDER = [
         "test_other_routes",
         "test_reasoning",
         "test_notifier",
+        "test_shared",
         "test_generated",
         "test_clients",
         "test_check",
@@ -96,6 +97,20 @@ def launcher(pytestconfig: pytest.Config) -> Iterator[Launcher]:
         pytest.skip(f"REAL ENGINES SKIPPED: {error}")
     yield launcher
     launcher.close()
+
+
+@pytest.fixture(scope="session")
+def plain(pytestconfig: pytest.Config, launcher: Launcher) -> Iterator[Engine]:
+    """For tests with pairs of their own: the fleet's plain engine where there is a fleet, else one that needs no fleet."""
+    if fleet := pytestconfig.stash.get(FLEET, None):
+        yield fleet.plain
+        return
+    engine = Engine.start(launcher, "plain-alone", "plain")
+    try:
+        engine.wait().post(COMPLETIONS, {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1})
+        yield engine
+    finally:
+        engine.stop()
 
 
 def _serve(fleet: Fleet, pairs: int, folder: Path) -> Iterator[Proxy]:

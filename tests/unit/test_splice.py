@@ -175,6 +175,16 @@ def test_a_stream_of_one_token(finish: str) -> None:
     assert end["usage"] == {"prompt_tokens": 3, "total_tokens": 4, "completion_tokens": 1}
 
 
+def test_a_stream_of_one_token_leaves_out_what_is_null() -> None:
+    """Whole answers spell it out, at every depth; streams of vLLM don't."""
+    usage = {"prompt_tokens": 3, "total_tokens": 4, "completion_tokens": 1, "completion_tokens_details": None}
+    usage["prompt_tokens_details"] = {"cached_tokens": 0, "created_cache_tokens": None}
+    body = whole(" a", usage=usage)
+    *_, end = shown(splice(Route.COMPLETIONS, FirstToken(42, " a", "stop"), stream=True).finished_events(body))
+    assert end["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert "completion_tokens_details" not in end["usage"]
+
+
 def test_a_whole_answer_of_one_token() -> None:
     """Nothing of the transfer is left in it."""
     body = json.loads(splice(Route.COMPLETIONS, FirstToken(42, " a", "length")).finished_whole(PREFILLED))

@@ -49,6 +49,12 @@ def decode_body(request: Parsed, body: bytes) -> dict[str, Any]:
     return found
 
 
+def prefill_body(request: Parsed, contract: Any = PD) -> dict[str, Any]:
+    """What the prefill engine is asked."""
+    found: dict[str, Any] = json.loads(contract.prefill(request, request.prompts[0], DISPATCH).body)
+    return found
+
+
 @pytest.mark.parametrize("route", list(Route))
 def test_the_prefill_leg(route: Route) -> None:
     """It is a completion of the ids, one token, unstreamed, with the receiver's place and the minted id."""
@@ -80,7 +86,6 @@ def test_the_prefill_leg(route: Route) -> None:
     [
         ({"max_tokens": 9}, 8),
         ({}, 15),  # a completion's default is 16
-        ({"max_tokens": None}, None),
     ],
 )
 def test_the_decode_leg_of_a_completion(fields: dict[str, Any], limit: int | None) -> None:
@@ -96,7 +101,7 @@ def test_the_decode_leg_of_a_completion(fields: dict[str, Any], limit: int | Non
     [
         ({"max_tokens": 9}, 8),
         ({"max_completion_tokens": 5, "max_tokens": 9}, 4),
-        ({}, None),  # as many as the context holds
+        ({"max_completion_tokens": None, "max_tokens": 9}, 8),
     ],
 )
 def test_the_decode_leg_of_a_chat(fields: dict[str, Any], limit: int | None) -> None:
@@ -105,6 +110,17 @@ def test_the_decode_leg_of_a_chat(fields: dict[str, Any], limit: int | None) -> 
     leg = PD.decode(request, request.prompts[0], handle(request, answer()), DISPATCH)
     assert leg.route is Route.COMPLETIONS
     assert json.loads(leg.body) == {"model": "tiny", "max_tokens": limit, "prompt": [5, 6, 7, 42]}
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [(Route.CHAT, {}), (Route.CHAT, {"max_tokens": None}), (Route.COMPLETIONS, {"max_tokens": None})],
+)
+def test_what_has_no_limit_is_decoded_from_the_first_token_on(route: Route, fields: dict[str, Any]) -> None:
+    """To the completion that goes on behind a first token, no limit is its default of sixteen tokens."""
+    request = parsed(route, **fields)
+    assert handle(request, answer()).first is None
+    assert prefill_body(request)["prompt"] == [5, 6]
 
 
 def test_min_tokens_counts_the_first_token() -> None:
@@ -169,6 +185,18 @@ def test_what_looks_back_is_decoded_from_the_first_token_on(fields: dict[str, An
 
 
 @pytest.mark.parametrize(
+    ("fields", "contract"), [({"logprobs": 1}, PD), ({"seed": 1}, PD), ({}, lmcache_pd(first_on_prefill=False))]
+)
+def test_nothing_is_pushed_that_the_decode_engine_will_not_look_for(fields: dict[str, Any], contract: Any) -> None:
+    """It looks for its prompt less the last token, and an unfull chunk is found by its very tokens."""
+    request = parsed(max_tokens=9, **fields)
+    assert prefill_body(request, contract)["prompt"] == [5, 6]
+    seen = json.loads(answer())
+    seen["usage"] |= {"prompt_tokens": 2}
+    assert handle(request, json.dumps(seen).encode(), contract).prompt_tokens == 3
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {},
@@ -207,7 +235,7 @@ def test_the_decode_engine_makes_the_first_token_where_the_operator_says_so() ->
     ],
 )
 def test_how_many_ranks_tell(options: dict[str, Any], tokens: int, notices: int) -> None:
-    """One notice a receiving rank, one in all where the first stores alone, none for less than a chunk."""
+    """One notice a receiving rank, one in all where the first stores alone, none where nothing is pushed."""
     dispatch = Dispatch("leg-1", TokenIds(b"[]", tokens), receiver=DISPATCH.receiver)
     assert lmcache_pd(**options).notices(dispatch) == notices
 
@@ -220,22 +248,23 @@ def test_an_engine_without_lmcache_is_found_out(body: bytes) -> None:
     assert "pd_role sender" in str(PD.handle(parsed(), read, DISPATCH))
 
 
-@pytest.mark.parametrize(("count", "pushed", "least"), [(33, 32, 33), (64, 32, 33), (65, 64, 33), (100, 96, 33)])
-def test_a_prompt_that_is_decoded_as_it_came_is_pushed_in_whole_chunks(count: int, pushed: int, least: int) -> None:
-    """The decode engine looks for what is before its last token: a part of a chunk would stay in its buffer for ever."""
+def test_a_prompt_that_is_decoded_as_it_came_is_pushed_without_its_last_token() -> None:
+    """The decode engine looks for what is before its last token: anything else would stay in its buffer for ever."""
     contract = lmcache_pd(first_on_prefill=False, chunk_size=32)
     request = parsed(max_tokens=4)
-    dispatch = Dispatch("leg-1", from_numbers(list(range(count))), receiver=DISPATCH.receiver)
+    dispatch = Dispatch("leg-1", from_numbers(list(range(40))), receiver=DISPATCH.receiver)
     body = json.loads(contract.prefill(request, request.prompts[0], dispatch).body)
-    assert body["prompt"] == list(range(pushed))
-    read = prefill_answer(answer(7))
+    assert body["prompt"] == list(range(39))
+    said = json.loads(answer(7))
+    said["usage"]["prompt_tokens"] = 39
+    read = prefill_answer(json.dumps(said).encode())
     assert read is not None
     given = contract.handle(request, read, dispatch)
     assert isinstance(given, Handle)
-    assert given.prompt_tokens == count
-    assert contract.least(request) == least
+    assert given.prompt_tokens == 40
+    assert contract.least(request) == 33
     body = json.loads(contract.release_body("tiny", given) or b"")
-    assert (body["prompt"], body["max_tokens"]) == ([*range(pushed), 7], 1)
+    assert (body["prompt"], body["max_tokens"]) == ([*range(39), 7], 1)
 
 
 def test_what_nobody_decodes_is_read_by_us() -> None:

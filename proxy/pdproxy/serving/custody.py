@@ -18,6 +18,7 @@ from pdproxy.kit.ids import mint
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, HandleEnded, KvNoticed, KvTransferred, Observers
 from pdproxy.scheduling.ledger import Ledger
+from pdproxy.serving.ready import Expected
 from pdproxy.settings.schema import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.upstream.client import Answer, EngineClient, Pending
@@ -42,8 +43,8 @@ GIVEN_UP = 1024
 class PrefillLeg:
     """What custody needs to know of a prefill leg: the engine, and how to ask engines in its client's name.
 
-    `read` finds the handle in the answer. `receiver` is the decode engine that KV is pushed to, `id` the leg's own id; None where
-    the contract has none.
+    `read` finds the handle in the answer. `receiver` is the decode engine that KV is pushed to, `id` the leg's own id, `expected`
+    the wait for its notices where custody is to end it; None where the contract has none.
     """
 
     prefill: str
@@ -52,6 +53,7 @@ class PrefillLeg:
     read: Callable[[PrefillAnswer], Handle | str]
     receiver: str | None = None
     id: str | None = None
+    expected: Expected | None = None
 
 
 class State(Enum):
@@ -87,6 +89,7 @@ class Custody:
         "_over",
         "authorization",
         "decode",
+        "expected",
         "freed",
         "handle",
         "how",
@@ -102,6 +105,8 @@ class Custody:
         self.handle = handle
         self.prefill = leg.prefill
         self.decode = leg.receiver
+        self.expected = leg.expected
+        """The wait for notices of its push. It ends with the custody: what is still being pushed can't be given back."""
         self.model = leg.model
         self.authorization = leg.authorization
         self.state: State | None = State.HELD if custodian.holds else None
@@ -109,7 +114,7 @@ class Custody:
         self.since = custodian.now()
         self.on_expired: Callable[[], None] | None = None
         """What is to be done if the lease ends while a decode engine may still read: it would read another prompt's KV."""
-        self._over: Callable[[], None] | None = None
+        self._over: list[Callable[[], None]] = []
         self.freed = 0
         """Ranks of the prefill engine that told that they hold it no longer."""
 
@@ -121,7 +126,7 @@ class Custody:
         if self.state is None:
             then()
         else:
-            self._over = then
+            self._over.append(then)
 
     def asked(self, decode: str) -> None:
         """The handle went out to a decode engine."""
@@ -139,11 +144,20 @@ class Custody:
             self.release()
             return
         self.state, self.how, self.on_expired = None, how, None
-        if self._over is not None:
-            self._over()
-            self._over = None
+        for then in self._over:
+            then()
+        self._over.clear()
+        if self.expected is not None:
+            self.expected.close()
         self._custodian.ended(self, how)
         self.handle = Handle(b"", None, self.handle.prompt_tokens, self.handle.remote_request_id)
+
+    async def given_back(self) -> None:
+        """Give the handle back, and wait until that is over."""
+        over = asyncio.Event()
+        self.when_over(over.set)
+        self.release()
+        await over.wait()
 
     def release(self) -> None:
         """Give the handle back in the background."""
@@ -296,27 +310,35 @@ class Custodian:
                 answer = await pending.answered()
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.ABANDONED_PREFILL.value, leg.prefill))
+            if leg.expected is not None:
+                leg.expected.close()
             if leg.id is not None and self._contract.told is not None:
                 self._given_up[leg.id] = leg
                 if len(self._given_up) > GIVEN_UP:
                     self._given_up.popitem(last=False)
             return
         except EngineError:
+            if leg.expected is not None:
+                leg.expected.close()
             return
         finally:
             self._orphans -= 1
             pending.close()
             done()
-        if answer.status == 200 and (found := prefill_answer(answer.body)) is not None:
-            handle = leg.read(found)
-            if isinstance(handle, Handle):
-                self.take(handle, leg).release()
+        read = prefill_answer(answer.body) if answer.status == 200 else None
+        handle = leg.read(read) if read is not None else None
+        if isinstance(handle, Handle):
+            self.take(handle, leg).release()
+        elif leg.expected is not None:
+            leg.expected.close()
 
     async def _give_back(self, custody: Custody) -> None:
         body = self._contract.release_body(custody.model, custody.handle)
         how = End.LOST
         if body is not None:
             try:
+                if custody.expected is not None and self._contract.pushes:
+                    await self._pushed(custody.expected, custody.prefill)
                 for attempt in range(_RELEASE_TRIES):
                     url = self._releaser(custody)
                     if url is not None and await self._told(custody, url, body):
@@ -336,10 +358,18 @@ class Custodian:
                 custody.prefill,
             )
 
+    async def _pushed(self, expected: Expected, prefill: str) -> None:
+        """Wait until all is pushed: what comes later would stay."""
+        try:
+            async with asyncio.timeout(self._deadlines.kv_ready):
+                await asyncio.shield(expected.done)
+        except TimeoutError:
+            self._observers.notify(DeadlinePassed(Wait.KV_READY.value, prefill))
+
     def _releaser(self, custody: Custody) -> str | None:
         if self._contract.pushes:
             return custody.decode
-        node = self._ledger.releaser(custody.model, self.now(), prefer_not=custody.decode)
+        node = self._ledger.releaser(custody.prefill, custody.model, self.now(), prefer_not=custody.decode)
         return None if node is None else node.url
 
     async def _told(self, custody: Custody, decode: str, body: bytes) -> bool:

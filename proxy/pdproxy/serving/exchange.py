@@ -191,8 +191,9 @@ class Exchange:
                 raise PrefillFailedError(Alone.PREFILL_REFUSED, another=False)
             custody = got.custody
             handover.in_custody(custody)
-            if custody.handle.alone is not None:
-                raise PrefillFailedError(custody.handle.alone, another=False)
+            if (alone := custody.handle.alone) is not None:
+                await custody.given_back()  # before an engine that holds it could take a part of it
+                raise PrefillFailedError(alone, another=False)
             if got.body:
                 return await self._finished(got, stream_to)
             del got, prompt  # see `_let_go`
@@ -340,6 +341,7 @@ class Exchange:
     def _relay(self, custody: Custody | None) -> Relay:
         relay = self.relay = self._new_relay()
         if custody is not None:
+            relay.cached_tokens = custody.handle.cached_tokens
             relay.created_cache_tokens = custody.handle.created_cache_tokens
         return relay
 

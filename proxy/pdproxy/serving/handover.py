@@ -77,12 +77,13 @@ class PrefillFailedError(Exception):
 class Handover:
     """See the module. Made by `begin`."""
 
-    __slots__ = ("_engines", "_expected", "_slots", "dispatch", "pair")
+    __slots__ = ("_engines", "_expected", "_held", "_slots", "dispatch", "pair")
 
     def __init__(self, engines: Engines, pair: Pair, dispatch: Dispatch, slots: Slots | None) -> None:
         self._engines = engines
         self._slots = slots
         self._expected: Expected | None = None
+        self._held = False  # custody closes the wait
         self.pair = pair
         self.dispatch = dispatch
         contract = engines.transfer.contract
@@ -100,6 +101,11 @@ class Handover:
     def told(self) -> Expected | None:
         """The wait for a notice that may bring the handle before the answer, None if none may."""
         return self._expected if self._engines.transfer.contract.early else None
+
+    def hand_on(self) -> Expected | None:
+        """Leave the wait for notices to somebody else, who closes it; None if there is none."""
+        expected, self._expected = self._expected, None
+        return expected
 
     async def kv_ready(self) -> None:
         """Wait until each rank has told that the KV is there. What if not is the operator's choice.
@@ -124,6 +130,9 @@ class Handover:
         slots, self._slots = self._slots, None
         if slots is not None:
             custody.when_over(slots.give_back)
+        if custody.state is not None:
+            custody.expected = self._expected
+            self._held = True
 
     def loaded(self) -> None:
         """The decode engine has shown data: the prompt's ids, which may be long, are not needed any more."""
@@ -135,7 +144,7 @@ class Handover:
         A prefill that goes on without its client has the room until it is over.
         """
         self._engines.close(self.pair.decode, Verdict.NEUTRAL)
-        if self._expected is not None:
+        if self._expected is not None and not self._held:
             self._expected.close()
         if self._slots is not None:
             self._slots.give_back()

@@ -26,7 +26,7 @@ from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers, Leg
 from pdproxy.wire import sse, tokens
 from pdproxy.wire.engine import Usage, usage_of
-from pdproxy.wire.usage import with_created_cache
+from pdproxy.wire.usage import with_cache
 
 MAX_EVENT = 32 << 20
 """Bytes. No event of an engine comes near it; without a bound one that never ends would fill the memory."""
@@ -84,6 +84,7 @@ class Relay:
         "_wants_done",
         "_wants_usage",
         "accepted",
+        "cached_tokens",
         "created_cache_tokens",
         "done",
         "first",
@@ -108,6 +109,7 @@ class Relay:
         self.accepted = Flag()
         self.usage: Usage | None = None
         self.usage_event: bytes | None = None
+        self.cached_tokens: int | None = None
         self.created_cache_tokens: int | None = None
         """What the usage must say of the prefill engine's cache; None: what the engine says."""
         self._time = loop.time
@@ -241,8 +243,7 @@ class Relay:
         if not self._is_stream:
             body = b"".join(self._held)
             if self._status == 200:
-                if self.created_cache_tokens is not None:
-                    body = with_created_cache(body, self.created_cache_tokens)
+                body = with_cache(body, cached=self.cached_tokens, created=self.created_cache_tokens)
                 self.usage = usage_of(body)
                 self.lane.events = 1
             self._phase = _Phase.ENDED
@@ -330,8 +331,7 @@ class Relay:
                 passed.append(event)  # a keep-alive comment
                 continue
             if sse.is_usage_only(event):
-                if self.created_cache_tokens is not None:
-                    event = with_created_cache(event, self.created_cache_tokens)
+                event = with_cache(event, cached=self.cached_tokens, created=self.created_cache_tokens)
                 self.usage = usage_of(sse.payload(event))
                 self.usage_event = event
                 if not self._wants_usage:

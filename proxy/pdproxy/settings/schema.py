@@ -160,10 +160,11 @@ class LMCache(_Section, frozen=True):
     output get it from the decode engine all the same. `decode`: all do."""
 
     chunk_size: Count = 256
-    """Tokens in a chunk. KV moves in whole chunks: a shorter prompt is served by one engine."""
+    """Tokens in a chunk."""
 
     save_unfull_chunk: bool = False
-    """Whether the last chunk moves though it isn't full. Then notices come for short prompts, too."""
+    """Whether prompts under a chunk are worth two engines. LMCache 0.5.6's PD mode moves unfull chunks whatever its own setting
+    says, unless its `discard_partial_chunks` is on: then nobody would tell of such a prompt, and it would wait in vain."""
 
     first_rank_only: bool = False
     """Whether the first rank stores for all (models with one latent KV for all heads), and sends the only notice."""

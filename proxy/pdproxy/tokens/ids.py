@@ -11,6 +11,10 @@ class TokenIds(msgspec.Struct, frozen=True):
     json: bytes
     count: int
 
+    def less_one(self) -> TokenIds:
+        """Return the ids without the last one, of at least two."""
+        return TokenIds(self.json[: self.json.rindex(b",")] + b"]", self.count - 1)
+
     def numbers(self) -> list[int]:
         """Return the ids as integers, for contracts that compute with them."""
         return msgspec.json.decode(self.json, type=list[int])

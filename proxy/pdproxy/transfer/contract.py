@@ -74,8 +74,10 @@ class Handle(msgspec.Struct, frozen=True):
 
     `params` is the engine's `kv_transfer_params` verbatim, `token_ids` the prompt's ids as a JSON array (None if the
     engine did not say them), `prompt_tokens` the prompt's length, `created_cache_tokens` how many of them were new to the
-    prefill engine's prefix cache, if it tells. `first` is the answer's first token where the decode engine goes on behind it.
-    `alone`: why the request must be served by one engine although the KV is there; the handle only has to be given back.
+    prefill engine's prefix cache, if it tells. `cached_tokens` is how many were found there, where it tells and the decode
+    engine can't know: for that one all KV that it was given is cached. `first` is the answer's first token where the decode
+    engine goes on behind it. `alone`: why the request must be served by one engine although the KV is there; the handle only
+    has to be given back.
     """
 
     params: bytes
@@ -83,8 +85,33 @@ class Handle(msgspec.Struct, frozen=True):
     prompt_tokens: int
     remote_request_id: str
     created_cache_tokens: int | None = None
+    cached_tokens: int | None = None
     first: FirstToken | None = None
     alone: Alone | None = None
+
+
+def unclaimed(
+    answer: PrefillAnswer,
+    token_ids: bytes | None = None,
+    remote_request_id: str = "",
+    first: FirstToken | None = None,
+    *,
+    more: int = 0,
+) -> Handle:
+    """Return a handle that nobody has to end: what the prefill engine counted, and how the decode engine goes on.
+
+    `more`: how many tokens of the prompt the prefill engine wasn't asked to see.
+    """
+    said = answer.details()
+    return Handle(
+        params=b"",
+        token_ids=token_ids,
+        prompt_tokens=answer.usage.prompt_tokens + more,
+        remote_request_id=remote_request_id,
+        created_cache_tokens=said.created_cache_tokens,
+        cached_tokens=said.cached_tokens,
+        first=first,
+    )
 
 
 def nothing_to_release(_model: str | None, _handle: Handle) -> bytes | None:
@@ -131,7 +158,6 @@ class Contract:
           is none; `releases` is the status that says that it has.
         - `refusal_released(error_type, param)`: whether a decode engine that refused a request with a 4xx has given
           its handle back by itself.
-        - `needs_tokens`: a prompt without ids can't be split.
     """
 
     name: str

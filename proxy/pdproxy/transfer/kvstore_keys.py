@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pdproxy.transfer.bodies import decode_fields, prefill_fields
-from pdproxy.transfer.contract import Contract, Dispatch, Handle, LegRequest, encode, raw
+from pdproxy.transfer.contract import Contract, Dispatch, Handle, LegRequest, encode, raw, unclaimed
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.kvparams import KVTransferParams, store_keys
 from pdproxy.wire.request import Parsed, Prompt
@@ -34,7 +34,7 @@ def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
 
 def handle(_parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle | str:
     """Return a handle without a claim, or why the decode engine should not be sent the key."""
-    return why_not_stored(answer, _numbers(dispatch)) or Handle(b"", None, answer.usage.prompt_tokens, "")
+    return why_not_stored(answer, _numbers(dispatch)) or unclaimed(answer)
 
 
 def decode(parsed: Parsed, prompt: Prompt, _given: Handle, dispatch: Dispatch) -> LegRequest:

@@ -13,13 +13,19 @@ from them.
 
 The first way is only for requests that a change of engines after one token can't change. Whatever looks back at the output, or
 parses it from its beginning (penalties, stop strings, seeds, grammars, tools, reasoning), is decoded from its first token on.
+
+A decode engine's buffer has room again for what it was pushed once it has looked for that, and for nothing else, ever. It looks
+for its prompt less the last token (`skip_last_n_tokens`: 1, as in LMCache's examples), in chunks of which the last may be
+unfull and is found by its very tokens. So what it is pushed is never more than that: where it makes the first token itself, the
+prefill engine gets the prompt less the last token.
 """
 
 from __future__ import annotations
 
 import msgspec
+from msgspec import structs
 
-from pdproxy.tokens.ids import TokenIds, from_numbers
+from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.bodies import decode_fields
 from pdproxy.transfer.contract import (
     Contract,
@@ -29,6 +35,7 @@ from pdproxy.transfer.contract import (
     LegRequest,
     encode,
     raw,
+    unclaimed,
 )
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.request import Alone, Fields, Parsed, Prompt, Route
@@ -107,9 +114,9 @@ class _Spec(msgspec.Struct, frozen=True):
     receiver_alloc_port: tuple[int, ...]
 
 
-class _Ask(msgspec.Struct, frozen=True):
+class _Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     ret_first_tok: bool
-    disagg_spec: _Spec
+    disagg_spec: _Spec | None = None
 
 
 def may_begin_on_prefill(parsed: Parsed) -> bool:
@@ -130,7 +137,10 @@ def _passed(parsed: Parsed) -> Fields:
 
 
 def _limit(parsed: Parsed) -> int | None:
-    """Return how many tokens the answer may have, None for as many as the context holds."""
+    """Return how many tokens the answer may have, None if only an engine knows.
+
+    A chat without a limit may fill the context. A completion's null is its default or the context, as its version has it.
+    """
     names = ("max_completion_tokens", "max_tokens") if parsed.route is Route.CHAT else ("max_tokens",)
     for name in names:
         if name in parsed.fields and (limit := _int_decoder.decode(parsed.fields[name])) is not None:
@@ -160,27 +170,23 @@ def lmcache_pd(
     unfull_chunks: bool = False,
     first_rank_only: bool = False,
 ) -> Contract:
-    """Return the contract. `chunk_size` in tokens and `unfull_chunks` are LMCache's `chunk_size` and `save_unfull_chunk`.
+    """Return the contract. `chunk_size` in tokens and `unfull_chunks` are LMCache's `chunk_size` and `save_unfull_chunk`, which
+    its PD mode turns on by itself.
 
     `first_on_prefill`: whether the prefill engine's token is the answer's first where it can be. `first_rank_only`: whether
     the first rank alone stores (models with one latent KV for all heads), and so sends the only notice.
     """
 
     def begins(parsed: Parsed) -> bool:
-        return first_on_prefill and may_begin_on_prefill(parsed)
+        # A completion goes on behind the first token: there is no way to tell one to fill the context.
+        return first_on_prefill and _limit(parsed) is not None and may_begin_on_prefill(parsed)
 
     def pushed(parsed: Parsed, ids: TokenIds) -> TokenIds:
-        """Return the ids whose KV is pushed: all of them, or the whole chunks that the decode engine looks for.
-
-        It reads what is before the last token that it is given. Behind the client's own prompt a last chunk that isn't full
-        would never be looked for, and stay in its buffer.
-        """
-        return ids if begins(parsed) else from_numbers(ids.numbers()[: (ids.count - 1) // chunk_size * chunk_size])
+        """Return the ids whose KV is pushed: what the decode engine looks for, which is all but the last of what it is given."""
+        return ids if begins(parsed) else ids.less_one()
 
     def least(parsed: Parsed) -> int:
-        if not begins(parsed):
-            return chunk_size + 1
-        return 1 if unfull_chunks else chunk_size
+        return (1 if unfull_chunks else chunk_size) + (0 if begins(parsed) else 1)
 
     def prefill(parsed: Parsed, _prompt: Prompt, dispatch: Dispatch) -> LegRequest:
         """Return the prefill leg: one token behind the prompt's ids, KV to the receiver."""
@@ -208,17 +214,18 @@ def lmcache_pd(
         ids = dispatch.ids
         assert ids is not None
         leg_id = dispatch.leg_id or ""
-        if not begins(parsed):
-            return Handle(_with(pushed(parsed, ids).json, token), ids.json, ids.count, leg_id)
+        read = _with(pushed(parsed, ids).json, token)  # what the decode engine must be given, to look for all of it
+        if not begins(parsed):  # what it was asked is a token less than the prompt
+            return structs.replace(unclaimed(answer, ids.json, leg_id, more=1), params=read)
         choice = answer.choices[0] if answer.choices else None
         ended = None
         if choice is not None and (choice.finish_reason != "length" or _limit(parsed) == 1):
             ended = choice.finish_reason
         if choice is None or (ended is None and (not choice.text or "\ufffd" in choice.text)):
             # A piece of a letter, or a token without a text, is shown by what comes behind it: that must be one engine.
-            return Handle(_with(ids.json, token), ids.json, ids.count, leg_id, alone=Alone.FIRST_TOKEN)
+            return structs.replace(unclaimed(answer, ids.json, leg_id), params=read, alone=Alone.FIRST_TOKEN)
         first = FirstToken(token, choice.text, ended, bytes(choice.stop_reason))
-        return Handle(_with(ids.json, token), ids.json, answer.usage.prompt_tokens, leg_id, first=first)
+        return structs.replace(unclaimed(answer, ids.json, leg_id, first), params=read)
 
     def decode(parsed: Parsed, prompt: Prompt, given: Handle, _dispatch: Dispatch) -> LegRequest:
         """Return the decode leg: the rest behind the first token, or the client's own request."""
@@ -231,7 +238,8 @@ def lmcache_pd(
         if (least := _int_decoder.decode(fields.get("min_tokens", _NULL))) is not None:
             fields["min_tokens"] = raw(b"%d" % max(0, least - 1))
         limit = _limit(parsed)
-        fields["max_tokens"] = _NULL if limit is None else raw(b"%d" % (limit - 1))
+        assert limit is not None
+        fields["max_tokens"] = raw(b"%d" % (limit - 1))
         fields["prompt"] = raw(given.params)
         if parsed.adds_usage:
             fields["stream_options"] = raw(b'{"include_usage":true}')

@@ -59,13 +59,12 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handl
     params = _params_of(params_json)
     if isinstance(params, str):
         return params
-    details = answer.usage.prompt_tokens_details
     return Handle(
         params=params_json,
         token_ids=answer.token_ids(),
         prompt_tokens=answer.usage.prompt_tokens,
         remote_request_id=params.remote_request_id,
-        created_cache_tokens=details.created_cache_tokens if details is not None else None,
+        created_cache_tokens=answer.details().created_cache_tokens,
     )
 
 

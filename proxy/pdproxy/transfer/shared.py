@@ -8,7 +8,7 @@ answer tells that the KV is stored, since ExampleConnector writes it before the 
 from __future__ import annotations
 
 from pdproxy.transfer.bodies import decode_fields, prefill_fields
-from pdproxy.transfer.contract import Contract, Dispatch, Handle, LegRequest, encode
+from pdproxy.transfer.contract import Contract, Dispatch, Handle, LegRequest, encode, unclaimed
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.request import Parsed, Prompt
 
@@ -20,7 +20,7 @@ def prefill(parsed: Parsed, prompt: Prompt, _dispatch: Dispatch) -> LegRequest:
 
 def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handle | str:
     """Return a handle without a claim: what the prefill engine counted, to be compared with the decode engine's count."""
-    return Handle(b"", None, answer.usage.prompt_tokens, "")
+    return unclaimed(answer)
 
 
 def decode(parsed: Parsed, prompt: Prompt, _given: Handle, _dispatch: Dispatch) -> LegRequest:

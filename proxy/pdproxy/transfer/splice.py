@@ -22,6 +22,13 @@ _int_decoder = msgspec.json.Decoder(int | None)
 _text_decoder = msgspec.json.Decoder(str | None)
 
 
+def _without_nulls(value: object) -> object:
+    """Return a whole answer's object as a stream has it, down to its last field."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+
+
 class NotACompletionError(Exception):
     """The decode engine sent something that can't be put behind a first token."""
 
@@ -75,11 +82,8 @@ class Splice:
             top: Fields = {"id": self._id, "object": self._object(chunk=True)}
             top |= {name: answer[name] for name in ("created", "model")}
             events = self._opening(top, choice, self._first)
-            usage = _usage_decoder.decode(answer["usage"])
-            said = {
-                name: value for name, value in usage.items() if bytes(value) != b"null"
-            }  # streams leave the others out
-            end = top | {"choices": raw(b"[]"), "usage": raw(msgspec.json.encode(said))}
+            usage = raw(msgspec.json.encode(_without_nulls(msgspec.json.decode(answer["usage"]))))
+            end = top | {"choices": raw(b"[]"), "usage": usage}
             if "system_fingerprint" in answer:
                 end["system_fingerprint"] = answer["system_fingerprint"]
             return [*events, msgspec.json.encode(end)]

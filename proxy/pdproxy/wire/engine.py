@@ -40,6 +40,10 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
     choices: list[_PrefillChoice] = msgspec.field(default_factory=list)
     usage: Usage = Usage()
 
+    def details(self) -> TokensDetails:
+        """Return what the engine says of its prefix cache; nothing, if it doesn't."""
+        return self.usage.prompt_tokens_details or TokensDetails()
+
     def token_ids(self) -> bytes | None:
         """Return the prompt's token ids as a JSON array, or None if the engine does not say them.
 

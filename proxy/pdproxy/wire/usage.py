@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 _DETAILS = "prompt_tokens_details"
-_CREATED_CACHE = re.compile(rb'"created_cache_tokens":\d+')
+_COUNTS = {name: re.compile(rb'"%s":\d+' % name) for name in (b"cached_tokens", b"created_cache_tokens")}
 
 
 def add_up(usages: Sequence[bytes], *, details_of: int) -> bytes:
@@ -28,13 +28,16 @@ def add_up(usages: Sequence[bytes], *, details_of: int) -> bytes:
     return msgspec.json.encode(total)
 
 
-def with_created_cache(answer: bytes, tokens: int) -> bytes:
-    """Return a whole answer, or a stream's usage event, that says how many tokens the prefill added to a prefix cache.
+def with_cache(answer: bytes, *, cached: int | None, created: int | None) -> bytes:
+    """Return a whole answer, or a stream's usage event, that says of prefix caches what the prefill engine said.
 
-    A decode engine speaks of its own cache, into which it computed next to nothing. In a text the quotes would be escaped.
+    A decode engine speaks of its own: there nearly all of the prompt is `cached`, the KV that it was given, and next to
+    nothing was `created`. None leaves a count as it is; so does an answer that has none. In a text the quotes would be escaped.
     """
-    at = answer.rfind(b'"created_cache_tokens":')
-    return answer if at < 0 else answer[:at] + _CREATED_CACHE.sub(b'"created_cache_tokens":%d' % tokens, answer[at:], 1)
+    for name, tokens in ((b"cached_tokens", cached), (b"created_cache_tokens", created)):
+        if tokens is not None and (at := answer.rfind(b'"%s":' % name)) >= 0:
+            answer = answer[:at] + _COUNTS[name].sub(b'"%s":%d' % (name, tokens), answer[at:], 1)
+    return answer
 
 
 def _sum(values: Sequence[Any]) -> Any:

@@ -1,0 +1,104 @@
+"""A prefill and a decode engine that KV travels between by another way than NIXL's, beside a plain one to compare with."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .engine import MODEL, Engine, Role, free_port
+from .fleet import COMPLETIONS, Fleet
+from .launcher import Launcher
+
+CONNECTORS = Path(__file__).with_name("connectors")
+CHUNK = 32
+"""Tokens in a chunk of LMCache: small, so that short prompts have some."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What both engines are told beside what all engines are; `kv` of their --kv-transfer-config, `env` one by one."""
+
+    kv: Mapping[str, Any]
+    flags: str = ""
+    env: Mapping[Role, dict[str, str]] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def pair(launcher: Launcher, plain: Engine, name: str, told: Told, decode_kv: Mapping[str, Any]) -> Iterator[Fleet]:
+    """Start the two, warm; the fleet that they make with `plain`, which is somebody else's and is left running.
+
+    `decode_kv`: what the decode engine's configuration has besides.
+    """
+    engines: dict[str, Engine] = {}
+    roles: dict[Role, Mapping[str, Any]] = {"prefill": told.kv, "decode": {**told.kv, **decode_kv}}
+    try:
+        for role, kv in roles.items():
+            one = f"{name}-{role[0]}"
+            engines[one] = Engine.start(launcher, one, role, flags=told.flags, kv=dict(kv), env=told.env.get(role))
+        for engine in engines.values():
+            engine.wait()
+            engine.post(COMPLETIONS, {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1})
+        yield Fleet(launcher, {"plain": plain, **engines})
+    finally:
+        for engine in engines.values():
+            engine.terminate()
+        for engine in engines.values():
+            engine.stop()
+
+
+def by_files(folder: Path) -> Told:
+    """vLLM's ExampleConnector: the prefill engine writes a prompt's KV to files, the decode engine looks for them."""
+    extra = {"shared_storage_path": str(folder)}
+    return Told({"kv_connector": "ExampleConnector", "kv_connector_extra_config": extra})
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where LMCache's PD mode listens: a decode engine's rank for transfers and for asking for room, a proxy for notices."""
+
+    init: int = field(default_factory=free_port)
+    alloc: int = field(default_factory=free_port)
+    notices: int = field(default_factory=free_port)
+
+
+def by_lmcache(folder: Path, ports: Ports, connector: Mapping[str, Any], buffer: int = 1 << 28) -> Told:
+    """LMCache's PD mode, whose prefill engine pushes. `connector`: which; `buffer`: bytes of the decode engine's buffer."""
+    common = {
+        "local_cpu": False,
+        "chunk_size": CHUNK,
+        "enable_pd": True,
+        "transfer_channel": "nixl",
+        "nixl_backends": ["UCX"],
+        "pd_backend_mode": "sync",
+        "pd_buffer_device": "cpu",
+        "pd_buffer_size": buffer,
+    }
+    sender = {"pd_role": "sender", "pd_proxy_host": "127.0.0.1", "pd_proxy_port": ports.notices}
+    receiver = {"pd_role": "receiver", "pd_peer_host": "127.0.0.1"}
+    receiver |= {"pd_peer_init_port": ports.init, "pd_peer_alloc_port": ports.alloc}
+    env: dict[Role, dict[str, str]] = {}
+    own: dict[Role, dict[str, Any]] = {"prefill": sender, "decode": receiver}
+    for role, settings in own.items():
+        config = folder / f"lmcache-{role}.yaml"
+        config.write_text(json.dumps(common | settings, indent=1))  # JSON is YAML
+        env[role] = {"LMCACHE_CONFIG_FILE": str(config), "PYTHONPATH": str(CONNECTORS)}
+    return Told(connector, "--no-enable-prefix-caching", env)
+
+
+CPU_LMCACHE = {"kv_connector": "CpuLMCacheConnector", "kv_connector_module_path": "cpu_lmcache"}
+"""LMCache with what it lacks on a CPU."""
+BARE_LMCACHE = {"kv_connector": "LMCacheConnectorV1"}
+"""LMCache as it comes: on a CPU it serves, but neither sends KV nor tells anybody."""
+DECODES_BEHIND = {"kv_connector_extra_config": {"skip_last_n_tokens": 1}}
+"""The decode engine's prompt ends with the answer's first token, whose KV nobody has: it looks for what is before."""
+
+
+def lmcache_settings(fleet: Fleet, ports: Ports, **more: Any) -> dict[str, Any]:
+    """The proxy's settings for such a pair; `more` of the pool's `lmcache`."""
+    receiver = {"init_ports": [ports.init], "alloc_ports": [ports.alloc]}
+    nodes = [{"url": engine.url, "role": "prefill"} for engine in fleet.prefills]
+    nodes += [{"url": engine.url, "role": "decode", "receiver": receiver} for engine in fleet.decodes]
+    pool = {"connector": "lmcache-pd", "lmcache": {"chunk_size": CHUNK} | more, "nodes": nodes}
+    return {"pools": [pool], "kv_ready": {"port": ports.notices}}
