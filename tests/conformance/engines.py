@@ -73,7 +73,7 @@ async def rig(
     usual |= {"enable_prefix_caching": False} if connector == "lmcache-pd" else {}
     told = {"notify": notify[connector]} if connector in notify else {}
     receives = {"pd_peer_init_port": 0, "pd_peer_alloc_port": 0, "skip_last_n_tokens": 1}
-    storage = MemoryStorage() if connector in ("shared", "lmcache-mp") else None
+    storage = MemoryStorage() if connector in ("shared", "lmcache-mp", "kvstore-keys") else None
     p_facts = {**usual, **told, "lmcache": SimLMCache(chunk_size=CHUNK), **(p or {})}
     d_facts = {**usual, **(told if notifier else {}), "lmcache": SimLMCache(chunk_size=CHUNK, **receives), **(d or {})}
     async with AsyncExitStack() as stack:

@@ -254,3 +254,15 @@ async def test_a_client_that_leaves_its_prefill_does_not_kill_the_engine() -> No
 async def _asked(pair: Pair) -> list[Any]:
     await until(lambda: pair.p.requests)
     return list(pair.p.requests)
+
+
+async def test_a_client_that_leaves_its_prefill_leaves_no_wait_for_notices() -> None:
+    """Where nothing is held for anybody, the leg is closed, and its wait with it."""
+    async with pool("lmcache-mp", p={"hardware": Hardware(speed=0.02)}) as pair:
+        client = await pair.world.client()
+        client.send(request("POST", COMPLETIONS, completion()))
+        await until(lambda: pair.p.requests)
+        assert pair.world.proxy.transfer.ready.waiting == 1
+        client.close()
+        assert (await pair.world.ended()).outcome == "client_left"
+        await until(lambda: not pair.world.proxy.transfer.ready.waiting)

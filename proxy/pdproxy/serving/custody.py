@@ -240,6 +240,8 @@ class Custodian:
         Closing the leg instead would lose the handle if the engine was just finishing. `done` is called when the leg is over.
         """
         if not self.holds:
+            if leg.expected is not None:
+                leg.expected.close()
             pending.close()
             done()
             return
