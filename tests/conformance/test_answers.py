@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from pdproxy.lab.conformance.answers import BrokenError, Said, Stream, whole
-from pdproxy.lab.conformance.questions import CHAT, COMPLETION, question, salted, short
+from pdproxy.lab.conformance.questions import CHAT, COMPLETION, adding, question, renewed, salted, under, without
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 SAID = Said(text="ab", ids=(7, 8), prompt_ids=(1, 2, 3), finish="length", prompt_tokens=3, completion_tokens=2)
@@ -85,15 +85,25 @@ def test_any_difference_is_named(changed: dict[str, object], words: str) -> None
 
 def test_a_question_asked_again_differs_in_its_salt_alone() -> None:
     for shape in (COMPLETION, CHAT):
-        asked = question(shape, "m", "text", "one")
-        again = salted(asked, "fresh", "two")
+        asked = question(shape, "m", "one: text", "one")
+        again = salted(asked, "fresh")
         before, after = msgspec.json.decode(asked.body), msgspec.json.decode(again.body)
         assert after.pop("cache_salt") == "fresh"
         assert before == after
-        assert (asked.request_id, again.request_id) == ("one", "two")
+        assert (asked.request_id, again.request_id) == ("conformance-one", "conformance-alone-fresh")
+
+
+def test_a_question_is_renewed_by_its_mark_and_a_field_comes_and_goes() -> None:
+    for shape in (COMPLETION, CHAT):
+        asked = question(shape, "m", "one: text", "one")
+        other = renewed(asked, "two")
+        assert other.body == question(shape, "m", "two: text", "two").body
+        assert other.request_id == "conformance-two"
+        assert without(adding(asked, "x", {"y": 1}), "x") == asked
+        assert msgspec.json.decode(adding(asked, "x", {"y": 1}).body)["x"] == {"y": 1}
 
 
 @pytest.mark.parametrize("block", [1, 3, 4, 16, 128])
 def test_a_short_text_is_under_a_block_in_bytes_with_special_tokens(block: int) -> None:
-    text = short("0123456789ab", block)
+    text = under("0123456789ab", block, block)
     assert not text or len(text) + 2 < block

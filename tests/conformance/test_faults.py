@@ -151,7 +151,11 @@ WRONG = [
     Wrong("notice_wait", "before the notices had come", does_not_wait, MP),
     Wrong("notice_missing", "too long for a completion through the proxy", waits_for_ever, PD),
     Wrong("notice_missing", "did not wait for notices", does_not_wait, MP),
+    Wrong(
+        "notice_missing", "on_timeout is fail, and without", does_not_wait, {**MP, "kv_ready": {"on_timeout": "fail"}}
+    ),
     Wrong("leave_prefill", "P still holds KV", keeps_blocks, {"lease": 60}),
+    Wrong("leave_prefill", "freed by the end of its lease", keeps_blocks, {"lease": 0.5}),
     Wrong("leave_decode", "still holds KV", keeps_blocks, {"lease": 60}),
     Wrong("leave_decode", "one engine alone", how={"p": {"connector": "none"}}),
     Wrong("leave_stream", "D still holds KV", ignores_aborts, {"speed": 0.5}),

@@ -27,8 +27,11 @@ from pdproxy.lab.conformance.stand import Stand
 from pdproxy.observe.events import LegFailed, RequestEnded
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract, no_notices
+from pdproxy.wire.request import Alone
 
 _NOTHING = 1e-9
+PROMPTS = 6
+"""How many are asked, where one may by chance not do."""
 
 
 class Arrived(msgspec.Struct, frozen=True):
@@ -105,20 +108,29 @@ class Bench:
 
     # -- asking
 
-    def question(self, shape: Shape, text: str | None = None, **more: object) -> Question:
-        """Return a request; without a text, for one whose KV must move."""
+    def question(self, shape: Shape, text: Callable[[str], str] | None = None) -> Question:
+        """Return a fresh request. `text` makes its prompt of a mark; None: one whose KV must move."""
         mark = self.mark()
-        if text is None:
-            text = questions.moving(mark, self.granule, self.max_model_len)
-        return questions.question(shape, self.model, text, f"conformance-{mark}", **more)
+        prompt = questions.moving(mark, self.granule, self.max_model_len) if text is None else text(mark)
+        return questions.question(shape, self.model, prompt, mark)
 
     async def split(self, question: Question, stand: Stand | None = None, alone_for: str | None = None) -> Split:
         """Send a request through the proxy. `alone_for`: a reason for which one engine alone may serve it.
 
+        A prompt whose first token can't be handed over (a piece of a letter) is by chance no prompt to judge by: another one is
+        asked, which then stands in the result.
+
         Raises:
             FailedError: it was not answered, or not by both engines.
         """
-        stand = stand or self.stand
+        for _ in range(PROMPTS):
+            split = await self._split(question, stand or self.stand, alone_for)
+            if split is not None:
+                return split
+            question = questions.renewed(question, self.mark())
+        raise NotJudgedError(f"P's first token can't be handed over, of {PROMPTS} prompts")
+
+    async def _split(self, question: Question, stand: Stand, alone_for: str | None) -> Split | None:
         self.doing = f"a {question.shape.words} through the proxy"
         since, before = stand.tap.mark(), await self.scraped(self.decode.url)
         said = await self.client.ask(Place(stand.url, stand.key), question)
@@ -128,6 +140,8 @@ class Bench:
         ended = await stand.tap.ended(question.request_id, self.options.settle)
         if ended is None:
             raise FailedError(f"a {what} was answered, and is not over for the proxy {self.options.settle:g} s later")
+        if any(leg.why_alone == Alone.FIRST_TOKEN.value for leg in ended.legs):
+            return None
         for leg in ended.legs:
             if leg.why_alone not in (None, alone_for):
                 failures = "; ".join(event.error for event in stand.tap.events(LegFailed, since))
@@ -145,7 +159,7 @@ class Bench:
             NotJudgedError: it does not.
         """
         self.doing = f"a {question.shape.words} of {place.url} by itself"
-        asked = questions.salted(question, self.mark(), f"conformance-alone-{self.mark()}")
+        asked = questions.salted(question, self.mark())
         said = await self.client.ask(place, asked)
         if isinstance(said, Miss):
             raise NotJudgedError(f"{place.url}, asked for the same by itself: {said.text}")
@@ -220,7 +234,8 @@ class Bench:
             prefill, decode = await asyncio.gather(self.scraped(self.prefill.url), self.scraped(self.decode.url))
             now = time.monotonic()
             if prefill is not None and decode is not None:
-                if prefill.expired > before.expired:
+                # What P held before may be of a check that failed, and its lease may end now.
+                if prefill.expired > before.expired and before.prefill <= _NOTHING:
                     raise FailedError("P's KV was freed by the end of its lease, and by nobody before")
                 held = [
                     f"{who} still holds KV ({is_:.3%} of its memory, {was:.3%} before)"

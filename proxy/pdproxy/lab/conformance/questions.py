@@ -39,15 +39,20 @@ CHAT_STREAM = Shape(route=Route.CHAT, stream=True)
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """A request, ready to be sent. `request_id` is fresh, and what engines' logs will show."""
+    """A request, ready to be sent. `mark` is fresh, and stands in the prompt; engines' logs will show it."""
 
     shape: Shape
     body: bytes
-    request_id: str
+    mark: str
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return f"conformance-{self.mark}"
 
 
-def question(shape: Shape, model: str, text: str, request_id: str, **more: object) -> Question:
-    """Return a request for `text`. `more` are further fields."""
+def question(shape: Shape, model: str, text: str, mark: str) -> Question:
+    """Return a request for a `text` with a `mark` in it."""
     fields: dict[str, object] = {"model": model}
     if shape.route is Route.CHAT:
         fields["messages"] = [{"role": "user", "content": text}]
@@ -63,19 +68,30 @@ def question(shape: Shape, model: str, text: str, request_id: str, **more: objec
         fields["stream_options"] = {"include_usage": True}
     if shape.ids:
         fields["return_token_ids"] = True
-    return Question(shape=shape, body=msgspec.json.encode(fields | more), request_id=request_id)
+    return Question(shape=shape, body=msgspec.json.encode(fields), mark=mark)
 
 
-def salted(asked: Question, salt: str, request_id: str) -> Question:
-    """Return the same request, to be computed without any cached KV."""
-    fields = msgspec.json.decode(asked.body) | {"cache_salt": salt}
-    return Question(shape=asked.shape, body=msgspec.json.encode(fields), request_id=request_id)
+def renewed(asked: Question, mark: str) -> Question:
+    """Return the same request with another mark in its prompt."""
+    return Question(shape=asked.shape, body=asked.body.replace(asked.mark.encode(), mark.encode()), mark=mark)
+
+
+def salted(asked: Question, salt: str) -> Question:
+    """Return the same request, to be computed without any cached KV, under an id of its own."""
+    return Question(shape=asked.shape, body=adding(asked, "cache_salt", salt).body, mark=f"alone-{salt}")
 
 
 def adding(asked: Question, name: str, value: object) -> Question:
     """Return the same request with a further field."""
     fields = msgspec.json.decode(asked.body) | {name: value}
-    return Question(shape=asked.shape, body=msgspec.json.encode(fields), request_id=asked.request_id)
+    return Question(shape=asked.shape, body=msgspec.json.encode(fields), mark=asked.mark)
+
+
+def without(asked: Question, name: str) -> Question:
+    """Return the same request without a field."""
+    fields = msgspec.json.decode(asked.body)
+    del fields[name]
+    return Question(shape=asked.shape, body=msgspec.json.encode(fields), mark=asked.mark)
 
 
 def as_parsed(asked: Question) -> Parsed:
@@ -96,6 +112,6 @@ def long(mark: str, granule: int, max_model_len: int | None) -> str:
     return moving(mark, max(granule, _LONG), max_model_len)
 
 
-def short(mark: str, granule: int) -> str:
-    """Return a text that is under a granule for certain, in bytes even; "" where there is none."""
-    return mark[: max(granule - 3, 0)]
+def under(mark: str, block: int, size: int) -> str:
+    """Return a text that is under `size` tokens for certain, in bytes even; "" where there is none."""
+    return moving(mark, block, None)[: max(size - 3, 0)]

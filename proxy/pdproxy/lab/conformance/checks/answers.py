@@ -119,8 +119,8 @@ async def wrong_handle(bench: Bench) -> str:
     for shape in (COMPLETION, CHAT_STREAM):
         for place in ("kv_transfer_params", "ec_transfer_params", "vllm_xargs"):
             since = tap.mark()
-            clean = bench.question(shape)
-            split = await bench.split(questions.adding(clean, place, _in(place, made_up)))
+            split = await bench.split(questions.adding(bench.question(shape), place, _in(place, made_up)))
+            clean = questions.without(split.question, place)
             reached = [leg for leg in tap.legs(since) if evil.encode() in leg.body]
             if reached:
                 raise FailedError(f"a {shape.words}'s own {place} reached {reached[0].url}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from pdproxy.lab.check.engines import Miss
 from pdproxy.lab.check.likeness import why_unpaired
@@ -54,15 +55,14 @@ async def _moved(bench: Bench, shape: Shape) -> str:
 async def short(bench: Bench) -> str:
     """Prompts too short to move are served by one engine, with nothing left at P."""
     block = bench.decode.block_size or 1
+    if not questions.under(bench.mark(), block, block):
+        raise NotJudgedError(f"no prompt is surely shorter than a block of {block} tokens")
     least = bench.contract.least(questions.as_parsed(bench.question(COMPLETION)))
     sizes = [block, least] if least > block else [block]
     before = await bench.usage()
     seen = []
     for size in sizes:
-        text = questions.short(bench.mark(), block) if size == block else _between(bench, block, size)
-        if not text:
-            raise NotJudgedError(f"no prompt is surely shorter than a block of {block} tokens")
-        asked = bench.question(COMPLETION, text)
+        asked = bench.question(COMPLETION, partial(questions.under, block=block, size=size))
         since = bench.stand.tap.mark()
         said = await bench.client.ask(Place(bench.stand.url, bench.stand.key), asked)
         if isinstance(said, Miss):
@@ -79,11 +79,6 @@ async def short(bench: Bench) -> str:
         seen.append(f"{said.prompt_tokens} tokens")
     await bench.given_back(before)
     return f"{' and '.join(seen)}: P was not asked, the answer is D's own"
-
-
-def _between(bench: Bench, block: int, size: int) -> str:
-    """Return a text of more than a block that is surely under `size` tokens: a byte makes no more than one."""
-    return questions.moving(bench.mark(), block, None)[: size - 3]
 
 
 async def left(bench: Bench) -> str:

@@ -7,11 +7,11 @@ import time
 from pdproxy.lab.check.engines import Miss
 from pdproxy.lab.conformance import stand
 from pdproxy.lab.conformance.asking import Place
-from pdproxy.lab.conformance.bench import Bench
+from pdproxy.lab.conformance.bench import PROMPTS, Bench
 from pdproxy.lab.conformance.check import Check
 from pdproxy.lab.conformance.checks.answers import against_others
 from pdproxy.lab.conformance.questions import CHAT_STREAM, COMPLETION
-from pdproxy.lab.conformance.results import FailedError
+from pdproxy.lab.conformance.results import FailedError, NotJudgedError
 from pdproxy.lab.conformance.tap import Leg
 from pdproxy.observe.events import Event, KvNoticed, KvWaited
 from pdproxy.wire.request import Alone
@@ -70,8 +70,7 @@ def _is_ready(entry: Leg | Event) -> bool:
 
 async def missing(bench: Bench) -> str:
     """Without notices there is an answer after the deadline, or the error that the settings want."""
-    seconds, recomputes = bench.options.silence, bench.settings.kv_ready.on_timeout == "recompute"
-    pool = bench.settings.pool
+    seconds, pool = bench.options.silence, bench.settings.pool
     prefill, decode = (
         next(node for node in pool.nodes if node.url == engine.url) for engine in (bench.prefill, bench.decode)
     )
@@ -79,13 +78,9 @@ async def missing(bench: Bench) -> str:
     async with stand.stand(deaf, bench.stand.key, any_port=True) as alone:
         if (reason := await stand.ready(alone, bench.options.settle)) is not None:
             raise FailedError(f"a second proxy does not pair the engines: {reason}")
+        if bench.has_notices and bench.settings.kv_ready.on_timeout == "fail":
+            return await _refused(bench, alone)
         asked, begun = bench.question(COMPLETION), time.monotonic()
-        if not recomputes:
-            said = await bench.client.ask(Place(alone.url, alone.key), asked)
-            if not isinstance(said, Miss) or said.status != 504:
-                what = said.text if isinstance(said, Miss) else "an answer"
-                raise FailedError(f"kv_ready.on_timeout is fail, and without notices came {what}")
-            return f"504 after {time.monotonic() - begun:.1f} s, as kv_ready.on_timeout=fail wants it"
         # What was pushed but not told of must not be read: then an engine computes the prompt, alone.
         split = await bench.split(asked, alone, Alone.KV_LATE.value if bench.contract.pushes else None)
         took = time.monotonic() - begun
@@ -97,6 +92,21 @@ async def missing(bench: Bench) -> str:
         if different:
             raise FailedError(f"without notices the answer has {', '.join(different)}")
         return f"the answer came after {took:.1f} s, and is that of {judged}"
+
+
+async def _refused(bench: Bench, deaf: stand.Stand) -> str:
+    """See that a prompt fails if no notice comes for it."""
+    for _ in range(PROMPTS):
+        asked, begun = bench.question(COMPLETION), time.monotonic()
+        said = await bench.client.ask(Place(deaf.url, deaf.key), asked)
+        if isinstance(said, Miss):
+            if said.status != 504:
+                raise FailedError(f"kv_ready.on_timeout is fail, and without notices: {said.text}")
+            return f"504 after {time.monotonic() - begun:.1f} s, as kv_ready.on_timeout=fail wants it"
+        ended = await deaf.tap.ended(asked.request_id, bench.options.settle)
+        if ended is None or ended.legs[0].why_alone != Alone.FIRST_TOKEN.value:
+            raise FailedError("kv_ready.on_timeout is fail, and without notices came an answer")
+    raise NotJudgedError(f"P's first token can't be handed over, of {PROMPTS} prompts: nothing was waited for")
 
 
 def _none(bench: Bench) -> str | None:
