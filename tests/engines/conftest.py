@@ -28,6 +28,7 @@ ORDER = [
         "test_generated",
         "test_clients",
         "test_check",
+        "test_conformance",
     ),
     *("test_load", "test_reality", "test_faults"),
 ]

@@ -274,7 +274,7 @@ class TestASmallBuffer:
                 assert not differs(await ask(small.fleet.plain.url, COMPLETIONS, body), answer, unsaid=UNSAID)
             counters = proxy.counters()
             assert counters.sum("pdproxy_alone_total") == 0
-            assert counters.by("pdproxy_kv_notices_total", "result") == {"awaited": 16}
+            assert counters.by("pdproxy_kv_notices_total", "result") == {"awaited": 24}
         finally:
             assert proxy.stop() == 0, proxy.tail()
 

@@ -21,7 +21,7 @@ from pdproxy.sim.api.protocol import ChatBody
 from pdproxy.sim.core import Core
 from pdproxy.sim.facts import Facts, Hardware
 from pdproxy.sim.journal import Request
-from pdproxy.sim.nixl import Peer
+from pdproxy.sim.nixl import Nixl, Peer
 from pdproxy.sim.reply import Reply as SimReply
 from pdproxy.sim.request import EngineRequest, SamplingParams
 from pdproxy.sim.script import Scripts
@@ -279,7 +279,9 @@ class FakeEngine:
         """Write down what becomes of handles, as the engine's core knows it."""
         core = self.sim.engine._core
         assert core is not None
-        nixl, books = core.nixl, self.books
+        if not isinstance(core.connector, Nixl):
+            return  # a plain engine holds nothing for anybody
+        nixl, books = core.connector, self.books
         finished, loaded, abort, reject = nixl.finished, core.loaded, core.abort, core.reject
         add, note = core.add, self.sim.journal.note
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -60,9 +61,14 @@ class Pair:
 
 def free_port() -> int:
     """A port that nobody listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    while True:  # below those that the system gives to connections
+        port = random.randrange(15_000, 32_000)
+        with socket.socket() as one:
+            try:
+                one.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 @asynccontextmanager
@@ -88,7 +94,7 @@ async def pool(
     if connector in {"lmcache-pd", "lmcache-mp"}:
         usual["enable_prefix_caching"] = False
     config = {"chunk_size": CHUNK, **(sim_lmcache or {})}
-    storage = MemoryStorage() if connector in {"shared", "lmcache-mp"} else None
+    storage = MemoryStorage() if connector in {"shared", "lmcache-mp", "kvstore-keys"} else None
     notify = {"notify": told[connector]} if connector in told else {}
     d_config = config | {"pd_peer_init_port": 0, "pd_peer_alloc_port": 0, "skip_last_n_tokens": 1}
     async with AsyncExitStack() as stack:

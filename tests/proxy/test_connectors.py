@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from typing import Any
 
 import pytest
 
-from pdproxy.observe.events import KvNoticed, KvWaited, ServedAlone
+from pdproxy.observe.events import HandleEnded, KvNoticed, KvWaited, ServedAlone
+from pdproxy.sim.facts import Hardware
+from tests.fakes.client import Client, request
 from tests.fakes.pool import Pair, pool
 from tests.fakes.world import until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEXT = "import os\ndef main(argv):\n    for name in os.listdir(argv[1]):\n        print(name)\n" * 3
-CONNECTORS = ["nixl", "lmcache-pd", "lmcache-mp", "shared"]
+CONNECTORS = ["nixl", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys"]
 
 
 def completion(**fields: Any) -> dict[str, Any]:
@@ -147,7 +150,7 @@ async def test_the_decode_engine_may_make_the_first_token() -> None:
         assert pair.loaded > 0
 
 
-async def test_a_first_token_that_is_the_last_asks_no_decode_engine() -> None:
+async def test_a_first_token_that_is_the_last_is_the_prefill_engines() -> None:
     """One token, or a stop: the prefill engine's answer is the client's."""
     async with pool("lmcache-pd") as pair:
         await same(pair, CHAT, chat(max_tokens=1, stream=True, stream_options={"include_usage": True}))
@@ -156,7 +159,8 @@ async def test_a_first_token_that_is_the_last_asks_no_decode_engine() -> None:
         stopped = await same(pair, COMPLETIONS, completion(stop_token_ids=[first], return_token_ids=True))
         assert stopped["choices"][0]["finish_reason"] == "stop"
         assert stopped["choices"][0]["stop_reason"] == first
-        assert (pair.loaded, pair.computed) == (0, 0)
+        await until(lambda: len(pair.world.events(HandleEnded)) == 2)
+        assert {event.end for event in pair.world.events(HandleEnded)} == {"released"}
 
 
 async def test_room_in_the_receive_buffer_is_waited_for() -> None:
@@ -184,3 +188,70 @@ async def test_an_lmcache_that_never_tells() -> None:
         await same(pair, CHAT, chat(stream=True))
         assert pair.world.metric("pdproxy_deadline_total", wait="kv_ready") == 1
         assert pair.loaded == 0
+
+
+def left_over(pair: Pair) -> int:
+    """Chunks that lie in D's receive buffers."""
+    core = pair.d.engine._core
+    assert core is not None
+    return sum(len(buffer.held) for buffer in core.connector.buffers)
+
+
+async def test_what_was_pushed_is_read_even_if_nobody_wants_it() -> None:
+    """A first token that is the last one: the decode engine's buffer is empty all the same."""
+    async with pool("lmcache-pd") as pair:
+        for path, make in ((COMPLETIONS, completion), (CHAT, chat)):
+            await same(pair, path, make(max_tokens=1))
+        await until(lambda: not pair.world.busy(), 10)
+        assert left_over(pair) == 0
+        assert [event.end for event in pair.world.events(HandleEnded)] == ["released", "released"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_clients_that_leave_kill_nobody_and_fill_no_buffer(ranks: int) -> None:
+    """LMCache's sender dies of a leg that is closed before its first token; its receiver keeps what nobody reads."""
+    chance = random.Random(11)
+    async with pool("lmcache-pd", ranks=ranks, deadlines={"abandoned_prefill": 10}) as pair:
+        pair.p.faults.add("slow@queued:delay=0.02,rate=0.5")
+        pair.d.faults.add("slow@queued:delay=0.02,rate=0.5")
+
+        async def one(number: int) -> None:
+            client = await Client.connect(pair.world.port)
+            body = completion(prompt=f"{number} {TEXT}", stream=bool(number % 2), max_tokens=20)
+            client.send(request("POST", COMPLETIONS, body))
+            if chance.random() < 0.7:
+                await asyncio.sleep(chance.random() * 0.1)
+            else:
+                await client.answer()
+            client.close()
+
+        for begin in range(0, 80, 16):
+            await asyncio.gather(*(one(number) for number in range(begin, begin + 16)))
+        await until(lambda: not pair.world.busy(), 20)
+        assert not pair.p.engine.dead
+        await same(pair, COMPLETIONS, completion())
+        await until(lambda: not pair.world.busy(), 20)
+        await until(lambda: left_over(pair) == 0, 10)
+        assert "lost" not in {event.end for event in pair.world.events(HandleEnded)}
+
+
+async def test_a_client_that_leaves_its_prefill_does_not_kill_the_engine() -> None:
+    """LMCache's sender dies of an abort before its first token: its leg is left to end, and its lease with it."""
+    async with pool("lmcache-pd", p={"hardware": Hardware(speed=0.02)}) as pair:
+        client = await pair.world.client()
+        client.send(request("POST", COMPLETIONS, completion()))
+        (asked,) = await _asked(pair)
+        client.close()
+        ended = await pair.world.ended()
+        assert ended.outcome == "client_left"
+        assert not asked.over, "P was at work when its client left"
+        await until(lambda: not pair.world.busy(), 10)
+        assert asked.over
+        assert not asked.left.is_set()
+        assert not pair.p.engine.dead
+        await same(pair, COMPLETIONS, completion())
+
+
+async def _asked(pair: Pair) -> list[Any]:
+    await until(lambda: pair.p.requests)
+    return list(pair.p.requests)

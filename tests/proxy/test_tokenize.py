@@ -96,7 +96,7 @@ async def test_each_prompt_of_a_list_has_its_own() -> None:
 
 
 async def test_an_engine_that_serves_other_ids_than_it_tokenizes(caplog: pytest.LogCaptureFixture) -> None:
-    """Ids that P answers otherwise: the request is right, since D gets P's ids, and P makes all of them from then on."""
+    """Its canaries agree, its first answer doesn't: that request is right, D gets P's ids; later P makes them all."""
 
     class Otherwise(SimTokenizer):
         def completion(self, text: str, *, add_special_tokens: bool) -> TokenIds:

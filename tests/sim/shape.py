@@ -15,9 +15,9 @@ _HEX = re.compile(r"(?<![0-9A-Za-z])[0-9a-f]{8,}(?![0-9A-Za-z])")
 _DATE = re.compile(r"\w{3}, \d\d \w{3} \d{4} \d\d:\d\d:\d\d GMT")
 _IDS = {"id", "remote_engine_id", "remote_request_id", "system_fingerprint"}
 _WORDS = {"text", "content", "refusal", "reasoning"}
-_ANY_NUMBER = {"created", "remote_port"}
+_ANY_NUMBER = {"created", "remote_port", "first_tok"}
 _OF_PROMPT = {"prompt_tokens", "total_tokens", "remote_num_tokens", "count"}
-_HITS = {"cached_tokens", "remote_prefill_cached_tokens"}
+_HITS = {"cached_tokens", "created_cache_tokens", "remote_prefill_cached_tokens"}
 
 
 @dataclass(frozen=True)
@@ -177,11 +177,17 @@ def inconsistencies(seen: Seen, block_size: int) -> list[str]:
             found += unlike(prompt + completion, usage["total_tokens"], "total_tokens")
             if prompt_ids and one_choice:
                 found += unlike(prompt_ids, prompt, "prompt_tokens")
-            if (handle := body.get("kv_transfer_params")) and one_choice:
+            if (handle := _handle(body)) and one_choice:
                 found += unlike(prompt + completion - 1, handle["remote_num_tokens"], "remote_num_tokens")
-        if handle := body.get("kv_transfer_params"):
+        if handle := _handle(body):
             blocks = -(-handle["remote_num_tokens"] // block_size)
             found += unlike([blocks], [len(group) for group in handle["remote_block_ids"]], "blocks")
             hits = handle.get("remote_prefill_cached_tokens", 0)
             found += unlike(0, hits % block_size, "tokens in part of a block that are said to be cached")
     return found
+
+
+def _handle(body: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what leads to blocks on a prefill engine, as NIXL's handles do and others' parameters don't."""
+    params = body.get("kv_transfer_params")
+    return params if params and "remote_block_ids" in params else None

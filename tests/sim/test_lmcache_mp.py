@@ -99,6 +99,13 @@ def test_a_prompt_that_begins_with_known_chunks_finds_them():
     assert pair.external == 64
 
 
+def test_what_is_generated_is_not_stored():
+    pair = Pair()
+    said = pair.answer(pair.p, PROMPT, 60).tokens
+    pair.answer(pair.d, (*PROMPT, *said))
+    assert pair.external == 96
+
+
 def test_salts_keep_prompts_apart():
     pair = Pair()
     pair.answer(pair.p, PROMPT, 1, cache_salt="a")

@@ -205,7 +205,7 @@ def test_async_what_can_never_fit_is_refused_and_never_told_of():
     pair = Pair(lmcache=buffer_of(3))
     pair.prefill()
     assert pair.notices == []
-    assert pair.left == 0
+    assert pair.left == pair.d.core.connector.buffers[0].waiting == 0
     pair.prefill(PROMPT[:40], "r-2")
     assert [message["req_id"] for _, message in pair.notices] == ["r-2"]
 
@@ -240,6 +240,14 @@ def test_decode_before_all_is_written_reads_what_is_there(mode):
     assert pair.left == 4
     assert pair.decode(first) != plain()
     assert pair.external == 100
+
+
+def test_kv_that_one_rank_lacks_is_not_kv():
+    pair = Pair(tensor_parallel_size=2)
+    first = pair.prefill()
+    for held in pair.d.core.connector.buffers[1].held.values():
+        held.pages = None
+    assert pair.decode(first) != plain()
 
 
 # -- notices that never come

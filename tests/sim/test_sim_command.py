@@ -17,7 +17,7 @@ import pytest
 
 from pdproxy.cli import sim
 from pdproxy.cli.main import main
-from pdproxy.sim.facts import Facts, Hardware
+from pdproxy.sim.facts import Facts, Hardware, LMCache
 
 PATIENCE = 30
 
@@ -100,6 +100,12 @@ def test_a_port_that_is_taken_is_one_line(capsys: pytest.CaptureFixture[str]) ->
         ("--role master", "--role"),
         ("--connector mooncake", "--connector"),
         ("--kv-role nobody", "--kv-role"),
+        ("--connector lmcache-pd", "--role"),
+        ("--connector lmcache-pd --role prefill", "--notify"),
+        ("--connector lmcache-pd --role decode --chunk-size 40", "--chunk-size"),
+        ("--connector lmcache-mp --notify tcp://127.0.0.1:7500", "--notify"),
+        ("--connector shared --notify tcp://127.0.0.1:7500", "--notify"),
+        ("--pd-peer-init-port 70000", "--pd-peer-init-port"),
         ("--template none", "--template"),
         ("--speed -1", "--speed"),
         ("--speed fast", "--speed"),
@@ -140,16 +146,19 @@ def arguments(*options: str) -> object:
 
 def test_every_fact_is_an_option() -> None:
     options = []
-    for kind in (Facts, Hardware):
+    left_out = ("role", "hardware", "lmcache", "kv_role", "api_key", "notify", "pd_allocation_timeout_sec")
+    for kind in (Facts, Hardware, LMCache):
         for field in msgspec.structs.fields(kind):
-            if field.name not in ("role", "hardware", "kv_role", "api_key"):
+            if field.name not in left_out:
                 value = getattr(kind(), field.name)
                 option = field.name.replace("_", "-")
                 options += (
                     [f"--{'' if value else 'no-'}{option}"] if isinstance(value, bool) else [f"--{option}={value}"]
                 )
-    options += ["--kv-role=kv_both", "--api-key=k"]
-    assert sim.facts_from(arguments(*options)) == Facts(kv_role="kv_both", api_key="k")  # type: ignore[arg-type]
+    options += ["--kv-role=kv_both", "--api-key=k", "--notify=tcp://x:1", "--pd-allocation-timeout-sec=5"]
+    assert sim.facts_from(arguments(*options)) == Facts(  # type: ignore[arg-type]
+        kv_role="kv_both", api_key="k", notify="tcp://x:1", lmcache=LMCache(pd_allocation_timeout_sec=5)
+    )
     assert sim.facts_from(arguments()) == Facts()  # type: ignore[arg-type]
     assert sim.facts_from(arguments("--speed=0", "--no-enable-prefix-caching")) == Facts(  # type: ignore[arg-type]
         hardware=Hardware(speed=0), enable_prefix_caching=False

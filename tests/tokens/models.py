@@ -113,7 +113,7 @@ def prepended() -> Tokenizer:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
 
     made = _trained(adjust)
-    made.add_tokens([_plain(name) for name in SPECIALS])
+    made.add_tokens([_plain(name) for name in SPECIALS] + [AddedToken("hello", normalized=True)])
     return made
 
 

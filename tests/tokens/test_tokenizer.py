@@ -81,7 +81,12 @@ def test_templates_get_what_they_name(tmp_path: Path) -> None:
     assert "thinking: True" in tokenizer.rendered(chat(reasoning_effort="low"), "string")
     assert "Ledger" in tokenizer.rendered(chat(documents=[{"title": "Ledger"}]), "string")
     plain = tokenizer.rendered(chat(), "string")
-    assert tokenizer.rendered(chat(chat_template_kwargs={"message": 1, "loop": 2, "unheard": 3}), "string") == plain
+    assert (
+        tokenizer.rendered(
+            chat(chat_template_kwargs={"message": 1, "unheard": 3, "self": 4, "conversations": 5}), "string"
+        )
+        == plain
+    )
     assert tokenizer.rendered(chat(), "openai") == plain.replace("hello", "[hello]")
     assert tokenizer.rendered(chat(add_generation_prompt=False), "string") + "<|im_start|>assistant\n" == plain
     begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "It was "}]

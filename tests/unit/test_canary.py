@@ -79,7 +79,7 @@ class Engines:
 
     def _find(self, root: str) -> SimTokenizer:
         self.roots.append(root)
-        if root != "/m":
+        if not root.startswith("/m"):
             raise UnusableError("is no folder")
         return SimTokenizer()
 
@@ -188,6 +188,17 @@ async def test_several_models(engines: Engines) -> None:
     assert engines.canaries.trusted("tiny", Route.CHAT) is not None
     assert engines.canaries.trusted("other", Route.CHAT) is None
     assert engines.canaries.trusted(None, Route.CHAT) is None
+
+
+async def test_two_tokenizers_for_one_model(engines: Engines) -> None:
+    """Engines that loaded one model from two places, each right by itself: whose ids would they be?"""
+    engines.up(P)
+    await engines.canaries.look()
+    engines.cards[0] = ModelCard("tiny", "/m/copy", None)
+    engines.up(D)
+    await engines.canaries.look()
+    assert engines.judged() == [(P, "tiny", True), (D, "tiny", True)]
+    assert engines.canaries.trusted("tiny", Route.COMPLETIONS) is None
 
 
 async def test_a_named_tokenizer_is_for_all() -> None:

@@ -249,12 +249,12 @@ def test_a_release_goes_to_an_engine_that_knows_the_model() -> None:
     """A handle is given back where its model is served, and elsewhere than where it failed."""
     made = ledger()
     made.saw("d2", evidence(models="x"))
-    node = made.releaser("m", 0, prefer_not="d2")
+    node = made.releaser("http://p1", "m", 0, prefer_not="d2")
     assert node is not None
     assert node.url == "d1"
     made.saw("d2", evidence())
     for _ in range(3):
-        node = made.releaser("m", 0, prefer_not="d1")
+        node = made.releaser("http://p1", "m", 0, prefer_not="d1")
         assert node is not None
         assert node.url == "d2"
 

@@ -142,3 +142,14 @@ def test_where_notices_are_awaited(host: str, port: str) -> None:
     ports = ["--receiver-init-port", "1", "--receiver-alloc-port", "2"]
     found = from_flags(*ports, host, "0.0.0.0", port, "7600").kv_ready
     assert (found.host, found.port) == ("0.0.0.0", 7600)
+
+
+@pytest.mark.parametrize("connector", ["lmcache-pd", "kvstore-keys"])
+def test_connectors_that_need_ids_need_them_made(connector: Any) -> None:
+    """`tokenize: off` would have every prompt served by one engine, silently."""
+    settings = Settings(pools=(Pool(connector=connector, nodes=(P, decode("a")), tokenize="off"),))
+    message = wrong(settings)
+    assert (
+        message
+        == f"pools[0].tokenize: connector {connector} needs prompts' token ids: expected auto or always, got off"
+    )

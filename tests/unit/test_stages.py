@@ -218,7 +218,7 @@ def test_a_config_in_many_shapes(config: object) -> None:
         (object(), "can't be read: expected a mapping, got object"),
         ({1: 2}, "can't be read: expected a mapping, got dict with names that are no text"),
     ],
-    ids=repr,
+    ids=lambda value: "object" if type(value) is object else repr(value),
 )
 def test_a_config_that_is_none(at: int, config: object, says: str) -> None:
     """A missing or unreadable config is an error that says which one and what it was, never an empty one."""
@@ -666,6 +666,14 @@ def test_stages_come_behind_the_settings_file(tmp_path: Path) -> None:
     found = pool(write(tmp_path, stage("prefill"), stage("decode")), P, D, config=config)
     assert found.name == "gpu"
     assert [node.role for node in found.nodes] == ["aggregated", "prefill", "decode"]
+
+
+def test_the_stages_connector_is_the_pool_s(tmp_path: Path) -> None:
+    """In place of the default; where the operator named one, it is that one."""
+    names = kv(kv_connector="LMCacheMPConnector")
+    path = write(tmp_path, stage("prefill", **names), stage("decode", **names))
+    assert pool(path, P, D).connector == "lmcache-mp"
+    assert pool(path, P, D, flags=(Flag("--connector", f"{POOL}connector", "shared"),)).connector == "shared"
 
 
 def test_the_operator_s_connector_must_fit(tmp_path: Path) -> None:

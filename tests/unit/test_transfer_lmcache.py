@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pdproxy.tokens.ids import TokenIds
+from pdproxy.tokens.ids import TokenIds, from_numbers
 from pdproxy.transfer.contract import Dispatch, Handle, Receiver
 from pdproxy.transfer.lmcache_pd import lmcache_pd, may_begin_on_prefill
 from pdproxy.wire.engine import prefill_answer
-from pdproxy.wire.request import Parsed, Route, parse
+from pdproxy.wire.request import Alone, Parsed, Route, parse
 
 PD = lmcache_pd()
 IDS = TokenIds(b"[5,6,7]", 3)
@@ -149,12 +149,10 @@ def test_whether_the_first_token_is_the_last(
 
 @pytest.mark.parametrize("choice", [{"text": "\ufffd"}, {"text": ""}])
 def test_a_token_without_a_whole_text_is_not_shown(choice: dict[str, Any]) -> None:
-    """Half a letter is shown by the token behind it: the decode engine gets the client's request."""
-    request = parsed(max_tokens=9)
-    given = handle(request, answer(**choice))
+    """Half a letter is shown by the token behind it: one engine makes both."""
+    given = handle(parsed(max_tokens=9), answer(**choice))
     assert given.first is None
-    leg = PD.decode(request, request.prompts[0], given, DISPATCH)
-    assert json.loads(leg.body)["prompt"] == "abc"
+    assert given.alone is Alone.FIRST_TOKEN
 
 
 @pytest.mark.parametrize(
@@ -179,6 +177,7 @@ def test_what_looks_back_is_decoded_from_the_first_token_on(fields: dict[str, An
     assert not may_begin_on_prefill(request)
     given = handle(request, answer())
     assert given.first is None
+    assert given.alone is None
     sent = json.loads(PD.decode(request, request.prompts[0], given, DISPATCH).body)
     assert {name: sent[name] for name in fields if name != "stream_options"} == {
         name: value for name, value in fields.items() if name != "stream_options"
@@ -195,24 +194,6 @@ def test_nothing_is_pushed_that_the_decode_engine_will_not_look_for(fields: dict
     seen = json.loads(answer())
     seen["usage"] |= {"prompt_tokens": 2}
     assert handle(request, json.dumps(seen).encode(), contract).prompt_tokens == 3
-
-
-@pytest.mark.parametrize(
-    ("fields", "contract", "pushed"),
-    [
-        ({"max_tokens": 1}, PD, False),
-        ({"max_tokens": 2}, PD, True),
-        ({"max_tokens": 1, "logprobs": 1}, PD, True),
-        ({"max_tokens": 1}, lmcache_pd(first_on_prefill=False), True),
-    ],
-)
-def test_nothing_is_pushed_where_no_decode_engine_will_be_asked(
-    fields: dict[str, Any], contract: Any, pushed: bool
-) -> None:
-    """A first token that is the last for certain: KV in a decode engine's buffer would stay there for good."""
-    params = prefill_body(parsed(**fields), contract)["kv_transfer_params"]
-    assert ("disagg_spec" in params) == pushed
-    assert params["ret_first_tok"] is True
 
 
 @pytest.mark.parametrize(
@@ -246,12 +227,11 @@ def test_the_decode_engine_makes_the_first_token_where_the_operator_says_so() ->
 @pytest.mark.parametrize(
     ("options", "tokens", "notices"),
     [
-        ({}, 3, 2),
-        ({}, 1, 0),
-        ({"unfull_chunks": False}, 257, 2),
-        ({"unfull_chunks": False}, 256, 0),
+        ({}, 256, 2),
+        ({}, 255, 0),
+        ({"unfull_chunks": True}, 3, 2),
         ({"first_rank_only": True}, 300, 1),
-        ({"unfull_chunks": False, "chunk_size": 32}, 33, 2),
+        ({"chunk_size": 32}, 32, 2),
     ],
 )
 def test_how_many_ranks_tell(options: dict[str, Any], tokens: int, notices: int) -> None:
@@ -266,3 +246,31 @@ def test_an_engine_without_lmcache_is_found_out(body: bytes) -> None:
     read = prefill_answer(body)
     assert read is not None
     assert "pd_role sender" in str(PD.handle(parsed(), read, DISPATCH))
+
+
+def test_a_prompt_that_is_decoded_as_it_came_is_pushed_without_its_last_token() -> None:
+    """The decode engine looks for what is before its last token: anything else would stay in its buffer for ever."""
+    contract = lmcache_pd(first_on_prefill=False, chunk_size=32)
+    request = parsed(max_tokens=4)
+    dispatch = Dispatch("leg-1", from_numbers(list(range(40))), receiver=DISPATCH.receiver)
+    body = json.loads(contract.prefill(request, request.prompts[0], dispatch).body)
+    assert body["prompt"] == list(range(39))
+    said = json.loads(answer(7))
+    said["usage"]["prompt_tokens"] = 39
+    read = prefill_answer(json.dumps(said).encode())
+    assert read is not None
+    given = contract.handle(request, read, dispatch)
+    assert isinstance(given, Handle)
+    assert given.prompt_tokens == 40
+    assert contract.least(request) == 33
+    body = json.loads(contract.release_body("tiny", given) or b"")
+    assert (body["prompt"], body["max_tokens"]) == ([*range(39), 7], 1)
+
+
+def test_what_nobody_decodes_is_read_by_us() -> None:
+    """With the first token behind it, as a decode leg would have."""
+    given = handle(parsed(max_tokens=1), answer())
+    body = json.loads(PD.release_body(None, given) or b"")
+    assert body == {"prompt": [5, 6, 7, 42], "max_tokens": 1, "stream": False, "temperature": 0}
+    assert PD.pushes
+    assert PD.ends_whole

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.bodies import alone_body
-from pdproxy.transfer.contract import NO_DISPATCH, Handle
+from pdproxy.transfer.contract import NO_DISPATCH, Dispatch, Handle
 from pdproxy.transfer.nixl import NIXL
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
 from pdproxy.wire.request import Parsed, Route, parse
@@ -101,20 +102,41 @@ def test_an_answer_without_params() -> None:
     assert prefill_answer(b"\xff") is None
 
 
-@pytest.mark.parametrize("name", ["prefill_completion.txt", "prefill_chat.txt"])
-def test_the_decode_body(name: str) -> None:
-    """The client's request, the handle verbatim and the ids beside it."""
-    request = parsed(stream=True, temperature=0.5)
-    handle = given(name)
+@pytest.mark.parametrize("route", list(Route))
+def test_the_decode_body(route: Route) -> None:
+    """The client's request and the handle verbatim; of a chat the ids beside it, which vLLM doesn't read for completions."""
+    request = parsed(route, stream=True, temperature=0.5)
+    handle = given("prefill_completion.txt" if route is Route.COMPLETIONS else "prefill_chat.txt")
     body = json.loads(NIXL.decode(request, request.prompts[0], handle, NO_DISPATCH).body)
     kv = body.pop("kv_transfer_params")
     assert handle.token_ids is not None
-    assert kv.pop("prompt_token_ids") == json.loads(handle.token_ids)
+    ids = kv.pop("prompt_token_ids", None)
+    assert ids == (json.loads(handle.token_ids) if route is Route.CHAT else None)
     assert kv == json.loads(handle.params)
-    assert body["temperature"] == 0.5
-    assert body["stream_options"]["include_usage"] is True
+    assert body.pop("stream_options") == {"include_usage": True, "continuous_usage_stats": False}
+    assert body.pop("return_token_ids") is True
+    assert body == {name: json.loads(bytes(value)) for name, value in request.fields.items()}
     alone = json.loads(alone_body(request, request.prompts[0]))
     assert "kv_transfer_params" not in alone
+
+
+def test_a_completion_whose_ids_were_made_here_is_decoded_from_the_prefills() -> None:
+    """Never from ours: a prompt that is not the handle's kills a decode engine."""
+    request, handle = parsed(), given("prefill_completion.txt")
+    assert handle.token_ids is not None
+    dispatch = Dispatch(ids=TokenIds(b"[1,2]", 2))
+    body = json.loads(NIXL.decode(request, request.prompts[0], handle, dispatch).body)
+    assert body["prompt"] == json.loads(handle.token_ids)
+    assert "prompt_token_ids" not in body["kv_transfer_params"]
+
+
+@pytest.mark.parametrize(("spares", "prompt"), [(True, [1, 2]), (False, "p" * 50)])
+def test_ids_for_the_prefill_engine(spares: bool, prompt: object) -> None:
+    """They take the prompt's place where it may be spared; its answer is to say its own in any case."""
+    request = parsed()
+    dispatch = Dispatch(ids=TokenIds(b"[1,2]", 2), spares=spares)
+    body = json.loads(NIXL.prefill(request, request.prompts[0], dispatch).body)
+    assert (body["prompt"], body["return_token_ids"]) == (prompt, True)
 
 
 @pytest.mark.parametrize(("least", "sent"), [(0, 0), (1, 1), (3, 1), (None, None)])

@@ -14,6 +14,7 @@ import msgspec
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.tokens import TRANSFORMERS, ChangeHeard, Library, Tokens, tokens
 from pdproxy.app.transfer import build_transfer
+from pdproxy.app.watch import UNWATCHED, Watch
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.prober import Prober
 from pdproxy.kit.clock import Clock
@@ -86,7 +87,7 @@ class Proxy:
     tokens: Tokens | None
 
     @classmethod
-    def build(cls, settings: Settings, library: Library = TRANSFORMERS) -> Proxy:
+    def build(cls, settings: Settings, library: Library = TRANSFORMERS, watch: Watch = UNWATCHED) -> Proxy:
         """Wire a proxy. Nothing is sent yet.
 
         Raises:
@@ -95,7 +96,7 @@ class Proxy:
         credentials = Credentials(settings)
         pool = settings.pools[0]
         metrics, probe_soon, changes = Metrics(), _ProbeSoon(), ChangeHeard()
-        observers = Observers([metrics, LogObserver(), probe_soon, changes])
+        observers = Observers([metrics, LogObserver(), probe_soon, changes, *watch.observers])
         limits, deadlines = settings.limits, settings.deadlines
         ledger = Ledger(
             [NodeSpec(node.url, Role(node.role), frozenset(node.sources)) for node in pool.nodes],
@@ -105,7 +106,7 @@ class Proxy:
         # Without keys of clients, theirs go on: ours would open the engines to everybody.
         engine_key = credentials.engine_key if credentials.keys.wanted else _no_key
         clients = {
-            node.url: EngineClient(
+            node.url: watch.client(
                 node.url,
                 connect_timeout=deadlines.connect,
                 keepalive=limits.engine_keepalive,
@@ -377,10 +378,8 @@ class Proxy:
 
 
 def _heard(ready: KvReady, custodian: Custodian, notice: Notice) -> None:
-    if notice.event is NoticeEvent.READY:
-        ready.heard(notice)
-    else:
-        custodian.heard(notice)
+    if notice.event is not NoticeEvent.READY or not custodian.heard_ready(notice):
+        (ready if notice.event is NoticeEvent.READY else custodian).heard(notice)
 
 
 def _no_key(url: str) -> None:

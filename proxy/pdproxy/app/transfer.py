@@ -15,7 +15,7 @@ from pdproxy.transfer.contract import Receiver
 from pdproxy.transfer.kvstore_keys import KVSTORE_KEYS
 from pdproxy.transfer.lmcache_mp import LMCACHE_MP
 from pdproxy.transfer.lmcache_pd import lmcache_pd
-from pdproxy.transfer.nixl import NIXL, NIXL_NOTIFIED
+from pdproxy.transfer.nixl import nixl
 from pdproxy.transfer.shared import SHARED
 
 
@@ -24,7 +24,7 @@ def build_transfer(settings: Settings, clock: Clock, observers: Observers) -> Tr
     pool = settings.pool
     lmcache = pool.lmcache
     contracts = {
-        "nixl": NIXL_NOTIFIED if settings.kv_ready.notifier else NIXL,
+        "nixl": nixl(notifier=settings.kv_ready.notifier, early=settings.kv_ready.early),
         "shared": SHARED,
         "lmcache-mp": LMCACHE_MP,
         "kvstore-keys": KVSTORE_KEYS,

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import os
 import sys
 from typing import TYPE_CHECKING
 
 from pdproxy.cli.options import add_settings_options, settings_from
+from pdproxy.cli.reading import can_print, seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pdproxy.cli.parser import Commands
-
-LONGEST = 600.0
-"""Seconds. A check that waits longer for one thing has been forgotten."""
 
 
 def add(commands: Commands) -> None:
@@ -32,12 +27,12 @@ def add(commands: Commands) -> None:
     )
     group = parser.add_argument_group("check")
     group.add_argument(
-        "--timeout", metavar="S", type=_seconds(least=0.1), default=10.0, help="for each question (default: 10)"
+        "--timeout", metavar="S", type=seconds(least=0.1), default=10.0, help="for each question (default: 10)"
     )
     group.add_argument(
         "--lease-watch",
         metavar="S",
-        type=_seconds(least=0.0),
+        type=seconds(least=0.0),
         default=5.0,
         help="hold a KV handle so long to see whether its lease ends; 0: don't (default: 5)",
     )
@@ -68,27 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(report.as_json(facts, findings, strict=arguments.strict).decode())
     else:
         terminal = sys.stdout.isatty()
-        style = report.Style(_can_print("✓✗→·"), terminal and not os.environ.get("NO_COLOR"))
+        style = report.Style(can_print("✓✗→·"), terminal and not os.environ.get("NO_COLOR"))
         print(report.as_text(facts, findings, style), end="")
     return report.exit_code(findings, strict=arguments.strict)
-
-
-def _seconds(least: float) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value <= LONGEST:
-            raise argparse.ArgumentTypeError(f"expected {least:g} to {LONGEST:g} seconds, got {text!r}")
-        return value
-
-    return read
-
-
-def _can_print(text: str) -> bool:
-    try:
-        text.encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from pdproxy import __version__
-from pdproxy.cli import check, config, demo, notifier, serve, sim
+from pdproxy.cli import check, config, conformance, demo, notifier, serve, sim
 from pdproxy.cli.parser import USAGE_ERROR, Parser
 from pdproxy.settings.errors import SettingsError
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="pdproxy", description="One OpenAI server before vLLM engines with prefill and decode split.")
     parser.add_argument("--version", action="version", version=f"pdproxy {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (serve, demo, sim, check, notifier, config):
+    for command in (serve, demo, sim, check, conformance, notifier, config):
         command.add(commands)
     try:
         arguments = parser.parse_args(argv)

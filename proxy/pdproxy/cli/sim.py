@@ -46,7 +46,7 @@ _ENGINE = {
     "kv_role": "as in --kv-transfer-config (default: what --role and --connector say)",
     "tensor_parallel_size": "workers, each with notices of its own",
     "notify": "where to tell of KV: tcp://HOST:PORT (nixl, lmcache-pd) or http://HOST:PORT/PATH (lmcache-mp) (default: nowhere)",
-    "shared_storage_path": "folder that engines share (shared, lmcache-mp; default: none, its own memory)",
+    "shared_storage_path": "folder that engines share (shared, lmcache-mp, kvstore-keys; default: none, its own memory)",
     "kv_load_failure_policy": "what to do when KV does not come",
     "kv_lease_duration": "seconds that prefill keeps KV for decode",
     "heartbeat_interval": "seconds between decode's renewals of leases",

@@ -162,9 +162,12 @@ class Ledger:
         best.sort(key=lambda n: (model is not None and not n.serves(model), not n.usable(now)))
         return self._lease(best[0], prompt_bytes)
 
-    def releaser(self, model: str | None, now: float, *, prefer_not: str | None = None) -> Node | None:
-        """Return the decode engine to give a handle of `model` back through, not leased: a release is no load."""
-        ranked = self._ranked(Role.DECODE, model, now, ())
+    def releaser(self, prefill: str, model: str | None, now: float, *, prefer_not: str | None = None) -> Node | None:
+        """Return the decode engine to give a handle of a prefill engine back through, not leased: a release is no load."""
+        source = next((node.spec for node in self.nodes if node.url == prefill), None)
+        ranked = [
+            node for node in self._ranked(Role.DECODE, model, now, ()) if source is None or node.spec.takes_from(source)
+        ]
         others = [node for node in ranked if node.url != prefer_not]
         return next(iter(others or ranked), None)
 

@@ -32,9 +32,9 @@ from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.custody import Custody, End
 from pdproxy.serving.engines import Engines, Heading
 from pdproxy.serving.first import accepted, first_data
-from pdproxy.serving.handover import Handover, begin, why_not
+from pdproxy.serving.handover import Handover, PrefillFailedError, begin, why_not
 from pdproxy.serving.output import Output
-from pdproxy.serving.prefill import Prefilled, PrefillFailedError, prefill
+from pdproxy.serving.prefill import Prefilled, prefill
 from pdproxy.serving.relay import Relay
 from pdproxy.serving.translate import Translated, tell_finished
 from pdproxy.serving.verdicts import error_kind, is_clients_fault, refused, verdict_of
@@ -151,7 +151,7 @@ class Exchange:
         """Learn the prompt's token ids. Return why one engine must serve it, after all."""
         assert self._prompt is not None
         self._ids = await self._engines.ids(self._parsed, self._prompt, self._heading)
-        return why_not(self._engines, self._ids) if self._contract.needs_ids else None
+        return why_not(self._engines, self._parsed, self._ids) if self._contract.needs_ids else None
 
     # -- one engine alone
 
@@ -190,14 +190,20 @@ class Exchange:
                 # an engine that reads it as it came can say.
                 raise PrefillFailedError(Alone.PREFILL_REFUSED, another=False)
             custody = got.custody
+            handover.in_custody(custody)
+            if (alone := custody.handle.alone) is not None:
+                await custody.given_back()  # before an engine that holds it could take a part of it
+                raise PrefillFailedError(alone, another=False)
             if got.body:
                 return await self._finished(got, stream_to)
             del got, prompt  # see `_let_go`
             await handover.kv_ready()
             return await self._decode(pair.decode, pair.prefill.node.url, custody, stream_to)
         except PrefillFailedError as failed:
-            self._without += (pair.prefill.node.url,)
+            self._without += (failed.shun or pair.prefill.node.url,)
             self._prefill_lost = failed.alone
+            if failed.alone is Alone.KV_LATE and custody is not None:
+                custody.end(End.LOST)  # whether anything was pushed, nobody knows
             raise
         finally:
             # Both are no-ops where the decode leg has ended them already.
@@ -209,7 +215,6 @@ class Exchange:
         """Answer with the prefill engine's token, which is the last one: no decode engine is asked."""
         relay = self._relay(None)
         splice = Splice(self._parsed, got.custody.handle, self._heading.request_id)
-        got.custody.end(End.LOADED)
         tell_finished(relay, splice, got.body, stream=self._parsed.stream)
         first = await relay.first
         if isinstance(first, Answer):

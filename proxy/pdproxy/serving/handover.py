@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.kit.ids import mint
 from pdproxy.scheduling.ledger import Pair, Verdict
+from pdproxy.serving.custody import Custody
 from pdproxy.serving.engines import Engines
 from pdproxy.serving.ready import Expected
 from pdproxy.serving.slots import Slots
@@ -19,11 +20,11 @@ from pdproxy.transfer.contract import NO_DISPATCH, Dispatch
 from pdproxy.wire.request import Alone, Parsed, Prompt
 
 
-def why_not(engines: Engines, tokens: TokenIds | None) -> Alone | None:
+def why_not(engines: Engines, parsed: Parsed, tokens: TokenIds | None) -> Alone | None:
     """Return why a prompt can't be handed over, as far as its tokens tell; None if nothing is against it."""
     if tokens is None:
         return Alone.NO_TOKENS
-    if tokens.count < (engines.transfer.contract.unit or 1):
+    if tokens.count < engines.transfer.contract.least(parsed):
         return Alone.SHORT_PROMPT
     buffers = engines.transfer.buffers
     return Alone.KV_BUFFER if buffers.bounded and not buffers.fits(tokens.count) else None
@@ -60,20 +61,34 @@ async def begin(
     return Handover(engines, pair, dispatch, slots)
 
 
+class PrefillFailedError(Exception):
+    """There is no KV to decode from. `alone` is the reason if one engine must now do it; `another`: a pair may be left to try.
+
+    `shun`: an engine that should not be asked next; None: the prefill engine.
+    """
+
+    def __init__(self, alone: Alone, *, another: bool, shun: str | None = None) -> None:
+        super().__init__(alone.value)
+        self.alone = alone
+        self.another = another
+        self.shun = shun
+
+
 class Handover:
     """See the module. Made by `begin`."""
 
-    __slots__ = ("_engines", "_expected", "_slots", "dispatch", "pair")
+    __slots__ = ("_engines", "_expected", "_held", "_slots", "dispatch", "pair")
 
     def __init__(self, engines: Engines, pair: Pair, dispatch: Dispatch, slots: Slots | None) -> None:
         self._engines = engines
         self._slots = slots
         self._expected: Expected | None = None
+        self._held = False  # custody closes the wait
         self.pair = pair
         self.dispatch = dispatch
         contract = engines.transfer.contract
         if dispatch.leg_id is not None:
-            ranks = 1 if contract.told is not None else contract.notices(dispatch)
+            ranks = 1 if contract.early else contract.notices(dispatch)
             if ranks != 0:
                 self._expected = engines.transfer.ready.expect(dispatch.leg_id, ranks)
 
@@ -85,31 +100,51 @@ class Handover:
     @property
     def told(self) -> Expected | None:
         """The wait for a notice that may bring the handle before the answer, None if none may."""
-        return self._expected if self._engines.transfer.contract.told is not None else None
+        return self._expected if self._engines.transfer.contract.early else None
+
+    def hand_on(self) -> Expected | None:
+        """Leave the wait for notices to somebody else, who closes it; None if there is none."""
+        expected, self._expected = self._expected, None
+        return expected
 
     async def kv_ready(self) -> None:
         """Wait until each rank has told that the KV is there. What if not is the operator's choice.
 
         Raises:
             EngineTimeoutError: they didn't, and the request is to fail then.
+            PrefillFailedError: they didn't, and what was pushed so far must not be read: another decode engine computes it.
         """
         engines = self._engines
-        if self._expected is None or engines.transfer.contract.told is not None:
+        if self._expected is None or engines.transfer.contract.early:
             return
         url, timeout = self.pair.prefill.node.url, engines.deadlines.kv_ready
-        if not await engines.transfer.ready.wait(self._expected, timeout, url) and not engines.transfer.recomputes:
+        if await engines.transfer.ready.wait(self._expected, timeout, url):
+            return
+        if not engines.transfer.recomputes:
             raise EngineTimeoutError(f"{url} did not tell in {timeout:g} s that the KV is ready", wait=Wait.KV_READY)
+        if engines.transfer.contract.pushes:
+            raise PrefillFailedError(Alone.KV_LATE, another=False, shun=self.pair.decode.node.url)
+
+    def in_custody(self, custody: Custody) -> None:
+        """The KV is made: what room it takes is free again when its custody ends."""
+        slots, self._slots = self._slots, None
+        if slots is not None:
+            custody.when_over(slots.give_back)
+        if custody.state is not None:
+            custody.expected = self._expected
+            self._held = True
 
     def loaded(self) -> None:
-        """The KV has left the receive buffer: the decode engine has shown data."""
-        self.dispatch = NO_DISPATCH  # the ids may be as long as the prompt
-        if self._slots is not None:
-            self._slots.give_back()
+        """The decode engine has shown data: the prompt's ids, which may be long, are not needed any more."""
+        self.dispatch = NO_DISPATCH
 
     def close(self) -> None:
-        """End the wait, give back the room, and the decode engine's lease where its leg hasn't. Closing twice changes nothing."""
+        """End the wait, give back the room, and the decode engine's lease where its leg hasn't. Closing twice changes nothing.
+
+        A prefill that goes on without its client has the room until it is over.
+        """
         self._engines.close(self.pair.decode, Verdict.NEUTRAL)
-        if self._expected is not None:
+        if self._expected is not None and not self._held:
             self._expected.close()
         if self._slots is not None:
             self._slots.give_back()

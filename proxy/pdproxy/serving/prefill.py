@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 
@@ -15,24 +16,15 @@ from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionE
 from pdproxy.kit.frames import let_go
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.scheduling.ledger import Verdict
-from pdproxy.serving.custody import Custody
+from pdproxy.serving.custody import Custody, PrefillLeg
 from pdproxy.serving.engines import Engines, Heading
-from pdproxy.serving.handover import Handover
+from pdproxy.serving.handover import Handover, PrefillFailedError
 from pdproxy.serving.ready import Expected
 from pdproxy.serving.verdicts import is_clients_fault, refused, verdict_of
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.upstream.client import Answer, Pending
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
 from pdproxy.wire.request import Alone, Parsed, Prompt
-
-
-class PrefillFailedError(Exception):
-    """The leg gave no KV. `alone` is the reason if one engine must now do it; `another`: a pair may be left to try."""
-
-    def __init__(self, alone: Alone, *, another: bool) -> None:
-        super().__init__(alone.value)
-        self.alone = alone
-        self.another = another
 
 
 class Prefilled(msgspec.Struct, frozen=True):
@@ -64,12 +56,15 @@ async def prefill(
         dispatch = msgspec.structs.replace(dispatch, spares=False)
 
     def request() -> bytes:  # made anew where it is sent anew, which is rare: to keep one is a body more
-        leg = contract.prefill(parsed, prompt, dispatch)
+        asked = contract.prefill(parsed, prompt, dispatch)
         headers = heading.headers if dispatch.leg_id is None else heading.named(dispatch.leg_id)
-        return client.request(leg.route.value, headers, leg.body)
+        return client.request(asked.route.value, headers, asked.body)
 
     def read(answer: PrefillAnswer) -> Handle | str:
         return contract.handle(parsed, answer, dispatch)
+
+    receiver = handover.pair.decode.node.url if contract.pushes else None
+    leg = PrefillLeg(node.url, parsed.model, heading.authorization, read, receiver, dispatch.leg_id)
 
     def end() -> None:
         engines.close(lease, verdict)
@@ -95,7 +90,7 @@ async def prefill(
                 verdict = Verdict.GOOD
                 engines.custodian.outlive(pending, engines.deadlines.prefill, end)
                 adopted = True
-                return Prefilled(engines.custodian.take(handle, node.url, parsed.model, heading.authorization))
+                return Prefilled(engines.custodian.take(handle, leg))
             if answer is None:
                 answer = await pending.answered()
         got = _read(read, node.url, answer)
@@ -103,18 +98,18 @@ async def prefill(
         if isinstance(got, Answer):
             return got
         engines.ids_served(node.url, parsed, dispatch.ids, sent, got.token_ids)
-        custody = engines.custodian.take(got, node.url, parsed.model, heading.authorization)
+        custody = engines.custodian.take(got, leg)
         finished = got.first is not None and got.first.finish_reason is not None
         return Prefilled(custody, answer.body if finished else b"")
     except asyncio.CancelledError:
         if pending is not None:
-            engines.custodian.adopt(pending, node.url, parsed.model, heading.authorization, read, end)
+            engines.custodian.adopt(pending, replace(leg, expected=handover.hand_on()), end)
             adopted = True
         raise
     except TimeoutError:
         verdict = Verdict.FAILED
         if pending is not None:  # it may be just finishing: its answer is the only way to its KV
-            engines.custodian.adopt(pending, node.url, parsed.model, heading.authorization, read, lambda: None)
+            engines.custodian.adopt(pending, replace(leg, expected=handover.hand_on()), lambda: None)
             pending = None
         message = f"{node.url} did not prefill in {engines.deadlines.prefill:g} s"
         raise failed(EngineTimeoutError(message, wait=Wait.PREFILL)) from None

@@ -30,7 +30,7 @@ class Refuted(Protocol):
 
 
 class Proofs:
-    """Says what a prefill engine is sent, and looks at what it answers: for each life, model, route, with tools and without."""
+    """Says what a prefill engine is sent, and looks at what it answers: by life, model and route, with tools and without."""
 
     def __init__(self, ledger: Ledger, refuted: Refuted) -> None:
         self._ledger = ledger

@@ -11,6 +11,8 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 
+import msgspec
+
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.events import DeadlinePassed, KvNoticed, KvWaited, Observers
@@ -134,7 +136,8 @@ class KvReady:
             return
         self._tell("early")
         _, kept = self._early.setdefault(notice.request_id, (now, []))
-        kept.append(notice)
+        # Whoever reaches the port can send them: what may be long is not kept.
+        kept.append(msgspec.structs.replace(notice, params=None, token_ids=None))
         self._early_count += 1
         while self._early_count > KEPT:
             self._forget_oldest()

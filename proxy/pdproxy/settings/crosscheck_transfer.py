@@ -11,6 +11,9 @@ from urllib.parse import urlsplit
 from pdproxy.settings.errors import KeyPath, SettingsError, spell_key
 from pdproxy.settings.schema import Node, Pool, Receiver
 
+NEED_IDS = ("lmcache-pd", "kvstore-keys")
+"""Connectors whose prefill legs are made of token ids."""
+
 
 def receiver_host(node: Node) -> str:
     """Return the host on which a decode engine receives KV."""
@@ -23,6 +26,11 @@ def check_transfer(pool: Pool, nodes: Sequence[Node], path: KeyPath) -> None:
     Raises:
         SettingsError: naming the key.
     """
+    if pool.tokenize == "off" and pool.connector in NEED_IDS:
+        key = spell_key((*path, "tokenize"))
+        raise SettingsError(
+            f"{key}: connector {pool.connector} needs prompts' token ids: expected auto or always, got off"
+        )
     pushed = pool.connector == "lmcache-pd"
     taken: dict[tuple[str, int], str] = {}
     for index, node in enumerate(nodes):

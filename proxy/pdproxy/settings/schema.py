@@ -162,9 +162,9 @@ class LMCache(_Section, frozen=True):
     chunk_size: Count = 256
     """Tokens in a chunk."""
 
-    save_unfull_chunk: bool = True
-    """Whether the last chunk moves though it isn't full: LMCache's PD mode turns this on by itself. False where the engines'
-    `discard_partial_chunks` is on: then a prompt shorter than a chunk is served by one engine, as nobody would tell of it."""
+    save_unfull_chunk: bool = False
+    """Whether prompts under a chunk are worth two engines. LMCache 0.5.6's PD mode moves unfull chunks whatever its own setting
+    says, unless its `discard_partial_chunks` is on: then nobody would tell of such a prompt, and it would wait in vain."""
 
     first_rank_only: bool = False
     """Whether the first rank stores for all (models with one latent KV for all heads), and sends the only notice."""
@@ -347,6 +347,10 @@ class KvReady(_Section, frozen=True):
 
     notifier: bool = False
     """Whether engines of connector nixl carry pdproxy's notifier (`pdproxy notifier`). Then the socket is bound for them, too."""
+
+    early: bool = False
+    """With the notifier: ask the decode engine on the prefill engine's notice, without waiting for its HTTP answer. That was
+    not measurably faster between engines on CPUs."""
 
     on_timeout: OnTimeout = "recompute"
     """What becomes of a prompt whose notices don't come in `deadlines.kv_ready`: the decode engine computes what it lacks,

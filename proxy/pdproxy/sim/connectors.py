@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pdproxy.sim.connector import Connector
 from pdproxy.sim.facts import Facts
+from pdproxy.sim.kvstore_keys import KVStoreKeys
 from pdproxy.sim.lmcache_mp import LMCacheMP
 from pdproxy.sim.lmcache_pd import LMCachePD
 from pdproxy.sim.memory import BlockPool
@@ -26,5 +27,7 @@ def connector_of(
             return LMCacheMP(facts, pool, storage)
         case "shared":
             return Shared(facts, pool, storage)
+        case "kvstore-keys":
+            return KVStoreKeys(facts, pool, storage)
         case "none":
             return Connector()

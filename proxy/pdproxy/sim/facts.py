@@ -14,7 +14,7 @@ Role = Literal["prefill", "decode", "aggregated"]
 LoadFailurePolicy = Literal["fail", "recompute"]
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 Template = Literal["chatml", "dated", "plain"]
-ConnectorName = Literal["nixl", "lmcache-pd", "lmcache-mp", "shared", "none"]
+ConnectorName = Literal["nixl", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys", "none"]
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,7 +124,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     notify: str | None = None
     """Whom to tell of KV: a ZMQ PULL socket `tcp://HOST:PORT` (lmcache-pd; nixl, as with the notifier), a URL (lmcache-mp)."""
     shared_storage_path: str = ""
-    """shared, lmcache-mp: the folder that engines share; empty: this engine's own memory."""
+    """shared, lmcache-mp, kvstore-keys: the folder that engines share; empty: this engine's own memory."""
     kv_load_failure_policy: LoadFailurePolicy = "fail"
     kv_lease_duration: float = 30.0
     heartbeat_interval: float = 5.0

@@ -1,6 +1,6 @@
 """LMCache in a server of its own (contract `lmcache-mp`), as 0.5.6 does it: P and D share its storage. Pure.
 
-Owns the rules: full chunks are stored, whoever computes them, and found by whoever looks for a prompt that begins with them.
+Owns the rules: full chunks of prompts are stored, whoever computes them, and found by whoever looks for a prompt that begins so.
 `kv_transfer_params` say nothing. Each rank reports each request that ended, however it ended and however little was stored, some
 time behind its answer; requests that end in one step come in one report. Without a healthy server there are no reports.
 """
@@ -46,11 +46,11 @@ class LMCacheMP(Connector):
                 write(one, chunk, pages, self._pool)
 
     def stepped(self, one: ActiveRequest, *, first: bool, now: float) -> None:
-        """Store the chunks that are full by now."""
-        before = self._stored.get(one.request.id, 0)
-        if self._facts.lmcache.degraded or one.computed - before < self._facts.lmcache.chunk_size:
+        """Store the prompt's chunks that are full by now (`save_decode_cache` is off by default)."""
+        before, upto = self._stored.get(one.request.id, 0), min(one.computed, one.prompt)
+        if self._facts.lmcache.degraded or upto - before < self._facts.lmcache.chunk_size:
             return
-        for chunk in self._full(one, one.computed):
+        for chunk in self._full(one, upto):
             if chunk.end > before and not self._storage.has(chunk.key):
                 self._storage.put(chunk.key, read(one, chunk, self._pool))
             self._stored[one.request.id] = chunk.end

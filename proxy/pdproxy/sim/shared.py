@@ -53,7 +53,7 @@ class Shared(Connector):
     def stepped(self, one: ActiveRequest, *, first: bool, now: float) -> None:
         """Store a prompt that was not found."""
         prompt = one.request.prompt
-        if not first or one.external or self._storage.has(self._key(prompt, self._floor(one.prompt - 1))):
+        if not first or self._storage.has(self._key(prompt, self._floor(one.prompt - 1))):
             return
         pages = [self._pool.pages[block] for block in one.blocks[: self._blocks(one)]]
         self._storage.put(self._key(prompt, self._floor(one.prompt)), pages)

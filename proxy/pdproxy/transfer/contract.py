@@ -16,7 +16,7 @@ import msgspec
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.notices import Notice
-from pdproxy.wire.request import Fields, Parsed, Prompt, Route
+from pdproxy.wire.request import Alone, Fields, Parsed, Prompt, Route
 
 
 class Order(Enum):
@@ -76,7 +76,8 @@ class Handle(msgspec.Struct, frozen=True):
     engine did not say them), `prompt_tokens` the prompt's length, `created_cache_tokens` how many of them were new to the
     prefill engine's prefix cache, if it tells. `cached_tokens` is how many were found there, where it tells and the decode
     engine can't know: for that one all KV that it was given is cached. `first` is the answer's first token where the decode
-    engine goes on behind it.
+    engine goes on behind it. `alone`: why the request must be served by one engine although the KV is there; the handle only
+    has to be given back.
     """
 
     params: bytes
@@ -86,6 +87,7 @@ class Handle(msgspec.Struct, frozen=True):
     created_cache_tokens: int | None = None
     cached_tokens: int | None = None
     first: FirstToken | None = None
+    alone: Alone | None = None
 
 
 def unclaimed(
@@ -121,6 +123,11 @@ def never_released(_error_type: str, _param: str | None) -> bool:
     return False
 
 
+def anything(_parsed: Parsed) -> int:
+    """Return the least tokens of a prompt: no more than one has."""
+    return 1
+
+
 def no_notices(_dispatch: Dispatch) -> int | None:
     """Return how many notices come for any prompt: none."""
     return 0
@@ -138,16 +145,19 @@ class Contract:
     What it takes, and what it leaves behind:
         - `notices(dispatch)`: how many ranks tell that the KV is where the decode engine looks for it, besides the prefill
           engine's answer; None: as many as the notices say.
-        - `told(notice)`: the handle that a notice brings before the answer does, None if it brings none; None: none ever does.
+        - `told(notice)`: the handle in a prefill engine's notice, None if it holds none. None: engines tell nothing of the kind.
+        - `early`: such a handle counts before the answer does.
         - `needs_ids`: the prompt's token ids are part of the prefill leg.
         - `needs_receiver`: so is the address at which the decode engine receives.
         - `mints`: the prefill leg gets an id of its own, by which notices or engines name it.
-        - `unit`: KV moves in whole pieces of so many tokens; None: in the engines' KV blocks. A prompt under one moves nothing.
-        - `holds`: the prefill engine keeps the KV for us, until somebody ends the handle.
-        - `release_body(model, handle)`: the body that makes a decode engine give the handle back, None if there is none.
+        - `least(parsed)`: tokens of the shortest prompt that is worth a handover, besides one of the engines' KV blocks.
+        - `holds`: the KV is kept for us until somebody ends the handle; by the prefill engine, or, where it `pushes`, by the
+          decode engine that got it: then that one alone can give it back, and KV of which no notice came must not be read.
+        - `ends_whole`: the prefill leg must not be closed before its answer.
+        - `release_body(model, handle)`: the body of a completion that makes a decode engine give the handle back, None if there
+          is none; `releases` is the status that says that it has.
         - `refusal_released(error_type, param)`: whether a decode engine that refused a request with a 4xx has given
           its handle back by itself.
-        - `needs_tokens`: a prompt without ids can't be split.
     """
 
     name: str
@@ -157,12 +167,16 @@ class Contract:
     order: Order = Order.PREFILL_THEN_DECODE
     notices: Callable[[Dispatch], int | None] = no_notices
     told: Callable[[Notice], Handle | None] | None = None
+    early: bool = False
     needs_ids: bool = False
     needs_receiver: bool = False
     mints: bool = False
-    unit: int | None = None
+    least: Callable[[Parsed], int] = anything
     holds: bool = False
+    pushes: bool = False
+    ends_whole: bool = False
     release_body: Callable[[str | None, Handle], bytes | None] = nothing_to_release
+    releases: int = 400
     refusal_released: Callable[[str, str | None], bool] = never_released
 
 

@@ -6,19 +6,26 @@ that the notices repeat. The answer's first token may be the prefill engine's: t
 it, as a completion too, and `transfer.splice` makes one answer of both. Or it may be the decode engine's, which gets the client's
 own request and computes one token more.
 
+What was pushed stays in the decode engine's buffer until that engine reads it: so a prompt that no decode leg will read is read
+by one of ours. The prefill leg is never closed before its answer: an abort before the first token kills the engine, which looks
+for that token all the same. And where no notice came, the chunks may have their names and not yet their KV: nothing is decoded
+from them.
+
 The first way is only for requests that a change of engines after one token can't change. Whatever looks back at the output, or
 parses it from its beginning (penalties, stop strings, seeds, grammars, tools, reasoning), is decoded from its first token on.
 
 A decode engine's buffer has room again for what it was pushed once it has looked for that, and for nothing else, ever. It looks
 for its prompt less the last token (`skip_last_n_tokens`: 1, as in LMCache's examples), in chunks of which the last may be
 unfull and is found by its very tokens. So what it is pushed is never more than that: where it makes the first token itself, the
-prefill engine gets the prompt less the last token; where no token can follow the first, nothing is pushed at all.
+prefill engine gets the prompt less the last token.
 """
 
 from __future__ import annotations
 
 import msgspec
+from msgspec import structs
 
+from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.bodies import decode_fields
 from pdproxy.transfer.contract import (
     Contract,
@@ -31,7 +38,7 @@ from pdproxy.transfer.contract import (
     unclaimed,
 )
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
-from pdproxy.wire.request import Fields, Parsed, Prompt, Route
+from pdproxy.wire.request import Alone, Fields, Parsed, Prompt, Route
 
 DEFAULT_CHUNK = 256
 """Tokens in a chunk of LMCache, unless its `chunk_size` says otherwise."""
@@ -143,11 +150,24 @@ def _limit(parsed: Parsed) -> int | None:
     return None
 
 
+def release_body(model: str | None, given: Handle) -> bytes | None:
+    """Return a completion that makes the decode engine read what was pushed: a read is what frees its buffer."""
+    fields = {"prompt": raw(given.params), "max_tokens": _ONE, "stream": _FALSE, "temperature": raw(b"0")}
+    if model is not None:
+        fields["model"] = raw(msgspec.json.encode(model))
+    return encode(fields)
+
+
+def _with(ids: bytes, token: int) -> bytes:
+    """Return a JSON array of ids with one more."""
+    return ids[: ids.rindex(b"]")] + b",%d]" % token
+
+
 def lmcache_pd(
     *,
     first_on_prefill: bool = True,
     chunk_size: int = DEFAULT_CHUNK,
-    unfull_chunks: bool = True,
+    unfull_chunks: bool = False,
     first_rank_only: bool = False,
 ) -> Contract:
     """Return the contract. `chunk_size` in tokens and `unfull_chunks` are LMCache's `chunk_size` and `save_unfull_chunk`, which
@@ -157,12 +177,16 @@ def lmcache_pd(
     the first rank alone stores (models with one latent KV for all heads), and so sends the only notice.
     """
 
-    # What the prefill engine sees may be a token less than the prompt.
-    unit = 1 + (1 if unfull_chunks else chunk_size)
-
     def begins(parsed: Parsed) -> bool:
         # A completion goes on behind the first token: there is no way to tell one to fill the context.
         return first_on_prefill and _limit(parsed) is not None and may_begin_on_prefill(parsed)
+
+    def pushed(parsed: Parsed, ids: TokenIds) -> TokenIds:
+        """Return the ids whose KV is pushed: what the decode engine looks for, which is all but the last of what it is given."""
+        return ids if begins(parsed) else ids.less_one()
+
+    def least(parsed: Parsed) -> int:
+        return (1 if unfull_chunks else chunk_size) + (0 if begins(parsed) else 1)
 
     def prefill(parsed: Parsed, _prompt: Prompt, dispatch: Dispatch) -> LegRequest:
         """Return the prefill leg: one token behind the prompt's ids, KV to the receiver."""
@@ -173,13 +197,10 @@ def lmcache_pd(
         fields = _passed(parsed)
         if "min_tokens" in fields and (_int_decoder.decode(fields["min_tokens"]) or 0) > 1:
             fields["min_tokens"] = _ONE
-        beginning = begins(parsed)
-        fields["prompt"] = raw(dispatch.ids.json if beginning else dispatch.ids.less_one().json)
+        fields["prompt"] = raw(pushed(parsed, dispatch.ids).json)
         fields["max_tokens"] = _ONE
         fields["stream"] = _FALSE
-        spec = None
-        if not (beginning and _limit(parsed) == 1):
-            spec = _Spec(dispatch.leg_id, receiver.host, receiver.init_ports, receiver.alloc_ports)
+        spec = _Spec(dispatch.leg_id, receiver.host, receiver.init_ports, receiver.alloc_ports)
         fields["kv_transfer_params"] = raw(msgspec.json.encode(_Ask(ret_first_tok=True, disagg_spec=spec)))
         return LegRequest(Route.COMPLETIONS, encode(fields))
 
@@ -188,22 +209,27 @@ def lmcache_pd(
         try:
             token = _params_decoder.decode(answer.kv_transfer_params).first_tok
         except UNREADABLE:
+            # Without the token there is nothing to go on behind; and an engine without LMCache pushes nothing.
             return "the answer has no first_tok: is the engine started with LMCache's connector and pd_role sender?"
+        ids = dispatch.ids
+        assert ids is not None
+        leg_id = dispatch.leg_id or ""
+        read = _with(pushed(parsed, ids).json, token)  # what the decode engine must be given, to look for all of it
         if not begins(parsed):  # what it was asked is a token less than the prompt
-            return unclaimed(answer, None, dispatch.leg_id or "", more=1)
-        first = None
-        if answer.choices:
-            choice = answer.choices[0]
-            ended = choice.finish_reason if choice.finish_reason != "length" or _limit(parsed) == 1 else None
+            return structs.replace(unclaimed(answer, ids.json, leg_id, more=1), params=read)
+        choice = answer.choices[0] if answer.choices else None
+        ended = None
+        if choice is not None and (choice.finish_reason != "length" or _limit(parsed) == 1):
+            ended = choice.finish_reason
+        if choice is None or (ended is None and (not choice.text or "\ufffd" in choice.text)):
             # A piece of a letter, or a token without a text, is shown by what comes behind it: that must be one engine.
-            if ended is not None or (choice.text and "\ufffd" not in choice.text):
-                first = FirstToken(token, choice.text, ended, bytes(choice.stop_reason))
-        assert dispatch.ids is not None
-        return unclaimed(answer, dispatch.ids.json, dispatch.leg_id or "", first)
+            return structs.replace(unclaimed(answer, ids.json, leg_id), params=read, alone=Alone.FIRST_TOKEN)
+        first = FirstToken(token, choice.text, ended, bytes(choice.stop_reason))
+        return structs.replace(unclaimed(answer, ids.json, leg_id, first), params=read)
 
     def decode(parsed: Parsed, prompt: Prompt, given: Handle, _dispatch: Dispatch) -> LegRequest:
         """Return the decode leg: the rest behind the first token, or the client's own request."""
-        if given.first is None or given.token_ids is None:
+        if given.first is None:
             return LegRequest(parsed.route, encode(decode_fields(parsed, prompt)))
         fields = _passed(parsed)
         for name in ("stream", "return_token_ids"):
@@ -214,7 +240,7 @@ def lmcache_pd(
         limit = _limit(parsed)
         assert limit is not None
         fields["max_tokens"] = raw(b"%d" % (limit - 1))
-        fields["prompt"] = raw(given.token_ids[: given.token_ids.rindex(b"]")] + b",%d]" % given.first.id)
+        fields["prompt"] = raw(given.params)
         if parsed.adds_usage:
             fields["stream_options"] = raw(b'{"include_usage":true}')
         elif "stream_options" in parsed.fields:
@@ -223,7 +249,7 @@ def lmcache_pd(
 
     def notices(dispatch: Dispatch) -> int | None:
         assert dispatch.receiver is not None
-        if dispatch.ids is not None and dispatch.ids.count < unit:
+        if not unfull_chunks and dispatch.ids is not None and dispatch.ids.count < chunk_size:
             return 0
         return 1 if first_rank_only else len(dispatch.receiver.init_ports)
 
@@ -236,5 +262,10 @@ def lmcache_pd(
         needs_ids=True,
         needs_receiver=True,
         mints=True,
-        unit=unit,
+        holds=True,
+        pushes=True,
+        ends_whole=True,
+        release_body=release_body,
+        releases=200,
+        least=least,
     )

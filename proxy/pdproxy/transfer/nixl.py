@@ -150,5 +150,8 @@ NIXL = Contract(
     release_body=release_body,
     refusal_released=refusal_released,
 )
-NIXL_NOTIFIED = dataclasses.replace(NIXL, told=told, mints=True)
-"""The same with pdproxy's notifier in the engines: the handle comes before the answer, and custody is known."""
+
+
+def nixl(*, notifier: bool = False, early: bool = False) -> Contract:
+    """Return the contract. `notifier`: the engines carry pdproxy's, so that custody is known; `early`: its handle counts."""
+    return dataclasses.replace(NIXL, mints=notifier, told=told if notifier else None, early=notifier and early)

@@ -67,6 +67,8 @@ class Alone(Enum):
     NO_HANDLE = "no_handle"
     NO_TOKENS = "no_tokens"
     KV_BUFFER = "kv_buffer"
+    KV_LATE = "kv_late"
+    FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
 
 
 class Incoming(msgspec.Struct):

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal
 
 from tests.sim.raw import Raw, turns, until
-from tests.sim.recordings import acts, pages, sequences, streams
+from tests.sim.recordings import acts, connectors, pages, sequences, streams
 from tests.sim.recordings.reading import read
 from tests.sim.recordings.split import Pair, Split
 from tests.sim.recordings.stage import ROOMY, Stage, seen, words
@@ -81,6 +81,10 @@ _SMALL = {"num_gpu_blocks": 80}
 _SCENES: dict[str, Scene] = {
     **dict.fromkeys(pages.ROLES, pages.replay),
     "connector_notify_01": sequences.replay,
+    "connector_example_01": connectors.shared,
+    "connector_lmcache_01": connectors.lmcache(3, [], degraded=True),
+    "connector_lmcache_03_cpu_shim_aligned": connectors.lmcache(3, ["rqa-1"]),
+    "connector_lmcache_04_order": connectors.lmcache(1, []),
     # what P never saw, or saw otherwise
     "pd15_D_no_kv_params": partial(_alone, role="decode"),
     "pd23_D_n2": Split(),

@@ -36,7 +36,7 @@ async def replay(stage: Stage, name: str) -> None:
             if asked_late(sent):
                 p.engine.expire_leases()
         else:
-            await _warm(stage, engines[one.port], one)
+            await warm(stage, engines[one.port], one)
         answer = await stage.ask(engines[one.port], sent)
         stage.compare(one, answer)
         if one.port == _P:
@@ -56,7 +56,7 @@ def asked_late(sent: Sent) -> bool:
     return sent.headers.get("X-Request-Id") in _LATE
 
 
-async def _warm(stage: Stage, engine: SimServer, one: Exchange) -> None:
+async def warm(stage: Stage, engine: SimServer, one: Exchange) -> None:
     """Ask before, where the recorded engine found the prompt in its cache."""
     assert one.answer is not None
     answer = one.answer.json

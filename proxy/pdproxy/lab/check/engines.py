@@ -40,12 +40,14 @@ class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
-async def ask_engine(asker: Asker, node: Node, mark: str) -> EngineFacts:
-    """Return what an engine says of itself; `mark` must be fresh."""
+async def ask_engine(asker: Asker, node: Node, mark: str, *, generates: bool = True) -> EngineFacts:
+    """Return what an engine says of itself; `mark` must be fresh. `generates`: it is asked to, which some can't alone."""
     facts = EngineFacts(url=node.url, role=node.role, sources=frozenset(node.sources), block_size=node.facts.block_size)
     facts.addresses = await resolve(urlsplit(node.url).hostname or "", asker.timeout)
     try:
-        await _ask_all(asker, facts, mark)
+        await _ask_all(asker, facts)
+        if generates and not facts.is_proxy:
+            await _generate(asker, facts, mark)
     except _TroubleError as error:
         facts.trouble = error.trouble
     return facts
@@ -86,7 +88,7 @@ async def complete(asker: Asker, url: str, body: bytes, request_id: str) -> Gene
     return said if said is not None else Miss("its answer is no completion", 200)
 
 
-async def _ask_all(asker: Asker, facts: EngineFacts, mark: str) -> None:
+async def _ask_all(asker: Asker, facts: EngineFacts) -> None:
     health = await _got(asker, facts.url, "/health")
     facts.skew = health.ahead
     facts.metrics = await scrape(asker, facts.url)
@@ -103,7 +105,6 @@ async def _ask_all(asker: Asker, facts: EngineFacts, mark: str) -> None:
         chat = await _ids(asker, facts.url, {"model": name, "messages": [{"role": "user", "content": CANARY}]})
         canary[name] = plain, chat
     facts.canary = canary
-    await _generate(asker, facts, mark)
 
 
 async def _generate(asker: Asker, facts: EngineFacts, mark: str) -> None:

@@ -12,6 +12,7 @@ from pdproxy.sim.api.errors import EngineRefused, Refused
 from pdproxy.sim.api.protocol import ChatBody, CompletionBody, GenerationBody
 from pdproxy.sim.api.structured import grammar_for
 from pdproxy.sim.facts import Facts
+from pdproxy.sim.kvstore_keys import refusal
 from pdproxy.sim.request import Grammar, SamplingParams
 from pdproxy.sim.tokenizer import Tokenizer
 
@@ -48,6 +49,8 @@ def check_prompt(ids: list[int], body: GenerationBody, facts: Facts, *, tokenize
 
     `tokenized`: vLLM's tokenizer made them, and stops one token beyond the longest prompt.
     """
+    if facts.connector == "kvstore-keys" and (why := refusal(body.kv_transfer_params)) is not None:
+        raise Refused(why)
     longest = facts.max_model_len
     if body.truncate_prompt_tokens is not None:
         keep = longest - 1 if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens

@@ -182,7 +182,8 @@ async def test_a_request(pair: Pair, inbox: Inbox, chat: bool) -> None:
     assert json.loads(ready.token_ids) == ids
     assert ready.tokens == usage["prompt_tokens"] == loaded.tokens
     assert ready.cached_tokens == usage["prompt_tokens_details"]["cached_tokens"]
-    assert ready.created_cache_tokens == usage["prompt_tokens_details"]["created_cache_tokens"]
+    if chat:  # completions don't tell
+        assert ready.created_cache_tokens == usage["prompt_tokens_details"]["created_cache_tokens"]
     assert ready.blocks == loaded.blocks == len(given["remote_block_ids"][0])
     assert {notice.remote_request_id for notice in (ready, loaded, released)} == {given["remote_request_id"]}
     assert (ready.role, loaded.role, released.role) == ("P", "D", "P")
@@ -294,4 +295,5 @@ async def test_nobody_listens(pair: Pair) -> None:
             first = next(notice for _, notice in inbox.seen if notice.role == role)
             assert first.dropped >= 3  # one that was on its way when its reader left is lost, and not counted
         assert [notice.dropped for _, notice in inbox.seen].count(0) == len(inbox.seen) - 2
-    assert "Traceback" not in Path(pair.prefill.log).read_text() + Path(pair.decode.log).read_text()
+    assert "pdproxy: " in (logs := Path(pair.prefill.log).read_text() + Path(pair.decode.log).read_text())
+    assert "failed; if it does again" not in logs  # what failed in vLLM is vLLM's to log

@@ -1,0 +1,70 @@
+"""The report: for eyes, or for scripts. Owns the verdict on the whole and its exit codes. Pure."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+import msgspec
+
+from pdproxy.lab.check.report import WIDTH, Mark, Style
+from pdproxy.lab.conformance.results import VERDICTS, PairResults, Report, Result, Verdict
+
+FAILED = 1
+UNJUDGED = 3
+_MARKS: dict[Verdict, Mark] = {"passed": "good", "failed": "bad", "not_applicable": "note", "not_judged": "warning"}
+_WORDS: dict[Verdict, str] = {
+    "passed": "passed",
+    "failed": "failed",
+    "not_applicable": "not applicable",
+    "not_judged": "could not be judged",
+}
+
+
+def exit_code(report: Report) -> int:
+    """Return 0 if everything that applies has passed, 1 if something failed, 3 if something could only not be judged."""
+    return FAILED if report.count("failed") else UNJUDGED if report.count("not_judged") else 0
+
+
+def verdict(report: Report) -> str:
+    """Return the verdict in one line."""
+    counted = ", ".join(f"{count} {_WORDS[kind]}" for kind in VERDICTS if (count := report.count(kind)))
+    word = {0: "CONFORMS", FAILED: "DOES NOT CONFORM", UNJUDGED: "NOT PROVEN"}[exit_code(report)]
+    return f"{word} to {report.connector}: {counted}"
+
+
+def as_text(report: Report, style: Style) -> str:
+    """Return the report for eyes, with a line break at its end."""
+    lines = [line for pair in report.pairs for line in _pair(pair, style)]
+    return "\n".join([*lines, verdict(report)]) + "\n"
+
+
+def as_json(report: Report) -> bytes:
+    """Return the report for scripts: one JSON object."""
+    body = {
+        "exit_code": exit_code(report),
+        "verdict": verdict(report),
+        "connector": report.connector,
+        "counts": {kind: report.count(kind) for kind in VERDICTS},
+        "pairs": report.pairs,
+    }
+    return msgspec.json.format(msgspec.json.encode(body), indent=2)
+
+
+def _pair(pair: PairResults, style: Style) -> Iterator[str]:
+    yield f"prefill {pair.prefill}, decode {pair.decode}"
+    for result in pair.results:
+        yield from _result(result, style)
+    yield ""
+
+
+def _result(result: Result, style: Style) -> Iterator[str]:
+    mark = style.mark(_MARKS[result.verdict])
+    yield from _wrapped(f"{result.name}: {result.does}", f"  {mark} ", 4, "    ")
+    yield from _wrapped(f"{_WORDS[result.verdict]}: {result.says}", "      ", 6, "      ")
+
+
+def _wrapped(text: str, first: str, width: int, others: str) -> Iterator[str]:
+    """Wrap a text; `first` may hold colours, so its width is given."""
+    for number, line in enumerate(textwrap.wrap(text, WIDTH - width, break_long_words=False, break_on_hyphens=False)):
+        yield (others if number else first) + line

@@ -1,0 +1,119 @@
+"""The proxy itself, on a port of the loopback, in front of one pair of engines: built and served as `pdproxy serve` does it.
+
+What is changed of the operator's settings is said in `settings_for`, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import uvicorn
+from msgspec import structs
+
+from pdproxy.app.compose import Proxy
+from pdproxy.app.server import listen, uvicorn_config
+from pdproxy.lab.conformance.tap import Tap
+from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.schema import Cors, Listen, ListenTls, Node, Settings
+
+LOOPBACK = "127.0.0.1"
+_NEVER = 2**31 - 1
+_WILDCARDS = {"0.0.0.0": LOOPBACK, "::": "::1"}  # noqa: S104 - names, to be replaced
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """A proxy that runs. `key`: what its clients must bring."""
+
+    proxy: Proxy
+    tap: Tap
+    url: str
+    key: str
+
+    def busy(self) -> list[str]:
+        """Return in words what is not over yet."""
+        proxy = self.proxy
+        found = [f"{node.requests} legs to {node.url}" for node in proxy.ledger.nodes if node.requests]
+        found += [f"{count} handles {state}" for state, (count, _) in proxy.custodian.snapshot().items() if count]
+        found += [f"{proxy.transfer.ready.waiting} waits for notices"] if proxy.transfer.ready.waiting else []
+        return found
+
+
+def posted(settings: Settings) -> bool:
+    """Tell whether engines post notices to where the proxy listens for clients."""
+    return settings.pool.connector == "lmcache-mp"
+
+
+def settings_for(settings: Settings, prefill: Node, decode: Node, key: str, *, told: bool) -> Settings:
+    """Return an operator's settings for a proxy of this kind.
+
+    One pair of engines, no TLS, a key of its own (then the engines' keys are ours to bring), and no breaker: a failed check must
+    not shut an engine out of the next one. It listens where the settings say only if engines post notices there; with `told`
+    False no notice can come.
+    """
+    where = settings.listen if told and posted(settings) else Listen(host=LOOPBACK)
+    kv_ready = settings.kv_ready if told else structs.replace(settings.kv_ready, host=LOOPBACK, port=0)
+    return structs.replace(
+        settings,
+        listen=structs.replace(where, tls=ListenTls(), cors=Cors()),
+        auth=structs.replace(settings.auth, api_keys=(key,), api_keys_file=None),
+        pools=(structs.replace(settings.pool, nodes=(prefill, structs.replace(decode, sources=()))),),
+        limits=structs.replace(settings.limits, breaker_failures=_NEVER),
+        kv_ready=kv_ready,
+    )
+
+
+def silent(settings: Settings, seconds: float) -> Settings:
+    """Return settings of a proxy that waits so long for notices."""
+    return structs.replace(settings, deadlines=structs.replace(settings.deadlines, kv_ready=seconds))
+
+
+@asynccontextmanager
+async def stand(settings: Settings, key: str, *, any_port: bool) -> AsyncIterator[Stand]:
+    """Run a proxy. `any_port`: not where the settings say, but on any free port there.
+
+    Raises:
+        SettingsError: a port is taken, or a file can't be used.
+    """
+    tap = Tap()
+    proxy = Proxy.build(settings, watch=tap.watch)
+    host, port = settings.listen.host, 0 if any_port else settings.listen.port
+    try:
+        listener = listen(host, port)
+    except OSError as error:
+        raise SettingsError(f"can't listen on {host}:{port}, where engines post notices: {error.strerror}") from None
+    with listener:
+        config = uvicorn_config(proxy)
+        config.load()
+        server = uvicorn.Server(config)
+        server.lifespan = config.lifespan_class(config)
+        try:
+            proxy.start()
+            await server.startup(sockets=[listener])
+            shown = _WILDCARDS.get(host, host)
+            place = f"[{shown}]" if ":" in shown else shown
+            yield Stand(proxy, tap, f"http://{place}:{listener.getsockname()[1]}", key)
+        finally:
+            for task in list(server.server_state.tasks):
+                task.cancel()
+            if server.started:
+                server.force_exit = True
+                await server.shutdown(sockets=[listener])
+            await proxy.custodian.settle(settings.deadlines.release)
+            await proxy.stop()
+
+
+async def ready(one: Stand, within: float) -> str | None:
+    """Wait until a proxy would split a request; return why it wouldn't, None if it would."""
+    ledger = one.proxy.ledger
+    end = time.monotonic() + within
+    while True:
+        wrong = one.proxy.readiness()
+        why = wrong.reason or next((words for words in ledger.shortcomings(time.monotonic())), None)
+        if why is None or time.monotonic() > end:
+            return why
+        await asyncio.sleep(0.02)

@@ -1,0 +1,101 @@
+"""One pair of simulated engines of any connector, a plain engine beside them, and a run of checks on them in one line."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import structs
+
+from pdproxy.lab.conformance.checks import CHECKS
+from pdproxy.lab.conformance.options import Options
+from pdproxy.lab.conformance.results import Result
+from pdproxy.lab.conformance.runner import run
+from pdproxy.settings.schema import Deadlines, KvReady, Listen, LMCache, Node, Pool, Probes, Receiver, Settings
+from pdproxy.sim.facts import Facts, Hardware
+from pdproxy.sim.facts import LMCache as SimLMCache
+from pdproxy.sim.server import SimServer
+from pdproxy.sim.storage import MemoryStorage
+from tests.fakes.pool import free_port
+
+CHUNK = 32
+PATIENT = Options(timeout=30, lease_watch=20, settle=8, poll=0.02, silence=0.3)
+"""For engines that are well: a machine that stalls must not fail them."""
+BRISK = Options(timeout=4, lease_watch=1, settle=0.8, poll=0.02, silence=0.3)
+"""For engines that are not."""
+DEADLINES = Deadlines(kv_ready=5, abandoned_prefill=1, release=1, tokenize=5, probe=5)
+
+
+@dataclass
+class Rig:
+    """The engines and the settings that list them."""
+
+    p: SimServer
+    d: SimServer
+    plain: SimServer
+    settings: Settings
+
+    async def judge(self, *names: str, options: Options = BRISK, plain: bool = False) -> dict[str, Result]:
+        """Run the checks of these names (none: all) behind the one of the pair; return the results by name."""
+        if plain:
+            options = structs.replace(options, plain=self.plain.url)
+        checks = [check for check in CHECKS if not names or check.name in ("pair", *names)]
+        assert len(checks) >= len(names)
+        (pair,) = (await run(self.settings, options, checks)).pairs
+        return {result.name: result for result in pair.results}
+
+
+@asynccontextmanager
+async def rig(
+    connector: str = "nixl",
+    *,
+    ranks: int = 1,
+    notifier: bool = False,
+    p: Mapping[str, Any] | None = None,
+    d: Mapping[str, Any] | None = None,
+    kv_ready: Mapping[str, Any] | None = None,
+    deadlines: Mapping[str, float] | None = None,
+    lease: float = 1.5,
+    speed: float = 2.0,
+) -> AsyncIterator[Rig]:
+    """Run them. `p`, `d`: facts of theirs alone."""
+    zmq_port, http_port = free_port(), free_port()
+    notify = {
+        "lmcache-pd": f"tcp://127.0.0.1:{zmq_port}",
+        "lmcache-mp": f"http://127.0.0.1:{http_port}/api/v1/telemetry",
+    }
+    if notifier:
+        notify["nixl"] = notify["lmcache-pd"]
+    usual: dict[str, Any] = {"connector": connector, "hardware": Hardware(speed=speed), "kv_lease_duration": lease}
+    usual |= {"handshake_timeout": 0.5, "tensor_parallel_size": ranks}
+    usual |= {"enable_prefix_caching": False} if connector == "lmcache-pd" else {}
+    told = {"notify": notify[connector]} if connector in notify else {}
+    receives = {"pd_peer_init_port": 0, "pd_peer_alloc_port": 0, "skip_last_n_tokens": 1}
+    storage = MemoryStorage() if connector in ("shared", "lmcache-mp") else None
+    p_facts = {**usual, **told, "lmcache": SimLMCache(chunk_size=CHUNK), **(p or {})}
+    d_facts = {**usual, **(told if notifier else {}), "lmcache": SimLMCache(chunk_size=CHUNK, **receives), **(d or {})}
+    async with AsyncExitStack() as stack:
+        one = await stack.enter_async_context(SimServer(Facts(role="prefill", **p_facts), chance=1, storage=storage))
+        two = await stack.enter_async_context(SimServer(Facts(role="decode", **d_facts), chance=2, storage=storage))
+        plain = await stack.enter_async_context(
+            SimServer(Facts(role="aggregated", **{**usual, "connector": "none"}), chance=3)
+        )
+        receiver = Receiver()
+        if connector == "lmcache-pd":
+            init, alloc = two.engine.receiver_ports
+            receiver = Receiver(init_ports=tuple(init), alloc_ports=tuple(alloc))
+        nodes = (
+            Node(url=one.url, role="prefill"),
+            Node(url=two.url, role="decode", receiver=receiver),
+            Node(url=plain.url, role="aggregated"),
+        )
+        settings = Settings(
+            listen=Listen(port=http_port),
+            pools=(Pool(connector=connector, nodes=nodes, lmcache=LMCache(chunk_size=CHUNK)),),  # type: ignore[arg-type]
+            deadlines=structs.replace(DEADLINES, **(deadlines or {})),
+            kv_ready=KvReady(**{"port": zmq_port, "notifier": notifier, **(kv_ready or {})}),
+            probes=Probes(interval=3600, scrape_interval=3600),
+        )
+        yield Rig(one, two, plain, settings)

@@ -1,0 +1,99 @@
+"""Answers are read into one form, whatever form they come in; what is none is said to be none."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pdproxy.lab.conformance.answers import BrokenError, Said, Stream, whole
+from pdproxy.lab.conformance.questions import CHAT, COMPLETION, question, salted, short
+
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+SAID = Said(text="ab", ids=(7, 8), prompt_ids=(1, 2, 3), finish="length", prompt_tokens=3, completion_tokens=2)
+
+
+def read(*events: object) -> Said:
+    """A stream's lines."""
+    stream = Stream()
+    for event in events:
+        data = event if isinstance(event, bytes) else msgspec.json.encode(event)
+        for line in (b"data: " + data + b"\n", b"\n", b": a comment\n"):
+            stream.line(line)
+    return stream.end()
+
+
+def test_all_four_forms_read_alike() -> None:
+    choice = {"text": "ab", "token_ids": [7, 8], "prompt_token_ids": [1, 2, 3], "finish_reason": "length"}
+    assert whole(msgspec.json.encode({"choices": [choice], "usage": USAGE})) == SAID
+    message = {"message": {"content": "b", "reasoning": "a"}, "token_ids": [7, 8], "finish_reason": "length"}
+    assert whole(msgspec.json.encode({"choices": [message], "prompt_token_ids": [1, 2, 3], "usage": USAGE})) == SAID
+    end = {"choices": [], "usage": USAGE}
+    first = {"text": "a", "token_ids": [7], "prompt_token_ids": [1, 2, 3]}
+    streamed = read(
+        {"choices": [first]}, {"choices": [{"text": "b", "token_ids": [8], "finish_reason": "length"}]}, end, b"[DONE]"
+    )
+    assert streamed.events == 2
+    assert msgspec.structs.replace(streamed, events=0) == SAID
+    role = {"prompt_token_ids": [1, 2, 3], "choices": [{"delta": {"role": "assistant", "content": ""}}]}
+    deltas = [
+        {"choices": [{"delta": {"content": "a"}, "token_ids": [7]}]},
+        {"choices": [{"delta": {"content": "b"}, "token_ids": [8], "finish_reason": "length"}]},
+    ]
+    streamed = read(role, *deltas, end, b"[DONE]")
+    assert streamed.events == 2
+    assert msgspec.structs.replace(streamed, events=0) == SAID
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"[]", b'{"choices":[]}', b"\xff", b'{"choices":[{"text":"a"}]}'])
+def test_what_is_no_answer(body: bytes) -> None:
+    with pytest.raises(BrokenError):
+        whole(body)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [],
+        [b"[DONE]"],
+        [{"choices": [{"text": "a", "finish_reason": "length"}]}],
+        [{"choices": [{"text": "a"}]}, b"[DONE]"],
+        [{"error": {"message": "died"}}, b"[DONE]"],
+        [b"{"],
+    ],
+)
+def test_what_is_no_whole_stream(events: list[object]) -> None:
+    with pytest.raises(BrokenError):
+        read(*events)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"ids": (7, 9)}, "other token ids than D (from token 1 on)"),
+        ({"ids": (7,)}, "other token ids than D (2 and 1 ids)"),
+        ({"text": "ac"}, "text is 'ab', D says 'ac'"),
+        ({"finish": "stop"}, "finish_reason is 'length', D says 'stop'"),
+        ({"prompt_tokens": 4}, "usage.prompt_tokens is 3, D says 4"),
+        ({"completion_tokens": 1}, "usage.completion_tokens is 2, D says 1"),
+        ({"prompt_ids": ()}, "prompt_token_ids is (1, 2, 3), D says ()"),
+    ],
+)
+def test_any_difference_is_named(changed: dict[str, object], words: str) -> None:
+    assert SAID.differences(msgspec.structs.replace(SAID, **changed), "D") == [words]
+    assert SAID.differences(msgspec.structs.replace(SAID, seconds=9.0, events=5), "D") == []
+
+
+def test_a_question_asked_again_differs_in_its_salt_alone() -> None:
+    for shape in (COMPLETION, CHAT):
+        asked = question(shape, "m", "text", "one")
+        again = salted(asked, "fresh", "two")
+        before, after = msgspec.json.decode(asked.body), msgspec.json.decode(again.body)
+        assert after.pop("cache_salt") == "fresh"
+        assert before == after
+        assert (asked.request_id, again.request_id) == ("one", "two")
+
+
+@pytest.mark.parametrize("block", [1, 3, 4, 16, 128])
+def test_a_short_text_is_under_a_block_in_bytes_with_special_tokens(block: int) -> None:
+    text = short("0123456789ab", block)
+    assert not text or len(text) + 2 < block

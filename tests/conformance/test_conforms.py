@@ -1,0 +1,58 @@
+"""Engines that are as their contract says pass all that applies to it, and keep nothing of it."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+
+from pdproxy.lab.conformance.checks import CHECKS
+from tests.conformance.engines import PATIENT, rig
+
+NO_LEASE = {"release", "lease"}
+NO_NOTICES = {"notice_each_rank", "notice_wait", "notice_missing"}
+
+
+@pytest.mark.parametrize(
+    ("connector", "how", "not_applicable"),
+    [
+        ("nixl", {}, NO_NOTICES),
+        ("nixl", {"notifier": True}, {"notice_wait"}),
+        ("lmcache-pd", {"ranks": 2}, NO_LEASE),
+        ("lmcache-mp", {"ranks": 2}, NO_LEASE),
+        ("shared", {}, NO_LEASE | NO_NOTICES),
+    ],
+    ids=["nixl", "nixl with the notifier", "lmcache-pd", "lmcache-mp", "shared"],
+)
+async def test_all_pass_that_apply(connector, how, not_applicable):
+    async with rig(connector, **how) as engines:
+        results = await engines.judge(options=PATIENT, plain=True)
+        assert list(results) == [check.name for check in CHECKS]
+        verdicts = {name: result.verdict for name, result in results.items()}
+        wanted = {name: "not_applicable" if name in not_applicable else "passed" for name in results}
+        assert verdicts == wanted, {name: result.says for name, result in results.items()}
+        for one in (engines.p, engines.d):
+            assert not one.engine.handles
+            assert one.engine.stats.kv_cache_usage == 0
+            assert not one.crashes
+
+
+async def test_without_a_plain_engine_a_shared_storage_proves_no_answer():
+    """D finds the prompt's KV there even when it is asked by itself."""
+    async with rig("shared") as engines:
+        results = await engines.judge("completion", options=PATIENT)
+        assert results["completion"].verdict == "not_judged"
+        assert "--plain" in results["completion"].says
+
+
+async def test_a_lease_is_not_watched_if_the_operator_wants_it_so():
+    async with rig() as engines:
+        results = await engines.judge("lease", options=structs.replace(PATIENT, lease_watch=0))
+        assert results["lease"].verdict == "not_applicable"
+        assert results["lease"].says == "--lease-watch 0"
+
+
+async def test_a_wait_for_notices_may_end_in_an_error():
+    async with rig("lmcache-pd", kv_ready={"on_timeout": "fail"}) as engines:
+        results = await engines.judge("notice_missing", options=PATIENT)
+        assert results["notice_missing"].verdict == "passed"
+        assert results["notice_missing"].says.startswith("504 after")

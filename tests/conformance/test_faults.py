@@ -1,0 +1,221 @@
+"""Each check fails when what it claims to notice is so. The fault is in the engines, or in the proxy itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from pdproxy.lab.conformance.check import Check
+from pdproxy.lab.conformance.checks import CHECKS
+from pdproxy.lab.conformance.results import Result
+from pdproxy.lab.conformance.runner import run
+from pdproxy.serving import exchange, service
+from pdproxy.serving.handover import Handover
+from pdproxy.serving.ready import KvReady
+from pdproxy.serving.relay import Relay
+from pdproxy.sim.memory import EMPTY
+from pdproxy.transfer import bodies, nixl
+from pdproxy.wire import request
+from tests.conformance.engines import BRISK, Rig, rig
+
+Inject = Callable[[Rig, pytest.MonkeyPatch], None]
+
+
+# -- what can be wrong
+
+
+def empty_pages(engines: Rig, patch: pytest.MonkeyPatch) -> None:
+    """KV arrives wrong: the counters are content, the text is not."""
+    read = engines.p.engine._side._read
+    patch.setattr(engines.p.engine._side, "_read", lambda blocks: [EMPTY for _ in read(blocks)])
+
+
+def keeps_blocks(engines: Rig, patch: pytest.MonkeyPatch) -> None:
+    """P doesn't hear that D is done."""
+    patch.setattr(engines.p.engine, "_notified", lambda kind, ids: None)
+    patch.setattr(engines.p.engine._side, "_notified", lambda kind, ids: None)
+
+
+def ignores_aborts(engines: Rig, patch: pytest.MonkeyPatch) -> None:
+    """An engine goes on for clients that have left."""
+    patch.setattr(engines.d.engine._core, "abort", lambda *_: None)
+    patch.setattr(engines.p.engine._core, "abort", lambda *_: None)
+
+
+def hangs(engines: Rig, patch: pytest.MonkeyPatch) -> None:
+    """D takes requests and never answers those with KV."""
+    engines.d.faults.add("stall@handed_over:rate=1")
+
+
+def says(fault: str) -> Inject:
+    """P tells wrongly."""
+
+    def inject(engines: Rig, patch: pytest.MonkeyPatch) -> None:
+        engines.p.faults.add(fault)
+
+    return inject
+
+
+def client_handles_pass(engines: Rig, patch: pytest.MonkeyPatch) -> None:
+    """The proxy lets a client's own handle through."""
+    patch.setattr(request, "strip_handles", lambda fields: None)
+
+
+def splits_all(engines: Rig, patch: pytest.MonkeyPatch) -> None:
+    """The proxy splits short prompts."""
+    patch.setattr(exchange, "why_alone", lambda *_, **__: None)
+
+
+def shows_ids(engines: Rig, patch: pytest.MonkeyPatch) -> None:
+    """The proxy leaves the ids in that it has asked for."""
+    patch.setattr(service, "Relay", lambda **kinds: Relay(**{**kinds, "takes_ids": False}))
+
+
+def hides_ids(engines: Rig, patch: pytest.MonkeyPatch) -> None:
+    """The proxy asks for no ids though the client does."""
+    fields = bodies.decode_fields
+    patch.setattr(nixl, "decode_fields", lambda *args: {**fields(*args), "return_token_ids": bodies._FALSE})
+
+
+def two_tokens(engines: Rig, patch: pytest.MonkeyPatch) -> None:
+    """D makes more than it is asked for."""
+    fields = bodies.decode_fields
+    patch.setattr(nixl, "decode_fields", lambda *args: {**fields(*args), "max_tokens": nixl.raw(b"2")})
+
+
+def does_not_wait(engines: Rig, patch: pytest.MonkeyPatch) -> None:
+    """The proxy asks D at once."""
+
+    async def kv_ready(self: Handover) -> None:
+        return None
+
+    patch.setattr(Handover, "kv_ready", kv_ready)
+
+
+def waits_for_ever(engines: Rig, patch: pytest.MonkeyPatch) -> None:
+    """The proxy has no deadline for notices."""
+    wait = KvReady.wait
+
+    async def patient(self: KvReady, expected: Any, timeout: float, node: str) -> bool:
+        return await wait(self, expected, 3600, node)
+
+    patch.setattr(KvReady, "wait", patient)
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A fault, the check that must fail of it, and what it must say."""
+
+    check: str
+    words: str
+    inject: Inject | None = None
+    how: dict[str, Any] = field(default_factory=dict)
+    verdict: str = "failed"
+
+
+NO_PULL = {"d": {"connector": "none"}}
+PD = {"connector": "lmcache-pd", "ranks": 2}
+MP = {"connector": "lmcache-mp", "ranks": 2}
+SOON = {"deadlines": {"kv_ready": 1}}
+WRONG = [
+    Wrong("pair", "different versions", how={"p": {"version": "0.31.0"}}),
+    Wrong("pair", "no connection", lambda engines, patch: engines.p.faults.add("refuse") and None),
+    Wrong("kv_moved", "it computed them itself", how=NO_PULL),
+    Wrong("kv_moved", "one engine alone: no_handle", how={"p": {"connector": "none"}}),
+    Wrong("kv_moved", "too long for a completion through the proxy", hangs),
+    Wrong("kv_moved", "it computed them itself", how={"connector": "shared", "d": {"connector": "none"}}),
+    Wrong("short_prompt", "was given to P", splits_all),
+    Wrong("completion", "other token ids than D alone", empty_pages),
+    Wrong("completion", "other token ids than the plain engine", how={"p": {"weights": 1}, "d": {"weights": 1}}),
+    Wrong("completion", "computed the prompt itself", how=NO_PULL, verdict="not_judged"),
+    Wrong("completion_stream", "other token ids than D alone", empty_pages),
+    Wrong("completion_stream", "too long for a streamed completion through the proxy", hangs),
+    Wrong("chat", "other token ids than D alone", empty_pages),
+    Wrong("chat_stream", "other token ids than D alone", empty_pages),
+    Wrong("one_token", "other token ids than D alone", empty_pages),
+    Wrong("one_token", "completion_tokens is 2", two_tokens),
+    Wrong("ids_in_stream", "without return_token_ids brought ids", shows_ids),
+    Wrong("ids_in_stream", "brought 0 ids", hides_ids),
+    Wrong("wrong_handle", "ec_transfer_params reached", client_handles_pass),
+    Wrong("wrong_handle", "kv_transfer_params reached", client_handles_pass, {"connector": "shared"}),
+    Wrong("notice_each_rank", "silent ranks: unnamed", says("lost_notice:rank=1,rate=1"), {**PD, **SOON}),
+    Wrong("notice_each_rank", "silent ranks: 1", says("lost_notice:rank=1,rate=1"), {**MP, **SOON}),
+    Wrong("notice_each_rank", "some were double", says("double_notice:rate=1"), MP),
+    Wrong("notice_each_rank", "no notice was ready", says("lost_notice:rate=1"), {"notifier": True}),
+    Wrong("notice_wait", "before the notices had come", does_not_wait, PD),
+    Wrong("notice_wait", "before the notices had come", does_not_wait, MP),
+    Wrong("notice_missing", "too long for a completion through the proxy", waits_for_ever, PD),
+    Wrong("notice_missing", "did not wait for notices", does_not_wait, MP),
+    Wrong("leave_prefill", "P still holds KV", keeps_blocks, {"lease": 60}),
+    Wrong("leave_decode", "still holds KV", keeps_blocks, {"lease": 60}),
+    Wrong("leave_decode", "one engine alone", how={"p": {"connector": "none"}}),
+    Wrong("leave_stream", "D still holds KV", ignores_aborts, {"speed": 0.5}),
+    Wrong("release", "P still holds the KV", keeps_blocks, {"lease": 60}),
+    Wrong("release", "gives no usable handle", how={"p": {"connector": "none"}}),
+    Wrong("lease", "P held the KV for all of 1 s", how={"lease": 60}),
+    Wrong("nothing_left", "P still holds KV", keeps_blocks, {"lease": 60}),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=[f"{one.check}: {one.words}" for one in WRONG])
+async def test_a_check_fails_of_its_fault(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig(**wrong.how) as engines:
+        if wrong.inject is not None:
+            wrong.inject(engines, monkeypatch)
+        names = [wrong.check] if wrong.check != "nothing_left" else ["completion", "nothing_left"]
+        results = await engines.judge(*names, plain="plain" in wrong.words)
+        found = results[wrong.check]
+        assert found.verdict == wrong.verdict, found
+        assert wrong.words in found.says
+
+
+def test_every_check_has_a_fault_that_fails_it() -> None:
+    assert {one.check for one in WRONG if one.verdict == "failed"} == {check.name for check in CHECKS}
+
+
+async def test_an_engine_that_was_restarted_is_noticed() -> None:
+    async with rig() as engines:
+
+        async def restart(_: object) -> str:
+            await engines.p.restart()
+            return "restarted"
+
+        checks = [check for check in CHECKS if check.name in ("pair", "nothing_left")]
+        checks.insert(1, Check("restart", "", restart))
+        results = (await run(engines.settings, BRISK, checks)).pairs[0].results
+        assert results[-1].verdict == "failed"
+        assert "started anew" in results[-1].says
+
+
+async def test_what_depends_on_a_pair_is_not_judged_without_one() -> None:
+    async with rig(p={"version": "0.31.0"}) as engines:
+        results = await engines.judge()
+        assert results.pop("pair").verdict == "failed"
+        assert {result.verdict for result in results.values()} == {"not_judged"}
+
+
+async def test_a_check_that_does_not_end_fails() -> None:
+    async with rig() as engines:
+
+        async def never(_: object) -> str:
+            await asyncio.Event().wait()
+            return ""
+
+        pair = next(check for check in CHECKS if check.name == "pair")
+        options = structs.replace(BRISK, timeout=1)
+        results = (await run(engines.settings, options, [pair, Check("never", "", never)])).pairs[0].results
+        assert results[1].verdict == "failed"
+        assert "not over after 1 s" in results[1].says
+
+
+async def test_others_traffic_makes_usage_unjudgeable() -> None:
+    async with rig() as engines:
+        engines.d.engine.stats.waiting = 1
+        results: dict[str, Result] = await engines.judge("leave_stream")
+        assert results["leave_stream"].verdict == "not_judged"
+        assert "somebody else's" in results["leave_stream"].says

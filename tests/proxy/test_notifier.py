@@ -1,0 +1,183 @@
+"""NIXL with the notifier: a notice brings the handle, custody is known, and a lease that ends is seen at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from pdproxy.observe.events import DeadlinePassed, HandleEnded, KvNoticed, LegFailed
+from tests.fakes.client import Client, request
+from tests.fakes.pool import Pair, pool
+from tests.fakes.world import until
+from tests.proxy.test_connectors import CHAT, COMPLETIONS, chat, completion, same
+
+
+def endings(pair: Pair) -> list[str]:
+    """How handles ended, in order."""
+    return [event.end for event in pair.world.events(HandleEnded)]
+
+
+async def heard(pair: Pair) -> None:
+    """Wait until both engines' sockets are connected: the notifier drops what it has to say before. Then forget all of that."""
+    events = {"loaded", "released"}
+    async with asyncio.timeout(20):
+        while not events <= {event.event for event in pair.world.events(KvNoticed)}:
+            await pair.ask(COMPLETIONS, completion())
+            await asyncio.sleep(0.1)
+    await until(lambda: not pair.world.busy())
+    await nothing_held(pair)
+    await asyncio.sleep(0.3)
+    pair.world._recorder.events.clear()
+
+
+async def nothing_held(pair: Pair) -> None:
+    """Wait until P keeps nothing for anybody."""
+    await until(lambda: not pair.p.engine.handles, 10)
+
+
+@pytest.mark.parametrize("early", [False, True])
+async def test_a_handle_ends_when_the_engines_say_so(early: bool) -> None:
+    """Loaded by the decode engine's word; the prefill engine's word comes behind it."""
+    async with pool("nixl", kv_ready={"early": early}) as pair:
+        await heard(pair)
+        await same(pair, CHAT, chat(stream=True))
+        await until(lambda: len(pair.world.events(KvNoticed)) >= 3, 20)
+        assert endings(pair) == ["loaded"]
+        told = {(event.event, event.result) for event in pair.world.events(KvNoticed)}
+        assert ("ready", "awaited" if early else "known") in told
+        assert {event for event, _ in told} == {"ready", "loaded", "released"}
+        assert pair.world.metric("pdproxy_kv_transfer_seconds_count") >= 1
+        await nothing_held(pair)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_decode_engine_is_asked_before_the_prefills_answer(stream: bool) -> None:
+    """Its notice is enough: an answer that never comes delays nobody, and its engine is let go at the deadline."""
+    async with pool("nixl", deadlines={"prefill": 1.0}, kv_ready={"early": True}) as pair:
+        pair.p.faults.add("stall@handed_over")
+        await same(pair, COMPLETIONS, completion(stream=stream))
+        (prefill,) = (node for node in pair.world.proxy.ledger.nodes if node.url == pair.p.url)
+        assert prefill.requests == 1, "its answer is still out"
+        await until(lambda: not prefill.requests)
+        assert endings(pair) == ["loaded"]
+        assert pair.world.events(LegFailed) == []
+
+
+async def test_kv_of_a_prefill_that_was_given_up_is_given_back() -> None:
+    """Its answer never came, and with it no handle; the notice has it."""
+    async with pool("nixl", deadlines={"prefill": 0.5, "abandoned_prefill": 0.3}) as pair:
+        pair.p.faults.add("late_notice:delay=1.5")
+        pair.p.faults.add("stall@handed_over")
+        answer = await pair.ask(COMPLETIONS, completion())
+        assert answer.status == 200
+        await until(lambda: "released" in endings(pair), 10)
+        await nothing_held(pair)
+        assert ("ready", "given_up") in {(event.event, event.result) for event in pair.world.events(KvNoticed)}
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("fault", ["lost_notice:rate=1", "garbage_notice:rate=1", "late_notice:delay=0.3,rate=1"])
+async def test_without_its_notices_the_answer_counts(fault: str, early: bool) -> None:
+    """As if there were no notifier."""
+    async with pool("nixl", kv_ready={"early": early}) as pair:
+        pair.p.faults.add(fault)
+        pair.d.faults.add(fault)
+        await same(pair, COMPLETIONS, completion())
+        await same(pair, CHAT, chat(stream=True))
+        assert endings(pair) == ["loaded", "loaded"]
+        assert pair.loaded > 0
+
+
+async def test_a_lease_that_ends_before_the_kv_was_loaded_fails_the_leg_at_once() -> None:
+    """The decode engine might read another prompt's KV: the request is decoded elsewhere, well before its own deadline."""
+    async with pool("nixl", deadlines={"first_token": 60}, p={"kv_lease_duration": 0.4}) as pair:
+        pair.d.faults.add("stall@queued")
+        answer = await asyncio.wait_for(pair.ask(COMPLETIONS, completion()), 20)
+        assert answer.status == 200
+        assert "expired" in endings(pair)
+        assert [event.phase for event in pair.world.events(LegFailed)] == ["decode"]
+        assert "lease" in pair.world.events(LegFailed)[0].error
+        assert pair.world.events(DeadlinePassed) == []
+
+
+@pytest.mark.parametrize("early", [False, True])
+async def test_clients_that_leave_at_random_leave_nothing_behind(early: bool) -> None:
+    """Every handle ends loaded, released or aborted; none expires; the prefill engine keeps nothing."""
+    chance = random.Random(7)
+    async with pool("nixl", deadlines={"abandoned_prefill": 10}, kv_ready={"early": early}) as pair:
+        pair.p.faults.add("slow@queued:delay=0.02,rate=0.5")
+        pair.d.faults.add("slow@queued:delay=0.02,rate=0.5")
+
+        async def one(number: int) -> None:
+            client = await Client.connect(pair.world.port)
+            body = completion(prompt=f"{number} {completion()['prompt']}", stream=bool(number % 2), max_tokens=20)
+            client.send(request("POST", COMPLETIONS, body))
+            if chance.random() < 0.6:
+                await asyncio.sleep(chance.random() * 0.08)
+            else:
+                await client.answer()
+            client.close()
+
+        for begin in range(0, 200, 20):
+            await asyncio.gather(*(one(number) for number in range(begin, begin + 20)))
+        await until(lambda: not pair.world.busy(), 20)
+        await nothing_held(pair)
+        found = endings(pair)
+        assert set(found) <= {"loaded", "released", "aborted", "refused"}
+        assert len(found) > 60
+
+
+def speak(address: str, *messages: dict[str, Any]) -> None:
+    """Send notices as engines do."""
+    with zmq.Context() as context, context.socket(zmq.PUSH) as sender:
+        sender.setsockopt(zmq.LINGER, 5000)
+        sender.connect(address)
+        for message in messages:
+            sender.send(msgspec.msgpack.encode(message))
+
+
+def ours(event: str, name: str, **more: Any) -> dict[str, Any]:
+    """A notice of the notifier."""
+    return {
+        "type": "PdproxyKV",
+        "v": 1,
+        "event": event,
+        "req_id": name,
+        "remote_req_id": f"cmpl-{name}-0-01234567",
+    } | more
+
+
+async def test_notices_for_a_proxy_that_is_gone() -> None:
+    """A restarted proxy hears of its forerunner's requests: nothing is confused, nothing is kept for ever."""
+    async with pool("nixl", kv_ready={"early": True}) as pair:
+        address = pair.world.proxy.notices.address
+        assert address is not None
+        events = ("ready", "loaded", "failed", "released", "expired")
+        strangers = [ours(event, f"old-{number}") for number in range(100) for event in events]
+        task = asyncio.create_task(asyncio.to_thread(speak, address, *strangers))
+        for _ in range(5):
+            await same(pair, COMPLETIONS, completion())
+        await task
+        await until(lambda: len([e for e in pair.world.events(KvNoticed) if e.result in ("early", "over")]) >= 500, 20)
+        assert endings(pair) == ["loaded"] * 5
+        assert pair.world.proxy.transfer.ready.kept == 100
+
+
+async def test_a_strangers_word_ends_no_handle() -> None:
+    """An id that is not a live handle's changes nothing; a live one's needs the engine's own id of it."""
+    async with pool("nixl", deadlines={"first_token": 2}) as pair:
+        address = pair.world.proxy.notices.address
+        assert address is not None
+        pair.d.faults.add("slow@queued:delay=0.5")
+        asked = asyncio.create_task(pair.ask(COMPLETIONS, completion()))
+        await asyncio.to_thread(speak, address, ours("expired", "guess"), ours("loaded", "guess"))
+        answer = await asked
+        assert answer.status == 200
+        assert json.loads(answer.body)["choices"][0]["text"]
+        assert endings(pair) == ["loaded"]
