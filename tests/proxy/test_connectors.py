@@ -150,7 +150,7 @@ async def test_the_decode_engine_may_make_the_first_token() -> None:
         assert pair.loaded > 0
 
 
-async def test_a_first_token_that_is_the_last_asks_no_decode_engine() -> None:
+async def test_a_first_token_that_is_the_last_is_the_prefill_engines() -> None:
     """One token, or a stop: the prefill engine's answer is the client's."""
     async with pool("lmcache-pd") as pair:
         await same(pair, CHAT, chat(max_tokens=1, stream=True, stream_options={"include_usage": True}))
@@ -159,7 +159,8 @@ async def test_a_first_token_that_is_the_last_asks_no_decode_engine() -> None:
         stopped = await same(pair, COMPLETIONS, completion(stop_token_ids=[first], return_token_ids=True))
         assert stopped["choices"][0]["finish_reason"] == "stop"
         assert stopped["choices"][0]["stop_reason"] == first
-        assert (pair.loaded, pair.computed) == (0, 0)
+        await until(lambda: len(pair.world.events(HandleEnded)) == 2)
+        assert {event.end for event in pair.world.events(HandleEnded)} == {"released"}
 
 
 async def test_room_in_the_receive_buffer_is_waited_for() -> None:

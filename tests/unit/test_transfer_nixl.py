@@ -104,14 +104,13 @@ def test_an_answer_without_params() -> None:
 
 @pytest.mark.parametrize("route", list(Route))
 def test_the_decode_body(route: Route) -> None:
-    """The client's request and the handle verbatim; of a chat the ids beside it, which vLLM doesn't read for completions."""
+    """The client's request, the handle verbatim and the ids beside it."""
     request = parsed(route, stream=True, temperature=0.5)
     handle = given("prefill_completion.txt" if route is Route.COMPLETIONS else "prefill_chat.txt")
     body = json.loads(NIXL.decode(request, request.prompts[0], handle, NO_DISPATCH).body)
     kv = body.pop("kv_transfer_params")
     assert handle.token_ids is not None
-    ids = kv.pop("prompt_token_ids", None)
-    assert ids == (json.loads(handle.token_ids) if route is Route.CHAT else None)
+    assert kv.pop("prompt_token_ids") == json.loads(handle.token_ids)
     assert kv == json.loads(handle.params)
     assert body.pop("stream_options") == {"include_usage": True, "continuous_usage_stats": False}
     assert body.pop("return_token_ids") is True

@@ -19,10 +19,8 @@ DROPPED_ON_PREFILL = tuple(name for name in UNSEEN_BY_PREFILL if name != "respon
 """Fields the prefill leg does without. None of them changes the prompt."""
 
 
-def prefill_fields(parsed: Parsed, prompt: Prompt, *, says_ids: bool = False) -> Fields:
-    """Return the fields of a prefill leg: one token, whole, the client's object untouched.
-
-    The answer is to hold the prompt's ids where the decode engine takes them (chats), or where `says_ids` asks for them.
+def prefill_fields(parsed: Parsed, prompt: Prompt) -> Fields:
+    """Return the fields of a prefill leg: one token, whole, with the prompt's ids, the client's object untouched.
 
     `response_format` stays on chats, since some chat templates print it; completions have no template. `tools` and
     `tool_choice` stay, since they change the prompt.
@@ -42,10 +40,7 @@ def prefill_fields(parsed: Parsed, prompt: Prompt, *, says_ids: bool = False) ->
     if "n" in fields:
         fields["n"] = _ONE
     fields["stream"] = _FALSE
-    if says_ids or parsed.route is Route.CHAT:
-        fields["return_token_ids"] = _TRUE
-    else:
-        fields.pop("return_token_ids", None)
+    fields["return_token_ids"] = _TRUE
     return fields
 
 

@@ -25,7 +25,7 @@ _ids_decoder = msgspec.json.Decoder(list[int])
 
 def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
     """Return the prefill leg: the prompt's KV is to be stored under its key, and none to be loaded."""
-    fields = prefill_fields(parsed, prompt, says_ids=True)
+    fields = prefill_fields(parsed, prompt)
     ids = _numbers(dispatch)
     params = KVTransferParams(prefix_prompt_ids=ids, kvcache_store_keys=store_keys(ids, parsed.model or ""))
     fields["kv_transfer_params"] = raw(params.as_json())

@@ -42,7 +42,7 @@ _params_decoder = msgspec.json.Decoder(_Params)
 
 def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
     """Return the prefill leg: it asks the engine to keep the KV for a remote decode. With ids it need not tokenize."""
-    fields = prefill_fields(parsed, prompt, says_ids=dispatch.ids is not None)
+    fields = prefill_fields(parsed, prompt)
     fields["kv_transfer_params"] = _ASK
     if dispatch.ids is not None and dispatch.spares:
         with_ids(fields, parsed.route, dispatch.ids)
@@ -98,20 +98,19 @@ def _holds_blocks(block_ids: bytes) -> bool:
 
 
 def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) -> LegRequest:
-    """Return the decode leg: the client's request with the handle.
+    """Return the decode leg: the client's request with the handle, and the prompt's ids as the prefill engine said them.
 
-    Of a chat, the prompt's ids stand beside the handle, as the prefill engine said them. A completion's do not (vLLM 0.32.0 reads
-    them there for chats alone): its prompt becomes those ids where ids were made here, too. Without, both engines tokenize
-    one text, for which there is no template that could differ.
+    vLLM 0.32.0 reads ids beside a handle for chats alone, whatever its documents say. A completion's prompt becomes those ids
+    where ids were made here, too; without, both engines tokenize one text, for which there is no template that could differ.
     """
     fields = decode_fields(parsed, prompt)
     params = given.params
-    if parsed.route is Route.COMPLETIONS:
-        if dispatch.ids is not None and given.token_ids is not None:
+    if given.token_ids is not None:
+        if dispatch.ids is not None and parsed.route is Route.COMPLETIONS:
             # Never ours: a prompt that is not the handle's kills a decode engine.
             with_ids(fields, parsed.route, TokenIds(given.token_ids, given.prompt_tokens))
-    elif given.token_ids is not None:
-        params = params[: params.rindex(b"}")] + b',"prompt_token_ids":' + given.token_ids + b"}"
+        else:
+            params = params[: params.rindex(b"}")] + b',"prompt_token_ids":' + given.token_ids + b"}"
     fields["kv_transfer_params"] = raw(params)
     return LegRequest(parsed.route, encode(fields))
 
