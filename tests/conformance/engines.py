@@ -23,7 +23,7 @@ from tests.fakes.pool import free_port
 CHUNK = 32
 PATIENT = Options(timeout=30, lease_watch=20, settle=8, poll=0.02, silence=0.3)
 """For engines that are well: a machine that stalls must not fail them."""
-BRISK = Options(timeout=4, lease_watch=1, settle=0.8, poll=0.02, silence=0.3)
+BRISK = Options(timeout=10, lease_watch=1, settle=0.8, poll=0.02, silence=0.3)
 """For engines that are not."""
 DEADLINES = Deadlines(kv_ready=5, abandoned_prefill=1, release=1, tokenize=5, probe=5)
 

@@ -120,6 +120,10 @@ def test_serve_reads_the_environment(served: list[Settings], monkeypatch: pytest
             "config print --log-level loud",
             'observe.log_level: expected debug or info or warning or error, got "loud" (--log-level)',
         ),
+        (
+            "check --decode a:1 --connector shared",
+            "pools[0].connector: `check` knows nixl alone, got shared: use `pdproxy conformance`",
+        ),
         ("config validate --config no/such", "no/such: can't be read: No such file or directory"),
     ],
 )

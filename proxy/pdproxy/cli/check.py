@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pdproxy.cli.options import add_settings_options, settings_from
 from pdproxy.cli.reading import can_print, seconds
+from pdproxy.settings.errors import SettingsError
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
@@ -45,6 +46,11 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check the engines of the settings and print what was found."""
     settings = settings_from(arguments)
+    if settings.pool.connector != "nixl":
+        # It asks prefill engines for what LMCache's sender dies of.
+        raise SettingsError(
+            f"pools[0].connector: `check` knows nixl alone, got {settings.pool.connector}: use `pdproxy conformance`"
+        )
     # Imported here: the libraries take a while to load, and wrong settings should be told at once.
     from pdproxy.lab.check import report
     from pdproxy.lab.check.gather import gather

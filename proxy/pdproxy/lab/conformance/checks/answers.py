@@ -148,7 +148,7 @@ CHECKS = (
     Check("ids_in_stream", "streams with return_token_ids and without, through the proxy and by D alone", ids),
     Check(
         "wrong_handle",
-        "requests with kv_transfer_params, ec_transfer_params and vllm_xargs of the client's own making; every byte that the"
+        "requests with kv_transfer_params, ec_transfer_params and vllm_xargs of the client's own making; every body that the"
         " proxy sent to the engines was searched for them",
         wrong_handle,
     ),
