@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from pdproxy.app.compose import Proxy
 from pdproxy.observe.events import HandleEnded, KvNoticed, KvWaited, ServedAlone
+from pdproxy.settings.errors import SettingsError
 from pdproxy.sim.facts import Hardware
 from tests.fakes.client import Client, request
 from tests.fakes.pool import Pair, pool
@@ -267,3 +269,12 @@ async def test_a_client_that_leaves_its_prefill_leaves_no_wait_for_notices() -> 
         client.close()
         assert (await pair.world.ended()).outcome == "client_left"
         await until(lambda: not pair.world.proxy.transfer.ready.waiting)
+
+
+async def test_a_taken_port_stops_the_start() -> None:
+    """Nothing is served where notices would go elsewhere: the setting is named."""
+    async with pool("lmcache-pd") as pair:
+        second = Proxy.build(pair.world.proxy.settings)
+        with pytest.raises(SettingsError, match=r"can't bind kv_ready.host:kv_ready.port = .*: Address already in use"):
+            second.start()
+        await second.stop()
