@@ -93,7 +93,6 @@ AT_FIRST = [
         "completion-eos-first",
         "completion-eos-first-streamed",
         "completion-eos-shown",
-        "completion-context-exactly",
         "chat-max-tokens-1",
         "chat-stop-id-first",
         "chat-eos-first",
@@ -270,12 +269,6 @@ def shape_prompts(shape: Shape) -> int:
 def all_but_one(rose: Rose) -> bool:
     """Whether the decode engine was given all tokens of each prompt but the last one, of at most three prompts."""
     return rose["prompt"] == rose["pulled"] + rose["computed"] and 1 <= rose["computed"] <= 3
-
-
-def whole_chunks(rose: Rose) -> bool:
-    """Whether the decode engine was given whole chunks, and computed less than that."""
-    given = rose["pulled"]
-    return rose["prompt"] == given + rose["computed"] and given > rose["computed"] and given % CHUNK == 0
 
 
 def awaited(proxy: Proxy) -> float:
