@@ -6,24 +6,28 @@ Two engines of their own, one that pushes KV and one that receives it, with LMCa
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pdproxy.wire.request import Alone
+
 from .build import ensure, ensure_overlay
 from .client import ask
 from .compare import differs
 from .connected import BARE_LMCACHE, CHUNK, CPU_LMCACHE, DECODES_BEHIND, Ports, by_lmcache, lmcache_settings, pair
 from .engine import MODEL, Engine
-from .equality import SOURCE, Rose, equal
+from .equality import SETTLED, SOURCE, Moved, Rose, equal
 from .fleet import Fleet
 from .launcher import Launcher
-from .prompts import ids
+from .prompts import EOS, ids
 from .proxy import Proxy
 from .shapes import COMPLETIONS, SHAPES, Shape, story
 
@@ -89,7 +93,6 @@ AT_FIRST = [
         "completion-eos-first",
         "completion-eos-first-streamed",
         "completion-eos-shown",
-        "completion-context-exactly",
         "chat-max-tokens-1",
         "chat-stop-id-first",
         "chat-eos-first",
@@ -121,8 +124,9 @@ FROM_THE_START = [
 ]
 """What looks back at its own output, is parsed, or has no limit: the decode engine makes the first token, of all but the last
 token's KV."""
+NO_TEXT = Alone.FIRST_TOKEN.value
 NOT_SHOWN = [BY_NAME[name] for name in ("completion-eos-ignored", "chat-ignore-eos")]
-"""The first token has no text: the decode engine makes it anew, and misses the last chunk."""
+"""The first token has no text."""
 UNSAID = {"created_cache_tokens"}
 """Completions don't say it, and both legs of a chat are one; these engines have no prefix cache, the plain one has."""
 
@@ -184,15 +188,15 @@ class TestFirstTokenFromPrefill:
         def moved(rose: Rose) -> bool:
             return rose["pulled"] == rose["prompt"] > 0 and rose["computed"] == shape_prompts(shape)
 
-        before = proxy.counters()
-        await equal(pushing.fleet, proxy, shape, moved=moved, unsaid=UNSAID)
-        assert awaited(proxy) > before.sum("pdproxy_kv_notices_total", event="ready", result="awaited")
+        before = awaited(proxy)
+        await behind(pushing.fleet, proxy, shape, moved)
+        assert awaited(proxy) > before
 
     @pytest.mark.parametrize("shape", AT_FIRST, ids=str)
     async def test_it_may_be_the_last(self, pushing: Pushing, proxy: Proxy, shape: Shape) -> None:
-        """Then no decode engine computes anything."""
-        await equal(
-            pushing.fleet, proxy, shape, moved=lambda rose: rose["pulled"] == rose["computed"] == 0, unsaid=UNSAID
+        """Then the decode engine only reads what was pushed to it, and makes a token that nobody gets."""
+        await behind(
+            pushing.fleet, proxy, shape, lambda rose: rose["pulled"] == rose["prompt"] and rose["computed"] == 1
         )
 
     @pytest.mark.parametrize("shape", FROM_THE_START, ids=str)
@@ -204,8 +208,16 @@ class TestFirstTokenFromPrefill:
     async def test_a_first_token_without_a_text_is_made_anew(
         self, pushing: Pushing, proxy: Proxy, shape: Shape
     ) -> None:
-        """That it has none is known when its KV has moved: the decode engine finds whole chunks."""
-        await equal(pushing.fleet, proxy, shape, moved=whole_chunks, unsaid=UNSAID)
+        """One engine makes it and all behind it; what was pushed is read all the same."""
+        before = Moved.now(pushing.fleet, proxy, 1)
+        body = shape.make(secrets.token_hex(6))
+        plain, other = await ask(pushing.fleet.plain.url, shape.path, body), await ask(proxy.url, shape.path, body)
+        assert not differs(plain, other, unsaid=UNSAID)
+        deadline = time.monotonic() + SETTLED
+        while not ((rose := before.since(NO_TEXT))["pulled"] == rose["prompt"] == rose["computed"] - 1):
+            assert time.monotonic() < deadline, rose
+            await asyncio.sleep(0.1)
+        assert (rose["alone"], rose["expected_reason"]) == (1, 1)
 
     async def test_nothing_is_said_to_be_cached(self, pushing: Pushing, proxy: Proxy) -> None:
         """What the decode engine was given is no cache hit of the client's."""
@@ -231,6 +243,23 @@ class TestFirstTokenFromDecode:
         await equal(pushing.fleet, proxy, shape, moved=all_but_one, unsaid=UNSAID)
 
 
+async def behind(fleet: Fleet, proxy: Proxy, shape: Shape, moved: Callable[[Rose], bool]) -> None:
+    """As `equal`, once more where the prompt's first token happened to be half a letter: one engine makes that."""
+    for last in (False, False, True):
+        before = half_letters(proxy)
+        try:
+            await equal(fleet, proxy, shape, moved=moved, unsaid=UNSAID)
+            return
+        except AssertionError:
+            if last or half_letters(proxy) == before:
+                raise
+
+
+def half_letters(proxy: Proxy) -> float:
+    """How many prompts one engine served since their first token has no text."""
+    return proxy.counters().sum("pdproxy_alone_total", reason=NO_TEXT)
+
+
 def shape_prompts(shape: Shape) -> int:
     """How many prompts a shape's request has."""
     prompt = shape.make("0").get("prompt")
@@ -240,12 +269,6 @@ def shape_prompts(shape: Shape) -> int:
 def all_but_one(rose: Rose) -> bool:
     """Whether the decode engine was given all tokens of each prompt but the last one, of at most three prompts."""
     return rose["prompt"] == rose["pulled"] + rose["computed"] and 1 <= rose["computed"] <= 3
-
-
-def whole_chunks(rose: Rose) -> bool:
-    """Whether the decode engine was given whole chunks, and computed less than that."""
-    given = rose["pulled"]
-    return rose["prompt"] == given + rose["computed"] and given > rose["computed"] and given % CHUNK == 0
 
 
 def awaited(proxy: Proxy) -> float:
@@ -264,17 +287,26 @@ class TestASmallBuffer:
             yield Pushing(fleet, ports)
 
     async def test_nothing_stays_in_it(self, small: Pushing, tmp_path: Path) -> None:
-        """Prompts of eleven chunks, one after the other: behind a first token, from the start, and of one token."""
+        """Prompts of eleven chunks, one after the other: behind a first token, from the start, ended, left."""
         bound = {"pd_buffer_size": 14 * CHUNK * KV_BYTES, "kv_bytes_per_token": KV_BYTES}
         proxy = started(small, tmp_path, {"deadlines": {"prefill": 20}}, **bound)
+        rounds: list[dict[str, Any]] = [{"max_tokens": 4}, {"max_tokens": 4, "logprobs": 1}, {"max_tokens": 1}]
+        rounds += [{"max_tokens": 4, "logit_bias": {EOS: 100}}]
         try:
-            for fields in [{"max_tokens": 4}, {"max_tokens": 4, "logprobs": 1}, {"max_tokens": 1}] * 8:
+            for fields in rounds * 6:
                 body = {"model": MODEL, "prompt": ids(secrets.token_hex(6), 330), "temperature": 0, **fields}
                 answer = await ask(proxy.url, COMPLETIONS, body)
                 assert not differs(await ask(small.fleet.plain.url, COMPLETIONS, body), answer, unsaid=UNSAID)
+                leaving = asyncio.create_task(
+                    ask(proxy.url, COMPLETIONS, body | {"prompt": ids(secrets.token_hex(6), 330)})
+                )
+                await asyncio.sleep(0.02 + 0.02 * len(fields))
+                leaving.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await leaving
             counters = proxy.counters()
-            assert counters.sum("pdproxy_alone_total") == 0
-            assert counters.by("pdproxy_kv_notices_total", "result") == {"awaited": 24}
+            assert set(counters.by("pdproxy_alone_total", "reason")) <= {NO_TEXT}
+            assert counters.sum("pdproxy_deadline_total") == 0
         finally:
             assert proxy.stop() == 0, proxy.tail()
 
@@ -300,8 +332,8 @@ class TestNobodyTells:
             assert time.monotonic() - before >= 1.5
             assert not differs(await ask(silent.fleet.plain.url, shape.path, body), other, strict=False, unsaid=UNSAID)
             counters = proxy.counters()
-            assert counters.sum("pdproxy_deadline_total", wait="kv_ready") == 1
-            assert counters.sum("pdproxy_kv_silent_ranks_total") == 1
+            assert counters.sum("pdproxy_deadline_total", wait="kv_ready") >= 1
+            assert counters.sum("pdproxy_kv_silent_ranks_total") >= 1 or half_letters(proxy)
             assert counters.sum("pdproxy_kv_notices_total") == 0
         finally:
             assert proxy.stop() == 0, proxy.tail()

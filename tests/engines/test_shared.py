@@ -26,7 +26,9 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
 FEW = {"completion-block", "completion-block-and-one"}
 """Prompts too short for a whole block before their last two tokens."""
 ANSWERED = [shape for shape in SHAPES if not shape.alone and shape.status == 200 and shape.name not in FEW]
-ALONE = [shape for shape in SHAPES if shape.alone or shape.status != 200]
+RACES = {"error-one-of-a-list-too-long"}
+"""The list's other prompts may have moved before the one that is refused was read."""
+ALONE = [shape for shape in SHAPES if (shape.alone or shape.status != 200) and shape.name not in RACES]
 
 
 @pytest.fixture(scope="module")
