@@ -45,7 +45,7 @@ async def test_connect(role: int) -> None:
             started = time.monotonic()
             answer = await w.ask(COMPLETIONS, completion(stream=True))
             assert answer.status == 200
-            assert 0.1 < time.monotonic() - started < 1
+            assert 0.1 < time.monotonic() - started < 3
             await w.quiet()
         assert w.metric("pdproxy_deadline_total", wait="connect") == 1
         assert w.metric("pdproxy_node_up", node=engine.url) == 0

@@ -59,12 +59,12 @@ async def test_a_handle_ends_when_the_engines_say_so(early: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_decode_engine_is_asked_before_the_prefills_answer(stream: bool) -> None:
     """Its notice is enough: an answer that never comes delays nobody, and its engine is let go at the deadline."""
-    async with pool("nixl", deadlines={"prefill": 1.0}, kv_ready={"early": True}) as pair:
+    async with pool("nixl", deadlines={"prefill": 6.0}, kv_ready={"early": True}) as pair:
         pair.p.faults.add("stall@handed_over")
         await same(pair, COMPLETIONS, completion(stream=stream))
         (prefill,) = (node for node in pair.world.proxy.ledger.nodes if node.url == pair.p.url)
         assert prefill.requests == 1, "its answer is still out"
-        await until(lambda: not prefill.requests)
+        await until(lambda: not prefill.requests, 30)
         assert endings(pair) == ["loaded"]
         assert pair.world.events(LegFailed) == []
 
