@@ -60,6 +60,7 @@ async def test_a_handle_ends_when_the_engines_say_so(early: bool) -> None:
 async def test_the_decode_engine_is_asked_before_the_prefills_answer(stream: bool) -> None:
     """Its notice is enough: an answer that never comes delays nobody, and its engine is let go at the deadline."""
     async with pool("nixl", deadlines={"prefill": 6.0}, kv_ready={"early": True}) as pair:
+        await heard(pair)
         pair.p.faults.add("stall@handed_over")
         await same(pair, COMPLETIONS, completion(stream=stream))
         (prefill,) = (node for node in pair.world.proxy.ledger.nodes if node.url == pair.p.url)
@@ -72,11 +73,12 @@ async def test_the_decode_engine_is_asked_before_the_prefills_answer(stream: boo
 async def test_kv_of_a_prefill_that_was_given_up_is_given_back() -> None:
     """Its answer never came, and with it no handle; the notice has it."""
     async with pool("nixl", deadlines={"prefill": 0.5, "abandoned_prefill": 0.3}) as pair:
+        await heard(pair)
         pair.p.faults.add("late_notice:delay=1.5")
         pair.p.faults.add("stall@handed_over")
         answer = await pair.ask(COMPLETIONS, completion())
         assert answer.status == 200
-        await until(lambda: "released" in endings(pair), 10)
+        await until(lambda: "released" in endings(pair), 20)
         await nothing_held(pair)
         assert ("ready", "given_up") in {(event.event, event.result) for event in pair.world.events(KvNoticed)}
 
