@@ -23,12 +23,10 @@ ORDER = [
         "test_equality",
         "test_other_routes",
         "test_reasoning",
-        "test_notifier",
-        "test_shared",
+        "test_tokenize",
         "test_generated",
         "test_clients",
         "test_check",
-        "test_conformance",
     ),
     *("test_load", "test_reality", "test_faults"),
 ]

@@ -1,7 +1,10 @@
-"""`pdproxy conformance` on real engines of every connector that runs on a CPU, NIXL's own aside (the gate has that)."""
+"""`pdproxy conformance` on real engines of every connector that runs on a CPU."""
 
+import asyncio
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,12 +13,24 @@ from .engine import Engine
 from .fleet import Fleet
 from .long_lmcache import Pushing, nursery, pushing
 from .long_notifier import Pair, pair
-from .test_conformance import _proven
-from .test_shared import sharers
+from .long_shared import sharers
 
 __all__ = ["nursery", "pair", "pushing", "sharers"]  # fixtures
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(500, func_only=True)]
+
+
+async def _proven(*arguments: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Run the command; return its report, and the verdict of each check."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "pdproxy", "conformance", "--json", *arguments, stdout=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(350):
+        said, _ = await process.communicate()
+    report: dict[str, Any] = json.loads(said)
+    assert report["exit_code"] == process.returncode
+    (pair,) = report["pairs"]
+    return report, {result["name"]: result["verdict"] for result in pair["results"]}
 
 
 def _not_passed(report: dict[str, object], verdicts: dict[str, str]) -> set[str]:
@@ -46,3 +61,28 @@ async def test_shared(sharers: Fleet, plain: Engine) -> None:
     report, verdicts = await _proven(*engines, "--connector", "shared")
     notices = {"notice_each_rank", "notice_wait", "notice_missing"}
     assert _not_passed(report, verdicts) <= {"release", "lease", *notices}
+
+
+async def test_nixl_conforms(fleet: Fleet) -> None:
+    """All that applies passes, the lease of 30 s too; P and D hold nothing afterwards."""
+    fleet.heal()
+    p, d = fleet.prefills[0], fleet.decodes[0]
+    report, verdicts = await _proven("--prefill", p.url, "--decode", d.url, "--plain", fleet.plain.url)
+    assert set(verdicts.values()) == {"passed", "not_applicable"}, json.dumps(report, indent=1)
+    assert [name for name, verdict in verdicts.items() if verdict != "passed"] == [
+        "notice_each_rank",
+        "notice_wait",
+        "notice_missing",
+    ]
+    assert [engine.counters().sum("vllm:kv_cache_usage_perc") for engine in (p, d)] == [0, 0]
+
+
+async def test_a_decode_engine_that_computes_by_itself_does_not(fleet: Fleet) -> None:
+    """Its answers are right: that proves nothing, and only its counters tell."""
+    fleet.heal()
+    report, verdicts = await _proven(
+        "--prefill", fleet.prefills[0].url, "--decode", fleet.plain.url, "--lease-watch", "0"
+    )
+    assert report["exit_code"] == 1
+    assert verdicts["kv_moved"] == "failed"
+    assert verdicts["completion"] == "not_judged"

@@ -30,7 +30,7 @@ from .shapes import SHAPES, Shape
 
 AGREE_WITHIN = 60.0
 _ALL = [shape for shape in SHAPES if not shape.alone and shape.status == 200]
-SPLIT = _ALL if os.environ.get("PDPROXY_TEST_SHAPES") == "all" else _ALL[::10]
+SPLIT = _ALL if os.environ.get("PDPROXY_TEST_SHAPES") == "all" else _ALL[::20]
 """All of them take some minutes: `.ci/full` asks for that."""
 
 
