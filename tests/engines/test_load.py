@@ -21,7 +21,7 @@ from .shapes import CHAT, COMPLETIONS, SHAPES, Body, Shape, question, story
 
 pytestmark = pytest.mark.engines
 
-SECONDS = float(os.environ.get("PDPROXY_TEST_LOAD_SECONDS", "60"))
+SECONDS = float(os.environ.get("PDPROXY_TEST_LOAD_SECONDS", "30"))
 CLIENTS, DISTINCT = 16, 150
 EVALUATORS, EVALUATED = 50, int(os.environ.get("PDPROXY_TEST_EVALUATED", "60"))
 LEAVERS, LEAVERS_AT_ONCE = 200, 16
