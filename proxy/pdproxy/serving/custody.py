@@ -184,7 +184,8 @@ class Custodian:
         self._deadlines = deadlines
         self._observers = observers
         self.now = now
-        self._live: dict[str, Custody] = {}
+        self._live: set[Custody] = set()
+        self._named: dict[str, Custody] = {}  # the same by their engines' words, where engines tell of them
         self._given_up: OrderedDict[str, PrefillLeg] = OrderedDict()
         self._tasks = TaskOwner("custody")
         self._orphans = 0
@@ -202,7 +203,7 @@ class Custodian:
         """Return for each state how many handles are in it and the age of the oldest in seconds."""
         now = self.now()
         found = {state.value: (0, 0.0) for state in State}
-        for custody in self._live.values():
+        for custody in self._live:
             if custody.state is not None:
                 count, oldest = found[custody.state.value]
                 found[custody.state.value] = (count + 1, max(oldest, now - custody.since))
@@ -212,7 +213,9 @@ class Custodian:
         """Become responsible for a handle."""
         custody = Custody(self, handle, leg)
         if custody.state is not None:
-            self._live[handle.remote_request_id] = custody
+            self._live.add(custody)
+            if self._contract.told is not None:
+                self._named[handle.remote_request_id] = custody
         return custody
 
     def relies_on(self, prefill: str, decode: str | None) -> bool:
@@ -227,7 +230,8 @@ class Custodian:
         """Forget a handle that is over. Called by `Custody.end` alone."""
         if how is End.LOADED and custody.decode is not None and not self.met(custody.prefill, custody.decode):
             self._met.add((self._ledger.life(custody.prefill), self._ledger.life(custody.decode)))
-        self._live.pop(custody.handle.remote_request_id, None)
+        self._live.discard(custody)
+        self._named.pop(custody.handle.remote_request_id, None)
         self._observers.notify(HandleEnded(how.value, custody.prefill, self.now() - custody.since))
 
     def give_back(self, custody: Custody) -> None:
@@ -285,7 +289,7 @@ class Custodian:
 
     def heard(self, notice: Notice) -> None:
         """Take an engine's word for what became of a handle."""
-        custody = self._live.get(notice.remote_request_id or "")
+        custody = self._named.get(notice.remote_request_id or "")
         self._observers.notify(KvNoticed(notice.event.value, "known" if custody is not None else "over"))
         match notice.event:
             case NoticeEvent.LOADED:

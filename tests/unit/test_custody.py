@@ -1,0 +1,49 @@
+"""The books of live handles, whatever engines call them."""
+
+from __future__ import annotations
+
+from pdproxy.observe.events import Observers
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.serving.custody import Custodian, End, PrefillLeg
+from pdproxy.settings.schema import Deadlines
+from pdproxy.transfer.contract import Contract, Handle
+from pdproxy.transfer.nixl import nixl
+from pdproxy.wire.notices import Event, Notice
+
+LEG = PrefillLeg("http://p", None, (), lambda _: "nothing")
+
+
+def custodian(contract: Contract) -> Custodian:
+    """One without engines."""
+    ledger = Ledger([], breaker_failures=3, breaker_cooldown=5)
+    return Custodian(contract, ledger, {}, Deadlines(), Observers([]), lambda: 0.0)
+
+
+def handle(name: str) -> Handle:
+    """A handle of an engine's naming."""
+    return Handle(b"{}", None, 16, name)
+
+
+def test_handles_of_one_name_are_two() -> None:
+    """An engine may use a name twice: each is counted, and each ends by itself."""
+    books = custodian(nixl())
+    first, second = (books.take(handle("r1"), LEG) for _ in range(2))
+    assert books.snapshot()["held"][0] == 2
+    first.end(End.LOADED)
+    first.end(End.LOST)
+    assert books.snapshot()["held"][0] == 1
+    assert (first.how, second.how) == (End.LOADED, None)
+
+
+def test_engines_words_are_heard_where_they_carry_the_notifier() -> None:
+    """A notice ends the handle that it names, once; without the notifier's contract nobody's word counts."""
+    said = Notice(event=Event.LOADED, request_id="leg", remote_request_id="r1")
+    books = custodian(nixl(notifier=True))
+    custody = books.take(handle("r1"), LEG)
+    books.heard(said)
+    books.heard(said)
+    assert custody.how is End.LOADED
+    deaf = custodian(nixl())
+    custody = deaf.take(handle("r1"), LEG)
+    deaf.heard(said)
+    assert custody.how is None
