@@ -50,7 +50,8 @@ async def test_a_handle_ends_when_the_engines_say_so(early: bool) -> None:
         await until(lambda: len(pair.world.events(KvNoticed)) >= 3, 20)
         assert endings(pair) == ["loaded"]
         told = {(event.event, event.result) for event in pair.world.events(KvNoticed)}
-        assert ("ready", "awaited" if early else "known") in told
+        # Asked early, the answer may be quicker still: then the notice is late.
+        assert told & ({("ready", "awaited"), ("ready", "late")} if early else {("ready", "known")})
         assert {event for event, _ in told} == {"ready", "loaded", "released"}
         assert pair.world.metric("pdproxy_kv_transfer_seconds_count") >= 1
         await nothing_held(pair)
