@@ -141,7 +141,7 @@ class Handover:
     def close(self) -> None:
         """End the wait, give back the room, and the decode engine's lease where its leg hasn't. Closing twice changes nothing.
 
-        A prefill that goes on without its client has the room until it is over.
+        A prefill that goes on without its client loses its room in our count, though not in the buffer (docs/architecture.md).
         """
         self._engines.close(self.pair.decode, Verdict.NEUTRAL)
         if self._expected is not None and not self._held:

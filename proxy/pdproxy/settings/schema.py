@@ -2,6 +2,7 @@
 
 Owns names, units, bounds and defaults. `pdproxy.settings.load` fills the tree, `pdproxy.settings.crosscheck` says what
 no single field can, and `configs/reference.yaml` shows all of it to operators: a new field is added there as well.
+Longer than other files on purpose: it is the one page on which all of the tree is read.
 """
 
 from __future__ import annotations
