@@ -7,6 +7,7 @@ signal reaches all of them and nothing else. Standard library only: the demo run
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -26,6 +27,7 @@ MODEL = "tiny"
 BLOCK = 32  # tokens in a KV block; the CPU attention takes multiples of 32 alone
 CONTEXT = 2048  # --max-model-len
 START_TIMEOUT = 300.0
+FATAL = re.compile("fatal|Fatal|died unexpectedly|Segmentation|AssertionError")
 
 FLAGS = (
     f"--served-model-name {MODEL} --host 127.0.0.1 --dtype float32 --enforce-eager --max-model-len {CONTEXT} "
@@ -169,10 +171,13 @@ class Engine:
             return json.load(answer)
 
     def tail(self, lines: int = 30) -> str:
-        """The end of the engine's log."""
+        """The end of the engine's log; what its core died of comes first, since much is said after it."""
         with contextlib.suppress(OSError):
             text = Path(self.log).read_text(errors="replace").splitlines()
-            text = [line for line in text if '"GET /' not in line][-lines:]  # scrapes and probes drown the rest
+            text = [line for line in text if '"GET /' not in line]  # scrapes and probes drown the rest
+            fatal = next((at for at, line in enumerate(text) if FATAL.search(line)), -2 * lines)
+            shown = text[max(0, fatal - 5) : max(0, fatal + 2 * lines)]
+            text = [*shown, *text[max(len(text) - lines, fatal + 2 * lines) :]]
             return f"--- {self.log}\n" + "\n".join(text)
         return f"--- {self.log}: no log"
 

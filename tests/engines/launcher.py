@@ -10,6 +10,7 @@ from typing import Any
 from .build import Built
 
 ENVIRONMENT = {
+    "PYTHONFAULTHANDLER": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",

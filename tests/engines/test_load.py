@@ -38,6 +38,9 @@ async def test_every_answer_under_load_is_right(fleet: Fleet, proxy_2p2d: Proxy)
     split = [shape for shape in SHAPES if not shape.alone and shape.status == 200 and not shape.pinned_id]
     # Which alternatives an engine names besides (token 0 among them) depends on who else is in the batch.
     split = [shape for shape in split if "logprobs" not in shape.make("")]
+    # A seeded draw whose prompt takes two steps, as a crowd makes some do, kills an engine on a CPU ("CPU Generator does not use
+    # offset", gpu_model_runner.py of vLLM 0.32.0).
+    split = [shape for shape in split if not draws(shape.make(""))]
     asked: list[tuple[Shape, Body]] = []
     for number in range(DISTINCT):
         shape = split[number % len(split)]
@@ -50,6 +53,7 @@ async def test_every_answer_under_load_is_right(fleet: Fleet, proxy_2p2d: Proxy)
 
     expected = await asyncio.gather(*(reference(*each) for each in asked))
     computed = [engine.counters().sum(COMPUTED[0], **COMPUTED[1]) for engine in fleet.decodes]
+    alone = proxy_2p2d.counters().sum("pdproxy_alone_total")
     wrong: list[str] = []
     answered: Counter[int] = Counter()
     end = time.monotonic() + SECONDS
@@ -71,6 +75,12 @@ async def test_every_answer_under_load_is_right(fleet: Fleet, proxy_2p2d: Proxy)
     assert not Counter(wrong)
     assert answered.total() > CLIENTS
     assert computed == [engine.counters().sum(COMPUTED[0], **COMPUTED[1]) for engine in fleet.decodes]
+    assert proxy_2p2d.counters().sum("pdproxy_alone_total") == alone
+
+
+def draws(body: Body) -> bool:
+    """Tell whether tokens are drawn by chance, from a seed of the request's own."""
+    return "seed" in body and body.get("temperature", 1) != 0
 
 
 def _evaluation(number: int) -> tuple[str, Body]:

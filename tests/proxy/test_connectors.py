@@ -239,7 +239,8 @@ async def test_clients_that_leave_kill_nobody_and_fill_no_buffer(ranks: int) -> 
 
 async def test_a_client_that_leaves_its_prefill_does_not_kill_the_engine() -> None:
     """LMCache's sender dies of an abort before its first token: its leg is left to end, and its lease with it."""
-    async with pool("lmcache-pd", p={"hardware": Hardware(speed=0.02)}) as pair:
+    room = {"pd_buffer_size": 131_072 * 32 * 12, "kv_bytes_per_token": 131_072}
+    async with pool("lmcache-pd", lmcache=room, p={"hardware": Hardware(speed=0.02)}) as pair:
         client = await pair.world.client()
         client.send(request("POST", COMPLETIONS, completion()))
         (asked,) = await _asked(pair)
@@ -247,10 +248,13 @@ async def test_a_client_that_leaves_its_prefill_does_not_kill_the_engine() -> No
         ended = await pair.world.ended()
         assert ended.outcome == "client_left"
         assert not asked.over, "P was at work when its client left"
+        taken = pair.world.proxy.transfer.buffers.taken
+        assert sum(taken.values()) > 0, "what is still pushed has its place in the buffer"
         await until(lambda: not pair.world.busy(), 10)
         assert asked.over
         assert not asked.left.is_set()
         assert not pair.p.engine.dead
+        await until(lambda: not any(taken.values()), 10)
         await same(pair, COMPLETIONS, completion())
 
 

@@ -168,9 +168,8 @@ class Canaries:
         self._judged[life] = judged
         self._trusted.clear()
         for model, judgement in judged.items():
-            self._observers.notify(
-                TokenizerJudged(url, model, not judgement.why, judgement.why or "all canaries agree")
-            )
+            agrees = False if judgement.agreement.differs else None if judgement.why else True
+            self._observers.notify(TokenizerJudged(url, model, agrees, judgement.why or "all canaries agree"))
         return True
 
     async def _judge(self, url: str) -> dict[str, _Judgement]:

@@ -161,11 +161,14 @@ class Tokenized(msgspec.Struct, frozen=True):
 
 
 class TokenizerJudged(msgspec.Struct, frozen=True):
-    """An engine's token ids of canary prompts were compared with ours. `agrees` False: prompts are not tokenized here for it."""
+    """An engine's token ids of canary prompts were compared with ours. `agrees` None: there was nothing to compare.
+
+    Unless they agree, prompts are not tokenized here for it.
+    """
 
     node: str
     model: str
-    agrees: bool
+    agrees: bool | None
     reason: str
 
 

@@ -75,14 +75,21 @@ class LogObserver:
             case TokenizerJudged(agrees=agrees):
                 _log(
                     fleet,
-                    logging.INFO if agrees else logging.ERROR,
-                    "prompts may be tokenized here" if agrees else "prompts are NOT tokenized here",
+                    logging.ERROR if agrees is False else logging.INFO,
+                    _TOKENIZED[agrees],
                     _plain(event),
                 )
             case HandleEnded() | ServedAlone() | DeadlinePassed() | KvCounted() | Tokenized():
                 _debug(event)
             case KvNoticed() | KvTransferred() | KvWaited():
                 _debug(event)
+
+
+_TOKENIZED: Mapping[bool | None, str] = {
+    True: "prompts may be tokenized here",
+    False: "prompts are NOT tokenized here",
+    None: "prompts are left to the engine's own tokenizer",
+}
 
 
 def _debug(event: Event) -> None:

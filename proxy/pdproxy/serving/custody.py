@@ -19,6 +19,7 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, HandleEnded, KvNoticed, KvTransferred, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.ready import Expected
+from pdproxy.serving.slots import Slots
 from pdproxy.settings.schema import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.upstream.client import Answer, EngineClient, Pending
@@ -43,8 +44,8 @@ GIVEN_UP = 1024
 class PrefillLeg:
     """What custody needs to know of a prefill leg: the engine, and how to ask engines in its client's name.
 
-    `read` finds the handle in the answer. `receiver` is the decode engine that KV is pushed to, `id` the leg's own id, `expected`
-    the wait for its notices where custody is to end it; None where the contract has none.
+    `read` finds the handle in the answer. `receiver` is the decode engine that KV is pushed to, `id` the leg's own id. `expected`
+    and `slots` are the wait for its notices and its room in the receiver's buffer, where custody is to end them.
     """
 
     prefill: str
@@ -54,6 +55,14 @@ class PrefillLeg:
     receiver: str | None = None
     id: str | None = None
     expected: Expected | None = None
+    slots: Slots | None = None
+
+    def nothing_kept(self) -> None:
+        """No custody comes of it: end what it was handed."""
+        if self.expected is not None:
+            self.expected.close()
+        if self.slots is not None:
+            self.slots.give_back()
 
 
 class State(Enum):
@@ -81,7 +90,7 @@ _BY_DECODE = frozenset({End.REFUSED, End.ABORTED})
 class Custody:
     """One live handle. Ended once; ending again changes nothing. The engine's words are kept until then, the counts for good.
 
-    Where the contract has nothing kept for us it only carries the handle: it is in no state, and giving it back does nothing.
+    Where nothing is kept for us it only carries the handle: it is in no state, and giving it back does nothing.
     """
 
     __slots__ = (
@@ -244,8 +253,7 @@ class Custodian:
         Closing the leg instead would lose the handle if the engine was just finishing. `done` is called when the leg is over.
         """
         if not self.holds:
-            if leg.expected is not None:
-                leg.expected.close()
+            leg.nothing_kept()
             pending.close()
             done()
             return
@@ -316,16 +324,14 @@ class Custodian:
                 answer = await pending.answered()
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.ABANDONED_PREFILL.value, leg.prefill))
-            if leg.expected is not None:
-                leg.expected.close()
+            leg.nothing_kept()
             if leg.id is not None and self._contract.told is not None:
                 self._given_up[leg.id] = leg
                 if len(self._given_up) > GIVEN_UP:
                     self._given_up.popitem(last=False)
             return
         except EngineError:
-            if leg.expected is not None:
-                leg.expected.close()
+            leg.nothing_kept()
             return
         finally:
             self._orphans -= 1
@@ -333,10 +339,13 @@ class Custodian:
             done()
         read = prefill_answer(answer.body) if answer.status == 200 else None
         handle = leg.read(read) if read is not None else None
-        if isinstance(handle, Handle):
-            self.take(handle, leg).release()
-        elif leg.expected is not None:
-            leg.expected.close()
+        if not isinstance(handle, Handle):
+            leg.nothing_kept()
+            return
+        custody = self.take(handle, leg)
+        if leg.slots is not None:
+            custody.when_over(leg.slots.give_back)
+        custody.release()
 
     async def _give_back(self, custody: Custody) -> None:
         body = self._contract.release_body(custody.model, custody.handle)

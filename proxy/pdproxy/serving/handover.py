@@ -7,11 +7,12 @@ notices. Every further try has a handover of its own; each is closed once, whate
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.kit.ids import mint
 from pdproxy.scheduling.ledger import Pair, Verdict
-from pdproxy.serving.custody import Custody
+from pdproxy.serving.custody import Custody, PrefillLeg
 from pdproxy.serving.engines import Engines
 from pdproxy.serving.ready import Expected
 from pdproxy.serving.slots import Slots
@@ -102,10 +103,11 @@ class Handover:
         """The wait for a notice that may bring the handle before the answer, None if none may."""
         return self._expected if self._engines.transfer.contract.early else None
 
-    def hand_on(self) -> Expected | None:
-        """Leave the wait for notices to somebody else, who closes it; None if there is none."""
-        expected, self._expected = self._expected, None
-        return expected
+    def hand_on(self, leg: PrefillLeg) -> PrefillLeg:
+        """Return the leg with the wait for notices and the room, which whoever adopts it ends: P may still push."""
+        handed = replace(leg, expected=self._expected, slots=self._slots)
+        self._expected = self._slots = None
+        return handed
 
     async def kv_ready(self) -> None:
         """Wait until each rank has told that the KV is there. What if not is the operator's choice.
@@ -139,10 +141,7 @@ class Handover:
         self.dispatch = NO_DISPATCH
 
     def close(self) -> None:
-        """End the wait, give back the room, and the decode engine's lease where its leg hasn't. Closing twice changes nothing.
-
-        A prefill that goes on without its client loses its room in our count, though not in the buffer (docs/architecture.md).
-        """
+        """End the wait, give back the room, and the decode engine's lease where its leg hasn't. Closing twice changes nothing."""
         self._engines.close(self.pair.decode, Verdict.NEUTRAL)
         if self._expected is not None and not self._held:
             self._expected.close()

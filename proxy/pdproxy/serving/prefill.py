@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 
 import msgspec
 
@@ -103,13 +102,13 @@ async def prefill(
         return Prefilled(custody, answer.body if finished else b"")
     except asyncio.CancelledError:
         if pending is not None:
-            engines.custodian.adopt(pending, replace(leg, expected=handover.hand_on()), end)
+            engines.custodian.adopt(pending, handover.hand_on(leg), end)
             adopted = True
         raise
     except TimeoutError:
         verdict = Verdict.FAILED
         if pending is not None:  # it may be just finishing: its answer is the only way to its KV
-            engines.custodian.adopt(pending, replace(leg, expected=handover.hand_on()), lambda: None)
+            engines.custodian.adopt(pending, handover.hand_on(leg), lambda: None)
             pending = None
         message = f"{node.url} did not prefill in {engines.deadlines.prefill:g} s"
         raise failed(EngineTimeoutError(message, wait=Wait.PREFILL)) from None
