@@ -18,7 +18,7 @@ from pdproxy.sim.facts import Facts, Hardware
 from pdproxy.sim.facts import LMCache as SimLMCache
 from pdproxy.sim.server import SimServer
 from pdproxy.sim.storage import MemoryStorage
-from tests.fakes.pool import free_port
+from tests.fakes.ports import free_port
 
 CHUNK = 32
 PATIENT = Options(timeout=30, lease_watch=20, settle=8, poll=0.02, silence=0.3)

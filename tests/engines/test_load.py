@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 
@@ -29,6 +30,81 @@ LEASE = 30.0  # seconds P keeps blocks that nobody fetches
 EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 USED = "vllm:kv_cache_usage_perc"
 COMPUTED = ("vllm:prompt_tokens_by_source_total", {"source": "local_compute"})
+
+
+async def _leave(proxy: Proxy, chance: random.Random) -> str:
+    """Ask, and leave at a random moment: with a FIN, a reset, or after all in the end. Says how it went."""
+    nonce = secrets.token_hex(6)
+    prompt = story(nonce) * chance.randint(1, 6)
+    chat, streamed = chance.random() < 0.5, chance.random() < 0.5
+    body = {"model": "tiny", "temperature": 0, "stream": streamed, "max_tokens": chance.randint(5, 60)}
+    body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    data = json.dumps(body).encode()
+    head = f"POST {CHAT if chat else COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Connection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+    writer.write(head.encode() + data)
+    await writer.drain()
+    # From within the first parse to long into decoding; under this load a prefill takes 0.1 to 2 s.
+    delay = chance.choice(
+        [chance.uniform(0, 0.02), chance.uniform(0, 0.5), chance.uniform(0, 2), chance.uniform(1, 6), 90]
+    )
+    try:
+        async with asyncio.timeout(delay):
+            got = await reader.read(-1)
+        return "answered" if got.startswith(b"HTTP/1.1 200") else f"refused: {got[:300]!r}"
+    except TimeoutError:
+        if chance.random() < 0.5:
+            connection: socket.socket = writer.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            return "reset"
+        return "closed"
+    finally:
+        writer.close()
+
+
+@dataclass
+class Leases:
+    """What had expired before clients began to leave, and when the last of them was gone (monotonic)."""
+
+    expired: list[float]
+    quiet: float = 0.0
+
+
+@pytest.fixture(scope="module")
+def leases(fleet: Fleet) -> Leases:
+    """For the first test below and the last."""
+    return Leases([engine.counters().sum(EXPIRED) for engine in fleet.prefills])
+
+
+@pytest.mark.timeout(500, func_only=True)
+async def test_leaving_clients_leave_nothing_behind(fleet: Fleet, proxy_1p1d: Proxy, leases: Leases) -> None:
+    """200 clients leave in every phase: the KV of both engines is free within 2 s of quiet."""
+    chance = random.Random(200)
+    engines = [fleet.prefills[0], fleet.decodes[0]]
+    gate = asyncio.Semaphore(LEAVERS_AT_ONCE)
+
+    async def one(number: int) -> str:
+        async with gate:
+            return await _leave(proxy_1p1d, random.Random(chance.random() + number))
+
+    ends = Counter(await asyncio.gather(*(one(number) for number in range(LEAVERS))))
+    print(dict(ends))
+    assert set(ends) == {"answered", "reset", "closed"}
+
+    def busy() -> float:
+        counters = [engine.counters() for engine in engines]
+        return sum(c.sum("vllm:num_requests_running") + c.sum("vllm:num_requests_waiting") for c in counters)
+
+    await _until(lambda: busy() == 0, 20, "the engines are still working for clients that left")
+    await _until(lambda: not any(engine.counters().sum(USED) for engine in engines), 2, "KV is still held")
+    assert proxy_1p1d.counters().has("pdproxy_kv_handles")
+    await _until(
+        lambda: not any(proxy_1p1d.counters().by("pdproxy_kv_handles", "state").values()), 2, "handles are held"
+    )
+    leases.quiet = time.monotonic()
+    body = {"model": "tiny", "messages": question(secrets.token_hex(6)), "temperature": 0, "max_tokens": 8}
+    assert not differs(await ask(fleet.plain.url, CHAT, body), await ask(proxy_1p1d.url, CHAT, body))
 
 
 @pytest.mark.timeout(SECONDS + 400, func_only=True)
@@ -123,67 +199,12 @@ async def test_an_evaluation_scores_as_on_one_engine(fleet: Fleet, proxy_1p1d: P
     assert proxy_1p1d.counters().sum("pdproxy_alone_total") - alone == len(asked[::3])
 
 
-async def _leave(proxy: Proxy, chance: random.Random) -> str:
-    """Ask, and leave at a random moment: with a FIN, a reset, or after all in the end. Says how it went."""
-    nonce = secrets.token_hex(6)
-    prompt = story(nonce) * chance.randint(1, 6)
-    chat, streamed = chance.random() < 0.5, chance.random() < 0.5
-    body = {"model": "tiny", "temperature": 0, "stream": streamed, "max_tokens": chance.randint(5, 60)}
-    body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-    data = json.dumps(body).encode()
-    head = f"POST {CHAT if chat else COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    head += f"Connection: close\r\nContent-Length: {len(data)}\r\n\r\n"
-    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
-    writer.write(head.encode() + data)
-    await writer.drain()
-    # From within the first parse to long into decoding; under this load a prefill takes 0.1 to 2 s.
-    delay = chance.choice(
-        [chance.uniform(0, 0.02), chance.uniform(0, 0.5), chance.uniform(0, 2), chance.uniform(1, 6), 90]
-    )
-    try:
-        async with asyncio.timeout(delay):
-            got = await reader.read(-1)
-        return "answered" if got.startswith(b"HTTP/1.1 200") else f"refused: {got[:300]!r}"
-    except TimeoutError:
-        if chance.random() < 0.5:
-            connection: socket.socket = writer.get_extra_info("socket")
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            return "reset"
-        return "closed"
-    finally:
-        writer.close()
-
-
-@pytest.mark.timeout(500, func_only=True)
-async def test_leaving_clients_leave_nothing_behind(fleet: Fleet, proxy_1p1d: Proxy) -> None:
-    """200 clients leave in every phase: the KV of both engines is free within 2 s of quiet, and no lease ever ran out."""
-    chance = random.Random(200)
-    engines = [fleet.prefills[0], fleet.decodes[0]]
-    expired = [engine.counters().sum(EXPIRED) for engine in engines]
-    gate = asyncio.Semaphore(LEAVERS_AT_ONCE)
-
-    async def one(number: int) -> str:
-        async with gate:
-            return await _leave(proxy_1p1d, random.Random(chance.random() + number))
-
-    ends = Counter(await asyncio.gather(*(one(number) for number in range(LEAVERS))))
-    print(dict(ends))
-    assert set(ends) == {"answered", "reset", "closed"}
-
-    def busy() -> float:
-        counters = [engine.counters() for engine in engines]
-        return sum(c.sum("vllm:num_requests_running") + c.sum("vllm:num_requests_waiting") for c in counters)
-
-    await _until(lambda: busy() == 0, 20, "the engines are still working for clients that left")
-    await _until(lambda: not any(engine.counters().sum(USED) for engine in engines), 2, "KV is still held")
-    assert proxy_1p1d.counters().has("pdproxy_kv_handles")
-    await _until(
-        lambda: not any(proxy_1p1d.counters().by("pdproxy_kv_handles", "state").values()), 2, "handles are held"
-    )
-    await asyncio.sleep(LEASE + 3)
-    assert [engine.counters().sum(EXPIRED) for engine in engines] == expired
-    body = {"model": "tiny", "messages": question(secrets.token_hex(6)), "temperature": 0, "max_tokens": 8}
-    assert not differs(await ask(fleet.plain.url, CHAT, body), await ask(proxy_1p1d.url, CHAT, body))
+@pytest.mark.timeout(100, func_only=True)
+async def test_no_lease_of_those_who_left_ran_out(fleet: Fleet, leases: Leases) -> None:
+    """Not then, and not while the others were served."""
+    assert leases.quiet, "clients have to leave first"
+    await asyncio.sleep(leases.quiet + LEASE + 3 - time.monotonic())
+    assert [engine.counters().sum(EXPIRED) for engine in fleet.prefills] == leases.expired
 
 
 async def _until(condition, seconds: float, failure: str) -> None:

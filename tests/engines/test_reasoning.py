@@ -63,7 +63,12 @@ def _recorded(path: Path) -> tuple[bytes, Answer]:
 async def test_recorded_thoughts_are_what_an_engine_says(thinkers: Fleet, path: Path) -> None:
     """The recordings that a simulator can be taught by are of these engines: asked again they answer in the same shape."""
     sent, recorded = _recorded(path)
-    assert not unlike(view(await ask(thinkers.plain.url, CHAT, sent)), view(recorded))
+    why = "not asked"
+    for _ in range(3):  # an engine that lags behind itself puts two tokens into an event
+        why = unlike(view(await ask(thinkers.plain.url, CHAT, sent)), view(recorded))
+        if not why:
+            break
+    assert not why
 
 
 async def test_the_engines_do_tell_thoughts_from_answers(thinkers: Fleet) -> None:

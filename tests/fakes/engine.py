@@ -29,6 +29,7 @@ from pdproxy.sim.server import SimServer
 from tests.fakes import answers
 from tests.fakes.books import Books
 from tests.fakes.client import Client
+from tests.fakes.ports import free_port
 
 _ids = itertools.count(1)
 
@@ -94,7 +95,7 @@ class FakeEngine:
             kv_lease_duration=lease,
             handshake_timeout=0.2,
         )
-        self.sim = SimServer(msgspec.structs.replace(usual, **facts), tls=tls)
+        self.sim = SimServer(msgspec.structs.replace(usual, **facts), port=free_port(), tls=tls)
         self.sim.scripts = self.sim.faults.scripts = _Scripts(self)
         self.moves_kv = True
         self._loaded: set[int] = set()

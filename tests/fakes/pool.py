@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from pdproxy.sim.facts import LMCache as SimLMCache
 from pdproxy.sim.server import SimServer
 from pdproxy.sim.storage import MemoryStorage
 from tests.fakes.client import Answer, Client, request
+from tests.fakes.ports import free_port
 from tests.fakes.world import DEADLINES, World, _Recorder, _serve, until
 
 FAST = Hardware(speed=0)
@@ -59,18 +58,6 @@ class Pair:
         return float(self.d.engine.stats.prompt_tokens_by_source["local_compute"])
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    while True:  # below those that the system gives to connections
-        port = random.randrange(15_000, 32_000)
-        with socket.socket() as one:
-            try:
-                one.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-
-
 @asynccontextmanager
 async def pool(
     connector: str,
@@ -102,9 +89,11 @@ async def pool(
         to_d = notify if connector == "nixl" else {}
         d_facts = Facts(**{**usual, "role": "decode", **to_d, "lmcache": SimLMCache(**d_config), **(d or {})})
         sims = [
-            await stack.enter_async_context(SimServer(p_facts, chance=1, storage=storage)),
-            await stack.enter_async_context(SimServer(d_facts, chance=2, storage=storage)),
-            await stack.enter_async_context(SimServer(Facts(**{**usual, "connector": "none"}), chance=3)),
+            await stack.enter_async_context(SimServer(p_facts, port=free_port(), chance=1, storage=storage)),
+            await stack.enter_async_context(SimServer(d_facts, port=free_port(), chance=2, storage=storage)),
+            await stack.enter_async_context(
+                SimServer(Facts(**{**usual, "connector": "none"}), port=free_port(), chance=3)
+            ),
         ]
         receiver = Receiver()
         if connector == "lmcache-pd":

@@ -16,6 +16,7 @@ from tests.fakes import answers, scripts
 from tests.fakes.books import Books
 from tests.fakes.client import Client
 from tests.fakes.engine import FakeEngine, prefill
+from tests.fakes.ports import free_port
 from tests.fakes.scripts import WORD
 from tests.fakes.world import COMPLETIONS, completion, until, world
 
@@ -147,9 +148,7 @@ async def test_the_process_ends_in_order(signals: list[signal.Signals], code: in
         await engine.listen()
     go = asyncio.Event()
     engines[1].script(scripts.after_word(go, _rest))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", SERVE, str(port), *(engine.url for engine in engines),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},

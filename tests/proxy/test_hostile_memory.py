@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.client import Client, request
+from tests.fakes.ports import free_port
 from tests.fakes.world import until
 
 MIB = 1 << 20
@@ -48,12 +48,6 @@ class Serving:
         client.send(request("GET", "/health", b""))
         assert (await client.answer()).status == 200
         client.close()
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
 
 
 @asynccontextmanager

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from pdproxy.observe.events import RequestEnded
 from pdproxy.settings.schema import Auth, Settings
 from tests.fakes.client import request
 from tests.fakes.engine import Reply
+from tests.fakes.ports import free_port
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
 
 
@@ -271,10 +271,7 @@ async def test_serve_does_not_start_with_a_bad_file(tmp_path: Path) -> None:
     """`serve` says the same line as `config validate`, and exits with 2."""
     path = tmp_path / "keys"
     path.write_text("MARK ER\n")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = str(taken.getsockname()[1])
-    line = ["serve", "--port", port, "--decode", "127.0.0.1:1", "--api-keys-file", str(path)]
+    line = ["serve", "--port", str(free_port()), "--decode", "127.0.0.1:1", "--api-keys-file", str(path)]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "pdproxy", *line, stderr=asyncio.subprocess.PIPE
     )

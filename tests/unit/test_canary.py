@@ -184,7 +184,7 @@ async def test_several_models(engines: Engines) -> None:
     engines.cards.append(ModelCard("other", "/o", None))
     engines.up(P)
     await engines.canaries.look()
-    assert sorted(engines.judged()) == [(P, "other", False), (P, "tiny", True)]
+    assert sorted(engines.judged()) == [(P, "other", None), (P, "tiny", True)]
     assert engines.canaries.trusted("tiny", Route.CHAT) is not None
     assert engines.canaries.trusted("other", Route.CHAT) is None
     assert engines.canaries.trusted(None, Route.CHAT) is None
