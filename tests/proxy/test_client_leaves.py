@@ -256,7 +256,7 @@ async def test_in_the_middle_of_its_own_body() -> None:
     """A client that leaves before its body is whole was never a request."""
     async with world() as w:
         client = await w.client()
-        client.send(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 1000\r\n\r\n{")
+        client.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{")
         await until(lambda: w.server is not None and w.server.server_state.tasks)
         await leave(client)
         await until(lambda: w.server is not None and not w.server.server_state.tasks)

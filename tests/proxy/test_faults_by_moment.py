@@ -113,11 +113,14 @@ async def test_what_a_client_sees(role: str, kind: str, moment: Moment, stream: 
     async with world(prefills, decodes, deadlines={**DEADLINES, "total": total}, leaves=True) as w:
         engine = (w.prefill if role == "prefill" else w.decode)[1]
         engine.sim.faults.add(Fault(kind=kind, at=moment))
-        for _ in range(3):  # ties go round: one of the next requests is this engine's
+        for _ in range(
+            5
+        ):  # ties go round: one of the next two requests is this engine's, unless a stall has it taken for dead
             answer = await w.ask(COMPLETIONS, completion(stream=stream))
             if engine.sim.faults.happened or kind == "refuse":
                 break
             assert seen(answer) == "right"
+            await w.probe()
         assert seen(answer) == expected(role, kind, moment, stream), (answer.status, answer.body)
         assert engine.sim.faults.happened or kind == "refuse", "the fault came to nothing"
         await lives_again(w)

@@ -66,6 +66,8 @@ async def everything(w: World, headers: Sequence[tuple[str, str]]) -> dict[str, 
         "own": await w.get("/v1/models", headers),
         "404": await w.get("/nope", headers),
         "405": await w.get(COMPLETIONS, headers),
+        "400": await w.get("/v1/models", [*headers, ("host", "another")]),
+        "431": await w.get("/v1/models", [*headers, ("x", "y" * 100_000)]),
     }
 
 

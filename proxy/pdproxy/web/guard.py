@@ -8,6 +8,7 @@ away for a moment, since a close with unread bytes is a reset, which would take 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,8 @@ LOOK_AGAIN = 0.02
 UNSENT = 4096
 """Bytes that wait for a client before its engine's leg is paused: beside the kernel's buffers on both sides, which are large.
 With one more read from the engine, which uvloop bounds to 256,000 bytes, a stream's client holds less than 256 KiB."""
+_HOST = re.compile(rb"[\w.~%!$&'()*+,;=:\[\]-]*", re.ASCII)
+"""What a URI's host and port are made of (RFC 3986, 3.2.2); empty where the target has none."""
 MOST_WAITING = 64
 """Requests that may wait behind another on one connection. One read of the socket can hold thousands, each of which costs
 kilobytes: those beyond are not read, and the connection closes behind the last answer."""
@@ -58,6 +61,7 @@ class GuardedProtocol(HttpToolsProtocol):
     __slots__ = (
         "_deaf",
         "_head_bytes",
+        "_hosts",
         "_in_body",
         "_in_head",
         "_late",
@@ -80,6 +84,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._in_body = False
         self._head_bytes = 0
+        self._hosts = 0
         self._progress = False
         self._unparsed = 0
         self._refusal: PdproxyError | None = None
@@ -87,6 +92,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unread: asyncio.TimerHandle | None = None
 
     # -- what the rest of the web room asks
+
+    def more_headers(self) -> list[tuple[bytes, bytes]]:
+        """Return what an answer of ours has to say besides, as far as the request's head has come."""
+        return []
 
     def end(self, *, all_read: bool) -> None:
         """Close the connection behind an answer; `all_read`: whether its request has come to its end."""
@@ -167,7 +176,7 @@ class GuardedProtocol(HttpToolsProtocol):
             raise OverloadedError("too many requests wait on this connection")  # stops the parser
         super().on_message_begin()
         self._in_head = self._progress = True
-        self._head_bytes = 0
+        self._head_bytes = self._hosts = 0
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -177,12 +186,15 @@ class GuardedProtocol(HttpToolsProtocol):
         self._count(len(name) + len(value) + len(b": \r\n"))
         if self._in_head:  # a trailer is no header: nothing that was decided by them may change behind the body
             super().on_header(name, value)
+            if len(name) == 4 and name.lower() == b"host":
+                self._hosts += 1 if _HOST.fullmatch(value) else 2
             if self.expect_100_continue and self.parser.get_http_version() == "1.0":
                 self.expect_100_continue = (
                     False  # such a client knows no interim answers: it would take one for the answer
                 )
 
     def on_headers_complete(self) -> None:
+        self.one_host()
         super().on_headers_complete()
         self.begin_body()  # not before there is a request: uvicorn may yet refuse the head
 
@@ -195,6 +207,12 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     # -- what the parser has told
+
+    def one_host(self) -> None:
+        """Refuse a request that two servers could take for two hosts' (RFC 9112, 3.2)."""
+        if self._hosts != 1 and (self._hosts or self.parser.get_http_version() > "1.0"):
+            self._refusal = BadRequestError("A request of HTTP/1.1 needs one Host header, with a host in it")
+            raise self._refusal  # stops the parser
 
     def begin_body(self) -> None:
         """The head is whole."""
@@ -303,8 +321,9 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         body = error_body(error)
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[error.status] + head + body)
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
+        head += b"".join([b"%b: %b\r\n" % line for line in self.more_headers()])
+        self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + body)
         self.linger()
 
     def _look_at_reading(self, before: int) -> None:

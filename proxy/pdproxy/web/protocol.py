@@ -27,6 +27,9 @@ class DataPathProtocol(GuardedProtocol):
     data_path: DataPath
     __slots__ = ()
 
+    def more_headers(self) -> list[tuple[bytes, bytes]]:
+        return self.data_path.cors(self.headers or ())
+
     def refuse_body(self, cycle: RequestResponseCycle, error: PdproxyError) -> None:
         if isinstance(cycle, GenerateCycle):
             cycle.refuse(error)
@@ -34,6 +37,7 @@ class DataPathProtocol(GuardedProtocol):
             super().refuse_body(cycle, error)
 
     def on_headers_complete(self) -> None:
+        self.one_host()
         route = _ROUTES.get(self._path()) if self.parser.get_method() == b"POST" else None
         if route is None or (self.parser.should_upgrade() and self._should_upgrade()):
             super().on_headers_complete()
