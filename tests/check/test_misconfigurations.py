@@ -296,7 +296,7 @@ async def test_decode_that_freezes_over_a_handle_is_asked_only_once(bench, monke
         return generate(request)
 
     monkeypatch.setattr(decode.engine, "generate", freezing)
-    checked = await bench.check(options=structs.replace(QUICK, timeout=0.5))
+    checked = await bench.check(options=structs.replace(QUICK, timeout=2))
     assert [tried.last.end for tried in checked.learned.pairs] == ["silent", "untried"]
     assert checked["split_silent"].where == (first.url, decode.url)
     assert checked["pair_untried"].where == (second.url, decode.url)

@@ -27,7 +27,8 @@ def check_body(route: Route, body: bytes) -> None:
         assert not isinstance(_loads(body), dict) or _deep(body), "what an engine takes was refused"
         return
     value = _loads(body)
-    assert isinstance(value, dict) or parsed.alone is not None or _refused_first(parsed, body), "split, but unreadable"
+    readable = isinstance(value, dict) or _only_shadowed_numbers(parsed, body)
+    assert readable or parsed.alone is not None or _refused_first(parsed, body), "split, but unreadable"
     if isinstance(value, dict):
         expected = _without_handles(value)
         out = _loads(encode(parsed.fields))
@@ -65,6 +66,15 @@ def _refused_first(parsed: Any, body: bytes) -> bool:
     return _deep(body) or all(
         _loads(prefill(parsed, prompt, NO_DISPATCH).body) is None for prompt in parsed.prompts[:1]
     )
+
+
+def _only_shadowed_numbers(parsed: Any, body: bytes) -> bool:
+    """Whether all that Python can't read is numbers of thousands of digits whose key comes again: the last one counts."""
+    try:
+        json.loads(body, parse_int=len)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(_loads(encode(parsed.fields)), dict)
 
 
 def _loads(body: bytes) -> object:
