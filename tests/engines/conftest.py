@@ -25,8 +25,8 @@ ORDER = [
         "test_reasoning",
         "test_tokenize",
         "test_generated",
-        "test_clients",
         "test_check",
+        "test_clients",
     ),
     *("test_load", "test_reality", "test_faults"),
 ]

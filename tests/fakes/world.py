@@ -143,7 +143,7 @@ class World:
         found = [f"{n.url} has {n.requests} requests, {n.prompt_bytes} bytes" for n in proxy.ledger.nodes if n.requests]
         found += [f"{n.url} owes {n.prompt_bytes} bytes" for n in proxy.ledger.nodes if n.prompt_bytes]
         found += [f"{count} handles {state}" for state, (count, _) in proxy.custodian.snapshot().items() if count]
-        if proxy.custodian._orphans or len(proxy.custodian._tasks):
+        if proxy.custodian.orphans.count or len(proxy.custodian._tasks):
             found.append(repr(proxy.custodian))
         if proxy.admission.inflight or proxy.admission.waiting:
             found.append(repr(proxy.admission))

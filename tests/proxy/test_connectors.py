@@ -282,3 +282,57 @@ async def test_a_taken_port_stops_the_start() -> None:
         with pytest.raises(SettingsError, match=r"can't bind kv_ready.host:kv_ready.port = .*: Address already in use"):
             second.start()
         await second.stop()
+
+
+async def test_a_client_that_leaves_before_its_turn_leaves_nothing_in_the_buffer() -> None:
+    """A decode engine looks for a push when it schedules the request: one that is aborted before never reads it."""
+    async with pool("lmcache-pd", d={"max_num_seqs": 1, "hardware": Hardware(speed=0.2)}) as pair:
+        first, second = [await pair.world.client() for _ in range(2)]
+        first.send(request("POST", COMPLETIONS, completion(stream=True, max_tokens=60)))
+        await until(lambda: pair.loaded > 0, 20)
+        second.send(request("POST", COMPLETIONS, completion(prompt="x" + TEXT, stream=True)))
+        await until(lambda: pair.d.engine.stats.waiting, 20)
+        await asyncio.sleep(0.3)  # its headers are out: the decode engine has the request
+        second.close()
+        await until(lambda: len(pair.world.events(HandleEnded)) == 2, 40)
+        assert [event.end for event in pair.world.events(HandleEnded)] == ["loaded", "released"]
+        first.close()
+        await until(lambda: not pair.world.busy(), 20)
+        assert left_over(pair) == 0
+
+
+async def test_what_nobody_told_of_is_not_read() -> None:
+    """Chunks may be named and unwritten: whoever reads them gets memory that the prefill engine still writes to."""
+    deadlines = {"kv_ready": 0.3}
+    async with pool("lmcache-pd", ranks=2, deadlines=deadlines, kv_ready={"on_timeout": "fail"}) as pair:
+        pair.p.faults.add("lost_notice:rank=0,rate=1")
+        assert (await pair.ask(COMPLETIONS, completion())).status == 504
+        await until(lambda: [event.end for event in pair.world.events(HandleEnded)] == ["lost"], 10)
+        assert not pair.d.requests
+
+
+async def test_an_orderly_end_waits_for_prefills_that_must_not_be_closed() -> None:
+    """The grace of other connectors is over long before: the prefill engine outlives the proxy."""
+    deadlines = {"abandoned_prefill": 0.1, "release": 0.1}
+    async with pool("lmcache-pd", deadlines=deadlines, p={"hardware": Hardware(speed=0.02)}) as pair:
+        client = await pair.world.client()
+        client.send(request("POST", COMPLETIONS, completion()))
+        (asked,) = await _asked(pair)
+        client.close()
+        await pair.world.ended()
+        assert not asked.over
+        await pair.world.proxy.drain([])
+        assert asked.over
+        assert not asked.left.is_set()
+        assert not pair.p.engine.dead
+        assert left_over(pair) == 0
+
+
+async def test_nobody_waits_for_room_that_would_not_help() -> None:
+    """No engine serves the model: an engine says so at once, however full the buffers are."""
+    room = {"pd_buffer_size": 131_072 * 32 * 12, "kv_bytes_per_token": 131_072}
+    async with pool("lmcache-pd", lmcache=room) as pair:
+        pair.world.proxy.transfer.buffers.take(pair.d.url, 12)
+        ids = list(range(5, 5 + 32 * 4))
+        answer = await asyncio.wait_for(pair.ask(COMPLETIONS, completion(prompt=ids, model="nobody")), 20)
+        assert answer.status == 404

@@ -184,3 +184,28 @@ async def test_a_strangers_word_ends_no_handle() -> None:
         assert answer.status == 200
         assert json.loads(answer.body)["choices"][0]["text"]
         assert endings(pair) == ["loaded"]
+
+
+async def test_a_notice_is_enough_once_nobody_waits_for_the_answer() -> None:
+    """It comes while the leg of a client that left is still awaited; the answer never does."""
+    async with pool("nixl", deadlines={"abandoned_prefill": 5}) as pair:
+        await heard(pair)
+        pair.p.faults.add("late_notice:delay=1")
+        pair.p.faults.add("stall@handed_over")
+        client = await pair.world.client()
+        client.send(request("POST", COMPLETIONS, completion()))
+        await until(lambda: pair.p.engine.handles, 20)
+        client.close()
+        await until(lambda: "released" in endings(pair), 20)
+        await nothing_held(pair)
+        assert pair.world.proxy.custodian.orphans.count == 1, "its answer is still out"
+
+
+async def test_kv_that_could_not_be_read_is_given_back_though_the_request_goes_on() -> None:
+    """A decode engine that computes what it couldn't load tells the prefill engine nothing."""
+    async with pool("nixl", d={"kv_load_failure_policy": "recompute"}) as pair:
+        await heard(pair)
+        pair.d.faults.add("load_failure")
+        await same(pair, COMPLETIONS, completion())
+        await until(lambda: endings(pair) == ["released"], 20)
+        await nothing_held(pair)

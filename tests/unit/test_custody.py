@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.serving.custody import Custodian, End, PrefillLeg
+from pdproxy.serving.custody import Custodian, End
+from pdproxy.serving.orphans import PrefillLeg
 from pdproxy.settings.schema import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.transfer.nixl import nixl

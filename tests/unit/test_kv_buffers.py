@@ -30,6 +30,11 @@ def first_of(*urls: str):
     return lambda full: next((url for url in urls if url not in full), None)
 
 
+def always() -> bool:
+    """There is an engine, if only it had room."""
+    return True
+
+
 async def test_slots_are_whole_chunks() -> None:
     """A token more takes a slot more."""
     room = buffers(a=4)
@@ -63,7 +68,7 @@ async def test_who_finds_no_room_waits_in_turn() -> None:
     order: list[str] = []
 
     async def come(name: str, count: int) -> None:
-        chosen = await room.when_room(count, first_of("a"))
+        chosen = await room.when_room(count, first_of("a"), always)
         assert chosen == "a"
         order.append(name)
         held.append(room.take("a", count))
@@ -86,7 +91,7 @@ async def test_who_finds_no_room_waits_in_turn() -> None:
 
 async def test_nothing_waits_where_room_would_not_help() -> None:
     """No engine at all is not a full one."""
-    assert await buffers(a=2).when_room(1, lambda full: None) is None
+    assert await buffers(a=2).when_room(1, lambda full: None, always) is None
 
 
 async def test_the_wait_has_a_deadline() -> None:
@@ -95,7 +100,7 @@ async def test_the_wait_has_a_deadline() -> None:
     room = buffers(0.05, recorder, a=1)
     room.take("a", 1)
     with pytest.raises(OverloadedError, match="room for the prompt's KV"):
-        await room.when_room(1, first_of("a"))
+        await room.when_room(1, first_of("a"), always)
     assert recorder.events == [DeadlinePassed("queue")]
     assert room.taken == {"a": 1}
 
@@ -104,9 +109,9 @@ async def test_who_leaves_the_line_takes_nothing() -> None:
     """The next one gets the room."""
     room = buffers(a=1)
     held = room.take("a", 1)
-    leaving = asyncio.create_task(room.when_room(1, first_of("a")))
+    leaving = asyncio.create_task(room.when_room(1, first_of("a"), always))
     await asyncio.sleep(0)
-    staying = asyncio.create_task(room.when_room(1, first_of("a")))
+    staying = asyncio.create_task(room.when_room(1, first_of("a"), always))
     await asyncio.sleep(0)
     leaving.cancel()
     held.give_back()

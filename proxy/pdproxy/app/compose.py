@@ -222,7 +222,13 @@ class Proxy:
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
-        await self.custodian.settle(deadlines.abandoned_prefill + deadlines.release)
+        patience = deadlines.abandoned_prefill + deadlines.release
+        if (
+            self.transfer.contract.ends_whole
+        ):  # to close such a prefill would cost its engine more than the wait costs us
+            patience = deadlines.prefill + deadlines.kv_ready + deadlines.first_token
+        if lost := await self.custodian.settle(patience):
+            logger.warning("%d prefills and handles could not be seen home in %g s", lost, patience)
 
     async def stop(self) -> None:
         """Stop probing and drop all connections."""
@@ -378,7 +384,7 @@ class Proxy:
 
 
 def _heard(ready: KvReady, custodian: Custodian, notice: Notice) -> None:
-    if notice.event is not NoticeEvent.READY or not custodian.heard_ready(notice):
+    if notice.event is not NoticeEvent.READY or not custodian.orphans.heard(notice):
         (ready if notice.event is NoticeEvent.READY else custodian).heard(notice)
 
 

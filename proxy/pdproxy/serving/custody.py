@@ -1,16 +1,14 @@
 """Custody of KV: every handle that a prefill engine gave us ends loaded or given back, never forgotten.
 
-Owns all live handles and the background work of ending them: giving back (`max_tokens: 0` to a decode engine), and waiting
-for a prefill's answer after its client has left. That work outlives the request; shutdown waits for it.
+Owns all live handles and the background work of ending them: giving back (`max_tokens: 0` to a decode engine), and what
+`serving.orphans` does for prefills whose client has left. That work outlives the request; shutdown waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, OverloadedError, Wait
@@ -18,12 +16,10 @@ from pdproxy.kit.ids import mint
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, HandleEnded, KvNoticed, KvTransferred, Observers
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.serving.ready import Expected
-from pdproxy.serving.slots import Slots
+from pdproxy.serving.orphans import Orphans, PrefillLeg
 from pdproxy.settings.schema import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
-from pdproxy.upstream.client import Answer, EngineClient, Pending
-from pdproxy.wire.engine import PrefillAnswer, prefill_answer
+from pdproxy.upstream.client import Answer, EngineClient
 from pdproxy.wire.notices import Event as NoticeEvent
 from pdproxy.wire.notices import Notice
 
@@ -34,35 +30,6 @@ _RELEASE_TRIES = 3
 FIRST_CONTACT = 1.0
 """Seconds. A decode engine that has never pulled from a prefill engine begins a handshake when it is to free KV there, and
 tells it only in a later step of its own; an idle one has none. So it is told again, once the handshake must be over."""
-
-
-GIVEN_UP = 1024
-"""Prefill legs that were given up and are remembered, in case their engine tells of KV after all."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillLeg:
-    """What custody needs to know of a prefill leg: the engine, and how to ask engines in its client's name.
-
-    `read` finds the handle in the answer. `receiver` is the decode engine that KV is pushed to, `id` the leg's own id. `expected`
-    and `slots` are the wait for its notices and its room in the receiver's buffer, where custody is to end them.
-    """
-
-    prefill: str
-    model: str | None
-    authorization: tuple[tuple[bytes, bytes], ...]
-    read: Callable[[PrefillAnswer], Handle | str]
-    receiver: str | None = None
-    id: str | None = None
-    expected: Expected | None = None
-    slots: Slots | None = None
-
-    def nothing_kept(self) -> None:
-        """No custody comes of it: end what it was handed."""
-        if self.expected is not None:
-            self.expected.close()
-        if self.slots is not None:
-            self.slots.give_back()
 
 
 class State(Enum):
@@ -96,6 +63,7 @@ class Custody:
     __slots__ = (
         "_custodian",
         "_over",
+        "_unread",
         "authorization",
         "decode",
         "expected",
@@ -124,6 +92,7 @@ class Custody:
         self.on_expired: Callable[[], None] | None = None
         """What is to be done if the lease ends while a decode engine may still read: it would read another prompt's KV."""
         self._over: list[Callable[[], None]] = []
+        self._unread = False
         self.freed = 0
         """Ranks of the prefill engine that told that they hold it no longer."""
 
@@ -149,6 +118,8 @@ class Custody:
             self.how = how  # nothing is kept for us, so nothing is to be given back
         if self.state is None or (self.state is State.RELEASING and how in _BY_DECODE):
             return
+        if self._unread and how is End.LOADED:
+            return  # the decode engine has computed it: it is being given back
         if how in _BY_DECODE and not self._custodian.relies_on(self.prefill, self.decode):
             self.release()
             return
@@ -161,12 +132,19 @@ class Custody:
         self._custodian.ended(self, how)
         self.handle = Handle(b"", None, self.handle.prompt_tokens, self.handle.remote_request_id)
 
-    async def given_back(self) -> None:
-        """Give the handle back, and wait until that is over."""
+    async def given_back(self) -> bool:
+        """Give the handle back, and wait until that is over. Return whether it was taken back."""
         over = asyncio.Event()
         self.when_over(over.set)
         self.release()
         await over.wait()
+        return self.how is End.RELEASED
+
+    def not_read(self) -> None:
+        """The decode engine could not read the KV. It may compute it and go on, but the prefill engine was told nothing."""
+        if self.state is not None:
+            self._unread = True
+            self.release()
 
     def release(self) -> None:
         """Give the handle back in the background."""
@@ -195,9 +173,8 @@ class Custodian:
         self.now = now
         self._live: set[Custody] = set()
         self._named: dict[str, Custody] = {}  # the same by their engines' words, where engines tell of them
-        self._given_up: OrderedDict[str, PrefillLeg] = OrderedDict()
         self._tasks = TaskOwner("custody")
-        self._orphans = 0
+        self.orphans = Orphans(contract, deadlines, observers, self._tasks, self._give_back_at_once)
         self._met: set[tuple[tuple[str, float], tuple[str, float]]] = set()
 
     @property
@@ -206,7 +183,7 @@ class Custodian:
         return self._contract.holds
 
     def __repr__(self) -> str:
-        return f"<Custodian {len(self._live)} live handles, {self._orphans} prefills that nobody waits for>"
+        return f"<Custodian {len(self._live)} live handles, {self.orphans!r}>"
 
     def snapshot(self) -> dict[str, tuple[int, float]]:
         """Return for each state how many handles are in it and the age of the oldest in seconds."""
@@ -229,7 +206,8 @@ class Custodian:
 
     def relies_on(self, prefill: str, decode: str | None) -> bool:
         """Tell whether a decode engine that refuses or is aborted gives a handle back."""
-        return self._contract.pushes or self.met(prefill, decode)
+        # A push is freed by reading it, and by nothing else: an engine that was aborted before it did keeps it.
+        return not self._contract.pushes and self.met(prefill, decode)
 
     def met(self, prefill: str, decode: str | None) -> bool:
         """Tell whether KV has moved between two engines since both of them started."""
@@ -243,57 +221,19 @@ class Custodian:
         self._named.pop(custody.handle.remote_request_id, None)
         self._observers.notify(HandleEnded(how.value, custody.prefill, self.now() - custody.since))
 
+    def _give_back_at_once(self, handle: Handle, leg: PrefillLeg) -> None:
+        custody = self.take(handle, leg)
+        if leg.slots is not None:
+            custody.when_over(leg.slots.give_back)
+        custody.release()
+
     def give_back(self, custody: Custody) -> None:
         """Start giving a handle back. Called by `Custody.release` alone."""
         self._tasks.spawn(self._give_back(custody), custody.handle.remote_request_id)
 
-    def adopt(self, pending: Pending, leg: PrefillLeg, done: Callable[[], None]) -> None:
-        """Take over a prefill leg that nobody waits for any more: await its answer for a grace, give back what it holds.
-
-        Closing the leg instead would lose the handle if the engine was just finishing. `done` is called when the leg is over.
-        """
-        if not self.holds:
-            leg.nothing_kept()
-            pending.close()
-            done()
-            return
-        self._orphans += 1
-        self._tasks.spawn(self._adopted(pending, leg, done), "adopted prefill")
-
-    def outlive(self, pending: Pending, timeout: float, done: Callable[[], None]) -> None:
-        """Await a prefill's answer that tells nothing new any more, for `timeout` seconds, so that its engine is left in peace.
-
-        `done` is called when the leg is over.
-        """
-        self._tasks.spawn(self._outlived(pending, timeout, done), "answer behind its notice")
-
-    async def _outlived(self, pending: Pending, timeout: float, done: Callable[[], None]) -> None:
-        try:
-            async with asyncio.timeout(timeout):
-                await pending.answered()
-        except (TimeoutError, EngineError):
-            return
-        finally:
-            pending.close()
-            done()
-
     async def settle(self, timeout: float) -> int:
         """Wait up to `timeout` seconds for the background work; return how much was given up."""
         return await self._tasks.settle(timeout)
-
-    def heard_ready(self, notice: Notice) -> bool:
-        """Take a prefill engine's word that it holds KV. Return whether that was for us alone: nobody waits for this notice.
-
-        KV of a leg that was given up before its answer came would be lost without it: its handle is in the answer alone.
-        """
-        told = self._contract.told
-        leg = self._given_up.pop(notice.request_id, None)
-        if told is None or (leg is None and self._contract.early):
-            return False
-        if leg is not None and (handle := told(notice)) is not None:
-            self.take(handle, leg).release()
-        self._observers.notify(KvNoticed(notice.event.value, "known" if leg is None else "given_up"))
-        return True
 
     def heard(self, notice: Notice) -> None:
         """Take an engine's word for what became of a handle."""
@@ -304,6 +244,10 @@ class Custodian:
                 self._observers.notify(KvTransferred(notice.seconds, notice.moved_bytes))
                 if custody is not None:
                     custody.end(End.LOADED)
+            case NoticeEvent.FAILED if notice.role == "P":
+                self.orphans.forget(notice.request_id)
+            case NoticeEvent.FAILED if custody is not None:
+                custody.not_read()
             case NoticeEvent.RELEASED if custody is not None and notice.role != "D":
                 custody.freed += 1
                 if custody.freed >= (notice.world or 1):
@@ -317,53 +261,13 @@ class Custodian:
                 if asked and expired is not None:
                     expired()
 
-    async def _adopted(self, pending: Pending, leg: PrefillLeg, done: Callable[[], None]) -> None:
-        deadlines = self._deadlines
-        try:
-            async with asyncio.timeout(deadlines.total if self._contract.ends_whole else deadlines.abandoned_prefill):
-                answer = await pending.answered()
-        except TimeoutError:
-            self._observers.notify(DeadlinePassed(Wait.ABANDONED_PREFILL.value, leg.prefill))
-            leg.nothing_kept()
-            if leg.id is not None and self._contract.told is not None:
-                self._given_up[leg.id] = leg
-                if len(self._given_up) > GIVEN_UP:
-                    self._given_up.popitem(last=False)
-            return
-        except EngineError:
-            leg.nothing_kept()
-            return
-        finally:
-            self._orphans -= 1
-            pending.close()
-            done()
-        read = prefill_answer(answer.body) if answer.status == 200 else None
-        handle = leg.read(read) if read is not None else None
-        if not isinstance(handle, Handle):
-            leg.nothing_kept()
-            return
-        custody = self.take(handle, leg)
-        if leg.slots is not None:
-            custody.when_over(leg.slots.give_back)
-        custody.release()
-
     async def _give_back(self, custody: Custody) -> None:
         body = self._contract.release_body(custody.model, custody.handle)
         how = End.LOST
         if body is not None:
             try:
-                if custody.expected is not None and self._contract.pushes:
-                    await self._pushed(custody.expected, custody.prefill)
-                for attempt in range(_RELEASE_TRIES):
-                    url = self._releaser(custody)
-                    if url is not None and await self._told(custody, url, body):
-                        how = End.RELEASED
-                        if not self.relies_on(custody.prefill, url):
-                            await asyncio.sleep(FIRST_CONTACT)
-                            await self._told(custody, url, body)
-                        break
-                    if attempt + 1 < _RELEASE_TRIES:
-                        await asyncio.sleep(self._deadlines.release / _RELEASE_TRIES)
+                if await self._may_be_read(custody) and await self._tried(custody, body):
+                    how = End.RELEASED
             finally:
                 custody.end(how)
         if how is End.LOST:
@@ -373,13 +277,35 @@ class Custodian:
                 custody.prefill,
             )
 
-    async def _pushed(self, expected: Expected, prefill: str) -> None:
-        """Wait until all is pushed: what comes later would stay."""
+    async def _may_be_read(self, custody: Custody) -> bool:
+        """Wait until all of a push is there: what comes later would stay, and what was not written must not be read."""
+        if custody.expected is None or not self._contract.pushes:
+            return True
         try:
             async with asyncio.timeout(self._deadlines.kv_ready):
-                await asyncio.shield(expected.done)
+                await asyncio.shield(custody.expected.done)
         except TimeoutError:
-            self._observers.notify(DeadlinePassed(Wait.KV_READY.value, prefill))
+            self._observers.notify(DeadlinePassed(Wait.KV_READY.value, custody.prefill))
+            return False
+        return True
+
+    async def _tried(self, custody: Custody, body: bytes) -> bool:
+        """Tell a decode engine, more than once if need be."""
+        for attempt in range(_RELEASE_TRIES):
+            if attempt:
+                await asyncio.sleep(self._deadlines.release / _RELEASE_TRIES)
+            url = self._releaser(custody)
+            if url is None:
+                continue
+            told = await self._told(custody, url, body)
+            if told and not self._contract.pushes and not self.met(custody.prefill, url):
+                await asyncio.sleep(FIRST_CONTACT)
+                await self._told(custody, url, body)
+            if told or (told is None and self._contract.pushes):
+                return bool(
+                    told
+                )  # a read that was not done in its time may be under way still: another would take as long
+        return False
 
     def _releaser(self, custody: Custody) -> str | None:
         if self._contract.pushes:
@@ -387,7 +313,8 @@ class Custodian:
         node = self._ledger.releaser(custody.prefill, custody.model, self.now(), prefer_not=custody.decode)
         return None if node is None else node.url
 
-    async def _told(self, custody: Custody, decode: str, body: bytes) -> bool:
+    async def _told(self, custody: Custody, decode: str, body: bytes) -> bool | None:
+        """Ask a decode engine to free it. Return whether it did; None if it did not answer in time."""
         client = self._clients[decode]
         headers = ((b"x-request-id", b"release-" + mint().encode()), *custody.authorization)
         try:
@@ -397,6 +324,6 @@ class Custodian:
         except (EngineError, OverloadedError) as error:
             if isinstance(error, EngineTimeoutError | EngineUnreachableError) and error.wait is not None:
                 self._observers.notify(DeadlinePassed(error.wait.value, decode))
-            return False
+            return None if isinstance(error, EngineTimeoutError) else False
         # Only the handler's own refusal frees the blocks; 401 and 404 come from before it.
         return answer.status == self._contract.releases

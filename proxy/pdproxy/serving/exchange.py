@@ -192,8 +192,8 @@ class Exchange:
             custody = got.custody
             handover.in_custody(custody)
             if (alone := custody.handle.alone) is not None:
-                await custody.given_back()  # before an engine that holds it could take a part of it
-                raise PrefillFailedError(alone, another=False)
+                freed = await custody.given_back()  # before an engine that holds it could take a part of it
+                raise PrefillFailedError(alone, another=False, shun=None if freed else pair.decode.node.url)
             if got.body:
                 return await self._finished(got, stream_to)
             del got, prompt  # see `_let_go`

@@ -12,8 +12,9 @@ from dataclasses import replace
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.kit.ids import mint
 from pdproxy.scheduling.ledger import Pair, Verdict
-from pdproxy.serving.custody import Custody, PrefillLeg
+from pdproxy.serving.custody import Custody
 from pdproxy.serving.engines import Engines
+from pdproxy.serving.orphans import PrefillLeg
 from pdproxy.serving.ready import Expected
 from pdproxy.serving.slots import Slots
 from pdproxy.tokens.ids import TokenIds
@@ -50,8 +51,15 @@ async def begin(
             slots = transfer.buffers.take(pair.decode.node.url, count)
         return pair
 
+    def possible() -> bool:
+        pair = engines.ledger.pair(parsed.model, size, engines.now(), without=without)
+        if pair is not None:
+            engines.close(pair.prefill, Verdict.NEUTRAL)
+            engines.close(pair.decode, Verdict.NEUTRAL)
+        return pair is not None
+
     count = 0 if tokens is None else transfer.buffers.slots(tokens.count)
-    pair = await transfer.buffers.when_room(count, choose) if transfer.buffers.bounded else choose(())
+    pair = await transfer.buffers.when_room(count, choose, possible) if transfer.buffers.bounded else choose(())
     if pair is None:
         return None
     dispatch = NO_DISPATCH

@@ -15,9 +15,10 @@ from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionE
 from pdproxy.kit.frames import let_go
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.scheduling.ledger import Verdict
-from pdproxy.serving.custody import Custody, PrefillLeg
+from pdproxy.serving.custody import Custody
 from pdproxy.serving.engines import Engines, Heading
 from pdproxy.serving.handover import Handover, PrefillFailedError
+from pdproxy.serving.orphans import PrefillLeg
 from pdproxy.serving.ready import Expected
 from pdproxy.serving.verdicts import is_clients_fault, refused, verdict_of
 from pdproxy.transfer.contract import Contract, Handle
@@ -87,7 +88,7 @@ async def prefill(
                 answer = await _first(pending, told)
             if answer is None and (handle := _handle_told(contract, told)) is not None:
                 verdict = Verdict.GOOD
-                engines.custodian.outlive(pending, engines.deadlines.prefill, end)
+                engines.custodian.orphans.outlive(pending, engines.deadlines.prefill, end)
                 adopted = True
                 return Prefilled(engines.custodian.take(handle, leg))
             if answer is None:
@@ -102,13 +103,13 @@ async def prefill(
         return Prefilled(custody, answer.body if finished else b"")
     except asyncio.CancelledError:
         if pending is not None:
-            engines.custodian.adopt(pending, handover.hand_on(leg), end)
+            engines.custodian.orphans.adopt(pending, handover.hand_on(leg), end)
             adopted = True
         raise
     except TimeoutError:
         verdict = Verdict.FAILED
         if pending is not None:  # it may be just finishing: its answer is the only way to its KV
-            engines.custodian.adopt(pending, handover.hand_on(leg), lambda: None)
+            engines.custodian.orphans.adopt(pending, handover.hand_on(leg), lambda: None)
             pending = None
         message = f"{node.url} did not prefill in {engines.deadlines.prefill:g} s"
         raise failed(EngineTimeoutError(message, wait=Wait.PREFILL)) from None

@@ -84,10 +84,13 @@ class Buffers:
             self.taken[slots.url] -= slots.count
             self._freed.set()
 
-    async def when_room(self, count: int, choose: Callable[[tuple[str, ...]], _T | None]) -> _T | None:
+    async def when_room(
+        self, count: int, choose: Callable[[tuple[str, ...]], _T | None], possible: Callable[[], bool]
+    ) -> _T | None:
         """Return what `choose` chooses besides the engines that it is given as full; wait while it finds nothing but those.
 
-        First come, first served: a large prompt is not overtaken by small ones for ever.
+        `possible` tells whether it would choose anything if none were full: else there is nothing to wait for. First come, first
+        served: a large prompt is not overtaken by small ones for ever.
 
         Raises:
             OverloadedError: there was no room in `deadlines.queue`.
@@ -98,7 +101,7 @@ class Buffers:
                     self._freed.clear()
                     full = self.full(count)
                     chosen = choose(full)
-                    if chosen is not None or not full:
+                    if chosen is not None or not full or not possible():
                         return chosen
                     await self._freed.wait()
         except TimeoutError:
