@@ -143,6 +143,19 @@ async def test_one_that_went_down_has_no_say(engines: Engines) -> None:
     )
 
 
+async def test_one_that_tells_no_start_is_asked_whenever_it_comes_back(engines: Engines) -> None:
+    """Several API servers show no start of theirs: it may have been restarted with another template."""
+    engines.up(P, started=0.0)
+    await engines.canaries.look()
+    assert engines.canaries.trusted("tiny", Route.CHAT) is not None
+    engines.makes[P] = SimTokenizer("plain")
+    engines.ledger.lost(P, "gone", 0.0)
+    engines.up(P, started=0.0)
+    assert engines.canaries.trusted("tiny", Route.CHAT) is None
+    await engines.canaries.look()
+    assert engines.judged() == [(P, "tiny", True), (P, "tiny", False)]
+
+
 async def test_one_that_is_too_busy_is_asked_again(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its silence is no verdict; the task comes back to it by itself."""
     monkeypatch.setattr(canary, "AGAIN", 0.02)

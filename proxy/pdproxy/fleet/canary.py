@@ -33,7 +33,7 @@ AGAIN = 5.0
 _NO_ROUTE = (403, 404, 405, 501)
 _NOTHING: Mapping[bool, ContentFormat] = {False: "string", True: "string"}
 
-Life = tuple[str, float]
+Life = tuple[str, int]
 _T = TypeVar("_T")
 
 
