@@ -35,6 +35,7 @@ class Engines:
         self.asked: list[str] = []
         self.roots: list[str] = []
         self.cards = [ModelCard("tiny", "/m", None), ModelCard("adapter", "/a", "tiny")]
+        self.models_fail = False
         self.fails: dict[str, Callable[[], Exception]] = {}
         self.makes: dict[str, SimTokenizer] = {}
         self.ledger = Ledger(
@@ -66,6 +67,8 @@ class Engines:
     async def models(self, url: str) -> list[ModelCard]:
         """An engine's models."""
         self.asked.append(url)
+        if self.models_fail:
+            raise EngineTimeoutError("late", wait=Wait.PROBE)
         return self.cards
 
     async def token_ids(self, url: str, body: bytes) -> TokenIds:
@@ -118,6 +121,22 @@ async def test_each_engine_is_asked_once_in_its_life(engines: Engines) -> None:
 
 async def _same(engines: Engines, model: str | None) -> Any:
     return engines.canaries.trusted(model, Route.CHAT)
+
+
+async def test_an_adapter_that_is_loaded_later(engines: Engines) -> None:
+    """Its base was compared: it is looked up what it adapts, and no canary is asked anew."""
+    engines.up(P)
+    await engines.canaries.look()
+    engines.cards.append(ModelCard("later", "/l", "tiny"))
+    engines.up(P)
+    assert engines.canaries.trusted("later", Route.CHAT) is None
+    engines.models_fail = True
+    assert not await engines.canaries.look()
+    engines.models_fail = False
+    assert await engines.canaries.look()
+    assert engines.canaries.trusted("later", Route.CHAT) == engines.canaries.trusted("tiny", Route.CHAT) is not None
+    assert await engines.canaries.look()
+    assert (engines.judged(), engines.asked) == ([(P, "tiny", True)], [P] * 3)
 
 
 async def test_one_that_went_down_has_no_say(engines: Engines) -> None:

@@ -19,11 +19,12 @@ import msgspec
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError
 from pdproxy.observe.events import Observers, TokenizerJudged
 from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import Node
 from pdproxy.tokens.canaries import CANARIES, Agreement, Answer, compare
 from pdproxy.tokens.chat import ContentFormat
 from pdproxy.tokens.errors import UnusableError
 from pdproxy.tokens.tokenizer import LocalTokenizer
-from pdproxy.upstream.admin import EngineAdmin
+from pdproxy.upstream.admin import EngineAdmin, ModelCard
 from pdproxy.wire.request import Route
 
 logger = logging.getLogger("pdproxy.fleet")
@@ -148,17 +149,28 @@ class Canaries:
                 pass
 
     async def look(self) -> bool:
-        """Ask every engine that is up and was not asked in this life. Return whether all of them have answered."""
+        """Ask each engine that is up and was not asked in this life, or has new names. Return whether all have answered."""
         lives = {self._ledger.life(node.url): node.url for node in self._ledger.nodes if node.evidence is not None}
         for gone in self._judged.keys() - lives.keys():
             del self._judged[gone]
-        up = [node for node in self._ledger.nodes if node.alive and self._ledger.life(node.url) not in self._judged]
-        return all(await asyncio.gather(*(self._asked(node.url) for node in up)))
+        new = [
+            node.url
+            for node in self._ledger.nodes
+            if node.alive and (self._ledger.life(node.url) not in self._judged or self._has_new_names(node))
+        ]
+        return all(await asyncio.gather(*(self._asked(url) for url in new)))
+
+    def _has_new_names(self, node: Node) -> bool:
+        return node.evidence is not None and not node.evidence.models <= self._bases.keys()
 
     async def _asked(self, url: str) -> bool:
         life = self._ledger.life(url)
         try:
-            judged = await self._judge(url)
+            cards = await self._cards(url)
+            if life in self._judged:  # adapters were loaded: what their base was found to be holds for them
+                self._trusted.clear()
+                return True
+            judged = await self._judge(url, cards)
         except (EngineError, OverloadedError) as error:
             logger.debug("%s was not asked for canaries: %s", url, error.message)
             return False
@@ -172,13 +184,15 @@ class Canaries:
             self._observers.notify(TokenizerJudged(url, model, agrees, judgement.why or "all canaries agree"))
         return True
 
-    async def _judge(self, url: str) -> dict[str, _Judgement]:
+    async def _cards(self, url: str) -> list[ModelCard]:
+        """Return an engine's models, and note whose adapters they are."""
         cards = await self._admin.models(url)
+        self._bases |= {card.id: card.parent or card.id for card in cards}
+        return cards
+
+    async def _judge(self, url: str, cards: list[ModelCard]) -> dict[str, _Judgement]:
         judged: dict[str, _Judgement] = {}
-        for card in cards:
-            self._bases[card.id] = card.parent or card.id
-            if card.parent is not None:
-                continue
+        for card in (one for one in cards if one.parent is None):
             try:
                 tokenizer = self._tokenizer or await self._tokenizer_of(card.root or card.id)
             except UnusableError as error:
