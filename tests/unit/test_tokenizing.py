@@ -21,6 +21,7 @@ from pdproxy.tokens.errors import RejectedError
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.request import Parsed, Route, parse
 from tests.fakes.tokenizer import SimTokenizer
+from tests.fakes.world import until
 
 THEIRS = TokenIds(b"[7,8]", 2)
 OURS = SimTokenizer().completion("hello", add_special_tokens=True)
@@ -95,6 +96,48 @@ async def test_made_here() -> None:
     async with stage(required=True) as s:
         assert await s.ids() == OURS
         assert (s.results, s.asked) == ([("here", "ok")], [])
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "result"),
+    [
+        (Route.CHAT, {}, "ok"),
+        (Route.CHAT, {"tools": [{"type": "function", "function": {"name": "f" * 999}}]}, "long"),
+        (Route.CHAT, {"chat_template_kwargs": {"a": "x" * 999}}, "long"),
+        (Route.CHAT, {"messages": [{"role": "assistant", "content": "x", "reasoning": "x" * 999}]}, "long"),
+        (Route.COMPLETIONS, {"add_special_tokens": [True] * 300}, "long"),
+        (Route.COMPLETIONS, {"prompt": ["hello", "x" * 999]}, "ok"),
+    ],
+)
+async def test_everything_counts_that_is_read_for_a_prompt(
+    monkeypatch: pytest.MonkeyPatch, route: Route, fields: dict[str, Any], result: str
+) -> None:
+    """Wherever the bytes are, to parse them holds up everybody. The other prompts of a list have their own turn."""
+    monkeypatch.setattr(tokenizing, "LONGEST", 500)
+    async with stage() as s:
+        await s.ids(route, **fields)
+        assert s.results == [("here", result)]
+
+
+async def test_threads_that_nobody_waits_for() -> None:
+    """They go on: until one is done, a prompt would only wait for its deadline."""
+    async with stage(deadline=60) as s:
+        tokenizer = SimTokenizer()
+        tokenizer.gate.clear()
+        s.trust = Trusted(tokenizer, {False: "string", True: "string"})
+        first = [asyncio.ensure_future(s.ids()) for _ in range(2)]
+        await until(lambda: tokenizer.waiting == 2)
+        queued = asyncio.ensure_future(s.ids())
+        await asyncio.sleep(0)
+        for one in (queued, *first):
+            one.cancel()
+        await asyncio.gather(queued, *first, return_exceptions=True)
+        await until(lambda: repr(s.tokenizing) == "<Tokenizing 2 waiting>")
+        assert await s.ids() is None
+        assert s.results == [("here", "busy")]
+        tokenizer.gate.set()
+        await until(lambda: repr(s.tokenizing) == "<Tokenizing 0 waiting>")
+        assert await s.ids() == OURS
 
 
 async def test_nothing_is_asked_for_ids_that_only_spare_work() -> None:
