@@ -196,6 +196,9 @@ async def test_a_chat_with_all_its_fields() -> None:
         (Route.COMPLETIONS, {"truncate_prompt_tokens": 5}),
         (Route.COMPLETIONS, {"suffix": "s"}),
         (Route.CHAT, {"chat_template": "{{ messages }}"}),
+        (Route.CHAT, {"chat_template_kwargs": [1]}),
+        (Route.CHAT, {"chat_template_kwargs": "abc"}),
+        (Route.CHAT, {"chat_template_kwargs": 5}),
         (Route.CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}),
     ],
 )
@@ -205,6 +208,23 @@ async def test_what_nobody_can_tell_beforehand(route: Route, fields: dict[str, A
         assert await s.ids(route, **fields) is None
         assert s.results == [("here", "unsure"), ("engine", "unsure")]
         assert s.asked == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'"chat_template_kwargs":{"x":1e999}',
+        b'"messages":[{"role":"assistant","content":"x","reasoning_content":"y","z":1e999}]',
+    ],
+)
+async def test_what_can_not_be_written_anew(said: bytes) -> None:
+    """A value that engines may take and nobody could ask them about: no ids, and no error of ours."""
+    async with stage(required=True) as s:
+        s.trust = None
+        parsed = parse(Route.CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"x"}],%b}' % said)
+        (prompt,) = parsed.prompts
+        assert await s.tokenizing.ids(parsed, prompt) is None
+        assert s.results == [("here", "off"), ("engine", "unsure")]
 
 
 @pytest.mark.parametrize(
