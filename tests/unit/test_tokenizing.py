@@ -277,7 +277,9 @@ async def test_ids_of_the_client() -> None:
     """Are taken as they are where ids are needed, if they are ids, and all of them count."""
     async with stage(required=True) as s:
         assert await s.ids(prompt=[1, 2, 3]) == TokenIds(b"[1,2,3]", 3)
-        assert await s.ids(prompt=[1, 2.5]) is None
+        assert await s.ids(prompt=[0, 2**32 - 1]) == TokenIds(b"[0,4294967295]", 2)
+        for odd in ([1, 2.5], [1, -2], [1, 2**32], [1, 10**30]):
+            assert await s.ids(prompt=odd) is None
         assert await s.ids(prompt=[1, 2, 3], truncate_prompt_tokens=2) is None
         assert s.events == []
     async with stage() as s:

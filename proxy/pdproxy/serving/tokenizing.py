@@ -33,6 +33,8 @@ WAITING = 64
 """Prompts that may wait for a thread. One more is left to the engines at once, rather than after its deadline."""
 LONGEST = 4 * 2**20
 """Bytes that are read here for a prompt: more would take all of its deadline, and a thread for longer than that."""
+NO_ID = 2**32
+"""Token ids are below: engines keep them in 32 bits, and refuse others by themselves."""
 
 Ask = Callable[[str, bytes, bytes | None], Awaitable[TokenIds]]
 """Asks the engine with this URL: a body for `/tokenize`, and the client's own `Authorization`."""
@@ -123,9 +125,10 @@ class Tokenizing:
         if prompt.raw is None or bytes(parsed.fields.get("truncate_prompt_tokens", b"null")) != b"null":
             return None
         try:
-            return from_numbers(_ids_decoder.decode(prompt.raw))
+            ids = _ids_decoder.decode(prompt.raw)
         except msgspec.MsgspecError:
             return None
+        return from_numbers(ids) if min(ids, default=-1) >= 0 and max(ids) < NO_ID else None
 
     async def _here(self, parsed: Parsed, prompt: Prompt) -> _Result:
         trusted = self._trust.trusted(parsed.model, parsed.route)
