@@ -38,6 +38,7 @@ class Engines:
         self.models_fail = False
         self.fails: dict[str, Callable[[], Exception]] = {}
         self.makes: dict[str, SimTokenizer] = {}
+        self.finds: dict[str, SimTokenizer] = {}
         self.ledger = Ledger(
             [NodeSpec(P, Role.PREFILL), NodeSpec(D, Role.DECODE)], breaker_failures=3, breaker_cooldown=5
         )
@@ -82,6 +83,8 @@ class Engines:
 
     def _find(self, root: str) -> SimTokenizer:
         self.roots.append(root)
+        if root in self.finds:
+            return self.finds[root]
         if not root.startswith("/m"):
             raise UnusableError("is no folder")
         return SimTokenizer()
@@ -222,15 +225,20 @@ async def test_several_models(engines: Engines) -> None:
     assert engines.canaries.trusted(None, Route.CHAT) is None
 
 
-async def test_two_tokenizers_for_one_model(engines: Engines) -> None:
-    """Engines that loaded one model from two places, each right by itself: whose ids would they be?"""
+@pytest.mark.parametrize(("copy", "shared"), [("/m/copy", True), ("/m/plain", False)])
+async def test_two_tokenizers_for_one_model(engines: Engines, copy: str, shared: bool) -> None:
+    """Engines that loaded one model from two places, each right by itself: where they say the same, one's ids are both's."""
+    engines.makes[D] = engines.finds[copy] = SimTokenizer("chatml" if shared else "plain")
     engines.up(P)
     await engines.canaries.look()
-    engines.cards[0] = ModelCard("tiny", "/m/copy", None)
+    first = engines.canaries.trusted("tiny", Route.CHAT)
+    engines.cards[0] = ModelCard("tiny", copy, None)
     engines.up(D)
     await engines.canaries.look()
     assert engines.judged() == [(P, "tiny", True), (D, "tiny", True)]
-    assert engines.canaries.trusted("tiny", Route.COMPLETIONS) is None
+    assert engines.roots == ["/m", copy]
+    assert first is not None
+    assert engines.canaries.trusted("tiny", Route.CHAT) == (first if shared else None)
 
 
 async def test_a_named_tokenizer_is_for_all() -> None:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import msgspec
@@ -48,11 +48,19 @@ class Trusted:
 
 @dataclass(frozen=True, slots=True)
 class _Judgement:
-    """What one run of an engine said of one base model. `why`: why nothing is tokenized here for it, "" if it is."""
+    """What one run of an engine said of one base model. `why`: why nothing is tokenized here for it, "" if it is.
+
+    `answers`: the engine's own ids, by the canaries' names.
+    """
 
     tokenizer: LocalTokenizer | None
     agreement: Agreement
     why: str
+    answers: Mapping[str, Answer] = field(default_factory=dict)
+
+    def alike(self, other: _Judgement) -> bool:
+        """Tell whether a tokenizer that agrees with one agrees with both: they share it, or say the same of all canaries."""
+        return self.tokenizer is other.tokenizer or self.answers == other.answers
 
 
 class Canaries:
@@ -100,7 +108,7 @@ class Canaries:
         return self._trusted[key]
 
     def _agreed(self, model: str | None, route: Route) -> Trusted | None:
-        agreed: Trusted | None = None
+        agreed: tuple[Trusted, _Judgement] | None = None
         for node in self._ledger.nodes:
             if not node.alive or not (model is None or node.serves(model)):
                 continue
@@ -114,10 +122,11 @@ class Canaries:
             if not (how.chats if route is Route.CHAT else how.texts):
                 return None
             trusted = Trusted(judgement.tokenizer, how.forms if route is Route.CHAT else _NOTHING)
-            if agreed is not None and agreed != trusted:
+            if agreed is None:
+                agreed = trusted, judgement
+            elif trusted.forms != agreed[0].forms or not judgement.alike(agreed[1]):
                 return None
-            agreed = trusted
-        return agreed
+        return agreed[0] if agreed is not None else None
 
     def refuted(self, url: str, model: str | None, route: Route, why: str) -> None:
         """A request has shown what canaries can't: this engine makes other ids of it. Not here any more, for this life of it."""
@@ -221,7 +230,7 @@ class Canaries:
             why = f"other token ids than the engine's for {_list(how.differs)}: {' and '.join(what)} are left to the engines"
         elif how.unsure:
             why = f"no ids of our own for {_list(how.unsure)}"
-        return _Judgement(tokenizer, how, why)
+        return _Judgement(tokenizer, how, why, answers)
 
     async def _tokenizer_of(self, root: str) -> LocalTokenizer:
         if root not in self._found:  # engines are asked at the same time, and share what is found
