@@ -225,6 +225,22 @@ async def test_several_models(engines: Engines) -> None:
     assert engines.canaries.trusted(None, Route.CHAT) is None
 
 
+async def test_a_tokenizer_that_comes_later(engines: Engines) -> None:
+    """What isn't here when an engine comes up is looked for again in its next life, and once for all engines of one look."""
+    engines.cards = [ModelCard("tiny", "/later", None)]
+    engines.up(P)
+    engines.up(D)
+    assert await engines.canaries.look()
+    assert engines.canaries.trusted("tiny", Route.CHAT) is None
+    assert engines.roots == ["/later"]
+    engines.finds["/later"] = SimTokenizer()
+    for url in (P, D):
+        engines.up(url, started=2.0)
+        assert await engines.canaries.look()
+    assert engines.canaries.trusted("tiny", Route.CHAT) is not None
+    assert engines.roots == ["/later"] * 2
+
+
 @pytest.mark.parametrize(("copy", "shared"), [("/m/copy", True), ("/m/plain", False)])
 async def test_two_tokenizers_for_one_model(engines: Engines, copy: str, shared: bool) -> None:
     """Engines that loaded one model from two places, each right by itself: where they say the same, one's ids are both's."""

@@ -233,9 +233,15 @@ class Canaries:
         return _Judgement(tokenizer, how, why, answers)
 
     async def _tokenizer_of(self, root: str) -> LocalTokenizer:
-        if root not in self._found:  # engines are asked at the same time, and share what is found
-            self._found[root] = asyncio.ensure_future(self._thread(lambda: self._find(root)))
-        return await asyncio.shield(self._found[root])
+        found = self._found.get(root)
+        if found is None:  # engines are asked at the same time, and share what is found
+            found = self._found[root] = asyncio.ensure_future(self._thread(lambda: self._find(root)))
+        try:
+            return await asyncio.shield(found)
+        except Exception:
+            if self._found.get(root) is found:
+                del self._found[root]  # it may be there when an engine comes up the next time
+            raise
 
     async def _thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
