@@ -125,6 +125,7 @@ def _of_chat() -> dict[str, Fields]:
         "no generation prompt": st.just({"add_generation_prompt": False}),
         "template kwargs": st.booleans().map(lambda value: {"chat_template_kwargs": {"enable_thinking": value}}),
         "echo": st.booleans().map(lambda value: {"echo": value}),
+        "prompt text": st.booleans().map(lambda value: {"return_prompt_text": value}),
         "no reasoning": st.just({"include_reasoning": False}),
         "short thoughts": st.integers(0, 4).map(lambda most: {"thinking_token_budget": most, "max_tokens": 12}),
         "specials": st.booleans().map(lambda value: {"add_special_tokens": value}),

@@ -19,6 +19,7 @@ from pdproxy.sim.server import SimServer
 from pdproxy.sim.storage import MemoryStorage
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.ports import free_port
+from tests.fakes.tokenizer import Shelf, SimTokenizer
 from tests.fakes.world import DEADLINES, World, _Recorder, _serve, until
 
 FAST = Hardware(speed=0)
@@ -70,8 +71,12 @@ async def pool(
     d: Mapping[str, Any] | None = None,
     sim_lmcache: Mapping[str, Any] | None = None,
     notices: bool = True,
+    tokenizer: SimTokenizer | None = None,
 ) -> AsyncIterator[Pair]:
-    """Run one pair of a connector. `p`, `d`: facts of theirs alone; `notices` False: P is told a socket that nobody reads."""
+    """Run one pair of a connector. `p`, `d`: facts of theirs alone; `notices` False: P is told a socket that nobody reads.
+
+    `tokenizer`: makes ids of all prompts.
+    """
     zmq_port, http_port = free_port(), free_port()
     told = {"lmcache-pd": f"tcp://127.0.0.1:{zmq_port if notices else free_port()}"}
     told["nixl"] = told["lmcache-pd"]
@@ -108,6 +113,8 @@ async def pool(
                         Node(url=sims[1].url, role="decode", receiver=receiver),
                     ),
                     lmcache=LMCache(**{"chunk_size": CHUNK, **(lmcache or {})}),
+                    tokenize="always" if tokenizer is not None else "auto",
+                    tokenizer="model" if tokenizer is not None else None,
                 ),
             ),
             deadlines=msgspec.structs.replace(DEADLINES, **{"kv_ready": 5, "tokenize": 5, **(deadlines or {})}),
@@ -115,7 +122,7 @@ async def pool(
             probes=Probes(interval=3600, scrape_interval=3600),
         )
         recorder = _Recorder()
-        proxy = Proxy.build(settings)
+        proxy = Proxy.build(settings, *([Shelf(model=tokenizer)] if tokenizer is not None else []))
         proxy.observers._observers += (recorder,)
         world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
         proxy.start()

@@ -229,6 +229,25 @@ async def test_what_comes_unasked_ends_the_connection(pair: tuple[Engine, Engine
     await engine.done()
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+async def test_a_request_that_can_not_be_made(pair: tuple[Engine, EngineClient], fresh: bool) -> None:
+    """Its connection is there for the next one, whether it was kept or is new."""
+    engine, client = pair
+    engine.scripts = [answering(OK, OK)] if not fresh else [answering(OK), answering(OK)]
+
+    def broken() -> bytes:
+        raise ValueError("no body")
+
+    assert await ask(client) == b"ok"
+    with pytest.raises(ValueError, match="no body"):
+        await client.ask(broken, fresh=fresh)
+    count = 2 if fresh else 1
+    assert repr(client).endswith(f": {count} connections, {count} idle>")
+    assert await ask(client) == b"ok"
+    client.close()
+    await engine.done()
+
+
 # -- stale connections
 
 

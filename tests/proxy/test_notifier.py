@@ -12,8 +12,10 @@ import pytest
 import zmq
 
 from pdproxy.observe.events import DeadlinePassed, HandleEnded, KvNoticed, LegFailed
+from pdproxy.wire.request import Route
 from tests.fakes.client import Client, request
 from tests.fakes.pool import Pair, pool
+from tests.fakes.tokenizer import SimTokenizer
 from tests.fakes.world import until
 from tests.proxy.test_connectors import CHAT, COMPLETIONS, chat, completion, same
 
@@ -55,6 +57,19 @@ async def test_a_handle_ends_when_the_engines_say_so(early: bool) -> None:
         assert {event for event, _ in told} == {"ready", "loaded", "released"}
         assert pair.world.metric("pdproxy_kv_transfer_seconds_count") >= 1
         await nothing_held(pair)
+
+
+async def test_a_notice_proves_ids_as_an_answer_does() -> None:
+    """It says which ones were served: the next prompt of its kind is sent as ids."""
+    async with pool("nixl", deadlines={"prefill": 3.0}, kv_ready={"early": True}, tokenizer=SimTokenizer()) as pair:
+        await heard(pair)
+        canaries = pair.world.proxy.tokens.canaries  # type: ignore[union-attr]
+        await until(lambda: canaries.trusted("tiny", Route.CHAT), 20)
+        pair.p.faults.add("stall@handed_over")
+        for _ in range(2):
+            assert (await pair.ask(CHAT, chat())).status == 200
+        asked = [one.json["kv_transfer_params"] for one in pair.p.journal.requests if one.chat]
+        assert ["prompt_token_ids" in one for one in asked] == [False, True]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -18,6 +18,8 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "long enough for 
         (COMPLETIONS, {"n": 2, "temperature": 1}, "n"),
         (CHAT, {"n": 3, "temperature": 1}, "n"),
         (COMPLETIONS, {"echo": True}, "echo"),
+        (CHAT, {"return_prompt_text": True}, "echo"),
+        (CHAT, {"return_prompt_text": "yes"}, "unusual"),
         (COMPLETIONS, {"prompt_logprobs": 1}, "prompt_logprobs"),
         (CHAT, {"prompt_logprobs": 0}, "prompt_logprobs"),
         (COMPLETIONS, {"use_beam_search": True}, "beam_search"),
@@ -51,6 +53,8 @@ async def test_alone_by_rule(path: str, fields: dict[str, Any], reason: str) -> 
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
+        (CHAT, {"return_prompt_text": False}),
+        (COMPLETIONS, {"return_prompt_text": True}),
         (COMPLETIONS, {"n": 1, "echo": False, "prompt_logprobs": None, "use_beam_search": False}),
         (COMPLETIONS, {"prompt": list(range(40)), "logprobs": 2, "min_tokens": 2}),
         (COMPLETIONS, {"prompt": ["only one prompt, but a list, and long enough"]}),

@@ -37,6 +37,19 @@ async def test_the_answer_has_the_headers_of_uvicorn(sim):
     assert answer.headers["server"] == "uvicorn"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_whose_ids_were_handed_over_has_no_text_of_its_prompt(sim, stream):
+    async def said(**body):
+        answer = (await ask(sim.port, chat(stream, **body))).answer
+        text = answer.body.decode()
+        first, _ = json.JSONDecoder().raw_decode(text[text.index("{") :])
+        return first["prompt_text"]
+
+    assert "one two" in await said(return_prompt_text=True)
+    assert await said() is None
+    assert await said(return_prompt_text=True, kv_transfer_params={"prompt_token_ids": [5, 6, 7]}) is None
+
+
 async def test_a_port_that_is_taken_is_an_error_and_leaves_nothing():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

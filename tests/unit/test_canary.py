@@ -35,8 +35,10 @@ class Engines:
         self.asked: list[str] = []
         self.roots: list[str] = []
         self.cards = [ModelCard("tiny", "/m", None), ModelCard("adapter", "/a", "tiny")]
+        self.models_fail = False
         self.fails: dict[str, Callable[[], Exception]] = {}
         self.makes: dict[str, SimTokenizer] = {}
+        self.finds: dict[str, SimTokenizer] = {}
         self.ledger = Ledger(
             [NodeSpec(P, Role.PREFILL), NodeSpec(D, Role.DECODE)], breaker_failures=3, breaker_cooldown=5
         )
@@ -66,6 +68,8 @@ class Engines:
     async def models(self, url: str) -> list[ModelCard]:
         """An engine's models."""
         self.asked.append(url)
+        if self.models_fail:
+            raise EngineTimeoutError("late", wait=Wait.PROBE)
         return self.cards
 
     async def token_ids(self, url: str, body: bytes) -> TokenIds:
@@ -79,6 +83,8 @@ class Engines:
 
     def _find(self, root: str) -> SimTokenizer:
         self.roots.append(root)
+        if root in self.finds:
+            return self.finds[root]
         if not root.startswith("/m"):
             raise UnusableError("is no folder")
         return SimTokenizer()
@@ -120,6 +126,22 @@ async def _same(engines: Engines, model: str | None) -> Any:
     return engines.canaries.trusted(model, Route.CHAT)
 
 
+async def test_an_adapter_that_is_loaded_later(engines: Engines) -> None:
+    """Its base was compared: it is looked up what it adapts, and no canary is asked anew."""
+    engines.up(P)
+    await engines.canaries.look()
+    engines.cards.append(ModelCard("later", "/l", "tiny"))
+    engines.up(P)
+    assert engines.canaries.trusted("later", Route.CHAT) is None
+    engines.models_fail = True
+    assert not await engines.canaries.look()
+    engines.models_fail = False
+    assert await engines.canaries.look()
+    assert engines.canaries.trusted("later", Route.CHAT) == engines.canaries.trusted("tiny", Route.CHAT) is not None
+    assert await engines.canaries.look()
+    assert (engines.judged(), engines.asked) == ([(P, "tiny", True)], [P] * 3)
+
+
 async def test_one_that_went_down_has_no_say(engines: Engines) -> None:
     """Its model is tokenized here as long as the others agree; back in the same life, it isn't asked again."""
     engines.makes[D] = SimTokenizer("plain")
@@ -141,6 +163,19 @@ async def test_one_that_went_down_has_no_say(engines: Engines) -> None:
     assert line.startswith(
         f"{D}: prompts of tiny are not tokenized here: other token ids than the engine's for a message, "
     )
+
+
+async def test_one_that_tells_no_start_is_asked_whenever_it_comes_back(engines: Engines) -> None:
+    """Several API servers show no start of theirs: it may have been restarted with another template."""
+    engines.up(P, started=0.0)
+    await engines.canaries.look()
+    assert engines.canaries.trusted("tiny", Route.CHAT) is not None
+    engines.makes[P] = SimTokenizer("plain")
+    engines.ledger.lost(P, "gone", 0.0)
+    engines.up(P, started=0.0)
+    assert engines.canaries.trusted("tiny", Route.CHAT) is None
+    await engines.canaries.look()
+    assert engines.judged() == [(P, "tiny", True), (P, "tiny", False)]
 
 
 async def test_one_that_is_too_busy_is_asked_again(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,15 +225,36 @@ async def test_several_models(engines: Engines) -> None:
     assert engines.canaries.trusted(None, Route.CHAT) is None
 
 
-async def test_two_tokenizers_for_one_model(engines: Engines) -> None:
-    """Engines that loaded one model from two places, each right by itself: whose ids would they be?"""
+async def test_a_tokenizer_that_comes_later(engines: Engines) -> None:
+    """What isn't here when an engine comes up is looked for again in its next life, and once for all engines of one look."""
+    engines.cards = [ModelCard("tiny", "/later", None)]
+    engines.up(P)
+    engines.up(D)
+    assert await engines.canaries.look()
+    assert engines.canaries.trusted("tiny", Route.CHAT) is None
+    assert engines.roots == ["/later"]
+    engines.finds["/later"] = SimTokenizer()
+    for url in (P, D):
+        engines.up(url, started=2.0)
+        assert await engines.canaries.look()
+    assert engines.canaries.trusted("tiny", Route.CHAT) is not None
+    assert engines.roots == ["/later"] * 2
+
+
+@pytest.mark.parametrize(("copy", "shared"), [("/m/copy", True), ("/m/plain", False)])
+async def test_two_tokenizers_for_one_model(engines: Engines, copy: str, shared: bool) -> None:
+    """Engines that loaded one model from two places, each right by itself: where they say the same, one's ids are both's."""
+    engines.makes[D] = engines.finds[copy] = SimTokenizer("chatml" if shared else "plain")
     engines.up(P)
     await engines.canaries.look()
-    engines.cards[0] = ModelCard("tiny", "/m/copy", None)
+    first = engines.canaries.trusted("tiny", Route.CHAT)
+    engines.cards[0] = ModelCard("tiny", copy, None)
     engines.up(D)
     await engines.canaries.look()
     assert engines.judged() == [(P, "tiny", True), (D, "tiny", True)]
-    assert engines.canaries.trusted("tiny", Route.COMPLETIONS) is None
+    assert engines.roots == ["/m", copy]
+    assert first is not None
+    assert engines.canaries.trusted("tiny", Route.CHAT) == (first if shared else None)
 
 
 async def test_a_named_tokenizer_is_for_all() -> None:

@@ -350,3 +350,30 @@ def test_a_decode_engine_whose_sources_are_gone_is_in_no_pair() -> None:
     assert made.alone("m", 1, 0.0) is not None
     p2, d1 = made.nodes[1], made.nodes[2]
     assert made.unlike(p2, d1) == "not configured as a pair"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "down", "another"),
+    [
+        (evidence(), evidence(), True, False),
+        (evidence(), evidence("mn"), False, False),
+        (evidence(), evidence(started=2.0), False, True),
+        (evidence(started=0.0), evidence(started=0.0), False, False),
+        (evidence(started=0.0), evidence(started=0.0), True, True),
+        (evidence(started=0.0), evidence("mn", started=0.0), False, True),
+        (evidence(), evidence(started=0.0), True, True),
+    ],
+)
+def test_which_life_of_an_engine_it_is(before: Evidence, after: Evidence, down: bool, another: bool) -> None:
+    """Its start tells, whatever was between. Where it tells none, one that was down or has changed may be another one."""
+    made = ledger(probed=False)
+    unseen = made.life("p1")
+    made.saw("p1", before)
+    first, other = made.life("p1"), made.life("p2")
+    assert len({unseen, first, other}) == 3
+    if down:
+        made.lost("p1", "gone", 0.0)
+        assert made.life("p1") == first
+    made.saw("p1", after)
+    assert (made.life("p1") != first) is another
+    assert made.life("p2") == other

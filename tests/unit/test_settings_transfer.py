@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 
+from pdproxy.app.transfer import build_transfer
 from pdproxy.cli.options import add_settings_options, settings_from
+from pdproxy.kit.clock import Clock
+from pdproxy.observe.events import Observers
 from pdproxy.settings.crosscheck import crosscheck
 from pdproxy.settings.crosscheck_transfer import receiver_host
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import LMCache, Node, Pool, Receiver, Settings
+from pdproxy.tokens.ids import TokenIds
+from pdproxy.transfer.contract import Dispatch, Handle
+from pdproxy.wire.request import Route, parse
 
 P = Node(url="http://p:8100", role="prefill")
 
@@ -153,3 +159,37 @@ def test_connectors_that_need_ids_need_them_made(connector: Any) -> None:
         message
         == f"pools[0].tokenize: connector {connector} needs prompts' token ids: expected auto or always, got off"
     )
+
+
+@pytest.mark.parametrize("connector", ["shared", "lmcache-mp"])
+def test_connectors_that_take_no_ids_have_none_made(connector: Any) -> None:
+    """Their legs are the same with ids and without: `tokenize: always` would be work for nothing."""
+    nodes = (P, Node(url="http://d:8200", role="decode"))
+    always = Settings(pools=(Pool(connector=connector, nodes=nodes, tokenize="always"),))
+    assert (
+        wrong(always)
+        == f"pools[0].tokenize: connector {connector} takes no token ids: expected off or auto, got always"
+    )
+    settings = crosscheck(Settings(pools=(Pool(connector=connector, nodes=nodes),)))
+    assert _legs(settings, TokenIds(b"[1,2]", 2)) == _legs(settings, None)
+
+
+def test_what_may_always_be_tokenized() -> None:
+    """Where ids are needed anyway, and where they change a leg."""
+    crosscheck(pool(decode("a"), tokenize="always"))
+    nodes = (P, Node(url="http://d:8200", role="decode"))
+    crosscheck(Settings(pools=(Pool(connector="kvstore-keys", nodes=nodes, tokenize="always"),)))
+    settings = crosscheck(Settings(pools=(Pool(connector="nixl", nodes=nodes, tokenize="always"),)))
+    assert _legs(settings, TokenIds(b"[1,2]", 2)) != _legs(settings, None)
+
+
+def _legs(settings: Settings, ids: TokenIds | None) -> list[bytes]:
+    contract = build_transfer(settings, Clock(), Observers([])).contract
+    parsed = parse(Route.COMPLETIONS, b'{"prompt":"hello"}')
+    (prompt,) = parsed.prompts
+    dispatch = Dispatch(ids=ids)
+    handle = Handle(b"{}", None, 2, "")
+    return [
+        leg.body
+        for leg in (contract.prefill(parsed, prompt, dispatch), contract.decode(parsed, prompt, handle, dispatch))
+    ]

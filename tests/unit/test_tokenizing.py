@@ -21,6 +21,7 @@ from pdproxy.tokens.errors import RejectedError
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.request import Parsed, Route, parse
 from tests.fakes.tokenizer import SimTokenizer
+from tests.fakes.world import until
 
 THEIRS = TokenIds(b"[7,8]", 2)
 OURS = SimTokenizer().completion("hello", add_special_tokens=True)
@@ -97,6 +98,48 @@ async def test_made_here() -> None:
         assert (s.results, s.asked) == ([("here", "ok")], [])
 
 
+@pytest.mark.parametrize(
+    ("route", "fields", "result"),
+    [
+        (Route.CHAT, {}, "ok"),
+        (Route.CHAT, {"tools": [{"type": "function", "function": {"name": "f" * 999}}]}, "long"),
+        (Route.CHAT, {"chat_template_kwargs": {"a": "x" * 999}}, "long"),
+        (Route.CHAT, {"messages": [{"role": "assistant", "content": "x", "reasoning": "x" * 999}]}, "long"),
+        (Route.COMPLETIONS, {"add_special_tokens": [True] * 300}, "long"),
+        (Route.COMPLETIONS, {"prompt": ["hello", "x" * 999]}, "ok"),
+    ],
+)
+async def test_everything_counts_that_is_read_for_a_prompt(
+    monkeypatch: pytest.MonkeyPatch, route: Route, fields: dict[str, Any], result: str
+) -> None:
+    """Wherever the bytes are, to parse them holds up everybody. The other prompts of a list have their own turn."""
+    monkeypatch.setattr(tokenizing, "LONGEST", 500)
+    async with stage() as s:
+        await s.ids(route, **fields)
+        assert s.results == [("here", result)]
+
+
+async def test_threads_that_nobody_waits_for() -> None:
+    """They go on: until one is done, a prompt would only wait for its deadline."""
+    async with stage(deadline=60) as s:
+        tokenizer = SimTokenizer()
+        tokenizer.gate.clear()
+        s.trust = Trusted(tokenizer, {False: "string", True: "string"})
+        first = [asyncio.ensure_future(s.ids()) for _ in range(2)]
+        await until(lambda: tokenizer.waiting == 2)
+        queued = asyncio.ensure_future(s.ids())
+        await asyncio.sleep(0)
+        for one in (queued, *first):
+            one.cancel()
+        await asyncio.gather(queued, *first, return_exceptions=True)
+        await until(lambda: repr(s.tokenizing) == "<Tokenizing 2 waiting>")
+        assert await s.ids() is None
+        assert s.results == [("here", "busy")]
+        tokenizer.gate.set()
+        await until(lambda: repr(s.tokenizing) == "<Tokenizing 0 waiting>")
+        assert await s.ids() == OURS
+
+
 async def test_nothing_is_asked_for_ids_that_only_spare_work() -> None:
     """An engine that tokenized for P would have the work that P is to be spared."""
     async with stage() as s:
@@ -153,6 +196,9 @@ async def test_a_chat_with_all_its_fields() -> None:
         (Route.COMPLETIONS, {"truncate_prompt_tokens": 5}),
         (Route.COMPLETIONS, {"suffix": "s"}),
         (Route.CHAT, {"chat_template": "{{ messages }}"}),
+        (Route.CHAT, {"chat_template_kwargs": [1]}),
+        (Route.CHAT, {"chat_template_kwargs": "abc"}),
+        (Route.CHAT, {"chat_template_kwargs": 5}),
         (Route.CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}),
     ],
 )
@@ -162,6 +208,23 @@ async def test_what_nobody_can_tell_beforehand(route: Route, fields: dict[str, A
         assert await s.ids(route, **fields) is None
         assert s.results == [("here", "unsure"), ("engine", "unsure")]
         assert s.asked == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'"chat_template_kwargs":{"x":1e999}',
+        b'"messages":[{"role":"assistant","content":"x","reasoning_content":"y","z":1e999}]',
+    ],
+)
+async def test_what_can_not_be_written_anew(said: bytes) -> None:
+    """A value that engines may take and nobody could ask them about: no ids, and no error of ours."""
+    async with stage(required=True) as s:
+        s.trust = None
+        parsed = parse(Route.CHAT, b'{"model":"tiny","messages":[{"role":"user","content":"x"}],%b}' % said)
+        (prompt,) = parsed.prompts
+        assert await s.tokenizing.ids(parsed, prompt) is None
+        assert s.results == [("here", "off"), ("engine", "unsure")]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +277,9 @@ async def test_ids_of_the_client() -> None:
     """Are taken as they are where ids are needed, if they are ids, and all of them count."""
     async with stage(required=True) as s:
         assert await s.ids(prompt=[1, 2, 3]) == TokenIds(b"[1,2,3]", 3)
-        assert await s.ids(prompt=[1, 2.5]) is None
+        assert await s.ids(prompt=[0, 2**32 - 1]) == TokenIds(b"[0,4294967295]", 2)
+        for odd in ([1, 2.5], [1, -2], [1, 2**32], [1, 10**30]):
+            assert await s.ids(prompt=odd) is None
         assert await s.ids(prompt=[1, 2, 3], truncate_prompt_tokens=2) is None
         assert s.events == []
     async with stage() as s:

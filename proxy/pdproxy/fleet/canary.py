@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import msgspec
@@ -19,11 +19,12 @@ import msgspec
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError
 from pdproxy.observe.events import Observers, TokenizerJudged
 from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import Node
 from pdproxy.tokens.canaries import CANARIES, Agreement, Answer, compare
 from pdproxy.tokens.chat import ContentFormat
 from pdproxy.tokens.errors import UnusableError
 from pdproxy.tokens.tokenizer import LocalTokenizer
-from pdproxy.upstream.admin import EngineAdmin
+from pdproxy.upstream.admin import EngineAdmin, ModelCard
 from pdproxy.wire.request import Route
 
 logger = logging.getLogger("pdproxy.fleet")
@@ -33,7 +34,7 @@ AGAIN = 5.0
 _NO_ROUTE = (403, 404, 405, 501)
 _NOTHING: Mapping[bool, ContentFormat] = {False: "string", True: "string"}
 
-Life = tuple[str, float]
+Life = tuple[str, int]
 _T = TypeVar("_T")
 
 
@@ -47,11 +48,19 @@ class Trusted:
 
 @dataclass(frozen=True, slots=True)
 class _Judgement:
-    """What one run of an engine said of one base model. `why`: why nothing is tokenized here for it, "" if it is."""
+    """What one run of an engine said of one base model. `why`: why nothing is tokenized here for it, "" if it is.
+
+    `answers`: the engine's own ids, by the canaries' names.
+    """
 
     tokenizer: LocalTokenizer | None
     agreement: Agreement
     why: str
+    answers: Mapping[str, Answer] = field(default_factory=dict)
+
+    def alike(self, other: _Judgement) -> bool:
+        """Tell whether a tokenizer that agrees with one agrees with both: they share it, or say the same of all canaries."""
+        return self.tokenizer is other.tokenizer or self.answers == other.answers
 
 
 class Canaries:
@@ -99,7 +108,7 @@ class Canaries:
         return self._trusted[key]
 
     def _agreed(self, model: str | None, route: Route) -> Trusted | None:
-        agreed: Trusted | None = None
+        agreed: tuple[Trusted, _Judgement] | None = None
         for node in self._ledger.nodes:
             if not node.alive or not (model is None or node.serves(model)):
                 continue
@@ -113,10 +122,11 @@ class Canaries:
             if not (how.chats if route is Route.CHAT else how.texts):
                 return None
             trusted = Trusted(judgement.tokenizer, how.forms if route is Route.CHAT else _NOTHING)
-            if agreed is not None and agreed != trusted:
+            if agreed is None:
+                agreed = trusted, judgement
+            elif trusted.forms != agreed[0].forms or not judgement.alike(agreed[1]):
                 return None
-            agreed = trusted
-        return agreed
+        return agreed[0] if agreed is not None else None
 
     def refuted(self, url: str, model: str | None, route: Route, why: str) -> None:
         """A request has shown what canaries can't: this engine makes other ids of it. Not here any more, for this life of it."""
@@ -148,17 +158,28 @@ class Canaries:
                 pass
 
     async def look(self) -> bool:
-        """Ask every engine that is up and was not asked in this life. Return whether all of them have answered."""
+        """Ask each engine that is up and was not asked in this life, or has new names. Return whether all have answered."""
         lives = {self._ledger.life(node.url): node.url for node in self._ledger.nodes if node.evidence is not None}
         for gone in self._judged.keys() - lives.keys():
             del self._judged[gone]
-        up = [node for node in self._ledger.nodes if node.alive and self._ledger.life(node.url) not in self._judged]
-        return all(await asyncio.gather(*(self._asked(node.url) for node in up)))
+        new = [
+            node.url
+            for node in self._ledger.nodes
+            if node.alive and (self._ledger.life(node.url) not in self._judged or self._has_new_names(node))
+        ]
+        return all(await asyncio.gather(*(self._asked(url) for url in new)))
+
+    def _has_new_names(self, node: Node) -> bool:
+        return node.evidence is not None and not node.evidence.models <= self._bases.keys()
 
     async def _asked(self, url: str) -> bool:
         life = self._ledger.life(url)
         try:
-            judged = await self._judge(url)
+            cards = await self._cards(url)
+            if life in self._judged:  # adapters were loaded: what their base was found to be holds for them
+                self._trusted.clear()
+                return True
+            judged = await self._judge(url, cards)
         except (EngineError, OverloadedError) as error:
             logger.debug("%s was not asked for canaries: %s", url, error.message)
             return False
@@ -172,13 +193,15 @@ class Canaries:
             self._observers.notify(TokenizerJudged(url, model, agrees, judgement.why or "all canaries agree"))
         return True
 
-    async def _judge(self, url: str) -> dict[str, _Judgement]:
+    async def _cards(self, url: str) -> list[ModelCard]:
+        """Return an engine's models, and note whose adapters they are."""
         cards = await self._admin.models(url)
+        self._bases |= {card.id: card.parent or card.id for card in cards}
+        return cards
+
+    async def _judge(self, url: str, cards: list[ModelCard]) -> dict[str, _Judgement]:
         judged: dict[str, _Judgement] = {}
-        for card in cards:
-            self._bases[card.id] = card.parent or card.id
-            if card.parent is not None:
-                continue
+        for card in (one for one in cards if one.parent is None):
             try:
                 tokenizer = self._tokenizer or await self._tokenizer_of(card.root or card.id)
             except UnusableError as error:
@@ -207,12 +230,18 @@ class Canaries:
             why = f"other token ids than the engine's for {_list(how.differs)}: {' and '.join(what)} are left to the engines"
         elif how.unsure:
             why = f"no ids of our own for {_list(how.unsure)}"
-        return _Judgement(tokenizer, how, why)
+        return _Judgement(tokenizer, how, why, answers)
 
     async def _tokenizer_of(self, root: str) -> LocalTokenizer:
-        if root not in self._found:  # engines are asked at the same time, and share what is found
-            self._found[root] = asyncio.ensure_future(self._thread(lambda: self._find(root)))
-        return await asyncio.shield(self._found[root])
+        found = self._found.get(root)
+        if found is None:  # engines are asked at the same time, and share what is found
+            found = self._found[root] = asyncio.ensure_future(self._thread(lambda: self._find(root)))
+        try:
+            return await asyncio.shield(found)
+        except Exception:
+            if self._found.get(root) is found:
+                del self._found[root]  # it may be there when an engine comes up the next time
+            raise
 
     async def _thread(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

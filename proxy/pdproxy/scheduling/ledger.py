@@ -88,6 +88,8 @@ class Ledger:
         new = node.evidence != evidence or node.down_because is not None
         if node.evidence is not None and node.evidence != evidence:
             self._forgive(node)
+        if node.evidence is None or not node.evidence.same_run(evidence, was_down=node.down_because is not None):
+            node.runs += 1
         if node.down_because is not None:
             node.failures, node.closed_until = 0, 0.0
         node.evidence, node.down_because, node.probed = evidence, None, True
@@ -116,10 +118,9 @@ class Ledger:
             self._nodes[url].ejected.discard(node.url)
         node.ejected.clear()
 
-    def life(self, url: str) -> tuple[str, float]:
-        """Return what identifies one run of an engine: its url and its start in Unix seconds, 0 while unknown."""
-        evidence = self._nodes[url].evidence
-        return url, evidence.started if evidence is not None else 0.0
+    def life(self, url: str) -> tuple[str, int]:
+        """Return what identifies one run of an engine: its url, and how many runs of it were seen so far."""
+        return url, self._nodes[url].runs
 
     # -- what a request asks
 

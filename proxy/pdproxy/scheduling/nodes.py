@@ -39,7 +39,7 @@ class Evidence:
     `models` are the names it serves (adapters included), `roots` what its base models were loaded from,
     `block_size` tokens a KV block, `canary` the token ids of a fixed prompt and chat for each base model,
     `template_tokens` how many tokens its chat template adds to one message at the most, `started` the engine's start in
-    Unix seconds (a change means a restart).
+    Unix seconds (a change means a restart), 0 where it doesn't say.
     """
 
     models: frozenset[str]
@@ -48,6 +48,12 @@ class Evidence:
     canary: tuple[tuple[int, ...], ...]
     template_tokens: int
     started: float
+
+    def same_run(self, later: Evidence, *, was_down: bool) -> bool:
+        """Tell whether one run of the engine said both. Where no start tells, only if nothing changed and it was never down."""
+        if self.started and later.started:
+            return self.started == later.started
+        return self == later and not was_down
 
     def difference(self, other: Evidence) -> str | None:
         """Return why two engines may not share a prompt's KV, None if they are alike."""
@@ -72,6 +78,8 @@ class Node:
 
     spec: NodeSpec
     evidence: Evidence | None = None
+    runs: int = 0
+    """How many runs of the engine were seen."""
     down_because: str | None = "not probed yet"
     down_since: float = 0.0
     probed: bool = False

@@ -90,6 +90,7 @@ async def prefill(
                 verdict = Verdict.GOOD
                 engines.custodian.orphans.outlive(pending, engines.deadlines.prefill, end)
                 adopted = True
+                engines.ids_served(node.url, parsed, dispatch.ids, sent, handle.token_ids)
                 return Prefilled(engines.custodian.take(handle, leg))
             if answer is None:
                 answer = await pending.answered()

@@ -18,7 +18,7 @@ from pdproxy.wire.request import Parsed, Route
 EVERY = 100
 """Of an engine's prompts, one in so many is a proof: a hundredth of its tokenizing is what certainty costs."""
 
-_Kind = tuple[tuple[str, float], str | None, Route, bool]
+_Kind = tuple[tuple[str, int], str | None, Route, bool]
 _ids_decoder = msgspec.json.Decoder(list[int])
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Protocol
 
 import msgspec
@@ -31,7 +32,9 @@ THREADS = 2
 WAITING = 64
 """Prompts that may wait for a thread. One more is left to the engines at once, rather than after its deadline."""
 LONGEST = 4 * 2**20
-"""Bytes of a prompt that is tokenized here: longer ones would take all of their deadline, and a thread for longer than that."""
+"""Bytes that are read here for a prompt: more would take all of its deadline, and a thread for longer than that."""
+NO_ID = 2**32
+"""Token ids are below: engines keep them in 32 bits, and refuse others by themselves."""
 
 Ask = Callable[[str, bytes, bytes | None], Awaitable[TokenIds]]
 """Asks the engine with this URL: a body for `/tokenize`, and the client's own `Authorization`."""
@@ -79,6 +82,8 @@ class Tokenizing:
         self._deadline = deadline
         self._required = required
         self._waiting = 0
+        self._forsaken: set[Future[_Result]] = set()
+        """What threads are at work on and nobody waits for any more."""
 
     def __repr__(self) -> str:
         return f"<Tokenizing {self._waiting} waiting>"
@@ -120,25 +125,38 @@ class Tokenizing:
         if prompt.raw is None or bytes(parsed.fields.get("truncate_prompt_tokens", b"null")) != b"null":
             return None
         try:
-            return from_numbers(_ids_decoder.decode(prompt.raw))
+            ids = _ids_decoder.decode(prompt.raw)
         except msgspec.MsgspecError:
             return None
+        return from_numbers(ids) if min(ids, default=-1) >= 0 and max(ids) < NO_ID else None
 
     async def _here(self, parsed: Parsed, prompt: Prompt) -> _Result:
         trusted = self._trust.trusted(parsed.model, parsed.route)
         if trusted is None:
             return "off", None
-        if prompt.text_bytes > LONGEST:
+        if _bytes_to_read(parsed, prompt) > LONGEST:
             return "long", None
-        if self._waiting >= WAITING:
+        if self._waiting >= WAITING or len(self._forsaken) >= THREADS:
             return "busy", None
-        self._waiting += 1
-        work = asyncio.get_running_loop().run_in_executor(self._threads, _made, trusted, parsed, prompt)
-        work.add_done_callback(self._over)
-        return await work
+        loop = asyncio.get_running_loop()
 
-    def _over(self, work: asyncio.Future[_Result]) -> None:
+        def done(work: Future[_Result]) -> None:  # in its thread
+            with suppress(RuntimeError):  # the loop has ended before
+                loop.call_soon_threadsafe(self._over, work)
+
+        work = self._threads.submit(_made, trusted, parsed, prompt)
+        self._waiting += 1
+        work.add_done_callback(done)
+        try:
+            return await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            if not work.cancel() and not work.done():
+                self._forsaken.add(work)
+            raise
+
+    def _over(self, work: Future[_Result]) -> None:
         self._waiting -= 1
+        self._forsaken.discard(work)
 
     async def _engine(self, parsed: Parsed, prompt: Prompt, authorization: bytes | None) -> _Result:
         try:
@@ -160,6 +178,13 @@ class Tokenizing:
             return "rejected" if error.status == 400 else "failed", None
         except (EngineError, OverloadedError):
             return "failed", None
+
+
+def _bytes_to_read(parsed: Parsed, prompt: Prompt) -> int:
+    """Return how much is parsed for a prompt's ids: any field of a chat may be long; of a list, the other prompts don't count."""
+    if parsed.route is Route.CHAT:
+        return parsed.body_bytes
+    return parsed.body_bytes - memoryview(parsed.fields["prompt"]).nbytes + prompt.text_bytes
 
 
 def _made(trusted: Trusted, parsed: Parsed, prompt: Prompt) -> _Result:

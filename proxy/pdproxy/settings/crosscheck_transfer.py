@@ -13,6 +13,8 @@ from pdproxy.settings.schema import Node, Pool, Receiver
 
 NEED_IDS = ("lmcache-pd", "kvstore-keys")
 """Connectors whose prefill legs are made of token ids."""
+TAKE_IDS = ("nixl", *NEED_IDS)
+"""Connectors whose legs may carry ids that were made here."""
 
 
 def receiver_host(node: Node) -> str:
@@ -31,6 +33,9 @@ def check_transfer(pool: Pool, nodes: Sequence[Node], path: KeyPath) -> None:
         raise SettingsError(
             f"{key}: connector {pool.connector} needs prompts' token ids: expected auto or always, got off"
         )
+    if pool.tokenize == "always" and pool.connector not in TAKE_IDS:
+        key = spell_key((*path, "tokenize"))
+        raise SettingsError(f"{key}: connector {pool.connector} takes no token ids: expected off or auto, got always")
     pushed = pool.connector == "lmcache-pd"
     taken: dict[tuple[str, int], str] = {}
     for index, node in enumerate(nodes):

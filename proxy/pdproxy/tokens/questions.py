@@ -15,6 +15,7 @@ from pdproxy.tokens.chat import refuse_unknown, template_arguments
 from pdproxy.tokens.errors import UnsureError
 from pdproxy.wire.request import Fields, Parsed, Prompt, Route
 
+_object_decoder = msgspec.json.Decoder(dict[str, Any] | None)
 _CHAT = ("add_generation_prompt", "continue_final_message", "add_special_tokens", "tools")
 
 
@@ -22,8 +23,16 @@ def question(parsed: Parsed, prompt: Prompt) -> bytes:
     """Return the body for `/tokenize`.
 
     Raises:
-        UnsureError: it has no field for something that changes this prompt.
+        UnsureError: it has no field for something that changes this prompt, or a value of it can't be written anew.
     """
+    try:
+        return _question(parsed, prompt)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        # Numbers beyond all bounds, for one: the engines' own parser may take them.
+        raise UnsureError("a value") from None
+
+
+def _question(parsed: Parsed, prompt: Prompt) -> bytes:
     fields = parsed.fields
     refuse_unknown(fields)
     asked: Fields = {"model": fields["model"]} if "model" in fields else {}
@@ -42,7 +51,7 @@ def question(parsed: Parsed, prompt: Prompt) -> bytes:
     asked["messages"] = _messages(fields["messages"])
     arguments = template_arguments(fields)
     if arguments or "chat_template_kwargs" in fields:
-        given = msgspec.json.decode(fields.get("chat_template_kwargs", b"null")) or {}
+        given = _object_decoder.decode(fields.get("chat_template_kwargs", b"null")) or {}
         asked["chat_template_kwargs"] = msgspec.Raw(msgspec.json.encode({**given, **arguments}))
     return msgspec.json.encode(asked)
 

@@ -176,7 +176,12 @@ class EngineClient:
             EngineUnreachableError: the engine refused the connection, or did not take it in time.
         """
         connection = (None if fresh else self._kept()) or await self._connect()
-        return connection.send(request if isinstance(request, bytes) else request(), sink)
+        try:
+            made = request if isinstance(request, bytes) else request()
+        except BaseException:
+            self._free(connection)
+            raise
+        return connection.send(made, sink)
 
     async def ask(self, request: Request, *, fresh: bool = False) -> Pending:
         """Send a request whose whole answer will be awaited, on a new connection if `fresh`.

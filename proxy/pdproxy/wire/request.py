@@ -286,6 +286,8 @@ def _alone(fields: Fields, route: Route) -> Alone | None:
         top = _read(fields, "top_logprobs", _int_decoder)
         if top and not logprobs:
             raise _UnusualError
+        if _read(fields, "return_prompt_text", _bool_decoder):
+            return Alone.ECHO  # a decode engine that is handed a chat's ids has no text of it (vLLM 0.32.0)
     else:
         logprobs = _read(fields, "logprobs", _int_decoder) is not None
     if not logprobs and not _absent(fields, "logprob_token_ids"):

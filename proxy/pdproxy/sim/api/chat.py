@@ -146,7 +146,7 @@ class _Job:
                 },
                 "prompt_logprobs": prompt_logprobs(self._engine.tokenizer, first.prompt_logprobs),
                 "prompt_token_ids": self._prompt.ids if body.return_token_ids else None,
-                "prompt_text": self._prompt.text if body.return_prompt_text else None,
+                "prompt_text": self._prompt_text(),
                 "kv_transfer_params": handle,
                 "ec_transfer_params": None,
                 "metrics": None,
@@ -183,6 +183,10 @@ class _Job:
             "token_ids": self._ids(merged),
             "routed_experts": None,
         }
+
+    def _prompt_text(self) -> str | None:
+        """Return the prompt's text where it is asked for. Ids that were handed over have none."""
+        return (self._prompt.text or None) if self._body.return_prompt_text else None
 
     async def events(self, params: SamplingParams) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream, all but its end mark."""
@@ -266,7 +270,7 @@ class _Job:
             if body.with_running_usage:
                 chunk["usage"] = counted
             chunk["prompt_token_ids"] = self._prompt.ids if body.return_token_ids else None
-            chunk["prompt_text"] = self._prompt.text if body.return_prompt_text else None
+            chunk["prompt_text"] = self._prompt_text()
             found.append(answer.event(chunk))
         if self._echo:
             for index in range(body.children):
