@@ -223,9 +223,7 @@ class Proxy:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
         patience = deadlines.abandoned_prefill + deadlines.release
-        if (
-            self.transfer.contract.ends_whole
-        ):  # to close such a prefill would cost its engine more than the wait costs us
+        if self.transfer.contract.ends_whole:  # closing such a prefill would cost its engine its life
             patience = deadlines.prefill + deadlines.kv_ready + deadlines.first_token
         if lost := await self.custodian.settle(patience):
             logger.warning("%d prefills and handles could not be seen home in %g s", lost, patience)
