@@ -109,6 +109,8 @@ CHAT_SHAPES = [
     chat("chat-token-ids-returned-streamed", return_token_ids=True, **USAGE),
     # One engine alone.
     chat("chat-echo", begun, echo=True, alone=ALONE_ECHO),
+    chat("chat-prompt-text", return_prompt_text=True, alone=ALONE_ECHO),
+    chat("chat-prompt-text-streamed", return_prompt_text=True, stream=True, alone=ALONE_ECHO),
     chat("chat-prompt-logprobs", prompt_logprobs=0, alone=ALONE_PROMPT_LOGPROBS),
     chat("chat-n", n=2, temperature=0.8, seed=7, alone=ALONE_N),
     chat("chat-n-of-four", n=4, temperature=0.7, seed=2, stream=True, max_tokens=5, alone=ALONE_N),
