@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, OverloadedError, Wait
@@ -112,15 +113,19 @@ class Custody:
         if self.state is not None:
             self.state = State.ASKED
 
-    def end(self, how: End) -> None:
-        """The handle is over, unless the decode engine is to give it back and can't be relied on: then we do, too."""
+    def end(self, how: End, *, in_silence: bool = False) -> None:
+        """The handle is over, unless the decode engine is to give it back and can't be relied on: then we do, too.
+
+        `in_silence`: it shows nothing before its whole answer. Then it has read a push more likely than not, and who reads one
+        twice may take another prompt's.
+        """
         if self.state is None and self.how is None:
             self.how = how  # nothing is kept for us, so nothing is to be given back
         if self.state is None or (self.state is State.RELEASING and how in _BY_DECODE):
             return
         if self._unread and how is End.LOADED:
             return  # the decode engine has computed it: it is being given back
-        if how in _BY_DECODE and not self._custodian.relies_on(self.prefill, self.decode):
+        if how in _BY_DECODE and not self._custodian.relies_on(self.prefill, self.decode, in_silence=in_silence):
             self.release()
             return
         self.state, self.how, self.on_expired = None, how, None
@@ -132,12 +137,14 @@ class Custody:
         self._custodian.ended(self, how)
         self.handle = Handle(b"", None, self.handle.prompt_tokens, self.handle.remote_request_id)
 
-    async def given_back(self) -> bool:
-        """Give the handle back, and wait until that is over. Return whether it was taken back."""
+    async def given_back(self, timeout: float) -> bool:
+        """Give the handle back, and wait until that is over, `timeout` seconds at most. Return whether it was taken back."""
         over = asyncio.Event()
         self.when_over(over.set)
         self.release()
-        await over.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await over.wait()
         return self.how is End.RELEASED
 
     def not_read(self) -> None:
@@ -175,7 +182,7 @@ class Custodian:
         self._named: dict[str, Custody] = {}  # the same by their engines' words, where engines tell of them
         self._tasks = TaskOwner("custody")
         self.orphans = Orphans(contract, deadlines, observers, self._tasks, self._give_back_at_once)
-        self._met: set[tuple[tuple[str, float], tuple[str, float]]] = set()
+        self._met: set[tuple[tuple[str, int], tuple[str, int]]] = set()
 
     @property
     def holds(self) -> bool:
@@ -204,10 +211,10 @@ class Custodian:
                 self._named[handle.remote_request_id] = custody
         return custody
 
-    def relies_on(self, prefill: str, decode: str | None) -> bool:
+    def relies_on(self, prefill: str, decode: str | None, *, in_silence: bool) -> bool:
         """Tell whether a decode engine that refuses or is aborted gives a handle back."""
         # A push is freed by reading it, and by nothing else: an engine that was aborted before it did keeps it.
-        return not self._contract.pushes and self.met(prefill, decode)
+        return in_silence if self._contract.pushes else self.met(prefill, decode)
 
     def met(self, prefill: str, decode: str | None) -> bool:
         """Tell whether KV has moved between two engines since both of them started."""
@@ -301,10 +308,10 @@ class Custodian:
             if told and not self._contract.pushes and not self.met(custody.prefill, url):
                 await asyncio.sleep(FIRST_CONTACT)
                 await self._told(custody, url, body)
-            if told or (told is None and self._contract.pushes):
-                return bool(
-                    told
-                )  # a read that was not done in its time may be under way still: another would take as long
+            if told:
+                return True
+            if told is None and self._contract.pushes:
+                return False  # a second read of what the first has read after all would take another prompt's
         return False
 
     def _releaser(self, custody: Custody) -> str | None:
@@ -318,8 +325,8 @@ class Custodian:
         client = self._clients[decode]
         headers = ((b"x-request-id", b"release-" + mint().encode()), *custody.authorization)
         try:
-            # A push is given back by reading it, which may mean computing it.
-            timeout = self._deadlines.first_token if self._contract.pushes else self._deadlines.release
+            # A push is given back by reading it, when its turn comes: given up before, it would stay where it is.
+            timeout = self._deadlines.total if self._contract.pushes else self._deadlines.release
             answer: Answer = await client.whole(client.request(RELEASE_PATH, headers, body), timeout, Wait.RELEASE)
         except (EngineError, OverloadedError) as error:
             if isinstance(error, EngineTimeoutError | EngineUnreachableError) and error.wait is not None:

@@ -192,7 +192,9 @@ class Exchange:
             custody = got.custody
             handover.in_custody(custody)
             if (alone := custody.handle.alone) is not None:
-                freed = await custody.given_back()  # before an engine that holds it could take a part of it
+                freed = await custody.given_back(
+                    self._engines.deadlines.first_token
+                )  # before an engine that holds it could take a part of it
                 raise PrefillFailedError(alone, another=False, shun=None if freed else pair.decode.node.url)
             if got.body:
                 return await self._finished(got, stream_to)
@@ -302,7 +304,7 @@ class Exchange:
         except asyncio.CancelledError:
             asked = leg is not None and custody is not None and custody.state is not None and not proven
             if asked and custody is not None and await accepted(engines, self._parsed, relay, started):
-                custody.end(End.ABORTED)
+                custody.end(End.ABORTED, in_silence=self._parsed.starts_in_silence)
             raise  # a handle that has not ended is given back below, once the leg is closed
         except EngineError as error:
             verdict = verdict_of(error, with_kv=custody is not None)

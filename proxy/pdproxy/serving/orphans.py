@@ -99,7 +99,7 @@ class Orphans:
             if len(self._remembered) > REMEMBERED:
                 self._remembered.popitem(last=False)
             if leg.expected is not None and leg.expected.notice is not None:
-                self.heard(leg.expected.notice)  # it came just before
+                self._take(leg.expected.notice)  # it came just before
         self.count += 1
         self._tasks.spawn(self._adopted(pending, leg, orphan, done), "adopted prefill")
 
@@ -115,15 +115,19 @@ class Orphans:
 
         KV of a leg that was given up before its answer came would be lost without it: its handle is in the answer alone.
         """
-        told = self._contract.told
-        orphan = self._remembered.pop(notice.request_id, None)
-        if told is None or (orphan is None and self._contract.early):
+        known = self._take(notice)
+        if self._contract.told is None or (not known and self._contract.early):
             return False
-        if orphan is not None and (handle := told(notice)) is not None:
+        self._observers.notify(KvNoticed(notice.event.value, "given_up" if known else "known"))
+        return True
+
+    def _take(self, notice: Notice) -> bool:
+        orphan = self._remembered.pop(notice.request_id, None)
+        told = self._contract.told
+        if orphan is not None and told is not None and (handle := told(notice)) is not None:
             orphan.taken = True
             self._give_back(handle, orphan.leg)
-        self._observers.notify(KvNoticed(notice.event.value, "known" if orphan is None else "given_up"))
-        return True
+        return orphan is not None
 
     def forget(self, leg_id: str) -> None:
         """There will be no KV: the engine has told so."""

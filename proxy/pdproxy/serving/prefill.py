@@ -90,8 +90,9 @@ async def prefill(
                 verdict = Verdict.GOOD
                 engines.custodian.orphans.outlive(pending, engines.deadlines.prefill, end)
                 adopted = True
+                custody = engines.custodian.take(handle, leg)
                 engines.ids_served(node.url, parsed, dispatch.ids, sent, handle.token_ids)
-                return Prefilled(engines.custodian.take(handle, leg))
+                return Prefilled(custody)
             if answer is None:
                 answer = await pending.answered()
         got = _read(read, node.url, answer)
