@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from pdproxy.observe.events import DeadlinePassed, HandleEnded, KvNoticed, LegFailed
+from pdproxy.sim.facts import Hardware
 from pdproxy.wire.request import Route
 from tests.fakes.client import Client, request
 from tests.fakes.pool import Pair, pool
@@ -217,8 +218,8 @@ async def test_a_notice_is_enough_once_nobody_waits_for_the_answer() -> None:
 
 
 async def test_kv_that_could_not_be_read_is_given_back_though_the_request_goes_on() -> None:
-    """A decode engine that computes what it couldn't load tells the prefill engine nothing."""
-    async with pool("nixl", d={"kv_load_failure_policy": "recompute"}) as pair:
+    """A decode engine that computes what it couldn't load tells the prefill engine nothing; that takes longer than a notice."""
+    async with pool("nixl", d={"kv_load_failure_policy": "recompute", "hardware": Hardware(speed=0.1)}) as pair:
         await heard(pair)
         pair.d.faults.add("load_failure")
         await same(pair, COMPLETIONS, completion())
