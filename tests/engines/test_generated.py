@@ -65,17 +65,22 @@ async def _difference(plain_url: str, proxy_url: str, wanted: Generated) -> str:
     plain, other = await asyncio.gather(
         *(ask(url, wanted.path, wanted.body.encode(), dict(wanted.headers)) for url in (plain_url, proxy_url))
     )
-    if (error := _streamed_refusal(plain)) is not None:
-        code = error["error"]["code"]
-        return (
-            ""
-            if (other.status, mask(other.json)) == (code, mask(error))
-            else f"{error} != {other.status} {other.body!r}"
-        )
+    if plain.status == 500 and "kv_transfer_params" in wanted.body:
+        # A handle that is no object breaks in an engine; a client's is taken out here before (docs/differences.md).
+        return "" if other.status == 200 else f"{other.status} {other.body!r}"
+    if (error := _streamed_error(plain)) is not None:
+        several = isinstance(json.loads(wanted.body).get("prompt"), list)
+        if other.status == 200 and (several or plain.chunks[0] != error):
+            # What one engine calls whole with an error in it ends with the error here (docs/differences.md). Which of several
+            # prompts speaks first is chance.
+            said = mask(other.chunks[-1]) == mask(error) and not other.body.rstrip().endswith(b"[DONE]")
+        else:
+            said = (other.status, mask(other.json)) == (error["error"]["code"], mask(error))
+        return "" if said else f"{error} != {other.status} {other.body!r}"
     return differs(plain, other, strict=False, warm=True)
 
 
-def _streamed_refusal(plain: Answer) -> dict | None:
-    """The error that an engine put into a stream in place of a status, None where there is none."""
-    first = plain.chunks[0] if plain.streamed and plain.status == 200 else {}
-    return first if "error" in first else None
+def _streamed_error(plain: Answer) -> dict | None:
+    """The error that an engine put into a stream, None where there is none."""
+    chunks = plain.chunks if plain.streamed and plain.status == 200 else []
+    return next((chunk for chunk in chunks if "error" in chunk), None)
