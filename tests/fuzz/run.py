@@ -82,7 +82,7 @@ def seeds(target: str) -> list[bytes]:
     if target == "ingress":
         found |= {f"{name} twice": one * 2 for name, one in found.items()}
         found["chunked"] = (
-            b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nx: y\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nx: y\r\n\r\n"
         )
     end = b"" if target == "body" else b"\x00"
     return [one + end for one in found.values() if len(one) < 8000]

@@ -95,7 +95,9 @@ FLOODS = {
     "trailers without an end": (
         20, POST + b"transfer-encoding: chunked\r\n\r\n0\r\n", b"a: b\r\n" * 10_000, 1000,
     ),
-    "a body that no route reads": (4, b"POST /health HTTP/1.1\r\ncontent-length: 1000000000\r\n\r\n", b" " * 65536, 2000),
+    "a body that no route reads": (
+        4, b"POST /health HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n", b" " * 65536, 2000,
+    ),
     "pages that are never read": (20, b"", request("GET", "/metrics", b"") * 100, 100),
     "requests that are never read": (20, b"", request("POST", "/v1/completions", b"{}") * 100, 100),
 }  # fmt: skip

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.custody import Custodian, End
-from pdproxy.serving.orphans import PrefillLeg
+from pdproxy.serving.orphans import PrefillLeg, _Orphan
 from pdproxy.settings.schema import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.transfer.nixl import nixl
@@ -48,3 +50,29 @@ def test_engines_words_are_heard_where_they_carry_the_notifier() -> None:
     custody = deaf.take(handle("r1"), LEG)
     deaf.heard(said)
     assert custody.how is None
+
+
+async def test_an_aborted_push_is_read_unless_it_was_more_likely_than_not() -> None:
+    """A stream shows when it has begun; an unstreamed answer doesn't, and a second read may take another prompt's."""
+    books = custodian(replace(nixl(), pushes=True))
+    silent, streamed = (books.take(handle(name), LEG) for name in ("silent", "streamed"))
+    silent.end(End.ABORTED, in_silence=True)
+    streamed.end(End.ABORTED)
+    assert (silent.how, streamed.how) == (End.ABORTED, None)
+    assert books.snapshot()["releasing"][0] == 1
+    await books.settle(0)
+
+
+async def test_a_handle_that_is_not_taken_back_in_time_holds_nobody_up() -> None:
+    """It is still being given back; whoever waited is told that it isn't."""
+    books = custodian(nixl())
+    assert not await books.take(handle("r1"), LEG).given_back(0.01)
+    assert books.snapshot()["releasing"][0] == 1
+    await books.settle(0)
+
+
+def test_a_leg_is_remembered_without_its_request() -> None:
+    """Its reader holds the request's body, which may be long."""
+    orphan = _Orphan(LEG)
+    assert orphan.leg.read is not LEG.read
+    assert (orphan.leg.prefill, orphan.leg.expected, orphan.leg.slots) == (LEG.prefill, None, None)

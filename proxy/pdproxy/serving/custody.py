@@ -279,9 +279,10 @@ class Custodian:
                 custody.end(how)
         if how is End.LOST:
             logger.warning(
-                "KV of %s on %s could not be given back: its lease frees it",
+                "KV of %s on %s could not be given back: %s",
                 custody.handle.remote_request_id,
-                custody.prefill,
+                custody.decode if self._contract.pushes else custody.prefill,
+                "it stays there" if self._contract.pushes else "its lease frees it",
             )
 
     async def _may_be_read(self, custody: Custody) -> bool:

@@ -192,9 +192,8 @@ class Exchange:
             custody = got.custody
             handover.in_custody(custody)
             if (alone := custody.handle.alone) is not None:
-                freed = await custody.given_back(
-                    self._engines.deadlines.first_token
-                )  # before an engine that holds it could take a part of it
+                # Before an engine that holds it could take a part of it.
+                freed = await custody.given_back(engines.deadlines.first_token)
                 raise PrefillFailedError(alone, another=False, shun=None if freed else pair.decode.node.url)
             if got.body:
                 return await self._finished(got, stream_to)
