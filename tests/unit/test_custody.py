@@ -8,7 +8,7 @@ from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.custody import Custodian, End
 from pdproxy.serving.orphans import PrefillLeg, _Orphan
-from pdproxy.settings.schema import Deadlines
+from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.transfer.nixl import nixl
 from pdproxy.wire.notices import Event, Notice

@@ -5,24 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
-
 from pdproxy.app.credentials import Credentials
+from pdproxy.app.gauges import gauges
+from pdproxy.app.models import models
 from pdproxy.app.tokens import TRANSFORMERS, ChangeHeard, Library, Tokens, tokens
 from pdproxy.app.transfer import build_transfer
 from pdproxy.app.watch import UNWATCHED, Watch
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.prober import Prober
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import EngineError, OverloadedError, Wait
+from pdproxy.kit.errors import Wait
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, Event, LegFailed, Observers
 from pdproxy.observe.logs import LogObserver
-from pdproxy.observe.metrics import Gauge, Metrics
+from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.serving.admission import Admission
@@ -182,7 +182,7 @@ class Proxy:
             NoticeSocket(partial(_heard, transfer.ready, custodian), transfer.ready.undecodable),
             tokenized,
         )
-        metrics.add_gauges(proxy._gauges())
+        metrics.add_gauges(gauges(proxy))
         if tokenized is not None:
             metrics.add_gauges(tokenized.gauges())
         return proxy
@@ -267,7 +267,7 @@ class Proxy:
         return Answers(
             self.service.keys.check,
             self.readiness,
-            self.models,
+            partial(models, self.ledger, self.admin, own_keys=self.credentials.keys.wanted),
             self.metrics.page,
             passing,
             self.settings.listen.cors,
@@ -295,91 +295,6 @@ class Proxy:
         reason = "shutting down" if self.admission.closed else self.ledger.not_ready()
         return Readiness(reason, details)
 
-    async def models(self, authorization: bytes | None) -> bytes:
-        """Return the models of all engines that can serve by themselves, each once, in the engines' own words.
-
-        Asked with the client's own key, or with ours for clients that brought a key of ours.
-        """
-        own = None if self.credentials.keys.wanted else (authorization or b"").decode("latin-1")
-        cards: dict[str, msgspec.Raw] = {}
-        failed: EngineError | None = None
-        now = time.monotonic()
-        for node in self.ledger.nodes:
-            if (
-                node.role is Role.PREFILL
-                or not node.usable(now)
-                or node.evidence is None
-                or node.evidence.models <= set(cards)
-            ):
-                continue
-            try:
-                listed = msgspec.json.decode(await self.admin.models_body(node.url, own), type=_ModelList)
-                named = [(msgspec.json.decode(card, type=_ModelName).id, card) for card in listed.data]
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                failed = EngineError(f"{node.url}: /v1/models answered something else: {error}")
-                continue
-            except EngineError as error:
-                failed = error
-                continue
-            for name, card in named:
-                cards.setdefault(name, card)
-        if not cards:
-            raise failed or OverloadedError("no engine is up: see /ready")
-        return msgspec.json.encode(_ModelList(data=list(cards.values())))
-
-    def _gauges(self) -> Iterable[Gauge]:
-        nodes = self.ledger.nodes
-
-        def handles() -> Iterable[tuple[tuple[str, ...], float]]:
-            return [((state,), count) for state, (count, _) in self.custodian.snapshot().items()]
-
-        def ages() -> Iterable[tuple[tuple[str, ...], float]]:
-            return [((state,), age) for state, (_, age) in self.custodian.snapshot().items()]
-
-        node_labels = ("node", "role")
-        return (
-            Gauge(
-                "pdproxy_node_inflight",
-                "Legs in flight on an engine",
-                node_labels,
-                lambda: [((n.url, n.role.value), n.requests) for n in nodes],
-            ),
-            Gauge(
-                "pdproxy_node_up",
-                "Whether an engine may be used",
-                node_labels,
-                lambda: [((n.url, n.role.value), float(n.usable(time.monotonic()))) for n in nodes],
-            ),
-            Gauge("pdproxy_kv_handles", "KV handles that are not over, by state", ("state",), handles),
-            Gauge("pdproxy_kv_handle_age_seconds", "Age of the oldest KV handle in a state", ("state",), ages),
-            Gauge("pdproxy_inflight", "Requests being served", (), lambda: [((), self.admission.inflight)]),
-            Gauge(
-                "pdproxy_kv_ready_waits",
-                "Prompts that wait for notices",
-                (),
-                lambda: [((), self.transfer.ready.waiting)],
-            ),
-            Gauge(
-                "pdproxy_kv_notices_kept",
-                "Notices that nobody has waited for yet",
-                (),
-                lambda: [((), self.transfer.ready.kept)],
-            ),
-            Gauge(
-                "pdproxy_kv_buffer_slots",
-                "Chunks of KV that may be in a decode engine's receive buffer",
-                ("node",),
-                lambda: [((url,), taken) for url, taken in self.transfer.buffers.taken.items()],
-            ),
-            Gauge("pdproxy_queue", "Requests waiting for a place", (), lambda: [((), self.admission.waiting)]),
-            Gauge(
-                "pdproxy_kv_missing_tokens",
-                "Prompt tokens that never arrived by KV transfer since the engine's start",
-                ("node",),
-                lambda: [((url,), missing) for url, missing in self.auditor.missing().items()],
-            ),
-        )
-
 
 def _heard(ready: KvReady, custodian: Custodian, notice: Notice) -> None:
     if notice.event is not NoticeEvent.READY or not custodian.orphans.heard(notice):
@@ -388,12 +303,3 @@ def _heard(ready: KvReady, custodian: Custodian, notice: Notice) -> None:
 
 def _no_key(url: str) -> None:
     """Return the key of an engine whose clients bring it themselves."""
-
-
-class _ModelList(msgspec.Struct):
-    data: list[msgspec.Raw]
-    object: str = "list"
-
-
-class _ModelName(msgspec.Struct):
-    id: str

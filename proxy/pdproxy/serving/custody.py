@@ -18,7 +18,7 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, HandleEnded, KvNoticed, KvTransferred, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.orphans import Orphans, PrefillLeg
-from pdproxy.settings.schema import Deadlines
+from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.upstream.client import Answer, EngineClient
 from pdproxy.wire.notices import Event as NoticeEvent

@@ -16,7 +16,7 @@ from pdproxy.serving.custody import Custodian
 from pdproxy.serving.ready import KvReady
 from pdproxy.serving.slots import Buffers
 from pdproxy.serving.tokenizing import Tokenizing
-from pdproxy.settings.schema import Deadlines
+from pdproxy.settings.limits import Deadlines
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Contract, Receiver
 from pdproxy.upstream.client import EngineClient

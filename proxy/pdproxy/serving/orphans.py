@@ -16,7 +16,7 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, KvNoticed, Observers
 from pdproxy.serving.ready import Expected
 from pdproxy.serving.slots import Slots
-from pdproxy.settings.schema import Deadlines
+from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.upstream.client import Pending
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer

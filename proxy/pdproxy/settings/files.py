@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.schema import Key
+from pdproxy.settings.section import Key
 from pdproxy.settings.yamlfile import spell_file
 
 _LARGEST = 1_048_576

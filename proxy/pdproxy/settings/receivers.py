@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pdproxy.settings.conform import conform, parse
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.schema import Port
+from pdproxy.settings.section import Port
 
 ANYWHERE = ("0.0.0.0", "::", "[::]")  # noqa: S104 - nothing is bound to it here
 

@@ -2,15 +2,14 @@
 
 Owns names, units, bounds and defaults. `pdproxy.settings.load` fills the tree, `pdproxy.settings.crosscheck` says what
 no single field can, and `configs/reference.yaml` shows all of it to operators: a new field is added there as well.
-Longer than other files on purpose: it is the one page on which all of the tree is read.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-import msgspec
-from msgspec import Meta
+from pdproxy.settings.limits import Deadlines, Limits
+from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Section, Text
 
 Role = Literal["prefill", "decode", "aggregated"]
 Connector = Literal["nixl", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys"]
@@ -23,22 +22,8 @@ Tokenize = Literal["off", "auto", "always"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
-# A week is longer than any wait that makes sense, and keeps infinity away from the event loop's timers.
-Seconds = Annotated[float, Meta(gt=0, le=604_800)]
-Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Text = Annotated[str, Meta(min_length=1)]
-# A key travels in a header: a blank, a line break or a letter beyond ASCII in it could never match, or would split it.
-Key = Annotated[str, Meta(pattern=r"\A[\x21-\x7e]+\Z", description="a key of visible ASCII characters without blanks")]
-File = Annotated[str, Meta(min_length=1, pattern=r"\A[^\x00]+\Z", description="a file's name")]
-Host = Annotated[str, Meta(pattern=r"\A[^\s/\[\]]+\Z", description="a host name or a bare address")]
-Port = Annotated[int, Meta(ge=1, le=65_535)]
 
-
-class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What all sections share: immutable, filled by name, no field that the schema doesn't know."""
-
-
-class ListenTls(_Section, frozen=True):
+class ListenTls(Section, frozen=True):
     """TLS for clients. Files are PEM, and are read again when they change."""
 
     certificate: File | None = None
@@ -54,7 +39,7 @@ class ListenTls(_Section, frozen=True):
     """Authorities of client certificates. With it, a client without such a certificate gets no connection."""
 
 
-class Cors(_Section, frozen=True):
+class Cors(Section, frozen=True):
     """What browsers of other sites may do. Names and defaults of vLLM's flags."""
 
     allowed_origins: tuple[Text, ...] = ()
@@ -70,7 +55,7 @@ class Cors(_Section, frozen=True):
     """Headers that they may send; `*` is every one."""
 
 
-class Listen(_Section, frozen=True):
+class Listen(Section, frozen=True):
     """Where clients reach the proxy."""
 
     host: Host = "127.0.0.1"
@@ -85,7 +70,7 @@ class Listen(_Section, frozen=True):
     """What browsers of other sites may do."""
 
 
-class Auth(_Section, frozen=True):
+class Auth(Section, frozen=True):
     """Who may use the proxy, and who the proxy is to the engines."""
 
     api_keys: tuple[Key, ...] = ()
@@ -108,7 +93,7 @@ class Auth(_Section, frozen=True):
         return f"Auth(<{len(self.api_keys)} api_keys>, <engine_api_key {key}>)"
 
 
-class Facts(_Section, frozen=True):
+class Facts(Section, frozen=True):
     """What an engine is known to be before it has been asked."""
 
     block_size: Count | None = None
@@ -124,7 +109,7 @@ class Facts(_Section, frozen=True):
     """A prefill engine's Mooncake bootstrap server, `http://host:port`. None: its own host, at the pool's `bootstrap_port`."""
 
 
-class EngineTls(_Section, frozen=True):
+class EngineTls(Section, frozen=True):
     """TLS towards engines with an `https://` URL. Files are PEM, and are read again when they change."""
 
     ca: File | None = None
@@ -140,7 +125,7 @@ class EngineTls(_Section, frozen=True):
     """False trusts any certificate of any host: whoever is in between reads prompts and keys. None: true."""
 
 
-class Receiver(_Section, frozen=True):
+class Receiver(Section, frozen=True):
     """Where a decode engine's ranks receive KV. LMCache's `pd_peer_init_port` and `pd_peer_alloc_port`, a port a rank."""
 
     host: Host | None = None
@@ -153,7 +138,7 @@ class Receiver(_Section, frozen=True):
     """For asking for room, in the order of ranks."""
 
 
-class LMCache(_Section, frozen=True):
+class LMCache(Section, frozen=True):
     """What LMCache's PD mode must be known to do. Names and defaults of its configuration."""
 
     first_token: FirstTokenFrom = "prefill"  # noqa: S105 - a token of text
@@ -178,7 +163,7 @@ class LMCache(_Section, frozen=True):
     """Bytes of KV a token, on one rank: 2 x layers x KV heads x head size x bytes of the type, over the ranks."""
 
 
-class Node(_Section, frozen=True):
+class Node(Section, frozen=True):
     """One engine: a vLLM server with an HTTP port of its own."""
 
     url: str
@@ -190,7 +175,7 @@ class Node(_Section, frozen=True):
     sources: tuple[Text, ...] = ()
     """URLs of the prefill engines whose KV a decode engine takes. None given: every one's in the pool."""
 
-    labels: dict[str, str] = {}
+    labels: dict[str, str] = {}  # noqa: RUF012 - a struct copies its defaults
     """Free text by name, for the operator. Nothing is decided by it yet."""
 
     facts: Facts = Facts()
@@ -213,7 +198,7 @@ class Node(_Section, frozen=True):
         return f"Node({self.url}, {self.role}, <api_key {key}>)"
 
 
-class PoolPolicy(_Section, frozen=True):
+class PoolPolicy(Section, frozen=True):
     """How an engine is chosen among those that are fit for a request."""
 
     prefill: Policy = "least_load"
@@ -223,7 +208,7 @@ class PoolPolicy(_Section, frozen=True):
     """For the decode leg. Fewest active streams: what a decode engine's step time grows with."""
 
 
-class Pool(_Section, frozen=True):
+class Pool(Section, frozen=True):
     """Engines that can work together, and how."""
 
     name: Text = "default"
@@ -257,87 +242,7 @@ class Pool(_Section, frozen=True):
     """The engines. Those named by flags are added behind these."""
 
 
-class Deadlines(_Section, frozen=True):
-    """How long each wait may last, in seconds. No wait is without one."""
-
-    connect: Seconds = 2.0
-    """TCP connection to an engine, TLS handshake included. One that takes longer inside a data center is down or drowning."""
-
-    client_head: Seconds = 30.0
-    """A request's line and headers, from their first byte, or from the connection on where nothing comes at all."""
-
-    client_body: Seconds = 60.0
-    """A request's body, once its head is here. A body is sent at once; a client that drips one holds a connection."""
-
-    queue: Seconds = 30.0
-    """A request's wait for a place (`limits.max_inflight`). Clients give up at about this time."""
-
-    tokenize: Seconds = 2.0
-    """Making the token ids of a prompt. Past it the engines make them, unless the connector needs them first."""
-
-    prefill: Seconds = 120.0
-    """The prefill leg, from its request to its whole answer. Long prompts behind others take a minute."""
-
-    kv_ready: Seconds = 10.0
-    """Notices that KV is ready, from the prefill's answer on. They come within milliseconds of it, or not at all."""
-
-    first_token: Seconds = 60.0
-    """From the decode leg's request to its first data: KV transfer, and waiting for a place in its batch."""
-
-    between_tokens: Seconds = 30.0
-    """Between two pieces of a stream. A batch that was preempted pauses for seconds; more is a hang."""
-
-    client_write: Seconds = 60.0
-    """A client that doesn't read its answer, before it is dropped: its stream holds KV on an engine."""
-
-    abandoned_prefill: Seconds = 10.0
-    """Grace for a prefill answer that nobody waits for any more: without it its KV can't be given back at once."""
-
-    release: Seconds = 5.0
-    """Giving KV back to a prefill engine. Past it, the engine's own lease ends the matter."""
-
-    drain: Seconds = 60.0
-    """Running requests after a request to stop. Keep it below the orchestrator's grace period."""
-
-    total: Seconds = 3600.0
-    """A whole request, whatever it waits for: the net under all others."""
-
-    probe: Seconds = 2.0
-    """One probe of an engine. A health route that answers later is not healthy."""
-
-
-class Limits(_Section, frozen=True):
-    """How much is taken on, and how often something is tried."""
-
-    max_inflight: Count = 1024
-    """Requests being served at once. Above what a few engines batch, below what would hurt the proxy."""
-
-    max_queue: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 1024
-    """Requests waiting for a place; one more is refused with 503. 0: nobody waits."""
-
-    max_body_bytes: Count = 67_108_864
-    """Largest request body in bytes, 64 MiB: a few images in base64, or more text than any context holds."""
-
-    max_buffered_bytes: Count = 1_073_741_824
-    """Bytes of all requests' bodies that are held at once, read or in service, 1 GiB. One more is refused with 503."""
-
-    max_header_bytes: Count = 65_536
-    """Largest request line with headers in bytes, 64 KiB: several times what other servers take."""
-
-    attempts: Annotated[int, Meta(ge=1, le=100)] = 3
-    """Tries of one request before its first data, the first included. After data nothing is tried again."""
-
-    engine_keepalive: Seconds = 4.0
-    """Seconds an idle engine connection may be used again. vLLM closes it after 5: a second is left for the race."""
-
-    breaker_failures: Count = 3
-    """Failures of an engine in a row that shut it out. One may be chance, three are not."""
-
-    breaker_cooldown: Seconds = 5.0
-    """Seconds an engine stays shut out. Long enough for a restart to be noticed, short enough to come back soon."""
-
-
-class KvReady(_Section, frozen=True):
+class KvReady(Section, frozen=True):
     """The ZMQ socket on which engines tell that KV is ready. It is bound where the connector has such notices."""
 
     host: Host = "127.0.0.1"
@@ -358,7 +263,7 @@ class KvReady(_Section, frozen=True):
     or the request fails with 504."""
 
 
-class Probes(_Section, frozen=True):
+class Probes(Section, frozen=True):
     """How often engines are asked how they are, in seconds."""
 
     interval: Seconds = 2.0
@@ -368,7 +273,7 @@ class Probes(_Section, frozen=True):
     """Between two readings of an engine's metrics, which cost it more than a probe."""
 
 
-class Observe(_Section, frozen=True):
+class Observe(Section, frozen=True):
     """What the proxy says about itself."""
 
     log_level: LogLevel = "info"
@@ -378,7 +283,7 @@ class Observe(_Section, frozen=True):
     """`text` for eyes, `json` for a log collector: one object a line."""
 
 
-class Settings(_Section, frozen=True):
+class Settings(Section, frozen=True):
     """Everything that can be configured."""
 
     listen: Listen = Listen()

@@ -29,7 +29,8 @@ from pdproxy.lab.demo.screen import Screen, capture, log_to_stderr
 from pdproxy.lab.demo.tally import Tally
 from pdproxy.lab.demo.traffic import Traffic
 from pdproxy.lab.demo.vllm.fleet import VllmEngines
-from pdproxy.settings.schema import Deadlines, Listen, Node, Pool, Probes, Settings
+from pdproxy.settings.limits import Deadlines
+from pdproxy.settings.schema import Listen, Node, Pool, Probes, Settings
 
 EVERY = 1.0
 """Seconds between two readings of the metrics."""

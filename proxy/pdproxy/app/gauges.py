@@ -1,0 +1,70 @@
+"""The gauges of one running proxy: what `/metrics` reads of its parts at each scrape.
+
+Owns their names and texts. Counts of what happened are `observe.metrics`'.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from pdproxy.observe.metrics import Gauge
+
+if TYPE_CHECKING:
+    from pdproxy.app.compose import Proxy
+
+
+def gauges(proxy: Proxy) -> Iterable[Gauge]:
+    """Return the gauges of a proxy. Each is read whenever somebody scrapes."""
+    nodes = proxy.ledger.nodes
+
+    def handles() -> Iterable[tuple[tuple[str, ...], float]]:
+        return [((state,), count) for state, (count, _) in proxy.custodian.snapshot().items()]
+
+    def ages() -> Iterable[tuple[tuple[str, ...], float]]:
+        return [((state,), age) for state, (_, age) in proxy.custodian.snapshot().items()]
+
+    node_labels = ("node", "role")
+    return (
+        Gauge(
+            "pdproxy_node_inflight",
+            "Legs in flight on an engine",
+            node_labels,
+            lambda: [((n.url, n.role.value), n.requests) for n in nodes],
+        ),
+        Gauge(
+            "pdproxy_node_up",
+            "Whether an engine may be used",
+            node_labels,
+            lambda: [((n.url, n.role.value), float(n.usable(time.monotonic()))) for n in nodes],
+        ),
+        Gauge("pdproxy_kv_handles", "KV handles that are not over, by state", ("state",), handles),
+        Gauge("pdproxy_kv_handle_age_seconds", "Age of the oldest KV handle in a state", ("state",), ages),
+        Gauge("pdproxy_inflight", "Requests being served", (), lambda: [((), proxy.admission.inflight)]),
+        Gauge(
+            "pdproxy_kv_ready_waits",
+            "Prompts that wait for notices",
+            (),
+            lambda: [((), proxy.transfer.ready.waiting)],
+        ),
+        Gauge(
+            "pdproxy_kv_notices_kept",
+            "Notices that nobody has waited for yet",
+            (),
+            lambda: [((), proxy.transfer.ready.kept)],
+        ),
+        Gauge(
+            "pdproxy_kv_buffer_slots",
+            "Chunks of KV that may be in a decode engine's receive buffer",
+            ("node",),
+            lambda: [((url,), taken) for url, taken in proxy.transfer.buffers.taken.items()],
+        ),
+        Gauge("pdproxy_queue", "Requests waiting for a place", (), lambda: [((), proxy.admission.waiting)]),
+        Gauge(
+            "pdproxy_kv_missing_tokens",
+            "Prompt tokens that never arrived by KV transfer since the engine's start",
+            ("node",),
+            lambda: [((url,), missing) for url, missing in proxy.auditor.missing().items()],
+        ),
+    )
