@@ -125,11 +125,13 @@ async def test_other_methods_on_the_generating_routes(path: str, method: str) ->
         "http://proxy/v1/completions?y",
         "/v1/%63ompletions",
         "/v1%2Fcompletions?x=%2F",
+        "/v1/completions#a",
+        "/v1/completions?x#a",
         "http://proxy/%761/completions",
     ],
 )
 async def test_other_forms_of_the_same_target(path: str) -> None:
-    """A query, the absolute form or a percent-encoded form of the target is the same route."""
+    """A query, a fragment, the absolute form or a percent-encoded form of the target is the same route."""
     async with world() as w:
         assert (await w.ask(path, completion())).status == 200
 

@@ -88,6 +88,44 @@ async def test_a_loop_that_was_held_up_reads_before_it_judges() -> None:
             assert await waiting == b"x"
 
 
+async def test_a_loop_that_is_held_up_again_and_again_reads_before_it_judges() -> None:
+    """One hold-up follows another, each longer than the deadline: what comes between them is still in time."""
+    clock = Clock()
+    loop = asyncio.get_running_loop()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+
+        def hold_up(times: int) -> None:
+            time.sleep(0.25)
+            if times:
+                loop.call_soon(hold_up, times - 1)
+            else:
+                theirs.send(b"x")
+
+        async with clock.within(0.1):
+            loop.call_soon(hold_up, 4)
+            assert await loop.sock_recv(ours, 1) == b"x"
+
+
+async def test_a_loop_that_is_always_held_up_still_reaches_its_deadlines() -> None:
+    """Each turn of the loop takes longer than a tick: timers are called late, and are called."""
+    clock, loop, busy = Clock(), asyncio.get_running_loop(), True
+    started = clock.now()
+
+    def hold_up() -> None:
+        time.sleep(3 * TICK)
+        if busy:
+            loop.call_soon(hold_up)
+
+    loop.call_soon(hold_up)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(60), clock.within(2 * TICK):
+            await asyncio.Event().wait()
+    busy = False
+    assert clock.now() - started < 60, "the deadline of the test itself"
+
+
 async def test_many_timers_come_all_come() -> None:
     """Timers far apart, most of them cancelled, are called once each."""
     clock, seen = Clock(), list[int]()

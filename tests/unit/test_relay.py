@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import cast
 
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError
 from pdproxy.serving.relay import STREAM_STARTED, Relay
 from pdproxy.upstream.connection import Connection, TakeRead
@@ -213,3 +217,50 @@ async def test_gaps_are_counted_an_event() -> None:
     await run([TEXT[0], TEXT[1] + TEXT[2], TEXT[3], answers.DONE], relay)
     assert relay.lane.events == 4, "the end mark is no data"
     assert sum(relay.lane.buckets) == 3
+
+
+def test_what_had_come_while_the_loop_was_held_up_is_not_late() -> None:
+    """Callbacks of another socket hold the loop up, and the engine sends meanwhile: its stream goes on.
+
+    On the loop that serves, whose clock stands still while it calls back.
+    """
+
+    async def scenario() -> bytes:
+        loop, clock, sink = asyncio.get_running_loop(), Clock(), Sink()
+        relay = Relay(wants_usage=False)
+        relay.head(200, list(HEAD))
+        relay.data(TEXT[0])
+        await relay.first
+        relay.flow(sink, cast("Connection", sink))  # type: ignore[arg-type]
+        pairs = [socket.socketpair() for _ in range(2)]
+        (other, others_client), (ours, engine) = pairs
+
+        left = [TEXT[1], TEXT[2], b"".join(TEXT[3:]) + answers.DONE]
+
+        def send() -> None:  # both are read in the next turn of the loop, ours behind the hold-up
+            others_client.send(b"x")
+            engine.send(left.pop(0))
+
+        def hold_up() -> None:
+            other.recv(1)
+            time.sleep(0.4)
+            if left:
+                send()
+
+        for one in (other, ours):
+            one.setblocking(False)
+        loop.add_reader(other, hold_up)
+        loop.add_reader(ours, lambda: relay.data(ours.recv(1 << 16)))
+        try:
+            watching = asyncio.ensure_future(relay.watch(clock, 0.2, 1.0, lambda wait: None))
+            await asyncio.sleep(0)
+            send()
+            await watching
+        finally:
+            for one in (other, ours):
+                loop.remove_reader(one)
+            for one in (*pairs[0], *pairs[1]):
+                one.close()
+        return sink.body
+
+    assert uvloop.run(scenario()).endswith(answers.DONE)

@@ -1,8 +1,8 @@
 """Deadlines for the data path: any number of them on one timer of the event loop.
 
 Owns that timer. Every request sets several deadlines and reaches none, so setting and dropping one must cost next to nothing;
-being exact need not: a deadline is reached up to `TICK` late, never early. A loop that was held up (a stalled machine, a stopped
-process) reads its sockets once before any deadline is reached: what had come in time is not late.
+being exact need not: a deadline is reached up to `TICK` late, never early. Time in which the loop was held up (a stalled machine, a
+stopped process, work that is too large) counts for no deadline: what had come in time is not late.
 """
 
 from __future__ import annotations
@@ -40,12 +40,20 @@ class Timer:
 
 
 class Clock:
-    """Calls back when times have come, in ticks. Belongs to the event loop that first uses it."""
+    """Calls back when times have come, in ticks. Belongs to the event loop that first uses it.
+
+    Counts the time in which the loop could look at its sockets. A callback that holds the loop up for seconds makes no wait
+    shorter: the hold-up counts for no timer, and sockets are read between it and the next timer.
+    """
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: dict[int, set[Timer]] = {}
         self._done = 0
+        self._due = 0.0
+        """When the next tick is due, in seconds of the loop's time less `_lost`."""
+        self._lost = 0.0
+        """Seconds in which the loop was held up while timers ran."""
         self._next: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -62,32 +70,37 @@ class Clock:
         loop = self._loop
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()
-        number = int((loop.time() + seconds) / TICK) + 1
+        number = int((loop.time() - self._lost + seconds) / TICK) + 1
         slot = self._slots.get(number)
         if slot is None:
             slot = self._slots[number] = set()
         timer = Timer(self._slots, number, then)
         slot.add(timer)
         if self._next is None:
-            self._start()
+            self._done = int((loop.time() - self._lost) / TICK)
+            self._tick_at((self._done + 1) * TICK, read=False)
         return timer
 
     def within(self, seconds: float) -> Within:
         """Return a block that may take so many seconds: TimeoutError after that, as `asyncio.timeout`."""
         return Within(self, seconds)
 
-    def _start(self) -> None:
+    def _tick_at(self, due: float, *, read: bool) -> None:
         assert self._loop is not None
-        self._done = int(self._loop.time() / TICK)
-        self._next = self._loop.call_at((self._done + 1) * TICK, self._tick, False)
+        self._due = due
+        self._next = self._loop.call_at(due + self._lost, self._tick, read)
 
-    def _tick(self, looked: bool) -> None:
+    def _tick(self, read: bool) -> None:
+        """Call what is due. `read`: the sockets were read since the loop was held up."""
         assert self._loop is not None
-        now = self._loop.time()
-        if not looked and now > (self._done + 2) * TICK:
-            # Held up. Timers run before sockets are read: so not in this turn of the loop, but in one after the next read.
-            self._next = self._loop.call_later(TICK / 10, self._tick, True)
-            return
+        now = self._loop.time() - self._lost
+        if now > self._due + TICK:
+            self._lost += now - self._due
+            now = self._due
+            if not read:
+                # Timers run before sockets are read: so not in this turn of the loop, but in one after the next read.
+                self._tick_at(now + TICK / 10, read=True)
+                return
         last = int(now / TICK)
         due = range(self._done + 1, last + 1) if last - self._done <= len(self._slots) else sorted(self._slots)
         self._done = last
@@ -97,7 +110,9 @@ class Clock:
             slot = self._slots.pop(number, None)
             while slot:
                 slot.pop().then()
-        self._next = self._loop.call_at((last + 1) * TICK, self._tick, False) if self._slots else None
+        self._next = None
+        if self._slots:
+            self._tick_at((last + 1) * TICK, read=False)
 
 
 class Within:

@@ -181,10 +181,18 @@ class Relay:
         """
 
         timer: Timer
+        suspected = -1.0
 
         def look() -> None:
-            nonlocal timer
+            nonlocal timer, suspected
             now = clock.now()
+            since = self.lane.last if self._paused_since is None else self._paused_since
+            allowed = between_tokens if self._paused_since is None else client_write
+            if now >= since + allowed and suspected != since:
+                # A loop that was held up may not have read what is here: it is judged in the tick after a read.
+                suspected = since
+                timer = clock.after(0, look)  # noqa: F821
+                return
             if self._paused_since is not None:
                 due = self._paused_since + client_write
                 if now >= due:

@@ -38,7 +38,7 @@ class DataPathProtocol(GuardedProtocol):
 
     def on_headers_complete(self) -> None:
         self.one_host()
-        route = _ROUTES.get(self._path()) if self.parser.get_method() == b"POST" else None
+        route = self._route() if self.parser.get_method() == b"POST" else None
         if route is None or (self.parser.should_upgrade() and self._should_upgrade()):
             super().on_headers_complete()
             return
@@ -64,10 +64,13 @@ class DataPathProtocol(GuardedProtocol):
             self.flow.pause_reading()
             self.pipeline.appendleft((cycle, self.app))
 
-    def _path(self) -> bytes:
-        # The absolute form is one that a server must take, too.
-        path = self.url.split(b"?", 1)[0] if self.url[:1] == b"/" else httptools.parse_url(self.url).path or b""
-        return unquote_to_bytes(path) if b"%" in path else path
+    def _route(self) -> Route | None:
+        """Return the generating route that is asked for. Read as uvicorn reads it, or FastAPI would see what is ours."""
+        found = _ROUTES.get(self.url)
+        if found is None:
+            path = httptools.parse_url(self.url).path or b""  # without query and fragment, of the absolute form, too
+            found = _ROUTES.get(unquote_to_bytes(path) if b"%" in path else path)
+        return found
 
     def on_body(self, body: bytes) -> None:
         if isinstance(self.cycle, GenerateCycle):
