@@ -11,6 +11,7 @@ from functools import partial
 
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.gauges import gauges
+from pdproxy.app.heartbeat import Heartbeat
 from pdproxy.app.models import models
 from pdproxy.app.tokens import TRANSFORMERS, ChangeHeard, Library, Tokens, tokens
 from pdproxy.app.transfer import build_transfer
@@ -85,6 +86,7 @@ class Proxy:
     transfer: Transfer
     notices: NoticeSocket
     tokens: Tokens | None
+    heartbeat: Heartbeat
 
     @classmethod
     def build(cls, settings: Settings, library: Library = TRANSFORMERS, watch: Watch = UNWATCHED) -> Proxy:
@@ -181,6 +183,7 @@ class Proxy:
             transfer,
             NoticeSocket(partial(_heard, transfer.ready, custodian), transfer.ready.undecodable),
             tokenized,
+            Heartbeat(observers),
         )
         metrics.add_gauges(gauges(proxy))
         if tokenized is not None:
@@ -202,6 +205,7 @@ class Proxy:
                 why = error.strerror or error
                 raise SettingsError(f"can't bind kv_ready.host:kv_ready.port = {place}: {why}") from None
             logger.info("KV-ready notices are awaited on %s", self.notices.address)
+        self.heartbeat.start()
         if self.credentials.follows:
             self.tasks.spawn(self.credentials.follow(), "follow files")
         if self.tokens is not None:
@@ -230,6 +234,7 @@ class Proxy:
 
     async def stop(self) -> None:
         """Stop probing and drop all connections."""
+        self.heartbeat.stop()
         await self.tasks.settle(0)
         self.notices.close()
         if self.tokens is not None:

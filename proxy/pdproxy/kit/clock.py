@@ -1,8 +1,8 @@
 """Deadlines for the data path: any number of them on one timer of the event loop.
 
 Owns that timer. Every request sets several deadlines and reaches none, so setting and dropping one must cost next to nothing;
-being exact need not: a deadline is reached up to `TICK` late, never early. Time in which the loop was held up (a stalled machine, a
-stopped process, work that is too large) counts for no deadline: what had come in time is not late.
+being exact need not: a deadline is reached up to `TICK` late, never early. Time in which the loop was held up (a stalled machine,
+a stopped process, work that is too large) counts for no deadline: what had come in time is not late.
 """
 
 from __future__ import annotations

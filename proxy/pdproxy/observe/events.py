@@ -172,8 +172,15 @@ class TokenizerJudged(msgspec.Struct, frozen=True):
     reason: str
 
 
+class LoopBeat(msgspec.Struct, frozen=True):
+    """The event loop was to call back at a certain time, and did so this many seconds later."""
+
+    late_s: float
+
+
 Event = (
     RequestEnded
+    | LoopBeat
     | ServedAlone
     | DeadlinePassed
     | HandleEnded

@@ -28,6 +28,7 @@ from pdproxy.observe.events import (
     KvWaited,
     LegFailed,
     LegTimes,
+    LoopBeat,
     NodeChanged,
     PairEjected,
     RequestEnded,
@@ -42,6 +43,8 @@ fleet = logging.getLogger("pdproxy.fleet")
 kv = logging.getLogger("pdproxy.kv")
 
 Fields = Mapping[str, object]
+HELD_UP = 1.0
+"""Seconds of lateness of the event loop that a log line reports."""
 
 
 class LogObserver:
@@ -70,6 +73,9 @@ class LogObserver:
                 _log(fleet, logging.ERROR, "pair ejected: prefill and decode saw different prompts", _plain(event))
             case KvShortfall():
                 _log(fleet, logging.WARNING, "KV did not arrive: the decode engine computed it again", _plain(event))
+            case LoopBeat(late_s):
+                if late_s >= HELD_UP:
+                    _log(fleet, logging.WARNING, "the event loop was held up", _plain(event))
             case KvWaited(result="timeout"):
                 _log(kv, logging.WARNING, "ranks did not tell that their KV is ready", _plain(event))
             case TokenizerJudged(agrees=agrees):

@@ -26,6 +26,7 @@ from pdproxy.observe.events import (
     KvWaited,
     LegFailed,
     LegTimes,
+    LoopBeat,
     NodeChanged,
     PairEjected,
     RequestEnded,
@@ -36,6 +37,8 @@ from pdproxy.observe.events import (
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Upper bounds in seconds for phases of a request."""
+LATENESS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Upper bounds in seconds for the event loop's lateness."""
 
 
 @dataclass(slots=True)
@@ -126,6 +129,8 @@ class Metrics:
             case Tokenized():
                 self._count("pdproxy_tokenize", event.source, event.result)
                 self._histogram("pdproxy_tokenize_seconds", event.source, SECONDS).observe(event.seconds)
+            case LoopBeat(late_s):
+                self._histogram("pdproxy_loop_lateness_seconds", "", LATENESS).observe(late_s)
             case KvShortfall() | NodeChanged() | TokenizerJudged():
                 pass  # logged, and shown by gauges
 
@@ -209,6 +214,7 @@ _HISTOGRAMS: dict[str, tuple[str, str]] = {
     "pdproxy_ttft_seconds": ("Time from a request's arrival to its first data", "path"),
     "pdproxy_itl_seconds": ("Gap between stream events", ""),
     "pdproxy_phase_seconds": ("Phases of a request", "phase"),
+    "pdproxy_loop_lateness_seconds": ("How late the event loop called back, looked at every 0.1 s", ""),
     "pdproxy_kv_transfer_seconds": ("Transfers of KV, as decode engines told", ""),
     "pdproxy_kv_ready_wait_seconds": ("Waits for notices that KV is ready, from the prefill's answer on", "result"),
     "pdproxy_tokenize_seconds": ("Time that a prompt's token ids took", "source"),

@@ -1,0 +1,46 @@
+"""How late the event loop is: a callback at fixed times, and by how much each of them missed its time.
+
+Owns that callback. What holds the loop up, holds up all requests: an operator should see it before clients do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from pdproxy.observe.events import LoopBeat, Observers
+
+EVERY = 0.1
+"""Seconds between two beats."""
+MOST_MISSED = 100
+"""Beats of one hold-up that are reported: each that it swallowed is late, too, by what was left of it then."""
+
+
+class Heartbeat:
+    """Reports a `LoopBeat` every 0.1 s, from `start` to `stop`."""
+
+    def __init__(self, observers: Observers) -> None:
+        self._observers = observers
+        self._due = 0.0
+        self._next: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<Heartbeat {'running' if self._next else 'stopped'}>"
+
+    def start(self) -> None:
+        """Begin, in the running loop."""
+        loop = asyncio.get_running_loop()
+        self._due = loop.time() + EVERY
+        self._next = loop.call_at(self._due, self._beat, loop)
+
+    def stop(self) -> None:
+        """Report no more."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        late = max(0.0, loop.time() - self._due)
+        for missed in range(min(int(late / EVERY) + 1, MOST_MISSED)):
+            self._observers.notify(LoopBeat(late - missed * EVERY))
+        self._due += EVERY * (int(late / EVERY) + 1)
+        self._next = loop.call_at(self._due, self._beat, loop)
