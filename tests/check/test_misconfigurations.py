@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from pdproxy.observe.events import Observers
+from pdproxy.serving.clients import Clients
+from pdproxy.serving.keys import Keys
 from pdproxy.settings.load import Engine as Listed
 from pdproxy.settings.load import load
 from pdproxy.settings.schema import Cors
 from pdproxy.sim.memory import EMPTY
 from pdproxy.web.app import Answers, Readiness, create_app
+from pdproxy.web.identify import Identify
 from pdproxy.web.passing import Passing
 from pdproxy.web.room import BodyRoom
 from tests.check.engines import QUICK, Bench, Checked, listening
@@ -340,7 +344,8 @@ async def test_a_url_that_is_pdproxy_itself(bench):
         raise AssertionError
 
     await bench.start("prefill")
-    passing = Passing(never, lambda _: None, BodyRoom(1), frozenset(), max_body=1)
+    clients, observers = Clients(), Observers([])
+    passing = Passing(never, Identify(clients, Keys()), clients, BodyRoom(1, observers), frozenset(), max_body=1)
     metrics = b"pdproxy_requests_total 1.0\n"
     app = create_app(Answers(lambda key: None, lambda: Readiness(None, []), models, lambda: metrics, passing, Cors()))
     async with listening(app) as url:

@@ -69,13 +69,19 @@ class Client:
 
     @classmethod
     async def connect(
-        cls, port: int, *, receive_buffer: int | None = None, tls: ssl.SSLContext | None = None
+        cls,
+        port: int,
+        *,
+        receive_buffer: int | None = None,
+        tls: ssl.SSLContext | None = None,
+        address: str = "127.0.0.1",
     ) -> Client:
-        """Open a connection, with a small receive buffer and TLS where asked."""
+        """Open a connection from an address of this machine, with a small receive buffer and TLS where asked."""
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         if receive_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         sock.setblocking(False)
+        sock.bind((address, 0))
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
         host = None if tls is None else "127.0.0.1"
         return cls(

@@ -96,9 +96,9 @@ class World:
         self._recorder = recorder
         self._clients: list[Client] = []
 
-    async def client(self, *, receive_buffer: int | None = None) -> Client:
+    async def client(self, *, receive_buffer: int | None = None, address: str = "127.0.0.1") -> Client:
         """A new connection to the proxy."""
-        client = await Client.connect(self.port, receive_buffer=receive_buffer, tls=self.tls)
+        client = await Client.connect(self.port, receive_buffer=receive_buffer, tls=self.tls, address=address)
         self._clients.append(client)
         return client
 

@@ -17,18 +17,23 @@ import httptools
 import uvicorn
 from uvicorn.server import ServerState
 
+from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
+from pdproxy.serving.clients import Clients
+from pdproxy.serving.keys import Keys
 from pdproxy.settings.schema import Cors
+from pdproxy.web.connections import Connections
 from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.cycle import DataPath, GenerateCycle
 from pdproxy.web.guard import Bounds
+from pdproxy.web.identify import Identify
 from pdproxy.web.protocol import protocol_class
+from pdproxy.web.reading import Floor
 from pdproxy.web.room import BodyRoom
 from pdproxy.wire.request import Incoming, Route
 
 ROUTES = {route.value.encode() for route in Route}
 MAX_BODY = 1 << 20
-_BOUNDS = Bounds(60, 60, 60, 65_536)
 _SPINS = 12
 """Turns of the loop after which a request that needs nothing from outside has been answered."""
 
@@ -128,13 +133,15 @@ class Ingress:
 
     def __init__(self) -> None:
         self.seen = Seen()
+        observers, clients = Observers([]), Clients()
+        connections = Connections(1 << 20, observers)
         self.path = DataPath(
             self._generate,
-            lambda _: None,
-            Observers([]),
-            _BOUNDS,
+            Identify(clients, Keys()),
+            observers,
+            Bounds(60, 60, 65_536, Floor(1, 60, Clock(), clients, observers, lambda _: False), clients, connections),
             CorsHeaders(Cors()),
-            BodyRoom(4 * MAX_BODY),
+            BodyRoom(4 * MAX_BODY, observers),
             max_body=MAX_BODY,
         )
         self.config = uvicorn.Config(

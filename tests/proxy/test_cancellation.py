@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import HandleEnded
+from pdproxy.serving.clients import Client
 from pdproxy.wire.request import Incoming, Route
 from tests.fakes import answers, scripts
 from tests.fakes.world import COMPLETIONS, World, completion, until, world
@@ -21,6 +22,10 @@ class _Output:
     def __init__(self) -> None:
         self.body = b""
         self.begun = self.gone = self.paused = self.over = False
+        self.client = Client("a client")
+
+    def let_go_of_body(self) -> None:
+        pass
 
     def whole(self, status: int, headers: object, body: bytes) -> None:
         self.body, self.over, self.begun = body, True, True

@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.fleet.audit import Auditor
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError
 from pdproxy.observe.events import Event, KvCounted, KvShortfall, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.admission import Admission
+from pdproxy.serving.clients import Client, Clients
 from pdproxy.upstream.admin import Scrape, read_metrics
 from pdproxy.wire.request import Alone, Route, parse
 from tests.unit.test_transfer_nixl import recorded
@@ -189,12 +191,13 @@ def test_admission_keeps_its_bounds(steps: list[str], places: int, queue: int) -
     """Never more than the places in use, never more than the queue waiting, and every place comes back."""
 
     async def run() -> None:
-        admission = Admission(places, queue, 60, Observers([]))
+        admission = Admission(places, queue, 60, Observers([]), Clock(), Clients())
+        one = Client("one")
         inside: list[asyncio.Task[None]] = []
         waiting: list[asyncio.Task[None]] = []
         for step in steps:
             if step == "enter":
-                task = asyncio.ensure_future(admission.enter())
+                task = asyncio.ensure_future(admission.enter(one))
                 await asyncio.sleep(0)
                 if task.done() and task.exception():
                     assert isinstance(task.exception(), OverloadedError)
@@ -203,7 +206,7 @@ def test_admission_keeps_its_bounds(steps: list[str], places: int, queue: int) -
                     (inside if task.done() else waiting).append(task)
             elif step == "leave" and inside:
                 inside.pop()
-                admission.leave()
+                admission.leave(one)
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
                 if waiting:
@@ -222,22 +225,23 @@ def test_admission_keeps_its_bounds(steps: list[str], places: int, queue: int) -
                 await task
         for _ in inside:
             assert not closing.done()
-            admission.leave()
+            admission.leave(one)
             await asyncio.sleep(0)
         await asyncio.wait_for(closing, 1)
         with pytest.raises(OverloadedError):
-            await admission.enter()
+            await admission.enter(one)
 
     asyncio.run(run())
 
 
 async def test_a_place_given_to_one_that_is_just_cancelled_goes_on() -> None:
     """A place handed to a waiter in the moment of its cancellation is not lost."""
-    admission = Admission(1, 5, 60, Observers([]))
-    await admission.enter()
-    first, second = (asyncio.ensure_future(admission.enter()) for _ in range(2))
+    admission = Admission(1, 5, 60, Observers([]), Clock(), Clients())
+    one = Client("one")
+    await admission.enter(one)
+    first, second = (asyncio.ensure_future(admission.enter(one)) for _ in range(2))
     await asyncio.sleep(0)
-    admission.leave()
+    admission.leave(one)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     await asyncio.wait_for(second, 1)

@@ -252,7 +252,7 @@ def test_what_had_come_while_the_loop_was_held_up_is_not_late() -> None:
         loop.add_reader(other, hold_up)
         loop.add_reader(ours, lambda: relay.data(ours.recv(1 << 16)))
         try:
-            watching = asyncio.ensure_future(relay.watch(clock, 0.2, 1.0, lambda wait: None))
+            watching = asyncio.ensure_future(relay.watch(clock, 0.2, lambda wait: None))
             await asyncio.sleep(0)
             send()
             await watching

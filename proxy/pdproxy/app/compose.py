@@ -27,11 +27,13 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.serving.admission import Admission
+from pdproxy.serving.clients import Clients
 from pdproxy.serving.custody import Custodian
 from pdproxy.serving.engines import Engines, Transfer
 from pdproxy.serving.passthrough import Passthrough
 from pdproxy.serving.ready import KvReady
 from pdproxy.serving.service import Service
+from pdproxy.settings.crosscheck import parsed_networks
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.admin import EngineAdmin
@@ -39,11 +41,14 @@ from pdproxy.upstream.client import EngineClient
 from pdproxy.upstream.notices import NoticeSocket
 from pdproxy.upstream.passthrough import PassthroughLegs
 from pdproxy.web.app import Answers, Readiness
+from pdproxy.web.connections import Connections
 from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.cycle import FORWARDED, DataPath
 from pdproxy.web.guard import Bounds
+from pdproxy.web.identify import Identify
 from pdproxy.web.passing import Passing
 from pdproxy.web.protocol import DataPathProtocol, protocol_class
+from pdproxy.web.reading import Floor
 from pdproxy.web.room import BodyRoom
 from pdproxy.wire import telemetry
 from pdproxy.wire.notices import Event as NoticeEvent
@@ -79,7 +84,10 @@ class Proxy:
     service: Service
     legs: PassthroughLegs
     passthrough: Passthrough
+    askers: Clients
     room: BodyRoom
+    connections: Connections
+    clock: Clock
     metrics: Metrics
     observers: Observers
     tasks: TaskOwner
@@ -159,7 +167,8 @@ class Proxy:
             clock,
             tokenized.tokenizing if tokenized is not None else None,
         )
-        admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers)
+        askers = Clients(parsed_networks(settings.listen.trusted_proxies))
+        admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers, clock, askers)
         service = Service(engines, admission, credentials.keys)
         passed_legs = PassthroughLegs(connect_timeout=deadlines.connect, key=engine_key, tls=credentials.engine_tls)
         passthrough = Passthrough(engines, admission, service.keys, passed_legs)
@@ -176,7 +185,10 @@ class Proxy:
             service,
             passed_legs,
             passthrough,
-            BodyRoom(limits.max_buffered_bytes),
+            askers,
+            BodyRoom(limits.max_buffered_bytes, observers),
+            Connections(limits.max_connections, observers),
+            clock,
             metrics,
             observers,
             TaskOwner("fleet"),
@@ -251,9 +263,23 @@ class Proxy:
         limits, deadlines = self.settings.limits, self.settings.deadlines
         path = DataPath(
             self.service.generate,
-            self.service.keys.check,
+            Identify(self.askers, self.service.keys),
             self.observers,
-            Bounds(deadlines.client_head, deadlines.client_body, deadlines.client_write, limits.max_header_bytes),
+            Bounds(
+                deadlines.client_head,
+                deadlines.client_body,
+                limits.max_header_bytes,
+                Floor(
+                    limits.min_read_rate,
+                    deadlines.client_write,
+                    self.clock,
+                    self.askers,
+                    self.observers,
+                    self.admission.crowds_out,
+                ),
+                self.askers,
+                self.connections,
+            ),
             CorsHeaders(self.settings.listen.cors),
             self.room,
             max_body=limits.max_body_bytes,
@@ -264,7 +290,8 @@ class Proxy:
         """Return what the FastAPI routes answer with."""
         passing = Passing(
             self.passthrough.serve,
-            self.service.keys.check,
+            Identify(self.askers, self.service.keys),
+            self.askers,
             self.room,
             FORWARDED,
             max_body=self.settings.limits.max_body_bytes,

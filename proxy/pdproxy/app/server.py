@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Iterator
 
+import msgspec
 import uvicorn
 import uvloop
 
@@ -27,9 +28,10 @@ from pdproxy.web.app import create_app
 
 logger = logging.getLogger("pdproxy")
 
-FILES_A_REQUEST = 3
-"""A client's socket, one to a prefill and one to a decode engine."""
+FILES_FOR_ENGINES = 2
+"""Open files per request in service besides its client's: a connection to a prefill engine and one to a decode engine."""
 FILES_BESIDES = 64
+"""Open files for everything else: the listener, the log, refused connections on their way out."""
 INTERRUPTED = 130
 GC_THRESHOLDS = (1000, 5, 400)
 """A request leaves nothing to the garbage collector (a test sees to that), so it is for what libraries leave. A collection takes
@@ -54,7 +56,7 @@ class _Server(uvicorn.Server):
 def run(settings: Settings) -> int:
     """Serve until told to stop. Return the exit code: 0, 1 if it died, 2 if it can't start, 130 at a second Ctrl-C."""
     configure(settings.observe.log_level, settings.observe.log_format)
-    check_files(settings.limits.max_inflight)
+    settings = fit_files(settings)
     try:
         listener = listen(settings.listen.host, settings.listen.port)
     except OSError as error:
@@ -85,23 +87,45 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def check_files(max_inflight: int) -> None:
-    """Raise the soft limit on open files as far as needed and allowed; say so if that is not enough."""
-    need = max_inflight * FILES_A_REQUEST + FILES_BESIDES
+def files_needed(settings: Settings) -> int:
+    """Return how many open files the limits on connections and requests allow for."""
+    limits = settings.limits
+    return limits.max_connections + FILES_FOR_ENGINES * limits.max_inflight + _files_besides(settings)
+
+
+def _files_besides(settings: Settings) -> int:
+    return FILES_BESIDES + 2 * len(settings.pool.nodes)  # probes of each engine, and one connection to spare
+
+
+def fit_files(settings: Settings) -> Settings:
+    """Raise the soft limit on open files as far as needed and allowed. Return the settings with the limits that it is enough for.
+
+    Clients' connections give way first: without open files for engines nobody is served.
+    """
+    limits, need = settings.limits, files_needed(settings)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < need:
         wanted = need if hard == resource.RLIM_INFINITY else min(need, hard)
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if soft != resource.RLIM_INFINITY and soft < need:
-        logger.warning(
-            "ulimit -n is %d, but limits.max_inflight = %d needs %d open files: raise the one or lower the other to %d",
-            soft,
-            max_inflight,
-            need,
-            max(1, (soft - FILES_BESIDES) // FILES_A_REQUEST),
-        )
+    if soft == resource.RLIM_INFINITY or soft >= need:
+        return settings
+    left = max(FILES_FOR_ENGINES + 1, soft - _files_besides(settings))
+    inflight = min(limits.max_inflight, left // (FILES_FOR_ENGINES + 1))
+    connections = min(limits.max_connections, left - FILES_FOR_ENGINES * inflight)
+    logger.warning(
+        "ulimit -n is %d, but limits.max_connections = %d and limits.max_inflight = %d need %d open files: serving %d connections"
+        " and %d requests at once",
+        soft,
+        limits.max_connections,
+        limits.max_inflight,
+        need,
+        connections,
+        inflight,
+    )
+    fitting = msgspec.structs.replace(limits, max_connections=connections, max_inflight=inflight)
+    return msgspec.structs.replace(settings, limits=fitting)
 
 
 def uvicorn_config(proxy: Proxy) -> uvicorn.Config:

@@ -172,6 +172,16 @@ class TokenizerJudged(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Evicted(msgspec.Struct, frozen=True):
+    """Something was taken from a client that held more than its share while others waited.
+
+    `what`: queue (a request that waited for a place), body (one that was not whole), connection (an idle one), reader (an
+    answer that was read too slowly).
+    """
+
+    what: str
+
+
 class LoopBeat(msgspec.Struct, frozen=True):
     """The event loop was to call back at a certain time, and did so this many seconds later."""
 
@@ -180,6 +190,7 @@ class LoopBeat(msgspec.Struct, frozen=True):
 
 Event = (
     RequestEnded
+    | Evicted
     | LoopBeat
     | ServedAlone
     | DeadlinePassed

@@ -20,6 +20,7 @@ import msgspec
 from pdproxy.observe.events import (
     DeadlinePassed,
     Event,
+    Evicted,
     HandleEnded,
     KvCounted,
     KvNoticed,
@@ -85,7 +86,7 @@ class LogObserver:
                     _TOKENIZED[agrees],
                     _plain(event),
                 )
-            case HandleEnded() | ServedAlone() | DeadlinePassed() | KvCounted() | Tokenized():
+            case HandleEnded() | ServedAlone() | DeadlinePassed() | KvCounted() | Tokenized() | Evicted():
                 _debug(event)
             case KvNoticed() | KvTransferred() | KvWaited():
                 _debug(event)

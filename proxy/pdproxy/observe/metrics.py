@@ -18,6 +18,7 @@ from pdproxy.observe.events import (
     ITL_BOUNDS,
     DeadlinePassed,
     Event,
+    Evicted,
     HandleEnded,
     KvCounted,
     KvNoticed,
@@ -129,6 +130,8 @@ class Metrics:
             case Tokenized():
                 self._count("pdproxy_tokenize", event.source, event.result)
                 self._histogram("pdproxy_tokenize_seconds", event.source, SECONDS).observe(event.seconds)
+            case Evicted(what):
+                self._count("pdproxy_evicted", what)
             case LoopBeat(late_s):
                 self._histogram("pdproxy_loop_lateness_seconds", "", LATENESS).observe(late_s)
             case KvShortfall() | NodeChanged() | TokenizerJudged():
@@ -200,6 +203,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "pdproxy_alone": ("Prompts served by one engine alone", ("reason",)),
     "pdproxy_deadline": ("Waits ended by their deadline", ("wait",)),
+    "pdproxy_evicted": ("What clients lost that held more than their share while others waited", ("what",)),
     "pdproxy_kv_handles_ended": ("KV handles by how they ended", ("end",)),
     "pdproxy_kv_moved": ("Prompt tokens sent by KV transfer, by what the decode engine's counters say", ("result",)),
     "pdproxy_kv_notices": ("Notices of KV transfers, by what became of them", ("event", "result")),

@@ -221,12 +221,7 @@ class Exchange:
         if isinstance(first, Answer):
             return first
         relay.flow(stream_to(relay), None)
-        await relay.watch(
-            self._engines.clock,
-            self._engines.deadlines.between_tokens,
-            self._engines.deadlines.client_write,
-            self._passed,
-        )
+        await relay.watch(self._engines.clock, self._engines.deadlines.between_tokens, self._passed)
         return None
 
     # -- decode
@@ -295,7 +290,7 @@ class Exchange:
             del request
             relay.flow(stream_to(relay), leg, direct=direct)
             deadlines = engines.deadlines
-            await relay.watch(engines.clock, deadlines.between_tokens, deadlines.client_write, self._passed)
+            await relay.watch(engines.clock, deadlines.between_tokens, self._passed)
             whole = True
             verdict = Verdict.GOOD
             self._compare(prefill_url, url, custody, relay)

@@ -40,17 +40,25 @@ class Keys:
 
     def check(self, authorization: bytes | None) -> None:
         """Raise UnauthorizedError unless the header holds one of the keys, or none are wanted."""
-        if self._digests is None:
-            return
+        if self._digests is not None:
+            self.known(authorization)
+
+    def known(self, authorization: bytes | None) -> bytes:
+        """Return the digest of the key that the header holds.
+
+        Raises:
+            UnauthorizedError: it holds none of the keys.
+        """
         scheme, _, given = (authorization or b"").partition(b" ")
         given = given.strip()
         if scheme.lower() != b"bearer" or not given:
             raise UnauthorizedError(_MISSING, code=None)
         mine, known = digest(given), False
-        for one in self._digests():
+        for one in self._digests() if self._digests is not None else ():
             known |= hmac.compare_digest(mine, one)
         if not known:
             raise UnauthorizedError(_WRONG, code="invalid_api_key")
+        return mine
 
     def to_engine(self, authorization: bytes | None) -> tuple[tuple[bytes, bytes], ...]:
         """Return what of a client's Authorization header goes on to engines."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from pdproxy.kit.errors import EngineError
+from pdproxy.serving.clients import Client
 from pdproxy.serving.output import Output
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
@@ -88,6 +89,11 @@ class MergedStream:
         """Whether the client reads slower than the engines write."""
         return self._output.paused
 
+    @property
+    def client(self) -> Client:
+        """Whose request it is."""
+        return self._output.client
+
     def listen(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
         """Have one stream's source told of pressure."""
         self._pressure.append((pause, resume))
@@ -116,6 +122,13 @@ class _Channel:
     @property
     def paused(self) -> bool:
         return self._stream.paused
+
+    @property
+    def client(self) -> Client:
+        return self._stream.client
+
+    def let_go_of_body(self) -> None:
+        """The owner lets go of it once no prompt needs it."""
 
     def whole(self, status: int, headers: Headers, body: bytes) -> None:
         raise RuntimeError("one stream of several cannot answer for all")

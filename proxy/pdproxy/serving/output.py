@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from pdproxy.serving.clients import Client
 from pdproxy.upstream.connection import Headers
 
 
@@ -31,6 +32,13 @@ class Output(Protocol):
 
     def break_off(self) -> None:
         """End the stream, without its end mark, and close the connection."""
+
+    def let_go_of_body(self) -> None:
+        """No engine may need the request's body any more."""
+
+    @property
+    def client(self) -> Client:
+        """Whose request it is."""
 
     @property
     def begun(self) -> bool:

@@ -29,6 +29,7 @@ from pdproxy.kit.ids import mint, usable
 from pdproxy.observe.events import DeadlinePassed, Gaps, LegTimes, RequestEnded
 from pdproxy.scheduling.ledger import Lease, Verdict
 from pdproxy.serving.admission import Admission
+from pdproxy.serving.clients import Client
 from pdproxy.serving.engines import Engines, Heading
 from pdproxy.serving.keys import CHALLENGE, Keys
 from pdproxy.serving.routes import Entry
@@ -76,6 +77,10 @@ class Sink(Protocol):
 
     async def finish(self) -> None:
         """End the stream."""
+
+    @property
+    def client(self) -> Client:
+        """Whose request it is."""
 
     @property
     def begun(self) -> bool:
@@ -143,12 +148,12 @@ class Passthrough:
         body = read(request.entry.dialect, request.body)
         report.model = body.model
         async with asyncio.timeout(self._engines.deadlines.total):
-            await self._admission.enter()
+            await self._admission.enter(sink.client)
             report.admitted = self._engines.now()
             try:
                 await self._tries(request, body, sink, report)
             finally:
-                self._admission.leave()
+                self._admission.leave(sink.client)
 
     # -- the engine's side
 

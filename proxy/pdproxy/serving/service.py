@@ -77,7 +77,7 @@ class Service:
         try:
             run = self._read(incoming, report)
             async with self._engines.clock.within(self._engines.deadlines.total):
-                await self._admission.enter()
+                await self._admission.enter(output.client)
                 admitted = True
                 report.admitted = now()
                 await run(output, report)
@@ -97,7 +97,7 @@ class Service:
             error = PdproxyError(type(failed).__name__)
         finally:
             if admitted:
-                self._admission.leave()
+                self._admission.leave(output.client)
             if error is not None and not isinstance(error, ClientLeftError):
                 self._answer_error(error, output, report)
             elif error is not None:
@@ -139,6 +139,7 @@ class Service:
         def begin(relay: Relay) -> Output:
             report.first = self._engines.now()
             report.status = 200
+            output.let_go_of_body()
             output.begin(self._headers(relay.headers, report))
             return output
 

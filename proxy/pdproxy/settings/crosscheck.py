@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from ipaddress import IPv6Address
+from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_network
 from urllib.parse import urlsplit
 
 import msgspec
@@ -34,6 +34,7 @@ def crosscheck(settings: Settings, *, need_engines: bool = True) -> Settings:
     if auth.engine_api_key is not None and auth.engine_api_key_file is not None:
         raise SettingsError("auth: engine_api_key and engine_api_key_file exclude each other: give one")
     _refuse_stray_files(settings.listen.tls, ("listen", "tls"), ("key", "key_password_file", "client_ca"))
+    parsed_networks(settings.listen.trusted_proxies)
     if len(settings.pools) > 1:
         names = ", ".join(quote(pool.name) for pool in settings.pools[:4])
         raise SettingsError(f"pools: {len(settings.pools)} are configured ({names}), but only one is supported for now")
@@ -56,6 +57,22 @@ def _checked(pool: Pool, path: KeyPath, need_engines: bool) -> Pool:
     if nodes or need_engines:
         _refuse_useless({node.role for node in nodes}, (*path, "nodes"))
     return msgspec.structs.replace(pool, nodes=nodes)
+
+
+def parsed_networks(texts: Iterable[str]) -> tuple[IPv4Network | IPv6Network, ...]:
+    """Return `listen.trusted_proxies` as networks; an address is a network of one.
+
+    Raises:
+        SettingsError: naming the text that is neither.
+    """
+    found = []
+    for index, text in enumerate(texts):
+        try:
+            found.append(ip_network(text, strict=False))
+        except ValueError:
+            key = spell_key(("listen", "trusted_proxies", index))
+            raise SettingsError(f"{key}: {quote(text)}: expected an address or a network, such as 10.0.0.0/8") from None
+    return tuple(found)
 
 
 def engine_url(url: str, path: KeyPath) -> str:

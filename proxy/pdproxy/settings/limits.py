@@ -43,7 +43,8 @@ class Deadlines(Section, frozen=True):
     """Between two pieces of a stream. A batch that was preempted pauses for seconds; more is a hang."""
 
     client_write: Seconds = 60.0
-    """A client that doesn't read its answer, before it is dropped: its stream holds KV on an engine."""
+    """A client that reads less than `limits.min_read_rate` of an answer that waits, before it is dropped: its stream
+    holds KV on an engine."""
 
     abandoned_prefill: Seconds = 10.0
     """Grace for a prefill answer that nobody waits for any more: without it its KV can't be given back at once."""
@@ -70,14 +71,25 @@ class Limits(Section, frozen=True):
     max_queue: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 1024
     """Requests waiting for a place; one more is refused with 503. 0: nobody waits."""
 
+    max_connections: Count = 8192
+    """Connections of clients at once: several for each request in service. Less where `ulimit -n` allows less. Beyond
+    it, an idle one of the client that has the most is closed for a new one; where there is none, the new one gets
+    503."""
+
     max_body_bytes: Count = 67_108_864
     """Largest request body in bytes, 64 MiB: a few images in base64, or more text than any context holds."""
 
-    max_buffered_bytes: Count = 1_073_741_824
-    """Bytes of all requests' bodies that are held at once, read or in service, 1 GiB. One more is refused with 503."""
+    max_buffered_bytes: Count = 268_435_456
+    """Bytes of all requests' bodies that are held at once, 256 MiB: until an engine streams, or has answered whole.
+    That is room for `max_inflight` prompts of 64,000 tokens each. One more is refused with 503; a client with less than
+    its share goes before others."""
 
     max_header_bytes: Count = 65_536
     """Largest request line with headers in bytes, 64 KiB: several times what other servers take."""
+
+    min_read_rate: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 1024
+    """Bytes per second that a client must read while bytes wait to be sent to it: a slow line has more. One that reads less for
+    `deadlines.client_write` is dropped, earlier where others wait for its place. 0: it must read something."""
 
     attempts: Annotated[int, Meta(ge=1, le=100)] = 3
     """Tries of one request before its first data, the first included. After data nothing is tried again."""

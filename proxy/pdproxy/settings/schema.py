@@ -64,6 +64,11 @@ class Listen(Section, frozen=True):
     port: Port = 8000
     """TCP port. The one that `vllm serve` takes too, so that clients need no change."""
 
+    trusted_proxies: tuple[Text, ...] = ()
+    """Addresses or networks of proxies in front of this one. Of a request from there, the last address in
+    `X-Forwarded-For` that is none of theirs is the client's. Anybody else's header is not read: a client could name any
+    address."""
+
     tls: ListenTls = ListenTls()
     """TLS for clients."""
     cors: Cors = Cors()

@@ -12,12 +12,13 @@ from collections.abc import Awaitable, Callable
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from pdproxy.kit.errors import BodyTooLargeError, Fault, OverloadedError, PdproxyError, UnauthorizedError
+from pdproxy.kit.errors import BodyTooLargeError, Fault, OverloadedError, PdproxyError
 from pdproxy.kit.frames import frames
 from pdproxy.observe.events import Observers
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.guard import Bounds, GuardedProtocol
+from pdproxy.web.identify import Identify
 from pdproxy.web.room import BodyRoom
 from pdproxy.wire.chunks import chunk
 from pdproxy.wire.errors import error_body
@@ -37,7 +38,7 @@ class DataPath:
     def __init__(
         self,
         generate: Generate,
-        check_key: Callable[[bytes | None], None],
+        identify: Identify,
         observers: Observers,
         bounds: Bounds,
         cors: CorsHeaders,
@@ -46,7 +47,7 @@ class DataPath:
         max_body: int,
     ) -> None:
         self.generate = generate
-        self.check_key = check_key
+        self.identify = identify
         self.cors = cors
         self.observers = observers
         self.bounds = bounds
@@ -66,13 +67,16 @@ class GenerateCycle(RequestResponseCycle):
         "_data_path",
         "_fed",
         "_headers",
+        "_identified",
         "_pause",
         "_refusal",
         "_resume",
         "_route",
         "_serving",
         "_size",
+        "_stranger",
         "_waiting",
+        "client",
         "default_headers",
         "disconnected",
         "flow",
@@ -104,6 +108,9 @@ class GenerateCycle(RequestResponseCycle):
         self.waiting_for_100_continue = expect_100_continue
         self.response_started = False
         self.response_complete = False
+        self.client, self._stranger = data_path.identify(
+            connection.peer, headers, speaks_for_others=connection.speaks_for_others
+        )
         self._route = route
         self._data_path = data_path
         self._connection = connection
@@ -111,6 +118,7 @@ class GenerateCycle(RequestResponseCycle):
         self._chunked = chunked
         self._body: bytes | bytearray = b""
         self._size = 0
+        self._identified = True
         self._fed = False
         self._body_ended = False
         self._refusal: PdproxyError | None = None
@@ -131,7 +139,7 @@ class GenerateCycle(RequestResponseCycle):
             self.refuse(BodyTooLargeError(f"The body is larger than {path.max_body} bytes", param="body"))
             return
         try:
-            path.room.take(len(body))
+            path.room.take(self.client, len(body))
         except OverloadedError as error:
             self.refuse(error)
             return
@@ -143,6 +151,8 @@ class GenerateCycle(RequestResponseCycle):
                 self._body = bytearray(self._body)
             self._body += body
         self._size = size
+        if self._waiting is not None:
+            self._wait_last()
 
     def fed(self) -> None:
         """The request's body is whole."""
@@ -154,22 +164,42 @@ class GenerateCycle(RequestResponseCycle):
         self._forget_body()
         self._end_body(error)
 
+    def evict(self, error: PdproxyError) -> None:
+        """Give up the request's body, which is not whole: another client needs its room."""
+        self.refuse(error)
+
+    def _wait_last(self) -> None:
+        """Of the client's bodies that are not whole, this one has had a part last."""
+        self.client.bodies.pop(self, None)
+        self.client.bodies[self] = None
+
     def _end_body(self, error: PdproxyError | None) -> None:
         if self._body_ended:
             return
+        self.client.bodies.pop(self, None)
         self._body_ended, self._refusal = True, error
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
     def _forget_body(self) -> None:
-        self._data_path.room.give_back(self._size)
+        if self._size:
+            self._data_path.room.give_back(self.client, self._size)
         self._body, self._size = b"", 0
+
+    def _end(self) -> None:
+        """Hold nothing of the client's any more, and know it no longer. The second time, nothing is left to do."""
+        self._forget_body()
+        self._body_ended = True  # what is still to come of it is not kept
+        self.client.bodies.pop(self, None)
+        if self._identified:
+            self._identified = False
+            self._data_path.bounds.clients.leave(self.client)
 
     def left(self) -> None:
         """The client has closed the connection."""
         self.disconnected = True
         if self._serving is None:
-            self._forget_body()
+            self._end()
         elif not self.response_complete:
             self._serving.cancel()
 
@@ -198,19 +228,16 @@ class GenerateCycle(RequestResponseCycle):
             self.break_off()
         finally:
             self._pause = self._resume = None
-            self._forget_body()
-            self._body_ended = True  # what is still to come of it is not kept
+            self._end()
 
     async def _incoming(self) -> Incoming | None:
         headers = self._headers
         found = dict(reversed([*headers]))  # of a header that came twice, engines read the first
-        try:
-            self._data_path.check_key(found.get(b"authorization"))
-        except UnauthorizedError as stranger:
+        if self._stranger is not None:
             # A stranger's body is not waited for. The service refuses the request with its report, as any other.
             if not self._body_ended:
                 self.keep_alive = False
-                self.refuse(stranger)
+                self.refuse(self._stranger)
             return self._as_read(found)
         length = found.get(b"content-length", b"0")
         if int(length or b"0") > self._data_path.max_body and not self._body_ended:
@@ -220,6 +247,7 @@ class GenerateCycle(RequestResponseCycle):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if not self._body_ended:  # most bodies come in one read with their head
             self._waiting = asyncio.get_running_loop().create_future()
+            self._wait_last()
             await self._waiting  # the connection has a deadline for it
             self._waiting = None
         error = self._refusal
@@ -240,6 +268,10 @@ class GenerateCycle(RequestResponseCycle):
             forward=tuple(header for header in self._headers if header[0] in FORWARDED),
             body=body,
         )
+
+    def let_go_of_body(self) -> None:
+        """No engine may need the request's body any more: others may have its room."""
+        self._forget_body()
 
     @property
     def begun(self) -> bool:

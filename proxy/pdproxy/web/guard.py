@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from pdproxy.kit.errors import (
     BadRequestError,
     BodyTimeoutError,
+    Fault,
     HeadTimeoutError,
     HeadTooLargeError,
     OverloadedError,
@@ -25,7 +26,10 @@ from pdproxy.kit.errors import (
     Wait,
 )
 from pdproxy.observe.events import DeadlinePassed, Observers
+from pdproxy.serving.clients import Client, Clients, address_name
+from pdproxy.web.connections import Connections
 from pdproxy.web.light import Flow, Waiting
+from pdproxy.web.reading import Floor, Reading
 from pdproxy.wire.errors import error_body
 
 LINGER = 2.0
@@ -40,16 +44,24 @@ _HOST = re.compile(rb"[\w.~%!$&'()*+,;=:\[\]-]*", re.ASCII)
 MOST_WAITING = 64
 """Requests that may wait behind another on one connection. One read of the socket can hold thousands, each of which costs
 kilobytes: those beyond are not read, and the connection closes behind the last answer."""
+MOST_REFUSED = 32
+"""Connections beyond `limits.max_connections` that are answered at a time. Others are dropped: their open files are needed."""
+MOST_PARTS = 65_536
+"""Parts in which a body may come, however small they are."""
+LEAST_PART = 64
+"""Bytes of a part on average, in a body of more parts: each costs a microsecond, whatever is in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a client may take: seconds for a head, for a body, without reading; bytes of a head."""
+    """What a client may take: seconds for a head and for a body, bytes of a head, speed of reading, connections."""
 
     head_timeout: float
     body_timeout: float
-    write_timeout: float
     max_header_bytes: int
+    floor: Floor
+    clients: Clients
+    connections: Connections
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -66,11 +78,15 @@ class GuardedProtocol(HttpToolsProtocol):
         "_in_head",
         "_late",
         "_lingering",
+        "_part_bytes",
+        "_parts",
         "_progress",
+        "_reading",
         "_refusal",
         "_unparsed",
-        "_unread",
         "active",
+        "peer",
+        "speaks_for_others",
     )
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -85,11 +101,17 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_body = False
         self._head_bytes = 0
         self._hosts = 0
+        self._parts = 0
+        self._part_bytes = 0
         self._progress = False
         self._unparsed = 0
         self._refusal: PdproxyError | None = None
         self._late: asyncio.TimerHandle | None = None
-        self._unread: asyncio.TimerHandle | None = None
+        self._reading: Reading | None = None
+        self.peer: Client
+        """Whose address the connection comes from."""
+        self.speaks_for_others = False
+        """Whether that is a trusted proxy."""
 
     # -- what the rest of the web room asks
 
@@ -114,17 +136,17 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def watch_reading(self) -> None:
-        """Drop the client if it reads nothing of what is left to be sent for `write_timeout`."""
-        left = self.transport.get_write_buffer_size()
-        if left and self._unread is None:
-            self._unread = self.loop.call_later(self.bounds.write_timeout, self._look_at_reading, left)
+    def asker(self) -> Client:
+        """Return whose request is being answered."""
+        return self.peer
 
-    def forget_reading(self) -> None:
-        """Begin anew: the client has read, or there is more to read than there was."""
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+    def watch_reading(self) -> None:
+        """Drop the client if it reads too slowly what is left to be sent (`web.reading`)."""
+        if self._reading is None and self.transport.get_write_buffer_size():
+            self._reading = Reading(self.bounds.floor, self.asker(), self.transport, self._caught_up)
+
+    def _caught_up(self) -> None:
+        self._reading = None
 
     def refuse_body(self, cycle: RequestResponseCycle, error: PdproxyError) -> None:
         """Refuse a request whose body is under way."""
@@ -141,12 +163,44 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
+    @property
+    def idle(self) -> bool:
+        """Whether no engine is at work for the connection: it has no request, or one that is not whole."""
+        return self._deaf or self.nothing_to_answer() or (self._in_body and self.cycle is self.active)
+
+    def evict(self, error: PdproxyError) -> None:
+        """Close an idle connection: another client's needs its place."""
+        if self._deaf:
+            self.transport.abort()
+        elif self.nothing_to_answer():
+            self.transport.close()
+        else:
+            self.refuse_body(self.cycle, error)
+
+    def give_up_body(self, error: PdproxyError) -> None:
+        """Refuse the request whose body is under way."""
+        if self.active is not None:
+            self.refuse_body(self.active, error)
+
     # -- asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
         self.flow = Flow(self.transport)  # type: ignore[assignment]
         self.transport.set_write_buffer_limits(high=UNSENT)
+        bounds = self.bounds
+        address = self.client[0] if self.client else ""
+        self.peer = bounds.clients.enter(address_name(address))
+        self.speaks_for_others = bounds.clients.trusts(address)
+        try:
+            bounds.connections.opened(self.peer, self)
+        except OverloadedError as error:
+            self._deaf = True
+            if bounds.connections.open > bounds.connections.most + MOST_REFUSED:
+                self.transport.abort()
+            else:
+                self._answer(error)
+            return
         self._watch()  # a connection that never asks for anything must not be kept for ever
 
     def data_received(self, data: bytes) -> None:
@@ -165,8 +219,11 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_late()
-        if self._unread is not None:
-            self._unread.cancel()
+        if self._reading is not None:
+            self._reading.stop()
+            self._reading = None
+        self.bounds.connections.closed(self.peer, self)
+        self.bounds.clients.leave(self.peer)
         super().connection_lost(exc)
 
     # -- httptools
@@ -199,7 +256,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.begin_body()  # not before there is a request: uvicorn may yet refuse the head
 
     def on_body(self, body: bytes) -> None:
-        self.made_progress()
+        self.took_part(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -217,11 +274,20 @@ class GuardedProtocol(HttpToolsProtocol):
     def begin_body(self) -> None:
         """The head is whole."""
         self._in_head, self._in_body = False, True
+        self._parts = self._part_bytes = 0
         self._cancel_late()
 
-    def made_progress(self) -> None:
-        """A part of the body has come."""
+    def took_part(self, size: int) -> None:
+        """A part of the body has come. Refuse a body of too many tiny ones."""
         self._progress = True
+        self._parts += 1
+        self._part_bytes += size
+        if self._parts > MOST_PARTS and self._part_bytes < self._parts * LEAST_PART:
+            message = (
+                f"The body comes in more than {MOST_PARTS} parts of less than {LEAST_PART} bytes: send larger chunks"
+            )
+            self._refusal = BadRequestError(message, param="body")
+            raise self._refusal  # stops the parser
 
     def end_body(self) -> None:
         """The body is whole."""
@@ -322,17 +388,8 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         body = error_body(error)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
+        if error.fault is Fault.CAPACITY:
+            head += b"retry-after: 1\r\n"
         head += b"".join([b"%b: %b\r\n" % line for line in self.more_headers()])
         self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + body)
         self.linger()
-
-    def _look_at_reading(self, before: int) -> None:
-        self._unread = None
-        left = self.transport.get_write_buffer_size()
-        if left >= before and not (self.flow.write_paused or self.nothing_to_answer()):
-            return  # what comes next was written since
-        if left and left >= before:
-            self.observers.notify(DeadlinePassed(Wait.CLIENT_WRITE.value))
-            self.transport.abort()
-        elif left:
-            self.watch_reading()

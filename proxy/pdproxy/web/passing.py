@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,15 +20,28 @@ from pdproxy.kit.errors import (
     ClientLeftError,
     Fault,
     PdproxyError,
-    UnauthorizedError,
 )
+from pdproxy.serving.clients import Client, Clients
 from pdproxy.serving.passthrough import PassedRequest, Sink
 from pdproxy.serving.routes import Entry
 from pdproxy.upstream.connection import Headers
+from pdproxy.web.identify import Identify
 from pdproxy.web.room import BodyRoom
 from pdproxy.wire.dialects import failure_body
 
 Line = tuple[bytes, bytes]
+CONNECTION = "pdproxy.connection"
+"""Where a request's ASGI scope has the connection that it came on."""
+
+
+class Connection(Protocol):
+    """What is needed of a client's connection."""
+
+    peer: Client
+    speaks_for_others: bool
+
+    def give_up_body(self, error: PdproxyError) -> None:
+        """Refuse the request whose body is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +49,8 @@ class Passing:
     """What the routes need to know. One for the whole process; `max_body` in bytes."""
 
     serve: Callable[[PassedRequest, Sink], Awaitable[None]]
-    check_key: Callable[[bytes | None], None]
+    identify: Identify
+    clients: Clients
     room: BodyRoom
     forwarded: frozenset[bytes]
     max_body: int
@@ -49,19 +64,38 @@ class PassedAnswer(Response):
         self._passing = passing
         self._entry = entry
         self._size = 0
+        self._asker: Client
+        self._connection: Connection
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, have the request served, and stop that when the client leaves."""
-        try:
-            await self._serve(scope, receive, send)
-        finally:
-            self._passing.room.give_back(self._size)
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        passing, client = self._passing, _Client(send)
+        connection = self._connection = scope[CONNECTION]
         headers: list[Line] = scope["headers"]
+        self._asker, stranger = self._passing.identify(
+            connection.peer, headers, speaks_for_others=connection.speaks_for_others
+        )
         try:
-            body = await self._body(headers, receive) if self._known(headers) else b""
+            # A stranger's body is not read; the service says no, with its report.
+            await self._serve(headers, receive, send, known=stranger is None)
+        finally:
+            self._forget_body()
+            self._passing.clients.leave(self._asker)
+
+    def evict(self, error: PdproxyError) -> None:
+        """Give up the request's body, which is not whole: another client needs its room."""
+        self._forget_body()
+        self._connection.give_up_body(error)
+
+    def _forget_body(self) -> None:
+        self._asker.bodies.pop(self, None)
+        if self._size:
+            self._passing.room.give_back(self._asker, self._size)
+            self._size = 0
+
+    async def _serve(self, headers: list[Line], receive: Receive, send: Send, *, known: bool) -> None:
+        passing, client = self._passing, _Client(send, self._asker)
+        try:
+            body = await self._body(headers, receive) if known else b""
         except ClientLeftError:
             return
         except PdproxyError as error:
@@ -80,6 +114,7 @@ class PassedAnswer(Response):
             forward=tuple(line for line in headers if line[0] in passing.forwarded),
             body=body,
         )
+        del body  # the request's, which lets go of it
         serving = asyncio.ensure_future(passing.serve(request, client))
         leaving = asyncio.ensure_future(_left(receive))
         try:
@@ -92,14 +127,6 @@ class PassedAnswer(Response):
                 serving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
-
-    def _known(self, headers: list[Line]) -> bool:
-        """Tell whether the client brought a key. A stranger's body is not read; the service says no, with its report."""
-        try:
-            self._passing.check_key(next((value for name, value in headers if name == b"authorization"), None))
-        except UnauthorizedError:
-            return False
-        return True
 
     async def _body(self, headers: list[Line], receive: Receive) -> bytes:
         passing = self._passing
@@ -115,11 +142,13 @@ class PassedAnswer(Response):
             part = message.get("body", b"")
             if len(whole) + len(part) > passing.max_body:
                 raise too_large
-            passing.room.take(len(part))
+            self._asker.bodies.pop(self, None)
+            passing.room.take(self._asker, len(part))
             self._size += len(part)
             whole += part
             if not message.get("more_body", False):
                 return bytes(whole)
+            self._asker.bodies[self] = None
 
 
 async def _left(receive: Receive) -> None:
@@ -131,8 +160,9 @@ async def _left(receive: Receive) -> None:
 class _Client:
     """The client's end, over ASGI. `gone` is set by who watches it."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, asker: Client) -> None:
         self._send = send
+        self.client = asker
         self.begun = False
         self.gone = False
 

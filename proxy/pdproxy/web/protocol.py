@@ -14,8 +14,10 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from pdproxy.kit.errors import PdproxyError
+from pdproxy.serving.clients import Client
 from pdproxy.web.cycle import DataPath, GenerateCycle
 from pdproxy.web.guard import GuardedProtocol
+from pdproxy.web.passing import CONNECTION
 from pdproxy.wire.request import Route
 
 _ROUTES = {route.value.encode(): route for route in Route}
@@ -35,6 +37,10 @@ class DataPathProtocol(GuardedProtocol):
             cycle.refuse(error)
         else:
             super().refuse_body(cycle, error)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope[CONNECTION] = self  # type: ignore[literal-required]  # for `web.passing`
 
     def on_headers_complete(self) -> None:
         self.one_host()
@@ -74,7 +80,7 @@ class DataPathProtocol(GuardedProtocol):
 
     def on_body(self, body: bytes) -> None:
         if isinstance(self.cycle, GenerateCycle):
-            self.made_progress()
+            self.took_part(len(body))
             self.cycle.feed(body)
         else:
             super().on_body(body)
@@ -96,19 +102,17 @@ class DataPathProtocol(GuardedProtocol):
         super().connection_lost(exc)
         self.cycle = self.active = None  # type: ignore[assignment]  # each holds the other: nobody else would free them
 
+    def asker(self) -> Client:
+        return self.active.client if isinstance(self.active, GenerateCycle) else self.peer
+
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.forget_reading()
+        self.watch_reading()
         if isinstance(self.active, GenerateCycle):
             self.active.pressure(paused=True)
-        else:
-            self.watch_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.forget_reading()
-        if self.nothing_to_answer():
-            self.watch_reading()
         if isinstance(self.active, GenerateCycle):
             self.active.pressure(paused=False)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]  # documented, but not in typeshed
 
-from pdproxy.app.server import FILES_A_REQUEST, FILES_BESIDES
+from pdproxy.app.server import files_needed
 from pdproxy.lab.check.facts import Surroundings
 from pdproxy.settings.schema import Settings
 
@@ -22,7 +22,7 @@ def look_around(settings: Settings, env: Mapping[str, str]) -> Surroundings:
         proxies={name: _without_password(value) for name, value in env.items() if name.lower() in _PROXIES and value},
         bypassed=frozenset(_bypassed((node.url for node in settings.pool.nodes), bypass)),
         files=None if hard == resource.RLIM_INFINITY else hard,
-        files_needed=settings.limits.max_inflight * FILES_A_REQUEST + FILES_BESIDES,
+        files_needed=files_needed(settings),
     )
 
 

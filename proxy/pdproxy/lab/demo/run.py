@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 import uvloop
 
-from pdproxy.app.server import INTERRUPTED, Ending, check_files, listen, serve
+from pdproxy.app.server import INTERRUPTED, Ending, fit_files, listen, serve
 from pdproxy.lab.demo import words
 from pdproxy.lab.demo.engines import Engines, SimEngines
 from pdproxy.lab.demo.figures import Figures, History
@@ -127,8 +127,7 @@ class _Demo:
             deadlines=Deadlines(drain=DRAIN),
             probes=Probes(interval=1.0),
         )
-        check_files(settings.limits.max_inflight)
-        self._proxy = asyncio.create_task(serve(settings, self._listener, self._proxy_ending), name="proxy")
+        self._proxy = asyncio.create_task(serve(fit_files(settings), self._listener, self._proxy_ending), name="proxy")
 
     async def _until_ready(self, session: aiohttp.ClientSession) -> None:
         reason = "no answer"

@@ -23,15 +23,16 @@ def proxies(facts: Facts) -> Iterator[Finding]:
 
 
 def files(facts: Facts) -> Iterator[Finding]:
-    """Too few open files for `limits.max_inflight`."""
+    """Too few open files for `limits.max_connections` and `limits.max_inflight`."""
     limit, need = facts.surroundings.files, facts.surroundings.files_needed
     if limit is not None and limit < need:
-        inflight = facts.settings.limits.max_inflight
+        limits = facts.settings.limits
+        wanted = f"limits.max_connections = {limits.max_connections} and limits.max_inflight = {limits.max_inflight}"
         yield Finding(
             level="warning",
             code="open_files",
-            says=f"this machine allows a process {limit} open files, and limits.max_inflight = {inflight} needs {need}",
-            remedy="raise the hard limit (ulimit -Hn, LimitNOFILE= in systemd, --ulimit in Docker), or lower --max-inflight",
+            says=f"this machine allows a process {limit} open files, and {wanted} need {need}: pdproxy will serve fewer",
+            remedy="raise the hard limit (ulimit -Hn, LimitNOFILE= in systemd, --ulimit in Docker), or lower both",
         )
 
 
