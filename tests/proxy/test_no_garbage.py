@@ -56,6 +56,22 @@ async def left(w: World) -> None:
     client.close()
 
 
+async def health(w: World) -> None:
+    assert (await w.get("/health")).status == 200
+
+
+async def passed(w: World) -> None:
+    assert (await w.ask("/tokenize", {"model": "tiny", "prompt": "one"})).status == 200
+
+
+async def unread(w: World) -> None:
+    w.decode[0].script(scripts.streams(*[EVENT * 500] * 100, then="stall"))
+    client = await w.client(receive_buffer=4096)
+    client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    client.send(request("POST", COMPLETIONS, completion(stream=True)))
+    await until(lambda: w.metric("pdproxy_deadline_total", wait="client_write"))
+
+
 def ours(found: list[object]) -> list[object]:
     """What is pdproxy's of the objects that were found: the simulator's engines serve in this process, too."""
     kinds = [type(one).__module__ for one in found]
@@ -68,13 +84,15 @@ def ours(found: list[object]) -> list[object]:
     return [*own, *(frame for frame in frames if "/sim/" not in frame.f_code.co_filename)]
 
 
-@pytest.mark.parametrize("act", [whole, streamed, a_list, refused, no_prefill, no_decode, broken_off, left])
+@pytest.mark.parametrize(
+    "act", [whole, streamed, a_list, refused, no_prefill, no_decode, broken_off, left, health, passed, unread]
+)
 def test_nothing_is_left_to_the_collector(act: Callable[[World], Awaitable[None]]) -> None:
     """All of a request has gone with its last reference."""
     found: list[object] = []
 
     async def run() -> None:
-        async with world() as w:
+        async with world(deadlines={"client_write": 1.2}) as w:
             await streamed(w)  # what is made once
             await w.quiet()
             gc.collect()

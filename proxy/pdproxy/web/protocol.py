@@ -101,6 +101,7 @@ class DataPathProtocol(GuardedProtocol):
                 cycle.message_event.set()
         super().connection_lost(exc)
         self.cycle = self.active = None  # type: ignore[assignment]  # each holds the other: nobody else would free them
+        self.scope = {}  # type: ignore[typeddict-item]  # which holds this connection
 
     def asker(self) -> Client:
         return self.active.client if isinstance(self.active, GenerateCycle) else self.peer
