@@ -25,7 +25,8 @@ from pdproxy.observe.events import (
     RequestEnded,
     ServedAlone,
 )
-from pdproxy.observe.logs import JsonFormatter, LogObserver, TextFormatter
+from pdproxy.observe.formats import JsonFormatter, TextFormatter
+from pdproxy.observe.logs import LogObserver
 from pdproxy.observe.metrics import Gauge, Metrics
 
 
@@ -116,7 +117,7 @@ def test_no_text_of_a_client_breaks_a_line(model: str, error: str) -> None:
 
 
 def test_an_exception_is_one_json_line() -> None:
-    """A traceback stays inside its object."""
+    """Where it came from stays inside the object; its words, which may quote a prompt, are in neither format."""
     try:
         raise ValueError("boom")
     except ValueError:
@@ -125,4 +126,9 @@ def test_an_exception_is_one_json_line() -> None:
         record = logging.LogRecord("pdproxy", logging.ERROR, "", 0, "failed %s", ("here",), sys.exc_info())
     found = json.loads(JsonFormatter().format(record))
     assert found["message"] == "failed here"
-    assert "ValueError: boom" in found["exception"]
+    assert "ValueError at " in found["exception"]
+    assert "test_observe.py" in found["exception"]
+    text = TextFormatter().format(record)
+    assert len(text.splitlines()) == 1
+    assert "test_observe.py" in text
+    assert "boom" not in text + str(found)

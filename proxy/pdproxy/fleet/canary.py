@@ -17,6 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError
+from pdproxy.kit.frames import frames
 from pdproxy.observe.events import Observers, TokenizerJudged
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Node
@@ -162,6 +163,9 @@ class Canaries:
         lives = {self._ledger.life(node.url): node.url for node in self._ledger.nodes if node.evidence is not None}
         for gone in self._judged.keys() - lives.keys():
             del self._judged[gone]
+        listed = {name for node in self._ledger.nodes if node.evidence is not None for name in node.evidence.models}
+        for name in self._bases.keys() - listed:
+            del self._bases[name]
         new = [
             node.url
             for node in self._ledger.nodes
@@ -183,8 +187,8 @@ class Canaries:
         except (EngineError, OverloadedError) as error:
             logger.debug("%s was not asked for canaries: %s", url, error.message)
             return False
-        except Exception:
-            logger.exception("canaries of %s failed in pdproxy itself", url)
+        except Exception as error:
+            logger.error("canaries of %s failed in pdproxy itself: %s", url, frames(error))  # noqa: TRY400
             return False
         self._judged[life] = judged
         self._trusted.clear()

@@ -8,8 +8,13 @@ process) reads its sockets once before any deadline is reached: what had come in
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from types import TracebackType
+
+from pdproxy.kit.frames import frames
+
+logger = logging.getLogger("pdproxy")
 
 TICK = 0.05
 """Seconds."""
@@ -42,7 +47,9 @@ class Timer:
 class Clock:
     """Calls back when times have come, in ticks. Belongs to the event loop that first uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, failed: Callable[[Exception], None] | None = None) -> None:
+        """Make one. `failed` gets what was raised by something that was to be done; None: it is logged here."""
+        self._failed = failed or _log
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: dict[int, set[Timer]] = {}
         self._done = 0
@@ -96,8 +103,15 @@ class Clock:
                 break
             slot = self._slots.pop(number, None)
             while slot:
-                slot.pop().then()
+                try:
+                    slot.pop().then()
+                except Exception as error:  # all other deadlines of the process go on
+                    self._failed(error)
         self._next = self._loop.call_at((last + 1) * TICK, self._tick, False) if self._slots else None
+
+
+def _log(error: Exception) -> None:
+    logger.error("what was to be done at a deadline failed: %s", frames(error))
 
 
 class Within:

@@ -20,7 +20,7 @@ from rich.live import Live
 from pdproxy.lab.demo import view
 from pdproxy.lab.demo.figures import Figures
 from pdproxy.lab.demo.options import Say
-from pdproxy.observe.logs import TextFormatter
+from pdproxy.observe.formats import TextFormatter
 
 CAPTURE_WIDTH, CAPTURE_HEIGHT = 100, 40
 
