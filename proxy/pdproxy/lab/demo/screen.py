@@ -6,6 +6,7 @@ Drawing happens in a thread: a terminal that is held (Ctrl-S) must hold up neith
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import logging
 import sys
@@ -97,4 +98,5 @@ class _ToStderr(logging.Handler):
         self._write = write
 
     def emit(self, record: logging.LogRecord) -> None:
-        (self._write or sys.stderr.write)(self.format(record) + "\n")
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it: no reason to fail who logs it
+            (self._write or sys.stderr.write)(self.format(record) + "\n")
