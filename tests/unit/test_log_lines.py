@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -168,6 +169,36 @@ def test_half_of_a_letter_is_written(stream: Blocking) -> None:
     writer.write("\ud83e")
     assert writer.close(PATIENCE)
     assert stream.lines == ["\\ud83e"]
+
+
+def test_a_destructor_may_log_while_a_line_is_taken(stream: Blocking) -> None:
+    """The garbage collector runs wherever it likes, also inside the writer: no thread waits for itself, no line is lost."""
+    writer = LineWriter(stream, report)
+
+    class Collecting(deque[bytes]):
+        depth = 0
+
+        def append(self, line: bytes) -> None:
+            if self.depth < 3:
+                self.depth += 1
+                writer.write(f"destroyed {self.depth}")
+            super().append(line)
+
+        def popleft(self) -> bytes:
+            if self.depth < 6:
+                self.depth += 1
+                writer.write(f"destroyed {self.depth}")
+            return super().popleft()
+
+    writer._lines = Collecting()
+    thread = threading.Thread(target=writer.write, args=("first",), daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    until(lambda: len(stream.lines) == 7)
+    assert writer.close(PATIENCE)
+    assert sorted(stream.lines) == sorted(["first", *(f"destroyed {number}" for number in range(1, 7))])
+    assert writer._size == 0
 
 
 def test_a_writer_is_forgotten() -> None:

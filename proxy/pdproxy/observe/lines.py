@@ -65,7 +65,9 @@ class LineWriter:
         return f"<LineWriter {len(self._lines)} lines wait, {self.dropped} were dropped>"
 
     def _begin(self) -> None:
-        self._lock = threading.Lock()  # for all below; never held during anything that may block
+        # For all below, and never held during anything that may block. Of the kind that its holder may take again: the garbage
+        # collector may run at any time, and a destructor may log.
+        self._lock = threading.RLock()
         self._wake = threading.Lock()
         self._wake.acquire()
         self._lines: deque[bytes] = deque()
@@ -82,25 +84,26 @@ class LineWriter:
         """Have a line written, or dropped where there is no room. Raises nothing."""
         data = f"{line}\n".encode("utf-8", "backslashreplace")
         with self._lock:
-            if not self._full:
-                size = self._size + len(data) + LINE_COST
-                self._full = size > self._max_bytes or len(self._lines) >= self._max_lines
+            cost = len(data) + LINE_COST
+            if self._size + cost > self._max_bytes or len(self._lines) >= self._max_lines:
+                self._full = True
             if self._full or self._closed or self._stream is None or (self._asleep and not self._woken()):
                 self.dropped += 1
                 return
             self._lines.append(data)
-            self._size = size
+            self._size += cost
 
     def _woken(self) -> bool:
         """Wake the thread, and return whether there is one."""
+        self._asleep = False
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="log", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # the system has no more threads: the next line tries again
+                self._asleep = True
                 return False
             self._thread = thread
-        self._asleep = False
         self._wake.release()
         return True
 
@@ -134,8 +137,10 @@ class LineWriter:
                     self._full = False
                     dropped = self.dropped
                     if dropped == self._reported or tried:
-                        self._asleep = True
-                        return
+                        self._asleep = not self._lines
+                        if self._asleep:
+                            return
+                        continue
             if batch:
                 data = b"".join(batch)
                 written = self._written(data)

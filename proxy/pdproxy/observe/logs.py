@@ -177,13 +177,14 @@ class _Handler(logging.Handler):
     def __init__(self, writer: LineWriter, made_by: Formatter) -> None:
         super().__init__()
         self._writer = writer
-        self.setFormatter(made_by)
+        self._made_by = made_by
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            line = self.format(record)
-        except Exception as error:  # its arguments don't fit its text, or can't be shown: no reason to fail who logs it
-            line = f"{record.levelname} {record.name} a line could not be made: {frames(error)}"
+            line = self._made_by.format(record)
+        except Exception as error:  # its arguments don't fit its text: no reason to fail who logs it
+            said = {"exception": frames(error)}
+            line = self._made_by.line(record.created, record.levelname, record.name, "a line could not be made", said)
         self._writer.write(line)
 
 
