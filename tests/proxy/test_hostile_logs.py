@@ -168,7 +168,7 @@ async def test_models_as_long_as_bodies(log_format: str, tmp_path: Path) -> None
     assert max(map(len, lines)) < 2000
     named = [line for line in lines if "404" in line]
     assert len(named) == 21
-    assert all("bytes]" in line for line in named)
+    assert all("bytes)" in line for line in named)
     if log_format == "json":
         assert all(len(json.loads(line)["model"]) < LONGEST_MODEL + 40 for line in named)
 
@@ -213,7 +213,7 @@ async def test_an_engines_words_are_bounded_where_they_are_shown(caplog: pytest.
         assert len(details) == 2
         (detail,) = (one for one in details if w.decode[0].url in one)
         assert "not in Prometheus text format" in detail
-        assert "characters]" in detail
+        assert "characters)" in detail
         assert all(len(one) < MAX_DETAIL + 40 for one in details)
     formatter = TextFormatter()
     assert max(len(formatter.format(record)) for record in caplog.records) < MAX_LINE

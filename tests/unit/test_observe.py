@@ -164,11 +164,11 @@ def test_what_is_cut_shows_that_it_is() -> None:
     """A long value ends with its length; the values beside it are whole; a text at the bound is whole."""
     fields = {"id": "r", "model": "m" * 100_000, "whole": "w" * MAX_VALUE, "status": 404}
     text = TextFormatter().line(0, "INFO", "pdproxy.access", "request", fields)
-    assert f'model="{"m" * MAX_VALUE}...[100000 characters]" whole={"w" * MAX_VALUE} status=404' in text
+    assert f'model="{"m" * MAX_VALUE}... (100000 characters)" whole={"w" * MAX_VALUE} status=404' in text
     line = json.loads(JsonFormatter().line(0, "INFO", "pdproxy.access", "x" * 20_000, fields))
-    assert line["model"] == "m" * MAX_VALUE + "...[100000 characters]"
+    assert line["model"] == "m" * MAX_VALUE + "... (100000 characters)"
     assert (line["whole"], line["status"]) == ("w" * MAX_VALUE, 404)
-    assert line["message"] == "x" * MAX_MESSAGE + "...[20000 characters]"
+    assert line["message"] == "x" * MAX_MESSAGE + "... (20000 characters)"
 
 
 def test_what_a_formatter_keeps_is_bounded_in_bytes() -> None:

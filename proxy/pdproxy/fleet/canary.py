@@ -163,9 +163,6 @@ class Canaries:
         lives = {self._ledger.life(node.url): node.url for node in self._ledger.nodes if node.evidence is not None}
         for gone in self._judged.keys() - lives.keys():
             del self._judged[gone]
-        listed = {name for node in self._ledger.nodes if node.evidence is not None for name in node.evidence.models}
-        for name in self._bases.keys() - listed:
-            del self._bases[name]
         new = [
             node.url
             for node in self._ledger.nodes

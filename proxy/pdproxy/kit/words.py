@@ -1,11 +1,12 @@
-"""Texts that others made, at a bounded length: what a client or an engine says may be of any size, and is kept and logged by us.
-
-Owns the mark that shows where a text was cut.
-"""
+"""Words of others, cut to a length that a log line, an answer and memory can bear."""
 
 from __future__ import annotations
 
+MOST = 300
+"""Characters."""
 
-def cut(text: str, most: int) -> str:
-    """Return a text of at most `most` characters as it is; of a longer one so many, and how long it was."""
-    return text if len(text) <= most else f"{text[:most]}...[{len(text)} characters]"
+
+def cut(words: object, most: int = MOST) -> str:
+    """Return words as a text of so many characters at the most, and say so where some are left out."""
+    text = str(words)
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"

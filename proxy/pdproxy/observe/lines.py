@@ -23,7 +23,7 @@ MAX_BYTES = 4 << 20
 MAX_LINES = 20_000
 LINE_COST = 64
 """Bytes that a line takes in memory besides its own."""
-GATHER = 0.05
+GATHER = 0.1
 """Seconds from the first line of a batch to its being written."""
 BATCH = 64 << 10
 """Bytes of one write at the most."""

@@ -35,4 +35,4 @@ def model_name(raw: msgspec.Raw | None) -> str | None:
 
 
 def _cut(name: str, size: int) -> str:
-    return f"{name[:LONGEST_MODEL]}...[{size - 2} bytes]"
+    return f"{name[:LONGEST_MODEL]}... ({size - 2} bytes)"
