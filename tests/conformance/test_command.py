@@ -13,7 +13,6 @@ import pytest
 
 from pdproxy.cli.main import main
 from pdproxy.lab.conformance.checks import CHECKS
-from pdproxy.observe import logs
 from tests.conformance import sample
 from tests.conformance.engines import Rig, rig
 
@@ -25,10 +24,9 @@ def _a_plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _logs_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _logs_as_they_were() -> Iterator[None]:
     """The command sends log lines to a standard error that is gone after the test."""
-    monkeypatch.setattr(logs, "_straight", logs._straight)
-    loggers = [logging.getLogger(name) for name in ("pdproxy", "uvicorn", "uvicorn.access", "uvicorn.error")]
+    loggers = [logging.getLogger(name) for name in (None, "pdproxy", "uvicorn", "uvicorn.access", "uvicorn.error")]
     before = [(one.handlers, one.propagate, one.level, one.disabled) for one in loggers]
     yield
     for one, state in zip(loggers, before, strict=True):

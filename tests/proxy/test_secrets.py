@@ -12,7 +12,7 @@ import pytest
 import trustme
 
 from pdproxy.cli.main import main
-from pdproxy.observe.logs import JsonFormatter, TextFormatter
+from pdproxy.observe.formats import JsonFormatter, TextFormatter
 from pdproxy.serving.service import Service
 from pdproxy.settings.dump import dump
 from pdproxy.settings.errors import SettingsError

@@ -178,7 +178,8 @@ class Received:
     def __init__(self) -> None:
         self.notices: list[Notice] = []
         self.undecodable = 0
-        self.socket = NoticeSocket(self.notices.append, self._nonsense)
+        self.failures: list[Exception] = []
+        self.socket = NoticeSocket(self.notices.append, self._nonsense, self.failures.append)
 
     def _nonsense(self) -> None:
         self.undecodable += 1

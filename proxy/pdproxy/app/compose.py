@@ -21,8 +21,9 @@ from pdproxy.fleet.prober import Prober
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import Wait
 from pdproxy.kit.tasks import TaskOwner
+from pdproxy.kit.words import cut
 from pdproxy.observe.events import DeadlinePassed, Event, LegFailed, Observers
-from pdproxy.observe.logs import LogObserver
+from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import NodeSpec, Role
@@ -55,6 +56,11 @@ from pdproxy.wire.notices import Event as NoticeEvent
 from pdproxy.wire.notices import Notice
 
 logger = logging.getLogger("pdproxy")
+
+MAX_DETAIL, MOST_DETAILS = 1000, 200
+"""Characters of a sentence in `/ready`, which may hold an engine's words, and how many of them there are."""
+MAX_REASON = 20_000
+"""Characters of the reason for not being ready, which names engines."""
 
 
 class _ProbeSoon:
@@ -95,24 +101,32 @@ class Proxy:
     notices: NoticeSocket
     tokens: Tokens | None
     heartbeat: Heartbeat
+    log: Log | None
 
     @classmethod
-    def build(cls, settings: Settings, library: Library = TRANSFORMERS, watch: Watch = UNWATCHED) -> Proxy:
-        """Wire a proxy. Nothing is sent yet.
+    def build(
+        cls,
+        settings: Settings,
+        library: Library = TRANSFORMERS,
+        watch: Watch = UNWATCHED,
+        log: Log | None = None,
+    ) -> Proxy:
+        """Wire a proxy. Nothing is sent yet. `log`: where access lines go; None: they are records of the logging package.
 
         Raises:
             SettingsError: a file of keys or certificates, or the tokenizer, can't be used.
         """
         credentials = Credentials(settings)
         pool = settings.pools[0]
-        metrics, probe_soon, changes = Metrics(), _ProbeSoon(), ChangeHeard()
-        observers = Observers([metrics, LogObserver(), probe_soon, changes, *watch.observers])
         limits, deadlines = settings.limits, settings.deadlines
         ledger = Ledger(
             [NodeSpec(node.url, Role(node.role), frozenset(node.sources)) for node in pool.nodes],
             breaker_failures=limits.breaker_failures,
             breaker_cooldown=limits.breaker_cooldown,
         )
+        metrics, probe_soon, changes = Metrics(partial(_lists, ledger)), _ProbeSoon(), ChangeHeard()
+        observers = Observers([metrics, LogObserver(log), probe_soon, changes, *watch.observers])
+        tasks = TaskOwner("fleet")
         # Without keys of clients, theirs go on: ours would open the engines to everybody.
         engine_key = credentials.engine_key if credentials.keys.wanted else _no_key
         clients = {
@@ -137,7 +151,7 @@ class Proxy:
             scrape_interval=settings.probes.scrape_interval,
             block_sizes=block_sizes,
         )
-        clock = Clock()
+        clock = Clock(tasks.watch("deadlines").failed)
         transfer = build_transfer(settings, clock, observers)
         contract = transfer.contract
         custodian = Custodian(contract, ledger, clients, deadlines, observers, time.monotonic)
@@ -191,11 +205,14 @@ class Proxy:
             clock,
             metrics,
             observers,
-            TaskOwner("fleet"),
+            tasks,
             transfer,
-            NoticeSocket(partial(_heard, transfer.ready, custodian), transfer.ready.undecodable),
+            NoticeSocket(
+                partial(_heard, transfer.ready, custodian), transfer.ready.undecodable, tasks.watch("notices").failed
+            ),
             tokenized,
             Heartbeat(observers),
+            log,
         )
         metrics.add_gauges(gauges(proxy))
         if tokenized is not None:
@@ -219,11 +236,11 @@ class Proxy:
             logger.info("KV-ready notices are awaited on %s", self.notices.address)
         self.heartbeat.start()
         if self.credentials.follows:
-            self.tasks.spawn(self.credentials.follow(), "follow files")
+            self.tasks.keep(self.credentials.follow, "follow files")
         if self.tokens is not None:
-            self.tasks.spawn(self.tokens.canaries.run(), "canaries")
+            self.tasks.keep(self.tokens.canaries.run, "canaries")
         for node in self.ledger.nodes:
-            self.tasks.spawn(self.prober.run(node), f"probe {node.url}")
+            self.tasks.keep(partial(self.prober.run, node), f"probe {node.url}")
 
     async def drain(self, requests: Collection[asyncio.Task[object]]) -> None:
         """Refuse new requests, wait for those in flight, cut off what is left at the deadline, and see the KV home."""
@@ -319,13 +336,21 @@ class Proxy:
         """Tell whether a request could be served now."""
         now = time.monotonic()
         details = [
+            *self.tasks.shortcomings(),
             *self.ledger.shortcomings(now),
             *self.auditor.shortcomings(),
             *self.credentials.shortcomings(),
             *(self.tokens.canaries.shortcomings() if self.tokens is not None else ()),
         ]
         reason = "shutting down" if self.admission.closed else self.ledger.not_ready()
-        return Readiness(reason, details)
+        shown = [cut(detail, MAX_DETAIL) for detail in details[:MOST_DETAILS]]
+        if len(details) > MOST_DETAILS:
+            shown.append(f"and {len(details) - MOST_DETAILS} more")
+        return Readiness(cut(reason, MAX_REASON) if reason is not None else None, shown)
+
+
+def _lists(ledger: Ledger, model: str) -> bool:
+    return any(node.serves(model) for node in ledger.nodes)
 
 
 def _heard(ready: KvReady, custodian: Custodian, notice: Notice) -> None:

@@ -1,6 +1,6 @@
 """The gauges of one running proxy: what `/metrics` reads of its parts at each scrape.
 
-Owns their names and texts. Counts of what happened are `observe.metrics`'.
+Owns their names and texts. Counts of what happened are `observe.metrics`', but for those that their owners keep.
 """
 
 from __future__ import annotations
@@ -66,5 +66,19 @@ def gauges(proxy: Proxy) -> Iterable[Gauge]:
             "Prompt tokens that never arrived by KV transfer since the engine's start",
             ("node",),
             lambda: [((url,), missing) for url, missing in proxy.auditor.missing().items()],
+        ),
+        Gauge(
+            "pdproxy_task_restarts",
+            "Failures of background tasks that must always run, and that were started again",
+            ("task",),
+            lambda: [((task,), count) for task, count in proxy.tasks.failures()],
+            counts=True,
+        ),
+        Gauge(
+            "pdproxy_log_lines_dropped",
+            "Log lines that were dropped, since standard error was not read or could not be written",
+            (),
+            lambda: [((), proxy.log.dropped if proxy.log is not None else 0)],
+            counts=True,
         ),
     )

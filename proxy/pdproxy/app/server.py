@@ -1,7 +1,7 @@
 """The server process: limits checked, signals taken, drained in order, one exit code.
 
-Owns the signals. The first SIGTERM or SIGINT turns `/ready` to 503, refuses new requests, lets streams end and KV be given
-back, and ends with 0; a second SIGINT ends at once.
+Owns the order of the end. The first SIGTERM or SIGINT turns `/ready` to 503, refuses new requests, lets streams end and KV be
+given back, and ends with 0; a second SIGINT ends at once. SIGHUP is ignored: its default would end all streams with the process.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ import uvicorn
 import uvloop
 
 from pdproxy import __version__
+from pdproxy.app import uncaught
 from pdproxy.app.compose import Proxy
-from pdproxy.observe.logs import configure
+from pdproxy.app.signals import Ending, Hangups
+from pdproxy.kit.frames import frames
+from pdproxy.observe.logs import Log, configure
+from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
 from pdproxy.web.app import create_app
 
@@ -55,17 +59,34 @@ class _Server(uvicorn.Server):
 
 def run(settings: Settings) -> int:
     """Serve until told to stop. Return the exit code: 0, 1 if it died, 2 if it can't start, 130 at a second Ctrl-C."""
-    configure(settings.observe.log_level, settings.observe.log_format)
+    log = configure(settings.observe.log_level, settings.observe.log_format)
+    uncaught.install()
+    try:
+        return _run(settings, log)
+    except SettingsError:
+        raise  # an operator's mistake, which the command line tells
+    except Exception as error:
+        logger.critical("pdproxy failed: %s", frames(error))
+        return 1
+    finally:
+        log.close()
+
+
+def _run(settings: Settings, log: Log) -> int:
     settings = fit_files(settings)
     try:
         listener = listen(settings.listen.host, settings.listen.port)
     except OSError as error:
         address = f"{settings.listen.host}:{settings.listen.port}"
-        sys.stderr.write(f"pdproxy: can't listen on listen.host:listen.port = {address}: {error.strerror or error}\n")
+        log.close()
+        with contextlib.suppress(OSError):  # nobody reads it
+            sys.stderr.write(
+                f"pdproxy: can't listen on listen.host:listen.port = {address}: {error.strerror or error}\n"
+            )
         return 2
     gc.set_threshold(*GC_THRESHOLDS)
     with listener:
-        return uvloop.run(_serve_until_signalled(settings, listener))
+        return uvloop.run(_serve_until_signalled(settings, listener, log))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -144,36 +165,17 @@ def uvicorn_config(proxy: Proxy) -> uvicorn.Config:
     )
 
 
-class Ending:
-    """Counts the requests to stop."""
-
-    def __init__(self, at_once: asyncio.Event | None = None) -> None:
-        """Make one that nobody has asked yet; `at_once` may be shared with whoever else has to hurry then."""
-        self.asked = asyncio.Event()
-        self.at_once = at_once or asyncio.Event()
-
-    def signalled(self, number: int) -> None:
-        """Take a signal: the first asks, a second SIGINT insists."""
-        if self.asked.is_set() and number == signal.SIGINT:
-            self.at_once.set()
-        self.asked.set()
-
-    def take_signals(self, *numbers: signal.Signals) -> None:
-        """Have the running loop hand these signals over."""
-        loop = asyncio.get_running_loop()
-        for number in numbers:
-            loop.add_signal_handler(number, self.signalled, number)
-
-
-async def _serve_until_signalled(settings: Settings, listener: socket.socket) -> int:
+async def _serve_until_signalled(settings: Settings, listener: socket.socket, log: Log) -> int:
+    asyncio.get_running_loop().set_exception_handler(uncaught.log_failure)
     ending = Ending()
     ending.take_signals(signal.SIGTERM, signal.SIGINT)
-    return await serve(settings, listener, ending)
+    Hangups().take()
+    return await serve(settings, listener, ending, log)
 
 
-async def serve(settings: Settings, listener: socket.socket, ending: Ending) -> int:
-    """Serve on a listener until asked to end, drain, and return `run`'s exit code. Takes no signals."""
-    proxy = Proxy.build(settings)
+async def serve(settings: Settings, listener: socket.socket, ending: Ending, log: Log | None = None) -> int:
+    """Serve on a listener until asked to end, drain, and return `run`'s exit code. Takes no signals. `log`: see `Proxy.build`."""
+    proxy = Proxy.build(settings, log=log)
     server = _Server(uvicorn_config(proxy))
     proxy.start()
     for warning in proxy.credentials.warnings():
@@ -197,6 +199,7 @@ async def serve(settings: Settings, listener: socket.socket, ending: Ending) -> 
     asked.cancel()
     await proxy.stop()
     if not ending.asked.is_set():
-        logger.error("the server ended by itself")
+        died = serving.exception()
+        logger.error("the server ended by itself%s", f": {frames(died)}" if died is not None else "")
         return 1
     return INTERRUPTED if ending.at_once.is_set() else 0

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     level = vars(arguments)["observe.log_level"]
     # The report says what went wrong; the proxy's own lines are for those who ask for them.
-    configure("error" if level is None else settings.observe.log_level, settings.observe.log_format)
+    log = configure("error" if level is None else settings.observe.log_level, settings.observe.log_format)
     plain = None if arguments.plain is None else settings.pool.nodes[-1].url
     options = Options(timeout=arguments.timeout, lease_watch=arguments.lease_watch, plain=plain)
     try:
@@ -67,6 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("pdproxy conformance: interrupted: KV that was being looked at is freed when its lease ends\n")
         return 130
+    finally:
+        log.close()
     if arguments.json:
         print(report.as_json(found).decode())
     else:

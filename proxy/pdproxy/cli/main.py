@@ -5,6 +5,8 @@ Owns the list of commands. A command is a module with `add(commands)`, which set
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +18,8 @@ from pdproxy.settings.errors import SettingsError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (None: the process's own) and return its exit code."""
+    if sys.stderr is None:  # closed by who started the process: what is said there is lost, and nothing else
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - until the end
     parser = Parser(prog="pdproxy", description="One OpenAI server before vLLM engines with prefill and decode split.")
     parser.add_argument("--version", action="version", version=f"pdproxy {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -28,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run(arguments)
     except SettingsError as error:
-        sys.stderr.write(f"pdproxy: {error}\n")
+        with contextlib.suppress(OSError):  # nobody reads it
+            sys.stderr.write(f"pdproxy: {error}\n")
         return USAGE_ERROR
     return code
 

@@ -17,6 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError
+from pdproxy.kit.frames import frames
 from pdproxy.observe.events import Observers, TokenizerJudged
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Node
@@ -183,8 +184,8 @@ class Canaries:
         except (EngineError, OverloadedError) as error:
             logger.debug("%s was not asked for canaries: %s", url, error.message)
             return False
-        except Exception:
-            logger.exception("canaries of %s failed in pdproxy itself", url)
+        except Exception as error:
+            logger.error("canaries of %s failed in pdproxy itself: %s", url, frames(error))  # noqa: TRY400
             return False
         self._judged[life] = judged
         self._trusted.clear()

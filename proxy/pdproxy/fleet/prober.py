@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from pdproxy.fleet.audit import Auditor
 from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError, OverloadedError
+from pdproxy.kit.frames import frames
 from pdproxy.observe.events import DeadlinePassed, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, Node
@@ -66,8 +67,8 @@ class Prober:
                 await self.probe(node, scrape=beat % self._scrape_every == 0)
             except OverloadedError as error:
                 logger.warning("%s was not probed: %s", node.url, error.message)  # which says nothing of the engine
-            except Exception:
-                logger.exception("a probe of %s failed in pdproxy itself", node.url)  # the next may not
+            except Exception as error:  # the next may not
+                logger.error("a probe of %s failed in pdproxy itself: %s", node.url, frames(error))  # noqa: TRY400
             beat += 1
             wake = self._wake[node.url]
             try:

@@ -8,8 +8,13 @@ a stopped process, work that is too large) counts for no deadline: what had come
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from types import TracebackType
+
+from pdproxy.kit.frames import frames
+
+logger = logging.getLogger("pdproxy")
 
 TICK = 0.05
 """Seconds."""
@@ -46,7 +51,9 @@ class Clock:
     shorter: the hold-up counts for no timer, and sockets are read between it and the next timer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, failed: Callable[[Exception], None] | None = None) -> None:
+        """Make one. `failed` gets what was raised by something that was to be done; None: it is logged here."""
+        self._failed = failed or _log
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: dict[int, set[Timer]] = {}
         self._done = 0
@@ -109,10 +116,17 @@ class Clock:
                 break
             slot = self._slots.pop(number, None)
             while slot:
-                slot.pop().then()
+                try:
+                    slot.pop().then()
+                except Exception as error:  # all other deadlines of the process go on
+                    self._failed(error)
         self._next = None
         if self._slots:
             self._tick_at((last + 1) * TICK, read=False)
+
+
+def _log(error: Exception) -> None:
+    logger.error("what was to be done at a deadline failed: %s", frames(error))
 
 
 class Within:

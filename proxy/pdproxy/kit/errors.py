@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from enum import Enum
 
+from pdproxy.kit.words import cut
+
+MAX_MESSAGE = 1000
+"""Characters of an engine error's message, which may quote the engine, is kept with the engine's state, logged and shown."""
+
 
 class Fault(Enum):
     """Who has to act for the failure to go away."""
@@ -154,6 +159,9 @@ class EngineError(PdproxyError):
     fault = Fault.ENGINE
     status = 502
     type = "BadGatewayError"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(cut(message, MAX_MESSAGE), param=param)
 
 
 class EngineUnreachableError(EngineError):

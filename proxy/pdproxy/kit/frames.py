@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import traceback
 
+FIRST_FRAMES, LAST_FRAMES = 3, 12
+"""Of a traceback: the entry, and where it went wrong. A recursion without an end has a thousand frames."""
+MOST_CAUSES = 5
+
 
 def frames(error: BaseException) -> str:
     """Return the types of an exception and of its causes, each with its frames, the innermost last, on one line."""
@@ -11,10 +15,17 @@ def frames(error: BaseException) -> str:
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
+        if len(parts) == MOST_CAUSES:
+            parts.append("others")
+            break
         seen.add(id(one))
-        steps = traceback.extract_tb(one.__traceback__)
-        way = " > ".join(f"{step.filename}:{step.lineno} {step.name}" for step in steps)
-        parts.append(f"{type(one).__qualname__} at {way or 'no frame'}")
+        # Not `extract_tb`, which also reads the lines of the source, from a disk that may hang.
+        walked = [(step.f_code, line) for step, line in traceback.walk_tb(one.__traceback__)]
+        steps = [f"{code.co_filename}:{line} {code.co_name}" for code, line in walked]
+        if len(steps) > FIRST_FRAMES + LAST_FRAMES:
+            left_out = len(steps) - FIRST_FRAMES - LAST_FRAMES
+            steps = [*steps[:FIRST_FRAMES], f"({left_out} frames)", *steps[-LAST_FRAMES:]]
+        parts.append(f"{type(one).__qualname__} at {' > '.join(steps) or 'no frame'}")
         one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
     return ", from ".join(parts)
 

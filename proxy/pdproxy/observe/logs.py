@@ -1,22 +1,16 @@
 """Log lines: one at INFO for each request, the way through the engines at DEBUG, trouble where it happens.
 
-Owns the formats, text and JSON. No prompt and no key is ever logged: events hold none.
+Owns what is said of each event, and where lines go. No prompt and no key is ever logged: events hold none.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
-from typing import TextIO
+from collections.abc import Mapping, Sequence
 
-import msgspec
-
+from pdproxy.kit.frames import frames
 from pdproxy.observe.events import (
     DeadlinePassed,
     Event,
@@ -37,19 +31,48 @@ from pdproxy.observe.events import (
     Tokenized,
     TokenizerJudged,
 )
+from pdproxy.observe.formats import Fields, Formatter, formatter
+from pdproxy.observe.lines import LineWriter
 
 access = logging.getLogger("pdproxy.access")
 legs = logging.getLogger("pdproxy.legs")
 fleet = logging.getLogger("pdproxy.fleet")
 kv = logging.getLogger("pdproxy.kv")
 
-Fields = Mapping[str, object]
+
+class Log:
+    """Where lines go, and in which format. Made by `configure`; close it before the process ends, or its last lines are lost."""
+
+    def __init__(self, writer: LineWriter, made_by: Formatter, *, shows_requests: bool) -> None:
+        """Make one; `shows_requests`: whether the level is low enough for access lines."""
+        self.shows_requests = shows_requests
+        self._writer = writer
+        self._formatter = made_by
+
+    @property
+    def dropped(self) -> int:
+        """How many lines nobody will read."""
+        return self._writer.dropped
+
+    def request(self, fields: Fields) -> None:
+        """Write an access line. The logging package would make a record for it, which costs more than the line."""
+        self._writer.write(self._formatter.line(time.time(), "INFO", access.name, "request", fields))
+
+    def close(self) -> bool:
+        """Write what waits to be written, as far as somebody reads it. Return whether that was all."""
+        return self._writer.close()
+
+
 HELD_UP = 1.0
 """Seconds of lateness of the event loop that a log line reports."""
 
 
 class LogObserver:
-    """Writes events to the log."""
+    """Writes events to the log. Access lines go straight to `log`, if there is one, all others through the logging package."""
+
+    def __init__(self, log: Log | None = None) -> None:
+        """Make one; without a log, tests and tools see all lines as records."""
+        self._log = log
 
     def notify(self, event: Event) -> None:
         """Log an event at its level."""
@@ -57,8 +80,9 @@ class LogObserver:
             return  # as often as requests
         match event:
             case RequestEnded():
-                if _straight is not None:
-                    _straight(access_fields(event))
+                if self._log is not None:
+                    if self._log.shows_requests:
+                        self._log.request(access_fields(event))
                 elif access.isEnabledFor(logging.INFO):
                     _log(access, logging.INFO, "request", access_fields(event))
             case LegFailed():
@@ -156,88 +180,40 @@ def _log(logger: logging.Logger, level: int, message: str, fields: Fields) -> No
     logger.log(level, "%s", message, extra={"fields": fields})
 
 
-class TextFormatter(logging.Formatter):
-    """`time LEVEL logger message key=value ...`, values quoted where they hold spaces.
+class _Handler(logging.Handler):
+    """Hands the lines of records to a writer."""
 
-    Every request writes a line, so the time down to the second is kept from one line to the next.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, writer: LineWriter, made_by: Formatter) -> None:
         super().__init__()
-        self._second = 0
-        self._shown = ""
+        self._writer = writer
+        self._made_by = made_by
 
-    def format(self, record: logging.LogRecord) -> str:
-        line = self.line(
-            record.created, record.levelname, record.name, record.getMessage(), getattr(record, "fields", {})
-        )
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
-
-    def line(self, created: float, level: str, logger: str, message: str, fields: Fields) -> str:
-        """Return the line of a record; `created` in Unix seconds."""
-        second = int(created)
-        if second != self._second:
-            self._second, self._shown = second, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
-        line = f"{self._shown},{int(1000 * (created - second)):03d} {level} {logger} {message}"
-        for name, value in fields.items():
-            # Most values of most lines are numbers, or words that stood in a line before.
-            line += f" {name}={value if type(value) is not str or value.isalnum() else _as_word(value)}"
-        return line
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self._made_by.format(record)
+        except Exception as error:  # its arguments don't fit its text: no reason to fail who logs it
+            said = {"exception": frames(error)}
+            line = self._made_by.line(record.created, record.levelname, record.name, "a line could not be made", said)
+        self._writer.write(line)
 
 
-_SEPARATORS = re.compile(r'[ "=]')
+def configure(level: str, log_format: str) -> Log:
+    """Send the log lines of pdproxy, of uvicorn and of all libraries to standard error. Return what access lines go to."""
+    made_by = formatter(log_format)
 
+    def report(count: int) -> str:
+        message = "log lines were dropped: standard error was not read, or could not be written"
+        return made_by.line(time.time(), "WARNING", "pdproxy.log", message, {"lines": count})
 
-@lru_cache(1024)
-def _as_word(text: str) -> str:
-    if text and text.isprintable() and not _SEPARATORS.search(text):
-        return text
-    return json.dumps(text)  # escapes whatever a terminal would act on
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields: Fields = getattr(record, "fields", {})
-        if record.exc_info:
-            fields = {**fields, "exception": self.formatException(record.exc_info)}
-        return self.line(record.created, record.levelname, record.name, record.getMessage(), fields)
-
-    def line(self, created: float, level: str, logger: str, message: str, fields: Fields) -> str:
-        """Return the line of a record; `created` in Unix seconds."""
-        line: dict[str, object] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(created)),
-            "level": level.lower(),
-            "logger": logger,
-            "message": message,
-            **fields,
-        }
-        return msgspec.json.encode(line, enc_hook=str).decode()
-
-
-_straight: Callable[[Fields], None] | None = None
-"""Writes an access line without the logging package, whose records cost more than the line. None: through it, if at all."""
-
-
-def _write_access_line(stream: TextIO, formatter: TextFormatter | JsonFormatter, fields: Fields) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more: no reason to fail a request
-        stream.write(formatter.line(time.time(), "INFO", access.name, "request", fields) + "\n")
-        stream.flush()
-
-
-def configure(level: str, log_format: str) -> None:
-    """Send all of pdproxy's and uvicorn's log lines to standard error."""
-    global _straight
-    handler = logging.StreamHandler(sys.stderr)
-    formatter = JsonFormatter() if log_format == "json" else TextFormatter()
-    handler.setFormatter(formatter)
-    for name in ("pdproxy", "uvicorn"):
+    writer = LineWriter(sys.stderr, report)
+    handler = _Handler(writer, made_by)
+    ours = logging.getLevelName(level.upper())
+    # Libraries warn, asyncio of tasks that failed: by the same way, lest they write to standard error themselves.
+    for name, least in (("pdproxy", ours), ("uvicorn", max(logging.INFO, ours)), (None, logging.WARNING)):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
-        logger.setLevel(level.upper() if name == "pdproxy" else max(logging.INFO, logging.getLevelName(level.upper())))
-    shown = access.isEnabledFor(logging.INFO)
-    _straight = partial(_write_access_line, handler.stream, formatter) if shown else None
+        logger.setLevel(least)
     logging.getLogger("uvicorn.access").disabled = True  # the access line is ours
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    return Log(writer, made_by, shows_requests=access.isEnabledFor(logging.INFO))

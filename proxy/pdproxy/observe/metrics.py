@@ -40,6 +40,10 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 """Upper bounds in seconds for phases of a request."""
 LATENESS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds in seconds for the event loop's lateness."""
+MAX_MODEL, MOST_MODELS = 256, 1000
+"""Characters of a model's name that is a label, and how many such names there may be. All others are counted as "other"."""
+MOST_RANKS = 64
+"""Ranks of an engine that are labels."""
 
 
 @dataclass(slots=True)
@@ -71,18 +75,22 @@ class _Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """A gauge read at scrape time: `read` yields (label values, value)."""
+    """A gauge, or a counter that somebody else keeps, read at scrape time: `read` yields (label values, value)."""
 
     name: str
     text: str
     labels: tuple[str, ...]
     read: Callable[[], Iterable[tuple[tuple[str, ...], float]]]
+    counts: bool = False
+    """Whether it is a counter."""
 
 
 class Metrics:
-    """An observer that counts, and the page that shows the counts."""
+    """An observer that counts, and the page that shows the counts. `lists` tells whether an engine lists a model."""
 
-    def __init__(self) -> None:
+    def __init__(self, lists: Callable[[str], bool] = lambda _: True) -> None:
+        """Make one that has counted nothing."""
+        self._lists = lists
         self._registry = CollectorRegistry(auto_describe=False)
         self._counts: dict[str, Counter[tuple[str, ...]]] = {name: Counter() for name in _COUNTERS}
         self._histograms: dict[str, dict[str, _Histogram]] = {name: {} for name in _HISTOGRAMS}
@@ -125,8 +133,8 @@ class Metrics:
                     self._count("pdproxy_kv_transfer_bytes", by=size)
             case KvWaited(node, result, seconds, missing):
                 self._histogram("pdproxy_kv_ready_wait_seconds", result, SECONDS).observe(seconds)
-                for rank in missing:
-                    self._count("pdproxy_kv_silent_ranks", node, rank)
+                for at, rank in enumerate(missing):
+                    self._count("pdproxy_kv_silent_ranks", node, rank if at < MOST_RANKS else "more")
             case Tokenized():
                 self._count("pdproxy_tokenize", event.source, event.result)
                 self._histogram("pdproxy_tokenize_seconds", event.source, SECONDS).observe(event.seconds)
@@ -138,10 +146,15 @@ class Metrics:
                 pass  # logged, and shown by gauges
 
     def _ended(self, event: RequestEnded) -> None:
-        if event.outcome == "ok":
-            self._models.add(event.model or "")
-        # A model's name comes from the client: one that no engine has ever served must not make a time series.
-        model = (event.model or "") if (event.model or "") in self._models else "other"
+        model = event.model or ""
+        if model not in self._models:
+            # A model's name comes from the client: one that no engine serves must not make a time series. Engines that serve
+            # any name exist, and names that they list are theirs to choose, too.
+            is_one = event.outcome == "ok" and len(model) <= MAX_MODEL and (not model or self._lists(model))
+            if is_one and len(self._models) < MOST_MODELS:
+                self._models.add(model)
+            else:
+                model = "other"
         self._count("pdproxy_requests", model, event.endpoint, event.outcome)
         self._histogram("pdproxy_phase_seconds", "queue", SECONDS).observe(event.queue_s)
         self._histogram("pdproxy_phase_seconds", "total", SECONDS).observe(event.total_s)
@@ -190,7 +203,8 @@ class Metrics:
                 histogram.add_metric([value] if label else [], kept.samples(), kept.total)
             yield histogram
         for gauge in self._gauges:
-            family = GaugeMetricFamily(gauge.name, gauge.text, labels=gauge.labels)
+            kind = CounterMetricFamily if gauge.counts else GaugeMetricFamily
+            family = kind(gauge.name, gauge.text, labels=gauge.labels)
             for values, number in gauge.read():
                 family.add_metric(values, number)
             yield family

@@ -24,6 +24,8 @@ from pdproxy.wire.notices import Notice
 
 REMEMBERED = 1024
 """Legs of which a notice may still tell."""
+REMEMBERED_BYTES = 4 << 20
+"""Bytes of what their clients sent: a header with a key may be as long as heads are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +56,11 @@ class PrefillLeg:
 class _Orphan:
     """A leg as it is remembered: without its request, which may be long. `taken`: its KV is in custody already."""
 
-    __slots__ = ("leg", "taken")
+    __slots__ = ("leg", "size", "taken")
 
     def __init__(self, leg: PrefillLeg) -> None:
         self.leg = replace(leg, read=_unread, expected=None, slots=None)
+        self.size = sum(len(name) + len(value) for name, value in leg.authorization) + len(leg.model or "")
         self.taken = False
 
 
@@ -78,6 +81,7 @@ class Orphans:
         self._tasks = tasks
         self._give_back = give_back
         self._remembered: OrderedDict[str, _Orphan] = OrderedDict()
+        self._remembered_bytes = 0
         self.count = 0
 
     def __repr__(self) -> str:
@@ -96,8 +100,9 @@ class Orphans:
         orphan = _Orphan(leg)
         if leg.id is not None and self._contract.told is not None:
             self._remembered[leg.id] = orphan
-            if len(self._remembered) > REMEMBERED:
-                self._remembered.popitem(last=False)
+            self._remembered_bytes += orphan.size
+            while len(self._remembered) > REMEMBERED or self._remembered_bytes > REMEMBERED_BYTES:
+                self._forgotten(next(iter(self._remembered)))
             if leg.expected is not None and leg.expected.notice is not None:
                 self._take(leg.expected.notice)  # it came just before
         self.count += 1
@@ -122,7 +127,7 @@ class Orphans:
         return True
 
     def _take(self, notice: Notice) -> bool:
-        orphan = self._remembered.pop(notice.request_id, None)
+        orphan = self._forgotten(notice.request_id)
         told = self._contract.told
         if orphan is not None and told is not None and (handle := told(notice)) is not None:
             orphan.taken = True
@@ -131,7 +136,12 @@ class Orphans:
 
     def forget(self, leg_id: str) -> None:
         """There will be no KV: the engine has told so."""
-        self._remembered.pop(leg_id, None)
+        self._forgotten(leg_id)
+
+    def _forgotten(self, leg_id: str) -> _Orphan | None:
+        orphan = self._remembered.pop(leg_id, None)
+        self._remembered_bytes -= orphan.size if orphan is not None else 0
+        return orphan
 
     async def _outlived(self, pending: Pending, timeout: float, done: Callable[[], None]) -> None:
         try:

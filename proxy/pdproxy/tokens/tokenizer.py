@@ -8,6 +8,7 @@ template (vLLM 0.32.0 `renderers/hf.py`) is `pdproxy.tokens.chat`'s.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -171,6 +172,10 @@ def _loaded(name: str, capacity: int) -> Tokenizer:
         transformers = importlib.import_module("transformers")  # seconds, and 60 MB
     except ImportError as error:
         raise UnusableError(f"transformers can't be imported: {_line(error)}") from None
+    # Its log lines go the way of all others: its own handler writes to standard error, which may block.
+    library = logging.getLogger("transformers")
+    library.handlers.clear()
+    library.propagate = True
     try:
         model = transformers.AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except Exception as error:

@@ -25,6 +25,7 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.upstream.client import OUR_LIMITS, tls_words
+from pdproxy.wire.model import LONGEST_MODEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +105,9 @@ class EngineAdmin:
         await self._get(url, "/health")
 
     async def models(self, url: str) -> list[ModelCard]:
-        """Return the models an engine serves."""
+        """Return the models an engine serves, but for names that are longer than any request's are read here."""
         found = self._read(url, "/v1/models", await self._get(url, "/v1/models"), _Models)
-        return [ModelCard(card.id, card.root, card.parent) for card in found.data]
+        return [ModelCard(card.id, card.root, card.parent) for card in found.data if len(card.id) <= LONGEST_MODEL]
 
     async def models_body(self, url: str, authorization: str | None = None) -> bytes:
         """Return the engine's own answer to `/v1/models`, asked with this header ("": with none) in place of our key."""

@@ -18,16 +18,29 @@ logger = logging.getLogger("pdproxy.kv")
 
 AT_ONCE = 64
 """Messages read in one turn of the event loop: about a millisecond."""
+AGAIN = 1.0
+"""Seconds until a socket that failed is read again."""
 HIGH_WATER = 10_000
 """Messages that ZMQ keeps of each sender while we are busy; then the sender's own queue fills."""
 
 
 class NoticeSocket:
-    """Receives notices and hands each to `heard`; what is none is told to `undecodable`."""
+    """Receives notices and hands each to `heard`; what is none is told to `undecodable`.
 
-    def __init__(self, heard: Callable[[Notice], None], undecodable: Callable[[], None]) -> None:
+    What goes wrong is reported to `failed`, and reading goes on: at once behind a notice that could not be handled, after
+    `AGAIN` seconds where the socket itself failed.
+    """
+
+    def __init__(
+        self,
+        heard: Callable[[Notice], None],
+        undecodable: Callable[[], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
         self._heard = heard
         self._undecodable = undecodable
+        self._failed = failed
+        self._failing = False
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -82,11 +95,19 @@ class NoticeSocket:
             except zmq.Again:
                 return
             except zmq.ZMQError as error:
-                logger.error("the socket for notices failed: %s", error.strerror)  # noqa: TRY400 - says all
+                if not self._failing:
+                    logger.error("the socket for notices failed: %s", error.strerror)  # noqa: TRY400 - says all
+                self._failing = True
+                self._failed(error)
+                self._loop.call_later(AGAIN, self._readable)
                 return
-            notice = decode(frames[0]) if len(frames) == 1 else None
-            if notice is None:
-                self._undecodable()
-            else:
-                self._heard(notice)
+            self._failing = False
+            try:
+                notice = decode(frames[0]) if len(frames) == 1 else None
+                if notice is None:
+                    self._undecodable()
+                else:
+                    self._heard(notice)
+            except Exception as error:  # a defect of ours: it must not cost the notices behind this one
+                self._failed(error)
         self._loop.call_soon(self._readable)

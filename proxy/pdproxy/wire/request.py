@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from pdproxy.wire import reading
+from pdproxy.wire.model import model_name
 
 _T = TypeVar("_T")
 _NULL = msgspec.Raw(b"null")
@@ -172,7 +173,7 @@ def parse(route: Route, body: bytes) -> Parsed:
     if fields is None:
         return _unusual(route, _unusual_fields(body), body)
     try:
-        model = _read(fields, "model", _str_decoder)
+        model = model_name(fields.get("model"))
         stream = bool(_read(fields, "stream", _bool_decoder))
         wants_usage = _wants_usage(fields, stream)
         is_list, prompts, non_text = _messages(fields) if route is Route.CHAT else _prompts(fields)
@@ -251,7 +252,7 @@ def _absent(fields: Fields, name: str) -> bool:
 def model_of(fields: Fields) -> str | None:
     """Return the model that a body names, None if it names none that could be one."""
     try:
-        return _read(fields, "model", _str_decoder)
+        return model_name(fields.get("model"))
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
 

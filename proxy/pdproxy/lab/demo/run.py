@@ -19,7 +19,8 @@ import aiohttp
 import msgspec
 import uvloop
 
-from pdproxy.app.server import INTERRUPTED, Ending, fit_files, listen, serve
+from pdproxy.app.server import INTERRUPTED, fit_files, listen, serve
+from pdproxy.app.signals import Ending
 from pdproxy.lab.demo import words
 from pdproxy.lab.demo.engines import Engines, SimEngines
 from pdproxy.lab.demo.figures import Figures, History

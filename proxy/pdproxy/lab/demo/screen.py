@@ -6,6 +6,7 @@ Drawing happens in a thread: a terminal that is held (Ctrl-S) must hold up neith
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import logging
 import sys
@@ -20,7 +21,7 @@ from rich.live import Live
 from pdproxy.lab.demo import view
 from pdproxy.lab.demo.figures import Figures
 from pdproxy.lab.demo.options import Say
-from pdproxy.observe.logs import TextFormatter
+from pdproxy.observe.formats import TextFormatter
 
 CAPTURE_WIDTH, CAPTURE_HEIGHT = 100, 40
 
@@ -97,4 +98,5 @@ class _ToStderr(logging.Handler):
         self._write = write
 
     def emit(self, record: logging.LogRecord) -> None:
-        (self._write or sys.stderr.write)(self.format(record) + "\n")
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it: no reason to fail who logs it
+            (self._write or sys.stderr.write)(self.format(record) + "\n")

@@ -1,0 +1,108 @@
+"""The real proxy in a process of its own, in front of fake engines, with a standard error that the test chooses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import IO
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.fakes.books import Books
+from tests.fakes.client import Answer, Client, request
+from tests.fakes.engine import FakeEngine
+from tests.fakes.ports import free_port
+
+PATIENCE = 60.0
+SERVE = textwrap.dedent(
+    """
+    import sys
+    from functools import partial
+    from pdproxy.app.server import run
+    from pdproxy.observe import logs
+    from pdproxy.settings.schema import Auth, Deadlines, Listen, Node, Observe, Pool, Settings
+    port, prefill, decode, log_format, max_bytes = sys.argv[1:]
+    logs.LineWriter = partial(logs.LineWriter, max_bytes=int(max_bytes))
+    nodes = (Node(url=prefill, role="prefill"), Node(url=decode, role="decode"))
+    sys.exit(run(Settings(
+        listen=Listen(port=int(port)),
+        pools=(Pool(nodes=nodes),),
+        deadlines=Deadlines(drain=5),
+        observe=Observe(log_format=log_format),
+    )))
+    """
+)
+
+
+class Served:
+    """A running proxy."""
+
+    def __init__(self, process: asyncio.subprocess.Process, port: int, engines: Sequence[FakeEngine]) -> None:
+        self.process = process
+        self.port = port
+        self.prefill, self.decode = engines
+
+    async def ask(self, method: str, path: str, body: object = b"") -> Answer:
+        """One request on a connection of its own."""
+        client = await Client.connect(self.port)
+        try:
+            client.send(request(method, path, body))
+            return await client.answer()
+        finally:
+            client.close()
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The value of a sample on the metrics page; 0 where there is none."""
+        page = (await self.ask("GET", "/metrics")).body.decode()
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                if sample.name == name and labels.items() <= sample.labels.items():
+                    return float(sample.value)
+        return 0.0
+
+    def memory(self) -> int:
+        """What it has in memory now, in bytes."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0]) * 1024
+
+
+@asynccontextmanager
+async def served(
+    stderr: int | IO[bytes] | None, *, log_format: str = "text", max_bytes: int = 4 << 20
+) -> AsyncIterator[Served]:
+    """Run one until the block ends. `max_bytes`: of lines that wait to be written; `stderr` None: it is closed."""
+    books = Books()
+    engines = [FakeEngine("prefill", books), FakeEngine("decode", books)]
+    for engine in engines:
+        await engine.listen()
+    port = free_port()
+    arguments = [sys.executable, "-c", SERVE, str(port), *(one.url for one in engines), log_format, str(max_bytes)]
+    if stderr is None:
+        arguments = ["sh", "-c", 'exec "$@" 2>&-', "sh", *arguments]
+    process = await asyncio.create_subprocess_exec(
+        *arguments,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        stderr=stderr,
+    )
+    made = Served(process, port, engines)
+    try:
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                with contextlib.suppress(OSError):
+                    if (await made.ask("GET", "/ready")).status == 200:
+                        break
+                assert process.returncode is None
+                await asyncio.sleep(0.05)
+        yield made
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        for engine in engines:
+            engine.stop()
