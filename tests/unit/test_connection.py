@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError
 from pdproxy.upstream.client import EngineClient
 from pdproxy.upstream.connection import Headers
+from pdproxy.upstream.room import AnswerRoom
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
@@ -56,7 +58,7 @@ async def server() -> AsyncIterator[tuple[Server, EngineClient]]:
     told = Server()
     listening = await asyncio.start_server(told.serve, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
-    client = EngineClient(f"http://127.0.0.1:{port}", connect_timeout=2, keepalive=4)
+    client = EngineClient(f"http://127.0.0.1:{port}", connect_timeout=2, keepalive=4, clock=Clock(), room=AnswerRoom())
     yield told, client
     client.close()
     listening.close()

@@ -24,12 +24,14 @@ from pdproxy.serving.output import Output
 from pdproxy.serving.verdicts import failure_in
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers, Leg
+from pdproxy.upstream.room import AnswerRoom, Share
 from pdproxy.wire import sse, tokens
 from pdproxy.wire.engine import Usage, usage_of
 from pdproxy.wire.usage import with_cache
 
 MAX_EVENT = 32 << 20
-"""Bytes. No event of an engine comes near it; without a bound one that never ends would fill the memory."""
+"""Bytes of a stream that are held: an event that is not whole, what comes before the first data, and last events of choices. No
+engine comes near it; without a bound an event that never ends would fill the memory."""
 
 
 class _Phase(Enum):
@@ -61,6 +63,7 @@ class Relay:
     `keeps_usage`: whether the client will see it at the end of several streams, after all (default: as `wants_usage`).
     `wants_done`: whether the end mark goes to the client (False for one stream of several).
     `takes_ids`: whether the engine was asked for token ids that the client did not ask for. They are kept in `lane.ids`.
+    `room`: where all that is held back counts; one of its own where none is given.
     """
 
     __slots__ = (
@@ -77,8 +80,8 @@ class Relay:
         "_paused_since",
         "_phase",
         "_saw_done",
+        "_share",
         "_status",
-        "_tail",
         "_takes_ids",
         "_time",
         "_wants_done",
@@ -89,6 +92,7 @@ class Relay:
         "done",
         "first",
         "lane",
+        "room",
         "usage",
         "usage_event",
     )
@@ -102,6 +106,7 @@ class Relay:
         keeps_usage: bool | None = None,
         parts: Parts | None = None,
         takes_ids: bool = False,
+        room: AnswerRoom | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.first: asyncio.Future[Answer | StreamStarted] = loop.create_future()
@@ -124,8 +129,9 @@ class Relay:
         self._status = 0
         self._headers: Headers = []
         self._is_stream = False
-        self._held: list[bytes] = []
-        self._tail = b""
+        self._held: list[bytes] = []  # of a stream, until it flows
+        self.room = AnswerRoom() if room is None else room
+        self._share: Share | None = None  # all that is held; it keeps a whole answer, or the beginning of an event
         self._saw_done = False
         self._finished: list[bytes] = []
         self._output: Output | None = None
@@ -160,6 +166,8 @@ class Relay:
         held, self._held = self._held, []
         if held:
             batch = b"".join(held)
+            if self._share is not None:
+                self._share.shrink(len(batch))
             self._forward(tokens.without_prompt(batch) if self._takes_ids else batch)
         if self._ending is not None:
             self._over(self._ending)
@@ -214,24 +222,29 @@ class Relay:
         self._status, self._headers = status, headers
         content_type = next((value for name, value in headers if name == b"content-type"), b"")
         self._is_stream = status == 200 and content_type.startswith(b"text/event-stream")
+        self._share = self.room.share(MAX_EVENT, "the engine sent an event") if self._is_stream else self.room.share()
         self.accepted.set()
+        if not self._is_stream:
+            self._share.expect(headers)
 
     def data(self, chunk: bytes) -> None:
+        share = self._share
+        assert share is not None
         if not self._is_stream:
-            self._held.append(chunk)
+            share.add(chunk)
             return
         self.lane.plain = False
-        if self._tail:
-            chunk = self._tail + chunk
-            self._tail = b""
+        if share.kept:
+            if chunk.find(sse.END) < 0 and not (chunk.startswith(b"\n") and share.ends_with(b"\n")):
+                share.add(chunk)  # not looked at again before its event is whole: each byte of it is copied once
+                return
+            chunk = share.taken() + chunk
         if not chunk.endswith(sse.END):
             cut = chunk.rfind(sse.END) + len(sse.END)
             if cut < len(sse.END):
-                self._tail = chunk
-                if len(chunk) > MAX_EVENT:
-                    self._over(EngineError(f"the engine sent an event of more than {MAX_EVENT} bytes"))
+                share.add(chunk)
                 return
-            self._tail = chunk[cut:]
+            share.add(chunk[cut:])
             chunk = chunk[:cut]
         if self._phase is _Phase.FLOWING:
             self._forward(chunk)
@@ -241,7 +254,8 @@ class Relay:
 
     def end(self) -> None:
         if not self._is_stream:
-            body = b"".join(self._held)
+            assert self._share is not None
+            body = self._share.whole()
             if self._status == 200:
                 body = with_cache(body, cached=self.cached_tokens, created=self.created_cache_tokens)
                 self.usage = usage_of(body)
@@ -262,10 +276,13 @@ class Relay:
     # -- inside
 
     def _look_ahead(self) -> None:
-        self.lane.plain = self._phase is _Phase.FLOWING and not self._tail and not self._finished
+        kept = self._share is not None and self._share.kept
+        self.lane.plain = self._phase is _Phase.FLOWING and not kept and not self._finished
 
     def _hold(self, batch: bytes) -> None:
         """Keep events until one of them is real data: not the opening of a chat, a comment, an error or the end mark."""
+        assert self._share is not None
+        self._share.grow(len(batch), "the engine sent a stream without data")
         self._held.append(batch)
         if self._phase is _Phase.PROVEN:
             return
@@ -346,6 +363,8 @@ class Relay:
             if self._index is not None:
                 event = self._as_part(event)
             if not self._keeps_usage and sse.is_last_of_choice(event):
+                if self._share is not None:
+                    self._share.grow(len(event), "the engine sent last events")
                 self._finished.append(event)  # our usage event, which comes next, has taken its fingerprint
                 continue
             passed.append(event)
@@ -362,6 +381,8 @@ class Relay:
 
     def _take_finished(self) -> list[bytes]:
         finished, self._finished = self._finished, []
+        if finished and self._share is not None:
+            self._share.shrink(sum(map(len, finished)))
         return finished
 
     def _over(self, error: EngineError | None) -> None:

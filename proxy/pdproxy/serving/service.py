@@ -34,6 +34,7 @@ from pdproxy.serving.output import Output
 from pdproxy.serving.relay import Parts, Relay
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
+from pdproxy.upstream.room import AnswerRoom
 from pdproxy.wire import sse
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.reading import check_content_type
@@ -129,7 +130,9 @@ class Service:
         if parsed.is_list and len(parsed.prompts) > 1 and parsed.alone is None:
             return partial(self._serve_list, parsed, heading)
         prompt = None if parsed.alone is not None else parsed.prompts[0]
-        new_relay = partial(Relay, wants_usage=not parsed.adds_usage, takes_ids=parsed.adds_ids)
+        new_relay = partial(
+            Relay, wants_usage=not parsed.adds_usage, takes_ids=parsed.adds_ids, room=self._engines.room
+        )
         report.exchanges = (Exchange(self._engines, parsed, prompt, heading, new_relay),)
         return self._serve_one
 
@@ -151,7 +154,7 @@ class Service:
     async def _serve_list(self, parsed: Parsed, heading: Heading, output: Output, report: _Report) -> None:
         parts = Parts()
         exchanges = [
-            Exchange(self._engines, parsed, prompt, heading, _ListRelay(index, parsed, parts))
+            Exchange(self._engines, parsed, prompt, heading, _ListRelay(index, parsed, parts, self._engines.room))
             for index, prompt in enumerate(parsed.prompts)
         ]
         report.exchanges = exchanges
@@ -257,6 +260,7 @@ class _ListRelay:
     index: int
     parsed: Parsed
     parts: Parts
+    room: AnswerRoom
 
     def __call__(self) -> Relay:
         return Relay(
@@ -266,6 +270,7 @@ class _ListRelay:
             keeps_usage=self.parsed.wants_usage,
             parts=self.parts,
             takes_ids=self.parsed.adds_ids,
+            room=self.room,
         )
 
 

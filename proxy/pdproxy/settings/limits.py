@@ -76,6 +76,12 @@ class Limits(Section, frozen=True):
     max_buffered_bytes: Count = 1_073_741_824
     """Bytes of all requests' bodies that are held at once, read or in service, 1 GiB. One more is refused with 503."""
 
+    max_answer_bytes: Count = 134_217_728
+    """Largest answer of an engine that is held whole, in bytes, 128 MiB: more than answers with logprobs or embeddings have."""
+
+    max_buffered_answer_bytes: Count = 268_435_456
+    """Bytes of engines' answers that are held at once, 256 MiB. One more is given up, and its client gets a 503."""
+
     max_header_bytes: Count = 65_536
     """Largest request line with headers in bytes, 64 KiB: several times what other servers take."""
 

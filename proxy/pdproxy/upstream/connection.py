@@ -2,7 +2,8 @@
 
 Owns the socket, the response parser and, while a request is on it, the sink that hears of the answer. The sink is called
 once a TCP read with all body bytes of that read, whole HTTP chunks or not, so a relay pays per read and not per chunk. Whole
-chunks that are framed as servers do it go past the parser.
+chunks that are framed as servers do it go past the parser. What an engine sends beside the body (heads, interim answers, chunk
+extensions, trailers) is bounded here; the body is the sink's to bound.
 """
 
 from __future__ import annotations
@@ -21,11 +22,19 @@ STALE_WITHIN = 0.25
 """Seconds. A kept connection that closes so soon after a request was shut before the engine saw it; later, the engine may
 have begun to work, and the request must not be sent again as it is (a KV handle used twice makes wrong tokens)."""
 
+MOST_HEAD = 64 << 10
+"""Bytes of an answer's status line, headers and trailers, interim answers included; and bytes in a row that are no body."""
+
 Headers = list[tuple[bytes, bytes]]
+Message = bytes | tuple[bytes, bytes]
+"""A whole request; or its head and its body, where that is large."""
 
 
 class Sink(Protocol):
-    """Who hears of an answer. `head` first, then `data` any number of times, then `end` or `failed`; `failed` may come alone."""
+    """Who hears of an answer. `head` first, then `data` any number of times, then `end` or `failed`; `failed` may come alone.
+
+    `head` and `data` may raise an EngineError where they want no more: the answer is given up, and `failed` hears of that error.
+    """
 
     def head(self, status: int, headers: Headers) -> None:
         """The status line and headers (names in lower case) are whole."""
@@ -89,7 +98,9 @@ class Connection(asyncio.Protocol):
         "_answering",
         "_between",
         "_complete",
+        "_extra",
         "_final",
+        "_head_bytes",
         "_headers",
         "_keep",
         "_lane",
@@ -106,6 +117,7 @@ class Connection(asyncio.Protocol):
         "_take",
         "_transport",
         "_until_eof",
+        "_wrong",
         "idle_since",
     )
 
@@ -129,6 +141,9 @@ class Connection(asyncio.Protocol):
         self._lane: TakeRead | None = None  # as `_take`, while the parser stands between two chunks
         self._between = False
         self._stopped_between = False  # what was read so far ends between two chunks
+        self._head_bytes = 0
+        self._extra = 0  # bytes since the last one of a body
+        self._wrong: EngineError | None = None  # why the parser was stopped
         self.idle_since = 0.0
 
     def __repr__(self) -> str:
@@ -140,18 +155,23 @@ class Connection(asyncio.Protocol):
         """Whether a request may be sent."""
         return self._transport is not None and not self._transport.is_closing() and self._sink is None
 
-    def send(self, request: bytes, sink: Sink) -> Leg:
+    def send(self, request: Message, sink: Sink) -> Leg:
         """Write a whole request; its answer goes to `sink`. Return the caller's hold on it."""
         if self._transport is None or self._sink is not None:
             raise RuntimeError(f"{self!r} can't take a request")
         self._sink = sink
         self._requests += 1
         self._answering = False
+        self._head_bytes = self._extra = 0
         self._sent_at = asyncio.get_running_loop().time()
         if self._paused:  # the request before ended while its client was not reading
             self._paused = False
             self._transport.resume_reading()
-        self._transport.write(request)
+        if isinstance(request, bytes):
+            self._transport.write(request)
+        else:
+            for part in request:
+                self._transport.write(part)
         return Leg(self, self._requests)
 
     def take_reads(self, take: TakeRead) -> None:
@@ -201,8 +221,9 @@ class Connection(asyncio.Protocol):
                     return
                 data = data[taken:]
             payloads, rest = whole(data)
-            if payloads and self._sink is not None:
-                self._sink.data(b"".join(payloads))
+            if payloads:
+                self._parts = payloads
+                self._flush()
             if rest == len(data):
                 return
             data = data[rest:] if rest else data
@@ -218,8 +239,16 @@ class Connection(asyncio.Protocol):
             if self._complete:  # what followed the answer was wrong, or a second one
                 self._finish(keep=False)
                 return
-            self._fail(EngineError(f"{self._name} does not speak HTTP/1.1: {error}"))
+            self._fail(self._wrong or EngineError(f"{self._name} does not speak HTTP/1.1: {error}"))
             return
+        if self._parts or self._complete:
+            self._extra = 0
+        else:
+            # A header's value is kept by the parser until it is whole; nobody hears of interim answers and chunk extensions.
+            self._extra += len(data)
+            if self._extra > MOST_HEAD:
+                self._fail(EngineError(f"{self._name} sent more than {MOST_HEAD} bytes that are no body"))
+                return
         # A size line that has only begun does not end like this; one that is whole has been told.
         self._stopped_between = self._between and data.endswith(b"\r\n")
         self._lane = self._take if self._stopped_between else None
@@ -255,6 +284,10 @@ class Connection(asyncio.Protocol):
         self._final = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value) + 4
+        if self._head_bytes > MOST_HEAD:
+            self._wrong = EngineError(f"{self._name} sent more than {MOST_HEAD} bytes of headers")
+            raise self._wrong  # stops the parser
         if not self._final:  # a trailer is no header: nothing may change behind what was decided
             self._headers.append((name.lower(), value))
 
@@ -267,7 +300,11 @@ class Connection(asyncio.Protocol):
         framed = b"content-length" in names or b"transfer-encoding" in names
         self._until_eof = not framed and status not in (204, 304)
         headers, self._headers = self._headers, []  # the sink's: a stream lets go of them long before it ends
-        self._sink.head(status, headers)
+        try:
+            self._sink.head(status, headers)
+        except EngineError as error:
+            self._wrong = error
+            raise  # stops the parser
 
     def on_body(self, body: bytes) -> None:
         if self._final:  # an informational answer that has a body is no reason to take it for the real one's
@@ -292,7 +329,10 @@ class Connection(asyncio.Protocol):
     def _flush(self) -> None:
         if self._parts and self._sink is not None:
             parts, self._parts = self._parts, []
-            self._sink.data(parts[0] if len(parts) == 1 else b"".join(parts))
+            try:
+                self._sink.data(parts[0] if len(parts) == 1 else b"".join(parts))
+            except EngineError as error:
+                self._fail(error)
 
     def _finish(self, *, keep: bool) -> None:
         sink, self._sink = self._sink, None
@@ -307,7 +347,7 @@ class Connection(asyncio.Protocol):
             sink.end()
 
     def _fail(self, error: EngineError) -> None:
-        sink = self._sink
+        sink, self._wrong = self._sink, None
         self.close()
         if sink is not None:
-            sink.failed(error)
+            sink.failed(error.with_traceback(None))  # which would refer to all that it passed
