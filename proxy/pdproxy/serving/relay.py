@@ -29,9 +29,9 @@ from pdproxy.wire import sse, tokens
 from pdproxy.wire.engine import Usage, usage_of
 from pdproxy.wire.usage import with_cache
 
-MAX_EVENT = 32 << 20
-"""Bytes of a stream that are held: an event that is not whole, what comes before the first data, and last events of choices. No
-engine comes near it; without a bound an event that never ends would fill the memory."""
+MAX_EVENT = 16 << 20
+"""Bytes of a stream that are held: an event that is not whole, what comes before the first data, and last events of choices. The
+ids of a prompt of a million tokens take half of it. An event of this size holds up the event loop for 0.1 s."""
 
 
 class _Phase(Enum):
@@ -286,9 +286,14 @@ class Relay:
         self._held.append(batch)
         if self._phase is _Phase.PROVEN:
             return
+        if sse.is_crumbs(batch):
+            self._fail(_crumbs())
+            return
         real = False
         spaced = sse.is_spaced(batch)
         for bare in batch.split(sse.END):
+            if not bare:
+                continue
             event = sse.compact(bare) if spaced else bare
             lines = sse.data_lines(event)
             if not lines or sse.is_role_only(event):  # nothing, a keep-alive comment, the opening of a chat
@@ -313,7 +318,9 @@ class Relay:
     def _forward(self, batch: bytes) -> None:
         now = self._time()
         if self._takes_ids:
-            batch = tokens.taken(batch, self.lane.ids)
+            batch, listed = tokens.taken(batch)
+            if listed:
+                self.lane.keep(listed)
             if tokens.WITHHELD in batch:
                 batch = b"".join(
                     [event + sse.END for event in batch.split(sse.END) if event and tokens.WITHHELD not in event]
@@ -331,6 +338,9 @@ class Relay:
     def _care(self, batch: bytes) -> bytes:
         """Look at each event of a batch: take out what is ours, mark what ends the stream, return what goes on."""
         passed: list[bytes] = []
+        if sse.is_crumbs(batch):
+            self._fail(_crumbs())
+            return b""
         for bare in batch.split(sse.END):
             if not bare:
                 continue
@@ -418,3 +428,7 @@ class Relay:
             self._paused_since = None
             self.lane.last = self._time()
             self._leg.resume()
+
+
+def _crumbs() -> EngineError:
+    return EngineError("the engine sent many lines with next to nothing in them")

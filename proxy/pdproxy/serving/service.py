@@ -243,7 +243,7 @@ class Service:
                 prompt_tokens=sum(usage.prompt_tokens for usage in usages) if usages else None,
                 completion_tokens=sum(usage.completion_tokens or 0 for usage in usages)
                 if usages
-                else sum(len(relay.lane.ids) or relay.lane.events for relay in relays) or None,
+                else sum(relay.lane.tokens or relay.lane.events for relay in relays) or None,
                 gaps=gaps,
                 error=None if error is None else error.logged,
             )
