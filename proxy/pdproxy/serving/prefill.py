@@ -29,8 +29,8 @@ from pdproxy.wire.request import Alone, Parsed, Prompt
 
 _ROOM = 256 << 10
 _ROOM_PER_BYTE = 16
-"""Bytes of a prefill's answer, and for each byte of the request. A token id has up to 8 bytes and stands for one byte of the prompt
-or more; block ids of eight groups take half of that. A larger answer is not about this prompt."""
+"""Bytes of a prefill's answer, and for each byte of the request. A token id has up to 8 bytes and stands for a byte of the prompt
+at least; block ids of eight groups take half of that. A larger answer is not about this prompt."""
 
 
 class Prefilled(msgspec.Struct, frozen=True):

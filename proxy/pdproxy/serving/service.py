@@ -175,6 +175,8 @@ class Service:
         if output.gone:
             return
         if not output.begun:
+            merging = self._engines.room.share(what="the engines sent answers")
+            merging.grow(sum(len(answer.body) for answer in wholes))
             self._answer(merge_answers(wholes), output, report)
         elif wholes:
             raise EngineError("an engine answered one prompt of a streamed list whole")
