@@ -18,8 +18,11 @@ logger = logging.getLogger("pdproxy.kv")
 
 AT_ONCE = 64
 """Messages read in one turn of the event loop: about a millisecond."""
-HIGH_WATER = 10_000
-"""Messages that ZMQ keeps of each sender while we are busy; then the sender's own queue fills."""
+AT_ONCE_BYTES = 1 << 20
+"""Bytes read in one turn: long messages cost by their bytes, some milliseconds for so many."""
+HIGH_WATER = 256
+"""Messages that ZMQ keeps of each sender while we are busy; then the sender's own queue fills. All of them as long as may be take
+256 MiB."""
 
 
 class NoticeSocket:
@@ -76,7 +79,10 @@ class NoticeSocket:
     def _readable(self) -> None:
         if self._socket is None or self._loop is None:
             return
+        read = 0
         for _ in range(AT_ONCE):
+            if read >= AT_ONCE_BYTES:
+                break
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -84,6 +90,7 @@ class NoticeSocket:
             except zmq.ZMQError as error:
                 logger.error("the socket for notices failed: %s", error.strerror)  # noqa: TRY400 - says all
                 return
+            read += sum(map(len, frames))
             notice = decode(frames[0]) if len(frames) == 1 else None
             if notice is None:
                 self._undecodable()
