@@ -25,7 +25,7 @@ from pdproxy.kit.errors import (
     UnauthorizedError,
     Wait,
 )
-from pdproxy.kit.frames import frames
+from pdproxy.kit.frames import frames, let_go
 from pdproxy.kit.ids import mint, usable
 from pdproxy.observe.events import DeadlinePassed, Gaps, LegTimes, RequestEnded
 from pdproxy.scheduling.ledger import Lease, Verdict
@@ -137,6 +137,8 @@ class Passthrough:
                     await self._answer_error(error, request, sink, report)
             finally:
                 self._tell(request, report, error)
+                if error is not None:
+                    let_go(error)
 
     async def _admitted(self, request: PassedRequest, sink: Sink, report: _Report) -> None:
         self._keys.check(request.authorization)

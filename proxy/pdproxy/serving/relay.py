@@ -30,7 +30,7 @@ from pdproxy.wire.engine import Usage, usage_of
 from pdproxy.wire.usage import with_cache
 
 MAX_EVENT = 16 << 20
-"""Bytes of a stream that are held: an event that is not whole, what comes before the first data, and last events of choices. The
+"""Bytes of a stream that are held: an event that is not whole, and what comes before the first data. The
 ids of a prompt of a million tokens take half of it. An event of this size holds up the event loop for 0.1 s."""
 
 
@@ -373,8 +373,6 @@ class Relay:
             if self._index is not None:
                 event = self._as_part(event)
             if not self._keeps_usage and sse.is_last_of_choice(event):
-                if self._share is not None:
-                    self._share.grow(len(event), "the engine sent last events")
                 self._finished.append(event)  # our usage event, which comes next, has taken its fingerprint
                 continue
             passed.append(event)
@@ -391,8 +389,6 @@ class Relay:
 
     def _take_finished(self) -> list[bytes]:
         finished, self._finished = self._finished, []
-        if finished and self._share is not None:
-            self._share.shrink(sum(map(len, finished)))
         return finished
 
     def _over(self, error: EngineError | None) -> None:
@@ -411,6 +407,9 @@ class Relay:
         """Fail where the caller is waiting: at the first data, or in the stream."""
         before, self._phase = self._phase, _Phase.ENDED
         self.lane.plain = False
+        self._held = []
+        if self._share is not None:
+            self._share.drop()
         if before is _Phase.HOLDING and not self.first.done():
             self.first.set_exception(error)
             self.first.exception()  # read: a caller that has left must not be reported as careless

@@ -120,6 +120,7 @@ class Pending:
         self._over(Answer(self._status, self._headers, self._share.whole()))
 
     def failed(self, error: EngineError) -> None:
+        self._share.drop()
         self._over(error)
 
     def _over(self, outcome: Answer | EngineError) -> None:

@@ -1,7 +1,7 @@
 """Room for what engines have sent and nobody may have yet: whole answers, events that are not whole, streams not yet proven.
 
-Owns the number of those bytes, over all legs. A leg ends in a dozen ways, so its share is not given back by whoever ends it but
-with the last reference to it: what is counted is what is held.
+Owns the number of those bytes, over all legs. A leg ends in a dozen ways, so its share is given back with the last reference to
+it: what is counted is what is held.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Share:
                 raise self._too_large()
 
     def grow(self, count: int, what: str | None = None) -> None:
-        """Hold so many bytes more, somewhere else. `what`: how the error begins, if not as said.
+        """Hold so many bytes more, somewhere else. `what`: how the error begins, if not as said. Nothing is held after an error.
 
         Raises:
             EngineError: they are more than one answer may have.
@@ -75,8 +75,10 @@ class Share:
         size = self.size + count
         room = self._room
         if size > self._most:
+            self.drop()
             raise self._too_large(what)
         if room.held + count > room.together:
+            self.drop()
             raise NoAnswerRoomError(
                 f"answers of {room.together} bytes are held (limits.max_buffered_answer_bytes): no room for more"
             )
@@ -89,6 +91,11 @@ class Share:
             self.grow(count - self.size)
         else:
             self.shrink(self.size - count)
+
+    def drop(self) -> None:
+        """Hold nothing more: the leg has failed, and what refers to the share may live on."""
+        self.shrink(self.size)
+        self._buffer, self.kept = b"", 0
 
     def shrink(self, count: int) -> None:
         """Hold so many bytes less."""
