@@ -149,7 +149,7 @@ async def test_where_all_engines_do_so_the_client_learns_the_bound(begin: bytes,
         assert "127.0.0.1" not in answer.json["error"]["message"]
 
 
-@pytest.mark.parametrize("piece", [b"x" * 8192, b":\n\n" * 1000, b"data: x\n\n" * 1000])
+@pytest.mark.parametrize("piece", [b"x" * 8192, b":\n\n" * 1000, b"data:x\n\n" * 1000])
 async def test_a_stream_that_goes_wrong_behind_its_data(piece: bytes) -> None:
     """An event without end, or many that hold nothing, behind data: an error event, and the leg is closed."""
     async with bounded() as w:
