@@ -23,7 +23,7 @@ STALE_WITHIN = 0.25
 have begun to work, and the request must not be sent again as it is (a KV handle used twice makes wrong tokens)."""
 
 MOST_HEAD = 64 << 10
-"""Bytes of an answer's status line, headers and trailers, interim answers included; and bytes in a row that are no body."""
+"""Bytes of an answer's headers, and bytes in a row that are no body: heads, interim answers, chunk extensions, trailers."""
 
 Headers = list[tuple[bytes, bytes]]
 Message = bytes | tuple[bytes, bytes]
@@ -100,7 +100,6 @@ class Connection(asyncio.Protocol):
         "_complete",
         "_extra",
         "_final",
-        "_head_bytes",
         "_headers",
         "_keep",
         "_lane",
@@ -141,8 +140,7 @@ class Connection(asyncio.Protocol):
         self._lane: TakeRead | None = None  # as `_take`, while the parser stands between two chunks
         self._between = False
         self._stopped_between = False  # what was read so far ends between two chunks
-        self._head_bytes = 0
-        self._extra = 0  # bytes since the last one of a body
+        self._extra = 0  # bytes since the last one of a body, those that are being parsed among them
         self._wrong: EngineError | None = None  # why the parser was stopped
         self.idle_since = 0.0
 
@@ -162,7 +160,7 @@ class Connection(asyncio.Protocol):
         self._sink = sink
         self._requests += 1
         self._answering = False
-        self._head_bytes = self._extra = 0
+        self._extra = 0
         self._sent_at = asyncio.get_running_loop().time()
         if self._paused:  # the request before ended while its client was not reading
             self._paused = False
@@ -232,6 +230,7 @@ class Connection(asyncio.Protocol):
             self.close()  # bytes nobody asked for: the stream is out of step
             return
         self._answering = True
+        self._extra += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -243,12 +242,10 @@ class Connection(asyncio.Protocol):
             return
         if self._parts or self._complete:
             self._extra = 0
-        else:
+        elif self._extra > MOST_HEAD:
             # A header's value is kept by the parser until it is whole; nobody hears of interim answers and chunk extensions.
-            self._extra += len(data)
-            if self._extra > MOST_HEAD:
-                self._fail(EngineError(f"{self._name} sent more than {MOST_HEAD} bytes that are no body"))
-                return
+            self._fail(self._too_much())
+            return
         # A size line that has only begun does not end like this; one that is whole has been told.
         self._stopped_between = self._between and data.endswith(b"\r\n")
         self._lane = self._take if self._stopped_between else None
@@ -284,10 +281,6 @@ class Connection(asyncio.Protocol):
         self._final = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_bytes += len(name) + len(value) + 4
-        if self._head_bytes > MOST_HEAD:
-            self._wrong = EngineError(f"{self._name} sent more than {MOST_HEAD} bytes of headers")
-            raise self._wrong  # stops the parser
         if not self._final:  # a trailer is no header: nothing may change behind what was decided
             self._headers.append((name.lower(), value))
 
@@ -296,6 +289,9 @@ class Connection(asyncio.Protocol):
         self._final = status >= 200
         if not self._final or self._sink is None:
             return
+        if self._extra > MOST_HEAD and sum(len(name) + len(value) for name, value in self._headers) > MOST_HEAD:
+            self._wrong = self._too_much()
+            raise self._wrong  # stops the parser
         names = [name for name, _ in self._headers]
         framed = b"content-length" in names or b"transfer-encoding" in names
         self._until_eof = not framed and status not in (204, 304)
@@ -320,6 +316,9 @@ class Connection(asyncio.Protocol):
         self._between = False
         self._complete = self._final
         self._keep = self._parser.should_keep_alive()  # asked here, since the parser forgets it after the message
+
+    def _too_much(self) -> EngineError:
+        return EngineError(f"{self._name} sent more than {MOST_HEAD} bytes that are no body")
 
     def _age(self) -> float:
         return asyncio.get_running_loop().time() - self._sent_at

@@ -33,7 +33,7 @@ class AnswerRoom:
 
     def share(self, most: int | None = None, what: str = WHOLE) -> Share:
         """Return an empty share for one leg, of `most` bytes or of one answer. `what`: how an error begins if that is passed."""
-        return Share(self, self.most if most is None else min(most, self.most), what)
+        return Share(self, self.most if most is None or most > self.most else most, what)
 
 
 class Share:
@@ -104,14 +104,19 @@ class Share:
 
     def add(self, chunk: bytes) -> None:
         """Keep bytes behind those that are kept. Raises as `grow`."""
-        self.grow(len(chunk))
+        count = len(chunk)
+        room, size = self._room, self.size + count
+        if size > self._most or room.held + count > room.together:
+            self.grow(count)  # which raises
+        room.held += count
+        self.size = size
         if not self.kept:
             self._buffer = chunk  # most answers come in one read: no copy is made of those
         else:
             if not isinstance(self._buffer, bytearray):
                 self._buffer = bytearray(self._buffer)
             self._buffer += chunk
-        self.kept += len(chunk)
+        self.kept += count
 
     def ends_with(self, end: bytes) -> bool:
         """Tell how the bytes end that are kept."""
@@ -124,8 +129,11 @@ class Share:
 
     def taken(self) -> bytes:
         """Return the bytes that were kept, and count them no longer."""
-        self.shrink(self.kept)
-        return self.whole()
+        kept, buffer = self.kept, self._buffer
+        self._buffer, self.kept = b"", 0
+        self.size -= kept
+        self._room.held -= kept
+        return buffer if isinstance(buffer, bytes) else bytes(buffer)
 
     def _too_large(self, what: str | None = None) -> EngineError:
         setting = " (limits.max_answer_bytes)" if self._most == self._room.most else ""

@@ -61,6 +61,8 @@ def is_crumbs(batch: bytes) -> bool:
     """Tell whether a batch is many lines with next to nothing in them: each costs as much as an event of an engine, which has 150
     bytes at least.
     """
+    if len(batch) <= _FEW_LINES:
+        return False
     lines = batch.count(b"\n")
     return lines > _FEW_LINES and len(batch) < _SHORT_LINE * lines
 
