@@ -13,8 +13,10 @@ import pytest
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, Wait
 from pdproxy.upstream.client import EngineClient
-from pdproxy.upstream.connection import Headers
+from pdproxy.upstream.connection import LARGE_READ, Connection, Headers
 from pdproxy.upstream.room import AnswerRoom
+from tests.fakes.legs import Heard
+from tests.fuzz.ingress import Transport
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
@@ -190,3 +192,22 @@ async def test_what_came_during_a_hold_up_is_in_time() -> None:
         assert (await asked).body == b"ok"
         client.close()
         await serving
+
+
+async def test_others_have_their_turn_behind_a_large_read() -> None:
+    """An engine that sends as fast as it can is read again in the next turn of the loop, unless its client has paused it."""
+
+    transport = Transport()
+    connection = Connection("engine", lambda _: None, lambda _: None)
+    connection.connection_made(transport)
+    leg = connection.send(b"", Heard())
+    connection.data_received(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * LARGE_READ)
+    assert transport.reading_paused
+    await asyncio.sleep(0)
+    assert not transport.reading_paused
+    connection.data_received(b"x" * LARGE_READ)
+    leg.pause()
+    await asyncio.sleep(0)
+    assert transport.reading_paused, "the pause of the client stays"
+    leg.resume()
+    assert not transport.reading_paused
