@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import h11
 import pytest
 
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionError, Wait
 from pdproxy.upstream.client import EngineClient
+from pdproxy.upstream.room import AnswerRoom
 from tests.fakes.legs import CHUNKED, HEAD, LAST, LIKE, OK, Heard, Wire
 
 PATIENCE = 5.0
@@ -91,7 +93,9 @@ async def pair() -> AsyncIterator[tuple[Engine, EngineClient]]:
     engine = Engine()
     listening = await asyncio.start_server(engine.serve, "127.0.0.1", 0, limit=1 << 16)
     port = listening.sockets[0].getsockname()[1]
-    client = EngineClient(f"http://127.0.0.1:{port}", connect_timeout=PATIENCE, keepalive=60)
+    client = EngineClient(
+        f"http://127.0.0.1:{port}", connect_timeout=PATIENCE, keepalive=60, clock=Clock(), room=AnswerRoom()
+    )
     yield engine, client
     client.close()
     listening.close()
@@ -332,9 +336,12 @@ async def test_an_answer_without_a_frame_that_breaks_is_not_whole() -> None:
 @pytest.mark.parametrize("body", [b"", b"{}", LIKE, b"\r\n\r\n" + OK, b"x" * 100_000], ids=len)
 async def test_requests_as_another_parser_reads_them(body: bytes) -> None:
     """One request of the right length, with one host and the headers that were given."""
-    client = EngineClient("http://engine:8000", connect_timeout=1, keepalive=1, key=lambda: "k")
+    client = EngineClient(
+        "http://engine:8000", connect_timeout=1, keepalive=1, clock=Clock(), room=AnswerRoom(), key=lambda: "k"
+    )
     reader = h11.Connection(h11.SERVER)
-    reader.receive_data(client.request("/v1/completions", ((b"x-request-id", b"a"),), body))
+    made = client.request("/v1/completions", ((b"x-request-id", b"a"),), body)
+    reader.receive_data(made if isinstance(made, bytes) else b"".join(made))
     request = reader.next_event()
     assert isinstance(request, h11.Request)
     assert (request.method, request.target) == (b"POST", b"/v1/completions")

@@ -18,7 +18,7 @@ from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.admission import Admission
 from pdproxy.serving.clients import Client, Clients
-from pdproxy.upstream.admin import Scrape, read_metrics
+from pdproxy.upstream.metrics_page import Scrape, read_metrics
 from pdproxy.wire.request import Alone, Route, parse
 from tests.unit.test_transfer_nixl import recorded
 

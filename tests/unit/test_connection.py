@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 
-from pdproxy.kit.errors import EngineError
+from pdproxy.kit.clock import Clock
+from pdproxy.kit.errors import EngineError, Wait
 from pdproxy.upstream.client import EngineClient
-from pdproxy.upstream.connection import Headers
+from pdproxy.upstream.connection import LARGE_READ, Connection, Headers
+from pdproxy.upstream.room import AnswerRoom
+from tests.fakes.legs import Heard
+from tests.fuzz.ingress import Transport
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
@@ -56,7 +63,7 @@ async def server() -> AsyncIterator[tuple[Server, EngineClient]]:
     told = Server()
     listening = await asyncio.start_server(told.serve, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
-    client = EngineClient(f"http://127.0.0.1:{port}", connect_timeout=2, keepalive=4)
+    client = EngineClient(f"http://127.0.0.1:{port}", connect_timeout=2, keepalive=4, clock=Clock(), room=AnswerRoom())
     yield told, client
     client.close()
     listening.close()
@@ -122,3 +129,85 @@ async def test_a_paused_leg_leaves_no_pause_behind(server: tuple[Server, EngineC
     async with asyncio.timeout(2):
         await second.over
     assert second.body == b"ok"
+
+
+async def test_connections_that_idle_are_not_kept_for_ever() -> None:
+    """An engine that closes none of them keeps no more open than were used lately."""
+    told = Server()
+    listening = await asyncio.start_server(told.serve, "127.0.0.1", 0)
+    port = listening.sockets[0].getsockname()[1]
+    client = EngineClient(
+        f"http://127.0.0.1:{port}", connect_timeout=2, keepalive=0.05, clock=Clock(), room=AnswerRoom()
+    )
+    sinks = [Sink() for _ in range(5)]
+    for sink in sinks:
+        await client.send(request(client), sink)
+    for _ in sinks:
+        (await told.heard.get()).write(WHOLE)
+    await asyncio.gather(*(sink.over for sink in sinks))
+    await asyncio.sleep(0.1)
+    last = Sink()
+    await client.send(request(client), last, fresh=True)
+    (await told.heard.get()).write(WHOLE)
+    await last.over
+    assert repr(client).endswith(" 1 idle>")
+    client.close()
+    listening.close()
+
+
+def test_a_large_body_is_not_copied() -> None:
+    """It is written behind its head; a small one goes with it in one write."""
+    client = EngineClient("http://engine:8000", connect_timeout=1, keepalive=1, clock=Clock(), room=AnswerRoom())
+    large = b"x" * 70_000
+    made = client.request("/v1/completions", (), large)
+    assert isinstance(made, tuple)
+    assert made[1] is large
+    assert isinstance(client.request("/v1/completions", (), b"x" * 60_000), bytes)
+
+
+async def test_what_came_during_a_hold_up_is_in_time() -> None:
+    """A loop that stood still reads its sockets before it judges a deadline."""
+    heard, held_up = threading.Event(), threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            taken, _ = listener.accept()
+            with taken:
+                taken.recv(4096)
+                heard.set()
+                held_up.wait(5)
+                taken.sendall(WHOLE)
+                taken.recv(4096)
+
+        serving = asyncio.get_running_loop().run_in_executor(None, serve)
+        port = listener.getsockname()[1]
+        client = EngineClient(
+            f"http://127.0.0.1:{port}", connect_timeout=2, keepalive=4, clock=Clock(), room=AnswerRoom()
+        )
+        asked = asyncio.ensure_future(client.whole(request(client), 0.5, Wait.RELEASE))
+        while not heard.is_set():
+            await asyncio.sleep(0.001)
+        held_up.set()
+        time.sleep(0.8)
+        assert (await asked).body == b"ok"
+        client.close()
+        await serving
+
+
+async def test_others_have_their_turn_behind_a_large_read() -> None:
+    """An engine that sends as fast as it can is read again in the next turn of the loop, unless its client has paused it."""
+
+    transport = Transport()
+    connection = Connection("engine", lambda _: None, lambda _: None)
+    connection.connection_made(transport)
+    leg = connection.send(b"", Heard())
+    connection.data_received(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * LARGE_READ)
+    assert transport.reading_paused
+    await asyncio.sleep(0)
+    assert not transport.reading_paused
+    connection.data_received(b"x" * LARGE_READ)
+    leg.pause()
+    await asyncio.sleep(0)
+    assert transport.reading_paused, "the pause of the client stays"
+    leg.resume()
+    assert not transport.reading_paused

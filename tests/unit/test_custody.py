@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.custody import Custodian, End
@@ -19,7 +20,7 @@ LEG = PrefillLeg("http://p", None, (), lambda _: "nothing")
 def custodian(contract: Contract) -> Custodian:
     """One without engines."""
     ledger = Ledger([], breaker_failures=3, breaker_cooldown=5)
-    return Custodian(contract, ledger, {}, Deadlines(), Observers([]), lambda: 0.0)
+    return Custodian(contract, ledger, {}, Deadlines(), Observers([]), lambda: 0.0, Clock())
 
 
 def handle(name: str) -> Handle:

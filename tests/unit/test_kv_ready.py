@@ -266,3 +266,16 @@ async def test_a_taken_port_is_told() -> None:
         assert second.socket.address is None
     finally:
         first.socket.close()
+
+
+def test_missing_ranks_of_a_great_world_are_not_all_named() -> None:
+    """How many ranks there are is an engine's word."""
+
+    async def check() -> None:
+        ready = KvReady(Clock(), Observers([]), lambda: 0.0)
+        expected = ready.expect("leg", None)
+        expected.ranks = 1 << 53
+        expected.heard(Notice(event=notices.Event.READY, request_id="leg", rank=3))
+        assert len(expected.missing()) <= 64
+
+    asyncio.run(check())

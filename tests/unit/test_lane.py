@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.serving.lane import Lane
+from pdproxy.wire import tokens
 from pdproxy.wire.chunks import LONGEST, chunk, whole
 from pdproxy.wire.template import learn
 
@@ -221,3 +222,43 @@ def test_nothing_is_learned_of_what_is_not_plain(unlike: bytes) -> None:
 def test_a_form_is_one_template() -> None:
     assert learn(event("a", [1]), takes_ids=True) is learn(event("b", [2, 3]), takes_ids=True)
     assert learn(event("a", [1]), takes_ids=True) is not learn(event("a", [1], style=SPACED), takes_ids=True)
+
+
+def test_ids_do_not_pile_up_unread() -> None:
+    """However chunks come together, ids are made numbers soon: once a read with several had passed the mark, none ever were."""
+    lane, _ = taught(event("x"))
+    one, two = chunk(event("a")), chunk(event("b", [8])) + chunk(event("c", [9]))
+    for _ in range(20):
+        for read in (*[one] * 31, two):
+            assert lane.take(read) == len(read)
+            assert len(lane._fresh) <= 32
+    assert lane.tokens >= 20 * 33
+
+
+def test_ids_beyond_a_bound_are_counted_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that never ends takes no more memory for its ids than that."""
+    monkeypatch.setattr(tokens, "MOST", 100)
+    lane, _ = taught(event("x"))
+    before = lane.tokens
+    for _ in range(10):
+        lane.keep(b",".join([b"7"] * 60))
+    for _ in range(100):
+        lane.take(chunk(event("a")))
+    assert lane.tokens == before + 700
+    assert len(lane.ids) <= 100
+
+
+def test_one_lesson_a_read() -> None:
+    """A read whose events are all of other forms is not studied for each of them: what is behind the first is left to others."""
+    lane, _ = opened(takes_ids=False)
+    read = b"".join(chunk(event("a", None, more=number)) * 9 for number in range(50))
+    assert lane.take(read) == 9 * len(chunk(event("a", None, more=1)))
+
+
+def test_sizes_of_chunks_that_are_kept() -> None:
+    """A stream with events of all sizes leaves no table of all sizes behind."""
+    template = learn(event("a", None), takes_ids=False)
+    assert template is not None
+    for size in range(LONGEST):
+        template.opened(size)
+    assert len(template.openings) <= 512

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -98,3 +99,28 @@ def test_the_time_of_creation() -> None:
     assert json.loads(sse.payload(sse.with_created(event, b"7"))) == {**json.loads(sse.payload(event)), "created": 7}
     assert sse.created_of(b'data: {"x":1}\n\n') is None
     assert sse.with_created(b'data: {"x":1}\n\n', b"7") == b'data: {"x":1}\n\n'
+
+
+_OLD = re.compile(rb'("(?:[^"\\]|\\.)*")|[ \t]+')
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text(max_size=8),
+    lambda one: st.lists(one) | st.dictionaries(st.text(max_size=8), one),
+)
+
+
+@given(JSON)
+def test_compaction_changes_no_string(value: object) -> None:
+    """Whatever is escaped in strings, only what stands between them loses its spaces."""
+    line = b'data: {"id": ' + json.dumps(value, ensure_ascii=False).encode() + b"}"
+    assert sse.compact(line) == b"data: " + _OLD.sub(rb"\1", line[6:])
+
+
+@pytest.mark.parametrize("crumb", [b"\n", b":\n\n", b": ping\n\n", b"data: x\n\n", b"data:\n"])
+def test_crumbs(crumb: bytes) -> None:
+    """Many lines with nothing in them are no engine's; some are, and events of the shortest kind are."""
+    assert sse.is_crumbs(crumb * 2000)
+    assert not sse.is_crumbs(crumb * 200)
+    assert not sse.is_crumbs(answers.piece(False, "") * 2000)
+    assert not sse.is_crumbs(answers.DONE)

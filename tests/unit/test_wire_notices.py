@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from pdproxy.wire import telemetry
 from pdproxy.wire.notices import MAX_BYTES, Event, Notice, decode, request_id_of
 
 OURS = {
@@ -191,3 +192,19 @@ def test_internal_ids(request_id: str, suffix: int, index: int) -> None:
 def test_other_ids(other: str) -> None:
     """An id of another form is left as it is."""
     assert request_id_of(other) == other
+
+
+@pytest.mark.parametrize("more", [{"rank": 1 << 16}, {"world": (1 << 16) + 1}])
+def test_numbers_of_ranks_that_no_engine_has(more: dict[str, int]) -> None:
+    """They would have to be waited for, and named."""
+    assert decode(_packed(OURS)) is not None
+    assert decode(_packed(OURS | more)) is None
+
+
+def test_telemetry_of_many_requests() -> None:
+    """Each name costs microseconds, and a post may hold 300,000."""
+    few = [f"cmpl-{number}-0-9cc849e2" for number in range(telemetry.MOST_NAMES)]
+    post = {"event": telemetry.STORED, "request_ids_set": few}
+    assert len(telemetry.notices(msgspec.json.encode(post)) or []) == telemetry.MOST_NAMES
+    post["request_ids_set"] = [*few, "one more"]
+    assert telemetry.notices(msgspec.json.encode(post)) is None

@@ -41,6 +41,7 @@ from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.upstream.client import EngineClient
 from pdproxy.upstream.notices import NoticeSocket
 from pdproxy.upstream.passthrough import PassthroughLegs
+from pdproxy.upstream.room import AnswerRoom
 from pdproxy.web.app import Answers, Readiness
 from pdproxy.web.connections import Connections
 from pdproxy.web.cors import CorsHeaders
@@ -129,11 +130,15 @@ class Proxy:
         tasks = TaskOwner("fleet")
         # Without keys of clients, theirs go on: ours would open the engines to everybody.
         engine_key = credentials.engine_key if credentials.keys.wanted else _no_key
+        clock = Clock(tasks.watch("deadlines").failed)
+        answers = AnswerRoom(limits.max_answer_bytes, limits.max_buffered_answer_bytes)
         clients = {
             node.url: watch.client(
                 node.url,
                 connect_timeout=deadlines.connect,
                 keepalive=limits.engine_keepalive,
+                clock=clock,
+                room=answers,
                 key=partial(engine_key, node.url),
                 tls=partial(credentials.engine_tls, node.url),
             )
@@ -151,10 +156,9 @@ class Proxy:
             scrape_interval=settings.probes.scrape_interval,
             block_sizes=block_sizes,
         )
-        clock = Clock(tasks.watch("deadlines").failed)
         transfer = build_transfer(settings, clock, observers)
         contract = transfer.contract
-        custodian = Custodian(contract, ledger, clients, deadlines, observers, time.monotonic)
+        custodian = Custodian(contract, ledger, clients, deadlines, observers, time.monotonic, clock)
         tokenized = tokens(
             pool,
             ledger,
@@ -179,12 +183,15 @@ class Proxy:
             auditor,
             time.monotonic,
             clock,
+            answers,
             tokenized.tokenizing if tokenized is not None else None,
         )
         askers = Clients(parsed_networks(settings.listen.trusted_proxies))
         admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers, clock, askers)
         service = Service(engines, admission, credentials.keys)
-        passed_legs = PassthroughLegs(connect_timeout=deadlines.connect, key=engine_key, tls=credentials.engine_tls)
+        passed_legs = PassthroughLegs(
+            connect_timeout=deadlines.connect, room=answers, key=engine_key, tls=credentials.engine_tls
+        )
         passthrough = Passthrough(engines, admission, service.keys, passed_legs)
         proxy = cls(
             settings,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pdproxy.observe.events import KvCounted, KvShortfall, Observers, PairEjected
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Node, Role
-from pdproxy.upstream.admin import Scrape
+from pdproxy.upstream.metrics_page import Scrape
 
 EXTERNAL = "external_kv_transfer"
 LOCAL_HIT = "local_cache_hit"

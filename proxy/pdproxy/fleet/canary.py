@@ -18,6 +18,7 @@ import msgspec
 
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError
 from pdproxy.kit.frames import frames
+from pdproxy.kit.words import cut
 from pdproxy.observe.events import Observers, TokenizerJudged
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Node
@@ -32,6 +33,12 @@ logger = logging.getLogger("pdproxy.fleet")
 
 AGAIN = 5.0
 """Seconds until an engine that was too busy to answer is asked again."""
+MOST_BASES = 16
+"""Base models of an engine whose prompts may be tokenized here: an engine has one, under some names."""
+MOST_ANSWER = 64 << 10
+"""Bytes of an engine's ids of one canary."""
+MOST_NAMES = 16_384
+"""Names of models that are remembered; then those are forgotten that no engine has."""
 _NO_ROUTE = (403, 404, 405, 501)
 _NOTHING: Mapping[bool, ContentFormat] = {False: "string", True: "string"}
 
@@ -198,15 +205,20 @@ class Canaries:
         """Return an engine's models, and note whose adapters they are."""
         cards = await self._admin.models(url)
         self._bases |= {card.id: card.parent or card.id for card in cards}
+        if len(self._bases) > MOST_NAMES:
+            served = {card.id for card in cards}.union(
+                *(node.evidence.models for node in self._ledger.nodes if node.evidence is not None)
+            )
+            self._bases = {name: base for name, base in self._bases.items() if name in served}
         return cards
 
     async def _judge(self, url: str, cards: list[ModelCard]) -> dict[str, _Judgement]:
         judged: dict[str, _Judgement] = {}
-        for card in (one for one in cards if one.parent is None):
+        for card in [one for one in cards if one.parent is None][:MOST_BASES]:
             try:
                 tokenizer = self._tokenizer or await self._tokenizer_of(card.root or card.id)
             except UnusableError as error:
-                why = f"{card.root or card.id}: {error}: name its folder with `tokenizer`"
+                why = f"{cut(card.root or card.id)}: {cut(error)}: name its folder with `tokenizer`"
                 judged[card.id] = _Judgement(None, Agreement(False, False, _NOTHING), why)
                 continue
             judged[card.id] = await self._compared(url, card.id, tokenizer)
@@ -216,7 +228,7 @@ class Canaries:
         answers: dict[str, Answer] = {}
         for canary in CANARIES:
             try:
-                answers[canary.name] = await self._admin.token_ids(url, canary.question(model))
+                answers[canary.name] = await self._admin.token_ids(url, canary.question(model), most=MOST_ANSWER)
             except EngineRefusedError as error:
                 if error.status in _NO_ROUTE:
                     why = f"its /tokenize answers {error.status}: nothing can be compared"

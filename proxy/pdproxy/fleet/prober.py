@@ -15,10 +15,12 @@ from typing import TypeVar
 from pdproxy.fleet.audit import Auditor
 from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError, OverloadedError
 from pdproxy.kit.frames import frames
+from pdproxy.kit.words import cut
 from pdproxy.observe.events import DeadlinePassed, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, Node
-from pdproxy.upstream.admin import NO_METRICS, EngineAdmin, ModelCard, Scrape
+from pdproxy.upstream.admin import EngineAdmin, ModelCard
+from pdproxy.upstream.metrics_page import NO_METRICS, Scrape
 
 logger = logging.getLogger("pdproxy.fleet")
 
@@ -31,6 +33,8 @@ _T = TypeVar("_T")
 
 MIN_GAP = 1.0
 """Seconds between two probes of an engine at the least."""
+MOST_BASES = 16
+"""Base models of an engine that are asked for the canary: an engine has one, under some names."""
 PATIENCE = 3
 """Health questions in a row that may time out before an engine counts as down: a busy one answers late."""
 
@@ -107,7 +111,7 @@ class Prober:
                 self._lost(node, error)
             return
         if self._ledger.saw(node.url, evidence):
-            reason = f"{','.join(sorted(evidence.models))} on vLLM {evidence.version or '?'}"
+            reason = f"{cut(','.join(sorted(evidence.models)))} on vLLM {evidence.version or '?'}"
             self._observers.notify(NodeChanged(node.url, node.role.value, up=True, reason=reason))
         self._auditor.scraped(node, metrics)
 
@@ -138,7 +142,7 @@ class Prober:
         """Return the ids of the canary as a prompt and as a chat for each base model, and the template's own length."""
         found: list[tuple[int, ...]] = []
         overhead = 0
-        for card in sorted((c for c in cards if c.parent is None), key=lambda c: c.id):
+        for card in sorted((c for c in cards if c.parent is None), key=lambda c: c.id)[:MOST_BASES]:
             plain = await self._ids(url, {"model": card.id, "prompt": CANARY})
             chat = await self._ids(url, {"model": card.id, "messages": [{"role": "user", "content": CANARY}]})
             found += [plain, chat]

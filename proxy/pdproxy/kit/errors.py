@@ -164,6 +164,14 @@ class EngineError(PdproxyError):
         super().__init__(cut(message, MAX_MESSAGE), param=param)
 
 
+class NoAnswerRoomError(EngineError):
+    """An answer found no room beside others (`limits.max_buffered_answer_bytes`): no fault of its engine."""
+
+    fault = Fault.CAPACITY
+    status = 503
+    type = "ServiceUnavailableError"
+
+
 class EngineUnreachableError(EngineError):
     """An engine did not take the connection. It has seen nothing of the request."""
 

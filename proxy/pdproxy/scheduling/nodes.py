@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from pdproxy.kit.words import cut
+
 
 class Role(Enum):
     """What an engine is for. An aggregated engine prefills and decodes, and never takes a KV handle."""
@@ -69,7 +71,7 @@ class Evidence:
 
 
 def _names(models: frozenset[str]) -> str:
-    return ",".join(sorted(models)) or "none"
+    return cut(",".join(sorted(models))) or "none"
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, OverloadedError, Wait
 from pdproxy.kit.ids import mint
 from pdproxy.kit.tasks import TaskOwner
@@ -143,7 +144,7 @@ class Custody:
         self.when_over(over.set)
         self.release()
         with suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
+            async with self._custodian.clock.within(timeout):
                 await over.wait()
         return self.how is End.RELEASED
 
@@ -171,6 +172,7 @@ class Custodian:
         deadlines: Deadlines,
         observers: Observers,
         now: Callable[[], float],
+        clock: Clock,
     ) -> None:
         self._contract = contract
         self._ledger = ledger
@@ -178,10 +180,11 @@ class Custodian:
         self._deadlines = deadlines
         self._observers = observers
         self.now = now
+        self.clock = clock
         self._live: set[Custody] = set()
         self._named: dict[str, Custody] = {}  # the same by their engines' words, where engines tell of them
         self._tasks = TaskOwner("custody")
-        self.orphans = Orphans(contract, deadlines, observers, self._tasks, self._give_back_at_once)
+        self.orphans = Orphans(contract, deadlines, observers, self._tasks, clock, self._give_back_at_once)
         self._met: set[tuple[tuple[str, int], tuple[str, int]]] = set()
 
     @property
@@ -290,7 +293,7 @@ class Custodian:
         if custody.expected is None or not self._contract.pushes:
             return True
         try:
-            async with asyncio.timeout(self._deadlines.kv_ready):
+            async with self.clock.within(self._deadlines.kv_ready):
                 await asyncio.shield(custody.expected.done)
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.KV_READY.value, custody.prefill))

@@ -20,6 +20,7 @@ from pdproxy.settings.limits import Deadlines
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Contract, Receiver
 from pdproxy.upstream.client import EngineClient
+from pdproxy.upstream.room import AnswerRoom
 from pdproxy.wire.request import Parsed, Prompt
 
 
@@ -52,6 +53,7 @@ class Engines:
     auditor: Auditor
     now: Callable[[], float]
     clock: Clock
+    room: AnswerRoom
     tokenizing: Tokenizing | None = None
 
     async def ids(self, parsed: Parsed, prompt: Prompt, heading: Heading) -> TokenIds | None:

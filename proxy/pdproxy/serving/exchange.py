@@ -21,6 +21,7 @@ from pdproxy.kit.errors import (
     EngineRefusedError,
     EngineTimeoutError,
     EngineUnreachableError,
+    NoAnswerRoomError,
     OverloadedError,
     StaleConnectionError,
     Wait,
@@ -43,7 +44,7 @@ from pdproxy.transfer.bodies import alone_body
 from pdproxy.transfer.contract import Contract
 from pdproxy.transfer.splice import Splice
 from pdproxy.upstream.client import Answer, EngineClient
-from pdproxy.upstream.connection import Leg, Sink
+from pdproxy.upstream.connection import Leg, Message, Sink
 from pdproxy.wire import sse
 from pdproxy.wire.request import Alone, Parsed, Prompt, Route
 
@@ -226,7 +227,7 @@ class Exchange:
 
     # -- decode
 
-    def _request(self, client: EngineClient, custody: Custody | None) -> bytes:
+    def _request(self, client: EngineClient, custody: Custody | None) -> Message:
         """Return the decode leg's request. Made anew where it is sent anew, which is rare: to keep one is a body more."""
         if custody is None:
             return client.request(self._heading.path, self._heading.headers, alone_body(self._parsed, self._prompt))
@@ -311,6 +312,8 @@ class Exchange:
                 raise  # data has gone out: another engine can't take over
             if isinstance(error, EngineRefusedError) and error.status < 500 and error.status != 429:
                 raise
+            if isinstance(error, NoAnswerRoomError):
+                raise  # another engine's answer would find none either
             self._without += (url,)
             raise _BeforeDataError(url, error) from error
         finally:

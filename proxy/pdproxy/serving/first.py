@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 
 from pdproxy.kit.clock import Timer
@@ -50,7 +49,7 @@ async def accepted(engines: Engines, parsed: Parsed, relay: Relay, asked: float)
     if not parsed.stream and engines.now() - asked > ACCEPTED_UNSEEN:
         return True
     try:
-        async with asyncio.timeout(ACCEPT_GRACE):
+        async with engines.clock.within(ACCEPT_GRACE):
             await relay.accepted.wait()
     except TimeoutError:
         return False

@@ -15,15 +15,11 @@ from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 
-import msgspec
-
 from pdproxy.observe.events import ITL_BOUNDS
 from pdproxy.wire import tokens
 from pdproxy.wire.chunks import LINES, LONGEST_LINE, SIZES
 from pdproxy.wire.template import guess, learn
 
-_read_ids = msgspec.json.Decoder(list[int]).decode
-_ID_DIGITS = 9
 _MANY = 32
 """Ids that are kept as they came before they are made numbers together, which costs less than one by one."""
 _LESSON_EVERY = 8
@@ -40,6 +36,7 @@ class Lane:
         "_fresh",
         "_ids",
         "_lesson",
+        "_more",
         "_template",
         "_time",
         "_write",
@@ -59,6 +56,7 @@ class Lane:
         self.buckets = [0] * (len(ITL_BOUNDS) + 1)
         self._ids = tokens.new()
         self._fresh: list[bytes] = []  # of chunks that were told by `_template`: ids and its `last`
+        self._more = 0  # ids beyond those that are kept
         self.takes_ids = takes_ids
         self._template = guess(takes_ids=takes_ids)
         self._lesson = 0
@@ -70,10 +68,21 @@ class Lane:
 
     @property
     def ids(self) -> array[int]:
-        """The token ids that were taken."""
+        """The token ids that were taken, as many as are kept."""
         if self._fresh:
             self._convert()
         return self._ids
+
+    @property
+    def tokens(self) -> int:
+        """How many token ids were taken."""
+        return len(self.ids) + self._more
+
+    def keep(self, listed: bytes) -> None:
+        """Take ids, with commas between them, that did not pass here."""
+        if self._fresh:
+            self._convert()  # which came before
+        self._more += tokens.keep(listed, self._ids)
 
     def open(self, write: Callable[[bytes], None]) -> None:
         """From now on `take` passes reads on. `write` sends whole HTTP chunks to the client."""
@@ -104,13 +113,13 @@ class Lane:
             ids = len(back) - len(template.last)
             if (
                 not front.endswith(template.before_ids)
-                or not 0 < ids <= _ID_DIGITS
+                or not 0 < ids <= tokens.DIGITS
                 or body.find(b"\n") >= 0
                 or body.find(b"\r") >= 0
             ):
                 return self._several(data)
             self._fresh.append(back)
-            if len(self._fresh) == _MANY:
+            if len(self._fresh) >= _MANY:
                 self._convert()
             # The payload: its chunk's two last bytes don't count; null is two longer than its brackets.
             data = b"".join((LINES[len(body) + len(template.tail) - 2], body, template.tail))
@@ -128,7 +137,7 @@ class Lane:
             return size  # the client has just left: the notice of it is on its way
         return size
 
-    def _several(self, data: bytes) -> int:
+    def _several(self, data: bytes, *, learns: bool = True) -> int:
         """Take the plain chunks that a read begins with. Learn from the first that is none, but not from each."""
         if not self.plain:
             return 0
@@ -145,7 +154,7 @@ class Lane:
             if takes_ids:
                 front, _, digits = part.rpartition(b"[")
                 body = front[len(opening) - template.width :]
-                if not front.endswith(template.before_ids) or len(digits) > _ID_DIGITS or _has_line_end(body, 0):
+                if not front.endswith(template.before_ids) or len(digits) > tokens.DIGITS or _has_line_end(body, 0):
                     break
                 if digits:  # a text may come without any
                     ids.append(digits)
@@ -157,11 +166,13 @@ class Lane:
         if count:
             if ids:
                 self._fresh.append(last.join(ids) + last)
+                if len(self._fresh) >= _MANY:
+                    self._convert()
             self.count(count, self._time())
             with suppress(RuntimeError):
                 self._write(b"".join(out) if takes_ids else data[:at])
-        if at < len(data) and self.events >= self._lesson and self._learned(data, at):
-            at += self._several(data[at:])
+        if learns and at < len(data) and self.events >= self._lesson and self._learned(data, at):
+            at += self._several(data[at:], learns=False)
         return at
 
     def _learned(self, data: bytes, at: int) -> bool:
@@ -182,10 +193,7 @@ class Lane:
         last = self._template.last
         listed = b"".join(self._fresh).replace(last, b",").rstrip(b",")
         self._fresh.clear()
-        try:
-            self._ids.extend(_read_ids(b"[%b]" % listed))
-        except msgspec.DecodeError:  # what is no id of any tokenizer was not the client's all the same
-            self._ids.extend([int(one) for one in listed.split(b",") if one.strip().isdigit()])
+        self._more += tokens.keep(listed, self._ids)
 
 
 def _has_line_end(part: bytes, start: int) -> bool:

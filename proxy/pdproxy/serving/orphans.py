@@ -6,11 +6,11 @@ after the leg was given up.
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, Wait
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import DeadlinePassed, KvNoticed, Observers
@@ -73,12 +73,14 @@ class Orphans:
         deadlines: Deadlines,
         observers: Observers,
         tasks: TaskOwner,
+        clock: Clock,
         give_back: Callable[[Handle, PrefillLeg], None],
     ) -> None:
         self._contract = contract
         self._deadlines = deadlines
         self._observers = observers
         self._tasks = tasks
+        self._clock = clock
         self._give_back = give_back
         self._remembered: OrderedDict[str, _Orphan] = OrderedDict()
         self._remembered_bytes = 0
@@ -145,7 +147,7 @@ class Orphans:
 
     async def _outlived(self, pending: Pending, timeout: float, done: Callable[[], None]) -> None:
         try:
-            async with asyncio.timeout(timeout):
+            async with self._clock.within(timeout):
                 await pending.answered()
         except (TimeoutError, EngineError):
             return
@@ -156,7 +158,9 @@ class Orphans:
     async def _adopted(self, pending: Pending, leg: PrefillLeg, orphan: _Orphan, done: Callable[[], None]) -> None:
         deadlines = self._deadlines
         try:
-            async with asyncio.timeout(deadlines.total if self._contract.ends_whole else deadlines.abandoned_prefill):
+            async with self._clock.within(
+                deadlines.total if self._contract.ends_whole else deadlines.abandoned_prefill
+            ):
                 answer = await pending.answered()
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.ABANDONED_PREFILL.value, leg.prefill))

@@ -19,12 +19,13 @@ from pdproxy.kit.errors import (
     EngineError,
     EngineTimeoutError,
     Fault,
+    NoAnswerRoomError,
     OverloadedError,
     PdproxyError,
     UnauthorizedError,
     Wait,
 )
-from pdproxy.kit.frames import frames
+from pdproxy.kit.frames import frames, let_go
 from pdproxy.kit.ids import mint, usable
 from pdproxy.observe.events import DeadlinePassed, Gaps, LegTimes, RequestEnded
 from pdproxy.scheduling.ledger import Lease, Verdict
@@ -141,13 +142,15 @@ class Passthrough:
                     await self._answer_error(error, request, sink, report)
             finally:
                 self._tell(request, report, error)
+                if error is not None:
+                    let_go(error)
 
     async def _admitted(self, request: PassedRequest, sink: Sink, report: _Report) -> None:
         self._keys.check(request.authorization)
         check_content_type(request.content_type, request.body)
         body = read(request.entry.dialect, request.body)
         report.model = body.model
-        async with asyncio.timeout(self._engines.deadlines.total):
+        async with self._engines.clock.within(self._engines.deadlines.total):
             await self._admission.enter(sink.client)
             report.admitted = self._engines.now()
             try:
@@ -177,7 +180,9 @@ class Passthrough:
                 return
             except EngineError as error:
                 verdict = verdict_of(error)
-                again = not sink.begun and report.attempts < engines.attempts
+                again = (
+                    not sink.begun and report.attempts < engines.attempts and not isinstance(error, NoAnswerRoomError)
+                )
                 wait = getattr(error, "wait", None)
                 if wait is not None:
                     engines.observers.notify(DeadlinePassed(wait.value, url))
@@ -225,13 +230,14 @@ class Passthrough:
             else:
                 wait, seconds = Wait.FIRST_TOKEN, max(first_by - now(), 0)
             try:
-                async with asyncio.timeout(seconds):
+                async with self._engines.clock.within(seconds):
                     data = await leg.chunk()
             except TimeoutError:
                 raise EngineTimeoutError(f"{url} sent no data in time", wait=wait) from None
             if not data:
                 break
             held += stream.feed(data)
+            leg.share.hold(len(held) + stream.waiting)
             if held and (stream.generating or stream.ended):
                 if not sink.begun:
                     report.first, report.status = now(), 200
@@ -245,18 +251,18 @@ class Passthrough:
     @asynccontextmanager
     async def _patience(self, lease: Lease, seconds: float) -> AsyncIterator[None]:
         """Give an engine so long, and less if probes find it down: a dead machine closes no connection."""
-        engines, node, loop = self._engines, lease.node, asyncio.get_running_loop()
+        engines, node, clock = self._engines, lease.node, self._engines.clock
         gone = engines.deadlines.between_tokens
         try:
-            async with asyncio.timeout(seconds) as limit:
+            async with clock.within(seconds), asyncio.timeout(None) as limit:
 
                 def look() -> None:
                     if node.down_for(engines.now()) >= gone:
-                        limit.reschedule(loop.time())
+                        limit.reschedule(clock.now())
                     else:
-                        timers.append(loop.call_later(gone / 4, look))
+                        timers.append(clock.after(gone / 4, look))
 
-                timers = deque([loop.call_later(gone / 4, look)], maxlen=1)
+                timers = deque([clock.after(gone / 4, look)], maxlen=1)
                 try:
                     yield
                 finally:

@@ -23,8 +23,14 @@ from pdproxy.serving.ready import Expected
 from pdproxy.serving.verdicts import is_clients_fault, refused, verdict_of
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.upstream.client import Answer, Pending
+from pdproxy.upstream.connection import Message
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
 from pdproxy.wire.request import Alone, Parsed, Prompt
+
+_ROOM = 256 << 10
+_ROOM_PER_BYTE = 16
+"""Bytes of a prefill's answer, and for each byte of the request. A token id has up to 8 bytes and stands for a byte of the prompt
+at least; block ids of eight groups take half of that. A larger answer is not about this prompt."""
 
 
 class Prefilled(msgspec.Struct, frozen=True):
@@ -55,7 +61,7 @@ async def prefill(
     if sent is None and dispatch.ids is not None:
         dispatch = msgspec.structs.replace(dispatch, spares=False)
 
-    def request() -> bytes:  # made anew where it is sent anew, which is rare: to keep one is a body more
+    def request() -> Message:  # made anew where it is sent anew, which is rare: to keep one is a body more
         asked = contract.prefill(parsed, prompt, dispatch)
         headers = heading.headers if dispatch.leg_id is None else heading.named(dispatch.leg_id)
         return client.request(asked.route.value, headers, asked.body)
@@ -63,6 +69,7 @@ async def prefill(
     def read(answer: PrefillAnswer) -> Handle | str:
         return contract.handle(parsed, answer, dispatch)
 
+    most = _ROOM + _ROOM_PER_BYTE * parsed.body_bytes
     receiver = handover.pair.decode.node.url if contract.pushes else None
     leg = PrefillLeg(node.url, parsed.model, heading.authorization, read, receiver, dispatch.leg_id)
 
@@ -79,12 +86,12 @@ async def prefill(
 
     try:
         async with engines.clock.within(engines.deadlines.prefill):
-            pending = await client.ask(request)
+            pending = await client.ask(request, most=most)
             try:
                 answer = await _first(pending, told)
             except StaleConnectionError as stale:
                 let_go(stale)
-                pending = await client.ask(request, fresh=True)
+                pending = await client.ask(request, fresh=True, most=most)
                 answer = await _first(pending, told)
             if answer is None and (handle := _handle_told(contract, told)) is not None:
                 verdict = Verdict.GOOD

@@ -20,6 +20,8 @@ from pdproxy.wire.notices import Event, Notice
 
 KEPT = 4096
 """Early notices that are kept, and ids whose wait is over that are remembered."""
+MOST_MISSING = 64
+"""Silent ranks that are named: how many there are is an engine's word."""
 KEPT_FOR = 30.0
 """Seconds that they are kept. A notice comes milliseconds before or after the prefill's answer."""
 
@@ -63,8 +65,8 @@ class Expected:
         return True
 
     def missing(self) -> list[str]:
-        """Return the ranks that were not heard: by number where they name themselves, else "unnamed" for each."""
-        ranks = self.ranks or 1
+        """Return the first ranks that were not heard: by number where they name themselves, else "unnamed" for each."""
+        ranks = min(self.ranks or 1, len(self._named) + self._unnamed + MOST_MISSING)
         silent = max(0, ranks - len(self._named) - self._unnamed)
         if self._unnamed or (not self._named and ranks > 1):
             return ["unnamed"] * silent

@@ -24,12 +24,14 @@ from pdproxy.serving.output import Output
 from pdproxy.serving.verdicts import failure_in
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers, Leg
+from pdproxy.upstream.room import AnswerRoom, Share
 from pdproxy.wire import sse, tokens
 from pdproxy.wire.engine import Usage, usage_of
 from pdproxy.wire.usage import with_cache
 
-MAX_EVENT = 32 << 20
-"""Bytes. No event of an engine comes near it; without a bound one that never ends would fill the memory."""
+MAX_EVENT = 16 << 20
+"""Bytes of a stream that are held: an event that is not whole, and what comes before the first data. The
+ids of a prompt of a million tokens take half of it. An event of this size holds up the event loop for 0.1 s."""
 
 
 class _Phase(Enum):
@@ -61,6 +63,7 @@ class Relay:
     `keeps_usage`: whether the client will see it at the end of several streams, after all (default: as `wants_usage`).
     `wants_done`: whether the end mark goes to the client (False for one stream of several).
     `takes_ids`: whether the engine was asked for token ids that the client did not ask for. They are kept in `lane.ids`.
+    `room`: where all that is held back counts; one of its own where none is given.
     """
 
     __slots__ = (
@@ -77,8 +80,8 @@ class Relay:
         "_paused",
         "_phase",
         "_saw_done",
+        "_share",
         "_status",
-        "_tail",
         "_takes_ids",
         "_time",
         "_wants_done",
@@ -89,6 +92,7 @@ class Relay:
         "done",
         "first",
         "lane",
+        "room",
         "usage",
         "usage_event",
     )
@@ -102,6 +106,7 @@ class Relay:
         keeps_usage: bool | None = None,
         parts: Parts | None = None,
         takes_ids: bool = False,
+        room: AnswerRoom | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.first: asyncio.Future[Answer | StreamStarted] = loop.create_future()
@@ -124,8 +129,9 @@ class Relay:
         self._status = 0
         self._headers: Headers = []
         self._is_stream = False
-        self._held: list[bytes] = []
-        self._tail = b""
+        self._held: list[bytes] = []  # of a stream, until it flows
+        self.room = AnswerRoom() if room is None else room
+        self._share: Share | None = None  # all that is held; it keeps a whole answer, or the beginning of an event
         self._saw_done = False
         self._finished: list[bytes] = []
         self._output: Output | None = None
@@ -160,6 +166,8 @@ class Relay:
         held, self._held = self._held, []
         if held:
             batch = b"".join(held)
+            if self._share is not None:
+                self._share.shrink(len(batch))
             self._forward(tokens.without_prompt(batch) if self._takes_ids else batch)
         if self._ending is not None:
             self._over(self._ending)
@@ -210,24 +218,29 @@ class Relay:
         self._status, self._headers = status, headers
         content_type = next((value for name, value in headers if name == b"content-type"), b"")
         self._is_stream = status == 200 and content_type.startswith(b"text/event-stream")
+        self._share = self.room.share(MAX_EVENT, "the engine sent an event") if self._is_stream else self.room.share()
         self.accepted.set()
+        if not self._is_stream:
+            self._share.expect(headers)
 
     def data(self, chunk: bytes) -> None:
+        share = self._share
+        assert share is not None
         if not self._is_stream:
-            self._held.append(chunk)
+            share.add(chunk)
             return
         self.lane.plain = False
-        if self._tail:
-            chunk = self._tail + chunk
-            self._tail = b""
+        if share.kept:
+            if chunk.find(sse.END) < 0 and not (chunk.startswith(b"\n") and share.ends_with(b"\n")):
+                share.add(chunk)  # not looked at again before its event is whole: each byte of it is copied once
+                return
+            chunk = share.taken() + chunk
         if not chunk.endswith(sse.END):
             cut = chunk.rfind(sse.END) + len(sse.END)
             if cut < len(sse.END):
-                self._tail = chunk
-                if len(chunk) > MAX_EVENT:
-                    self._over(EngineError(f"the engine sent an event of more than {MAX_EVENT} bytes"))
+                share.add(chunk)
                 return
-            self._tail = chunk[cut:]
+            share.add(chunk[cut:])
             chunk = chunk[:cut]
         if self._phase is _Phase.FLOWING:
             self._forward(chunk)
@@ -237,7 +250,8 @@ class Relay:
 
     def end(self) -> None:
         if not self._is_stream:
-            body = b"".join(self._held)
+            assert self._share is not None
+            body = self._share.whole()
             if self._status == 200:
                 body = with_cache(body, cached=self.cached_tokens, created=self.created_cache_tokens)
                 self.usage = usage_of(body)
@@ -258,16 +272,24 @@ class Relay:
     # -- inside
 
     def _look_ahead(self) -> None:
-        self.lane.plain = self._phase is _Phase.FLOWING and not self._tail and not self._finished
+        kept = self._share is not None and self._share.kept
+        self.lane.plain = self._phase is _Phase.FLOWING and not kept and not self._finished
 
     def _hold(self, batch: bytes) -> None:
         """Keep events until one of them is real data: not the opening of a chat, a comment, an error or the end mark."""
+        assert self._share is not None
+        self._share.grow(len(batch), "the engine sent a stream without data")
         self._held.append(batch)
         if self._phase is _Phase.PROVEN:
+            return
+        if sse.is_crumbs(batch):
+            self._fail(_crumbs())
             return
         real = False
         spaced = sse.is_spaced(batch)
         for bare in batch.split(sse.END):
+            if not bare:
+                continue
             event = sse.compact(bare) if spaced else bare
             lines = sse.data_lines(event)
             if not lines or sse.is_role_only(event):  # nothing, a keep-alive comment, the opening of a chat
@@ -292,7 +314,9 @@ class Relay:
     def _forward(self, batch: bytes) -> None:
         now = self._time()
         if self._takes_ids:
-            batch = tokens.taken(batch, self.lane.ids)
+            batch, listed = tokens.taken(batch)
+            if listed:
+                self.lane.keep(listed)
             if tokens.WITHHELD in batch:
                 batch = b"".join(
                     [event + sse.END for event in batch.split(sse.END) if event and tokens.WITHHELD not in event]
@@ -310,6 +334,9 @@ class Relay:
     def _care(self, batch: bytes) -> bytes:
         """Look at each event of a batch: take out what is ours, mark what ends the stream, return what goes on."""
         passed: list[bytes] = []
+        if sse.is_crumbs(batch):
+            self._fail(_crumbs())
+            return b""
         for bare in batch.split(sse.END):
             if not bare:
                 continue
@@ -376,6 +403,9 @@ class Relay:
         """Fail where the caller is waiting: at the first data, or in the stream."""
         before, self._phase = self._phase, _Phase.ENDED
         self.lane.plain = False
+        self._held = []
+        if self._share is not None:
+            self._share.drop()
         if before is _Phase.HOLDING and not self.first.done():
             self.first.set_exception(error)
             self.first.exception()  # read: a caller that has left must not be reported as careless
@@ -393,3 +423,7 @@ class Relay:
             self._paused = False
             self.lane.last = self._time()
             self._leg.resume()
+
+
+def _crumbs() -> EngineError:
+    return EngineError("the engine sent many lines with next to nothing in them")

@@ -34,6 +34,7 @@ from pdproxy.serving.output import Output
 from pdproxy.serving.relay import Parts, Relay
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
+from pdproxy.upstream.room import AnswerRoom
 from pdproxy.wire import sse
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.reading import check_content_type
@@ -129,7 +130,9 @@ class Service:
         if parsed.is_list and len(parsed.prompts) > 1 and parsed.alone is None:
             return partial(self._serve_list, parsed, heading)
         prompt = None if parsed.alone is not None else parsed.prompts[0]
-        new_relay = partial(Relay, wants_usage=not parsed.adds_usage, takes_ids=parsed.adds_ids)
+        new_relay = partial(
+            Relay, wants_usage=not parsed.adds_usage, takes_ids=parsed.adds_ids, room=self._engines.room
+        )
         report.exchanges = (Exchange(self._engines, parsed, prompt, heading, new_relay),)
         return self._serve_one
 
@@ -152,7 +155,7 @@ class Service:
     async def _serve_list(self, parsed: Parsed, heading: Heading, output: Output, report: _Report) -> None:
         parts = Parts()
         exchanges = [
-            Exchange(self._engines, parsed, prompt, heading, _ListRelay(index, parsed, parts))
+            Exchange(self._engines, parsed, prompt, heading, _ListRelay(index, parsed, parts, self._engines.room))
             for index, prompt in enumerate(parsed.prompts)
         ]
         report.exchanges = exchanges
@@ -173,6 +176,8 @@ class Service:
         if output.gone:
             return
         if not output.begun:
+            merging = self._engines.room.share(what="the engines sent answers")
+            merging.grow(sum(len(answer.body) for answer in wholes))
             self._answer(merge_answers(wholes), output, report)
         elif wholes:
             raise EngineError("an engine answered one prompt of a streamed list whole")
@@ -241,7 +246,7 @@ class Service:
                 prompt_tokens=sum(usage.prompt_tokens for usage in usages) if usages else None,
                 completion_tokens=sum(usage.completion_tokens or 0 for usage in usages)
                 if usages
-                else sum(len(relay.lane.ids) or relay.lane.events for relay in relays) or None,
+                else sum(relay.lane.tokens or relay.lane.events for relay in relays) or None,
                 gaps=gaps,
                 error=None if error is None else error.logged,
             )
@@ -258,6 +263,7 @@ class _ListRelay:
     index: int
     parsed: Parsed
     parts: Parts
+    room: AnswerRoom
 
     def __call__(self) -> Relay:
         return Relay(
@@ -267,6 +273,7 @@ class _ListRelay:
             keeps_usage=self.parsed.wants_usage,
             parts=self.parts,
             takes_ids=self.parsed.adds_ids,
+            room=self.room,
         )
 
 

@@ -10,6 +10,7 @@ from pdproxy.kit.errors import EngineError
 from pdproxy.serving.relay import MAX_EVENT, Relay
 from pdproxy.transfer.splice import NotACompletionError, Splice
 from pdproxy.upstream.connection import Headers, Sink
+from pdproxy.upstream.room import Share
 from pdproxy.wire import sse
 
 _JSON_TYPE = (b"content-type", b"application/json")
@@ -24,31 +25,40 @@ class Translated(Sink):
         self._splice = splice
         self._status = 0
         self._is_stream = False
-        self._held: list[bytes] = []
-        self._tail = b""
+        self._share: Share | None = None
 
     def head(self, status: int, headers: Headers) -> None:
         """See `Sink`."""
         content_type = next((value for name, value in headers if name == b"content-type"), b"")
         self._status = status
         self._is_stream = status == 200 and content_type.startswith(b"text/event-stream")
+        room = self._relay.room
+        self._share = room.share(MAX_EVENT, "the engine sent an event") if self._is_stream else room.share()
         self._relay.head(status, headers)
 
     def data(self, chunk: bytes) -> None:
         """See `Sink`."""
+        share = self._share
+        assert share is not None
         if not self._is_stream:
-            self._held.append(chunk)
+            share.add(chunk)
             return
-        whole, end, self._tail = (self._tail + chunk).rpartition(sse.END)
-        if len(self._tail) > MAX_EVENT:
-            self._relay.failed(EngineError(f"the engine sent an event of more than {MAX_EVENT} bytes"))
-        elif end:
+        if share.kept:
+            if chunk.find(sse.END) < 0 and not (chunk.startswith(b"\n") and share.ends_with(b"\n")):
+                share.add(chunk)
+                return
+            chunk = share.taken() + chunk
+        whole, end, rest = chunk.rpartition(sse.END)
+        if rest:
+            share.add(rest)
+        if end:
             self._events(whole)
 
     def end(self) -> None:
         """See `Sink`."""
         if not self._is_stream:
-            body = b"".join(self._held)
+            assert self._share is not None
+            body = self._share.taken()
             if self._status == 200:
                 try:
                     body = self._splice.whole(body)
@@ -57,8 +67,12 @@ class Translated(Sink):
                         EngineError(f"the engine answered 200 with something that is no completion: {error}")
                     )
                     return
-            if body:
-                self._relay.data(body)
+            try:
+                if body:
+                    self._relay.data(body)
+            except EngineError as error:
+                self._relay.failed(error)
+                return
         self._relay.end()
 
     def failed(self, error: EngineError) -> None:

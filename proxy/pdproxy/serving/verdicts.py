@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineUnreachableError
+from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineUnreachableError, NoAnswerRoomError
 from pdproxy.scheduling.ledger import Verdict
 from pdproxy.upstream.client import Answer
 from pdproxy.wire import sse
@@ -19,6 +19,8 @@ def verdict_of(error: EngineError, *, with_kv: bool = False) -> Verdict:
     """
     if isinstance(error, EngineUnreachableError):
         return Verdict.UNREACHABLE
+    if isinstance(error, NoAnswerRoomError):
+        return Verdict.NEUTRAL
     if isinstance(error, EngineRefusedError) and (with_kv or error.status < 500 or error.status == 503):
         return Verdict.NEUTRAL
     return Verdict.FAILED

@@ -84,6 +84,12 @@ class Limits(Section, frozen=True):
     That is room for `max_inflight` prompts of 64,000 tokens each. One more is refused with 503; a client with less than
     its share goes before others."""
 
+    max_answer_bytes: Count = 134_217_728
+    """Largest answer of an engine that is held whole, in bytes, 128 MiB: more than answers with logprobs or embeddings have."""
+
+    max_buffered_answer_bytes: Count = 268_435_456
+    """Bytes of engines' answers that are held at once, 256 MiB. One more is given up, and its client gets a 503."""
+
     max_header_bytes: Count = 65_536
     """Largest request line with headers in bytes, 64 KiB: several times what other servers take."""
 

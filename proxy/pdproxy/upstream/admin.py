@@ -1,6 +1,7 @@
 """Questions to engines outside the data path: health, models, version, tokenize, metrics. On aiohttp.
 
-Owns one aiohttp session. Every question has a deadline; what goes wrong becomes an `EngineError`.
+Owns one aiohttp session. Every question has a deadline, and a bound on its answer; what goes wrong becomes an `EngineError`, with
+what it quotes of an engine's words cut.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import TypeVar
 
 import aiohttp
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy.kit.errors import (
     EngineError,
@@ -23,9 +23,25 @@ from pdproxy.kit.errors import (
     OverloadedError,
     Wait,
 )
+from pdproxy.kit.words import cut
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.upstream.client import OUR_LIMITS, tls_words
+from pdproxy.upstream.metrics_page import MOST_PAGE, Scrape, read_metrics
 from pdproxy.wire.model import LONGEST_MODEL
+
+MOST_SAID = 64 << 10
+"""Bytes of an answer that says next to nothing."""
+MOST_LISTED = 4 << 20
+"""Bytes of a list of models: 600 bytes each."""
+MOST_MODELS = 4096
+"""Models and adapters of an engine."""
+_MOST_NAME = 1024
+_OBJECTS = 2
+"""Of a model in such a list, in vLLM: its permissions are one, too."""
+_IDS_PER_BYTE = 8
+_IDS = 1 << 20
+"""Bytes of a prompt's ids. One has up to eight with its comma, and stands for a byte of the question or more; a chat template and
+images add to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,26 +53,7 @@ class ModelCard:
     parent: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Scrape:
-    """What we read of an engine's `/metrics` (names of vLLM 0.32.0). Token counts are since the engine's start.
-
-    `by_source`: prompt tokens by where their KV came from; empty where the engine does not say.
-    """
-
-    started: float
-    block_size: int | None
-    running: float
-    waiting: float
-    kv_usage: float
-    by_source: Mapping[str, float]
-
-
 _T = TypeVar("_T")
-
-
-NO_METRICS = Scrape(0.0, None, 0.0, 0.0, 0.0, {})
-"""What is read of an engine that shows no metrics."""
 
 
 class _Card(msgspec.Struct):
@@ -102,48 +99,58 @@ class EngineAdmin:
 
     async def healthy(self, url: str) -> None:
         """Return if the engine says that it is alive; raise EngineError otherwise."""
-        await self._get(url, "/health")
+        await self._request("GET", url, "/health", None, most=0)
 
     async def models(self, url: str) -> list[ModelCard]:
         """Return the models an engine serves, but for names that are longer than any request's are read here."""
-        found = self._read(url, "/v1/models", await self._get(url, "/v1/models"), _Models)
+        found = self._read("/v1/models", _few(await self._get(url, "/v1/models", MOST_LISTED)), _Models)
+        if any(len(name or "") > _MOST_NAME for card in found.data for name in (card.id, card.parent)):
+            raise EngineError(f"/v1/models has a name of more than {_MOST_NAME} characters")
         return [ModelCard(card.id, card.root, card.parent) for card in found.data if len(card.id) <= LONGEST_MODEL]
 
     async def models_body(self, url: str, authorization: str | None = None) -> bytes:
         """Return the engine's own answer to `/v1/models`, asked with this header ("": with none) in place of our key."""
-        return await self._request("GET", url, "/v1/models", None, authorization)
+        return _few(await self._request("GET", url, "/v1/models", None, authorization, most=MOST_LISTED))
 
     async def version(self, url: str) -> str:
         """Return the engine's version, "" if it does not say."""
-        return self._read(url, "/version", await self._get(url, "/version"), _Version).version
+        return cut(self._read("/version", await self._get(url, "/version", MOST_SAID), _Version).version, 100)
 
     async def tokenize(self, url: str, body: Mapping[str, object]) -> tuple[int, ...]:
         """Return the token ids of a prompt or a chat."""
-        answer = await self._request("POST", url, "/tokenize", msgspec.json.encode(body))
-        return tuple(self._read(url, "/tokenize", answer, _Tokens).tokens)
+        answer = await self._request("POST", url, "/tokenize", msgspec.json.encode(body), most=MOST_SAID)
+        return tuple(self._read("/tokenize", answer, _Tokens).tokens)
 
     async def token_ids(
-        self, url: str, body: bytes, *, timeout: float | None = None, authorization: str | None = None
+        self,
+        url: str,
+        body: bytes,
+        *,
+        timeout: float | None = None,
+        authorization: str | None = None,
+        most: int | None = None,
     ) -> TokenIds:
         """Return the token ids for a body of `/tokenize`, within `timeout` seconds (None: those of every question).
 
-        Asked with this header ("": with none) in place of our key.
+        Asked with this header ("": with none) in place of our key. `most`: bytes of the answer, None: what such a prompt may
+        have.
         """
-        answer = await self._request("POST", url, "/tokenize", body, authorization, timeout=timeout)
-        read = self._read(url, "/tokenize", answer, _TokenIds)
+        most = most or _IDS + _IDS_PER_BYTE * len(body)
+        answer = await self._request("POST", url, "/tokenize", body, authorization, timeout=timeout, most=most)
+        read = self._read("/tokenize", answer, _TokenIds)
         return TokenIds(bytes(read.tokens), read.count)
 
     async def scrape(self, url: str) -> Scrape:
         """Return an engine's load and counters."""
-        return read_metrics(await self._get(url, "/metrics"))
+        return read_metrics(await self._get(url, "/metrics", MOST_PAGE))
 
     async def close(self) -> None:
         """Close the session."""
         if self._session is not None:
             await self._session.close()
 
-    async def _get(self, url: str, path: str) -> bytes:
-        return await self._request("GET", url, path, None)
+    async def _get(self, url: str, path: str, most: int) -> bytes:
+        return await self._request("GET", url, path, None, most=most)
 
     async def _request(
         self,
@@ -154,10 +161,15 @@ class EngineAdmin:
         authorization: str | None = None,
         *,
         timeout: float | None = None,
+        most: int,
     ) -> bytes:
+        """Return an answer's body of `most` bytes; with 0 it is not read."""
         if self._session is None:
             jar = aiohttp.DummyCookieJar()  # engines set none, and to look for them costs at each question
-            self._session = aiohttp.ClientSession(trust_env=False, cookie_jar=jar)
+            # What is compressed may become a thousand times as much.
+            self._session = aiohttp.ClientSession(
+                trust_env=False, cookie_jar=jar, auto_decompress=False, skip_auto_headers=("Accept-Encoding",)
+            )
         headers = {"content-type": "application/json"} if body is not None else {}
         if authorization is not None:
             headers |= {"authorization": authorization} if authorization else {}
@@ -175,7 +187,7 @@ class EngineAdmin:
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=timeout or self._timeout),
             ) as answer:
-                content = await answer.read()
+                content = await _body(answer, path, most) if most else b""
         except TimeoutError:
             raise EngineTimeoutError(
                 f"{path} did not answer in {timeout or self._timeout:g} s",
@@ -196,70 +208,39 @@ class EngineAdmin:
         except ssl.SSLError as error:
             raise EngineTlsError(tls_words(error)) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineError(f"{path}: {type(error).__name__}: {error}") from None
+            raise EngineError(f"{path}: {type(error).__name__}: {cut(error)}") from None
         if answer.status != 200:
             hint = ": set auth.engine_api_key, or the node's api_key" if answer.status == 401 else ""
             raise EngineRefusedError(f"{path} answered {answer.status}{hint}", status=answer.status, body=b"")
         return content
 
-    def _read(self, url: str, path: str, content: bytes, kind: type[_T]) -> _T:
+    def _read(self, path: str, content: bytes, kind: type[_T]) -> _T:
         try:
             return msgspec.json.decode(content, type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise EngineError(f"{path} answered something else: {error}") from None
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise EngineError(f"{path} answered something else: {cut(error)}") from None
+
+
+async def _body(answer: aiohttp.ClientResponse, path: str, most: int) -> bytes:
+    """Read a body; raise EngineError for one that is too large, as soon as that is known."""
+    body = bytearray()
+    if (answer.content_length or 0) <= most:
+        while chunk := await answer.content.readany():
+            body += chunk
+            if len(body) > most:
+                break
+        else:
+            return bytes(body)
+    raise EngineError(f"{path} answered more than {most} bytes")
+
+
+def _few(listed: bytes) -> bytes:
+    """Return a list of models, unless they are so many that to read it would take long."""
+    if listed.count(b"{") > _OBJECTS * MOST_MODELS + 1:
+        raise EngineError(f"/v1/models has more than {MOST_MODELS} models")
+    return listed
 
 
 def certificate_words(error: Exception) -> str:
     """Say why an engine's certificate is not trusted, from what aiohttp says of it."""
     return tls_words(error) if isinstance(error, ssl.SSLError) else f"no TLS: {error}"
-
-
-def read_metrics(page: bytes) -> Scrape:
-    """Read the Prometheus text of an engine; raise EngineError if what is read of it is none.
-
-    A page is 60 KB, of which a dozen lines are read, and a fleet has hundreds of pages: these lines are found, and no other is
-    looked at.
-    """
-    found: dict[bytes, list[tuple[dict[str, str], float]]] = {name: [] for name in _READ}
-    text = b"\n" + page
-    for name, samples in found.items():
-        at = text.find(b"\n" + name)
-        while at >= 0:
-            end = text.find(b"\n", at + 1)
-            line = text[at + 1 : end if end >= 0 else len(text)]
-            if line[len(name) : len(name) + 1] in b"{ \t":
-                samples.append(_sample(line))
-            at = text.find(b"\n" + name, at + 1)
-    by_source: dict[str, float] = {}
-    for labels, value in found[_BY_SOURCE]:
-        source = labels.get("source", "")
-        by_source[source] = by_source.get(source, 0.0) + value
-    size = next((labels.get("block_size", "") for labels, _ in reversed(found[_CACHE])), "")
-    return Scrape(
-        started=next((value for _, value in reversed(found[_STARTED])), 0.0),
-        block_size=int(size) if size.isdigit() else None,
-        running=sum(value for _, value in found[_RUNNING]),
-        waiting=sum(value for _, value in found[_WAITING]),
-        kv_usage=max((value for _, value in found[_USAGE]), default=0.0),
-        by_source=by_source,
-    )
-
-
-_READ = (
-    _STARTED := b"process_start_time_seconds",
-    _RUNNING := b"vllm:num_requests_running",
-    _WAITING := b"vllm:num_requests_waiting",
-    _USAGE := b"vllm:kv_cache_usage_perc",
-    _BY_SOURCE := b"vllm:prompt_tokens_by_source_total",
-    _CACHE := b"vllm:cache_config_info",
-)
-
-
-def _sample(line: bytes) -> tuple[dict[str, str], float]:
-    """Return the labels and the value of a line."""
-    try:
-        (family,) = text_string_to_metric_families(line.decode("utf-8", "replace") + "\n")
-        (sample,) = family.samples
-    except (ValueError, KeyError, IndexError) as error:
-        raise EngineError(f"/metrics is not in Prometheus text format: {error}") from None
-    return sample.labels, sample.value

@@ -1,7 +1,8 @@
 """The client for one engine: a pool of kept connections, and the two ways to use one.
 
 Owns the engine's connections. `ask` waits for a whole answer (prefill legs, releases); `send` hands the answer to a sink
-as it comes (decode legs). Connecting has a deadline here; every other deadline belongs to the caller.
+as it comes (decode legs). Connecting has a deadline here; every other deadline belongs to the caller. What a whole answer may
+have of memory is bounded by the room that all engines share.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import (
     EngineError,
     EngineTimeoutError,
@@ -23,13 +25,19 @@ from pdproxy.kit.errors import (
     StaleConnectionError,
     Wait,
 )
-from pdproxy.upstream.connection import Connection, Headers, Leg, Sink
+from pdproxy.upstream.connection import Connection, Headers, Leg, Message, Sink
+from pdproxy.upstream.room import AnswerRoom, Share
 
 OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 """Errors of a connect that say nothing of the other side."""
 
 
-Request = bytes | Callable[[], bytes]
+JOINED = 64 << 10
+"""Bytes of a body that is written together with its head; to copy a larger one costs more than a second write."""
+MOST_RELEASE = 1 << 20
+"""Bytes of an answer to `EngineClient.whole`: a token, or a refusal."""
+
+Request = Message | Callable[[], Message]
 """A request's bytes, or what makes them once there is a connection for them: many may wait for one, each with a body."""
 
 
@@ -48,14 +56,14 @@ class Answer(msgspec.Struct, frozen=True):
 class Pending:
     """A request whose whole answer is awaited. Whoever holds it may await `answered`, again or elsewhere, or close it."""
 
-    __slots__ = ("_body", "_headers", "_leg", "_outcome", "_status", "_waiter")
+    __slots__ = ("_headers", "_leg", "_outcome", "_share", "_status", "_waiter")
 
-    def __init__(self) -> None:
+    def __init__(self, share: Share) -> None:
         self._outcome: Answer | EngineError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._status = 0
         self._headers: Headers = []
-        self._body: list[bytes] = []
+        self._share = share
         self._leg: Leg | None = None
 
     def attach(self, leg: Leg) -> None:
@@ -102,15 +110,17 @@ class Pending:
         return None if self._outcome is None else await self.answered()
 
     def head(self, status: int, headers: Headers) -> None:
+        self._share.expect(headers)
         self._status, self._headers = status, headers
 
     def data(self, chunk: bytes) -> None:
-        self._body.append(chunk)
+        self._share.add(chunk)
 
     def end(self) -> None:
-        self._over(Answer(self._status, self._headers, b"".join(self._body)))
+        self._over(Answer(self._status, self._headers, self._share.whole()))
 
     def failed(self, error: EngineError) -> None:
+        self._share.drop()
         self._over(error)
 
     def _over(self, outcome: Answer | EngineError) -> None:
@@ -129,8 +139,9 @@ def tls_words(error: ssl.SSLError) -> str:
 class EngineClient:
     """All connections to one engine at `url` (`http://host:port` or `https://host:port`).
 
-    Kept connections are reused for `keepalive` seconds; vLLM closes idle ones after 5. `key` and `tls` are asked at each
-    request and connection, since both may change: the bearer token, and the context of an engine that speaks TLS.
+    Kept connections are reused for `keepalive` seconds, and closed once they are older; vLLM closes idle ones after 5. `key` and
+    `tls` are asked at each request and connection, since both may change: the bearer token, and the context of an engine that
+    speaks TLS. `clock` judges the deadlines, `room` bounds whole answers.
     """
 
     def __init__(
@@ -139,6 +150,8 @@ class EngineClient:
         *,
         connect_timeout: float,
         keepalive: float,
+        clock: Clock,
+        room: AnswerRoom,
         key: Callable[[], str | None] = lambda: None,
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     ) -> None:
@@ -149,6 +162,8 @@ class EngineClient:
         self._netloc = parts.netloc.encode()
         self._connect_timeout = connect_timeout
         self._keepalive = keepalive
+        self._clock = clock
+        self._room = room
         self._key = key
         self._tls = tls
         self._idle: list[Connection] = []
@@ -157,17 +172,20 @@ class EngineClient:
     def __repr__(self) -> str:
         return f"<EngineClient {self.url}: {len(self._all)} connections, {len(self._idle)} idle>"
 
-    def request(self, path: str, headers: tuple[tuple[bytes, bytes], ...], body: bytes) -> bytes:
-        """Return the bytes of a POST of JSON, with the engine's key if there is one."""
+    def request(self, path: str, headers: tuple[tuple[bytes, bytes], ...], body: bytes) -> Message:
+        """Return a POST of JSON, with the engine's key if there is one."""
         if (key := self._key()) is not None:
             headers = (*headers, (b"authorization", b"Bearer " + key.encode()))
         lines = b""
         for header in headers:
             lines += b"%b: %b\r\n" % header
-        return (
-            b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b\r\n"
-            % (path.encode(), self._netloc, len(body), lines)
-        ) + body
+        head = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b\r\n" % (
+            path.encode(),
+            self._netloc,
+            len(body),
+            lines,
+        )
+        return head + body if len(body) <= JOINED else (head, body)
 
     async def send(self, request: Request, sink: Sink, *, fresh: bool = False) -> Leg:
         """Send a request and return the hold on it, at once; the answer goes to `sink`.
@@ -177,33 +195,33 @@ class EngineClient:
         """
         connection = (None if fresh else self._kept()) or await self._connect()
         try:
-            made = request if isinstance(request, bytes) else request()
+            made = request() if callable(request) else request
         except BaseException:
             self._free(connection)
             raise
         return connection.send(made, sink)
 
-    async def ask(self, request: Request, *, fresh: bool = False) -> Pending:
-        """Send a request whose whole answer will be awaited, on a new connection if `fresh`.
+    async def ask(self, request: Request, *, fresh: bool = False, most: int | None = None) -> Pending:
+        """Send a request whose whole answer, of `most` bytes, will be awaited; on a new connection if `fresh`.
 
         Raises:
             EngineUnreachableError: as `send`.
         """
-        pending = Pending()
+        pending = Pending(self._room.share(most))
         pending.attach(await self.send(request, pending, fresh=fresh))
         return pending
 
-    async def whole(self, request: bytes, timeout: float, wait: Wait) -> Answer:
-        """Send a request and wait up to `timeout` seconds for its whole answer.
+    async def whole(self, request: Message, timeout: float, wait: Wait) -> Answer:
+        """Send a request and wait up to `timeout` seconds for its whole answer, of `MOST_RELEASE` bytes.
 
         Raises:
             EngineTimeoutError: the deadline named by `wait` passed; the request was closed.
-            EngineError: the engine could not be reached or closed the connection.
+            EngineError: the engine could not be reached, closed the connection or answered with too much.
         """
         for last in (False, True):
-            pending = Pending()
+            pending = Pending(self._room.share(MOST_RELEASE))
             try:
-                async with asyncio.timeout(timeout):
+                async with self._clock.within(timeout):
                     pending.attach(await self.send(request, pending, fresh=last))
                     return await pending.answered()
             except StaleConnectionError:
@@ -232,9 +250,10 @@ class EngineClient:
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
         tls = self._tls()
-        handshake = self._connect_timeout if tls is not None else None
+        # A timer of the event loop, which is judged before sockets are read: the clock's deadline comes first.
+        handshake = 2 * self._connect_timeout + 1 if tls is not None else None
         try:
-            async with asyncio.timeout(self._connect_timeout):
+            async with self._clock.within(self._connect_timeout):
                 _, connection = await loop.create_connection(
                     lambda: Connection(self.url, self._free, self._lost),
                     self._host,
@@ -256,8 +275,13 @@ class EngineClient:
         return connection
 
     def _free(self, connection: Connection) -> None:
-        connection.idle_since = asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
+        connection.idle_since = now
         self._idle.append(connection)
+        while (
+            self._idle[0].idle_since < now - self._keepalive
+        ):  # the oldest is the first, and no engine may have closed it
+            self._idle.pop(0).close()
 
     def _lost(self, connection: Connection) -> None:
         self._all.discard(connection)

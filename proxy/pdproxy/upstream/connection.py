@@ -2,7 +2,8 @@
 
 Owns the socket, the response parser and, while a request is on it, the sink that hears of the answer. The sink is called
 once a TCP read with all body bytes of that read, whole HTTP chunks or not, so a relay pays per read and not per chunk. Whole
-chunks that are framed as servers do it go past the parser.
+chunks that are framed as servers do it go past the parser. What an engine sends beside the body (heads, interim answers, chunk
+extensions, trailers) is bounded here; the body is the sink's to bound.
 """
 
 from __future__ import annotations
@@ -21,11 +22,22 @@ STALE_WITHIN = 0.25
 """Seconds. A kept connection that closes so soon after a request was shut before the engine saw it; later, the engine may
 have begun to work, and the request must not be sent again as it is (a KV handle used twice makes wrong tokens)."""
 
+LARGE_READ = 128 << 10
+"""Bytes. Behind a read like this, others have their turn before the next: uvloop reads a socket that is always full 32 times in a
+row, 8 MB, and so with each engine that sends as fast as it can."""
+MOST_HEAD = 64 << 10
+"""Bytes of an answer's headers, and bytes in a row that are no body: heads, interim answers, chunk extensions, trailers."""
+
 Headers = list[tuple[bytes, bytes]]
+Message = bytes | tuple[bytes, bytes]
+"""A whole request; or its head and its body, where that is large."""
 
 
 class Sink(Protocol):
-    """Who hears of an answer. `head` first, then `data` any number of times, then `end` or `failed`; `failed` may come alone."""
+    """Who hears of an answer. `head` first, then `data` any number of times, then `end` or `failed`; `failed` may come alone.
+
+    `head` and `data` may raise an EngineError where they want no more: the answer is given up, and `failed` hears of that error.
+    """
 
     def head(self, status: int, headers: Headers) -> None:
         """The status line and headers (names in lower case) are whole."""
@@ -89,6 +101,7 @@ class Connection(asyncio.Protocol):
         "_answering",
         "_between",
         "_complete",
+        "_extra",
         "_final",
         "_headers",
         "_keep",
@@ -106,6 +119,7 @@ class Connection(asyncio.Protocol):
         "_take",
         "_transport",
         "_until_eof",
+        "_wrong",
         "idle_since",
     )
 
@@ -129,6 +143,8 @@ class Connection(asyncio.Protocol):
         self._lane: TakeRead | None = None  # as `_take`, while the parser stands between two chunks
         self._between = False
         self._stopped_between = False  # what was read so far ends between two chunks
+        self._extra = 0  # bytes since the last one of a body, those that are being parsed among them
+        self._wrong: EngineError | None = None  # why the parser was stopped
         self.idle_since = 0.0
 
     def __repr__(self) -> str:
@@ -140,18 +156,23 @@ class Connection(asyncio.Protocol):
         """Whether a request may be sent."""
         return self._transport is not None and not self._transport.is_closing() and self._sink is None
 
-    def send(self, request: bytes, sink: Sink) -> Leg:
+    def send(self, request: Message, sink: Sink) -> Leg:
         """Write a whole request; its answer goes to `sink`. Return the caller's hold on it."""
         if self._transport is None or self._sink is not None:
             raise RuntimeError(f"{self!r} can't take a request")
         self._sink = sink
         self._requests += 1
         self._answering = False
+        self._extra = 0
         self._sent_at = asyncio.get_running_loop().time()
         if self._paused:  # the request before ended while its client was not reading
             self._paused = False
             self._transport.resume_reading()
-        self._transport.write(request)
+        if isinstance(request, bytes):
+            self._transport.write(request)
+        else:
+            for part in request:
+                self._transport.write(part)
         return Leg(self, self._requests)
 
     def take_reads(self, take: TakeRead) -> None:
@@ -192,6 +213,8 @@ class Connection(asyncio.Protocol):
         )  # not before, since each holds the other until the connection is lost
 
     def data_received(self, data: bytes) -> None:
+        if len(data) >= LARGE_READ:
+            self._give_way()
         lane = self._lane
         if lane is not None:
             # The parser stands between two chunks, and may stay there while whole ones go past it.
@@ -201,8 +224,9 @@ class Connection(asyncio.Protocol):
                     return
                 data = data[taken:]
             payloads, rest = whole(data)
-            if payloads and self._sink is not None:
-                self._sink.data(b"".join(payloads))
+            if payloads:
+                self._parts = payloads
+                self._flush()
             if rest == len(data):
                 return
             data = data[rest:] if rest else data
@@ -211,6 +235,7 @@ class Connection(asyncio.Protocol):
             self.close()  # bytes nobody asked for: the stream is out of step
             return
         self._answering = True
+        self._extra += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -218,7 +243,13 @@ class Connection(asyncio.Protocol):
             if self._complete:  # what followed the answer was wrong, or a second one
                 self._finish(keep=False)
                 return
-            self._fail(EngineError(f"{self._name} does not speak HTTP/1.1: {error}"))
+            self._fail(self._wrong or EngineError(f"{self._name} does not speak HTTP/1.1: {error}"))
+            return
+        if self._parts or self._complete:
+            self._extra = 0
+        elif self._extra > MOST_HEAD:
+            # A header's value is kept by the parser until it is whole; nobody hears of interim answers and chunk extensions.
+            self._fail(self._too_much())
             return
         # A size line that has only begun does not end like this; one that is whole has been told.
         self._stopped_between = self._between and data.endswith(b"\r\n")
@@ -226,6 +257,15 @@ class Connection(asyncio.Protocol):
         self._flush()
         if self._complete and self._sink is sink:
             self._finish(keep=self._keep)
+
+    def _give_way(self) -> None:
+        if self._transport is not None and not self._paused and not self._transport.is_closing():
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if self._transport is not None and not self._paused and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def eof_received(self) -> bool:
         return False
@@ -263,11 +303,18 @@ class Connection(asyncio.Protocol):
         self._final = status >= 200
         if not self._final or self._sink is None:
             return
+        if self._extra > MOST_HEAD and sum(len(name) + len(value) for name, value in self._headers) > MOST_HEAD:
+            self._wrong = self._too_much()
+            raise self._wrong  # stops the parser
         names = [name for name, _ in self._headers]
         framed = b"content-length" in names or b"transfer-encoding" in names
         self._until_eof = not framed and status not in (204, 304)
         headers, self._headers = self._headers, []  # the sink's: a stream lets go of them long before it ends
-        self._sink.head(status, headers)
+        try:
+            self._sink.head(status, headers)
+        except EngineError as error:
+            self._wrong = error
+            raise  # stops the parser
 
     def on_body(self, body: bytes) -> None:
         if self._final:  # an informational answer that has a body is no reason to take it for the real one's
@@ -284,6 +331,9 @@ class Connection(asyncio.Protocol):
         self._complete = self._final
         self._keep = self._parser.should_keep_alive()  # asked here, since the parser forgets it after the message
 
+    def _too_much(self) -> EngineError:
+        return EngineError(f"{self._name} sent more than {MOST_HEAD} bytes that are no body")
+
     def _age(self) -> float:
         return asyncio.get_running_loop().time() - self._sent_at
 
@@ -292,7 +342,10 @@ class Connection(asyncio.Protocol):
     def _flush(self) -> None:
         if self._parts and self._sink is not None:
             parts, self._parts = self._parts, []
-            self._sink.data(parts[0] if len(parts) == 1 else b"".join(parts))
+            try:
+                self._sink.data(parts[0] if len(parts) == 1 else b"".join(parts))
+            except EngineError as error:
+                self._fail(error)
 
     def _finish(self, *, keep: bool) -> None:
         sink, self._sink = self._sink, None
@@ -307,7 +360,7 @@ class Connection(asyncio.Protocol):
             sink.end()
 
     def _fail(self, error: EngineError) -> None:
-        sink = self._sink
+        sink, self._wrong = self._sink, None
         self.close()
         if sink is not None:
-            sink.failed(error)
+            sink.failed(error.with_traceback(None))  # which would refer to all that it passed

@@ -20,8 +20,11 @@ AT_ONCE = 64
 """Messages read in one turn of the event loop: about a millisecond."""
 AGAIN = 1.0
 """Seconds until a socket that failed is read again."""
-HIGH_WATER = 10_000
-"""Messages that ZMQ keeps of each sender while we are busy; then the sender's own queue fills."""
+AT_ONCE_BYTES = 1 << 20
+"""Bytes read in one turn: long messages cost by their bytes, some milliseconds for so many."""
+HIGH_WATER = 256
+"""Messages that ZMQ keeps of each sender while we are busy; then the sender's own queue fills. All of them as long as may be take
+256 MiB."""
 
 
 class NoticeSocket:
@@ -89,7 +92,10 @@ class NoticeSocket:
     def _readable(self) -> None:
         if self._socket is None or self._loop is None:
             return
+        read = 0
         for _ in range(AT_ONCE):
+            if read >= AT_ONCE_BYTES:
+                break
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -102,6 +108,7 @@ class NoticeSocket:
                 self._loop.call_later(AGAIN, self._readable)
                 return
             self._failing = False
+            read += sum(map(len, frames))
             try:
                 notice = decode(frames[0]) if len(frames) == 1 else None
                 if notice is None:

@@ -1,7 +1,8 @@
 """Legs that pass a request whole to one engine. On aiohttp: these routes are rare, and convenience wins.
 
 Owns one aiohttp session. Connections are not kept: a POST on a connection that the engine is just closing could not be told from
-one that it has begun to serve. Translates what goes wrong into `EngineError`s, once.
+one that it has begun to serve. What is read whole counts in the room that all engines share. Translates what goes wrong into
+`EngineError`s, once.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from yarl import URL
 
 from pdproxy.kit.errors import EngineError, EngineTlsError, EngineUnreachableError, OverloadedError, Wait
 from pdproxy.upstream.client import OUR_LIMITS
+from pdproxy.upstream.room import AnswerRoom, Share
 
 _LONGEST_HEADER = 4 * 2**20
 """Bytes. vLLM describes each item of a binary embedding in a header."""
 
 
 class Leg:
-    """An engine's answer whose head is here."""
+    """An engine's answer whose head is here. `share` is what of it may be held."""
 
-    def __init__(self, url: str, answer: aiohttp.ClientResponse) -> None:
+    def __init__(self, url: str, answer: aiohttp.ClientResponse, share: Share) -> None:
         self._url = url
+        self.share = share
         self._answer = answer
         self.status = answer.status
         self.headers = [(name.lower(), value) for name, value in answer.raw_headers]
@@ -39,9 +42,12 @@ class Leg:
         self._answer.close()
 
     async def read(self) -> bytes:
-        """Return the whole body. Raises EngineError."""
+        """Return the whole body. Raises EngineError, also for one that is too large."""
+        self.share.expect(self.headers)
         with translated(self._url):
-            return await self._answer.read()
+            while chunk := await self._answer.content.readany():
+                self.share.add(chunk)
+        return self.share.whole()
 
     async def chunk(self) -> bytes:
         """Return what has come since the last call, waiting for something; b"" at the end. Raises EngineError."""
@@ -59,10 +65,12 @@ class PassthroughLegs:
         self,
         *,
         connect_timeout: float,
+        room: AnswerRoom,
         key: Callable[[str], str | None] = lambda _: None,
         tls: Callable[[str], SSLContext | None] = lambda _: None,
     ) -> None:
         self._connect_timeout = connect_timeout
+        self._room = room
         self._key = key
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
@@ -86,7 +94,7 @@ class PassthroughLegs:
                 allow_redirects=False,
                 ssl=tls if tls is not None else True,
             )
-        return Leg(url, answer)
+        return Leg(url, answer, self._room.share())
 
     async def close(self) -> None:
         """Close all connections."""

@@ -23,8 +23,9 @@ HEADS = [_head(length) for length in range(LONGEST)]
 """What a whole chunk begins with, by its length in bytes with all of its framing."""
 LINES = [b"%x\r\n" % size for size in range(LONGEST + 8)]
 """What stands before a chunk's payload, by the bytes of the payload."""
-SIZES = {b"%x" % size: size for size in range(1, LONGEST)}
-"""Bytes of the payload, by the line before it without its end."""
+SIZES = {b"%x" % size: size for size in range(14, LONGEST)}
+"""Bytes of the payload, by the line before it without its end. The least is that of a stream's end mark; thousands of
+smaller ones are for the parser, which is faster."""
 LONGEST_LINE = 5
 """Bytes of such a line with its end."""
 

@@ -18,10 +18,11 @@ from pdproxy.wire.errors import error_body
 MOST_EVENT = 64 * 2**20
 """Bytes of one event. The last event of a Responses stream repeats the whole answer."""
 
-_SEQUENCE = re.compile(rb'"sequence_number":\s*(\d+)')
-_LAST = re.compile(
-    rb"^event: (?:response\.(?:completed|incomplete|failed)|message_stop|error)\r?$|^data: \[DONE\]\r?$", re.MULTILINE
-)
+_NUMBER = b'"sequence_number":'
+_SEQUENCE = re.compile(rb"\s*(\d{1,18})")
+_LAST = re.compile(rb"(?:event: (?:response\.(?:completed|incomplete|failed)|message_stop|error)|data: \[DONE\])\r?\n")
+"""The first line of an event that ends a stream, wherever it stands: that it begins a line is looked at apart, since a search for
+line starts costs at each line."""
 
 
 class Dialect(Enum):
@@ -86,6 +87,10 @@ def failure_event(dialect: Dialect, error: PdproxyError, sequence: int) -> bytes
     return b"event: error\ndata: " + body + b"\n\n"
 
 
+def _begins_line(text: bytes, at: int) -> bool:
+    return at == 0 or text[at - 1 : at] == b"\n"
+
+
 class WholeEvents:
     """Hands a stream on in whole events, and knows where it is. Owns the bytes of an event that is not whole yet."""
 
@@ -118,10 +123,16 @@ class WholeEvents:
         whole = bytes(self._rest[: cut + 2])
         del self._rest[: cut + 2]
         self.count += whole.count(b"\n\n")
-        for found in _SEQUENCE.finditer(whole):
+        at = whole.rfind(_NUMBER)
+        if at >= 0 and (found := _SEQUENCE.match(whole, at + len(_NUMBER))):
             self.sequence = int(found[1]) + 1
-        self.ended = self.ended or _LAST.search(whole) is not None
+        self.ended = self.ended or any(_begins_line(whole, last.start()) for last in _LAST.finditer(whole))
         return whole
+
+    @property
+    def waiting(self) -> int:
+        """How many bytes came behind the last whole event."""
+        return len(self._rest)
 
     @property
     def rest(self) -> bytes:

@@ -27,6 +27,8 @@ _INTERNAL = re.compile(r"(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl-(?P<chat>.+)
 
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
+World = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 Word = Annotated[str, msgspec.Meta(max_length=200)]
 
 
@@ -101,8 +103,8 @@ class _Ours(msgspec.Struct, frozen=True):
     remote_req_id: Id | None = None
     role: Word | None = None
     engine_id: Id | None = None
-    rank: Count | None = None
-    world: Count | None = None
+    rank: Rank | None = None
+    world: World | None = None
     t: float | None = None
     tokens: Count | None = None
     cached: Count | None = None

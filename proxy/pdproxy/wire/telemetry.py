@@ -18,13 +18,17 @@ STORED = "request_store_finished"
 MAX_BYTES = 1 << 20
 """A longer post is not read."""
 
+MOST_NAMES = 4096
+"""Requests of one post: more than an engine ends in one step, and each costs microseconds."""
+
 _Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 _World = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+_Names = Annotated[list[str], msgspec.Meta(max_length=MOST_NAMES)]
 
 
 class _Telemetry(msgspec.Struct, frozen=True):
     event: str
-    request_ids_set: list[str] = []
+    request_ids_set: _Names = []
     world_size: _World | None = None
     kv_rank: _Rank | None = None
 

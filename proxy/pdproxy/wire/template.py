@@ -20,6 +20,8 @@ _TEXT = re.compile(rb'"(?:text|content|reasoning|reasoning_content)": ?"')
 _IDS = re.compile(rb'"token_ids": ?\[')
 _PROBE, _PROBE_IDS = "a text that no model was asked for", [20011, 3]
 _MOST_KNOWN = 32
+_MOST_OPENINGS = 512
+"""Sizes of chunks for which a template keeps their beginning: more than events with short texts have."""
 
 
 class Template:
@@ -47,10 +49,12 @@ class Template:
         self.openings: dict[int, bytes] = {}
 
     def opened(self, size: int) -> bytes | None:
-        """Return what a whole chunk of that size begins with, and keep it in `openings`; None for one that is too long."""
+        """Return what a whole chunk of that size begins with, and keep it while they are few; None if it is too long."""
         if size >= LONGEST:
             return None
-        opening = self.openings[size] = HEADS[size] + self.opening
+        opening = HEADS[size] + self.opening
+        if len(self.openings) < _MOST_OPENINGS:
+            self.openings[size] = opening
         return opening
 
     def __repr__(self) -> str:

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import re
 from array import array
-from contextlib import suppress
 
+import msgspec
+
+DIGITS = 9
+"""Of an id at the most."""
 WITHHELD = b'"delta":{},"logprobs":null,"finish_reason":null'
 """In an event that a plain answer would not have: a parser held the text back, and only the ids made an event of it."""
 _IDS = re.compile(rb'"token_ids": ?\[([0-9, ]*)\]')
 _SPACED = b'"token_ids": '
+MOST = 1 << 18
+"""Ids of one stream that are kept, a megabyte; of a longer answer the rest is counted."""
+_read = msgspec.json.Decoder(list[int]).decode
 _PROMPT_IDS = re.compile(rb'"prompt_token_ids": ?\[')
 
 
@@ -22,14 +28,25 @@ def new() -> array[int]:
     return array("I")
 
 
-def taken(batch: bytes, ids: array[int]) -> bytes:
-    """Return events without their ids, which are added to `ids`."""
+def taken(batch: bytes) -> tuple[bytes, bytes]:
+    """Return events without their ids, and the ids with commas between them."""
     parts = _IDS.split(batch)
     if len(parts) == 1:
-        return batch
-    with suppress(ValueError, OverflowError):  # no ids that a tokenizer has; they are not the client's all the same
-        ids.extend([int(one) for one in b",".join(parts[1::2]).split(b",") if one])
-    return (b'"token_ids": null' if batch.find(_SPACED) >= 0 else b'"token_ids":null').join(parts[::2])
+        return batch, b""
+    rest = (b'"token_ids": null' if batch.find(_SPACED) >= 0 else b'"token_ids":null').join(parts[::2])
+    return rest, b",".join([ids for ids in parts[1::2] if ids])
+
+
+def keep(listed: bytes, ids: array[int]) -> int:
+    """Add ids to those of a stream. Return how many of them were not kept: `ids` has `MOST` of them."""
+    count = listed.count(b",") + 1
+    if len(ids) + count > MOST:
+        return count
+    try:
+        ids.extend(_read(b"[%b]" % listed))
+    except (msgspec.DecodeError, OverflowError):  # no ids that a tokenizer has; they are not the client's all the same
+        ids.extend([int(one) for one in listed.split(b",") if one.isdigit() and len(one) <= DIGITS])
+    return 0
 
 
 def without_prompt(batch: bytes) -> bytes:

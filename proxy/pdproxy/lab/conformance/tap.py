@@ -15,6 +15,7 @@ import msgspec
 from pdproxy.app.watch import Watch
 from pdproxy.observe.events import Event, RequestEnded
 from pdproxy.upstream.client import EngineClient
+from pdproxy.upstream.connection import Message
 
 _E = TypeVar("_E")
 
@@ -103,7 +104,7 @@ class _TappedClient(EngineClient):
         super().__init__(url, **options)
         self._note = note
 
-    def request(self, path: str, headers: tuple[tuple[bytes, bytes], ...], body: bytes) -> bytes:
-        """Note the request, and return its bytes."""
+    def request(self, path: str, headers: tuple[tuple[bytes, bytes], ...], body: bytes) -> Message:
+        """Note the request, and return it."""
         self._note(Leg(self.url, path, headers, body))
         return super().request(path, headers, body)
