@@ -126,7 +126,7 @@ class Answers:
 class Ingress:
     """An entry of which all but the socket, the engines and the service is real."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_body: int = MAX_BODY) -> None:
         self.seen = Seen()
         self.path = DataPath(
             self._generate,
@@ -134,8 +134,8 @@ class Ingress:
             Observers([]),
             _BOUNDS,
             CorsHeaders(Cors()),
-            BodyRoom(4 * MAX_BODY),
-            max_body=MAX_BODY,
+            BodyRoom(4 * max_body),
+            max_body=max_body,
         )
         self.config = uvicorn.Config(
             self._application,
