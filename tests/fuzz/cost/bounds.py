@@ -13,8 +13,8 @@ class Bound:
 
     `ns`: nanoseconds of CPU time per byte in the event loop's thread. `ms`: milliseconds of one turn, at any size.
     `memory`: bytes per byte, beside `FREE`. `steps`: lines of Python and calls into C per byte, beside `FREE_STEPS`, for the
-    test, which looks at no clock. `made`: bytes that are written for others (log lines), at any size. Times are those of the nominal
-    machine (`measure.NOMINAL_NS`).
+    test, which looks at no clock. `made`: bytes that are written for others (log lines), at any size. Times are those of the
+    nominal machine (`measure.NOMINAL_NS`).
     """
 
     ns: float
