@@ -17,6 +17,7 @@ import msgspec
 from uvicorn.server import ServerState
 
 from pdproxy.kit.errors import PdproxyError
+from pdproxy.kit.ids import usable
 from pdproxy.observe.events import Gaps, RequestEnded
 from pdproxy.observe.logs import JsonFormatter, TextFormatter, access_fields
 from pdproxy.serving.merge import merge_answers
@@ -117,7 +118,7 @@ def logged() -> Run:
         except PdproxyError as error:
             model, said, request_id = None, error.logged, None
         else:
-            model, said, request_id = parsed.model, None, body_request_id(parsed.fields)
+            model, said, request_id = parsed.model, None, usable(body_request_id(parsed.fields))
         ended = RequestEnded(
             request_id=request_id or "id", endpoint="/v1/completions", model=model, outcome="ok", status=200, legs=[],
             queue_s=0.0, first_s=None, total_s=0.0, prompt_tokens=None, completion_tokens=None, gaps=Gaps(), error=said,
