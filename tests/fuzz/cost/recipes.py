@@ -87,7 +87,8 @@ def _repeated(unit: bytes, share: int, *, last: bool) -> bytes:
     """Return copies of a text; without the comma at the end where nothing follows that it could part."""
     if NUMBER.encode() in unit:
         before, _, behind = unit.partition(NUMBER.encode())
-        count = max(1, share // (len(unit) + 2))
+        fixed = len(before) + len(behind)
+        count = max(1, share // (fixed + len(f"{share // max(1, fixed):x}")))  # no more bytes than there are to share
         whole = b"".join([b"%b%x%b" % (before, number, behind) for number in range(count)])
     else:
         whole = unit * max(1, share // max(1, len(unit)))
