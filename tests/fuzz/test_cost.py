@@ -64,7 +64,7 @@ def test_a_recipe_can_be_written_down() -> None:
 def test_what_grows_shares_the_bytes() -> None:
     """Repeated texts are parted by commas and numbered, pairs are closed as often as they are opened."""
     assert recipe("[", many("1,"), "]").render(9) == b"[1,1,1]"
-    assert recipe("{", many('"k@@":0,'), "}").render(24) == b'{"k0":0,"k1":0}'
+    assert recipe("{", many('"k@@":0,'), "}").render(24) == b'{"k0":0,"k1":0,"k2":0}'
     assert nested("<", "[", "x", "]", ">").render(9) == b"<[[[x]]]>"
     assert recipe("a", encoding="utf-16-le").render(9) == b"a\0"
 

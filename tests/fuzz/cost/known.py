@@ -119,6 +119,9 @@ NOT_YET: dict[str, set[str]] = {
         "escapes in a label",
         "lines that are nearly read",
     },
+    "notices": {
+        "a handle of keys",
+    },
     "telemetry": {
         "stored",
         "short names",
