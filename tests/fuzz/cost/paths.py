@@ -7,6 +7,7 @@ or thread does not count: its caller awaits it. Only this file knows the names o
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -151,9 +152,15 @@ class _Entry(ingress.Ingress):
         output.whole(200, [], b"")
 
 
+@functools.cache
+def _entry() -> _Entry:
+    """Return the one entry: what it takes to build one is no input's."""
+    return _Entry()
+
+
 async def connected(data: bytes) -> None:
     """What a client sends on one connection, read by read."""
-    entry, state, transport = _Entry(), ServerState(), Transport()
+    entry, state, transport = _entry(), ServerState(), Transport()
     protocol = entry.config.http_protocol_class(  # type: ignore[operator]
         config=entry.config, server_state=state, app_state={}, _loop=asyncio.get_running_loop()
     )
