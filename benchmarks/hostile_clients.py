@@ -38,6 +38,8 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PASSED = ("/v1/embeddings", "/tokenize", "/v1/responses", "/v1/messages")
 PATIENCE = 10.0
 """Seconds for an answer; then the client asks again on another connection."""
+LARGE_STALLED, SMALLER_STALLED = 21, 18
+"""Bodies that lack a byte: of the largest size, and of a half, a quarter, and so on of it, down to 256 bytes."""
 Request = Sequence[bytes]
 """The parts of a request: a head, and a body of any size."""
 
@@ -137,21 +139,33 @@ class Client:
 
     async def wait(self) -> None:
         """Do nothing until the time is up."""
-        await asyncio.sleep(max(0.0, self.end - time.monotonic()))
+        await asyncio.sleep(max(0.0, self.end - time.monotonic() - 0.5))
 
     async def held(self, count: int, begin: Callable[[int, socket.socket], Awaitable[None]], **how: Any) -> None:
         """Open so many connections, do something with each, and hold them until the time is up."""
 
+        opening = asyncio.Semaphore(100)
+
         async def one(number: int) -> None:
             try:
                 given = {name: value(number) if callable(value) else value for name, value in how.items()}
-                connection = await self.open(**given)
+                async with opening:
+                    connection = await self.open(**given)
             except (OSError, TimeoutError) as error:
                 self.answers[type(error).__name__] += 1
                 return
-            with connection, suppress(OSError, TimeoutError):
-                await begin(number, connection)
+            with connection:
+                with suppress(OSError, TimeoutError):
+                    await begin(number, connection)
                 await self.wait()
+                try:
+                    answer = connection.recv(4096)
+                except BlockingIOError:
+                    self.answers["held"] += 1
+                except OSError as error:
+                    self.answers[type(error).__name__] += 1
+                else:
+                    self.answers[answer[9:12].decode("latin-1") if answer else "closed"] += 1
 
         await asyncio.gather(*(one(number) for number in range(count)))
 
@@ -203,21 +217,24 @@ def asking(way: str, *, stream: bool, **more: object) -> Kind:
 
 
 def stalled(more: Callable[[int], str], address: Callable[[int], str | None]) -> Kind:
-    """A client that sends 21 bodies of the largest size but for their last byte."""
+    """A client that sends 21 bodies of the largest size but for their last byte, then smaller ones into the room left."""
 
     def kind(client: Client) -> Run:
         size = client.largest if client.largest < 60 * MIB else 64 * MIB
 
         async def begin(number: int, connection: socket.socket) -> None:
-            head = POST.format(COMPLETIONS, more(number)) + f"content-length: {size}\r\n\r\n"
+            halved = max(0, number - LARGE_STALLED + 1)
+            if halved:
+                await asyncio.sleep(client.seconds / 4 + 0.1 * halved)
+            left = (size >> halved) - 1
+            head = POST.format(COMPLETIONS, more(number)) + f"content-length: {left + 1}\r\n\r\n"
             await client.send(connection, head.encode())
             block = b" " * MIB
-            for _ in range(size // MIB - 1):
-                await client.send(connection, block)
-            await client.send(connection, block[:-1])
-            client.answers["stalled"] += 1
+            while left:
+                await client.send(connection, block[:left])
+                left -= min(left, MIB)
 
-        return lambda: client.held(21, begin, address=address)
+        return lambda: client.held(LARGE_STALLED + SMALLER_STALLED, begin, address=address)
 
     return kind
 
