@@ -131,7 +131,7 @@ class Answers:
 class Ingress:
     """An entry of which all but the socket, the engines and the service is real."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_body: int = MAX_BODY) -> None:
         self.seen = Seen()
         observers, clients = Observers([]), Clients()
         connections = Connections(1 << 20, observers)
@@ -141,8 +141,8 @@ class Ingress:
             observers,
             Bounds(60, 60, 65_536, Floor(1, 60, Clock(), clients, observers, lambda _: False), clients, connections),
             CorsHeaders(Cors()),
-            BodyRoom(4 * MAX_BODY, observers),
-            max_body=MAX_BODY,
+            BodyRoom(4 * max_body, observers),
+            max_body=max_body,
         )
         self.config = uvicorn.Config(
             self._application,

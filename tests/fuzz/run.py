@@ -1,5 +1,7 @@
 """Coverage-guided fuzzing: `python -m tests.fuzz.run ingress --minutes 10`. Needs `atheris` (`pip install -e .[fuzz]`).
 
+`cost` is another search, guided by what inputs cost, and needs no more than the tests: see tests/fuzz/cost/search.py.
+
 A finding is saved in tests/fuzz/findings, its assertion printed, and the exit code is 1. Move the input to
 tests/fuzz/corpus/TARGET once it is understood: the test suite replays what is there.
 """
@@ -36,6 +38,7 @@ def targets() -> dict[str, Check]:
     """What can be fuzzed, by name: a check that raises where something does not hold. They share one loop."""
     from tests.fuzz.answers import check_answer, check_engine_json
     from tests.fuzz.bodies import check_body, check_content_types
+    from tests.fuzz.cost.search import check as check_cost
     from tests.fuzz.ingress import Ingress, check_ingress
     from tests.fuzz.streams import check_stream
 
@@ -59,6 +62,7 @@ def targets() -> dict[str, Check]:
         "ingress": lambda data: loop.run_until_complete(check_ingress(ingress, *cut(data))),
         "stream": lambda data: loop.run_until_complete(check_stream(*cut(data))),
         "answer": answer,
+        "cost": check_cost,
     }
 
 
@@ -108,8 +112,12 @@ def fuzz(target: str, corpus: Path, seconds: int) -> None:
 
 def main() -> int:
     """Run a target in a child process; return 1 if something was found."""
+    if sys.argv[1:2] == ["cost"]:
+        from tests.fuzz.cost.search import main as search
+
+        return search(sys.argv[2:], FINDINGS)
     parser = argparse.ArgumentParser(description="Fuzz a part of pdproxy.")
-    parser.add_argument("target", choices=["body", "ingress", "stream", "answer"])
+    parser.add_argument("target", choices=["body", "ingress", "stream", "answer", "cost"])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--corpus", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -1,0 +1,88 @@
+"""What a byte costs on every path on which a client's or an engine's bytes are read: CPU time and memory, as ratios.
+
+Usage: bodies.py [--paths body,stream] [--sizes 65536,1048576] [--times 5] [--checkout DIR] [--out FILE]
+
+The unit is a plain completion's body of 64 KiB: what its parsing takes per byte is 1 of CPU time; memory is in bytes per byte,
+beside the input. Times are CPU time of the event loop's thread (the best of `--times` runs), memory is the peak of what was
+allocated, in a run of its own. `turn ms` is the longest that the loop was held. The paths and inputs are those of tests/fuzz/cost
+(`PATHS` and the tables of recipes), where a path or an input is one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import stage
+
+UNIT = ("body of completions", "a plain prompt", 65_536)
+"""The path, the input and the size of what everything else is measured by."""
+
+
+def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure everything that was asked for."""
+    from tests.fuzz.cost.measure import measured
+    from tests.fuzz.cost.paths import PATHS
+
+    logging.disable(logging.CRITICAL)
+    unit_path = next(path for path in PATHS if path.name == UNIT[0])
+    unit = measured(unit_path.run, unit_path.known[UNIT[1]].render(UNIT[2]), 50, best=True).ns
+    print(f"the unit: {unit:.3f} ns per byte\n", flush=True)
+    found = []
+    sizes = [int(size) for size in options.sizes.split(",")]
+    print(
+        "| path | input | "
+        + " | ".join(f"CPU x, {size // 1024} KiB | memory x | turn ms" for size in sizes)
+        + " |\n|---|---|"
+        + "---|" * (3 * len(sizes)),
+    )
+    for path in PATHS:
+        if options.paths and not any(name in path.name for name in options.paths.split(",")):
+            continue
+        for name, one in path.known.items():
+            cells, growth = [], 0.0
+            for size in sizes:
+                if size > path.most or growth > options.most_seconds:
+                    cells += ["", "", ""]
+                    continue
+                try:
+                    cost = measured(path.run, one.render(size), options.times, best=True)
+                except Exception as error:
+                    cells += [type(error).__name__, "", ""]
+                    continue
+                growth = cost.seconds * 256  # a larger input may cost as much as its square
+                row = {"path": path.name, "input": name, "size": cost.size, "ns": cost.ns / path.weight}
+                row |= {"ratio": row["ns"] / unit, "memory": cost.bytes, "turn_ms": 1000 * cost.longest}
+                found.append(row)
+                cells += [f"{row['ratio']:.1f}", f"{row['memory']:.1f}", f"{row['turn_ms']:.1f}"]
+            print(f"| {path.name} | {name} | " + " | ".join(cells) + " |", flush=True)
+    return found
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--paths", help="parts of names, with commas between")
+    parser.add_argument("--sizes", default="65536,1048576", help="bytes of inputs, the smallest first")
+    parser.add_argument("--times", type=int, default=5, help="runs of each input")
+    parser.add_argument("--most-seconds", type=float, default=60.0, help="that a larger input may be expected to take")
+    parser.add_argument(
+        "--checkout", type=Path, default=stage.ROOT, help="the checkout that is measured, with its own paths"
+    )
+    parser.add_argument("--out", type=Path, help="a file for the rows as JSON")
+    options = parser.parse_args()
+    checkout = options.checkout.resolve()
+    sys.path[:0] = [str(checkout), str(checkout / "proxy")]
+    os.nice(5)
+    result = {"machine": stage.machine(), "unit": UNIT, "rows": rows(options)}
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

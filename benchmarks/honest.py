@@ -1,0 +1,218 @@
+"""Honest clients of a proxy in front of mock engines, whose every answer is checked, or one that watches how late `/health` is.
+
+Usage: honest.py URL --seconds N [--clients 16] [--chunks 32]    what became of their requests, gaps and first tokens
+       honest.py URL --seconds N --late                          delays of /health every 20 ms, on a kept connection
+
+Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import time
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvloop
+
+from load import percentile
+
+WORD = " hello"
+"""What the mock engines say, once a chunk."""
+PATIENCE = 10.0
+"""Seconds for one answer. A client that waited longer would have left."""
+EVERY = 0.02
+"""Seconds between two questions of the one that watches."""
+RENEWED = 6
+"""Requests on one connection; then a new one, so that it shows whether there are any."""
+
+
+@dataclass
+class Tally:
+    """What all clients have seen. Times in seconds."""
+
+    right: int = 0
+    wrong: Counter[str] = field(default_factory=Counter)
+    refused: int = 0
+    gaps: array[float] = field(default_factory=lambda: array("d"))
+    first: array[float] = field(default_factory=lambda: array("d"))
+
+
+class WrongError(Exception):
+    """An answer that a client can't use."""
+
+
+class Client:
+    """One client: a request at a time, most of them on a kept connection."""
+
+    def __init__(self, url: str, number: int, chunks: int, tally: Tally) -> None:
+        parts = urlsplit(url)
+        self.host, self.port = parts.hostname or "127.0.0.1", parts.port or 80
+        self.number = number
+        self.chunks = chunks
+        self.tally = tally
+        self.reader: asyncio.StreamReader | None = None
+        self.writer: asyncio.StreamWriter | None = None
+
+    async def run(self, end: float) -> None:
+        """Ask until the time is up."""
+        asked = 0
+        while time.monotonic() < end:
+            asked += 1
+            if asked % RENEWED == 0:
+                self.close()
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    refused = await (self._health() if asked % 5 == 0 else self._ask())
+                self.tally.right += not refused
+                self.tally.refused += refused
+                if refused:
+                    self.close()
+                    await asyncio.sleep(0.1)
+            except (OSError, EOFError, TimeoutError, ValueError, KeyError, IndexError, WrongError) as error:
+                words = f"{type(error).__name__} {error}".strip()
+                self.tally.wrong[words[:80]] += 1
+                self.close()
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)
+        self.close()
+
+    def close(self) -> None:
+        """Leave."""
+        if self.writer is not None:
+            self.writer.transport.abort()
+        self.reader = self.writer = None
+
+    async def _health(self) -> bool:
+        status, _, body = await self._answer(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", time.monotonic())
+        if status != 503 and (status, body) != (200, b""):
+            raise WrongError(f"/health answered {status}")
+        return status == 503
+
+    async def _ask(self) -> bool:
+        chat, stream = self.number % 2 == 0, self.number % 4 != 1
+        text = f"{self.number} the quick brown fox jumps over the lazy dog " * 6
+        asked: dict[str, Any] = {"model": "m", "max_tokens": self.chunks, "stream": stream}
+        asked |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+        body = json.dumps(asked).encode()
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        status, kind, answer = await self._answer(head.encode() + body, time.monotonic())
+        if status == 503:
+            return True
+        if status != 200:
+            raise WrongError(f"status {status}")
+        (self._check_stream if stream else self._check_whole)(answer, chat, kind)
+        return False
+
+    def _check_whole(self, answer: bytes, chat: bool, _: bytes) -> None:
+        choice = json.loads(answer)["choices"][0]
+        if (choice["message"]["content"] if chat else choice["text"]) != WORD * self.chunks:
+            raise WrongError("another text")
+
+    def _check_stream(self, answer: bytes, chat: bool, kind: bytes) -> None:
+        events = [part.removeprefix(b"data: ") for part in answer.split(b"\n\n") if part]
+        if b"text/event-stream" not in kind or not events or events[-1] != b"[DONE]":
+            raise WrongError("no [DONE]")
+        choices = [json.loads(event)["choices"][0] for event in events[:-1]]
+        text = "".join((choice["delta"].get("content") or "") if chat else choice["text"] for choice in choices)
+        if text != WORD * self.chunks or choices[-1]["finish_reason"] != "length":
+            raise WrongError("another text in a stream")
+
+    async def _answer(self, request: bytes, began: float) -> tuple[int, bytes, bytes]:
+        """Send a request; return the status, the head and the body of its answer."""
+        if self.writer is None:
+            self.reader, self.writer = await asyncio.open_connection(self.host, self.port)
+        assert self.reader is not None
+        reader = self.reader
+        self.writer.write(request)
+        head = (await reader.readuntil(b"\r\n\r\n")).lower()
+        status = int(head.split(b" ", 2)[1])
+        body = bytearray()
+        if b"transfer-encoding: chunked" in head:
+            before = 0.0
+            while size := int(await reader.readuntil(b"\r\n"), 16):
+                body += (await reader.readexactly(size + 2))[:-2]
+                now = time.monotonic()
+                if not before:
+                    self.tally.first.append(now - began)
+                elif now - before > 0.0005:  # chunks of one read are no gap
+                    self.tally.gaps.append(now - before)
+                before = now
+            await reader.readexactly(2)
+        else:
+            body += await reader.readexactly(int(head.split(b"content-length:", 1)[1].split(b"\r\n", 1)[0]))
+        if b"connection: close" in head:
+            self.close()
+        return status, head, bytes(body)
+
+
+async def clients(url: str, count: int, chunks: int, seconds: float) -> dict[str, Any]:
+    """Run the clients, return what became of them."""
+    tally, end = Tally(), time.monotonic() + seconds
+    await asyncio.gather(*(Client(url, number, chunks, tally).run(end) for number in range(count)))
+    return {
+        "right": tally.right,
+        "wrong": dict(tally.wrong),
+        "refused": tally.refused,
+        "gap_p99_ms": percentile(tally.gaps, 0.99),
+        "first_p99_ms": percentile(tally.first, 0.99),
+    }
+
+
+def late(url: str, seconds: float) -> dict[str, Any]:
+    """Ask /health again and again; return how late its answers are.
+
+    While one is awaited, those that would have been asked meanwhile count as asked: each waits that much less.
+    """
+    parts = urlsplit(url)
+    delays, lost, end = array("d"), 0, time.monotonic() + seconds
+    connection: socket.socket | None = None
+    while (began := time.monotonic()) < end:
+        try:
+            if connection is None:
+                connection = socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), PATIENCE)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"\r\n\r\n"):
+                if not (more := connection.recv(4096)):
+                    raise EOFError
+                answer += more
+        except (OSError, EOFError):
+            lost += 1
+            if connection is not None:
+                connection.close()
+            connection = None
+        waited = time.monotonic() - began
+        delays.extend([waited - n * EVERY for n in range(int(waited / EVERY) + 1)])
+        time.sleep(max(EVERY - waited, 0.0) if connection is not None else EVERY)
+    ranks = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    return {**{f"late_{name}_ms": percentile(delays, rank) for name, rank in ranks.items()}, "late_lost": lost}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", metavar="URL")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--chunks", type=int, default=32, help="tokens of an answer, as the engines were told")
+    parser.add_argument("--late", action="store_true", help="watch /health")
+    options = parser.parse_args()
+    if options.late:
+        print(json.dumps(late(options.url, options.seconds)))
+    else:
+        print(json.dumps(uvloop.run(clients(options.url, options.clients, options.chunks, options.seconds))))
+
+
+if __name__ == "__main__":
+    main()

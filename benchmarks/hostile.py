@@ -1,0 +1,332 @@
+"""Whether one client, or one engine, can hurt others: honest clients beside a hostile one of each kind, one kind after another.
+
+Usage: hostile.py [--kinds a,b] [--seconds 20] [--checkout DIR] [--out FILE] [--settings NAME=VALUE ...]
+
+A row for each kind, in front of fresh mock engines and a fresh proxy with its default limits:
+
+- answers of 16 honest clients (honest.py): right, wrong, refused (503); 99th percentiles of the gaps between tokens and of the
+  time to the first token;
+- how late `/health` is on a kept connection, asked every 20 ms by another honest process, and what the proxy's own
+  `pdproxy_loop_lateness_seconds` says, where it has that;
+- the proxy's memory at its peak, with its child processes, sampled every 50 ms, and what it wrote to its log.
+
+Hostile processes have a lower priority (nice 10) and are bounded in bytes and seconds. A proxy that takes more than 4 GB is ended
+(`ended`). `calm` has no hostile client; `all` has most of them at once, with bodies of 16 MiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import stage
+
+MOST_KB = 4 << 20
+"""KB of memory at which a proxy is ended; the operating system refuses it half as much again."""
+SAMPLE = 0.05
+CALM_BEFORE = 1.0
+"""Seconds for which honest clients are alone before a hostile one begins."""
+CLIENTS, CHUNKS, ITL = 16, 32, 0.02
+PATIENCE = 60.0
+"""Seconds for a hostile client to make its bodies, and for all to end."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row. `clients`: kinds of hostile_clients.py that are there at once. `page`: of which one pair of engines is hostile.
+
+    `files`: open files that the proxy may have. `pipe`: its log is a pipe that nobody reads. `more`: flags of the clients.
+    """
+
+    what: str
+    clients: tuple[str, ...] = ()
+    page: str | None = None
+    files: int | None = None
+    pipe: bool = False
+    more: tuple[str, ...] = ()
+
+
+KINDS: dict[str, Kind] = {
+    "calm": Kind("nobody hostile"),
+    "prompts": Kind("lists of 262,000 and of 16 million prompts of one letter", ("prompts",)),
+    "keys": Kind("6 million top-level keys", ("keys",)),
+    "nested": Kind("63 MiB of empty arrays in response_format", ("nested",)),
+    "messages": Kind("63 MiB of empty messages, of short ones", ("messages",)),
+    "parts": Kind("63 MiB of content parts", ("parts",)),
+    "nan": Kind("63 MiB of NaN; one NaN before a long text", ("nan",)),
+    "utf16": Kind("63 MiB in UTF-16", ("utf16",)),
+    "xargs": Kind("63 MiB of keys in vllm_xargs, in extra_args", ("xargs",)),
+    "numbers": Kind("60 MiB of token ids; a number of 60 MiB", ("numbers",)),
+    "deep": Kind("30 million arrays in each other", ("deep",)),
+    "model": Kind("models with names of 16 MiB", ("model",)),
+    "stalled": Kind("21 bodies of 64 MiB that lack a byte", ("stalled",)),
+    "stalled-keys": Kind("the same, each with a key of its own", ("stalled-keys",)),
+    "stalled-addresses": Kind("the same, each from an address of its own", ("stalled-addresses",)),
+    "drip": Kind("bodies of a byte per second; bodies in chunks of a byte", ("drip",)),
+    "readers": Kind("500 streams of which a byte per second is read", ("readers",)),
+    "idle": Kind("4,000 connections that send nothing, or half a head", ("idle",)),
+    "pipeline": Kind("64 connections, 64 requests each, no answer read", ("pipeline",)),
+    "passed": Kind("large bodies to embeddings, tokenize, responses, messages", ("passed",)),
+    "logpipe": Kind("the log is a pipe that nobody reads; bad requests", ("logpipe",), pipe=True),
+    "files": Kind("256 open files; 500 clients", ("files",), files=256),
+    "fragments": Kind("targets with fragments, and other odd ones", ("fragments",)),
+    "answer1g": Kind("engines answer with 1 GB", ("answer1g",)),
+    "head": Kind("engines answer with a header without an end", ("head",)),
+    "headers": Kind("engines answer with headers without an end", ("headers",)),
+    "health": Kind("a /health page without an end", page="health"),
+    "metrics": Kind("a /metrics page of a million lines that are read", page="metrics"),
+    "event": Kind("engines stream an event without an end", ("event",)),
+    "tiny": Kind("engines stream thousands of tiny events per read", ("tiny",)),
+    "comments": Kind("engines stream thousands of comments per read", ("comments",)),
+    "all": Kind(
+        "most of these at once",
+        ("prompts", "keys", "nested", "messages", "parts", "nan", "utf16", "xargs", "numbers", "deep", "model", "stalled", "drip",
+         "readers", "idle", "pipeline", "passed", "fragments", "answer1g", "head", "event", "tiny"),
+        page="metrics",
+        more=("--largest", str(16 << 20), "--bytes", "300000000", "--connections", "1"),
+    ),
+}  # fmt: skip
+
+
+class Watch(threading.Thread):
+    """Watches a process tree's memory, and ends the tree if it takes too much."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.pid = pid
+        self.kb = 0.0
+        self.ended = False
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        """Look twenty times a second; at which processes there are, once a second."""
+        pids: list[int] = []
+        looks = 0
+        while not self.over.wait(SAMPLE):
+            if looks % 20 == 0:
+                pids = stage.tree(self.pid)
+            looks += 1
+            kb = sum(map(_rss, pids))
+            self.kb = max(self.kb, kb)
+            if kb > MOST_KB:
+                self.ended = True
+                for pid in pids:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                return
+
+
+def _rss(pid: int) -> float:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * stage.PAGE_KB
+    except (OSError, IndexError):
+        return 0.0
+
+
+@contextmanager
+def proxy(kind: Kind, at: stage.Engines, options: argparse.Namespace, log: IO[bytes]) -> Iterator[tuple[int, str]]:
+    """Run the proxy of a checkout within bounds of memory and files. Yields its pid and base URL."""
+    (port,) = stage.free_ports(1)
+    files = f"ulimit -n {kind.files} && " if kind.files else ""
+    command = ["sh", "-c", f'ulimit -v {MOST_KB * 3 // 2} && {files}exec "$@"', "sh", *stage.PDPROXY.command(at, port)]
+    env = {**os.environ, "PYTHONPATH": str(options.checkout / "proxy"), **dict(options.settings)}
+    unread, pipe = os.pipe() if kind.pipe else (None, None)
+    process = subprocess.Popen(
+        command, env=env, stdout=log, stderr=log if pipe is None else pipe, start_new_session=True, cwd=options.checkout
+    )
+    try:
+        stage.wait_for(stage.url(port) + stage.PDPROXY.ready, process)
+        yield process.pid, stage.url(port)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(2)
+        for end in (unread, pipe):
+            if end is not None:
+                os.close(end)
+
+
+@contextmanager
+def engines(kind: Kind) -> Iterator[stage.Engines]:
+    """Run two pairs of engines in two processes, and a third pair if a page of theirs is hostile."""
+    ports = stage.free_ports(6 if kind.page else 4)
+    with ExitStack() as stack:
+        for number in range(len(ports) // 2):
+            flags: list[object] = ["--chunks", CHUNKS, "--itl", ITL]
+            if number == 2:
+                flags += ["--page", str(kind.page)]
+            mine = ports[2 * number : 2 * number + 2]
+            process = stack.enter_context(stage.running(stage.script("hostile_engine.py", *mine, *flags)))
+            for port in mine:
+                stage.wait_for(f"{stage.url(port)}/version", process)
+        yield stage.Engines(tuple(ports[::2]), tuple(ports[1::2]))
+
+
+def started(*command: object, nice: int = 0) -> subprocess.Popen[bytes]:
+    """Start a process of this folder that prints JSON."""
+    return subprocess.Popen(
+        stage.script(*command),  # type: ignore[arg-type]
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        preexec_fn=lambda: os.nice(nice) and None,
+    )
+
+
+def said(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Return what a process printed last; nothing, if it didn't end in time."""
+    try:
+        out, _ = process.communicate(timeout=PATIENCE)
+        found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    except (subprocess.TimeoutExpired, ValueError, IndexError):
+        process.kill()
+        process.wait()
+        return {}
+    return found
+
+
+def lateness(url: str) -> list[tuple[float, float]] | None:
+    """Return (seconds, count) of the proxy's own histogram, cumulative; None if it has none, or doesn't answer."""
+    try:
+        page = stage.get(f"{url}/metrics", PATIENCE / 6).decode()
+    except OSError:
+        return None
+    found = re.findall(r'^pdproxy_loop_lateness_seconds_bucket\{le="([^"]+)"\} (\S+)$', page, re.MULTILINE)
+    return [(float(bound), float(count)) for bound, count in found] or None
+
+
+def own_p99(before: list[tuple[float, float]] | None, after: list[tuple[float, float]] | None) -> float | None:
+    """Return the upper bound in ms of the bucket that holds the 99th percentile of what came between two readings."""
+    if not before or not after:
+        return None
+    counts = [(bound, new - old) for (bound, new), (_, old) in zip(after, before, strict=True)]
+    return next((1000 * bound for bound, count in counts if count >= 0.99 * counts[-1][1]), None)
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one kind and return its row."""
+    kind = KINDS[name]
+    row: dict[str, Any] = {"kind": name, "what": kind.what}
+    with tempfile.TemporaryFile() as log, ExitStack() as stack:
+        flags = ["--seconds", options.seconds, *kind.more]
+        # Their bodies are made before anything is measured, and one after another.
+        hostile = [_made(stack, client, flags) for client in kind.clients]
+        at = stack.enter_context(engines(kind))
+        pid, url = stack.enter_context(proxy(kind, at, options, log))
+        watch = Watch(pid)
+        watch.start()
+        stack.callback(watch.over.set)
+        length = options.seconds + CALM_BEFORE + 1
+        before, cpu = lateness(url), stage.cpu(pid)
+        honest = started("honest.py", url, "--seconds", length, "--clients", CLIENTS, "--chunks", CHUNKS)
+        late = started("honest.py", url, "--seconds", length, "--late")
+        time.sleep(CALM_BEFORE)
+        for process in hostile:
+            _go(process, url)
+        row |= said(late) | said(honest)
+        row["hostile"] = {client: said(process) for client, process in zip(kind.clients, hostile, strict=True)}
+        row["own_p99_ms"] = own_p99(before, None if watch.ended else lateness(url))
+        row["cpu_s"] = round(stage.cpu(pid) - cpu, 1) if not watch.ended else None
+        row["rss_mb"], row["ended"] = round(watch.kb / 1024), watch.ended
+        row["log_bytes"] = os.fstat(log.fileno()).st_size
+    return row
+
+
+def _made(stack: ExitStack, client: str, flags: Sequence[object]) -> subprocess.Popen[bytes]:
+    process = started("hostile_clients.py", client, *flags, nice=10)
+    stack.callback(_end, process)
+    assert process.stdout is not None
+    if process.stdout.readline() != b"ready\n":
+        raise stage.NotStartedError(f"{client}: no hostile client")
+    return process
+
+
+def _go(process: subprocess.Popen[bytes], url: str) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.write(url.encode() + b"\n")
+        process.stdin.flush()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+COLUMNS = {
+    "right": ("right", "{}"), "wrong": ("wrong", "{}"), "refused": ("refused", "{}"), "gap p99 ms": ("gap_p99_ms", "{:.0f}"),
+    "first p99 ms": ("first_p99_ms", "{:.0f}"), "/health p50 ms": ("late_p50_ms", "{:.1f}"), "p99": ("late_p99_ms", "{:.0f}"),
+    "max": ("late_max_ms", "{:.0f}"), "own p99 ms": ("own_p99_ms", "{:.0f}"), "peak MB": ("rss_mb", "{:.0f}"),
+    "log KB": ("log_kb", "{:.0f}"), "CPU s": ("cpu_s", "{:.1f}"), "sent MB": ("sent_mb", "{:.0f}"),
+}  # fmt: skip
+
+
+def line(row: dict[str, Any]) -> str:
+    """Return a row of the table."""
+    shown = row | {
+        "wrong": sum(row.get("wrong", {}).values()) if "wrong" in row else None,
+        "log_kb": row["log_bytes"] / 1000,
+        "sent_mb": sum(one.get("sent", 0) for one in row["hostile"].values()) / 1e6,
+    }
+    cells = ["" if shown.get(key) is None else shape.format(shown[key]) for key, shape in COLUMNS.values()]
+    return "| " + " | ".join([row["kind"], *cells, "ended" if row["ended"] else ""]) + " |"
+
+
+def notes(row: dict[str, Any]) -> str:
+    """Return what was wrong, and what the hostile clients were answered."""
+    wrong = ", ".join(f"{words} ({count})" for words, count in row.get("wrong", {}).items())
+    answers = "; ".join(f"{name}: {one.get('answers', 'did not end')}" for name, one in row["hostile"].items())
+    return f"- {row['kind']}: {row['what']}. Wrong: {wrong or 'none'}. Hostile clients got {answers or 'nothing'}"
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return f"PDPROXY_{name.upper().replace('.', '__')}", value
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="with commas between; default: every one")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for which a hostile client goes on")
+    parser.add_argument("--checkout", type=Path, default=stage.ROOT, help="the checkout whose proxy is measured")
+    parser.add_argument("--settings", type=_setting, nargs="*", default=[], metavar="limits.max_inflight=64")
+    parser.add_argument("--out", type=Path, help="a file for the rows as JSON")
+    options = parser.parse_args()
+    names = options.kinds.split(",")
+    if unknown := [name for name in names if name not in KINDS]:
+        parser.error(f"no such kind: {', '.join(unknown)}; there are: {', '.join(KINDS)}")
+    options.checkout = options.checkout.resolve()
+    stage.raise_files()
+    result: dict[str, Any] = {"machine": stage.machine(), "seconds": options.seconds, "rows": []}
+    print("| " + " | ".join(["hostile", *COLUMNS, ""]) + " |\n" + "|---" * (len(COLUMNS) + 2) + "|", flush=True)
+    for name in names:
+        try:
+            row = measure(name, options)
+        except stage.NotStartedError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            continue
+        result["rows"].append(row)
+        print(line(row), flush=True)
+        if options.out is not None:
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n" + "\n".join(map(notes, result["rows"])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,392 @@
+"""One hostile client of a kind. Bounded: it stops by itself, after `--seconds` and after `--bytes` that were sent.
+
+Usage: hostile_clients.py KIND [--seconds 20] [--bytes 2000000000] [--largest 66060288] [--connections 2]
+
+Prints `ready` once its bodies are made, waits for the proxy's URL on its standard input, and in the end prints a line of JSON:
+bytes that were sent, connections, and what was answered. Its kinds are in `KINDS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import itertools
+import json
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvloop
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from tests.fuzz.cost.shapes import BODIES
+
+from stage import raise_files
+
+MIB = 1 << 20
+BLOCK = 256 * 1024
+POST = "POST {} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{}"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PASSED = ("/v1/embeddings", "/tokenize", "/v1/responses", "/v1/messages")
+PATIENCE = 10.0
+"""Seconds for an answer; then the client asks again on another connection."""
+LARGE_STALLED, SMALLER_STALLED = 21, 18
+"""Bodies that lack a byte: of the largest size, and of a half, a quarter, and so on of it, down to 256 bytes."""
+Request = Sequence[bytes]
+"""The parts of a request: a head, and a body of any size."""
+
+
+class Client:
+    """What all of a client's connections share: its bounds, and what it has seen."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.at = "127.0.0.1", 80
+        self.seconds, self.left, self.largest = options.seconds, options.bytes, options.largest
+        self.connections = options.connections
+        self.sent = self.opened = 0
+        self.answers: Counter[str] = Counter()
+        self.end = 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether its time, or its bytes, are used up."""
+        return time.monotonic() >= self.end or self.left <= 0
+
+    def request(self, path: str, body: bytes, more: str = "") -> Request:
+        """Return a POST."""
+        return POST.format(path, more).encode() + b"content-length: %d\r\n\r\n" % len(body), body
+
+    async def open(self, *, address: str | None = None, buffer: int | None = None) -> socket.socket:
+        """Return a connection, from another address of the loopback, or with a small buffer for what it receives."""
+        made = socket.socket()
+        made.setblocking(False)
+        try:
+            if buffer is not None:
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+            if address is not None:
+                made.bind((address, 0))
+            async with asyncio.timeout(PATIENCE):
+                await asyncio.get_running_loop().sock_connect(made, self.at)
+        except BaseException:
+            made.close()
+            raise
+        self.opened += 1
+        return made
+
+    async def send(self, connection: socket.socket, data: bytes) -> None:
+        """Send bytes, as long as it may."""
+        view = memoryview(data)
+        for at in range(0, len(view), BLOCK):
+            if self.over:
+                raise TimeoutError
+            part = view[at : at + BLOCK]
+            await asyncio.get_running_loop().sock_sendall(connection, part)
+            self.sent += len(part)
+            self.left -= len(part)
+
+    async def hear(self, connection: socket.socket) -> str:
+        """Return the status of an answer, once all that comes at once has been read."""
+        loop = asyncio.get_running_loop()
+        answer = b""
+        async with asyncio.timeout(PATIENCE):
+            while b"\r\n\r\n" not in answer and (more := await loop.sock_recv(connection, BLOCK)):
+                answer += more
+        return answer[9:12].decode("latin-1") if answer else "closed"
+
+    async def drain(self, connection: socket.socket) -> None:
+        """Read on until the end, or for as long as an answer may take."""
+        with suppress(TimeoutError, OSError):
+            async with asyncio.timeout(PATIENCE):
+                while await asyncio.get_running_loop().sock_recv(connection, BLOCK):
+                    pass
+
+    async def ask(self, requests: Iterator[Request], *, drain: bool = False) -> None:
+        """Send requests one after the other, each on a connection of its own, and hear what is said."""
+        while not self.over:
+            connection: socket.socket | None = None
+            hearing: asyncio.Task[str] | None = None
+            try:
+                connection = await self.open()
+                hearing = asyncio.ensure_future(self.hear(connection))
+                for part in next(requests):
+                    async with asyncio.timeout(PATIENCE + len(part) / MIB):
+                        await self.send(connection, part)
+                self.answers[await hearing] += 1
+                if drain:
+                    await self.drain(connection)
+            except (OSError, TimeoutError) as error:
+                heard = (
+                    hearing is not None and hearing.done() and not hearing.cancelled() and hearing.exception() is None
+                )
+                self.answers[hearing.result() if heard and hearing is not None else type(error).__name__] += 1
+                await asyncio.sleep(0.05)
+            finally:
+                if hearing is not None:
+                    hearing.cancel()
+                    await asyncio.wait([hearing])
+                    if not hearing.cancelled():
+                        hearing.exception()
+                if connection is not None:
+                    connection.close()
+
+    async def wait(self) -> None:
+        """Do nothing until the time is up."""
+        await asyncio.sleep(max(0.0, self.end - time.monotonic() - 0.5))
+
+    async def held(self, count: int, begin: Callable[[int, socket.socket], Awaitable[None]], **how: Any) -> None:
+        """Open so many connections, do something with each, and hold them until the time is up."""
+
+        opening = asyncio.Semaphore(100)
+
+        async def one(number: int) -> None:
+            try:
+                given = {name: value(number) if callable(value) else value for name, value in how.items()}
+                async with opening:
+                    connection = await self.open(**given)
+            except (OSError, TimeoutError) as error:
+                self.answers[type(error).__name__] += 1
+                return
+            with connection:
+                with suppress(OSError, TimeoutError):
+                    await begin(number, connection)
+                await self.wait()
+                try:
+                    answer = connection.recv(4096)
+                except BlockingIOError:
+                    self.answers["held"] += 1
+                except OSError as error:
+                    self.answers[type(error).__name__] += 1
+                else:
+                    self.answers[answer[9:12].decode("latin-1") if answer else "closed"] += 1
+
+        await asyncio.gather(*(one(number) for number in range(count)))
+
+
+Run = Callable[[], Awaitable[None]]
+Kind = Callable[[Client], Run]
+"""Makes its bodies at once, and returns what is to be done then."""
+
+
+def bodies(*named: tuple[str, str, float]) -> Kind:
+    """A client that posts bodies by turns: (path, name in tests/fuzz/cost/shapes.py, MiB at most)."""
+
+    def kind(client: Client) -> Run:
+        render = functools.cache(lambda name, size: BODIES[name].render(min(client.largest, int(size * MIB))))
+        made = [client.request(path, render(name, size)) for path, name, size in named]
+
+        async def run() -> None:
+            turns = itertools.cycle(made)
+            await asyncio.gather(*(client.ask(turns) for _ in range(client.connections)))
+
+        return run
+
+    return kind
+
+
+def asking(way: str, *, stream: bool, **more: object) -> Kind:
+    """A client that asks hostile engines (hostile_engine.py) for what they do: the decode engine, and the prefill engine."""
+
+    def kind(client: Client) -> Run:
+        asked = [
+            {
+                "model": "m",
+                "prompt": "x" * 400,
+                "max_tokens": 32,
+                "stream": stream,
+                "user": f"hostile:{way}{leg}",
+                **more,
+            }
+            for leg in ("", "-prefill")
+        ]
+
+        async def run() -> None:
+            turns = itertools.cycle([client.request(COMPLETIONS, json.dumps(one).encode()) for one in asked])
+            await asyncio.gather(*(client.ask(turns, drain=True) for _ in range(client.connections)))
+
+        return run
+
+    return kind
+
+
+def stalled(more: Callable[[int], str], address: Callable[[int], str | None]) -> Kind:
+    """A client that sends 21 bodies of the largest size but for their last byte, then smaller ones into the room left."""
+
+    def kind(client: Client) -> Run:
+        size = client.largest if client.largest < 60 * MIB else 64 * MIB
+
+        async def begin(number: int, connection: socket.socket) -> None:
+            halved = max(0, number - LARGE_STALLED + 1)
+            if halved:
+                await asyncio.sleep(client.seconds / 4 + 0.1 * halved)
+            left = (size >> halved) - 1
+            head = POST.format(COMPLETIONS, more(number)) + f"content-length: {left + 1}\r\n\r\n"
+            await client.send(connection, head.encode())
+            block = b" " * MIB
+            while left:
+                await client.send(connection, block[:left])
+                left -= min(left, MIB)
+
+        return lambda: client.held(LARGE_STALLED + SMALLER_STALLED, begin, address=address)
+
+    return kind
+
+
+def drip(client: Client) -> Run:
+    """Bodies of a byte a second, and bodies in chunks of a byte."""
+    chunked = POST.format(COMPLETIONS, "transfer-encoding: chunked\r\n\r\n").encode()
+    flood = b"1\r\n \r\n" * (min(client.largest, 24 * MIB) // 6)
+
+    async def begin(number: int, connection: socket.socket) -> None:
+        await client.send(connection, POST.format(COMPLETIONS, "content-length: 100000\r\n\r\n").encode())
+        while not client.over:
+            await client.send(connection, b" ")
+            await asyncio.sleep(1)
+
+    async def run() -> None:
+        flooding = (client.ask(itertools.repeat((chunked, flood))) for _ in range(client.connections))
+        await asyncio.gather(client.held(60, begin), *flooding)
+
+    return run
+
+
+def readers(client: Client) -> Run:
+    """500 streams with long beginnings, of which a byte a second is read."""
+    body = json.dumps(
+        {"model": "m", "prompt": "x" * 200_000, "stream": True, "return_token_ids": True, "max_tokens": 32}
+    )
+    request = b"".join(client.request(COMPLETIONS, body.encode()))
+
+    async def begin(number: int, connection: socket.socket) -> None:
+        await client.send(connection, request)
+        while not client.over and await asyncio.get_running_loop().sock_recv(connection, 1):
+            await asyncio.sleep(1)
+
+    return lambda: client.held(500, begin, buffer=4096)
+
+
+def idle(count: int) -> Kind:
+    """Connections that send nothing, or half a head."""
+
+    def kind(client: Client) -> Run:
+        async def begin(number: int, connection: socket.socket) -> None:
+            if number % 2:
+                await client.send(connection, b"POST /v1/completions HTTP/1.1\r\nhost: ")
+
+        return lambda: client.held(count, begin)
+
+    return kind
+
+
+def pipeline(client: Client) -> Run:
+    """64 requests on each of many connections, no answer read."""
+    one = b"".join(client.request(COMPLETIONS, b'{"model":"m","prompt":"' + b"x" * 2000 + b'","max_tokens":32}'))
+    wholes = [one * 64, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 64]
+
+    async def begin(number: int, connection: socket.socket) -> None:
+        await client.send(connection, wholes[number % 2])
+
+    return lambda: client.held(64, begin, buffer=4096)
+
+
+def small(*requests: bytes) -> Kind:
+    """A client that sends small requests, one after the other, as fast as they are answered."""
+
+    def kind(client: Client) -> Run:
+        async def run() -> None:
+            turns = itertools.cycle([(one,) for one in requests])
+            await asyncio.gather(*(client.ask(turns) for _ in range(2 * client.connections)))
+
+        return run
+
+    return kind
+
+
+_BAD = POST.format(COMPLETIONS, "content-length: 2\r\n\r\n").encode() + b"[]"
+_ODD = (
+    "/v1/completions#a", "/v1/completions?#", "http://x/v1/completions#a", "http://[/v1/completions", "http://", "//", "*", "x",
+    "/v1/completions%", "/%00", "/v1/\u00e9", "http://x:99999999/", "/v1/completions;a=b", "http:///v1/completions", "?", "#",
+)  # fmt: skip
+
+
+def _odd() -> Iterator[bytes]:
+    for target in _ODD:
+        yield POST.format(target, "content-length: 15\r\n\r\n").encode("latin-1") + b'{"prompt":"xx"}'
+        yield f"GET {target} HTTP/1.1\r\nhost: x\r\n\r\n".encode("latin-1")
+
+
+KINDS: dict[str, Kind] = {
+    "prompts": bodies((COMPLETIONS, "prompts of a letter", 1), (COMPLETIONS, "prompts of a letter", 63)),
+    "keys": bodies((COMPLETIONS, "top-level keys", 63)),
+    "nested": bodies((CHAT, "arrays in response_format", 63)),
+    "messages": bodies((CHAT, "empty messages", 63), (CHAT, "short messages", 63)),
+    "parts": bodies((CHAT, "content parts", 63), (CHAT, "empty content parts", 63)),
+    "nan": bodies((COMPLETIONS, "NaN", 63), (CHAT, "one NaN in a long text", 63)),
+    "utf16": bodies((COMPLETIONS, "UTF-16", 63), (COMPLETIONS, "UTF-16 of a long text", 63)),
+    "xargs": bodies((COMPLETIONS, "keys of vllm_xargs", 63), (COMPLETIONS, "keys of extra_args", 63)),
+    "numbers": bodies((COMPLETIONS, "token ids", 60), (COMPLETIONS, "a number of many digits", 60)),
+    "deep": bodies((COMPLETIONS, "arrays in each other", 63), (CHAT, "objects in each other", 63)),
+    "model": bodies((COMPLETIONS, "a long model", 16), (COMPLETIONS, "a model of control characters", 16)),
+    "stalled": stalled(lambda _: "", lambda _: None),
+    "stalled-keys": stalled(lambda n: f"authorization: Bearer key{n}\r\n", lambda _: None),
+    "stalled-addresses": stalled(lambda _: "", lambda n: f"127.0.1.{n + 1}"),
+    "drip": drip,
+    "readers": readers,
+    "idle": idle(4000),
+    "pipeline": pipeline,
+    "passed": bodies(
+        *(
+            (path, name, 63)
+            for path in PASSED
+            for name in ("inputs of embeddings", "top-level keys", "NaN", "token ids")
+        )
+    ),
+    "logpipe": small(_BAD),
+    "files": idle(500),
+    "fragments": small(*_odd()),
+    "answer1g": asking("answer1g", stream=False),
+    "head": asking("head", stream=True),
+    "headers": asking("headers", stream=False),
+    "event": asking("event", stream=True),
+    "tiny": asking("tiny", stream=True),
+    "comments": asking("comments", stream=True),
+}
+"""What a client does, by name. The kinds of engines' need hostile_engine.py behind the proxy."""
+
+
+async def run(client: Client, doing: Run) -> None:
+    """Do it until the time is up."""
+    client.end = time.monotonic() + client.seconds
+    with suppress(TimeoutError):
+        async with asyncio.timeout(client.seconds):
+            await doing()
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--bytes", type=int, default=2_000_000_000, help="that are sent at most")
+    parser.add_argument("--largest", type=int, default=63 * MIB, help="bytes of one body at most")
+    parser.add_argument("--connections", type=int, default=2, help="with large bodies at once")
+    options = parser.parse_args()
+    raise_files()
+    client = Client(options)
+    doing = KINDS[options.kind](client)
+    print("ready", flush=True)
+    parts = urlsplit(sys.stdin.readline().strip())
+    client.at = parts.hostname or "127.0.0.1", parts.port or 80
+    uvloop.run(run(client, doing))
+    print(json.dumps({"sent": client.sent, "connections": client.opened, "answers": dict(client.answers)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""The paths on which bytes of a client or an engine are read, each with what it may cost.
+
+A path reads an input as the proxy does, and lets the event loop turn wherever the proxy lets it. What works in another process
+or thread does not count: its caller awaits it. Only this file knows the names of the proxy's functions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from uvicorn.server import ServerState
+
+from pdproxy.kit.errors import PdproxyError
+from pdproxy.kit.ids import usable
+from pdproxy.observe.events import Gaps, RequestEnded
+from pdproxy.observe.logs import JsonFormatter, TextFormatter, access_fields
+from pdproxy.serving.merge import merge_answers
+from pdproxy.serving.relay import Relay
+from pdproxy.serving.routes import TABLE, Kind
+from pdproxy.transfer.contract import NO_DISPATCH, Handle
+from pdproxy.transfer.nixl import handle, release_body
+from pdproxy.upstream.admin import read_metrics
+from pdproxy.upstream.client import Answer, Pending
+from pdproxy.upstream.connection import Connection
+from pdproxy.upstream.notices import AT_ONCE
+from pdproxy.web.cycle import FORWARDED
+from pdproxy.web.passing import PassedAnswer, Passing
+from pdproxy.wire import notices, telemetry
+from pdproxy.wire.chunks import chunk
+from pdproxy.wire.dialects import Dialect, WholeEvents, failure_body
+from pdproxy.wire.engine import error_of, prefill_answer, usage_of
+from pdproxy.wire.passed import read
+from pdproxy.wire.request import Route, body_request_id, parse
+from tests.fuzz import ingress, streams
+from tests.fuzz.cost import bounds, shapes
+from tests.fuzz.cost.bounds import KIB, MIB, Bound
+from tests.fuzz.cost.measure import Run
+from tests.fuzz.cost.recipes import Grammar, Recipe
+
+READ = 256_000
+"""Bytes that uvloop reads from a socket at once."""
+BODY_LIMIT = 64 * MIB
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way in. `most`: bytes of the largest input that gets there. `weight`: how many times it is read in a turn."""
+
+    name: str
+    run: Run
+    grammar: Grammar
+    known: dict[str, Recipe]
+    bound: Bound
+    most: int = BODY_LIMIT
+    weight: int = 1
+
+
+class Transport(ingress.Transport):
+    """A socket that keeps nothing of what is written."""
+
+    def write(self, data: Any) -> None:
+        """Drop it."""
+
+
+class Output(streams.Output):
+    """A client that keeps nothing of what it reads."""
+
+    def write(self, data: bytes) -> None:
+        """Drop it."""
+
+    def chunk_writer(self) -> Callable[[bytes], None]:
+        return self.write
+
+
+def reads(data: bytes, size: int = READ) -> Iterator[bytes]:
+    """Yield an input as a socket gives it."""
+    for at in range(0, len(data), size):
+        yield data[at : at + size]
+
+
+def generating(route: Route) -> Run:
+    """A body of a generating route."""
+
+    async def run(data: bytes) -> None:
+        try:
+            parsed = parse(route, data)
+        except PdproxyError:
+            return
+        body_request_id(parsed.fields)
+
+    return run
+
+
+def passed(dialect: Dialect) -> Run:
+    """A body of a route that is passed on, and the refusal of one that can't be."""
+
+    async def run(data: bytes) -> None:
+        try:
+            read(dialect, data)
+        except PdproxyError as error:
+            failure_body(dialect, error)
+
+    return run
+
+
+def logged() -> Run:
+    """The access line of a request with this body, in both formats."""
+
+    async def run(data: bytes) -> int:
+        try:
+            parsed = parse(Route.COMPLETIONS, data)
+        except PdproxyError as error:
+            model, said, request_id = None, error.logged, None
+        else:
+            model, said, request_id = parsed.model, None, usable(body_request_id(parsed.fields))
+        ended = RequestEnded(
+            request_id=request_id or "id", endpoint="/v1/completions", model=model, outcome="ok", status=200, legs=[],
+            queue_s=0.0, first_s=None, total_s=0.0, prompt_tokens=None, completion_tokens=None, gaps=Gaps(), error=said,
+        )  # fmt: skip
+        lines = [
+            one().line(time.time(), "INFO", "access", "request", access_fields(ended))
+            for one in (TextFormatter, JsonFormatter)
+        ]  # type: ignore[abstract]
+        return max(map(len, lines))
+
+    return run
+
+
+class _Entry(ingress.Ingress):
+    """The real way in: the generating routes' and, for all others, that of passed ones."""
+
+    def __init__(self) -> None:
+        super().__init__(max_body=BODY_LIMIT)
+        passed_on = next(entry for entry in TABLE if entry.kind is Kind.PASSED)
+        passing = Passing(self._serve, lambda _: None, self.path.room, FORWARDED, max_body=BODY_LIMIT)
+        self._answer = lambda: PassedAnswer(passing, passed_on)
+
+    async def _serve(self, request: Any, sink: Any) -> None:
+        await sink.whole(200, [], b"")
+
+    async def _application(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._answer()(scope, receive, send)
+
+    async def _generate(self, incoming: Any, output: Any) -> None:
+        output.whole(200, [], b"")
+
+
+@functools.cache
+def _entry() -> _Entry:
+    """Return the one entry: what it takes to build one is no input's."""
+    return _Entry()
+
+
+async def connected(data: bytes) -> None:
+    """What a client sends on one connection, read by read."""
+    entry, state, transport = _entry(), ServerState(), Transport()
+    protocol = entry.config.http_protocol_class(  # type: ignore[operator]
+        config=entry.config, server_state=state, app_state={}, _loop=asyncio.get_running_loop()
+    )
+    protocol.connection_made(transport)
+    for part in reads(data):
+        for _ in range(1000):
+            await asyncio.sleep(0)
+            if not transport.reading_paused:
+                break
+        if transport.closing or transport.eof or transport.reading_paused:
+            break
+        protocol.data_received(part)
+    for _ in range(1000):
+        if not state.tasks:
+            break
+        await asyncio.sleep(0)
+    protocol.connection_lost(None)
+    while state.tasks:
+        await asyncio.sleep(0)
+
+
+def streamed(*, framed: bool, takes_ids: bool) -> Run:
+    """A decode engine's stream on its connection, through the relay; `framed`: the input has its head and its chunks."""
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+    async def run(data: bytes) -> None:
+        connection, relay = (
+            Connection("engine", lambda _: None, lambda _: None),
+            Relay(wants_usage=False, takes_ids=takes_ids),
+        )
+        connection.connection_made(Transport())
+        leg = connection.send(b"", relay)
+        started = False
+        if not framed:
+            connection.data_received(head)
+        for part in reads(data):
+            connection.data_received(part if framed else chunk(part))
+            if not started and relay.first.done() and relay.first.exception() is None:
+                started = True
+                if relay.status == 200 and not isinstance(relay.first.result(), Answer):
+                    relay.flow(Output(), leg)
+            await asyncio.sleep(0)
+        connection.connection_lost(None)
+        if relay.first.done():
+            relay.first.exception()
+        if relay.done.done():
+            relay.done.exception()
+
+    return run
+
+
+async def passed_stream(data: bytes) -> None:
+    """A stream of an engine that serves alone, in whole events."""
+    events = WholeEvents(Dialect.RESPONSES)
+    try:
+        for part in reads(data, 65_536):
+            events.feed(part)
+            await asyncio.sleep(0)
+    except PdproxyError:
+        pass
+
+
+async def awaited(data: bytes) -> None:
+    """An engine's answer of which the whole is awaited, as it is on the wire."""
+    connection, pending = Connection("engine", lambda _: None, lambda _: None), Pending()
+    connection.connection_made(Transport())
+    connection.send(b"", pending)
+    for part in reads(data):
+        connection.data_received(part)
+        await asyncio.sleep(0)
+    connection.connection_lost(None)
+
+
+async def prefilled(data: bytes) -> None:
+    """A prefill engine's answer."""
+    answer = prefill_answer(data)
+    if answer is not None:
+        found = handle(parse(Route.COMPLETIONS, b'{"prompt":"x"}'), answer, NO_DISPATCH)
+        if isinstance(found, Handle):
+            release_body("x", found)
+
+
+async def answered(data: bytes) -> None:
+    """A decode engine's whole answer, through the relay, and an engine's error."""
+    connection, relay = Connection("engine", lambda _: None, lambda _: None), Relay(wants_usage=True)
+    relay.cached_tokens = relay.created_cache_tokens = 1
+    connection.connection_made(Transport())
+    connection.send(b"", relay)
+    connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(data))
+    for part in reads(data):
+        connection.data_received(part)
+        await asyncio.sleep(0)
+    connection.connection_lost(None)
+    usage_of(data)
+    await asyncio.sleep(0)
+    error_of(data)
+
+
+async def merged(data: bytes) -> None:
+    """The answers to a list of two prompts, made one."""
+    with suppress(PdproxyError):
+        merge_answers([Answer(200, [], data)] * 2)
+
+
+async def scraped(data: bytes) -> None:
+    """An engine's metrics."""
+    with suppress(PdproxyError):
+        read_metrics(data)
+
+
+async def noticed(data: bytes) -> None:
+    """As many notices as are read in one turn. JSON is the handle, or the token ids, of a notice of ours."""
+    said = {"type": "PdproxyKV", "v": notices.VERSION, "event": "ready", "req_id": "x"}
+    if data[:1] in (b"{", b"["):
+        data = msgspec.msgpack.encode(said | {"params" if data[:1] == b"{" else "prompt_ids": data})
+    for _ in range(AT_ONCE):
+        notices.decode(data)
+
+
+async def posted(data: bytes) -> None:
+    """A post of telemetry."""
+    telemetry.notices(data)
+
+
+PATHS = [
+    Path("body of completions", generating(Route.COMPLETIONS), shapes.BODY, shapes.BODIES, bounds.BODY),
+    Path("body of chats", generating(Route.CHAT), shapes.BODY, shapes.BODIES, bounds.BODY),
+    Path("passed body", passed(Dialect.OPENAI), shapes.BODY, shapes.BODIES, bounds.PASSED),
+    Path("passed body of responses", passed(Dialect.RESPONSES), shapes.BODY, shapes.BODIES, bounds.PASSED),
+    Path("passed body of messages", passed(Dialect.MESSAGES), shapes.BODY, shapes.BODIES, bounds.PASSED),
+    Path("access line", logged(), shapes.BODY, shapes.NAMES, bounds.LOG),
+    Path("connection", connected, shapes.REQUEST, shapes.REQUESTS, bounds.INGRESS),
+    Path("stream", streamed(framed=False, takes_ids=False), shapes.STREAM, shapes.STREAMS, bounds.STREAM),
+    Path("stream with ids", streamed(framed=False, takes_ids=True), shapes.STREAM, shapes.STREAMS, bounds.STREAM),
+    Path("stream in chunks", streamed(framed=True, takes_ids=False), shapes.ANSWER, shapes.ANSWERS, bounds.STREAM),
+    Path("passed stream", passed_stream, shapes.STREAM, shapes.STREAMS, bounds.STREAM),
+    Path("answer on the wire", awaited, shapes.ANSWER, shapes.ANSWERS, bounds.ANSWER),
+    Path("prefill's answer", prefilled, shapes.JSON_ANSWER, shapes.JSON_ANSWERS, bounds.ENGINE_JSON),
+    Path("decode's answer", answered, shapes.JSON_ANSWER, shapes.JSON_ANSWERS, bounds.ENGINE_JSON),
+    Path("answers merged", merged, shapes.JSON_ANSWER, shapes.JSON_ANSWERS, bounds.MERGED),
+    Path("metrics page", scraped, shapes.PAGE, shapes.PAGES, bounds.METRICS),
+    Path("notices", noticed, shapes.NOTICE, shapes.NOTICES, bounds.NOTICE, notices.MAX_BYTES - KIB, AT_ONCE),
+    Path("telemetry", posted, shapes.TELEMETRY, shapes.TELEMETRY_POSTS, bounds.NOTICE, telemetry.MAX_BYTES),
+]  # fmt: skip

@@ -1,0 +1,126 @@
+"""The instruments of benchmarks/hostile.py: honest clients know a wrong answer, hostile ones keep their bounds."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import json
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import honest
+import hostile
+import hostile_clients
+import hostile_engine
+import mock_engine
+
+CHUNKS = 4
+
+
+@asynccontextmanager
+async def engine(page: bytes | None = None) -> AsyncIterator[str]:
+    """One mock engine that may turn hostile; its URL."""
+    loop = asyncio.get_running_loop()
+    made = mock_engine.Engine(0, CHUNKS, 0.0, 0.0)
+    server = await loop.create_server(functools.partial(hostile_engine.Connection, made, page), "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+
+
+def client(url: str, **options: Any) -> hostile_clients.Client:
+    """A hostile client that sends little for a short while."""
+    given = {"seconds": 0.5, "bytes": 1 << 20, "largest": 1 << 14, "connections": 1, **options}
+    made = hostile_clients.Client(argparse.Namespace(**given))
+    made.at = "127.0.0.1", int(url.rpartition(":")[2])
+    return made
+
+
+async def post(url: str, **body: Any) -> tuple[bytes, asyncio.StreamReader, asyncio.StreamWriter]:
+    """Ask for a completion, return the head of the answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    data = json.dumps({"prompt": "x", **body}, separators=(",", ":")).encode()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data))
+    return await reader.readuntil(b"\r\n"), reader, writer
+
+
+async def test_honest_clients_take_right_answers() -> None:
+    """Streamed and whole, chats and completions: what the mock engine says is right."""
+    async with engine() as url:
+        found = await honest.clients(url, 4, CHUNKS, 0.5)
+    assert found["right"] > 4
+    assert (found["wrong"], found["refused"]) == ({}, 0)
+    assert found["first_p99_ms"] is not None
+
+
+async def test_honest_clients_know_wrong_answers() -> None:
+    """A text that is one word too short is wrong, on each kind of request."""
+    async with engine() as url:
+        found = await honest.clients(url, 4, CHUNKS + 1, 0.3)
+    assert {"WrongError another text", "WrongError another text in a stream"} <= set(found["wrong"])
+
+
+async def test_a_watcher_counts_what_it_could_not_ask() -> None:
+    """An answer that is 0.2 s late delays ten questions, not one."""
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.readuntil(b"\r\n\r\n"):
+            await asyncio.sleep(0.2)
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+
+    server = await asyncio.start_server(slow, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    found = await asyncio.to_thread(honest.late, url, 0.3)
+    server.close()
+    assert 50 < found["late_p50_ms"] < found["late_max_ms"]
+    assert found["late_lost"] == 0
+
+
+@pytest.mark.parametrize("kind", hostile_clients.KINDS)
+async def test_a_hostile_client_keeps_its_bounds(kind: str) -> None:
+    """Each kind ends by itself, and sends no more bytes than it may."""
+    async with engine() as url:
+        one = client(url)
+        began = time.monotonic()
+        await hostile_clients.run(one, hostile_clients.KINDS[kind](one))
+        assert time.monotonic() - began < 20
+    assert 0 < one.sent <= (1 << 20) + hostile_clients.BLOCK
+
+
+@pytest.mark.parametrize("way", hostile_engine.WAYS)
+async def test_an_engine_is_hostile_to_who_asks_for_it(way: bytes) -> None:
+    """A marked request gets its hostile answer, from the leg that it names; others get a plain one."""
+    async with engine() as url:
+        _, reader, writer = await post(url, user=f"hostile:{way.decode()}")
+        begin, again = hostile_engine.WAYS[way]
+        expected = (begin + again * 2).partition(b"\r\n")[2]
+        assert await reader.readexactly(len(expected)) == expected
+        writer.transport.abort()
+        head, reader, writer = await post(url, user=f"hostile:{way.decode()}-prefill")
+        assert b"date:" in await reader.readuntil(b"\r\n\r\n"), "the decode leg of a request that names the other"
+        assert head.startswith(b"HTTP/1.1 200")
+        writer.close()
+
+
+def test_every_kind_has_its_client() -> None:
+    """The rows name clients that there are, and each client is in a row."""
+    named = {name for kind in hostile.KINDS.values() for name in kind.clients}
+    assert named == set(hostile_clients.KINDS)
+
+
+def test_the_proxys_own_lateness_is_read_of_its_histogram() -> None:
+    """The bucket that holds the 99th percentile of what came between two readings."""
+    before = [(0.01, 100.0), (0.1, 100.0), (float("inf"), 100.0)]
+    after = [(0.01, 190.0), (0.1, 200.0), (float("inf"), 200.0)]
+    assert hostile.own_p99(before, after) == pytest.approx(100.0)
+    assert hostile.own_p99(None, after) is None
