@@ -26,6 +26,7 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.serving.admission import Admission
+from pdproxy.serving.bodies import Bodies, readers
 from pdproxy.serving.custody import Custodian
 from pdproxy.serving.engines import Engines, Transfer
 from pdproxy.serving.passthrough import Passthrough
@@ -45,6 +46,7 @@ from pdproxy.web.passing import Passing
 from pdproxy.web.protocol import DataPathProtocol, protocol_class
 from pdproxy.web.room import BodyRoom
 from pdproxy.wire import telemetry
+from pdproxy.wire.bounds import Bounds as BodyBounds
 from pdproxy.wire.notices import Event as NoticeEvent
 from pdproxy.wire.notices import Notice
 
@@ -75,6 +77,7 @@ class Proxy:
     prober: Prober
     custodian: Custodian
     admission: Admission
+    bodies: Bodies
     service: Service
     legs: PassthroughLegs
     passthrough: Passthrough
@@ -158,9 +161,12 @@ class Proxy:
             tokenized.tokenizing if tokenized is not None else None,
         )
         admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers)
-        service = Service(engines, admission, credentials.keys)
+        bounds = BodyBounds(limits.max_prompts, limits.max_body_items)
+        workers = readers(limits.body_readers, limits.max_body_bytes)
+        bodies = Bodies(workers, clock, observers, seconds=deadlines.read_body, bounds=bounds)
+        service = Service(engines, admission, credentials.keys, bodies)
         passed_legs = PassthroughLegs(connect_timeout=deadlines.connect, key=engine_key, tls=credentials.engine_tls)
-        passthrough = Passthrough(engines, admission, service.keys, passed_legs)
+        passthrough = Passthrough(engines, admission, service.keys, passed_legs, bodies)
         proxy = cls(
             settings,
             credentials,
@@ -171,6 +177,7 @@ class Proxy:
             prober,
             custodian,
             admission,
+            bodies,
             service,
             passed_legs,
             passthrough,
@@ -236,6 +243,7 @@ class Proxy:
             self.tokens.stop()
         for client in self.clients.values():
             client.close()
+        await self.bodies.workers.close()
         await self.admin.close()
         await self.legs.close()
 
