@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
@@ -64,7 +65,7 @@ class Workers:
         """Callers that wait for one."""
         return self._waiting
 
-    async def ask(self, question: bytes, data: bytes) -> bytes:
+    async def ask(self, question: bytes, data: bytes) -> bytes | memoryview:
         """Have a worker answer. Cancelled, it ends the worker that is at work on it.
 
         Raises:
@@ -158,7 +159,7 @@ class Workers:
             process.stdin.transport.abort()  # what it has not read is let go of
 
 
-async def _asked(process: Process, question: bytes, data: bytes) -> bytes:
+async def _asked(process: Process, question: bytes, data: bytes) -> bytes | memoryview:
     take, give = process.stdin, process.stdout
     assert take is not None
     assert give is not None
@@ -167,7 +168,17 @@ async def _asked(process: Process, question: bytes, data: bytes) -> bytes:
     enough, size = ANSWER.unpack(await give.readexactly(ANSWER.size))
     if not enough:
         raise NoMemoryError
-    return await give.readexactly(size)
+    if size <= _BUFFER:
+        return await give.readexactly(size)
+    # Piece by piece into memory that is not touched before: to make one of many pieces at the end would hold up the event loop.
+    whole, at = mmap.mmap(-1, size), 0
+    while at < size:
+        piece = await give.read(min(size - at, _BUFFER))
+        if not piece:
+            raise EOFError
+        whole[at : at + len(piece)] = piece
+        at += len(piece)
+    return memoryview(whole)
 
 
 def _environment(ours: Mapping[str, str]) -> dict[str, str]:

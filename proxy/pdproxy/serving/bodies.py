@@ -15,7 +15,7 @@ from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.wire.bounds import Bounds
 from pdproxy.wire.dialects import Dialect
 from pdproxy.wire.passed import PassedBody, read_light, written
-from pdproxy.wire.reader import Question, fields_in, request_in
+from pdproxy.wire.reader import Found, Question, fields_in, request_in
 from pdproxy.wire.request import Parsed, Route, parse_light
 
 READER = "pdproxy.wire.reader"
@@ -66,7 +66,7 @@ class Bodies:
         question = Question(self._bounds, None, dialect)
         return written(dialect, fields_in(await self._elsewhere(question, body), body))
 
-    async def _elsewhere(self, question: Question, body: bytes) -> bytes:
+    async def _elsewhere(self, question: Question, body: bytes) -> Found:
         try:
             async with self._clock.within(self._seconds):
                 return await self.workers.ask(msgspec.msgpack.encode(question), body)

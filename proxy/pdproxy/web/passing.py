@@ -25,6 +25,7 @@ from pdproxy.serving.passthrough import PassedRequest, Sink
 from pdproxy.serving.routes import Entry
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.room import BodyRoom
+from pdproxy.wire.bounds import LARGE
 from pdproxy.wire.dialects import failure_body
 
 Line = tuple[bytes, bytes]
@@ -119,7 +120,7 @@ class PassedAnswer(Response):
             self._size += len(part)
             whole += part
             if not message.get("more_body", False):
-                return bytes(whole)
+                return whole if len(whole) > LARGE else bytes(whole)  # a copy would hold up the event loop
 
 
 async def _left(receive: Receive) -> None:

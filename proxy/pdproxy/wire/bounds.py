@@ -25,9 +25,9 @@ MOST_FIELDS = 1024
 """Fields at a body's top level, of which vLLM knows fewer than a hundred. Each leg to an engine copies them all."""
 
 _QUOTE = ord('"')
-_MARKS = b'"[]{}'
-_ALL_BUT_MARKS = bytes(byte for byte in range(256) if byte not in _MARKS)
+_ALL_BUT_MARKS = bytes(byte for byte in range(256) if byte not in b'"[]{},')
 _ALL_BUT_BEGINNINGS = bytes(byte for byte in range(256) if byte not in b'"[{')
+_COMMAS = b","
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 
 
@@ -53,9 +53,8 @@ class TooManyPromptsError(BadRequestError):
 class TooManyItemsError(BadRequestError):
     """A body holds more than `limits.max_body_items`."""
 
-    def __init__(self, most: int) -> None:
-        what = "strings, arrays and objects, the most that one request may have"
-        super().__init__(f"The body holds more than {most} {what}", param="body")
+    def __init__(self, most: int, what: str = "strings, arrays and objects") -> None:
+        super().__init__(f"The body holds more than {most} {what}, the most that one request may have", param="body")
 
 
 class TooManyFieldsError(BadRequestError):
@@ -88,7 +87,7 @@ def count_items(body: bytes, most: int) -> int:
         TooManyItemsError: more than `most`.
         UnparsableError: the body is no text.
     """
-    marks = _marks(_utf8(body))
+    marks = _marks(_utf8(body)).translate(None, _COMMAS)
     strings = (marks.count(_QUOTE) + 1) // 2
     if strings > most:
         raise TooManyItemsError(most)
@@ -99,9 +98,21 @@ def count_items(body: bytes, most: int) -> int:
     return items
 
 
+def check_values(body: bytes, most: int) -> None:
+    """Refuse a body that holds more than `most` values, numbers included: where all of them have to become objects.
+
+    Raises:
+        TooManyItemsError: it does.
+        UnparsableError: the body is no text.
+    """
+    marks = _outside_strings(_marks(_utf8(body)))
+    if marks.count(_COMMAS) + marks.count(b"[") + marks.count(b"{") > most:
+        raise TooManyItemsError(most, "values in a form that is not plain JSON")
+
+
 def depth(raw: bytes) -> int:
     """Return how many levels of arrays and objects a piece of well-formed JSON has."""
-    brackets = _outside_strings(_marks(raw))
+    brackets = _outside_strings(_marks(raw)).translate(None, _COMMAS)
     return max(accumulate(array("b", brackets.translate(_STEPS))), default=0)
 
 
@@ -116,7 +127,7 @@ def _utf8(body: bytes) -> bytes:
 
 
 def _marks(text: bytes) -> bytes:
-    """Return quotes that begin or end a string, and all brackets, those in strings included."""
+    """Return quotes that begin or end a string, and all brackets and commas, those in strings included."""
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     return text.translate(None, _ALL_BUT_MARKS)

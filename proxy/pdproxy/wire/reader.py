@@ -12,7 +12,7 @@ import msgspec
 
 from pdproxy.kit.errors import BadRequestError, UnparsableError, UnreadableError
 from pdproxy.kit.worker import work
-from pdproxy.wire.bounds import Bounds, count_items
+from pdproxy.wire.bounds import LARGE, Bounds, check_values, count_items
 from pdproxy.wire.dialects import Dialect
 from pdproxy.wire.fields import Fields, decoded, strip_handles, unusual_fields
 from pdproxy.wire.lists import Span, part, prompts_in
@@ -21,6 +21,8 @@ from pdproxy.wire.request import Alone, Parsed, Prompt, Route, understood, unusu
 
 _MEMBER = re.compile(rb"""[ \t\n\r,{]*+"(?:[^"\\]++|\\.)*+"[ \t\n\r]*+:[ \t\n\r]*+""", re.DOTALL)
 """What stands before the value of a top-level field."""
+Found = bytes | memoryview
+"""A reader's answer."""
 _HEAD = 4
 """Bytes that say how long an answer is without what was written anew, which follows it."""
 
@@ -106,6 +108,7 @@ def _answer(asked: Question, body: bytes) -> tuple[_Answer, list[bytes]]:
             fields = None
     plain = fields is not None
     if fields is None:
+        check_values(body, asked.bounds.items)
         fields = unusual_fields(body)
     said = None
     if asked.route is None:
@@ -113,7 +116,7 @@ def _answer(asked: Question, body: bytes) -> tuple[_Answer, list[bytes]]:
     else:
         size = len(body)
         parsed = (
-            understood(asked.route, fields, size, asked.bounds, size)
+            understood(asked.route, fields, size, asked.bounds, LARGE)
             if plain
             else unusual(asked.route, fields, size, asked.bounds)
         )
@@ -162,7 +165,7 @@ def _said(parsed: Parsed, bounds: Bounds, items: int) -> _Said:
 # -- in the asking process
 
 
-def request_in(found: bytes, route: Route, body: bytes) -> Parsed:
+def request_in(found: Found, route: Route, body: bytes) -> Parsed:
     """Return the request that a reader's answer describes. Raises what the reader refused it with."""
     fields, said = _taken(found, body)
     assert said is not None
@@ -186,12 +189,12 @@ def request_in(found: bytes, route: Route, body: bytes) -> Parsed:
     )
 
 
-def fields_in(found: bytes, body: bytes) -> Fields:
+def fields_in(found: Found, body: bytes) -> Fields:
     """Return the fields that a reader's answer describes. Raises what the reader refused them with."""
     return _taken(found, body)[0]
 
 
-def _taken(found: bytes, body: bytes) -> tuple[Fields, _Said | None]:
+def _taken(found: Found, body: bytes) -> tuple[Fields, _Said | None]:
     whole, anew = memoryview(body), memoryview(found)
     start = _HEAD + int.from_bytes(found[:_HEAD], "big")
     head = _answers.decode(anew[_HEAD:start])

@@ -17,7 +17,7 @@ from enum import Enum
 import msgspec
 
 from pdproxy.wire import reading
-from pdproxy.wire.bounds import DEFAULT, SMALL, Bounds, is_light
+from pdproxy.wire.bounds import DEFAULT, LARGE, SMALL, Bounds, is_light
 from pdproxy.wire.fields import STRING, Fields, absent, model_of, plain_fields, read, says, unusual_fields
 from pdproxy.wire.lists import Span, part, prompts_in
 
@@ -220,7 +220,10 @@ def unusual(route: Route, fields: Fields, size: int, bounds: Bounds) -> Parsed:
 def _check_unseen(fields: Fields, most: int) -> None:
     """Make sure that decode engines can parse what prefill engines never see, or a prefill would have been for nothing."""
     unseen = [fields[name] for name in UNSEEN_BY_PREFILL if name in fields]
-    if unseen and sum(memoryview(raw).nbytes for raw in unseen) > most:
+    size = sum(memoryview(raw).nbytes for raw in unseen)
+    if size > LARGE:
+        raise _UnusualError  # no schema is as long: to read it would take its time, and its memory
+    if size > most:
         raise _HeavyError
     if not all(reading.readable(bytes(raw)) for raw in unseen):
         raise _UnusualError
