@@ -15,6 +15,7 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping
 
 from pdproxy.kit.errors import OverloadedError
+from pdproxy.kit.tasks import TaskOwner
 from pdproxy.kit.worker import ANSWER, QUESTION
 
 _BUFFER = 2**20
@@ -45,6 +46,7 @@ class Workers:
         self._free = asyncio.Semaphore(most)
         self._waiting = 0
         self._all: set[Process] = set()
+        self._ending = TaskOwner("workers that end")
         self._idle: dict[Process, asyncio.TimerHandle] = {}
 
     def __repr__(self) -> str:
@@ -65,7 +67,7 @@ class Workers:
         """Callers that wait for one."""
         return self._waiting
 
-    async def ask(self, question: bytes, data: bytes) -> bytes | memoryview:
+    async def ask(self, question: bytes, data: bytes | bytearray) -> bytes | memoryview:
         """Have a worker answer. Cancelled, it ends the worker that is at work on it.
 
         Raises:
@@ -95,11 +97,9 @@ class Workers:
 
     async def close(self) -> None:
         """End all workers."""
-        gone = list(self._all)
-        for process in gone:
+        for process in list(self._all):
             self._end(process)
-        for process in gone:
-            await process.wait()
+        await self._ending.settle(1)
 
     async def _enter(self) -> None:
         if self._free.locked():
@@ -155,11 +155,16 @@ class Workers:
             timer.cancel()
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        if process.stdin is not None:
+        if process.stdin is not None and not process.stdin.transport.is_closing():
             process.stdin.transport.abort()  # what it has not read is let go of
+        self._ending.spawn(_ended(process), str(process.pid))
 
 
-async def _asked(process: Process, question: bytes, data: bytes) -> bytes | memoryview:
+async def _ended(process: Process) -> None:
+    await process.wait()
+
+
+async def _asked(process: Process, question: bytes, data: bytes | bytearray) -> bytes | memoryview:
     take, give = process.stdin, process.stdout
     assert take is not None
     assert give is not None

@@ -12,7 +12,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import BodyTooLargeError, OverloadedError, Wait
 from pdproxy.kit.workers import NoMemoryError, Workers
 from pdproxy.observe.events import DeadlinePassed, Observers
-from pdproxy.wire.bounds import Bounds
+from pdproxy.wire.bounds import Body, Bounds
 from pdproxy.wire.dialects import Dialect
 from pdproxy.wire.passed import PassedBody, read_light, written
 from pdproxy.wire.reader import Found, Question, fields_in, request_in
@@ -44,7 +44,7 @@ class Bodies:
         self._seconds = seconds
         self._bounds = bounds
 
-    async def request(self, route: Route, body: bytes) -> Parsed:
+    async def request(self, route: Route, body: Body) -> Parsed:
         """Read a generating request.
 
         Raises:
@@ -58,7 +58,7 @@ class Bodies:
             else request_in(await self._elsewhere(Question(self._bounds, route), body), route, body)
         )
 
-    async def passed(self, dialect: Dialect, body: bytes) -> PassedBody:
+    async def passed(self, dialect: Dialect, body: Body) -> PassedBody:
         """Read the body of a request that one engine serves whole. Raises as `request`."""
         light = read_light(dialect, body, self._bounds)
         if light is not None:
@@ -66,7 +66,7 @@ class Bodies:
         question = Question(self._bounds, None, dialect)
         return written(dialect, fields_in(await self._elsewhere(question, body), body))
 
-    async def _elsewhere(self, question: Question, body: bytes) -> Found:
+    async def _elsewhere(self, question: Question, body: Body) -> Found:
         try:
             async with self._clock.within(self._seconds):
                 return await self.workers.ask(msgspec.msgpack.encode(question), body)

@@ -38,6 +38,7 @@ from pdproxy.serving.verdicts import is_clients_fault, refused, verdict_of
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
 from pdproxy.upstream.passthrough import Leg, PassthroughLegs
+from pdproxy.wire.bounds import Body
 from pdproxy.wire.dialects import WholeEvents, failure_body, failure_event
 from pdproxy.wire.passed import PassedBody
 from pdproxy.wire.reading import check_content_type
@@ -57,7 +58,7 @@ class PassedRequest:
     authorization: bytes | None
     content_type: str
     forward: tuple[tuple[bytes, bytes], ...]
-    body: bytes
+    body: Body
 
 
 class Sink(Protocol):

@@ -25,7 +25,7 @@ from pdproxy.serving.passthrough import PassedRequest, Sink
 from pdproxy.serving.routes import Entry
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.room import BodyRoom
-from pdproxy.wire.bounds import LARGE
+from pdproxy.wire.bounds import LARGE, Body
 from pdproxy.wire.dialects import failure_body
 
 Line = tuple[bytes, bytes]
@@ -102,7 +102,7 @@ class PassedAnswer(Response):
             return False
         return True
 
-    async def _body(self, headers: list[Line], receive: Receive) -> bytes:
+    async def _body(self, headers: list[Line], receive: Receive) -> Body:
         passing = self._passing
         too_large = BodyTooLargeError(f"The body is larger than {passing.max_body} bytes", param="body")
         length = next((value for name, value in headers if name == b"content-length"), b"0")

@@ -15,6 +15,8 @@ import msgspec
 
 from pdproxy.kit.errors import BadRequestError, UnparsableError
 
+Body = bytes | bytearray
+"""A request's body. A large one stays the buffer that it came in."""
 SMALL = 72 * 1024
 """Bytes that are read at once, whatever they hold: 4 ms at most (`messages` of empty objects). A prompt of 64 KiB is below."""
 LARGE = 512 * 1024
@@ -64,7 +66,7 @@ class TooManyFieldsError(BadRequestError):
         super().__init__(f"The body has more than {MOST_FIELDS} fields", param="body")
 
 
-def is_light(body: bytes) -> bool:
+def is_light(body: Body) -> bool:
     """Tell whether a body of plain JSON is surely read within a few milliseconds.
 
     Strings are not told from what stands in them: more may be counted than is there, never less.
@@ -78,7 +80,7 @@ def is_light(body: bytes) -> bool:
     return len(found) - found.count(_QUOTE) // 2 <= ITEMS_AT_ONCE
 
 
-def count_items(body: bytes, most: int) -> int:
+def count_items(body: Body, most: int) -> int:
     """Return how many strings, arrays and objects a body holds, in whatever encoding JSON may have.
 
     Of a body that is no JSON, what stands before the first mistake is counted at least.
@@ -98,7 +100,7 @@ def count_items(body: bytes, most: int) -> int:
     return items
 
 
-def check_values(body: bytes, most: int) -> None:
+def check_values(body: Body, most: int) -> None:
     """Refuse a body that holds more than `most` values, numbers included: where all of them have to become objects.
 
     Raises:
@@ -110,13 +112,13 @@ def check_values(body: bytes, most: int) -> None:
         raise TooManyItemsError(most, "values in a form that is not plain JSON")
 
 
-def depth(raw: bytes) -> int:
+def depth(raw: Body) -> int:
     """Return how many levels of arrays and objects a piece of well-formed JSON has."""
     brackets = _outside_strings(_marks(raw)).translate(None, _COMMAS)
     return max(accumulate(array("b", brackets.translate(_STEPS))), default=0)
 
 
-def _utf8(body: bytes) -> bytes:
+def _utf8(body: Body) -> Body:
     encoding = json.detect_encoding(body)
     if encoding.startswith("utf-8"):
         return body
@@ -126,12 +128,12 @@ def _utf8(body: bytes) -> bytes:
         raise UnparsableError from None
 
 
-def _marks(text: bytes) -> bytes:
+def _marks(text: Body) -> Body:
     """Return quotes that begin or end a string, and all brackets and commas, those in strings included."""
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     return text.translate(None, _ALL_BUT_MARKS)
 
 
-def _outside_strings(marks: bytes) -> bytes:
+def _outside_strings(marks: Body) -> bytes:
     return b"".join(marks.split(b'"')[::2])

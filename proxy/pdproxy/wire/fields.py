@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from pdproxy.wire import reading
-from pdproxy.wire.bounds import MOST_FIELDS, SMALL, TooManyFieldsError, is_light
+from pdproxy.wire.bounds import MOST_FIELDS, SMALL, Body, TooManyFieldsError, is_light
 
 _T = TypeVar("_T")
 Fields = dict[str, msgspec.Raw]
@@ -26,7 +26,7 @@ STRING = msgspec.json.Decoder(str | None)
 _fields_decoder = msgspec.json.Decoder(Fields)
 
 
-def read_fields_light(body: bytes) -> Fields | None:
+def read_fields_light(body: Body) -> Fields | None:
     """Return a body's fields without any KV handle of a client's making; None if reading it may take long.
 
     Raises:
@@ -38,7 +38,7 @@ def read_fields_light(body: bytes) -> Fields | None:
     return fields
 
 
-def plain_fields(body: bytes) -> Fields | None:
+def plain_fields(body: Body) -> Fields | None:
     """Return the fields of a plain JSON object in UTF-8 without KV handles, None if it is something else.
 
     Raises:
@@ -53,7 +53,7 @@ def plain_fields(body: bytes) -> Fields | None:
     return fields
 
 
-def decoded(body: bytes) -> Fields | None:
+def decoded(body: Body) -> Fields | None:
     """Return the fields of a plain JSON object in UTF-8 as they came, None if it is something else.
 
     Raises:
@@ -68,7 +68,7 @@ def decoded(body: bytes) -> Fields | None:
     return _few(fields)
 
 
-def unusual_fields(body: bytes) -> Fields:
+def unusual_fields(body: Body) -> Fields:
     """Read a body that only the engines' own parser may take. Its keys may be spelled in any way: here they are plain.
 
     Raises:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pdproxy.kit.errors import BadRequestError
-from pdproxy.wire.bounds import DEFAULT, Bounds
+from pdproxy.wire.bounds import DEFAULT, Body, Bounds
 from pdproxy.wire.dialects import Dialect
 from pdproxy.wire.fields import Fields, model_of, read_fields_light, says
 from pdproxy.wire.lists import prompts_in
@@ -28,7 +28,7 @@ class PassedBody:
     stream: bool
 
 
-def read_light(dialect: Dialect, body: bytes, bounds: Bounds = DEFAULT) -> PassedBody | None:
+def read_light(dialect: Dialect, body: Body, bounds: Bounds = DEFAULT) -> PassedBody | None:
     """Read a body and write it anew: one reading, so that no engine can find in it what was not seen here.
 
     None if reading it may take long.

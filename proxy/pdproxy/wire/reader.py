@@ -12,7 +12,7 @@ import msgspec
 
 from pdproxy.kit.errors import BadRequestError, UnparsableError, UnreadableError
 from pdproxy.kit.worker import work
-from pdproxy.wire.bounds import LARGE, Bounds, check_values, count_items
+from pdproxy.wire.bounds import LARGE, Body, Bounds, check_values, count_items
 from pdproxy.wire.dialects import Dialect
 from pdproxy.wire.fields import Fields, decoded, strip_handles, unusual_fields
 from pdproxy.wire.lists import Span, part, prompts_in
@@ -165,7 +165,7 @@ def _said(parsed: Parsed, bounds: Bounds, items: int) -> _Said:
 # -- in the asking process
 
 
-def request_in(found: Found, route: Route, body: bytes) -> Parsed:
+def request_in(found: Found, route: Route, body: Body) -> Parsed:
     """Return the request that a reader's answer describes. Raises what the reader refused it with."""
     fields, said = _taken(found, body)
     assert said is not None
@@ -189,12 +189,12 @@ def request_in(found: Found, route: Route, body: bytes) -> Parsed:
     )
 
 
-def fields_in(found: Found, body: bytes) -> Fields:
+def fields_in(found: Found, body: Body) -> Fields:
     """Return the fields that a reader's answer describes. Raises what the reader refused them with."""
     return _taken(found, body)[0]
 
 
-def _taken(found: Found, body: bytes) -> tuple[Fields, _Said | None]:
+def _taken(found: Found, body: Body) -> tuple[Fields, _Said | None]:
     whole, anew = memoryview(body), memoryview(found)
     start = _HEAD + int.from_bytes(found[:_HEAD], "big")
     head = _answers.decode(anew[_HEAD:start])

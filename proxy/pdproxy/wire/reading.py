@@ -13,7 +13,7 @@ import re
 from email.message import Message
 
 from pdproxy.kit.errors import UnparsableError, UnreadableError
-from pdproxy.wire.bounds import SMALL, depth
+from pdproxy.wire.bounds import SMALL, Body, depth
 
 JSON_MEDIA_TYPE = "application/json"
 MOST_DEPTH = 100
@@ -29,7 +29,7 @@ _HIDDEN = (
 )
 
 
-def check_content_type(content_type: str, body: bytes) -> None:
+def check_content_type(content_type: str, body: Body) -> None:
     """Refuse what is not declared as JSON.
 
     Raises:
@@ -50,7 +50,7 @@ def check_content_type(content_type: str, body: bytes) -> None:
     raise UnreadableError(f"1 validation error:\n  Unsupported Media Type: Only '{JSON_MEDIA_TYPE}' is allowed")
 
 
-def load(body: bytes) -> object:
+def load(body: Body) -> object:
     """Return what a body holds, whatever it is.
 
     Raises:
@@ -65,7 +65,7 @@ def load(body: bytes) -> object:
         raise UnparsableError from None
 
 
-def load_object(body: bytes) -> dict[str, object]:
+def load_object(body: Body) -> dict[str, object]:
     """Return the object that a body holds.
 
     Raises:

@@ -17,7 +17,7 @@ from enum import Enum
 import msgspec
 
 from pdproxy.wire import reading
-from pdproxy.wire.bounds import DEFAULT, LARGE, SMALL, Bounds, is_light
+from pdproxy.wire.bounds import DEFAULT, LARGE, SMALL, Body, Bounds, is_light
 from pdproxy.wire.fields import STRING, Fields, absent, model_of, plain_fields, read, says, unusual_fields
 from pdproxy.wire.lists import Span, part, prompts_in
 
@@ -74,7 +74,7 @@ class Incoming(msgspec.Struct):
     authorization: bytes | None
     content_type: str
     forward: tuple[tuple[bytes, bytes], ...]
-    body: bytes
+    body: Body
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -158,7 +158,7 @@ class _HeavyError(Exception):
     """More of a body than `SMALL` has to become objects."""
 
 
-def parse(route: Route, body: bytes, bounds: Bounds = DEFAULT) -> Parsed:
+def parse(route: Route, body: Body, bounds: Bounds = DEFAULT) -> Parsed:
     """Read a body.
 
     Raises:
@@ -168,7 +168,7 @@ def parse(route: Route, body: bytes, bounds: Bounds = DEFAULT) -> Parsed:
     return _parsed(route, body, bounds, len(body))
 
 
-def parse_light(route: Route, body: bytes, bounds: Bounds = DEFAULT) -> Parsed | None:
+def parse_light(route: Route, body: Body, bounds: Bounds = DEFAULT) -> Parsed | None:
     """Read a body that takes a few milliseconds, None if it may take longer. Raises as `parse`."""
     if not is_light(body):
         return None
@@ -178,7 +178,7 @@ def parse_light(route: Route, body: bytes, bounds: Bounds = DEFAULT) -> Parsed |
         return None
 
 
-def _parsed(route: Route, body: bytes, bounds: Bounds, most_objects: int) -> Parsed:
+def _parsed(route: Route, body: Body, bounds: Bounds, most_objects: int) -> Parsed:
     fields = plain_fields(body)
     if fields is not None:
         return understood(route, fields, len(body), bounds, most_objects)
