@@ -18,6 +18,8 @@ from pdproxy.kit.errors import OverloadedError
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.kit.worker import ANSWER, QUESTION
 
+_PIECE = 2**18
+"""Bytes that are written in one go: whatever a worker takes at once holds up the event loop meanwhile."""
 _BUFFER = 2**20
 """Bytes of an answer that are read ahead."""
 
@@ -169,7 +171,13 @@ async def _asked(process: Process, question: bytes, data: bytes | bytearray) -> 
     assert take is not None
     assert give is not None
     take.write(QUESTION.pack(len(question), len(data)) + question)
-    take.write(data)
+    given = memoryview(data)
+    with contextlib.suppress(
+        ConnectionError
+    ):  # what the worker has said before it stopped reading, if anything, is its answer
+        for at in range(0, len(given), _PIECE):
+            take.write(given[at : at + _PIECE])
+            await take.drain()
     enough, size = ANSWER.unpack(await give.readexactly(ANSWER.size))
     if not enough:
         raise NoMemoryError
