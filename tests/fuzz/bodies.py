@@ -10,8 +10,9 @@ from pdproxy.transfer.bodies import alone_body
 from pdproxy.transfer.contract import NO_DISPATCH, Handle, encode
 from pdproxy.transfer.nixl import decode, prefill
 from pdproxy.wire.errors import error_body
+from pdproxy.wire.fields import NEVER_FROM_CLIENTS, body_request_id
 from pdproxy.wire.reading import check_content_type
-from pdproxy.wire.request import NEVER_FROM_CLIENTS, Route, body_request_id, parse
+from pdproxy.wire.request import Route, parse
 
 OURS = Handle(b'{"do_remote_prefill":true,"mark":"ours"}', b"[1,2]", 2, "id")
 _DEEP = 300

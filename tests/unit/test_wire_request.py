@@ -14,7 +14,8 @@ from pdproxy.kit.errors import BadRequestError
 from pdproxy.transfer.bodies import alone_body
 from pdproxy.transfer.contract import NO_DISPATCH, encode
 from pdproxy.transfer.nixl import prefill
-from pdproxy.wire.request import NEVER_FROM_CLIENTS, Alone, Route, body_request_id, parse
+from pdproxy.wire.fields import NEVER_FROM_CLIENTS, body_request_id
+from pdproxy.wire.request import Alone, Route, parse
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

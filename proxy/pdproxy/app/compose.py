@@ -28,6 +28,7 @@ from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.serving.admission import Admission
+from pdproxy.serving.bodies import Bodies, readers
 from pdproxy.serving.clients import Clients
 from pdproxy.serving.custody import Custodian
 from pdproxy.serving.engines import Engines, Transfer
@@ -53,6 +54,7 @@ from pdproxy.web.protocol import DataPathProtocol, protocol_class
 from pdproxy.web.reading import Floor
 from pdproxy.web.room import BodyRoom
 from pdproxy.wire import telemetry
+from pdproxy.wire.bounds import Bounds as BodyBounds
 from pdproxy.wire.notices import Event as NoticeEvent
 from pdproxy.wire.notices import Notice
 
@@ -88,6 +90,7 @@ class Proxy:
     prober: Prober
     custodian: Custodian
     admission: Admission
+    bodies: Bodies
     service: Service
     legs: PassthroughLegs
     passthrough: Passthrough
@@ -188,11 +191,14 @@ class Proxy:
         )
         askers = Clients(parsed_networks(settings.listen.trusted_proxies))
         admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers, clock, askers)
-        service = Service(engines, admission, credentials.keys)
+        bounds = BodyBounds(limits.max_prompts, limits.max_body_items)
+        workers = readers(limits.body_readers, limits.max_body_bytes)
+        bodies = Bodies(workers, clock, observers, seconds=deadlines.read_body, bounds=bounds)
+        service = Service(engines, admission, credentials.keys, bodies)
         passed_legs = PassthroughLegs(
             connect_timeout=deadlines.connect, room=answers, key=engine_key, tls=credentials.engine_tls
         )
-        passthrough = Passthrough(engines, admission, service.keys, passed_legs)
+        passthrough = Passthrough(engines, admission, service.keys, passed_legs, bodies)
         proxy = cls(
             settings,
             credentials,
@@ -203,6 +209,7 @@ class Proxy:
             prober,
             custodian,
             admission,
+            bodies,
             service,
             passed_legs,
             passthrough,
@@ -277,6 +284,7 @@ class Proxy:
             self.tokens.stop()
         for client in self.clients.values():
             client.close()
+        await self.bodies.workers.close()
         await self.admin.close()
         await self.legs.close()
 

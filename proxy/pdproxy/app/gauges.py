@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def gauges(proxy: Proxy) -> Iterable[Gauge]:
     """Return the gauges of a proxy. Each is read whenever somebody scrapes."""
-    nodes = proxy.ledger.nodes
+    nodes, readers = proxy.ledger.nodes, proxy.bodies.workers
 
     def handles() -> Iterable[tuple[tuple[str, ...], float]]:
         return [((state,), count) for state, (count, _) in proxy.custodian.snapshot().items()]
@@ -59,6 +59,12 @@ def gauges(proxy: Proxy) -> Iterable[Gauge]:
             "Chunks of KV that may be in a decode engine's receive buffer",
             ("node",),
             lambda: [((url,), taken) for url, taken in proxy.transfer.buffers.taken.items()],
+        ),
+        Gauge(
+            "pdproxy_body_readers",
+            "Reader processes, and large bodies that wait for one, by state",
+            ("state",),
+            lambda: [(("busy",), readers.busy), (("idle",), readers.idle), (("awaited",), readers.waiting)],
         ),
         Gauge("pdproxy_queue", "Requests waiting for a place", (), lambda: [((), proxy.admission.waiting)]),
         Gauge(

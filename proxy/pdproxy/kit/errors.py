@@ -29,6 +29,7 @@ class Wait(Enum):
 
     CLIENT_HEAD = "client_head"
     CLIENT_BODY = "client_body"
+    READ_BODY = "read_body"
     QUEUE = "queue"
     TOKENIZE = "tokenize"
     CONNECT = "connect"

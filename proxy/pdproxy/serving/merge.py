@@ -15,33 +15,61 @@ from pdproxy.serving.clients import Client
 from pdproxy.serving.output import Output
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
+from pdproxy.upstream.room import Share
 from pdproxy.wire import sse
-from pdproxy.wire.request import Fields
+from pdproxy.wire.fields import Fields
 from pdproxy.wire.usage import add_up
 
 _body_decoder = msgspec.json.Decoder(Fields)
 _choices_decoder = msgspec.json.Decoder(list[Fields])
 
 
-def merge_answers(answers: Sequence[Answer]) -> Answer:
-    """Return one whole answer from one a prompt, all of status 200.
+class MergedAnswer:
+    """One whole answer from one per prompt, each of status 200. Of each is kept what the merged one needs: `share` counts it."""
 
-    Raises:
-        EngineError: one of them is not a completion.
-    """
-    try:
-        bodies = [_body_decoder.decode(answer.body) for answer in answers]
-        choices: list[Fields] = []
-        for index, body in enumerate(bodies):
-            choices += [
-                {**own, "index": msgspec.Raw(b"%d" % index)} for own in _choices_decoder.decode(body["choices"])
+    def __init__(self, share: Share) -> None:
+        self._share = share
+        self._choices: dict[int, bytes] = {}
+        self._usages: dict[int, bytes] = {}
+        self._first: Fields = {}
+        self._headers: Headers = []
+
+    def __bool__(self) -> bool:
+        return bool(self._choices)
+
+    def add(self, index: int, answer: Answer) -> None:
+        """Add the answer to the prompt at `index` of the list.
+
+        Raises:
+            EngineError: it is not a completion, or all of them are too large together.
+        """
+        self._share.grow(len(answer.body))
+        try:
+            body = _body_decoder.decode(answer.body)
+            choices = [
+                {**own, "index": msgspec.Raw(b"%d" % index)} for own in _choices_decoder.decode(body.pop("choices"))
             ]
-        merged = dict(bodies[0])
-        merged["choices"] = msgspec.Raw(msgspec.json.encode(choices))
-        merged["usage"] = msgspec.Raw(add_up([bytes(body["usage"]) for body in bodies], details_of=-1))
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
-        raise EngineError(f"an engine's answer is not a completion: {error!r}") from None
-    return Answer(200, answers[0].headers, msgspec.json.encode(merged))
+            self._usages[index] = bytes(body.pop("usage"))
+        except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
+            raise EngineError(f"an engine's answer is not a completion: {error!r}") from None
+        self._choices[index] = msgspec.json.encode(choices)[1:-1]
+        if index == 0:
+            self._first, self._headers = _body_decoder.decode(answer.body), answer.headers
+
+    def whole(self) -> Answer:
+        """Return the merged answer, once that of each prompt is there.
+
+        Raises:
+            EngineError: one of them is not a completion.
+        """
+        places = sorted(self._choices)
+        try:
+            usage = add_up([self._usages[place] for place in places], details_of=-1)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise EngineError(f"an engine's answer is not a completion: {error!r}") from None
+        choices = b"[%b]" % b",".join(filter(None, (self._choices[place] for place in places)))
+        merged = {**self._first, "choices": msgspec.Raw(choices), "usage": msgspec.Raw(usage)}
+        return Answer(200, self._headers, msgspec.json.encode(merged))
 
 
 def merge_usage_events(events: Sequence[bytes]) -> bytes:
@@ -64,10 +92,10 @@ class MergedStream:
 
     def __init__(self, output: Output) -> None:
         self._output = output
-        self._pressure: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self._pressure: dict[_Channel, tuple[Callable[[], None], Callable[[], None]]] = {}
         output.on_pressure(self._pause, self._resume)
 
-    def channel(self) -> Output:
+    def channel(self) -> _Channel:
         """Return the output for one of the streams."""
         return _Channel(self)
 
@@ -94,16 +122,20 @@ class MergedStream:
         """Whose request it is."""
         return self._output.client
 
-    def listen(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
+    def listen(self, channel: _Channel, pause: Callable[[], None], resume: Callable[[], None]) -> None:
         """Have one stream's source told of pressure."""
-        self._pressure.append((pause, resume))
+        self._pressure[channel] = pause, resume
+
+    def forget(self, channel: _Channel) -> None:
+        """Tell a stream that is over nothing more."""
+        self._pressure.pop(channel, None)
 
     def _pause(self) -> None:
-        for pause, _ in self._pressure:
+        for pause, _ in list(self._pressure.values()):
             pause()
 
     def _resume(self) -> None:
-        for _, resume in self._pressure:
+        for _, resume in list(self._pressure.values()):
             resume()
 
 
@@ -149,4 +181,8 @@ class _Channel:
         """The owner breaks the stream off."""
 
     def on_pressure(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
-        self._stream.listen(pause, resume)
+        self._stream.listen(self, pause, resume)
+
+    def over(self) -> None:
+        """The stream has ended."""
+        self._stream.forget(self)

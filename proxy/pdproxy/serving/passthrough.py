@@ -30,6 +30,7 @@ from pdproxy.kit.ids import mint, usable
 from pdproxy.observe.events import DeadlinePassed, Gaps, LegTimes, RequestEnded
 from pdproxy.scheduling.ledger import Lease, Verdict
 from pdproxy.serving.admission import Admission
+from pdproxy.serving.bodies import Bodies
 from pdproxy.serving.clients import Client
 from pdproxy.serving.engines import Engines, Heading
 from pdproxy.serving.keys import CHALLENGE, Keys
@@ -39,8 +40,9 @@ from pdproxy.serving.verdicts import is_clients_fault, refused, verdict_of
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
 from pdproxy.upstream.passthrough import Leg, PassthroughLegs
+from pdproxy.wire.bounds import Body
 from pdproxy.wire.dialects import WholeEvents, failure_body, failure_event
-from pdproxy.wire.passed import PassedBody, read
+from pdproxy.wire.passed import PassedBody
 from pdproxy.wire.reading import check_content_type
 
 logger = logging.getLogger("pdproxy")
@@ -58,7 +60,7 @@ class PassedRequest:
     authorization: bytes | None
     content_type: str
     forward: tuple[tuple[bytes, bytes], ...]
-    body: bytes
+    body: Body
 
 
 class Sink(Protocol):
@@ -110,11 +112,14 @@ class _Report:
 class Passthrough:
     """Serves the routes of the kind `PASSED`."""
 
-    def __init__(self, engines: Engines, admission: Admission, keys: Keys, legs: PassthroughLegs) -> None:
+    def __init__(
+        self, engines: Engines, admission: Admission, keys: Keys, legs: PassthroughLegs, bodies: Bodies
+    ) -> None:
         self._engines = engines
         self._admission = admission
         self._keys = keys
         self._legs = legs
+        self._bodies = bodies
 
     async def serve(self, request: PassedRequest, sink: Sink) -> None:
         """Answer a request through `sink`. Raises nothing but CancelledError: a shutdown, or the client has left."""
@@ -148,7 +153,7 @@ class Passthrough:
     async def _admitted(self, request: PassedRequest, sink: Sink, report: _Report) -> None:
         self._keys.check(request.authorization)
         check_content_type(request.content_type, request.body)
-        body = read(request.entry.dialect, request.body)
+        body = await self._bodies.passed(request.entry.dialect, request.body)
         report.model = body.model
         async with self._engines.clock.within(self._engines.deadlines.total):
             await self._admission.enter(sink.client)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 from pdproxy.kit.errors import (
     ClientLeftError,
     EngineError,
-    EngineRefusedError,
     EngineTimeoutError,
     Fault,
     OverloadedError,
@@ -24,27 +23,28 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.kit.frames import frames, let_go
 from pdproxy.kit.ids import mint, usable
-from pdproxy.observe.events import DeadlinePassed, Gaps, RequestEnded
+from pdproxy.observe.events import DeadlinePassed, RequestEnded
 from pdproxy.serving.admission import Admission
+from pdproxy.serving.bodies import Bodies
 from pdproxy.serving.engines import Engines, Heading
 from pdproxy.serving.exchange import Exchange
 from pdproxy.serving.keys import CHALLENGE, Keys
-from pdproxy.serving.merge import MergedStream, merge_answers, merge_usage_events
+from pdproxy.serving.lists import PromptList
+from pdproxy.serving.merge import merge_usage_events
 from pdproxy.serving.output import Output
-from pdproxy.serving.relay import Parts, Relay
+from pdproxy.serving.relay import Relay
+from pdproxy.serving.tally import Tally
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
-from pdproxy.upstream.room import AnswerRoom
 from pdproxy.wire import sse
 from pdproxy.wire.errors import error_body
+from pdproxy.wire.fields import body_request_id
 from pdproxy.wire.reading import check_content_type
-from pdproxy.wire.request import Incoming, Parsed, body_request_id, parse
+from pdproxy.wire.request import Incoming, Parsed
 
 logger = logging.getLogger("pdproxy")
 
 _PASSED_HEADERS = (b"content-type", b"retry-after")
-PROMPTS_AT_ONCE = 16
-"""Prompts of one list that are under way at once: a list takes one place of `limits.max_inflight`, and must not take all."""
 JSON_TYPE = (b"content-type", b"application/json")
 
 
@@ -56,7 +56,9 @@ class _Report:
     received: float
     model: str | None = None
     admitted: float | None = None
-    exchanges: Sequence[Exchange] = ()
+    exchange: Exchange | None = None
+    """The only one of a request that is no list."""
+    tally: Tally = field(default_factory=Tally)
     first: float | None = None
     status: int = 0
 
@@ -64,10 +66,11 @@ class _Report:
 class Service:
     """Serves the two generating routes."""
 
-    def __init__(self, engines: Engines, admission: Admission, keys: Keys) -> None:
+    def __init__(self, engines: Engines, admission: Admission, keys: Keys, bodies: Bodies) -> None:
         self._engines = engines
         self._admission = admission
         self.keys = keys
+        self._bodies = bodies
 
     async def generate(self, incoming: Incoming, output: Output) -> None:
         """Answer a request through `output`. Raises nothing but CancelledError, at a shutdown or when the client has left."""
@@ -76,7 +79,7 @@ class Service:
         error: PdproxyError | None = None
         admitted = False
         try:
-            run = self._read(incoming, report)
+            run = await self._read(incoming, report)
             async with self._engines.clock.within(self._engines.deadlines.total):
                 await self._admission.enter(output.client)
                 admitted = True
@@ -107,7 +110,7 @@ class Service:
             if error is not None:
                 let_go(error)
 
-    def _read(self, incoming: Incoming, report: _Report) -> _Run:
+    async def _read(self, incoming: Incoming, report: _Report) -> _Run:
         """Read a request, and return what serves it.
 
         From here on, the body is in the exchanges' hands alone: they let go of it once no engine needs it any more.
@@ -115,7 +118,7 @@ class Service:
         self.keys.check(incoming.authorization)
         body, incoming.body = incoming.body, b""
         check_content_type(incoming.content_type, body)
-        parsed = parse(incoming.route, body)
+        parsed = await self._bodies.request(incoming.route, body)
         report.model = parsed.model
         if incoming.request_id is None:
             report.request_id = usable(body_request_id(parsed.fields)) or report.request_id
@@ -133,11 +136,12 @@ class Service:
         new_relay = partial(
             Relay, wants_usage=not parsed.adds_usage, takes_ids=parsed.adds_ids, room=self._engines.room
         )
-        report.exchanges = (Exchange(self._engines, parsed, prompt, heading, new_relay),)
+        report.exchange = Exchange(self._engines, parsed, prompt, heading, new_relay)
         return self._serve_one
 
     async def _serve_one(self, output: Output, report: _Report) -> None:
-        (exchange,) = report.exchanges
+        exchange = report.exchange
+        assert exchange is not None
 
         def begin(relay: Relay) -> Output:
             report.first = self._engines.now()
@@ -153,42 +157,29 @@ class Service:
             self._answer(answer, output, report)
 
     async def _serve_list(self, parsed: Parsed, heading: Heading, output: Output, report: _Report) -> None:
-        parts = Parts()
-        exchanges = [
-            Exchange(self._engines, parsed, prompt, heading, _ListRelay(index, parsed, parts, self._engines.room))
-            for index, prompt in enumerate(parsed.prompts)
-        ]
-        report.exchanges = exchanges
-        merged = MergedStream(output)
-
-        def begin(relay: Relay) -> Output:
+        def begin(headers: Headers) -> None:
             if report.first is None:
                 report.first = self._engines.now()
                 report.status = 200
-                output.begin(self._headers(relay.headers, report))
-            return merged.channel()
+                output.begin(self._headers(headers, report))
 
-        try:
-            answers = await _all(exchanges, begin)
-        finally:
-            merged.over()
-        wholes = [answer for answer in answers if answer is not None]
+        prompts = PromptList(self._engines, parsed, heading, output, begin, report.tally)
+        await prompts.run()
         if output.gone:
             return
         if not output.begun:
-            merging = self._engines.room.share(what="the engines sent answers")
-            merging.grow(sum(len(answer.body) for answer in wholes))
-            self._answer(merge_answers(wholes), output, report)
-        elif wholes:
+            self._answer(prompts.answer.whole(), output, report)
+        elif prompts.answer:
             raise EngineError("an engine answered one prompt of a streamed list whole")
         else:
-            self._end_merged(parsed, exchanges, parts, output)
+            self._end_merged(parsed, prompts, output)
 
-    def _end_merged(self, parsed: Parsed, exchanges: Sequence[Exchange], parts: Parts, output: Output) -> None:
-        events = [e.relay.usage_event for e in exchanges if e.relay is not None and e.relay.usage_event is not None]
+    def _end_merged(self, parsed: Parsed, prompts: PromptList, output: Output) -> None:
+        events = [prompts.usage_events[index] for index in sorted(prompts.usage_events)]
+        created = prompts.parts.created
         if parsed.wants_usage and events:
             event = merge_usage_events(events)
-            output.write(event if parts.created is None else sse.with_created(event, parts.created))
+            output.write(event if created is None else sse.with_created(event, created))
         output.write(sse.DONE + sse.END)
         output.finish()
 
@@ -220,15 +211,9 @@ class Service:
 
     def _report(self, incoming: Incoming, report: _Report, error: PdproxyError | None) -> None:
         now = self._engines.now()
-        relays = [exchange.relay for exchange in report.exchanges if exchange.relay is not None]
-        usages = [relay.usage for relay in relays if relay.usage is not None]
-        if len(relays) == 1:
-            gaps = Gaps(relays[0].lane.buckets, relays[0].lane.total)
-        else:
-            gaps = Gaps()
-            for relay in relays:
-                gaps.total += relay.lane.total
-                gaps.buckets = [a + b for a, b in zip(gaps.buckets, relay.lane.buckets, strict=True)]
+        tally = report.tally
+        if report.exchange is not None:
+            tally.add(0, report.exchange)
         outcome = "ok" if error is None else error.fault.value
         if error is None and report.status >= 400:
             outcome = Fault.CLIENT.value
@@ -239,60 +224,16 @@ class Service:
                 model=report.model,
                 outcome=outcome,
                 status=report.status,
-                legs=[exchange.times() for exchange in report.exchanges],
+                legs=tally.legs,
                 queue_s=(report.admitted or now) - report.received,
                 first_s=None if report.first is None else report.first - report.received,
                 total_s=now - report.received,
-                prompt_tokens=sum(usage.prompt_tokens for usage in usages) if usages else None,
-                completion_tokens=sum(usage.completion_tokens or 0 for usage in usages)
-                if usages
-                else sum(relay.lane.tokens or relay.lane.events for relay in relays) or None,
-                gaps=gaps,
+                prompt_tokens=tally.prompt_tokens,
+                completion_tokens=tally.completion_tokens,
+                gaps=tally.gaps,
                 error=None if error is None else error.logged,
             )
         )
 
 
 _Run = Callable[[Output, _Report], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class _ListRelay:
-    """Makes the relays of one prompt of a list."""
-
-    index: int
-    parsed: Parsed
-    parts: Parts
-    room: AnswerRoom
-
-    def __call__(self) -> Relay:
-        return Relay(
-            wants_usage=False,
-            wants_done=False,
-            index=self.index,
-            keeps_usage=self.parsed.wants_usage,
-            parts=self.parts,
-            takes_ids=self.parsed.adds_ids,
-            room=self.room,
-        )
-
-
-async def _all(exchanges: Sequence[Exchange], begin: Callable[[Relay], Output]) -> list[Answer | None]:
-    """Run exchanges at once. The first that fails or is refused ends the others and is raised."""
-
-    places = asyncio.Semaphore(PROMPTS_AT_ONCE)
-
-    async def one(exchange: Exchange) -> Answer | None:
-        async with places:
-            answer = await exchange.run(begin)
-        if answer is not None and answer.status != 200:
-            raise EngineRefusedError("one of the prompts was refused", status=answer.status, body=answer.body)
-        return answer
-
-    tasks = [asyncio.ensure_future(one(exchange)) for exchange in exchanges]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -25,6 +25,7 @@ from pdproxy.tokens.errors import RejectedError, UnsureError
 from pdproxy.tokens.ids import TokenIds, from_numbers
 from pdproxy.tokens.questions import question
 from pdproxy.tokens.tokenizer import ids_of
+from pdproxy.wire.fields import absent
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 THREADS = 2
@@ -33,6 +34,8 @@ WAITING = 64
 """Prompts that may wait for a thread. One more is left to the engines at once, rather than after its deadline."""
 LONGEST = 4 * 2**20
 """Bytes that are read here for a prompt: more would take all of its deadline, and a thread for longer than that."""
+MOST_ITEMS = 20_000
+"""Strings, arrays and objects of a body that is read here: a JSON parser holds the interpreter's lock, and so the event loop."""
 NO_ID = 2**32
 """Token ids are below: engines keep them in 32 bits, and refuse others by themselves."""
 
@@ -122,8 +125,10 @@ class Tokenizing:
 
     @staticmethod
     def _given(parsed: Parsed, prompt: Prompt) -> TokenIds | None:
-        if prompt.raw is None or bytes(parsed.fields.get("truncate_prompt_tokens", b"null")) != b"null":
+        if prompt.raw is None or not absent(parsed.fields, "truncate_prompt_tokens"):
             return None
+        if memoryview(prompt.raw).nbytes > LONGEST:
+            return None  # they are made numbers here, in the event loop
         try:
             ids = _ids_decoder.decode(prompt.raw)
         except msgspec.MsgspecError:
@@ -134,7 +139,7 @@ class Tokenizing:
         trusted = self._trust.trusted(parsed.model, parsed.route)
         if trusted is None:
             return "off", None
-        if _bytes_to_read(parsed, prompt) > LONGEST:
+        if _is_long(parsed, prompt):
             return "long", None
         if self._waiting >= WAITING or len(self._forsaken) >= THREADS:
             return "busy", None
@@ -159,6 +164,8 @@ class Tokenizing:
         self._forsaken.discard(work)
 
     async def _engine(self, parsed: Parsed, prompt: Prompt, authorization: bytes | None) -> _Result:
+        if parsed.route is Route.CHAT and _is_long(parsed, prompt):
+            return "long", None  # parts of it would be read for the question
         try:
             body = question(parsed, prompt)
         except UnsureError:
@@ -178,6 +185,11 @@ class Tokenizing:
             return "rejected" if error.status == 400 else "failed", None
         except (EngineError, OverloadedError):
             return "failed", None
+
+
+def _is_long(parsed: Parsed, prompt: Prompt) -> bool:
+    """Tell whether it would take long to read what a prompt's ids are made of."""
+    return _bytes_to_read(parsed, prompt) > LONGEST or (parsed.route is Route.CHAT and parsed.items > MOST_ITEMS)
 
 
 def _bytes_to_read(parsed: Parsed, prompt: Prompt) -> int:

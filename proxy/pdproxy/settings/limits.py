@@ -24,6 +24,9 @@ class Deadlines(Section, frozen=True):
     client_body: Seconds = 60.0
     """A request's body, once its head is here. A body is sent at once; a client that drips one holds a connection."""
 
+    read_body: Seconds = 10.0
+    """Reading a large body in a reader process, the wait for one included. 64 MiB of images take a fifth of a second."""
+
     queue: Seconds = 30.0
     """A request's wait for a place (`limits.max_inflight`). Clients give up at about this time."""
 
@@ -78,6 +81,18 @@ class Limits(Section, frozen=True):
 
     max_body_bytes: Count = 67_108_864
     """Largest request body in bytes, 64 MiB: a few images in base64, or more text than any context holds."""
+
+    max_body_items: Annotated[int, Meta(ge=40_000, le=2**31 - 1)] = 500_000
+    """Strings (names included), arrays and objects in a body; more is refused with 400. Numbers don't count. Each takes an engine
+    the time of a hundred bytes of text. The longest conversations have 50,000, a `logit_bias` for a whole vocabulary 250,000."""
+
+    max_prompts: Count = 2048
+    """Prompts of one completion, or texts of one embedding, classification, score or ranking; more is refused with 400. What
+    OpenAI's own server takes of texts to embed."""
+
+    body_readers: Annotated[int, Meta(ge=1, le=64)] = 2
+    """Processes that read bodies which would hold up other clients: above 512 KiB, or of very many small parts. Started
+    when needed, 20 MB each. One large body at a time would do, but for a second one of the same moment."""
 
     max_buffered_bytes: Count = 268_435_456
     """Bytes of all requests' bodies that are held at once, 256 MiB: until an engine streams, or has answered whole.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from pdproxy.tokens.errors import UnsureError
-from pdproxy.wire.request import Fields
+from pdproxy.wire.fields import Fields
 
 ContentFormat = Literal["string", "openai"]
 """How a template is given a message's content: as one text, or as a list of parts."""

@@ -24,6 +24,8 @@ import msgspec
 
 LEAST = 256
 """Characters of a piece at the least, but for the last: a look-up must cost less than it spares."""
+WINDOW = 64 * 1024
+"""Characters that are searched in one go: the search holds the interpreter's lock, and the event loop with it, for as long."""
 _ENTRY = 200
 """Bytes that a cache entry takes beside its text and ids, about."""
 
@@ -50,6 +52,7 @@ class Cuts:
         self._starts = frozenset(t.content for t in raw if not t.lstrip and not t.content[0].isspace())
         whole = not any(token.single_word for token in raw)
         self._pattern = re.compile(_longest(token.content for token in raw)) if self._starts and whole else None
+        self._longest = max((len(token.content) for token in raw), default=0)
 
     def pieces(self, text: str) -> Iterator[str]:
         """Yield the pieces of a text, in order. A text that begins alike has the same first pieces, but for the last one."""
@@ -57,12 +60,24 @@ class Cuts:
             yield text
             return
         begin = 0
-        for found in self._pattern.finditer(text):
+        for found in self._found(self._pattern, text):
             at = found.start()
             if at - begin >= LEAST and found.group() in self._starts:
                 yield text[begin:at]
                 begin = at
         yield text[begin:]
+
+    def _found(self, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+        """Yield what `pattern.finditer` would, from windows that overlap by the longest token."""
+        at = 0
+        while at < len(text):
+            after = at + WINDOW
+            found = pattern.search(text, at, after + self._longest)
+            if found is None or found.start() >= after:
+                at = after  # one that begins here has not been seen whole
+                continue
+            yield found
+            at = found.end()
 
 
 def _longest(words: Iterable[str]) -> str:

@@ -13,7 +13,8 @@ import msgspec
 
 from pdproxy.tokens.chat import refuse_unknown, template_arguments
 from pdproxy.tokens.errors import UnsureError
-from pdproxy.wire.request import Fields, Parsed, Prompt, Route
+from pdproxy.wire.fields import Fields
+from pdproxy.wire.request import Parsed, Prompt, Route
 
 _object_decoder = msgspec.json.Decoder(dict[str, Any] | None)
 _CHAT = ("add_generation_prompt", "continue_final_message", "add_special_tokens", "tools")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import encode, raw
-from pdproxy.wire.request import UNSEEN_BY_PREFILL, Fields, Parsed, Prompt, Route
+from pdproxy.wire.fields import Fields
+from pdproxy.wire.request import UNSEEN_BY_PREFILL, Parsed, Prompt, Route
 
 _ONE = raw(b"1")
 _FALSE = raw(b"false")

@@ -15,8 +15,9 @@ import msgspec
 
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.engine import PrefillAnswer
+from pdproxy.wire.fields import Fields
 from pdproxy.wire.notices import Notice
-from pdproxy.wire.request import Alone, Fields, Parsed, Prompt, Route
+from pdproxy.wire.request import Alone, Parsed, Prompt, Route
 
 
 class Order(Enum):

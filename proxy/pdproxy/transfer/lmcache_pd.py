@@ -38,7 +38,8 @@ from pdproxy.transfer.contract import (
     unclaimed,
 )
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
-from pdproxy.wire.request import Alone, Fields, Parsed, Prompt, Route
+from pdproxy.wire.fields import Fields
+from pdproxy.wire.request import Alone, Parsed, Prompt, Route
 
 DEFAULT_CHUNK = 256
 """Tokens in a chunk of LMCache, unless its `chunk_size` says otherwise."""

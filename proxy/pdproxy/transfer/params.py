@@ -11,7 +11,7 @@ from typing import Any
 
 from pdproxy.transfer.contract import raw
 from pdproxy.transfer.plain import as_mapping
-from pdproxy.wire.request import Fields
+from pdproxy.wire.fields import Fields
 
 Params = dict[str, Any]
 

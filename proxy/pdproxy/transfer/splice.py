@@ -11,7 +11,8 @@ import msgspec
 
 from pdproxy.transfer.contract import FirstToken, Handle, raw
 from pdproxy.wire.engine import UNREADABLE
-from pdproxy.wire.request import Fields, Parsed, Route
+from pdproxy.wire.fields import Fields
+from pdproxy.wire.request import Parsed, Route
 
 _NULL = raw(b"null")
 _TRUE = b"true"

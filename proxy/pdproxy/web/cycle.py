@@ -20,6 +20,7 @@ from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.guard import Bounds, GuardedProtocol
 from pdproxy.web.identify import Identify
 from pdproxy.web.room import BodyRoom
+from pdproxy.wire.bounds import LARGE
 from pdproxy.wire.chunks import chunk
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Incoming, Route
@@ -259,7 +260,8 @@ class GenerateCycle(RequestResponseCycle):
         return self._as_read(found)
 
     def _as_read(self, found: dict[bytes, bytes]) -> Incoming:
-        body, self._body = bytes(self._body), b""
+        # A large body stays the buffer that it came in, to which nothing is added any more: a copy would hold up the event loop.
+        body, self._body = self._body if self._size > LARGE else bytes(self._body), b""
         return Incoming(
             route=self._route,
             request_id=found[b"x-request-id"].decode("latin-1") if b"x-request-id" in found else None,

@@ -27,6 +27,7 @@ from pdproxy.serving.routes import Entry
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.identify import Identify
 from pdproxy.web.room import BodyRoom
+from pdproxy.wire.bounds import LARGE, Body
 from pdproxy.wire.dialects import failure_body
 
 Line = tuple[bytes, bytes]
@@ -128,7 +129,7 @@ class PassedAnswer(Response):
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
 
-    async def _body(self, headers: list[Line], receive: Receive) -> bytes:
+    async def _body(self, headers: list[Line], receive: Receive) -> Body:
         passing = self._passing
         too_large = BodyTooLargeError(f"The body is larger than {passing.max_body} bytes", param="body")
         length = next((value for name, value in headers if name == b"content-length"), b"0")
@@ -147,7 +148,7 @@ class PassedAnswer(Response):
             self._size += len(part)
             whole += part
             if not message.get("more_body", False):
-                return bytes(whole)
+                return whole if len(whole) > LARGE else bytes(whole)  # a copy would hold up the event loop
             self._asker.bodies[self] = None
 
 

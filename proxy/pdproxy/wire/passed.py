@@ -10,10 +10,13 @@ from dataclasses import dataclass
 import msgspec
 
 from pdproxy.kit.errors import BadRequestError
+from pdproxy.wire.bounds import DEFAULT, Body, Bounds
 from pdproxy.wire.dialects import Dialect
-from pdproxy.wire.request import Fields, model_of, read_fields
+from pdproxy.wire.fields import Fields, model_of, read_fields_light, says
+from pdproxy.wire.lists import prompts_in
 
-_EMPTY = frozenset((b"null", b"false"))
+_LISTED = ("input", "documents", "text_1", "text_2")
+"""Fields of embeddings, classification, scoring and reranking that may be lists of texts or of token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +28,44 @@ class PassedBody:
     stream: bool
 
 
-def read(dialect: Dialect, body: bytes) -> PassedBody:
+def read_light(dialect: Dialect, body: Body, bounds: Bounds = DEFAULT) -> PassedBody | None:
     """Read a body and write it anew: one reading, so that no engine can find in it what was not seen here.
+
+    None if reading it may take long.
 
     Raises:
         UnreadableError: it is not a JSON object in UTF-8.
+        TooManyPromptsError, TooManyFieldsError: it holds more than one request may.
         BadRequestError: it asks for memory.
     """
-    fields = read_fields(body)
+    fields = read_fields_light(body)
+    if fields is None:
+        return None
+    check_lists(dialect, fields, bounds)
+    return written(dialect, fields)
+
+
+def check_lists(dialect: Dialect, fields: Fields, bounds: Bounds) -> None:
+    """Refuse lists of more texts than one request may have.
+
+    Raises:
+        TooManyPromptsError: one is longer.
+    """
+    if dialect is Dialect.OPENAI:
+        for name in _LISTED:
+            if name in fields:
+                prompts_in(fields[name], bounds.prompts, name)
+
+
+def written(dialect: Dialect, fields: Fields) -> PassedBody:
+    """Return the body that the engine gets.
+
+    Raises:
+        BadRequestError: it asks for memory.
+    """
     if dialect is Dialect.RESPONSES:
         _forget(fields)
-    stream = bytes(fields.get("stream", msgspec.Raw(b"false"))) == b"true"
-    return PassedBody(msgspec.json.encode(fields), model_of(fields), stream)
+    return PassedBody(msgspec.json.encode(fields), model_of(fields), says(fields, "stream", b"true"))
 
 
 def _forget(fields: Fields) -> None:
@@ -45,10 +74,14 @@ def _forget(fields: Fields) -> None:
         ("conversation", "no conversation is stored: send the whole of it as `input`"),
         ("background", "no response is stored to be fetched later"),
     ):
-        if bytes(fields.get(name, msgspec.Raw(b"null"))) not in _EMPTY:
+        if not _empty(fields, name):
             raise BadRequestError(f"`{name}` is not supported: {why}", param=name)
         fields.pop(name, None)
-    if bytes(fields.get("store", msgspec.Raw(b"null"))) not in _EMPTY:
+    if not _empty(fields, "store"):
         raise BadRequestError("`store` is not supported: no response is stored", param="store")
     # vLLM's default is true: an engine that is set to store would keep every response for ever.
     fields["store"] = msgspec.Raw(b"false")
+
+
+def _empty(fields: Fields, name: str) -> bool:
+    return name not in fields or says(fields, name, b"null") or says(fields, name, b"false")

@@ -13,6 +13,7 @@ import re
 from email.message import Message
 
 from pdproxy.kit.errors import UnparsableError, UnreadableError
+from pdproxy.wire.bounds import SMALL, Body, depth
 
 JSON_MEDIA_TYPE = "application/json"
 MOST_DEPTH = 100
@@ -28,23 +29,28 @@ _HIDDEN = (
 )
 
 
-def check_content_type(content_type: str, body: bytes) -> None:
+def check_content_type(content_type: str, body: Body) -> None:
     """Refuse what is not declared as JSON.
 
     Raises:
-        UnreadableError, UnparsableError: a body that calls itself some other JSON (`application/x+json`) is read first.
+        UnreadableError, UnparsableError: a body that calls itself some other JSON (`application/x+json`) is read first, unless
+            that may take long: it is refused whatever it holds.
     """
     if content_type.lower().split(";", maxsplit=1)[0] == JSON_MEDIA_TYPE:
         return
     message = Message()
     message["content-type"] = content_type
     subtype = message.get_content_subtype()
-    if body and message.get_content_maintype() == "application" and (subtype == "json" or subtype.endswith("+json")):
+    if (
+        0 < len(body) <= SMALL
+        and message.get_content_maintype() == "application"
+        and (subtype == "json" or subtype.endswith("+json"))
+    ):
         load(body)
     raise UnreadableError(f"1 validation error:\n  Unsupported Media Type: Only '{JSON_MEDIA_TYPE}' is allowed")
 
 
-def load(body: bytes) -> object:
+def load(body: Body) -> object:
     """Return what a body holds, whatever it is.
 
     Raises:
@@ -59,7 +65,7 @@ def load(body: bytes) -> object:
         raise UnparsableError from None
 
 
-def load_object(body: bytes) -> dict[str, object]:
+def load_object(body: Body) -> dict[str, object]:
     """Return the object that a body holds.
 
     Raises:
@@ -92,28 +98,7 @@ def readable(raw: bytes) -> bool:
         json.loads(raw)
     except (ValueError, RecursionError):
         return False
-    return raw.count(b"[") + raw.count(b"{") <= MOST_DEPTH or _depth(raw) <= MOST_DEPTH
-
-
-def _depth(raw: bytes) -> int:
-    depth = deepest = 0
-    in_string = escaped = False
-    for byte in raw:
-        if in_string:
-            if escaped:
-                escaped = False
-            elif byte == 0x5C:
-                escaped = True
-            elif byte == 0x22:
-                in_string = False
-        elif byte == 0x22:
-            in_string = True
-        elif byte in b"[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif byte in b"]}":
-            depth -= 1
-    return deepest
+    return raw.count(b"[") + raw.count(b"{") <= MOST_DEPTH or depth(raw) <= MOST_DEPTH
 
 
 def _shown(value: object) -> str:

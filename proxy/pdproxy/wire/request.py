@@ -5,26 +5,23 @@ Owns the reading of an OpenAI body. Every top-level field is kept as the raw JSO
 that the prefill leg rewrites must have their canonical JSON type; anything else marks the request `unusual`, which
 sends it whole to one engine, so that the engine's own validation answers and no KV is ever at stake. So does a body that
 only the engines' own parser takes (`wire.reading`): it is parsed, cleaned and written anew.
+
+`parse_light` reads what takes a few milliseconds; anything else is read by `parse`, in another process (`wire.reader`).
 """
 
 from __future__ import annotations
 
 import re
 from enum import Enum
-from typing import TypeVar
 
 import msgspec
 
 from pdproxy.wire import reading
+from pdproxy.wire.bounds import DEFAULT, LARGE, SMALL, Body, Bounds, is_light
+from pdproxy.wire.fields import Fields, absent, model_of, plain_fields, read, says, unusual_fields
+from pdproxy.wire.lists import Span, part, prompts_in
 from pdproxy.wire.model import model_name
 
-_T = TypeVar("_T")
-_NULL = msgspec.Raw(b"null")
-Fields = dict[str, msgspec.Raw]
-"""Top-level fields of a JSON object, each as the bytes that were on the wire."""
-
-NEVER_FROM_CLIENTS = ("kv_transfer_params", "ec_transfer_params")
-"""A made-up KV handle kills an engine (vLLM 0.32.0): removed wherever a client could put one."""
 UNSEEN_BY_PREFILL = (
     "stream_options",
     "logprobs",
@@ -36,13 +33,8 @@ UNSEEN_BY_PREFILL = (
     "response_format",
 )
 """Fields that a prefill leg may do without. None of them changes the prompt, save a chat's `response_format`."""
-_NESTED_CARRIERS = (("vllm_xargs",), ("sampling_params", "extra_args"))
-
 _HUGE_INT = re.compile(rb"(?<![0-9])[0-9]{4301}")
 """Python's parser takes no integer of more than 4300 digits. Only a run's beginning is tried: each digit would be quadratic."""
-
-_fields_decoder = msgspec.json.Decoder(Fields)
-_items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class Route(Enum):
@@ -83,7 +75,7 @@ class Incoming(msgspec.Struct):
     authorization: bytes | None
     content_type: str
     forward: tuple[tuple[bytes, bytes], ...]
-    body: bytes
+    body: Body
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -111,11 +103,13 @@ class Parsed(msgspec.Struct, frozen=True):
     prompts: tuple[Prompt, ...]
     alone: Alone | None
     body_bytes: int
+    items: int = 0
+    """Strings, arrays and objects in the body; 0 where there were too few to be counted."""
 
     @property
     def starts_in_silence(self) -> bool:
         """Whether nothing shows that an engine is at work before it is done: an answer in one piece, or thoughts kept back."""
-        return not self.stream or bytes(self.fields.get("include_reasoning", msgspec.Raw(b""))) == b"false"
+        return not self.stream or says(self.fields, "include_reasoning", b"false")
 
     @property
     def adds_usage(self) -> bool:
@@ -138,7 +132,7 @@ class Parsed(msgspec.Struct, frozen=True):
             and self.alone is None
             and not self.starts_in_silence
             and "tools" not in self.fields
-            and bytes(self.fields.get("return_token_ids", _NULL)) != b"true"
+            and not says(self.fields, "return_token_ids", b"true")
         )
 
 
@@ -158,147 +152,126 @@ _messages_decoder = msgspec.json.Decoder(list[_Message])
 _parts_decoder = msgspec.json.Decoder(list[Fields])
 _bool_decoder = msgspec.json.Decoder(bool | None)
 _int_decoder = msgspec.json.Decoder(int | None)
-_str_decoder = msgspec.json.Decoder(str | None)
 _stream_options_decoder = msgspec.json.Decoder(_StreamOptions | None)
-_object_decoder = msgspec.json.Decoder(Fields)
 
 
-def parse(route: Route, body: bytes) -> Parsed:
+class _HeavyError(Exception):
+    """More of a body than `SMALL` has to become objects."""
+
+
+def parse(route: Route, body: Body, bounds: Bounds = DEFAULT) -> Parsed:
     """Read a body.
 
     Raises:
         UnreadableError, UnparsableError: no engine would take it as a JSON object.
+        TooManyPromptsError, TooManyFieldsError: it holds more than one request may.
     """
-    fields = _plain_fields(body)
-    if fields is None:
-        return _unusual(route, _unusual_fields(body), body)
+    return _parsed(route, body, bounds, len(body))
+
+
+def parse_light(route: Route, body: Body, bounds: Bounds = DEFAULT) -> Parsed | None:
+    """Read a body that takes a few milliseconds, None if it may take longer. Raises as `parse`."""
+    if not is_light(body):
+        return None
     try:
-        model = model_name(fields.get("model"))
-        stream = bool(_read(fields, "stream", _bool_decoder))
-        wants_usage = _wants_usage(fields, stream)
-        is_list, prompts, non_text = _messages(fields) if route is Route.CHAT else _prompts(fields)
-        alone = Alone.NON_TEXT if non_text else _alone(fields, route)
-        _check_unseen(fields)
-    except (_UnusualError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return _unusual(route, fields, body)
-    return Parsed(route, fields, model, stream, wants_usage, is_list, prompts, alone, len(body))
+        return _parsed(route, body, bounds, SMALL)
+    except _HeavyError:
+        return None
 
 
-def _unusual(route: Route, fields: Fields, body: bytes) -> Parsed:
-    # wants_usage: an engine may yet read the request as a stream with usage, and then that event is the client's.
-    return Parsed(route, fields, model_of(fields), False, True, False, (), Alone.UNUSUAL, len(body))
+def _parsed(route: Route, body: Body, bounds: Bounds, most_objects: int) -> Parsed:
+    fields = plain_fields(body)
+    if fields is not None:
+        return understood(route, fields, len(body), bounds, most_objects)
+    if len(body) > most_objects:
+        raise _HeavyError
+    return unusual(route, unusual_fields(body), len(body), bounds)
 
 
-def read_fields(body: bytes) -> Fields:
-    """Return a body's fields without any KV handle of a client's making.
+def understood(route: Route, fields: Fields, size: int, bounds: Bounds, most_objects: int) -> Parsed:
+    """Return what a plain body of `size` bytes asks for. `most_objects`: bytes of it that may become objects.
 
     Raises:
-        UnreadableError, UnparsableError: no engine would take it as a JSON object.
+        TooManyPromptsError: it asks for more than one request may.
     """
-    fields = _plain_fields(body)
-    return _unusual_fields(body) if fields is None else fields
-
-
-def _plain_fields(body: bytes) -> Fields | None:
-    """Return the fields of a plain JSON object in UTF-8, None if it is something else."""
+    spans = _listed(route, fields, bounds)
     try:
-        fields = _fields_decoder.decode(body)
-        if not body.isascii():
-            body.decode()  # what was skipped as `Raw` was not checked
-        strip_handles(fields)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    return fields
+        model = model_name(fields.get("model"))
+        stream = bool(read(fields, "stream", _bool_decoder))
+        wants_usage = _wants_usage(fields, stream)
+        is_list, prompts, non_text = _messages(fields) if route is Route.CHAT else _prompts(fields, spans)
+        alone = Alone.NON_TEXT if non_text else _alone(fields, route)
+        _check_unseen(fields, most_objects)
+    except (_UnusualError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return unusual(route, fields, size, bounds)
+    return Parsed(route, fields, model, stream, wants_usage, is_list, prompts, alone, size)
 
 
-def _unusual_fields(body: bytes) -> Fields:
-    """Read a body that only the engines' own parser may take. Its keys may be spelled in any way: here they are plain."""
-    value = reading.load_object(body)
-    _strip_from(value, ())
-    for path in _NESTED_CARRIERS:
-        _strip_from(value, path)
-    return {name: msgspec.Raw(reading.dump(item)) for name, item in value.items() if _is_text_key(name)}
+def unusual(route: Route, fields: Fields, size: int, bounds: Bounds) -> Parsed:
+    """Return a request that one engine is to judge.
+
+    Raises:
+        TooManyPromptsError: it asks for more than one request may.
+    """
+    _listed(route, fields, bounds)
+    # wants_usage: an engine may yet read the request as a stream with usage, and then that event is the client's.
+    return Parsed(route, fields, model_of(fields), False, True, False, (), Alone.UNUSUAL, size)
 
 
-def _is_text_key(name: str) -> bool:
-    # No field that an engine knows has half a surrogate pair in its name, and a name must be UTF-8 to be written.
-    return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
-
-
-def _check_unseen(fields: Fields) -> None:
+def _check_unseen(fields: Fields, most: int) -> None:
     """Make sure that decode engines can parse what prefill engines never see, or a prefill would have been for nothing."""
-    for name in UNSEEN_BY_PREFILL:
-        if name in fields and not reading.readable(bytes(fields[name])):
-            raise _UnusualError
-
-
-def body_request_id(fields: Fields) -> str | None:
-    """Return the `request_id` of the body, which vLLM uses where no header names one."""
-    try:
-        return _str_decoder.decode(fields["request_id"]) if "request_id" in fields else None
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return None
-
-
-def _read(fields: Fields, name: str, decoder: msgspec.json.Decoder[_T]) -> _T | None:
-    raw = fields.get(name)
-    return None if raw is None else decoder.decode(raw)
-
-
-def _absent(fields: Fields, name: str) -> bool:
-    return name not in fields or bytes(fields[name]) == b"null"
-
-
-def model_of(fields: Fields) -> str | None:
-    """Return the model that a body names, None if it names none that could be one."""
-    try:
-        return model_name(fields.get("model"))
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return None
+    unseen = [fields[name] for name in UNSEEN_BY_PREFILL if name in fields]
+    size = sum(memoryview(raw).nbytes for raw in unseen)
+    if size > LARGE:
+        raise _UnusualError  # no schema is as long: to read it would take its time, and its memory
+    if size > most:
+        raise _HeavyError
+    if not all(reading.readable(bytes(raw)) for raw in unseen):
+        raise _UnusualError
 
 
 def _wants_usage(fields: Fields, stream: bool) -> bool:
-    options = _read(fields, "stream_options", _stream_options_decoder)
+    options = read(fields, "stream_options", _stream_options_decoder)
     if options is not None and not stream:
         raise _UnusualError  # the engine refuses it, the prefill leg would not
     return options is not None and bool(options.include_usage)
 
 
 def _alone(fields: Fields, route: Route) -> Alone | None:
-    n = _read(fields, "n", _int_decoder)
+    n = read(fields, "n", _int_decoder)
     if n is not None and n != 1:
         return Alone.N
-    if _read(fields, "echo", _bool_decoder):
+    if read(fields, "echo", _bool_decoder):
         return Alone.ECHO
-    if _read(fields, "prompt_logprobs", _int_decoder) is not None:
+    if read(fields, "prompt_logprobs", _int_decoder) is not None:
         return Alone.PROMPT_LOGPROBS
-    if _read(fields, "use_beam_search", _bool_decoder):
+    if read(fields, "use_beam_search", _bool_decoder):
         return Alone.BEAM_SEARCH
-    limits = [_read(fields, name, _int_decoder) for name in ("max_tokens", "max_completion_tokens")]
-    least = _read(fields, "min_tokens", _int_decoder) or 0
+    limits = [read(fields, name, _int_decoder) for name in ("max_tokens", "max_completion_tokens")]
+    least = read(fields, "min_tokens", _int_decoder) or 0
     for limit in limits:
         if limit is not None and (limit < 1 or limit < least):
             raise _UnusualError  # every engine refuses it: so no prefill is spent on it
     if least < 0:
         raise _UnusualError
-    _read(fields, "return_token_ids", _bool_decoder)
+    read(fields, "return_token_ids", _bool_decoder)
     if route is Route.CHAT:
-        logprobs = _read(fields, "logprobs", _bool_decoder)
-        top = _read(fields, "top_logprobs", _int_decoder)
+        logprobs = read(fields, "logprobs", _bool_decoder)
+        top = read(fields, "top_logprobs", _int_decoder)
         if top and not logprobs:
             raise _UnusualError
-        if _read(fields, "return_prompt_text", _bool_decoder):
+        if read(fields, "return_prompt_text", _bool_decoder):
             return Alone.ECHO  # a decode engine that is handed a chat's ids has no text of it (vLLM 0.32.0)
     else:
-        logprobs = _read(fields, "logprobs", _int_decoder) is not None
-    if not logprobs and not _absent(fields, "logprob_token_ids"):
+        logprobs = read(fields, "logprobs", _int_decoder) is not None
+    if not logprobs and not absent(fields, "logprob_token_ids"):
         raise _UnusualError
     return None
 
 
 def _messages(fields: Fields) -> tuple[bool, tuple[Prompt, ...], bool]:
     """Return (is a list, the one prompt, whether any content is not text)."""
-    messages = _read(fields, "messages", _messages_decoder)
+    messages = read(fields, "messages", _messages_decoder)
     if not messages:
         raise _UnusualError
     size, non_text = 0, False
@@ -315,29 +288,34 @@ def _is_text(part: Fields) -> bool:
     return part.keys() <= {"type", "text"} and bytes(part.get("type", msgspec.Raw(b""))) == b'"text"'
 
 
-def _prompts(fields: Fields) -> tuple[bool, tuple[Prompt, ...], bool]:
-    """Return (is a list, the prompts in order, whether any is not text)."""
-    if not _absent(fields, "prompt_embeds"):
+def _listed(route: Route, fields: Fields, bounds: Bounds) -> list[Span] | None:
+    """Return where the prompts of a list are, None if there is no list of them."""
+    if route is Route.CHAT:
+        return None
+    if "prompt_embeds" in fields:
+        prompts_in(fields["prompt_embeds"], bounds.prompts, "prompt_embeds")
+    return prompts_in(fields["prompt"], bounds.prompts, "prompt") if "prompt" in fields else None
+
+
+def _prompts(fields: Fields, spans: list[Span] | None) -> tuple[bool, tuple[Prompt, ...], bool]:
+    """Return (is a list, the prompts in order, whether any is not text). `spans`: where a list's prompts are."""
+    if not absent(fields, "prompt_embeds"):
         return False, (), True
     raw = fields.get("prompt")
     if raw is None:
         raise _UnusualError
-    one = _one_prompt(raw)
-    if one is not None:
-        return False, (one,), False
+    if spans is None:
+        return False, (_one_prompt(raw),), False
     if _HUGE_INT.search(raw):
         raise _UnusualError  # the prompts before it would be at work when it is refused
-    prompts = tuple(_one_prompt(item) for item in _items_decoder.decode(raw))
-    if not prompts or None in prompts:
-        raise _UnusualError
-    kinds = {prompt.tokens is None for prompt in prompts if prompt is not None}
-    if len(kinds) != 1:
+    prompts = tuple(_one_prompt(part(raw, span)) for span in spans)
+    if len({prompt.tokens is None for prompt in prompts}) != 1:
         raise _UnusualError  # texts and token ids mixed
-    return True, tuple(prompt for prompt in prompts if prompt is not None), False
+    return True, prompts, False
 
 
-def _one_prompt(raw: msgspec.Raw) -> Prompt | None:
-    """Return a text or an array of token ids as a prompt; None for an array of prompts."""
+def _one_prompt(raw: msgspec.Raw) -> Prompt:
+    """Return a text or an array of token ids as a prompt."""
     view = bytes(raw)
     if view[:1] == b'"':
         if len(view) == 2:
@@ -347,39 +325,4 @@ def _one_prompt(raw: msgspec.Raw) -> Prompt | None:
         inside = view[1:-1].lstrip()
         if inside and inside[0] in b"0123456789":
             return Prompt(raw, inside.count(b",") + 1, 0)
-        if inside and inside[0] in b'"[':
-            return None
     raise _UnusualError
-
-
-def strip_handles(fields: Fields) -> None:
-    """Remove KV handles from a body's fields, wherever a client could have put one."""
-    for name in NEVER_FROM_CLIENTS:
-        fields.pop(name, None)
-    for path in _NESTED_CARRIERS:
-        if path[0] in fields:
-            fields[path[0]] = _without_handles(fields[path[0]], path[1:])
-
-
-def _strip_from(value: object, path: tuple[str, ...]) -> None:
-    """Remove handles from the object at `path` below an object; what is no object cannot hold one."""
-    for name in path:
-        value = value.get(name) if isinstance(value, dict) else None
-    if isinstance(value, dict):
-        for name in NEVER_FROM_CLIENTS:
-            value.pop(name, None)
-
-
-def _without_handles(raw: msgspec.Raw, path: tuple[str, ...]) -> msgspec.Raw:
-    """Return an object without handles at `path` below it; what is no object cannot hold one."""
-    try:
-        inner = _object_decoder.decode(raw)
-    except msgspec.ValidationError:  # no object: the raw bytes are known to be JSON
-        return raw
-    if path:
-        if path[0] in inner:
-            inner[path[0]] = _without_handles(inner[path[0]], path[1:])
-    else:
-        for name in NEVER_FROM_CLIENTS:
-            inner.pop(name, None)
-    return msgspec.Raw(msgspec.json.encode(inner))

@@ -20,7 +20,8 @@ from pdproxy.lab.check.facts import EngineFacts, Reach, Side, Trouble
 from pdproxy.lab.check.options import Options
 from pdproxy.transfer.contract import NO_DISPATCH, Contract, Handle
 from pdproxy.wire.engine import prefill_answer
-from pdproxy.wire.request import Fields, Parsed
+from pdproxy.wire.fields import Fields
+from pdproxy.wire.request import Parsed
 
 PULL = "pull"
 _NOTHING = 1e-9
