@@ -20,7 +20,7 @@ from pdproxy.serving.ready import KvReady
 from pdproxy.serving.relay import Relay
 from pdproxy.sim.memory import EMPTY
 from pdproxy.transfer import bodies, nixl
-from pdproxy.wire import request
+from pdproxy.wire import fields
 from tests.conformance.engines import BRISK, Rig, rig
 
 Inject = Callable[[Rig, pytest.MonkeyPatch], None]
@@ -63,7 +63,7 @@ def says(fault: str) -> Inject:
 
 def client_handles_pass(engines: Rig, patch: pytest.MonkeyPatch) -> None:
     """The proxy lets a client's own handle through."""
-    patch.setattr(request, "strip_handles", lambda fields: None)
+    patch.setattr(fields, "strip_handles", lambda fields: None)
 
 
 def splits_all(engines: Rig, patch: pytest.MonkeyPatch) -> None:

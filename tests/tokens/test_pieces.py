@@ -124,3 +124,30 @@ def test_thousands_of_added_tokens_are_found_fast() -> None:
     started = time.perf_counter()
     assert list(cuts.pieces(text))[-1] == "<unused5999>"
     assert time.perf_counter() - started < 5  # a tenth of that; going through all would be minutes
+
+
+@given(
+    text=st.lists(st.sampled_from([*SPECIALS, "x", "<|im_", "hello"]), max_size=60).map("".join),
+    window=st.integers(1, 40),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_a_text_is_searched_in_windows(text: str, window: int) -> None:
+    """None is longer than its bound, and what is found is what a search of the whole finds."""
+    cuts = Cuts(byte_level_tokens())
+    assert cuts._pattern is not None
+    wide = [(one.start(), one.group()) for one in cuts._pattern.finditer(text)]
+    seen: list[int] = []
+
+    class Looking:
+        """The pattern, and how much of the text it was shown at once."""
+
+        def search(self, text: str, at: int, end: int) -> Any:
+            seen.append(min(end, len(text)) - at)
+            assert cuts._pattern is not None
+            return cuts._pattern.search(text, at, end)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces_module, "WINDOW", window)
+        narrow = [(one.start(), one.group()) for one in cuts._found(Looking(), text)]  # type: ignore[arg-type]
+    assert narrow == wide
+    assert max(seen, default=0) <= window + cuts._longest

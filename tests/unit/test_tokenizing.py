@@ -315,3 +315,21 @@ async def test_too_many_and_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await asyncio.gather(*waiting) == [OURS, OURS]
         assert s.results == [("here", "long"), ("here", "busy"), ("here", "ok"), ("here", "ok")]
         assert await s.ids() == OURS
+
+
+async def test_a_chat_of_very_many_parts_is_left_to_the_engines() -> None:
+    """Its JSON would be read in a thread, which holds up the event loop all the same; nor is an engine's question made of it."""
+    for required in (False, True):
+        async with stage(required=required) as s:
+            parsed = msgspec.structs.replace(s.parsed(Route.CHAT), items=tokenizing.MOST_ITEMS + 1)
+            assert await s.tokenizing.ids(parsed, parsed.prompts[0]) is None
+            assert not s.asked
+            assert {event.result for event in s.events if isinstance(event, Tokenized)} == {"long"}
+
+
+async def test_very_many_ids_of_a_client_are_not_made_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a contract would compute with them: such a prompt is served by one engine."""
+    monkeypatch.setattr(tokenizing, "LONGEST", 20)
+    async with stage(required=True) as s:
+        assert await s.ids(prompt=[1, 2, 3]) is not None
+        assert await s.ids(prompt=[11111, 22222, 33333, 44444]) is None
