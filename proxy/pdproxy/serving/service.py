@@ -26,12 +26,13 @@ from pdproxy.kit.frames import frames, let_go
 from pdproxy.kit.ids import mint, usable
 from pdproxy.observe.events import DeadlinePassed, Gaps, RequestEnded
 from pdproxy.serving.admission import Admission
+from pdproxy.serving.batch import Parts
 from pdproxy.serving.engines import Engines, Heading
 from pdproxy.serving.exchange import Exchange
 from pdproxy.serving.keys import CHALLENGE, Keys
 from pdproxy.serving.merge import MergedStream, merge_answers, merge_usage_events
 from pdproxy.serving.output import Output
-from pdproxy.serving.relay import Parts, Relay
+from pdproxy.serving.relay import Relay
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
 from pdproxy.upstream.room import AnswerRoom
