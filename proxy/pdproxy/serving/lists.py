@@ -10,11 +10,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from pdproxy.kit.errors import EngineRefusedError
+from pdproxy.serving.batch import Parts
 from pdproxy.serving.engines import Engines, Heading
 from pdproxy.serving.exchange import Exchange
 from pdproxy.serving.merge import MergedAnswer, MergedStream
 from pdproxy.serving.output import Output
-from pdproxy.serving.relay import Parts, Relay
+from pdproxy.serving.relay import Relay
 from pdproxy.serving.tally import Tally
 from pdproxy.upstream.connection import Headers
 from pdproxy.wire.request import Parsed

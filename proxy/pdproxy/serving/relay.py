@@ -19,19 +19,16 @@ from enum import Enum
 from pdproxy.kit.clock import Clock, Timer
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, PdproxyError, Wait
 from pdproxy.kit.flag import Flag
+from pdproxy.serving.batch import Parts, crumbs, for_events, whole_events
 from pdproxy.serving.lane import Lane
 from pdproxy.serving.output import Output
 from pdproxy.serving.verdicts import failure_in
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers, Leg
-from pdproxy.upstream.room import AnswerRoom, Share
+from pdproxy.upstream.room import AnswerRoom
 from pdproxy.wire import sse, tokens
 from pdproxy.wire.engine import Usage, usage_of
 from pdproxy.wire.usage import with_cache
-
-MAX_EVENT = 16 << 20
-"""Bytes of a stream that are held: an event that is not whole, and what comes before the first data. The
-ids of a prompt of a million tokens take half of it. An event of this size holds up the event loop for 0.1 s."""
 
 
 class _Phase(Enum):
@@ -39,13 +36,6 @@ class _Phase(Enum):
     PROVEN = "proven"
     FLOWING = "flowing"
     ENDED = "ended"
-
-
-class Parts:
-    """What the streams of one list share: the time of creation of the first event that went out."""
-
-    def __init__(self) -> None:
-        self.created: bytes | None = None
 
 
 class StreamStarted:
@@ -131,7 +121,7 @@ class Relay:
         self._is_stream = False
         self._held: list[bytes] = []  # of a stream, until it flows
         self.room = AnswerRoom() if room is None else room
-        self._share: Share | None = None  # all that is held; it keeps a whole answer, or the beginning of an event
+        self._share = self.room.share()  # all that is held; it keeps a whole answer, or the beginning of an event
         self._saw_done = False
         self._finished: list[bytes] = []
         self._output: Output | None = None
@@ -166,8 +156,7 @@ class Relay:
         held, self._held = self._held, []
         if held:
             batch = b"".join(held)
-            if self._share is not None:
-                self._share.shrink(len(batch))
+            self._share.shrink(len(batch))
             self._forward(tokens.without_prompt(batch) if self._takes_ids else batch)
         if self._ending is not None:
             self._over(self._ending)
@@ -218,30 +207,19 @@ class Relay:
         self._status, self._headers = status, headers
         content_type = next((value for name, value in headers if name == b"content-type"), b"")
         self._is_stream = status == 200 and content_type.startswith(b"text/event-stream")
-        self._share = self.room.share(MAX_EVENT, "the engine sent an event") if self._is_stream else self.room.share()
         self.accepted.set()
-        if not self._is_stream:
+        if self._is_stream:
+            for_events(self._share)
+        else:
             self._share.expect(headers)
 
     def data(self, chunk: bytes) -> None:
-        share = self._share
-        assert share is not None
         if not self._is_stream:
-            share.add(chunk)
+            self._share.add(chunk)
             return
         self.lane.plain = False
-        if share.kept:
-            if chunk.find(sse.END) < 0 and not (chunk.startswith(b"\n") and share.ends_with(b"\n")):
-                share.add(chunk)  # not looked at again before its event is whole: each byte of it is copied once
-                return
-            chunk = share.taken() + chunk
-        if not chunk.endswith(sse.END):
-            cut = chunk.rfind(sse.END) + len(sse.END)
-            if cut < len(sse.END):
-                share.add(chunk)
-                return
-            share.add(chunk[cut:])
-            chunk = chunk[:cut]
+        if (self._share.kept or not chunk.endswith(sse.END)) and not (chunk := whole_events(self._share, chunk)):
+            return
         if self._phase is _Phase.FLOWING:
             self._forward(chunk)
             self._look_ahead()
@@ -250,7 +228,6 @@ class Relay:
 
     def end(self) -> None:
         if not self._is_stream:
-            assert self._share is not None
             body = self._share.whole()
             if self._status == 200:
                 body = with_cache(body, cached=self.cached_tokens, created=self.created_cache_tokens)
@@ -272,18 +249,16 @@ class Relay:
     # -- inside
 
     def _look_ahead(self) -> None:
-        kept = self._share is not None and self._share.kept
-        self.lane.plain = self._phase is _Phase.FLOWING and not kept and not self._finished
+        self.lane.plain = self._phase is _Phase.FLOWING and not self._share.kept and not self._finished
 
     def _hold(self, batch: bytes) -> None:
         """Keep events until one of them is real data: not the opening of a chat, a comment, an error or the end mark."""
-        assert self._share is not None
         self._share.grow(len(batch), "the engine sent a stream without data")
         self._held.append(batch)
         if self._phase is _Phase.PROVEN:
             return
         if sse.is_crumbs(batch):
-            self._fail(_crumbs())
+            self._fail(crumbs())
             return
         real = False
         spaced = sse.is_spaced(batch)
@@ -335,7 +310,7 @@ class Relay:
         """Look at each event of a batch: take out what is ours, mark what ends the stream, return what goes on."""
         passed: list[bytes] = []
         if sse.is_crumbs(batch):
-            self._fail(_crumbs())
+            self._fail(crumbs())
             return b""
         for bare in batch.split(sse.END):
             if not bare:
@@ -377,10 +352,7 @@ class Relay:
     def _as_part(self, event: bytes) -> bytes:
         """Return an event as one of a stream that several make up."""
         if self._parts is not None:
-            if self._parts.created is None:
-                self._parts.created = sse.created_of(event)
-            elif self._parts.created != sse.created_of(event):
-                event = sse.with_created(event, self._parts.created)
+            event = self._parts.joined(event)
         return sse.with_index(event, self._index or 0)
 
     def _take_finished(self) -> list[bytes]:
@@ -404,8 +376,7 @@ class Relay:
         before, self._phase = self._phase, _Phase.ENDED
         self.lane.plain = False
         self._held = []
-        if self._share is not None:
-            self._share.drop()
+        self._share.drop()
         if before is _Phase.HOLDING and not self.first.done():
             self.first.set_exception(error)
             self.first.exception()  # read: a caller that has left must not be reported as careless
@@ -423,7 +394,3 @@ class Relay:
             self._paused = False
             self.lane.last = self._time()
             self._leg.resume()
-
-
-def _crumbs() -> EngineError:
-    return EngineError("the engine sent many lines with next to nothing in them")

@@ -7,10 +7,10 @@ rewritten fails the relay as any other nonsense of an engine would.
 from __future__ import annotations
 
 from pdproxy.kit.errors import EngineError
-from pdproxy.serving.relay import MAX_EVENT, Relay
+from pdproxy.serving.batch import for_events, whole_events
+from pdproxy.serving.relay import Relay
 from pdproxy.transfer.splice import NotACompletionError, Splice
 from pdproxy.upstream.connection import Headers, Sink
-from pdproxy.upstream.room import Share
 from pdproxy.wire import sse
 
 _JSON_TYPE = (b"content-type", b"application/json")
@@ -25,39 +25,28 @@ class Translated(Sink):
         self._splice = splice
         self._status = 0
         self._is_stream = False
-        self._share: Share | None = None
+        self._share = relay.room.share()
 
     def head(self, status: int, headers: Headers) -> None:
         """See `Sink`."""
         content_type = next((value for name, value in headers if name == b"content-type"), b"")
         self._status = status
         self._is_stream = status == 200 and content_type.startswith(b"text/event-stream")
-        room = self._relay.room
-        self._share = room.share(MAX_EVENT, "the engine sent an event") if self._is_stream else room.share()
+        if self._is_stream:
+            for_events(self._share)
         self._relay.head(status, headers)
 
     def data(self, chunk: bytes) -> None:
         """See `Sink`."""
-        share = self._share
-        assert share is not None
         if not self._is_stream:
-            share.add(chunk)
+            self._share.add(chunk)
             return
-        if share.kept:
-            if chunk.find(sse.END) < 0 and not (chunk.startswith(b"\n") and share.ends_with(b"\n")):
-                share.add(chunk)
-                return
-            chunk = share.taken() + chunk
-        whole, end, rest = chunk.rpartition(sse.END)
-        if rest:
-            share.add(rest)
-        if end:
-            self._events(whole)
+        if batch := whole_events(self._share, chunk):
+            self._events(batch.removesuffix(sse.END))
 
     def end(self) -> None:
         """See `Sink`."""
         if not self._is_stream:
-            assert self._share is not None
             body = self._share.taken()
             if self._status == 200:
                 try:

@@ -59,6 +59,10 @@ class Share:
     def __repr__(self) -> str:
         return f"<Share of {self.size} of {self._most} bytes>"
 
+    def limit(self, most: int, what: str) -> None:
+        """Have another bound, and other words for what passes it, before anything is held."""
+        self._most, self._what = min(most, self._most), what
+
     def expect(self, headers: Headers) -> None:
         """Look at an answer's headers; raise EngineError if it says that it is too large."""
         for name, value in headers:
