@@ -12,10 +12,11 @@ import mmap
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 from pdproxy.kit.errors import OverloadedError
 from pdproxy.kit.tasks import TaskOwner
+from pdproxy.kit.turns import NoTurnError, Turns
 from pdproxy.kit.worker import ANSWER, QUESTION
 
 _PIECE = 2**18
@@ -42,17 +43,15 @@ class Workers:
     def __init__(self, module: str, *, most: int, waiting: int, memory: int, idle: float) -> None:
         self._module = module
         self._most = most
-        self._places = waiting
         self._memory = memory
         self._idle_seconds = idle
-        self._free = asyncio.Semaphore(most)
-        self._waiting = 0
+        self._turns = Turns(most, waiting)
         self._all: set[Process] = set()
         self._ending = TaskOwner("workers that end")
         self._idle: dict[Process, asyncio.TimerHandle] = {}
 
     def __repr__(self) -> str:
-        return f"<Workers {len(self._all)} of {self._most}, {len(self._idle)} idle, {self._waiting} waiting>"
+        return f"<Workers {len(self._all)} of {self._most}, {len(self._idle)} idle, {self.waiting} waiting>"
 
     @property
     def busy(self) -> int:
@@ -67,21 +66,24 @@ class Workers:
     @property
     def waiting(self) -> int:
         """Callers that wait for one."""
-        return self._waiting
+        return self._turns.waiting
 
-    async def ask(self, question: bytes, data: bytes | bytearray) -> bytes | memoryview:
-        """Have a worker answer. Cancelled, it ends the worker that is at work on it.
+    async def ask(self, asker: Hashable, question: bytes, data: bytes | bytearray) -> bytes | memoryview:
+        """Have a worker answer, when it is the asker's turn. Cancelled, it ends the worker that is at work on it.
 
         Raises:
-            OverloadedError: too many wait already.
+            OverloadedError: too many wait already, or this one gave way to an asker with fewer.
             WorkerLostError: the worker ended, or none could be started.
             NoMemoryError: the work takes more memory than a worker may have.
         """
-        await self._enter()
+        try:
+            await self._turns.enter(asker)
+        except NoTurnError:
+            raise OverloadedError("too many large requests are waiting to be read") from None
         try:
             process = await self._ready()
         except BaseException:
-            self._free.release()
+            self._turns.leave(asker)
             raise
         try:
             answer = await _asked(process, question, data)
@@ -95,25 +97,13 @@ class Workers:
             self._keep(process)
             return answer
         finally:
-            self._free.release()
+            self._turns.leave(asker)
 
     async def close(self) -> None:
         """End all workers."""
         for process in list(self._all):
             self._end(process)
         await self._ending.settle(1)
-
-    async def _enter(self) -> None:
-        if self._free.locked():
-            if self._waiting >= self._places:
-                raise OverloadedError(f"{self._waiting} large requests are waiting to be read")
-            self._waiting += 1
-            try:
-                await self._free.acquire()
-            finally:
-                self._waiting -= 1
-        else:
-            await self._free.acquire()
 
     async def _ready(self) -> Process:
         while self._idle:

@@ -12,6 +12,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import BodyTooLargeError, OverloadedError, Wait
 from pdproxy.kit.workers import NoMemoryError, Workers
 from pdproxy.observe.events import DeadlinePassed, Observers
+from pdproxy.serving.clients import Client
 from pdproxy.wire.bounds import Body, Bounds
 from pdproxy.wire.dialects import Dialect
 from pdproxy.wire.passed import PassedBody, read_light, written
@@ -44,8 +45,8 @@ class Bodies:
         self._seconds = seconds
         self._bounds = bounds
 
-    async def request(self, route: Route, body: Body) -> Parsed:
-        """Read a generating request.
+    async def request(self, route: Route, body: Body, client: Client) -> Parsed:
+        """Read a client's generating request.
 
         Raises:
             BadRequestError: no engine would take it as a JSON object, or it holds more than one request may.
@@ -55,21 +56,21 @@ class Bodies:
         return (
             light
             if light is not None
-            else request_in(await self._elsewhere(Question(self._bounds, route), body), route, body)
+            else request_in(await self._elsewhere(Question(self._bounds, route), body, client), route, body)
         )
 
-    async def passed(self, dialect: Dialect, body: Body) -> PassedBody:
+    async def passed(self, dialect: Dialect, body: Body, client: Client) -> PassedBody:
         """Read the body of a request that one engine serves whole. Raises as `request`."""
         light = read_light(dialect, body, self._bounds)
         if light is not None:
             return light
         question = Question(self._bounds, None, dialect)
-        return written(dialect, fields_in(await self._elsewhere(question, body), body))
+        return written(dialect, fields_in(await self._elsewhere(question, body, client), body))
 
-    async def _elsewhere(self, question: Question, body: Body) -> Found:
+    async def _elsewhere(self, question: Question, body: Body, client: Client) -> Found:
         try:
             async with self._clock.within(self._seconds):
-                return await self.workers.ask(msgspec.msgpack.encode(question), body)
+                return await self.workers.ask(client, msgspec.msgpack.encode(question), body)
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.READ_BODY.value))
             raise OverloadedError(f"the body was not read in {self._seconds:g} s") from None

@@ -8,8 +8,6 @@ an idle connection, an answer that its client does not read.
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Iterable, Iterator
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import Protocol
@@ -31,7 +29,7 @@ class Holder(Protocol):
 class Client:
     """One client. `name` is of a key or an address. Known as long as it has a connection or a request."""
 
-    __slots__ = ("bodies", "bytes", "name", "places", "slow", "uses", "waiting")
+    __slots__ = ("bodies", "bytes", "name", "slow", "uses")
 
     def __init__(self, name: bytes | str) -> None:
         self.name = name
@@ -40,16 +38,11 @@ class Client:
         """Of bodies that are held."""
         self.bodies: dict[Holder, None] = {}
         """Connections with a body that is not whole, the one that has waited longest first."""
-        self.places = 0
-        """Requests in service."""
-        self.waiting: deque[asyncio.Future[None]] = deque()
-        """Requests that wait for a place, the oldest first."""
         self.slow: dict[Holder, None] = {}
         """Connections whose client reads its answers too slowly, in the order in which that was noticed."""
 
     def __repr__(self) -> str:
-        held = f"{self.places} places, {self.bytes} bytes"
-        return f"<Client {held}, {len(self.waiting)} waiting>"  # not its name: it may be of a key
+        return f"<Client {self.uses} uses, {self.bytes} bytes>"  # not its name: it may be of a key
 
 
 class Clients:

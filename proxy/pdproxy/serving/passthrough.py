@@ -153,7 +153,7 @@ class Passthrough:
     async def _admitted(self, request: PassedRequest, sink: Sink, report: _Report) -> None:
         self._keys.check(request.authorization)
         check_content_type(request.content_type, request.body)
-        body = await self._bodies.passed(request.entry.dialect, request.body)
+        body = await self._bodies.passed(request.entry.dialect, request.body, sink.client)
         report.model = body.model
         async with self._engines.clock.within(self._engines.deadlines.total):
             await self._admission.enter(sink.client)

@@ -26,6 +26,7 @@ from pdproxy.kit.ids import mint, usable
 from pdproxy.observe.events import DeadlinePassed, RequestEnded
 from pdproxy.serving.admission import Admission
 from pdproxy.serving.bodies import Bodies
+from pdproxy.serving.clients import Client
 from pdproxy.serving.engines import Engines, Heading
 from pdproxy.serving.exchange import Exchange
 from pdproxy.serving.keys import CHALLENGE, Keys
@@ -79,7 +80,7 @@ class Service:
         error: PdproxyError | None = None
         admitted = False
         try:
-            run = await self._read(incoming, report)
+            run = await self._read(incoming, output.client, report)
             async with self._engines.clock.within(self._engines.deadlines.total):
                 await self._admission.enter(output.client)
                 admitted = True
@@ -110,7 +111,7 @@ class Service:
             if error is not None:
                 let_go(error)
 
-    async def _read(self, incoming: Incoming, report: _Report) -> _Run:
+    async def _read(self, incoming: Incoming, client: Client, report: _Report) -> _Run:
         """Read a request, and return what serves it.
 
         From here on, the body is in the exchanges' hands alone: they let go of it once no engine needs it any more.
@@ -118,7 +119,7 @@ class Service:
         self.keys.check(incoming.authorization)
         body, incoming.body = incoming.body, b""
         check_content_type(incoming.content_type, body)
-        parsed = await self._bodies.request(incoming.route, body)
+        parsed = await self._bodies.request(incoming.route, body, client)
         report.model = parsed.model
         if incoming.request_id is None:
             report.request_id = usable(body_request_id(parsed.fields)) or report.request_id

@@ -90,9 +90,9 @@ class Limits(Section, frozen=True):
     """Prompts of one completion, or texts of one embedding, classification, score or ranking; more is refused with 400. What
     OpenAI's own server takes of texts to embed."""
 
-    body_readers: Annotated[int, Meta(ge=1, le=64)] = 2
+    body_readers: Annotated[int, Meta(ge=1, le=64)] = 1
     """Processes that read bodies which would hold up other clients: above 512 KiB, or of very many small parts. Started
-    when needed, 20 MB each. One large body at a time would do, but for a second one of the same moment."""
+    when needed, 20 MB each and several times the body. One reads 64 MiB of images in a fifth of a second; clients take turns."""
 
     max_buffered_bytes: Count = 268_435_456
     """Bytes of all requests' bodies that are held at once, 256 MiB: until an engine streams, or has answered whole.
