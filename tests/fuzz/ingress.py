@@ -22,10 +22,11 @@ from pdproxy.observe.events import Observers
 from pdproxy.serving.clients import Clients
 from pdproxy.serving.keys import Keys
 from pdproxy.settings.schema import Cors
+from pdproxy.upstream.room import AnswerRoom
+from pdproxy.web.bounds import Bounds
 from pdproxy.web.connections import Connections
 from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.cycle import DataPath, GenerateCycle
-from pdproxy.web.guard import Bounds
 from pdproxy.web.identify import Identify
 from pdproxy.web.protocol import protocol_class
 from pdproxy.web.reading import Floor
@@ -142,6 +143,7 @@ class Ingress:
             Bounds(60, 60, 65_536, Floor(1, 60, Clock(), clients, observers, lambda _: False), clients, connections),
             CorsHeaders(Cors()),
             BodyRoom(4 * max_body, observers),
+            AnswerRoom(),
             max_body=max_body,
         )
         self.config = uvicorn.Config(

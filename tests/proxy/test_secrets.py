@@ -138,7 +138,7 @@ async def test_through_good_and_bad_ends(read: Read, tmp_path: Path) -> None:
 async def test_a_crash_of_our_own_quotes_nothing(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     """A defect whose exception holds the prompt and the key is logged by its type and its place alone."""
 
-    def crash(self: Service, incoming: Any, report: Any) -> None:
+    def crash(self: Service, incoming: Any, client: Any, report: Any) -> None:
         assert PROMPT.encode() in incoming.body or json.dumps(PROMPT).encode() in incoming.body
         try:
             int(incoming.body)

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from pdproxy.settings.schema import Settings
-from tests.fakes import scripts
+from tests.fakes import answers, scripts
 from tests.fakes.client import Client, request
 from tests.fakes.engine import prefill
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
@@ -372,3 +372,37 @@ async def test_nobody_is_remembered() -> None:
         await until(lambda: not len(w.proxy.askers))
         assert w.proxy.room.held == 0
         assert w.proxy.connections.open == 0
+
+
+# -- answers
+
+
+def test_a_whole_answer_counts_until_its_client_has_read_it() -> None:
+    """What waits for clients that do not read has one bound: an answer beyond it is given up, and its client told so."""
+
+    async def run() -> None:
+        size = 12 << 20
+        limits = {"max_answer_bytes": size + 4096, "max_buffered_answer_bytes": 26 << 20}
+        async with world(0, 1, deadlines={"client_write": 6.0}, limits=limits) as w:
+            large = answers.whole(False, [1, 2, 3], "x" * size, 4)
+            w.decode[0].script(*[scripts.whole(large)] * 3)
+            held, clients = [], []
+            for number in range(3):
+                client = await w.client(receive_buffer=4096)
+                client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+                client.send(request("POST", COMPLETIONS, completion()))
+                clients.append(client)
+                await w.ended(number + 1)
+                await asyncio.sleep(0.02)
+                held.append(w.proxy.answer_room.held)
+            assert 0 < held[0] < size, "the kernel has taken some of it"
+            assert held[0] < held[1] <= 26 << 20
+            assert held[2] == held[1], "there was no room for the third"
+            for client in clients:
+                client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+            got = [await client.answer() for client in clients]
+            assert [one.status for one in got] == [200, 200, 503]
+            assert [len(one.text) for one in got[:2]] == [size, size]
+            await until(lambda: w.proxy.answer_room.held == 0)
+
+    uvloop.run(run())

@@ -44,10 +44,10 @@ from pdproxy.upstream.notices import NoticeSocket
 from pdproxy.upstream.passthrough import PassthroughLegs
 from pdproxy.upstream.room import AnswerRoom
 from pdproxy.web.app import Answers, Readiness
+from pdproxy.web.bounds import Bounds
 from pdproxy.web.connections import Connections
 from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.cycle import FORWARDED, DataPath
-from pdproxy.web.guard import Bounds
 from pdproxy.web.identify import Identify
 from pdproxy.web.passing import Passing
 from pdproxy.web.protocol import DataPathProtocol, protocol_class
@@ -96,6 +96,7 @@ class Proxy:
     passthrough: Passthrough
     askers: Clients
     room: BodyRoom
+    answer_room: AnswerRoom
     connections: Connections
     clock: Clock
     metrics: Metrics
@@ -215,6 +216,7 @@ class Proxy:
             passthrough,
             askers,
             BodyRoom(limits.max_buffered_bytes, observers),
+            answers,
             Connections(limits.max_connections, observers),
             clock,
             metrics,
@@ -314,6 +316,7 @@ class Proxy:
             ),
             CorsHeaders(self.settings.listen.cors),
             self.room,
+            self.answer_room,
             max_body=limits.max_body_bytes,
         )
         return protocol_class(path)

@@ -272,6 +272,7 @@ class Passthrough:
                     yield
                 finally:
                     timers[0].cancel()
+                    del look  # which refers to itself
         except TimeoutError:
             raise EngineTimeoutError(f"{node.url} did not answer in {seconds:g} s", wait=Wait.FIRST_TOKEN) from None
 

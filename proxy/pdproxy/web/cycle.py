@@ -16,8 +16,10 @@ from pdproxy.kit.errors import BodyTooLargeError, Fault, OverloadedError, Pdprox
 from pdproxy.kit.frames import frames
 from pdproxy.observe.events import Observers
 from pdproxy.upstream.connection import Headers
+from pdproxy.upstream.room import AnswerRoom
+from pdproxy.web.bounds import Bounds
 from pdproxy.web.cors import CorsHeaders
-from pdproxy.web.guard import Bounds, GuardedProtocol
+from pdproxy.web.guard import GuardedProtocol
 from pdproxy.web.identify import Identify
 from pdproxy.web.room import BodyRoom
 from pdproxy.wire.bounds import LARGE
@@ -26,6 +28,9 @@ from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Incoming, Route
 
 logger = logging.getLogger("pdproxy")
+
+SMALL_ANSWER = 65_536
+"""Bytes of an answer that is written in one piece with its head, and not counted while its client reads it."""
 
 FORWARDED = frozenset({b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
 """Headers of a client that engines get: tracing, and what vLLM 0.32.0 reads. All others stop here."""
@@ -44,6 +49,7 @@ class DataPath:
         bounds: Bounds,
         cors: CorsHeaders,
         room: BodyRoom,
+        answers: AnswerRoom,
         *,
         max_body: int,
     ) -> None:
@@ -54,6 +60,7 @@ class DataPath:
         self.bounds = bounds
         self.max_body = max_body
         self.room = room
+        self.answers = answers
 
 
 class GenerateCycle(RequestResponseCycle):
@@ -299,7 +306,12 @@ class GenerateCycle(RequestResponseCycle):
         if self._unwritable() or self.response_started:
             return
         head = self._head(status, [*headers, (b"content-length", b"%d" % len(body))])
-        self.transport.write(head + body)
+        if len(body) <= SMALL_ANSWER:
+            self.transport.write(head + body)
+        else:  # not copied, and counted until its client has read it
+            self.transport.write(head)
+            self.transport.write(body)
+            self._connection.hold_answer(self._data_path.answers)
         self._complete()
 
     def begin(self, headers: Headers) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -26,10 +25,11 @@ from pdproxy.kit.errors import (
     Wait,
 )
 from pdproxy.observe.events import DeadlinePassed, Observers
-from pdproxy.serving.clients import Client, Clients, address_name
-from pdproxy.web.connections import Connections
+from pdproxy.serving.clients import Client, address_name
+from pdproxy.upstream.room import AnswerRoom, Share
+from pdproxy.web.bounds import Bounds
 from pdproxy.web.light import Flow, Waiting
-from pdproxy.web.reading import Floor, Reading
+from pdproxy.web.reading import Reading
 from pdproxy.wire.errors import error_body
 
 LINGER = 2.0
@@ -52,18 +52,6 @@ LEAST_PART = 64
 """Bytes of a part on average, in a body of more parts: each costs a microsecond, whatever is in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What a client may take: seconds for a head and for a body, bytes of a head, speed of reading, connections."""
-
-    head_timeout: float
-    body_timeout: float
-    max_header_bytes: int
-    floor: Floor
-    clients: Clients
-    connections: Connections
-
-
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with bounds. Subclasses set `bounds` and `observers`."""
 
@@ -84,6 +72,7 @@ class GuardedProtocol(HttpToolsProtocol):
         "_reading",
         "_refusal",
         "_unparsed",
+        "_unread",
         "active",
         "peer",
         "speaks_for_others",
@@ -108,6 +97,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refusal: PdproxyError | None = None
         self._late: asyncio.TimerHandle | None = None
         self._reading: Reading | None = None
+        self._unread: Share | None = None
         self.peer: Client
         """Whose address the connection comes from."""
         self.speaks_for_others = False
@@ -146,7 +136,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self._reading = Reading(self.bounds.floor, self.asker(), self.transport, self._caught_up)
 
     def _caught_up(self) -> None:
-        self._reading = None
+        self._reading = self._unread = None
+
+    def hold_answer(self, room: AnswerRoom) -> None:
+        """Count what is left to be sent of a whole answer until its client has read it."""
+        if left := self.transport.get_write_buffer_size():
+            self._unread = room.share()
+            self._unread.take_over(left)
 
     def refuse_body(self, cycle: RequestResponseCycle, error: PdproxyError) -> None:
         """Refuse a request whose body is under way."""
@@ -221,7 +217,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._cancel_late()
         if self._reading is not None:
             self._reading.stop()
-            self._reading = None
+        self._caught_up()
         self.bounds.connections.closed(self.peer, self)
         self.bounds.clients.leave(self.peer)
         super().connection_lost(exc)

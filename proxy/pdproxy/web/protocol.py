@@ -114,6 +114,7 @@ class DataPathProtocol(GuardedProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._unread = None
         if isinstance(self.active, GenerateCycle):
             self.active.pressure(paused=False)
 

@@ -27,7 +27,7 @@ _ESCAPED_BACKSLASH, _ESCAPED_QUOTE = b"\\\\", b'\\"'
 _LONGEST_COMPACTED = 1 << 20
 """Bytes. A longer line is no last event, no usage and no error: it is left as it is, since a megabyte costs 20 ms."""
 _FEW_LINES = 512
-_SHORT_LINE = 64
+_SHORT_LINE = 16
 
 
 def is_spaced(batch: bytes) -> bool:
@@ -58,8 +58,8 @@ def _compact(line: bytes) -> bytes:
 
 
 def is_crumbs(batch: bytes) -> bool:
-    """Tell whether a batch is many lines with next to nothing in them: each costs as much as an event of an engine, which has 150
-    bytes at least.
+    """Tell whether a batch is many lines with next to nothing in them: each costs as much as an event of
+    an engine, none of which has less than 32 bytes.
     """
     if len(batch) <= _FEW_LINES:
         return False
