@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import weakref
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import pytest

@@ -265,7 +265,7 @@ class Passthrough:
                     if node.down_for(engines.now()) >= gone:
                         limit.reschedule(clock.now())
                     else:
-                        timers.append(clock.after(gone / 4, look))
+                        timers.append(clock.after(gone / 4, look))  # noqa: F821
 
                 timers = deque([clock.after(gone / 4, look)], maxlen=1)
                 try:
