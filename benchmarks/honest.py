@@ -1,6 +1,6 @@
 """Honest clients of a proxy in front of mock engines, whose every answer is checked, or one that watches how late `/health` is.
 
-Usage: honest.py URL --seconds N [--clients 16] [--chunks 32]    what became of their requests, gaps and first tokens
+Usage: honest.py URL --seconds N [--clients 16] [--chunks 32] [--key KEY]    what became of their requests, gaps and first tokens
        honest.py URL --seconds N --late                          delays of /health every 20 ms, on a kept connection
 
 Prints one line of JSON.
@@ -40,6 +40,8 @@ class Tally:
     right: int = 0
     wrong: Counter[str] = field(default_factory=Counter)
     refused: int = 0
+    refusals: list[tuple[float, str]] = field(default_factory=list)
+    """Of the first and the last answer that was a refusal: seconds since the beginning, and what it said."""
     gaps: array[float] = field(default_factory=lambda: array("d"))
     first: array[float] = field(default_factory=lambda: array("d"))
 
@@ -51,10 +53,12 @@ class WrongError(Exception):
 class Client:
     """One client: a request at a time, most of them on a kept connection."""
 
-    def __init__(self, url: str, number: int, chunks: int, tally: Tally) -> None:
+    def __init__(self, url: str, number: int, chunks: int, tally: Tally, key: str | None = None) -> None:
         parts = urlsplit(url)
         self.host, self.port = parts.hostname or "127.0.0.1", parts.port or 80
+        self.more = f"authorization: Bearer {key}\r\n" if key else ""
         self.number = number
+        self.began = time.monotonic()
         self.chunks = chunks
         self.tally = tally
         self.reader: asyncio.StreamReader | None = None
@@ -91,9 +95,15 @@ class Client:
 
     async def _health(self) -> bool:
         status, _, body = await self._answer(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", time.monotonic())
-        if status != 503 and (status, body) != (200, b""):
+        if status == 503:
+            return self._refused(body)
+        if (status, body) != (200, b""):
             raise WrongError(f"/health answered {status}")
-        return status == 503
+        return False
+
+    def _refused(self, body: bytes) -> bool:
+        self.tally.refusals[1:] = [(round(time.monotonic() - self.began, 1), body[:200].decode(errors="replace"))]
+        return True
 
     async def _ask(self) -> bool:
         chat, stream = self.number % 2 == 0, self.number % 4 != 1
@@ -102,12 +112,11 @@ class Client:
         asked |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
         body = json.dumps(asked).encode()
         path = "/v1/chat/completions" if chat else "/v1/completions"
-        head = (
-            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-        )
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head += f"{self.more}content-length: {len(body)}\r\n\r\n"
         status, kind, answer = await self._answer(head.encode() + body, time.monotonic())
         if status == 503:
-            return True
+            return self._refused(answer)
         if status != 200:
             raise WrongError(f"status {status}")
         (self._check_stream if stream else self._check_whole)(answer, chat, kind)
@@ -155,14 +164,15 @@ class Client:
         return status, head, bytes(body)
 
 
-async def clients(url: str, count: int, chunks: int, seconds: float) -> dict[str, Any]:
+async def clients(url: str, count: int, chunks: int, seconds: float, key: str | None = None) -> dict[str, Any]:
     """Run the clients, return what became of them."""
     tally, end = Tally(), time.monotonic() + seconds
-    await asyncio.gather(*(Client(url, number, chunks, tally).run(end) for number in range(count)))
+    await asyncio.gather(*(Client(url, number, chunks, tally, key).run(end) for number in range(count)))
     return {
         "right": tally.right,
         "wrong": dict(tally.wrong),
         "refused": tally.refused,
+        "refusals": tally.refusals,
         "gap_p99_ms": percentile(tally.gaps, 0.99),
         "first_p99_ms": percentile(tally.first, 0.99),
     }
@@ -206,12 +216,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--chunks", type=int, default=32, help="tokens of an answer, as the engines were told")
+    parser.add_argument("--key", help="that all of them have")
     parser.add_argument("--late", action="store_true", help="watch /health")
     options = parser.parse_args()
     if options.late:
         print(json.dumps(late(options.url, options.seconds)))
     else:
-        print(json.dumps(uvloop.run(clients(options.url, options.clients, options.chunks, options.seconds))))
+        asked = clients(options.url, options.clients, options.chunks, options.seconds, options.key)
+        print(json.dumps(uvloop.run(asked)))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,15 @@ Usage: hostile.py [--kinds a,b] [--seconds 20] [--checkout DIR] [--out FILE] [--
 
 A row for each kind, in front of fresh mock engines and a fresh proxy with its default limits:
 
-- answers of 16 honest clients (honest.py): right, wrong, refused (503); 99th percentiles of the gaps between tokens and of the
-  time to the first token;
+- answers of 16 honest clients (honest.py): right, wrong, refused (503), and when it was so and why; 99th percentiles of
+  the gaps between tokens and of the time to the first token;
 - how late `/health` is on a kept connection, asked every 20 ms by another honest process, and what the proxy's own
-  `pdproxy_loop_lateness_seconds` says, where it has that;
+  `pdproxy_loop_lateness_seconds` says, where it has that: the 99th percentile, interpolated in its bucket, and the upper bound of
+  the last bucket that counts anything;
 - the proxy's memory at its peak, with its child processes, sampled every 50 ms, and what it wrote to its log.
 
+To the proxy, honest clients are one client (127.0.0.1), and each hostile process is another (127.0.1.x), unless its kind says
+otherwise.
 Hostile processes have a lower priority (nice 10) and are bounded in bytes and seconds. A proxy that takes more than 4 GB is ended
 (`ended`). `calm` has no hostile client; `all` has most of them at once, with bodies of 16 MiB.
 """
@@ -33,6 +36,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import stage
+from hostile_clients import KEYS
 
 MOST_KB = 4 << 20
 """KB of memory at which a proxy is ended; the operating system refuses it half as much again."""
@@ -40,6 +44,7 @@ SAMPLE = 0.05
 CALM_BEFORE = 1.0
 """Seconds for which honest clients are alone before a hostile one begins."""
 CLIENTS, CHUNKS, ITL = 16, 32, 0.02
+HONEST_KEY = "honest"
 PATIENCE = 60.0
 """Seconds for a hostile client to make its bodies, and for all to end."""
 
@@ -49,6 +54,7 @@ class Kind:
     """A row. `clients`: kinds of hostile_clients.py that are there at once. `page`: of which one pair of engines is hostile.
 
     `files`: open files that the proxy may have. `pipe`: its log is a pipe that nobody reads. `more`: flags of the clients.
+    `keys`: the proxy asks for keys, and honest clients have one.
     """
 
     what: str
@@ -57,6 +63,7 @@ class Kind:
     files: int | None = None
     pipe: bool = False
     more: tuple[str, ...] = ()
+    keys: bool = False
 
 
 KINDS: dict[str, Kind] = {
@@ -73,7 +80,7 @@ KINDS: dict[str, Kind] = {
     "deep": Kind("30 million arrays in each other", ("deep",)),
     "model": Kind("models with names of 16 MiB", ("model",)),
     "stalled": Kind("21 bodies of 64 MiB that lack a byte", ("stalled",)),
-    "stalled-keys": Kind("the same, each with a key of its own", ("stalled-keys",)),
+    "stalled-keys": Kind("the same, each with a key of its own", ("stalled-keys",), keys=True),
     "stalled-addresses": Kind("the same, each from an address of its own", ("stalled-addresses",)),
     "drip": Kind("bodies of a byte per second; bodies in chunks of a byte", ("drip",)),
     "readers": Kind("500 streams of which a byte per second is read", ("readers",)),
@@ -143,6 +150,8 @@ def proxy(kind: Kind, at: stage.Engines, options: argparse.Namespace, log: IO[by
     files = f"ulimit -n {kind.files} && " if kind.files else ""
     command = ["sh", "-c", f'ulimit -v {MOST_KB * 3 // 2} && {files}exec "$@"', "sh", *stage.PDPROXY.command(at, port)]
     env = {**os.environ, "PYTHONPATH": str(options.checkout / "proxy"), **dict(options.settings)}
+    if kind.keys:
+        env["PDPROXY_AUTH__API_KEYS"] = json.dumps([HONEST_KEY, *KEYS])
     unread, pipe = os.pipe() if kind.pipe else (None, None)
     process = subprocess.Popen(
         command, env=env, stdout=log, stderr=log if pipe is None else pipe, start_new_session=True, cwd=options.checkout
@@ -209,12 +218,27 @@ def lateness(url: str) -> list[tuple[float, float]] | None:
     return [(float(bound), float(count)) for bound, count in found] or None
 
 
-def own_p99(before: list[tuple[float, float]] | None, after: list[tuple[float, float]] | None) -> float | None:
-    """Return the upper bound in ms of the bucket that holds the 99th percentile of what came between two readings."""
+def own_lateness(
+    before: list[tuple[float, float]] | None, after: list[tuple[float, float]] | None
+) -> tuple[float | None, float | None]:
+    """Return, in ms, the 99th percentile of what came between two readings, and the bound of the last bucket that counts any.
+
+    The percentile is interpolated in its bucket.
+    """
     if not before or not after:
-        return None
+        return None, None
     counts = [(bound, new - old) for (bound, new), (_, old) in zip(after, before, strict=True)]
-    return next((1000 * bound for bound, count in counts if count >= 0.99 * counts[-1][1]), None)
+    total = counts[-1][1]
+    p99 = last = None
+    lower = below = 0.0
+    for bound, count in counts:
+        if count > below:
+            last = 1000 * bound
+            if p99 is None and count >= 0.99 * total:
+                upper = bound if bound < float("inf") else lower  # nothing is known beyond
+                p99 = 1000 * (lower + (upper - lower) * (0.99 * total - below) / (count - below))
+        lower, below = bound, count
+    return p99, last
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -224,7 +248,10 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryFile() as log, ExitStack() as stack:
         flags = ["--seconds", options.seconds, *kind.more]
         # Their bodies are made before anything is measured, and one after another.
-        hostile = [_made(stack, client, flags) for client in kind.clients]
+        hostile = [
+            _made(stack, client, [*flags, "--address", f"127.0.1.{number}"])
+            for number, client in enumerate(kind.clients, 1)
+        ]
         at = stack.enter_context(engines(kind))
         pid, url = stack.enter_context(proxy(kind, at, options, log))
         watch = Watch(pid)
@@ -232,14 +259,15 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         stack.callback(watch.over.set)
         length = options.seconds + CALM_BEFORE + 1
         before, cpu = lateness(url), stage.cpu(pid)
-        honest = started("honest.py", url, "--seconds", length, "--clients", CLIENTS, "--chunks", CHUNKS)
+        honest = started("honest.py", url, "--seconds", length, "--clients", CLIENTS, "--chunks", CHUNKS,
+                         *(["--key", HONEST_KEY] if kind.keys else []))  # fmt: skip
         late = started("honest.py", url, "--seconds", length, "--late")
         time.sleep(CALM_BEFORE)
         for process in hostile:
             _go(process, url)
         row |= said(late) | said(honest)
         row["hostile"] = {client: said(process) for client, process in zip(kind.clients, hostile, strict=True)}
-        row["own_p99_ms"] = own_p99(before, None if watch.ended else lateness(url))
+        row["own_p99_ms"], row["own_last_ms"] = own_lateness(before, None if watch.ended else lateness(url))
         row["cpu_s"] = round(stage.cpu(pid) - cpu, 1) if not watch.ended else None
         row["rss_mb"], row["ended"] = round(watch.kb / 1024), watch.ended
         row["log_bytes"] = os.fstat(log.fileno()).st_size
@@ -271,7 +299,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 COLUMNS = {
     "right": ("right", "{}"), "wrong": ("wrong", "{}"), "refused": ("refused", "{}"), "gap p99 ms": ("gap_p99_ms", "{:.0f}"),
     "first p99 ms": ("first_p99_ms", "{:.0f}"), "/health p50 ms": ("late_p50_ms", "{:.1f}"), "p99": ("late_p99_ms", "{:.0f}"),
-    "max": ("late_max_ms", "{:.0f}"), "own p99 ms": ("own_p99_ms", "{:.0f}"), "peak MB": ("rss_mb", "{:.0f}"),
+    "max": ("late_max_ms", "{:.0f}"), "own p99 ms": ("own_p99_ms", "{:.0f}"),
+    "last": ("own_last_ms", "{:.0f}"), "peak MB": ("rss_mb", "{:.0f}"),
     "log KB": ("log_kb", "{:.0f}"), "CPU s": ("cpu_s", "{:.1f}"), "sent MB": ("sent_mb", "{:.0f}"),
 }  # fmt: skip
 
@@ -291,7 +320,11 @@ def notes(row: dict[str, Any]) -> str:
     """Return what was wrong, and what the hostile clients were answered."""
     wrong = ", ".join(f"{words} ({count})" for words, count in row.get("wrong", {}).items())
     answers = "; ".join(f"{name}: {one.get('answers', 'did not end')}" for name, one in row["hostile"].items())
-    return f"- {row['kind']}: {row['what']}. Wrong: {wrong or 'none'}. Hostile clients got {answers or 'nothing'}"
+    refused = "; ".join(f"after {seconds} s {words}" for seconds, words in row.get("refusals", ()))
+    return (
+        f"- {row['kind']}: {row['what']}. Wrong: {wrong or 'none'}. Refused: {refused or 'none'}. "
+        f"Hostile clients got {answers or 'nothing'}"
+    )
 
 
 def _setting(text: str) -> tuple[str, str]:

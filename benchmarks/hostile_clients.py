@@ -1,6 +1,7 @@
 """One hostile client of a kind. Bounded: it stops by itself, after `--seconds` and after `--bytes` that were sent.
 
 Usage: hostile_clients.py KIND [--seconds 20] [--bytes 2000000000] [--largest 66060288] [--connections 2]
+    [--address 127.0.1.1]
 
 Prints `ready` once its bodies are made, waits for the proxy's URL on its standard input, and in the end prints a line of JSON:
 bytes that were sent, connections, and what was answered. Its kinds are in `KINDS`.
@@ -40,6 +41,8 @@ PATIENCE = 10.0
 """Seconds for an answer; then the client asks again on another connection."""
 LARGE_STALLED, SMALLER_STALLED = 21, 18
 """Bodies that lack a byte: of the largest size, and of a half, a quarter, and so on of it, down to 256 bytes."""
+KEYS = [f"key{number}" for number in range(LARGE_STALLED + SMALLER_STALLED)]
+"""Keys of hostile clients, which the proxy knows."""
 Request = Sequence[bytes]
 """The parts of a request: a head, and a body of any size."""
 
@@ -50,7 +53,7 @@ class Client:
     def __init__(self, options: argparse.Namespace) -> None:
         self.at = "127.0.0.1", 80
         self.seconds, self.left, self.largest = options.seconds, options.bytes, options.largest
-        self.connections = options.connections
+        self.connections, self.address = options.connections, options.address
         self.sent = self.opened = 0
         self.answers: Counter[str] = Counter()
         self.end = 0.0
@@ -65,14 +68,13 @@ class Client:
         return POST.format(path, more).encode() + b"content-length: %d\r\n\r\n" % len(body), body
 
     async def open(self, *, address: str | None = None, buffer: int | None = None) -> socket.socket:
-        """Return a connection, from another address of the loopback, or with a small buffer for what it receives."""
+        """Return a connection, from the client's address of the loopback or another, or with a small buffer to receive."""
         made = socket.socket()
         made.setblocking(False)
         try:
             if buffer is not None:
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-            if address is not None:
-                made.bind((address, 0))
+            made.bind((address or self.address, 0))
             async with asyncio.timeout(PATIENCE):
                 await asyncio.get_running_loop().sock_connect(made, self.at)
         except BaseException:
@@ -335,8 +337,8 @@ KINDS: dict[str, Kind] = {
     "deep": bodies((COMPLETIONS, "arrays in each other", 63), (CHAT, "objects in each other", 63)),
     "model": bodies((COMPLETIONS, "a long model", 16), (COMPLETIONS, "a model of control characters", 16)),
     "stalled": stalled(lambda _: "", lambda _: None),
-    "stalled-keys": stalled(lambda n: f"authorization: Bearer key{n}\r\n", lambda _: None),
-    "stalled-addresses": stalled(lambda _: "", lambda n: f"127.0.1.{n + 1}"),
+    "stalled-keys": stalled(lambda n: f"authorization: Bearer {KEYS[n]}\r\n", lambda _: None),
+    "stalled-addresses": stalled(lambda _: "", lambda n: f"127.0.2.{n + 1}"),
     "drip": drip,
     "readers": readers,
     "idle": idle(4000),
@@ -377,6 +379,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=2_000_000_000, help="that are sent at most")
     parser.add_argument("--largest", type=int, default=63 * MIB, help="bytes of one body at most")
     parser.add_argument("--connections", type=int, default=2, help="with large bodies at once")
+    parser.add_argument("--address", default="127.0.1.1", help="that it asks from: honest clients have another")
     options = parser.parse_args()
     raise_files()
     client = Client(options)

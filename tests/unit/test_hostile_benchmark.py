@@ -40,7 +40,7 @@ async def engine(page: bytes | None = None) -> AsyncIterator[str]:
 
 def client(url: str, **options: Any) -> hostile_clients.Client:
     """A hostile client that sends little for a short while."""
-    given = {"seconds": 0.5, "bytes": 1 << 20, "largest": 1 << 14, "connections": 1, **options}
+    given = {"seconds": 0.5, "bytes": 1 << 20, "largest": 1 << 14, "connections": 1, "address": "127.0.1.1", **options}
     made = hostile_clients.Client(argparse.Namespace(**given))
     made.at = "127.0.0.1", int(url.rpartition(":")[2])
     return made
@@ -119,8 +119,41 @@ def test_every_kind_has_its_client() -> None:
 
 
 def test_the_proxys_own_lateness_is_read_of_its_histogram() -> None:
-    """The bucket that holds the 99th percentile of what came between two readings."""
-    before = [(0.01, 100.0), (0.1, 100.0), (float("inf"), 100.0)]
-    after = [(0.01, 190.0), (0.1, 200.0), (float("inf"), 200.0)]
-    assert hostile.own_p99(before, after) == pytest.approx(100.0)
-    assert hostile.own_p99(None, after) is None
+    """The 99th percentile of what came between two readings, in its bucket, and the last bucket that has any."""
+    before = [(0.01, 100.0), (0.1, 100.0), (1.0, 100.0), (float("inf"), 100.0)]
+    after = [(0.01, 190.0), (0.1, 200.0), (1.0, 200.0), (float("inf"), 200.0)]
+    assert hostile.own_lateness(before, after) == (pytest.approx(91.0), pytest.approx(100.0))
+    assert hostile.own_lateness(None, after) == (None, None)
+    beyond = [(0.01, 190.0), (0.1, 190.0), (1.0, 190.0), (float("inf"), 200.0)]
+    assert hostile.own_lateness(before, beyond) == (pytest.approx(1000.0), float("inf"))
+
+
+async def test_hostile_clients_ask_from_addresses_of_their_own() -> None:
+    """Or shares would not tell them from the honest ones."""
+    peers: set[str] = set()
+
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peers.add(writer.get_extra_info("peername")[0])
+        writer.close()
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    one = client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", address="127.0.1.7")
+    (await one.open()).close()
+    (await one.open(address="127.0.2.3")).close()
+    await asyncio.sleep(0.05)
+    server.close()
+    assert peers == {"127.0.1.7", "127.0.2.3"}
+
+
+async def test_honest_clients_tell_why_they_were_refused() -> None:
+    """The first and the last refusal, with their times."""
+
+    async def full(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 x\r\ncontent-length: 4\r\nconnection: close\r\n\r\nfull")
+
+    server = await asyncio.start_server(full, "127.0.0.1", 0)
+    found = await honest.clients(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 2, CHUNKS, 0.4, "a key")
+    server.close()
+    assert found["refused"] > 2
+    assert [said for _, said in found["refusals"]] == ["full", "full"]

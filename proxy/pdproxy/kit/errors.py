@@ -102,6 +102,12 @@ class HeadTooLargeError(BadRequestError):
     status = 431
 
 
+class TargetTooLongError(BadRequestError):
+    """The request's target is longer than that of any route."""
+
+    status = 414
+
+
 class HeadTimeoutError(BadRequestError):
     """A request's line and headers did not come in `deadlines.client_head`."""
 

@@ -17,11 +17,30 @@ from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
 from pdproxy.upstream.room import Share
 from pdproxy.wire import sse
+from pdproxy.wire.engine import UNREADABLE
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.usage import add_up
 
+MOST_USAGE = 4096
+"""Bytes of a usage: an engine's has 200, and all of it becomes objects."""
+MOST_ANEW = 1 << 20
+"""Bytes of an answer that is written anew, since it is not written as vLLM writes it: all of its fields become objects."""
+_SAME = 16
+"""Fields of one name that are looked at, in an answer and in what it holds."""
+
+
+class _Completion(msgspec.Struct, frozen=True):
+    choices: msgspec.Raw
+    usage: msgspec.Raw
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    index: msgspec.Raw = msgspec.Raw(b"")
+
+
 _body_decoder = msgspec.json.Decoder(Fields)
-_choices_decoder = msgspec.json.Decoder(list[Fields])
+_completion_decoder = msgspec.json.Decoder(_Completion)
+_choices_decoder = msgspec.json.Decoder(tuple[_Choice])  # of one prompt: a list of millions ends with the second
 
 
 class MergedAnswer:
@@ -31,7 +50,7 @@ class MergedAnswer:
         self._share = share
         self._choices: dict[int, bytes] = {}
         self._usages: dict[int, bytes] = {}
-        self._first: Fields = {}
+        self._first = b""
         self._headers: Headers = []
 
     def __bool__(self) -> bool:
@@ -45,16 +64,15 @@ class MergedAnswer:
         """
         self._share.grow(len(answer.body))
         try:
-            body = _body_decoder.decode(answer.body)
-            choices = [
-                {**own, "index": msgspec.Raw(b"%d" % index)} for own in _choices_decoder.decode(body.pop("choices"))
-            ]
-            self._usages[index] = bytes(body.pop("usage"))
-        except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
+            found = _completion_decoder.decode(answer.body)
+            (choice,) = _choices_decoder.decode(found.choices)
+            self._usages[index] = _usage(found.usage)
+            self._choices[index] = _replaced(bytes(found.choices)[1:-1].strip(), "index", choice.index, b"%d" % index)
+            if index == 0:
+                emptied = _replaced(answer.body, "choices", found.choices, b"[]")
+                self._first, self._headers = _replaced(emptied, "usage", found.usage, b"{}"), answer.headers
+        except UNREADABLE as error:
             raise EngineError(f"an engine's answer is not a completion: {error!r}") from None
-        self._choices[index] = msgspec.json.encode(choices)[1:-1]
-        if index == 0:
-            self._first, self._headers = _body_decoder.decode(answer.body), answer.headers
 
     def whole(self) -> Answer:
         """Return the merged answer, once that of each prompt is there.
@@ -65,11 +83,38 @@ class MergedAnswer:
         places = sorted(self._choices)
         try:
             usage = add_up([self._usages[place] for place in places], details_of=-1)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise EngineError(f"an engine's answer is not a completion: {error!r}") from None
-        choices = b"[%b]" % b",".join(filter(None, (self._choices[place] for place in places)))
-        merged = {**self._first, "choices": msgspec.Raw(choices), "usage": msgspec.Raw(usage)}
-        return Answer(200, self._headers, msgspec.json.encode(merged))
+        choices = b"[%b]" % b",".join([self._choices[place] for place in places])
+        merged = _replaced(self._first, "usage", b"{}", usage)
+        return Answer(200, self._headers, _replaced(merged, "choices", b"[]", choices))
+
+
+def _usage(raw: msgspec.Raw) -> bytes:
+    if memoryview(raw).nbytes > MOST_USAGE:
+        raise EngineError(f"an engine's answer has a usage of more than {MOST_USAGE} bytes")
+    return bytes(raw)
+
+
+def _replaced(whole: bytes, name: str, value: bytes | msgspec.Raw, new: bytes) -> bytes:
+    """Return a JSON object with another value of a field, which now has `value` (empty: it has no such field).
+
+    The object is not made: an engine may have sent millions of fields.
+
+    Raises:
+        EngineError: it is large, and written otherwise than vLLM writes.
+    """
+    key, old = b'"%b":' % name.encode(), memoryview(value)
+    begin = whole.find(key) + len(key) if old.nbytes else -1
+    for _ in range(_SAME):
+        if begin < len(key):
+            break
+        if whole.startswith(old, begin):
+            return b"".join([whole[:begin], new, whole[begin + old.nbytes :]])
+        begin = whole.find(key, begin) + len(key)
+    if len(whole) > MOST_ANEW:
+        raise EngineError("an engine's answer is not written as vLLM's are")
+    return msgspec.json.encode({**_body_decoder.decode(whole), name: msgspec.Raw(new)})
 
 
 def merge_usage_events(events: Sequence[bytes]) -> bytes:
@@ -80,9 +125,9 @@ def merge_usage_events(events: Sequence[bytes]) -> bytes:
     """
     try:
         bodies = [_body_decoder.decode(sse.payload(event)) for event in events]
-        usage = add_up([bytes(body["usage"]) for body in bodies], details_of=0)
+        usage = add_up([_usage(body["usage"]) for body in bodies], details_of=0)
         merged = {**bodies[0], "usage": msgspec.Raw(usage)}
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
+    except (*UNREADABLE, KeyError) as error:
         raise EngineError(f"an engine's usage event is not readable: {error!r}") from None
     return sse.data(msgspec.json.encode(merged))
 

@@ -289,6 +289,9 @@ class Relay:
     def _forward(self, batch: bytes) -> None:
         now = self._time()
         if self._takes_ids:
+            if tokens.are_too_many(batch):
+                self._fail(EngineError("the engine sent an event with many lists of token ids"))
+                return
             batch, listed = tokens.taken(batch)
             if listed:
                 self.lane.keep(listed)

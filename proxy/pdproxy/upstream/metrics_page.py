@@ -20,7 +20,9 @@ MOST_PAGE = 8 << 20
 MOST_SAMPLES = 512
 """Lines of a page that are read. A rank has 6 to 8 of them."""
 MOST_LINES = 64 << 10
-"""Bytes of the lines that are read: one that names all settings of the KV cache, and others of 100."""
+"""Bytes of the lines that are read: one of 1000 that names all settings of the KV cache, and others of 100."""
+MOST_LINE = 4 << 10
+"""Bytes of one of them: what the library takes for a line grows with the square of its labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,10 @@ def read_metrics(page: bytes) -> Scrape:
         if name in _LAST:
             del lines[:-1]
         size += sum(map(len, lines))
-        if size > MOST_LINES:
-            raise EngineError(f"/metrics has more than {MOST_LINES} bytes in the lines that are read")
+        if size > MOST_LINES or max(map(len, lines), default=0) > MOST_LINE:
+            raise EngineError(
+                f"/metrics has more than {MOST_LINES} bytes in the lines that are read, or {MOST_LINE} in one of them"
+            )
         samples += map(_sample, lines)
     by_source: dict[str, float] = {}
     for labels, value in found[_BY_SOURCE]:

@@ -21,6 +21,8 @@ from pdproxy.web.passing import CONNECTION
 from pdproxy.wire.request import Route
 
 _ROUTES = {route.value.encode(): route for route in Route}
+_LONGEST = 3 * max(map(len, _ROUTES))
+"""Bytes of a generating route's path, if each letter is escaped."""
 
 
 class DataPathProtocol(GuardedProtocol):
@@ -75,7 +77,8 @@ class DataPathProtocol(GuardedProtocol):
         found = _ROUTES.get(self.url)
         if found is None:
             path = httptools.parse_url(self.url).path or b""  # without query and fragment, of the absolute form, too
-            found = _ROUTES.get(unquote_to_bytes(path) if b"%" in path else path)
+            if len(path) <= _LONGEST:
+                found = _ROUTES.get(unquote_to_bytes(path) if b"%" in path else path)
         return found
 
     def on_body(self, body: bytes) -> None:

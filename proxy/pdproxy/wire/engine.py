@@ -84,6 +84,9 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
         return self.error or _ErrorBody(self.message, self.type, self.param, self.code)
 
 
+MOST_OBJECTS = 4096
+"""Objects in a prefill's answer, which has one choice, a usage and a handle. Choices are made of them, 25 bytes per byte."""
+
 _prefill = msgspec.json.Decoder(PrefillAnswer)
 _decode = msgspec.json.Decoder(DecodeAnswer)
 _error = msgspec.json.Decoder(ErrorAnswer)
@@ -91,6 +94,8 @@ _error = msgspec.json.Decoder(ErrorAnswer)
 
 def prefill_answer(body: bytes) -> PrefillAnswer | None:
     """Read a prefill engine's answer; None if it is not one."""
+    if body.count(b"{") > MOST_OBJECTS:
+        return None
     try:
         return _prefill.decode(body)
     except UNREADABLE:

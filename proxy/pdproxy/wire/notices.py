@@ -118,11 +118,15 @@ class _Ours(msgspec.Struct, frozen=True):
     dropped: Count = 0
 
 
+class _Object(msgspec.Struct):
+    """Any JSON object: nothing of it is kept."""
+
+
 _tag = msgspec.msgpack.Decoder(_Tag)
 _lmcache = msgspec.msgpack.Decoder(_LMCache)
 _ours = msgspec.msgpack.Decoder(_Ours)
 _json = msgspec.json.Decoder(msgspec.Raw)
-_json_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_json_object = msgspec.json.Decoder(_Object)
 
 
 def decode(payload: bytes) -> Notice | None:

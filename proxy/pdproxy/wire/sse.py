@@ -24,8 +24,10 @@ _ROLE = b'"delta":{"role":"'
 _SPACED = b'data: {"id": '
 _SPACED_FINISHED, _SPACED_UNFINISHED = b'"finish_reason": "', b'"finish_reason": null'
 _ESCAPED_BACKSLASH, _ESCAPED_QUOTE = b"\\\\", b'\\"'
-_LONGEST_COMPACTED = 1 << 20
-"""Bytes. A longer line is no last event, no usage and no error: it is left as it is, since a megabyte costs 20 ms."""
+_LONGEST_COMPACTED = 256 << 10
+"""Bytes. A longer line is no last event, no usage and no error: it is left as it is, since this one costs 8 ms."""
+_LEAST_BETWEEN = 3
+"""Bytes per quote in JSON, two of them around each text. A line with more quotes is none: each costs as much as 60 bytes."""
 _FEW_LINES = 512
 _SHORT_LINE = 16
 
@@ -44,6 +46,8 @@ def _compact(line: bytes) -> bytes:
     if len(line) > _LONGEST_COMPACTED:
         return line
     text = line[6:]
+    if text.count(b'"') * _LEAST_BETWEEN > len(text):
+        return line
     escapes = text.find(b"\\") >= 0
     if escapes:  # an escaped quote would be taken for a string's end; no JSON has these two bytes
         if text.find(b"\0") >= 0 or text.find(b"\1") >= 0:

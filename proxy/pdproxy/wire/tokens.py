@@ -17,6 +17,8 @@ WITHHELD = b'"delta":{},"logprobs":null,"finish_reason":null'
 """In an event that a plain answer would not have: a parser held the text back, and only the ids made an event of it."""
 _IDS = re.compile(rb'"token_ids": ?\[([0-9, ]*)\]')
 _SPACED = b'"token_ids": '
+_FEW = 64
+"""Lists of ids in what nobody counts."""
 MOST = 1 << 18
 """Ids of one stream that are kept, a megabyte; of a longer answer the rest is counted."""
 _read = msgspec.json.Decoder(list[int]).decode
@@ -26,6 +28,12 @@ _PROMPT_IDS = re.compile(rb'"prompt_token_ids": ?\[')
 def new() -> array[int]:
     """Return room for ids: 4 bytes each."""
     return array("I")
+
+
+def are_too_many(batch: bytes) -> bool:
+    """Tell whether events hold more lists of ids than events: each costs as much as an event."""
+    lists = batch.count(b'"token_ids":')
+    return lists > _FEW and lists > batch.count(b"\n\n")
 
 
 def taken(batch: bytes) -> tuple[bytes, bytes]:

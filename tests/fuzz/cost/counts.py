@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.fuzz.cost.bounds import FREE, FREE_STEPS, KIB, MIB
+from tests.fuzz.cost.bounds import FREE_STEPS, KIB, MIB
 from tests.fuzz.cost.measure import steps, traced
 from tests.fuzz.cost.paths import Path
 from tests.fuzz.cost.recipes import Recipe
@@ -12,7 +12,7 @@ from tests.fuzz.cost.recipes import Recipe
 SIZE = 128 * KIB
 """Bytes of an input whose steps are counted."""
 LARGE = MIB
-"""Bytes of one whose memory is: `FREE` must not hide what a byte takes."""
+"""Bytes of one whose memory is: `free` must not hide what a byte takes."""
 
 
 def over(path: Path, one: Recipe) -> str | None:
@@ -24,11 +24,11 @@ def _over(path: Path, one: Recipe) -> Iterator[str]:
     steps(path.run, one.render(KIB))  # what is built at the first use is no input's
     data = one.render(min(SIZE, path.most))
     counted = steps(path.run, data)
-    if counted > FREE_STEPS + path.bound.steps * path.weight * len(data):
+    if counted > FREE_STEPS + path.bound.steps * len(data):
         yield f"{counted} steps for {len(data)} bytes"
     data = one.render(min(LARGE, path.most))
     peak, made = traced(path.run, data)
     if made > path.bound.made:
         yield f"{made} bytes written for {len(data)} bytes"
-    if peak > FREE + path.bound.memory * len(data):
+    if peak > path.bound.free + path.bound.memory * len(data):
         yield f"{peak} bytes of memory for {len(data)} bytes"

@@ -19,7 +19,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 Run = Callable[[bytes], Awaitable[int | None]]
-"""Reads an input as the proxy would. May return how many bytes it has written for others (a log line)."""
+"""Makes an input ready, which does not count; what is returned reads it as the proxy would. That may return how many bytes it
+has written for others (a log line)."""
 
 NOMINAL_NS = 5.0
 """What the yardstick costs per byte on the machine for which bounds are stated (a core of a server of 2023, Python 3.11)."""
@@ -62,10 +63,10 @@ class Cost:
         return self.peak / max(1, self.size)
 
 
-def _once(run: Run, data: bytes) -> tuple[float, float, int]:
+def _once(reading: Awaitable[int | None]) -> tuple[float, float, int]:
     loop = Loop()
     try:
-        made = loop.run_until_complete(run(data))
+        made = loop.run_until_complete(reading)
         return loop.spent, loop.longest, made or 0
     finally:
         loop.close()
@@ -75,8 +76,9 @@ def measured(run: Run, data: bytes, times: int = 5, *, best: bool = False, memor
     """Return what an input costs: the median of so many runs, or the `best` of them (noise only adds), and the traced memory."""
     runs = []
     for _ in range(times):
+        reading = run(data)
         gc.collect(0)
-        runs.append(_once(run, data))
+        runs.append(_once(reading))
     middle: Callable[[list[float]], float] = min if best else statistics.median
     seconds, longest = (middle([one[part] for one in runs]) for part in (0, 1))
     return Cost(len(data), seconds, longest, traced(run, data)[0] if memory else 0, runs[0][2])
@@ -84,12 +86,13 @@ def measured(run: Run, data: bytes, times: int = 5, *, best: bool = False, memor
 
 def traced(run: Run, data: bytes) -> tuple[int, int]:
     """Return the most bytes that were allocated at once, beside the input, and how many were written for others."""
+    reading = run(data)
     gc.collect(0)
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
-        made = _once(run, data)[2]
+        made = _once(reading)[2]
         return tracemalloc.get_traced_memory()[1] - before, made
     finally:
         tracemalloc.stop()
@@ -113,11 +116,12 @@ def steps(run: Run, data: bytes) -> int:
         count += event == "c_call"
 
     theirs |= {Loop._run_once.__code__}
+    reading = run(data)
     before = sys.gettrace(), sys.getprofile()
     sys.settrace(call)
     sys.setprofile(profile)
     try:
-        _once(run, data)
+        _once(reading)
     finally:
         sys.settrace(before[0])
         sys.setprofile(before[1])

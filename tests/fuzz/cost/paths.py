@@ -1,7 +1,9 @@
 """The paths on which bytes of a client or an engine are read, each with what it may cost.
 
 A path reads an input as the proxy does, and lets the event loop turn wherever the proxy lets it. What works in another process
-or thread does not count: its caller awaits it. Only this file knows the names of the proxy's functions.
+does not count, since its caller awaits it: a body that a reader process reads has its answer before anything is measured. What
+reader processes do are paths of their own (`READER`), with bounds of their own. Only this file knows the names of the proxy's
+functions.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,24 +22,30 @@ from uvicorn.server import ServerState
 from pdproxy.kit.errors import PdproxyError
 from pdproxy.kit.ids import usable
 from pdproxy.observe.events import Gaps, RequestEnded
-from pdproxy.observe.logs import JsonFormatter, TextFormatter, access_fields
-from pdproxy.serving.merge import merge_answers
+from pdproxy.observe.formats import JsonFormatter, TextFormatter
+from pdproxy.observe.logs import access_fields
+from pdproxy.serving.clients import Clients
+from pdproxy.serving.keys import Keys
+from pdproxy.serving.merge import MergedAnswer
 from pdproxy.serving.relay import Relay
 from pdproxy.serving.routes import TABLE, Kind
 from pdproxy.transfer.contract import NO_DISPATCH, Handle
 from pdproxy.transfer.nixl import handle, release_body
-from pdproxy.upstream.admin import read_metrics
 from pdproxy.upstream.client import Answer, Pending
 from pdproxy.upstream.connection import Connection
-from pdproxy.upstream.notices import AT_ONCE
+from pdproxy.upstream.metrics_page import MOST_PAGE, read_metrics
+from pdproxy.upstream.room import AnswerRoom
 from pdproxy.web.cycle import FORWARDED
+from pdproxy.web.identify import Identify
 from pdproxy.web.passing import PassedAnswer, Passing
-from pdproxy.wire import notices, telemetry
+from pdproxy.wire import notices, reader, telemetry
+from pdproxy.wire.bounds import DEFAULT
 from pdproxy.wire.chunks import chunk
 from pdproxy.wire.dialects import Dialect, WholeEvents, failure_body
 from pdproxy.wire.engine import error_of, prefill_answer, usage_of
-from pdproxy.wire.passed import read
-from pdproxy.wire.request import Route, body_request_id, parse
+from pdproxy.wire.fields import body_request_id
+from pdproxy.wire.passed import read_light, written
+from pdproxy.wire.request import Parsed, Route, parse, parse_light
 from tests.fuzz import ingress, streams
 from tests.fuzz.cost import bounds, shapes
 from tests.fuzz.cost.bounds import KIB, MIB, Bound
@@ -51,7 +59,7 @@ BODY_LIMIT = 64 * MIB
 
 @dataclass(frozen=True)
 class Path:
-    """One way in. `most`: bytes of the largest input that gets there. `weight`: how many times it is read in a turn."""
+    """One way in. `most`: bytes of the largest input that gets there."""
 
     name: str
     run: Run
@@ -59,7 +67,6 @@ class Path:
     known: dict[str, Recipe]
     bound: Bound
     most: int = BODY_LIMIT
-    weight: int = 1
 
 
 class Transport(ingress.Transport):
@@ -85,27 +92,78 @@ def reads(data: bytes, size: int = READ) -> Iterator[bytes]:
         yield data[at : at + size]
 
 
-def generating(route: Route) -> Run:
-    """A body of a generating route."""
+def _question(route: Route | None, dialect: Dialect = Dialect.OPENAI) -> bytes:
+    return msgspec.msgpack.encode(reader.Question(DEFAULT, route, dialect))
 
-    async def run(data: bytes) -> None:
-        try:
-            parsed = parse(route, data)
-        except PdproxyError:
-            return
+
+def _is_light(read: Callable[[], object]) -> bool:
+    """Tell whether a body is read, or refused, at once."""
+    try:
+        return read() is not None
+    except PdproxyError:
+        return True
+
+
+def generating(route: Route) -> Run:
+    """A body of a generating route, in the event loop's thread."""
+
+    def then(parsed: Parsed) -> None:
         body_request_id(parsed.fields)
+
+    return _read(route, then)
+
+
+def _read(
+    route: Route, then: Callable[[Parsed], int | None], refused: Callable[[PdproxyError], int | None] = lambda _: None
+) -> Run:
+    question = _question(route)
+
+    def run(data: bytes) -> Awaitable[int | None]:
+        light = _is_light(lambda: parse_light(route, data))
+        found = None if light else reader.answer(question, data)
+
+        async def measured() -> int | None:
+            try:
+                parsed = parse_light(route, data)
+                if parsed is None:
+                    assert found is not None
+                    parsed = reader.request_in(found, route, data)
+            except PdproxyError as error:
+                return refused(error)
+            return then(parsed)
+
+        return measured()
 
     return run
 
 
 def passed(dialect: Dialect) -> Run:
-    """A body of a route that is passed on, and the refusal of one that can't be."""
+    """A body of a route that is passed on, and the refusal of one that can't be, in the event loop's thread."""
+    question = _question(None, dialect)
+
+    def run(data: bytes) -> Awaitable[None]:
+        light = _is_light(lambda: read_light(dialect, data))
+        found = None if light else reader.answer(question, data)
+
+        async def measured() -> None:
+            try:
+                if read_light(dialect, data) is None:
+                    assert found is not None
+                    written(dialect, reader.fields_in(found, data))
+            except PdproxyError as error:
+                failure_body(dialect, error)
+
+        return measured()
+
+    return run
+
+
+def elsewhere(route: Route | None, dialect: Dialect = Dialect.OPENAI) -> Run:
+    """A body in a reader process. Small ones get there, too, as far as their objects are many."""
+    question = _question(route, dialect)
 
     async def run(data: bytes) -> None:
-        try:
-            read(dialect, data)
-        except PdproxyError as error:
-            failure_body(dialect, error)
+        reader.answer(question, data)
 
     return run
 
@@ -113,13 +171,7 @@ def passed(dialect: Dialect) -> Run:
 def logged() -> Run:
     """The access line of a request with this body, in both formats."""
 
-    async def run(data: bytes) -> int:
-        try:
-            parsed = parse(Route.COMPLETIONS, data)
-        except PdproxyError as error:
-            model, said, request_id = None, error.logged, None
-        else:
-            model, said, request_id = parsed.model, None, usable(body_request_id(parsed.fields))
+    def line(model: str | None, said: str | None, request_id: str | None) -> int:
         ended = RequestEnded(
             request_id=request_id or "id", endpoint="/v1/completions", model=model, outcome="ok", status=200, legs=[],
             queue_s=0.0, first_s=None, total_s=0.0, prompt_tokens=None, completion_tokens=None, gaps=Gaps(), error=said,
@@ -127,10 +179,14 @@ def logged() -> Run:
         lines = [
             one().line(time.time(), "INFO", "access", "request", access_fields(ended))
             for one in (TextFormatter, JsonFormatter)
-        ]  # type: ignore[abstract]
+        ]
         return max(map(len, lines))
 
-    return run
+    return _read(
+        Route.COMPLETIONS,
+        lambda parsed: line(parsed.model, None, usable(body_request_id(parsed.fields))),
+        lambda error: line(None, error.logged, None),
+    )
 
 
 class _Entry(ingress.Ingress):
@@ -139,7 +195,10 @@ class _Entry(ingress.Ingress):
     def __init__(self) -> None:
         super().__init__(max_body=BODY_LIMIT)
         passed_on = next(entry for entry in TABLE if entry.kind is Kind.PASSED)
-        passing = Passing(self._serve, lambda _: None, self.path.room, FORWARDED, max_body=BODY_LIMIT)
+        clients = Clients()
+        passing = Passing(
+            self._serve, Identify(clients, Keys()), clients, self.path.room, FORWARDED, max_body=BODY_LIMIT
+        )
         self._answer = lambda: PassedAnswer(passing, passed_on)
 
     async def _serve(self, request: Any, sink: Any) -> None:
@@ -225,7 +284,7 @@ async def passed_stream(data: bytes) -> None:
 
 async def awaited(data: bytes) -> None:
     """An engine's answer of which the whole is awaited, as it is on the wire."""
-    connection, pending = Connection("engine", lambda _: None, lambda _: None), Pending()
+    connection, pending = Connection("engine", lambda _: None, lambda _: None), Pending(AnswerRoom().share())
     connection.connection_made(Transport())
     connection.send(b"", pending)
     for part in reads(data):
@@ -261,8 +320,12 @@ async def answered(data: bytes) -> None:
 
 async def merged(data: bytes) -> None:
     """The answers to a list of two prompts, made one."""
+    answer = MergedAnswer(AnswerRoom().share())
     with suppress(PdproxyError):
-        merge_answers([Answer(200, [], data)] * 2)
+        for index in range(2):
+            answer.add(index, Answer(200, [], data))
+            await asyncio.sleep(0)
+        answer.whole()
 
 
 async def scraped(data: bytes) -> None:
@@ -272,12 +335,11 @@ async def scraped(data: bytes) -> None:
 
 
 async def noticed(data: bytes) -> None:
-    """As many notices as are read in one turn. JSON is the handle, or the token ids, of a notice of ours."""
+    """A notice. JSON is the handle, or the token ids, of one of ours. In one turn as many bytes are read as one may have."""
     said = {"type": "PdproxyKV", "v": notices.VERSION, "event": "ready", "req_id": "x"}
     if data[:1] in (b"{", b"["):
         data = msgspec.msgpack.encode(said | {"params" if data[:1] == b"{" else "prompt_ids": data})
-    for _ in range(AT_ONCE):
-        notices.decode(data)
+    notices.decode(data)
 
 
 async def posted(data: bytes) -> None:
@@ -291,6 +353,9 @@ PATHS = [
     Path("passed body", passed(Dialect.OPENAI), shapes.BODY, shapes.BODIES, bounds.PASSED),
     Path("passed body of responses", passed(Dialect.RESPONSES), shapes.BODY, shapes.BODIES, bounds.PASSED),
     Path("passed body of messages", passed(Dialect.MESSAGES), shapes.BODY, shapes.BODIES, bounds.PASSED),
+    Path("completions, reader process", elsewhere(Route.COMPLETIONS), shapes.BODY, shapes.BODIES, bounds.READER),
+    Path("chats, reader process", elsewhere(Route.CHAT), shapes.BODY, shapes.BODIES, bounds.READER),
+    Path("passed, reader process", elsewhere(None), shapes.BODY, shapes.BODIES, bounds.READER),
     Path("access line", logged(), shapes.BODY, shapes.NAMES, bounds.LOG),
     Path("connection", connected, shapes.REQUEST, shapes.REQUESTS, bounds.INGRESS),
     Path("stream", streamed(framed=False, takes_ids=False), shapes.STREAM, shapes.STREAMS, bounds.STREAM),
@@ -301,7 +366,7 @@ PATHS = [
     Path("prefill's answer", prefilled, shapes.JSON_ANSWER, shapes.JSON_ANSWERS, bounds.ENGINE_JSON),
     Path("decode's answer", answered, shapes.JSON_ANSWER, shapes.JSON_ANSWERS, bounds.ENGINE_JSON),
     Path("answers merged", merged, shapes.JSON_ANSWER, shapes.JSON_ANSWERS, bounds.MERGED),
-    Path("metrics page", scraped, shapes.PAGE, shapes.PAGES, bounds.METRICS),
-    Path("notices", noticed, shapes.NOTICE, shapes.NOTICES, bounds.NOTICE, notices.MAX_BYTES - KIB, AT_ONCE),
+    Path("metrics page", scraped, shapes.PAGE, shapes.PAGES, bounds.METRICS, MOST_PAGE),
+    Path("notices", noticed, shapes.NOTICE, shapes.NOTICES, bounds.NOTICE, notices.MAX_BYTES - KIB),
     Path("telemetry", posted, shapes.TELEMETRY, shapes.TELEMETRY_POSTS, bounds.NOTICE, telemetry.MAX_BYTES),
 ]  # fmt: skip

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path as File
 from typing import Any
 
-from tests.fuzz.cost.bounds import FREE, KIB, MIB
+from tests.fuzz.cost.bounds import KIB, MIB
 from tests.fuzz.cost.measure import Cost, measured, speed
 from tests.fuzz.cost.paths import PATHS, Path
 from tests.fuzz.cost.recipes import Recipe, mutated
@@ -88,9 +88,9 @@ def judged(path: Path, one: Recipe, costs: list[Cost], slower: float) -> list[Fi
             found.append(Finding(path.name, measure, cost.size, value, most, one, bound.why))
 
     for cost in costs:
-        check(cost, "ns per byte", cost.ns / path.weight, bound.ns * slower)
+        check(cost, "ns per byte", cost.ns, bound.ns * slower)
         check(cost, "ms per turn", 1000 * cost.longest, bound.ms * slower)
-        check(cost, "memory per byte", (cost.peak - FREE) / cost.size, bound.memory)
+        check(cost, "memory per byte", (cost.peak - bound.free) / cost.size, bound.memory)
         check(cost, "bytes written", cost.made, bound.made)
     first, last = costs[0], costs[-1]
     if last.size > 4 * first.size and last.longest > TOO_SHORT:
@@ -100,9 +100,7 @@ def judged(path: Path, one: Recipe, costs: list[Cost], slower: float) -> list[Fi
 
 def score(path: Path, cost: Cost, slower: float) -> float:
     """Return the part of its bound that an input of the smallest size costs, of whatever is worst."""
-    return max(
-        cost.ns / path.weight / path.bound.ns / slower, cost.bytes / path.bound.memory / 10, cost.made / path.bound.made
-    )
+    return max(cost.ns / path.bound.ns / slower, cost.bytes / path.bound.memory / 10, cost.made / path.bound.made)
 
 
 @dataclass
@@ -238,7 +236,7 @@ def replay(files: list[File]) -> int:
         sizes = sorted({min(size, saved["size"]) for size in SIZES})
         costs = [measured(path.run, one.render(size), 3, best=True) for size in sizes]
         for cost in costs:
-            print(f"{path.name}, {cost.size} bytes: {cost.ns / path.weight:.2f} ns and {cost.bytes:.2f} bytes per byte, "
+            print(f"{path.name}, {cost.size} bytes: {cost.ns:.2f} ns and {cost.bytes:.2f} bytes per byte, "
                   f"{1000 * cost.longest:.2f} ms per turn, {cost.made} bytes written")  # fmt: skip
         findings = judged(path, one, costs, slower)
         still += bool(findings)
