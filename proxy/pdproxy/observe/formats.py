@@ -55,6 +55,16 @@ class Formatter(logging.Formatter):
             fields = {**fields, _EXCEPTION: frames(error)}
         return self.line(record.created, record.levelname, record.name, record.getMessage().rstrip(), fields)
 
+    def own_line(self, created: float, level: str, logger: str, message: str, fields: Fields) -> str:
+        """Return the same as `line`, at less cost, of texts that are bounded already: every request writes such a line."""
+        try:
+            line = self._line(created, level, logger, message, fields)
+            if len(line) <= MAX_VALUE:
+                return line  # so no value is longer
+        except (ValueError, TypeError):
+            pass
+        return self.line(created, level, logger, message, fields)
+
     def line(self, created: float, level: str, logger: str, message: str, fields: Fields) -> str:
         """Return the line of what happened at `created`, in Unix seconds."""
         try:
@@ -95,13 +105,13 @@ class TextFormatter(Formatter):
             message = json.dumps(message)[1:-1]
         line = f"{self._time(second)},{int(1000 * (created - second)):03d} {level} {logger} {message}"
         for name, value in fields.items():
-            if type(value) is not str:
-                line += f" {name}={value if type(value) in _PLAIN else _as_word(str(value))}"
             # Most values of most lines are numbers, or words that stood in a line before.
-            elif value.isalnum():
-                line += f" {name}={value}"
-            else:
-                line += f" {name}={self._word(value) if len(value) <= _OFTEN else _as_word(value)}"
+            if type(value) is str:
+                if not value.isalnum():
+                    value = self._word(value) if len(value) <= _OFTEN else _as_word(value)
+            elif type(value) not in _PLAIN:
+                value = _as_word(str(value))
+            line += f" {name}={value}"
         return line
 
 

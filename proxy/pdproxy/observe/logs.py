@@ -56,7 +56,7 @@ class Log:
 
     def request(self, fields: Fields) -> None:
         """Write an access line. The logging package would make a record for it, which costs more than the line."""
-        self._writer.write(self._formatter.line(time.time(), "INFO", access.name, "request", fields))
+        self._writer.write(self._formatter.own_line(time.time(), "INFO", access.name, "request", fields))
 
     def close(self) -> bool:
         """Write what waits to be written, as far as somebody reads it. Return whether that was all."""

@@ -14,10 +14,10 @@ from pdproxy.serving.exchange import Exchange
 class Tally:
     """The sums of one request. Owned by one call of `Service.generate`."""
 
-    __slots__ = ("_completion", "_legs", "_prompt", "_seen", "_told", "gaps")
+    __slots__ = ("_completion", "_gaps", "_legs", "_prompt", "_seen", "_told")
 
     def __init__(self) -> None:
-        self.gaps = Gaps()
+        self._gaps: Gaps | None = None
         self._legs: list[tuple[int, LegTimes]] = []
         self._told = False
         self._prompt = 0
@@ -27,7 +27,14 @@ class Tally:
     @property
     def legs(self) -> Sequence[LegTimes]:
         """The way of each prompt that was begun, in the order of the list."""
+        if len(self._legs) == 1:
+            return [self._legs[0][1]]
         return [times for _, times in sorted(self._legs, key=lambda one: one[0])]
+
+    @property
+    def gaps(self) -> Gaps:
+        """Between the events of all streams."""
+        return self._gaps or Gaps()
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -46,11 +53,12 @@ class Tally:
         if relay is None:
             return
         lane = relay.lane
-        if len(self._legs) == 1:
-            self.gaps = Gaps(lane.buckets, lane.total)
+        gaps = self._gaps
+        if gaps is None:
+            self._gaps = Gaps(lane.buckets, lane.total)
         else:
-            buckets = [a + b for a, b in zip(self.gaps.buckets, lane.buckets, strict=True)]
-            self.gaps = Gaps(buckets, self.gaps.total + lane.total)
+            buckets = [a + b for a, b in zip(gaps.buckets, lane.buckets, strict=True)]
+            self._gaps = Gaps(buckets, gaps.total + lane.total)
         if relay.usage is not None:
             self._told = True
             self._prompt += relay.usage.prompt_tokens

@@ -184,7 +184,8 @@ class GenerateCycle(RequestResponseCycle):
     def _end_body(self, error: PdproxyError | None) -> None:
         if self._body_ended:
             return
-        self.client.bodies.pop(self, None)
+        if self._waiting is not None:
+            self.client.bodies.pop(self, None)
         self._body_ended, self._refusal = True, error
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
@@ -198,7 +199,8 @@ class GenerateCycle(RequestResponseCycle):
         """Hold nothing of the client's any more, and know it no longer. The second time, nothing is left to do."""
         self._forget_body()
         self._body_ended = True  # what is still to come of it is not kept
-        self.client.bodies.pop(self, None)
+        if self._waiting is not None:
+            self.client.bodies.pop(self, None)
         if self._identified:
             self._identified = False
             self._data_path.bounds.clients.leave(self.client)

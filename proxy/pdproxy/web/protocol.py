@@ -40,14 +40,11 @@ class DataPathProtocol(GuardedProtocol):
         else:
             super().refuse_body(cycle, error)
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self.scope[CONNECTION] = self  # type: ignore[literal-required]  # for `web.passing`
-
     def on_headers_complete(self) -> None:
         self.one_host()
         route = self._route() if self.parser.get_method() == b"POST" else None
         if route is None or (self.parser.should_upgrade() and self._should_upgrade()):
+            self.scope[CONNECTION] = self  # type: ignore[literal-required]  # for `web.passing`
             super().on_headers_complete()
             return
         http_1_1 = self.parser.get_http_version() == "1.1"
