@@ -204,7 +204,7 @@ async def test_an_engines_words_are_bounded_where_they_are_shown(caplog: pytest.
     """An engine that answers probes with a long line makes neither /ready nor a log line long, and hides no other line."""
 
     def wordy(w: World) -> None:
-        w.decode[0].admin["/metrics"] = scripts.whole(b"vllm:num_requests_running{" + b"w" * 20_000 + b"}} x\n")
+        w.decode[0].admin["/metrics"] = scripts.whole(b"vllm:num_requests_running{" + b"w" * 2000 + b"}} x\n")
 
     async with world(decode=2, before=wordy) as w:
         w.prefill[0].stop()

@@ -94,7 +94,7 @@ _error = msgspec.json.Decoder(ErrorAnswer)
 
 def prefill_answer(body: bytes) -> PrefillAnswer | None:
     """Read a prefill engine's answer; None if it is not one."""
-    if body.count(b"{") > MOST_OBJECTS:
+    if len(body) > MOST_OBJECTS and body.count(b"{") > MOST_OBJECTS:
         return None
     try:
         return _prefill.decode(body)

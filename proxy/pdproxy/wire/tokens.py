@@ -32,6 +32,8 @@ def new() -> array[int]:
 
 def are_too_many(batch: bytes) -> bool:
     """Tell whether events hold more lists of ids than events: each costs as much as an event."""
+    if len(batch) < _FEW * len(b'"token_ids":'):
+        return False
     lists = batch.count(b'"token_ids":')
     return lists > _FEW and lists > batch.count(b"\n\n")
 
