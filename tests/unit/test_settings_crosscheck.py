@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.settings.crosscheck import crosscheck, engine_url
+from pdproxy.settings.crosscheck import crosscheck, engine_url, parsed_networks
 from pdproxy.settings.dump import MASK, dump
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import Engine, load
-from pdproxy.settings.schema import Auth, Facts, Node, Pool, Role, Settings
+from pdproxy.settings.schema import Auth, Facts, Listen, Node, Pool, Role, Settings
 
 
 def pool_error(*engines: tuple[Role, str]) -> str:
@@ -161,3 +161,17 @@ def test_dump_masks_keys(tmp_path: Path, auth: Auth) -> None:
 def test_crosscheck_is_idempotent() -> None:
     """Checked settings pass the check unchanged."""
     assert crosscheck(crosscheck(FULL)) == crosscheck(FULL) == FULL
+
+
+@pytest.mark.parametrize("text", ["nobody", "10.0.0.0/33", "10.0.0.1:80", "::1/129", "10.0.0.*"])
+def test_a_trusted_proxy_is_an_address_or_a_network(text: str) -> None:
+    """Anything else is refused with its place in the list."""
+    listen = Listen(trusted_proxies=("10.0.0.0/8", text))
+    with pytest.raises(SettingsError, match=r"listen\.trusted_proxies\[1\]: .*expected an address or a network"):
+        crosscheck(Settings(listen=listen), need_engines=False)
+
+
+def test_trusted_proxies_as_networks() -> None:
+    """An address is a network of one; bits behind the network's are left out."""
+    found = parsed_networks(("10.0.0.1", "10.1.2.3/8", "fd00::/8"))
+    assert [str(one) for one in found] == ["10.0.0.1/32", "10.0.0.0/8", "fd00::/8"]
