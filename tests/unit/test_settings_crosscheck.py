@@ -7,6 +7,7 @@ import pytest
 from pdproxy.settings.crosscheck import crosscheck, engine_url, parsed_networks
 from pdproxy.settings.dump import MASK, dump
 from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.limits import Limits
 from pdproxy.settings.load import Engine, load
 from pdproxy.settings.schema import Auth, Facts, Listen, Node, Pool, Role, Settings
 
@@ -175,3 +176,21 @@ def test_trusted_proxies_as_networks() -> None:
     """An address is a network of one; bits behind the network's are left out."""
     found = parsed_networks(("10.0.0.1", "10.1.2.3/8", "fd00::/8"))
     assert [str(one) for one in found] == ["10.0.0.1/32", "10.0.0.0/8", "fd00::/8"]
+
+
+@pytest.mark.parametrize(("room", "fits"), [(1143, True), (1142, False), (500, False)])
+def test_the_largest_body_has_room(room: int, fits: bool) -> None:
+    """An eighth of the room is kept for small bodies: the largest one must fit into the rest, or it could never be served."""
+    settings = Settings(limits=Limits(max_body_bytes=1000, max_buffered_bytes=room))
+    if fits:
+        assert crosscheck(settings, need_engines=False).limits == settings.limits
+        return
+    with pytest.raises(SettingsError, match=r"limits\.max_buffered_bytes = \d+ has no room .*expected at least 1143"):
+        crosscheck(settings, need_engines=False)
+
+
+def test_the_largest_answer_has_room() -> None:
+    """A bound for all answers below that of one would refuse what the other allows."""
+    settings = Settings(limits=Limits(max_answer_bytes=1000, max_buffered_answer_bytes=999))
+    with pytest.raises(SettingsError, match=r"limits\.max_buffered_answer_bytes = 999 has no room"):
+        crosscheck(settings, need_engines=False)

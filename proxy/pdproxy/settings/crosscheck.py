@@ -15,6 +15,7 @@ import msgspec
 from pdproxy.settings.crosscheck_transfer import check_transfer
 from pdproxy.settings.dump import MASK
 from pdproxy.settings.errors import KeyPath, SettingsError, quote, spell_key
+from pdproxy.settings.limits import Limits
 from pdproxy.settings.schema import EngineTls, ListenTls, Node, Pool, Settings
 
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?\.?")
@@ -35,6 +36,7 @@ def crosscheck(settings: Settings, *, need_engines: bool = True) -> Settings:
         raise SettingsError("auth: engine_api_key and engine_api_key_file exclude each other: give one")
     _refuse_stray_files(settings.listen.tls, ("listen", "tls"), ("key", "key_password_file", "client_ca"))
     parsed_networks(settings.listen.trusted_proxies)
+    _refuse_bodies_without_room(settings.limits)
     if len(settings.pools) > 1:
         names = ", ".join(quote(pool.name) for pool in settings.pools[:4])
         raise SettingsError(f"pools: {len(settings.pools)} are configured ({names}), but only one is supported for now")
@@ -57,6 +59,20 @@ def _checked(pool: Pool, path: KeyPath, need_engines: bool) -> Pool:
     if nodes or need_engines:
         _refuse_useless({node.role for node in nodes}, (*path, "nodes"))
     return msgspec.structs.replace(pool, nodes=nodes)
+
+
+def _refuse_bodies_without_room(limits: Limits) -> None:
+    least = limits.max_body_bytes + -(-limits.max_body_bytes // 7)  # an eighth of the room is kept for small bodies
+    if limits.max_buffered_bytes < least:
+        raise SettingsError(
+            f"limits.max_buffered_bytes = {limits.max_buffered_bytes} has no room for a body of limits.max_body_bytes = "
+            f"{limits.max_body_bytes}: expected at least {least}"
+        )
+    if limits.max_buffered_answer_bytes < limits.max_answer_bytes:
+        raise SettingsError(
+            f"limits.max_buffered_answer_bytes = {limits.max_buffered_answer_bytes} has no room for an answer of "
+            f"limits.max_answer_bytes = {limits.max_answer_bytes}"
+        )
 
 
 def parsed_networks(texts: Iterable[str]) -> tuple[IPv4Network | IPv6Network, ...]:
