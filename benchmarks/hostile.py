@@ -151,7 +151,7 @@ def proxy(kind: Kind, at: stage.Engines, options: argparse.Namespace, log: IO[by
     command = ["sh", "-c", f'ulimit -v {MOST_KB * 3 // 2} && {files}exec "$@"', "sh", *stage.PDPROXY.command(at, port)]
     env = {**os.environ, "PYTHONPATH": str(options.checkout / "proxy"), **dict(options.settings)}
     if kind.keys:
-        env["PDPROXY_AUTH__API_KEYS"] = json.dumps([HONEST_KEY, *KEYS])
+        env["PDPROXY_AUTH__API_KEYS"] = ",".join([HONEST_KEY, *KEYS])
     unread, pipe = os.pipe() if kind.pipe else (None, None)
     process = subprocess.Popen(
         command, env=env, stdout=log, stderr=log if pipe is None else pipe, start_new_session=True, cwd=options.checkout
@@ -209,13 +209,13 @@ def said(process: subprocess.Popen[bytes]) -> dict[str, Any]:
 
 
 def lateness(url: str) -> list[tuple[float, float]] | None:
-    """Return (seconds, count) of the proxy's own histogram, cumulative; None if it has none, or doesn't answer."""
+    """Return (seconds, count) of the proxy's own histogram, cumulative; [] if it has none yet, None if it doesn't answer."""
     try:
         page = stage.get(f"{url}/metrics", PATIENCE / 6).decode()
     except OSError:
         return None
     found = re.findall(r'^pdproxy_loop_lateness_seconds_bucket\{le="([^"]+)"\} (\S+)$', page, re.MULTILINE)
-    return [(float(bound), float(count)) for bound, count in found] or None
+    return [(float(bound), float(count)) for bound, count in found]
 
 
 def own_lateness(
@@ -225,9 +225,11 @@ def own_lateness(
 
     The percentile is interpolated in its bucket.
     """
-    if not before or not after:
+    if before is None or not after:
         return None, None
-    counts = [(bound, new - old) for (bound, new), (_, old) in zip(after, before, strict=True)]
+    counts = [
+        (bound, new - old) for (bound, new), (_, old) in zip(after, before or [(0.0, 0.0)] * len(after), strict=True)
+    ]
     total = counts[-1][1]
     p99 = last = None
     lower = below = 0.0

@@ -291,10 +291,13 @@ PAGES: dict[str, tuple[str, Script, str]] = {
         "/metrics", scripts.whole(b"vllm:num_requests_running 1\n" * (MOST_SAMPLES + 1)), "more than 512 lines",
     ),
     "a long sample": (
-        "/metrics", scripts.whole(b'vllm:num_requests_running{a="%b"} 1\n' % (b"x" * 100_000)), "more than 65536 bytes",
+        "/metrics", scripts.whole(b'vllm:num_requests_running{a="%b"} 1\n' % (b"x" * 5000)), "or 4096 in one of them",
+    ),
+    "long samples": (
+        "/metrics", scripts.whole(b'vllm:num_requests_running{a="%b"} 1\n' % (b"x" * 1000) * 70), "more than 65536 bytes",
     ),
     "a sample that is no number": ("/metrics", scripts.whole(b"vllm:num_requests_running NaN\n"), "is none"),
-    "a long word": ("/metrics", scripts.whole(b"vllm:num_requests_running %b\n" % (b"x" * 9000)), "not in Prometheus"),
+    "a long word": ("/metrics", scripts.whole(b"vllm:num_requests_running %b\n" % (b"x" * 3000)), "not in Prometheus"),
     "a version without end": ("/version", Endless(*WHOLE["an answer in chunks"]), "answered more than 65536 bytes"),
     "ids without end": ("/tokenize", Endless(*WHOLE["an answer in chunks"]), "answered more than 65536 bytes"),
 }  # fmt: skip

@@ -211,6 +211,14 @@ async def test_a_whole_answer_is_handed_over() -> None:
     assert (relay.usage.prompt_tokens, relay.usage.completion_tokens) == (3, 5)
 
 
+async def test_an_event_has_one_list_of_ids_at_most() -> None:
+    """Ids are taken out of it list by list: an event of thousands of lists is no engine's."""
+    relay = Relay(wants_usage=False, takes_ids=True)
+    lists = b",".join([b'{"token_ids":[1]}'] * 100)
+    with pytest.raises(EngineError, match="lists of token ids"):
+        await run([TEXT[0], b'data: {"id":"c","choices":[%b]}\n\n' % lists, *TEXT[1:]], relay)
+
+
 async def test_gaps_are_counted_an_event() -> None:
     """Each event but the first is one gap, whether it came alone or with others."""
     relay = Relay(wants_usage=False)

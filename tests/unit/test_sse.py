@@ -117,6 +117,13 @@ def test_compaction_changes_no_string(value: object) -> None:
     assert sse.compact(line) == b"data: " + _OLD.sub(rb"\1", line[6:])
 
 
+@pytest.mark.parametrize("filler", [b'"' * 6000, b"x" * 300_000])
+def test_what_would_take_long_to_compact_is_left_as_it_is(filler: bytes) -> None:
+    """A line of quotes, and a very long one: neither is an event that has to be known."""
+    line = b'data: {"id": "c", "x": "' + filler + b'"}'
+    assert sse.compact(line) is line or sse.compact(line) == line
+
+
 @pytest.mark.parametrize("crumb", [b"\n", b":\n\n", b": ping\n\n", b"data: x\n\n", b"data:\n"])
 def test_crumbs(crumb: bytes) -> None:
     """Many lines with nothing in them are no engine's; some are, and events of the shortest kind are."""

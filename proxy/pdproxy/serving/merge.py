@@ -25,8 +25,12 @@ MOST_USAGE = 4096
 """Bytes of a usage: an engine's has 200, and all of it becomes objects."""
 MOST_ANEW = 1 << 20
 """Bytes of an answer that is written anew, since it is not written as vLLM writes it: all of its fields become objects."""
+_FIRST = b'{"index":0,'
+"""What vLLM's choices begin with."""
 _SAME = 16
 """Fields of one name that are looked at, in an answer and in what it holds."""
+_CHOICES, _USAGE = b"\0", b"\1"
+"""What stands for both in the first answer until all are known: no JSON has these bytes."""
 
 
 class _Completion(msgspec.Struct, frozen=True):
@@ -67,10 +71,15 @@ class MergedAnswer:
             found = _completion_decoder.decode(answer.body)
             (choice,) = _choices_decoder.decode(found.choices)
             self._usages[index] = _usage(found.usage)
-            self._choices[index] = _replaced(bytes(found.choices)[1:-1].strip(), "index", choice.index, b"%d" % index)
+            own = bytes(found.choices)[1:-1].strip()
+            if own.startswith(_FIRST):
+                own = b'{"index":%d,%b' % (index, own[len(_FIRST) :])
+            else:
+                own = _with(own, index=(choice.index, b"%d" % index))
+            self._choices[index] = own
             if index == 0:
-                emptied = _replaced(answer.body, "choices", found.choices, b"[]")
-                self._first, self._headers = _replaced(emptied, "usage", found.usage, b"{}"), answer.headers
+                self._first = _with(answer.body, choices=(found.choices, _CHOICES), usage=(found.usage, _USAGE))
+                self._headers = answer.headers
         except UNREADABLE as error:
             raise EngineError(f"an engine's answer is not a completion: {error!r}") from None
 
@@ -86,8 +95,7 @@ class MergedAnswer:
         except UNREADABLE as error:
             raise EngineError(f"an engine's answer is not a completion: {error!r}") from None
         choices = b"[%b]" % b",".join([self._choices[place] for place in places])
-        merged = _replaced(self._first, "usage", b"{}", usage)
-        return Answer(200, self._headers, _replaced(merged, "choices", b"[]", choices))
+        return Answer(200, self._headers, self._first.replace(_USAGE, usage).replace(_CHOICES, choices))
 
 
 def _usage(raw: msgspec.Raw) -> bytes:
@@ -96,25 +104,46 @@ def _usage(raw: msgspec.Raw) -> bytes:
     return bytes(raw)
 
 
-def _replaced(whole: bytes, name: str, value: bytes | msgspec.Raw, new: bytes) -> bytes:
-    """Return a JSON object with another value of a field, which now has `value` (empty: it has no such field).
+def _with(whole: bytes, **changes: tuple[msgspec.Raw, bytes]) -> bytes:
+    """Return a JSON object with other values of some fields: by name the value that it has (empty: none), and the new one.
 
     The object is not made: an engine may have sent millions of fields.
 
     Raises:
         EngineError: it is large, and written otherwise than vLLM writes.
     """
-    key, old = b'"%b":' % name.encode(), memoryview(value)
-    begin = whole.find(key) + len(key) if old.nbytes else -1
+    places = {name: _place(whole, name, memoryview(old)) for name, (old, _) in changes.items()}
+    if None in places.values():
+        if len(whole) > MOST_ANEW:
+            raise EngineError("an engine's answer is not written as vLLM's are")
+        return msgspec.json.encode(
+            _body_decoder.decode(whole) | {name: msgspec.Raw(new) for name, (_, new) in changes.items()}
+        )
+    parts: list[bytes] = []
+    at = 0
+    for name, begin in sorted(places.items(), key=lambda place: place[1] or 0):
+        old, new = changes[name]
+        assert begin is not None
+        parts += whole[at:begin], new
+        at = begin + memoryview(old).nbytes
+    return b"".join([*parts, whole[at:]])
+
+
+def _place(whole: bytes, name: str, value: memoryview) -> int | None:
+    """Return where the only field stands that has a name and a value; None if there are others, further down, or none."""
+    key = b'"%b":' % name.encode()
+    found = None
+    at = whole.find(key) if value.nbytes else -1
     for _ in range(_SAME):
-        if begin < len(key):
-            break
-        if whole.startswith(old, begin):
-            return b"".join([whole[:begin], new, whole[begin + old.nbytes :]])
-        begin = whole.find(key, begin) + len(key)
-    if len(whole) > MOST_ANEW:
-        raise EngineError("an engine's answer is not written as vLLM's are")
-    return msgspec.json.encode({**_body_decoder.decode(whole), name: msgspec.Raw(new)})
+        if at < 0:
+            return found
+        begin = at = at + len(key)
+        if whole.startswith(value, begin):
+            if found is not None:
+                return None
+            found, at = begin, begin + value.nbytes
+        at = whole.find(key, at)
+    return None
 
 
 def merge_usage_events(events: Sequence[bytes]) -> bytes:

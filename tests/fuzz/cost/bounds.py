@@ -60,13 +60,13 @@ INGRESS = Bound(
     "refused; two reads of 256,000 bytes fit into 100 ms; a body is kept once, in a buffer that grows by an eighth",
 )  # fmt: skip
 STREAM = Bound(
-    ns=60, ms=30, memory=4.5, steps=0.9, free=8 * MIB,
+    ns=60, ms=40, memory=4.5, steps=0.9, free=8 * MIB,
     why="a plain event of 180 bytes costs 5 us, a chunk of a byte 5 steps in 6 bytes; a read of 256,000 bytes leaves room for "
-    "two others in 100 ms; a large event is kept, joined, split and passed on; a line of up to 256 KiB is copied 6 times",
+    "another in 100 ms; a large event is kept, joined, split and passed on; a line of up to 256 KiB is copied 6 times",
 )  # fmt: skip
 ANSWER = Bound(
-    ns=60, ms=20, memory=2.2, steps=0.9, free=4 * MIB,
-    why="as a stream; an answer is kept in one buffer and then, for a moment, as a whole, too; a head of 256 KiB takes 15 bytes "
+    ns=60, ms=20, memory=2.2, steps=0.9, free=8 * MIB,
+    why="as a stream; an answer is kept in one buffer and then, for a moment, as a whole, too; a head of 256 KiB takes 25 bytes "
     "per byte",
 )  # fmt: skip
 ENGINE_JSON = Bound(ns=12, ms=50, memory=3, steps=0.05, why="as long as bodies may be (logprobs), and read in one turn")
