@@ -103,7 +103,7 @@ KINDS: dict[str, Kind] = {
         ("prompts", "keys", "nested", "messages", "parts", "nan", "utf16", "xargs", "numbers", "deep", "model", "stalled", "drip",
          "readers", "idle", "pipeline", "passed", "fragments", "answer1g", "head", "event", "tiny"),
         page="metrics",
-        more=("--largest", str(16 << 20), "--bytes", "300000000", "--connections", "1"),
+        more=("--largest", str(16 << 20), "--bytes", "3000000000", "--connections", "1"),
     ),
 }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """One hostile client of a kind. Bounded: it stops by itself, after `--seconds` and after `--bytes` that were sent.
 
-Usage: hostile_clients.py KIND [--seconds 20] [--bytes 2000000000] [--largest 66060288] [--connections 2]
+Usage: hostile_clients.py KIND [--seconds 20] [--bytes 20000000000] [--largest 66060288] [--connections 2]
     [--address 127.0.1.1]
 
 Prints `ready` once its bodies are made, waits for the proxy's URL on its standard input, and in the end prints a line of JSON:
@@ -210,7 +210,9 @@ def asking(way: str, *, stream: bool, **more: object) -> Kind:
         ]
 
         async def run() -> None:
-            turns = itertools.cycle([client.request(COMPLETIONS, json.dumps(one).encode()) for one in asked])
+            # Else each answer would be drained for as long as its connection is kept.
+            more = "connection: close\r\n"
+            turns = itertools.cycle([client.request(COMPLETIONS, json.dumps(one).encode(), more) for one in asked])
             await asyncio.gather(*(client.ask(turns, drain=True) for _ in range(client.connections)))
 
         return run
@@ -376,7 +378,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--bytes", type=int, default=2_000_000_000, help="that are sent at most")
+    parser.add_argument("--bytes", type=int, default=20_000_000_000, help="that are sent at most")
     parser.add_argument("--largest", type=int, default=63 * MIB, help="bytes of one body at most")
     parser.add_argument("--connections", type=int, default=2, help="with large bodies at once")
     parser.add_argument("--address", default="127.0.1.1", help="that it asks from: honest clients have another")

@@ -41,6 +41,6 @@ class Heartbeat:
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
         late = max(0.0, loop.time() - self._due)
         for missed in range(min(int(late / EVERY) + 1, MOST_MISSED)):
-            self._observers.notify(LoopBeat(late - missed * EVERY))
+            self._observers.notify(LoopBeat(late - missed * EVERY, swallowed=missed > 0))
         self._due += EVERY * (int(late / EVERY) + 1)
         self._next = loop.call_at(self._due, self._beat, loop)

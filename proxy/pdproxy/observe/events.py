@@ -183,9 +183,13 @@ class Evicted(msgspec.Struct, frozen=True):
 
 
 class LoopBeat(msgspec.Struct, frozen=True):
-    """The event loop was to call back at a certain time, and did so this many seconds later."""
+    """The event loop was to call back at a certain time, and did so this many seconds later.
+
+    `swallowed`: at that time it was held up by what an event before this one has reported.
+    """
 
     late_s: float
+    swallowed: bool = False
 
 
 Event = (

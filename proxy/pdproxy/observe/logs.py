@@ -98,8 +98,8 @@ class LogObserver:
                 _log(fleet, logging.ERROR, "pair ejected: prefill and decode saw different prompts", _plain(event))
             case KvShortfall():
                 _log(fleet, logging.WARNING, "KV did not arrive: the decode engine computed it again", _plain(event))
-            case LoopBeat(late_s):
-                if late_s >= HELD_UP:
+            case LoopBeat(late_s, swallowed):
+                if late_s >= HELD_UP and not swallowed:
                     _log(fleet, logging.WARNING, "the event loop was held up", _plain(event))
             case KvWaited(result="timeout"):
                 _log(kv, logging.WARNING, "ranks did not tell that their KV is ready", _plain(event))

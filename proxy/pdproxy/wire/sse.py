@@ -29,7 +29,7 @@ _LONGEST_COMPACTED = 256 << 10
 _MOST_TEXTS = 1024
 """Strings of a line that are more than a sixth of its bytes: it is no event then, and each of them costs as much as 100 bytes."""
 _FEW_LINES = 512
-_SHORT_LINE = 16
+_SHORT_LINE = 32
 
 
 def is_spaced(batch: bytes) -> bool:
@@ -64,7 +64,7 @@ def _compact(line: bytes) -> bytes:
 
 def is_crumbs(batch: bytes) -> bool:
     """Tell whether a batch is many lines with next to nothing in them: each costs as much as an event of
-    an engine, none of which has less than 32 bytes.
+    an engine, none of which has less than 64 bytes.
     """
     if len(batch) <= _FEW_LINES:
         return False
