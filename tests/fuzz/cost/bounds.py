@@ -62,7 +62,8 @@ INGRESS = Bound(
 STREAM = Bound(
     ns=60, ms=40, memory=4.5, steps=1.5, free=8 * MIB,
     why="a plain event of 180 bytes costs 5 us, one of 130 that is looked at by itself 190 steps, a chunk of a byte 5 steps in "
-    "6 bytes; a read of 256,000 bytes leaves room for another in 100 ms; a large event is kept, joined, split and passed on; a line of up to 256 KiB is copied 6 times",
+    "6 bytes; a read of 256,000 bytes leaves room for another in 100 ms; a large event is kept, joined, "
+    "split and passed on; a line of up to 256 KiB is copied 6 times",
 )  # fmt: skip
 ANSWER = Bound(
     ns=60, ms=20, memory=2.2, steps=0.9, free=8 * MIB,
