@@ -159,6 +159,22 @@ class _HeavyError(Exception):
     """More of a body than `SMALL` has to become objects."""
 
 
+_LIMITS = frozenset({"max_tokens", "max_completion_tokens"})
+_DECIDING = _LIMITS | {
+    "n",
+    "echo",
+    "prompt_logprobs",
+    "use_beam_search",
+    "min_tokens",
+    "return_token_ids",
+    "logprobs",
+    "top_logprobs",
+    "return_prompt_text",
+    "logprob_token_ids",
+}
+"""Fields that decide whether a request needs one engine alone, or is unusual."""
+
+
 def parse(route: Route, body: Body, bounds: Bounds = DEFAULT) -> Parsed:
     """Read a body.
 
@@ -220,6 +236,8 @@ def unusual(route: Route, fields: Fields, size: int, bounds: Bounds) -> Parsed:
 
 def _check_unseen(fields: Fields, most: int) -> None:
     """Make sure that decode engines can parse what prefill engines never see, or a prefill would have been for nothing."""
+    if fields.keys().isdisjoint(UNSEEN_BY_PREFILL):
+        return
     unseen = [fields[name] for name in UNSEEN_BY_PREFILL if name in fields]
     size = sum(memoryview(raw).nbytes for raw in unseen)
     if size > LARGE:
@@ -238,6 +256,13 @@ def _wants_usage(fields: Fields, stream: bool) -> bool:
 
 
 def _alone(fields: Fields, route: Route) -> Alone | None:
+    present = fields.keys() & _DECIDING
+    if present <= _LIMITS:  # so are most requests
+        for name in present:
+            limit = read(fields, name, _int_decoder)
+            if limit is not None and limit < 1:
+                raise _UnusualError
+        return None
     n = read(fields, "n", _int_decoder)
     if n is not None and n != 1:
         return Alone.N
