@@ -102,8 +102,8 @@ class HeadTooLargeError(BadRequestError):
     status = 431
 
 
-class TargetTooLongError(BadRequestError):
-    """The request's target is longer than that of any route."""
+class PathTooLongError(BadRequestError):
+    """The request's path is longer than that of any route."""
 
     status = 414
 

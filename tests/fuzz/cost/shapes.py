@@ -32,6 +32,8 @@ BODIES: dict[str, Recipe] = {
     "UTF-16": recipe("{" + _PROMPT + ',"x":[', many("0,"), "]}", encoding="utf-16"),
     "UTF-16 of a long text": recipe('{"model":"m","prompt":"', many("a"), '"}', encoding="utf-16"),
     "UTF-32 of keys": recipe("{" + _PROMPT + ",", many('"k@@":0,'), "}", encoding="utf-32"),
+    "a byte order mark": recipe("{" + _PROMPT + ',"x":[', many("[],"), "]}", encoding="utf-8-sig"),
+    "a byte order mark before objects": recipe("{" + _PROMPT + ',"x":[', many('{"content":[{}]},'), "]}", encoding="utf-8-sig"),
     "half surrogates": recipe("{" + _PROMPT + ',"x":"', many("\\ud800"), '"}'),
     "escapes": recipe('{"model":"m","prompt":"', many("\\u0061"), '"}'),
     "letters beyond ASCII": recipe('{"model":"m","prompt":"', many("\u4e2d"), '"}'),
@@ -96,6 +98,7 @@ STREAMS: dict[str, Recipe] = {
     "spaced events": recipe(many(_EVENT.replace('":', '": ')), _DONE),
     "spaces in an event": recipe('data: {"id": "c","choices":[{"text":"a"', many(" "), "}]}\n\n", _DONE),
     "quotes in a spaced event": recipe('data: {"id": "c","choices":[{"text":"', many('\\"'), '"}]}\n\n', _DONE),
+    "bare quotes in a spaced event": recipe('data: {"id": "c","choices":[{"text":"', many('"'), '"}]}\n\n', _DONE),
     "token ids of one event": recipe(_EVENT.replace("[1]", "["), many("1,"), "1]}]}\n\n", _DONE),
     "lists of token ids": recipe(_EVENT, 'data: {"id":"c","choices":[', many('{"token_ids":[1]},'), "]}\n\n", _DONE),
     "logprobs": recipe(_EVENT, many('data: {"id":"c","choices":[{"text":"a","logprobs":{"@@":[1]},"finish_reason":null}]}\n\n')),
@@ -162,6 +165,8 @@ REQUESTS: dict[str, Recipe] = {
     "a body of a route without one": recipe(_GET[:-2] + "content-length: 90000000\r\n\r\n", many("a")),
     "heads of many headers": recipe(_GET[:-2], many("a: b\r\n"), "\r\n"),
     "percent signs": recipe("POST /v1/", many("%63"), " HTTP/1.1\r\nhost: x\r\n\r\n"),
+    "percent signs alone": recipe("POST /v1/", many("%%"), " HTTP/1.1\r\nhost: x\r\n\r\n"),
+    "targets of percent signs": recipe(many("GET /v1/" + "%%" * 250 + " HTTP/1.1\r\nhost: x\r\n\r\n")),
 }  # fmt: skip
 """What a client sends on a connection."""
 REQUEST = Grammar(
