@@ -9,7 +9,7 @@ A row for each kind, in front of fresh mock engines and a fresh proxy with its d
 - how late `/health` is on a kept connection, asked every 20 ms by another honest process, and what the proxy's own
   `pdproxy_loop_lateness_seconds` says, where it has that: the 99th percentile, interpolated in its bucket, and the upper bound of
   the last bucket that counts anything;
-- the proxy's memory at its peak, with its child processes, sampled every 50 ms, and what it wrote to its log.
+- the proxy's memory at its peak, with its child processes and without, sampled every 50 ms, and what it wrote to its log.
 
 To the proxy, honest clients are one client (127.0.0.1), and each hostile process is another (127.0.1.x), unless its kind says
 otherwise.
@@ -114,7 +114,8 @@ class Watch(threading.Thread):
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
         self.pid = pid
-        self.kb = 0.0
+        self.kb = self.own_kb = 0.0
+        """Of the tree, and of its first process."""
         self.ended = False
         self.over = threading.Event()
 
@@ -127,7 +128,7 @@ class Watch(threading.Thread):
                 pids = stage.tree(self.pid)
             looks += 1
             kb = sum(map(_rss, pids))
-            self.kb = max(self.kb, kb)
+            self.kb, self.own_kb = max(self.kb, kb), max(self.own_kb, _rss(self.pid))
             if kb > MOST_KB:
                 self.ended = True
                 for pid in pids:
@@ -271,7 +272,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         row["hostile"] = {client: said(process) for client, process in zip(kind.clients, hostile, strict=True)}
         row["own_p99_ms"], row["own_last_ms"] = own_lateness(before, None if watch.ended else lateness(url))
         row["cpu_s"] = round(stage.cpu(pid) - cpu, 1) if not watch.ended else None
-        row["rss_mb"], row["ended"] = round(watch.kb / 1024), watch.ended
+        row["rss_mb"], row["own_mb"] = round(watch.kb * 1024 / 1e6), round(watch.own_kb * 1024 / 1e6)
+        row["ended"] = watch.ended
         row["log_bytes"] = os.fstat(log.fileno()).st_size
     return row
 
@@ -303,6 +305,7 @@ COLUMNS = {
     "first p99 ms": ("first_p99_ms", "{:.0f}"), "/health p50 ms": ("late_p50_ms", "{:.1f}"), "p99": ("late_p99_ms", "{:.0f}"),
     "max": ("late_max_ms", "{:.0f}"), "own p99 ms": ("own_p99_ms", "{:.0f}"),
     "last": ("own_last_ms", "{:.0f}"), "peak MB": ("rss_mb", "{:.0f}"),
+    "of the proxy": ("own_mb", "{:.0f}"),
     "log KB": ("log_kb", "{:.0f}"), "CPU s": ("cpu_s", "{:.1f}"), "sent MB": ("sent_mb", "{:.0f}"),
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from pdproxy.web import cycle, guard, light, protocol
+from tests.fuzz.ingress import Ingress, Transport
 
 
 @pytest.mark.parametrize(
@@ -73,11 +74,44 @@ def test_flow_and_status_lines() -> None:
     """Flow control says whether writing is paused; status lines exist for every status we send."""
     assert "write_paused" in inspect.getsource(FlowControl.__init__)
     own = {name for name in vars(FlowControl) if not name.startswith("_")}
-    assert own == {
+    assert own | {"took"} == {
         name for name in vars(light.Flow) if callable(getattr(light.Flow, name)) and not name.startswith("_")
     }
     for status in range(200, 600):
         assert httptools_impl.STATUS_LINE[status].startswith(b"HTTP/1.1 %d " % status)
+
+
+async def test_behind_a_large_read_others_have_their_turn() -> None:
+    """A client that sends as fast as it can is read once in a turn; who is not to be read at all stays so."""
+    transport = Transport()
+    flow = light.Flow(transport)  # type: ignore[arg-type]
+    flow.took(light.LARGE_READ - 1)
+    assert not transport.reading_paused
+    flow.took(light.LARGE_READ)
+    assert transport.reading_paused
+    await asyncio.sleep(0)
+    assert not transport.reading_paused
+    flow.took(light.LARGE_READ)
+    flow.pause_reading()
+    await asyncio.sleep(0)
+    assert transport.reading_paused
+    flow.resume_reading()
+    assert not transport.reading_paused
+
+
+async def test_a_connection_counts_its_reads() -> None:
+    """Those of a body are such reads."""
+    entry, transport = Ingress(), Transport()
+    made = entry.config.http_protocol_class(  # type: ignore[operator]
+        config=entry.config, server_state=ServerState(), app_state={}, _loop=asyncio.get_running_loop()
+    )
+    made.connection_made(transport)
+    made.data_received(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 900000\r\n\r\n" + b"x" * 200_000)
+    assert transport.reading_paused
+    await asyncio.sleep(0)
+    assert not transport.reading_paused
+    made.connection_lost(None)
+    await asyncio.sleep(0)
 
 
 def test_every_name_used_is_named_here() -> None:

@@ -38,8 +38,7 @@ LINGER = 2.0
 LOOK_AGAIN = 0.02
 """Seconds after a deadline for what is here already: a loop that was held up runs its timers before it reads its sockets."""
 UNSENT = 4096
-"""Bytes that wait for a client before its engine's leg is paused: beside the kernel's buffers on both sides, which are large.
-With one more read from the engine, which uvloop bounds to 256,000 bytes, a stream's client holds less than 256 KiB."""
+"""Bytes that wait for a client before its engine's leg is paused. With one more read of uvloop, a client holds up to 256 KiB."""
 _HOST = re.compile(rb"[\w.~%!$&'()*+,;=:\[\]-]*", re.ASCII)
 """What a URI's host and port are made of (RFC 3986, 3.2.2); empty where the target has none."""
 MOST_WAITING = 64
@@ -49,10 +48,8 @@ MOST_REFUSED = 32
 """Connections beyond `limits.max_connections` that are answered at a time. Others are dropped: their open files are needed."""
 MOST_PATH = 512
 """Bytes of a request's path, without its query: a route has 50. uvicorn replaces the escapes in it, at 0.3 us each."""
-MOST_PARTS = 65_536
-"""Parts in which a body may come, however small they are."""
-LEAST_PART = 64
-"""Bytes of a part on average, in a body of more parts: each costs a microsecond, whatever is in it."""
+MOST_PARTS, LEAST_PART = 65_536, 64
+"""Parts in which a body may come, however small they are, and bytes of a part on average if there are more: each costs 0.3 us."""
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -215,6 +212,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(self._too_large())
             return
         self._watch()
+        self.flow.took(len(data))  # type: ignore[attr-defined]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_late()
