@@ -176,7 +176,8 @@ async def test_an_error_or_a_deadline(attack: Attack) -> None:
                 assert answer.header("content-type") == "application/json"
                 assert "error" in answer.json or "detail" in answer.json
         else:
-            assert await client.reader.read() == b""
+            with contextlib.suppress(ConnectionResetError):  # what it sent in that moment was not read any more
+                assert await client.reader.read() == b""
         if attack.statuses == (100,):
             assert (await client.answer()).status == 408
         if answer_keeps_open(attack):
