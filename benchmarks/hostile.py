@@ -75,6 +75,7 @@ KINDS: dict[str, Kind] = {
     "parts": Kind("63 MiB of content parts", ("parts",)),
     "nan": Kind("63 MiB of NaN; one NaN before a long text", ("nan",)),
     "utf16": Kind("63 MiB in UTF-16", ("utf16",)),
+    "anew": Kind("4 connections with 63 MiB in UTF-16 that become 3 times as much in JSON", ("anew",)),
     "xargs": Kind("63 MiB of keys in vllm_xargs, in extra_args", ("xargs",)),
     "numbers": Kind("60 MiB of token ids; a number of 60 MiB", ("numbers",)),
     "deep": Kind("30 million arrays in each other", ("deep",)),

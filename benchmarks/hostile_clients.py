@@ -177,7 +177,7 @@ Kind = Callable[[Client], Run]
 """Makes its bodies at once, and returns what is to be done then."""
 
 
-def bodies(*named: tuple[str, str, float]) -> Kind:
+def bodies(*named: tuple[str, str, float], connections: int | None = None) -> Kind:
     """A client that posts bodies by turns: (path, name in tests/fuzz/cost/shapes.py, MiB at most)."""
 
     def kind(client: Client) -> Run:
@@ -186,7 +186,7 @@ def bodies(*named: tuple[str, str, float]) -> Kind:
 
         async def run() -> None:
             turns = itertools.cycle(made)
-            await asyncio.gather(*(client.ask(turns) for _ in range(client.connections)))
+            await asyncio.gather(*(client.ask(turns) for _ in range(connections or client.connections)))
 
         return run
 
@@ -334,6 +334,7 @@ KINDS: dict[str, Kind] = {
     "parts": bodies((CHAT, "content parts", 63), (CHAT, "empty content parts", 63)),
     "nan": bodies((COMPLETIONS, "NaN", 63), (CHAT, "one NaN in a long text", 63)),
     "utf16": bodies((COMPLETIONS, "UTF-16", 63), (COMPLETIONS, "UTF-16 of a long text", 63)),
+    "anew": bodies((COMPLETIONS, "UTF-16 of letters beyond ASCII", 63), connections=4),
     "xargs": bodies((COMPLETIONS, "keys of vllm_xargs", 63), (COMPLETIONS, "keys of extra_args", 63)),
     "numbers": bodies((COMPLETIONS, "token ids", 60), (COMPLETIONS, "a number of many digits", 60)),
     "deep": bodies((COMPLETIONS, "arrays in each other", 63), (CHAT, "objects in each other", 63)),

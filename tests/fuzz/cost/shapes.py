@@ -31,6 +31,7 @@ BODIES: dict[str, Recipe] = {
     "one NaN in a long text": recipe('{"model":"m","x":NaN,"prompt":"', many("a"), '"}'),
     "UTF-16": recipe("{" + _PROMPT + ',"x":[', many("0,"), "]}", encoding="utf-16"),
     "UTF-16 of a long text": recipe('{"model":"m","prompt":"', many("a"), '"}', encoding="utf-16"),
+    "UTF-16 of letters beyond ASCII": recipe('{"model":"m","prompt":"', many("\u4e2d"), '"}', encoding="utf-16"),
     "UTF-32 of keys": recipe("{" + _PROMPT + ",", many('"k@@":0,'), "}", encoding="utf-32"),
     "a byte order mark": recipe("{" + _PROMPT + ',"x":[', many("[],"), "]}", encoding="utf-8-sig"),
     "a byte order mark before objects": recipe("{" + _PROMPT + ',"x":[', many('{"content":[{}]},'), "]}", encoding="utf-8-sig"),
