@@ -22,7 +22,6 @@ from pdproxy.observe.events import Observers
 from pdproxy.serving.clients import Clients
 from pdproxy.serving.keys import Keys
 from pdproxy.settings.schema import Cors
-from pdproxy.upstream.room import AnswerRoom
 from pdproxy.web.bounds import Bounds
 from pdproxy.web.connections import Connections
 from pdproxy.web.cors import CorsHeaders
@@ -31,6 +30,7 @@ from pdproxy.web.identify import Identify
 from pdproxy.web.protocol import protocol_class
 from pdproxy.web.reading import Floor
 from pdproxy.web.room import BodyRoom
+from pdproxy.web.unread import Unread
 from pdproxy.wire.request import Incoming, Route
 
 ROUTES = {route.value.encode() for route in Route}
@@ -136,14 +136,14 @@ class Ingress:
         self.seen = Seen()
         observers, clients = Observers([]), Clients()
         connections = Connections(1 << 20, observers)
+        floor = Floor(1, 60, Clock(), clients, observers, lambda _: False)
         self.path = DataPath(
             self._generate,
             Identify(clients, Keys()),
             observers,
-            Bounds(60, 60, 65_536, Floor(1, 60, Clock(), clients, observers, lambda _: False), clients, connections),
+            Bounds(60, 60, 65_536, floor, clients, connections, Unread(1 << 30, observers)),
             CorsHeaders(Cors()),
             BodyRoom(4 * max_body, observers),
-            AnswerRoom(),
             max_body=max_body,
         )
         self.config = uvicorn.Config(

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import uvloop
 
+from pdproxy.observe.events import RequestEnded
 from pdproxy.settings.schema import Settings
+from pdproxy.web.connections import LOOKED_AT, MOST_LEAVING
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client, request
 from tests.fakes.engine import prefill
@@ -377,32 +379,113 @@ async def test_nobody_is_remembered() -> None:
 # -- answers
 
 
-def test_a_whole_answer_counts_until_its_client_has_read_it() -> None:
-    """What waits for clients that do not read has one bound: an answer beyond it is given up, and its client told so."""
+async def unread_answer(w: World, headers: list[tuple[str, str]], path: str = COMPLETIONS) -> Client:
+    """A whole answer that its client does not read."""
+    before = len(w.events(RequestEnded))
+    client = await w.client(receive_buffer=4096)
+    client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    client.send(request("POST", path, completion(), headers))
+    await w.ended(before + 1)
+    await asyncio.sleep(0.02)
+    return client
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings"])
+def test_answers_that_nobody_reads_have_a_bound(path: str) -> None:
+    """Beyond it, the client with the most unread loses its oldest; others get theirs, and streams go on."""
 
     async def run() -> None:
         size = 12 << 20
         limits = {"max_answer_bytes": size + 4096, "max_buffered_answer_bytes": 26 << 20}
-        async with world(0, 1, deadlines={"client_write": 6.0}, limits=limits) as w:
-            large = answers.whole(False, [1, 2, 3], "x" * size, 4)
-            w.decode[0].script(*[scripts.whole(large)] * 3)
-            held, clients = [], []
-            for number in range(3):
-                client = await w.client(receive_buffer=4096)
-                client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-                client.send(request("POST", COMPLETIONS, completion()))
-                clients.append(client)
-                await w.ended(number + 1)
-                await asyncio.sleep(0.02)
-                held.append(w.proxy.answer_room.held)
+        async with world(0, 1, auth=KEYS, deadlines={"client_write": 6.0}, limits=limits) as w:
+            large = scripts.whole(answers.whole(False, [1, 2, 3], "x" * size, 4))
+            w.decode[0].script(*[large] * 4)
+            w.decode[0].admin["/v1/embeddings"] = large
+            held = []
+            clients = []
+            for headers in (GREEDY, GREEDY, OTHER):
+                clients.append(await unread_answer(w, headers, path))
+                held.append(w.proxy.unread.held)
             assert 0 < held[0] < size, "the kernel has taken some of it"
             assert held[0] < held[1] <= 26 << 20
-            assert held[2] == held[1], "there was no room for the third"
+            assert w.metric("pdproxy_evicted_total", what="answer") == 1
+            assert held[2] == held[1]
+            assert w.proxy.answer_room.held == 0, "engines' legs have all of their room"
             for client in clients:
                 client.writer.transport.resume_reading()  # type: ignore[attr-defined]
-            got = [await client.answer() for client in clients]
-            assert [one.status for one in got] == [200, 200, 503]
-            assert [len(one.text) for one in got[:2]] == [size, size]
-            await until(lambda: w.proxy.answer_room.held == 0)
+            assert not (await clients[0].answer()).ended, "the greedy client's oldest"
+            for client in clients[1:]:
+                assert len((await client.answer()).text) == size
+            await until(lambda: w.proxy.unread.held == 0)
 
     uvloop.run(run())
+
+
+# -- what a review has found
+
+
+async def test_a_flood_of_evicted_connections_has_a_bound() -> None:
+    """Those that had to go count until they are closed, and only some are told why: open files are never beyond the
+    bound for long."""
+    async with world(limits={"max_connections": 8}) as w:
+        for _ in range(80):
+            client = await w.client()
+            client.send(stalled(100, []))
+        await until(lambda: w.proxy.connections.open <= 8 + MOST_LEAVING)
+        assert w.server is not None
+        await until(lambda: len(w.server.server_state.connections) <= 8 + MOST_LEAVING)  # type: ignore[union-attr]
+        other = await w.client(address="127.0.0.2")
+        other.send(request("GET", "/health", b""))
+        assert (await other.answer()).status == 200
+
+
+async def test_busy_connections_shield_no_idle_ones() -> None:
+    """However many of a client's oldest connections are busy, its idle ones are found behind them."""
+    go = asyncio.Event()
+    async with world(limits={"max_connections": LOOKED_AT + 20}) as w:
+        w.prefill[0].script(*[scripts.gate(go, prefill)] * (LOOKED_AT + 4))
+        busy = [await w.client() for _ in range(LOOKED_AT + 4)]
+        for client in busy:
+            client.post(COMPLETIONS, completion())
+        await until(lambda: w.proxy.admission.inflight == len(busy))
+        for _ in range(16):
+            await w.client()
+        await until(lambda: w.proxy.connections.open == LOOKED_AT + 20)
+        statuses = []
+        for _ in range(3):  # the first may look at none but busy ones
+            other = await w.client(address="127.0.0.2")
+            other.send(request("GET", "/health", b""))
+            statuses.append((await other.answer()).status)
+        assert statuses[1:] == [200, 200]
+        go.set()
+        for client in busy:
+            assert (await client.answer()).status == 200
+
+
+async def test_an_empty_body_makes_nobody_a_holder() -> None:
+    """Clients that send nothing have no share of the room, and are forgotten."""
+    async with world(auth=KEYS) as w:
+        for path in ("/tokenize", COMPLETIONS):
+            await w.ask(path, b"", GREEDY)
+        await until(lambda: not len(w.proxy.askers))
+        assert not w.proxy.room._holders
+
+
+def test_a_passed_stream_is_its_own_clients() -> None:
+    """A slow reader of a route that is passed to one engine is known by its key, and gives way as any other."""
+
+    async def keep(w: World) -> None:
+        w.decode[0].scripts.clear()
+        w.decode[0].admin["/v1/messages"] = scripts.streams(*[EVENT * 40] * 200, then="stall")
+        for _ in range(2):
+            client = await w.client(receive_buffer=4096)
+            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            body = {"model": "tiny", "max_tokens": 4, "stream": True, "messages": [{"role": "user", "content": "x"}]}
+            client.send(request("POST", "/v1/messages", body, GREEDY))
+        await until(lambda: w.proxy.admission.inflight == 2)
+        await until(lambda: len(w.proxy.askers.with_slow) == 1, 8)
+        answer = await w.ask(COMPLETIONS, completion(), OTHER)
+        assert (answer.status, answer.text) == (200, TEXT)
+        assert w.metric("pdproxy_evicted_total", what="reader") == 1
+
+    run_unread(keep, limits={"max_inflight": 2})

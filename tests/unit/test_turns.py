@@ -149,3 +149,16 @@ async def test_more_than_a_share() -> None:
     assert askers.turns.over_share("a")
     assert not askers.turns.over_share("b")
     assert not askers.turns.over_share("nobody")
+
+
+async def test_who_gave_up_just_before_its_turn_is_forgotten() -> None:
+    """A place comes free in the turn in which its asker was cancelled: nothing is known of it afterwards."""
+    turns = Turns(1, 10)
+    assert turns.take("a")
+    waiting = [asyncio.ensure_future(turns.enter(f"b{number}")) for number in range(3)]
+    await asyncio.sleep(0)
+    for task in waiting:
+        task.cancel()
+    turns.leave("a")
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert (turns.taken, turns.waiting, turns._askers, turns._lines) == (0, 0, {}, {})

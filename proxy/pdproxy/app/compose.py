@@ -53,6 +53,7 @@ from pdproxy.web.passing import Passing
 from pdproxy.web.protocol import DataPathProtocol, protocol_class
 from pdproxy.web.reading import Floor
 from pdproxy.web.room import BodyRoom
+from pdproxy.web.unread import Unread
 from pdproxy.wire import telemetry
 from pdproxy.wire.bounds import Bounds as BodyBounds
 from pdproxy.wire.notices import Event as NoticeEvent
@@ -97,6 +98,7 @@ class Proxy:
     askers: Clients
     room: BodyRoom
     answer_room: AnswerRoom
+    unread: Unread
     connections: Connections
     clock: Clock
     metrics: Metrics
@@ -217,6 +219,7 @@ class Proxy:
             askers,
             BodyRoom(limits.max_buffered_bytes, observers),
             answers,
+            Unread(limits.max_buffered_answer_bytes, observers),
             Connections(limits.max_connections, observers),
             clock,
             metrics,
@@ -313,10 +316,10 @@ class Proxy:
                 ),
                 self.askers,
                 self.connections,
+                self.unread,
             ),
             CorsHeaders(self.settings.listen.cors),
             self.room,
-            self.answer_room,
             max_body=limits.max_body_bytes,
         )
         return protocol_class(path)

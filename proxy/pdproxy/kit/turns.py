@@ -111,6 +111,8 @@ class Turns:
             if not place.done():
                 self._give(line)
                 place.set_result(None)
+            else:  # given up, and its caller has not come to say so
+                self._forget(following, line)
 
     def refuse(self, error: Exception) -> None:
         """Have all that wait raise an error."""

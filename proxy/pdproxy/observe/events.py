@@ -176,7 +176,7 @@ class Evicted(msgspec.Struct, frozen=True):
     """Something was taken from a client that held more than its share while others waited.
 
     `what`: queue (a request that waited for a place), body (one that was not whole), connection (an idle one), reader (an
-    answer that was read too slowly).
+    stream that was read too slowly), answer (a whole one that was not read).
     """
 
     what: str

@@ -126,6 +126,7 @@ class LineWriter:
             if not self._closed:
                 time.sleep(GATHER)
             self._write_all()
+        self._write_all()  # what came between the last look and the end
 
     def _write_all(self) -> None:
         """Write until the queue is empty."""

@@ -96,6 +96,9 @@ class Admission:
             if error.displaced:
                 raise OverloadedError("requests of other clients wait, and this client has the most of them") from None
             raise OverloadedError(f"{self.inflight} requests are being served and {self.waiting} are waiting") from None
+        finally:
+            if not self._turns.taken:
+                self._empty.set()  # a place that came in the moment of giving up was given back
 
     def _evict_slow(self, client: Client) -> None:
         """Take a place from a client that has too many and does not read what it asked for."""

@@ -103,7 +103,8 @@ class Limits(Section, frozen=True):
     """Largest answer of an engine that is held whole, in bytes, 128 MiB: more than answers with logprobs or embeddings have."""
 
     max_buffered_answer_bytes: Count = 268_435_456
-    """Bytes of engines' answers that are held at once, 256 MiB. One more is given up, and its client gets a 503."""
+    """Bytes of engines' answers that are held at once, 256 MiB. One more is given up, and its client gets a 503. As much again
+    may wait for clients to read it."""
 
     max_header_bytes: Count = 65_536
     """Largest request line with headers in bytes, 64 KiB: several times what other servers take."""

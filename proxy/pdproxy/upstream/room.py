@@ -89,11 +89,6 @@ class Share:
         room.held += count
         self.size = size
 
-    def take_over(self, count: int) -> None:
-        """Hold bytes that another share has counted so far, and gives back next: there is room for them."""
-        self._room.held += count
-        self.size += count
-
     def hold(self, count: int) -> None:
         """Hold so many bytes in all, somewhere else. Raises as `grow`."""
         if count > self.size:

@@ -20,8 +20,15 @@ LOOKED_AT = 64
 cost too much."""
 
 
+MOST_LEAVING = 32
+"""Connections that had to go and are told why, at a time. Others are dropped: their open files are needed."""
+
+
 class Connection(Holder, Protocol):
     """One connection."""
+
+    def drop(self) -> None:
+        """Close it at once."""
 
     @property
     def idle(self) -> bool:
@@ -36,6 +43,8 @@ class Connections:
         self.open = 0
         self._observers = observers
         self._by_client: OrderedDict[Client, dict[Connection, None]] = OrderedDict()
+        self._leaving: set[Connection] = set()
+        """Those that had to go, and are still open: each has its open file until it is closed."""
 
     def __repr__(self) -> str:
         return f"<Connections {self.open} of {self.most}>"
@@ -51,17 +60,25 @@ class Connections:
         if own is None:
             own = self._by_client[client] = {}
         own[connection] = None
-        if self.open > self.most and not self._evicted(client, connection):
+        if self.open - len(self._leaving) > self.most and not self._evicted(client, connection):
             raise OverloadedError(f"{self.most} connections are open: no more are taken")
 
     def closed(self, client: Client, connection: Connection) -> None:
         """Count it no more. Again, or after it was evicted, this changes nothing."""
-        own = self._by_client.get(client)
-        if own is not None and connection in own:
+        if connection in self._leaving:
+            self._leaving.discard(connection)
             self.open -= 1
-            del own[connection]
-            if not own:
-                del self._by_client[client]
+        elif self._forgot(client, connection):
+            self.open -= 1
+
+    def _forgot(self, client: Client, connection: Connection) -> bool:
+        own = self._by_client.get(client)
+        if own is None or connection not in own:
+            return False
+        del own[connection]
+        if not own:
+            del self._by_client[client]
+        return True
 
     def _evicted(self, client: Client, new: Connection) -> bool:
         """Close an idle connection of the client with the most, unless that is another one with no more; tell whether
@@ -72,12 +89,19 @@ class Connections:
         most = max(looked_at, key=self._count, default=client)
         if self._count(most) <= self._count(client):
             most = client
-        for connection in islice(self._by_client[most], LOOKED_AT):
+        own = self._by_client[most]
+        for connection in list(islice(own, LOOKED_AT)):
             if connection is not new and connection.idle:
                 self._observers.notify(Evicted("connection"))
-                self.closed(most, connection)
-                connection.evict(OverloadedError("others connect, and this client has the most connections"))
+                self._forgot(most, connection)
+                self._leaving.add(connection)
+                if len(self._leaving) > MOST_LEAVING:
+                    connection.drop()
+                else:
+                    connection.evict(OverloadedError("others connect, and this client has the most connections"))
                 return True
+            del own[connection]  # others are looked at the next time
+            own[connection] = None
         return False
 
     def _count(self, client: Client) -> int:

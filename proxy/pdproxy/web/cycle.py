@@ -16,7 +16,6 @@ from pdproxy.kit.errors import BodyTooLargeError, Fault, OverloadedError, Pdprox
 from pdproxy.kit.frames import frames
 from pdproxy.observe.events import Observers
 from pdproxy.upstream.connection import Headers
-from pdproxy.upstream.room import AnswerRoom
 from pdproxy.web.bounds import Bounds
 from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.guard import GuardedProtocol
@@ -49,7 +48,6 @@ class DataPath:
         bounds: Bounds,
         cors: CorsHeaders,
         room: BodyRoom,
-        answers: AnswerRoom,
         *,
         max_body: int,
     ) -> None:
@@ -60,7 +58,6 @@ class DataPath:
         self.bounds = bounds
         self.max_body = max_body
         self.room = room
-        self.answers = answers
 
 
 class GenerateCycle(RequestResponseCycle):
@@ -252,7 +249,7 @@ class GenerateCycle(RequestResponseCycle):
         length = found.get(b"content-length", b"0")
         if int(length or b"0") > self._data_path.max_body and not self._body_ended:
             self.refuse(BodyTooLargeError(f"The body is larger than {self._data_path.max_body} bytes", param="body"))
-        elif self.waiting_for_100_continue:
+        elif self.waiting_for_100_continue and self._refusal is None and not self._unwritable():
             self.waiting_for_100_continue = False
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if not self._body_ended:  # most bodies come in one read with their head
@@ -313,7 +310,7 @@ class GenerateCycle(RequestResponseCycle):
         else:  # not copied, and counted until its client has read it
             self.transport.write(head)
             self.transport.write(body)
-            self._connection.hold_answer(self._data_path.answers)
+            self._connection.hold_answer()
         self._complete()
 
     def begin(self, headers: Headers) -> None:

@@ -27,29 +27,24 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.serving.clients import Client, address_name
-from pdproxy.upstream.room import AnswerRoom, Share
-from pdproxy.web.bounds import Bounds
+from pdproxy.web.bounds import (
+    LEAST_PART,
+    LINGER,
+    LOOK_AGAIN,
+    MOST_PARTS,
+    MOST_PATH,
+    MOST_REFUSED,
+    MOST_WAITING,
+    UNSENT,
+    Bounds,
+    crumbs,
+)
 from pdproxy.web.light import Flow, Waiting
 from pdproxy.web.reading import Reading
 from pdproxy.wire.errors import error_body
 
-LINGER = 2.0
-"""Seconds for a refused client to read why, and to stop sending."""
-LOOK_AGAIN = 0.02
-"""Seconds after a deadline for what is here already: a loop that was held up runs its timers before it reads its sockets."""
-UNSENT = 4096
-"""Bytes that wait for a client before its engine's leg is paused. With one more read of uvloop, a client holds up to 256 KiB."""
 _HOST = re.compile(rb"[\w.~%!$&'()*+,;=:\[\]-]*", re.ASCII)
 """What a URI's host and port are made of (RFC 3986, 3.2.2); empty where the target has none."""
-MOST_WAITING = 64
-"""Requests that may wait behind another on one connection. One read of the socket can hold thousands, each of which costs
-kilobytes: those beyond are not read, and the connection closes behind the last answer."""
-MOST_REFUSED = 32
-"""Connections beyond `limits.max_connections` that are answered at a time. Others are dropped: their open files are needed."""
-MOST_PATH = 512
-"""Bytes of a request's path, without its query: a route has 50. uvicorn replaces the escapes in it, at 0.3 us each."""
-MOST_PARTS, LEAST_PART = 65_536, 64
-"""Parts in which a body may come, however small they are, and bytes of a part on average if there are more: each costs 0.3 us."""
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -74,6 +69,7 @@ class GuardedProtocol(HttpToolsProtocol):
         "_unparsed",
         "_unread",
         "active",
+        "passed_for",
         "peer",
         "speaks_for_others",
     )
@@ -86,18 +82,18 @@ class GuardedProtocol(HttpToolsProtocol):
         self._deaf = False
         """Nothing more is read: what comes is thrown away."""
         self._lingering = False
-        self._in_head = False
-        self._in_body = False
+        self._in_head = self._in_body = False
         self._head_bytes = 0
-        self._hosts = 0
-        self._parts = 0
-        self._part_bytes = 0
+        self._hosts = self._parts = self._part_bytes = 0
         self._progress = False
         self._unparsed = 0
         self._refusal: PdproxyError | None = None
         self._late: asyncio.TimerHandle | None = None
         self._reading: Reading | None = None
-        self._unread: Share | None = None
+        self._unread: Client | None = None
+        """Whose whole answer is not read yet."""
+        self.passed_for: Client | None = None
+        """Whose request on a passed route came last."""
         self.peer: Client
         """Whose address the connection comes from."""
         self.speaks_for_others = False
@@ -128,21 +124,34 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def asker(self) -> Client:
         """Return whose request is being answered."""
-        return self.peer
+        return self.passed_for or self.peer
 
     def watch_reading(self) -> None:
         """Drop the client if it reads too slowly what is left to be sent (`web.reading`)."""
-        if self._reading is None and self.transport.get_write_buffer_size():
-            self._reading = Reading(self.bounds.floor, self.asker(), self.transport, self._caught_up)
+        if not self.transport.get_write_buffer_size():
+            return
+        asker = self.asker()
+        if self._reading is not None and self._reading.client is not asker:
+            self._reading.stop()  # what it looked at was read
+            self._reading = None
+        if self._reading is None:
+            self._reading = Reading(self.bounds.floor, asker, self.transport, self._caught_up)
 
     def _caught_up(self) -> None:
-        self._reading = self._unread = None
+        self._reading = None
+        self.answer_read()
 
-    def hold_answer(self, room: AnswerRoom) -> None:
+    def hold_answer(self) -> None:
         """Count what is left to be sent of a whole answer until its client has read it."""
-        if left := self.transport.get_write_buffer_size():
-            self._unread = room.share()
-            self._unread.take_over(left)
+        if (left := self.transport.get_write_buffer_size()) and self._unread is None:
+            self._unread = self.asker()
+            self.bounds.unread.hold(self._unread, self, left)
+
+    def answer_read(self) -> None:
+        """What was left of a whole answer has been read, or never will be."""
+        if self._unread is not None:
+            self.bounds.unread.let_go(self._unread, self)
+            self._unread = None
 
     def refuse_body(self, cycle: RequestResponseCycle, error: PdproxyError) -> None:
         """Refuse a request whose body is under way."""
@@ -166,17 +175,16 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def evict(self, error: PdproxyError) -> None:
         """Close an idle connection: another client's needs its place."""
-        if self._deaf:
-            self.transport.abort()
+        if self._deaf or self.transport.get_write_buffer_size():
+            self.drop()
         elif self.nothing_to_answer():
             self.transport.close()
         else:
             self.refuse_body(self.cycle, error)
 
-    def give_up_body(self, error: PdproxyError) -> None:
-        """Refuse the request whose body is under way."""
-        if self.active is not None:
-            self.refuse_body(self.active, error)
+    def drop(self) -> None:
+        """Close the connection at once."""
+        self.transport.abort()
 
     # -- asyncio
 
@@ -283,10 +291,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._parts += 1
         self._part_bytes += size
         if self._parts > MOST_PARTS and self._part_bytes < self._parts * LEAST_PART:
-            message = (
-                f"The body comes in more than {MOST_PARTS} parts of less than {LEAST_PART} bytes: send larger chunks"
-            )
-            self._refusal = BadRequestError(message, param="body")
+            self._refusal = crumbs()
             raise self._refusal  # stops the parser
 
     def end_body(self) -> None:

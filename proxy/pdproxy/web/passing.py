@@ -14,6 +14,7 @@ from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from pdproxy.kit.errors import (
     BodyTooLargeError,
@@ -41,8 +42,15 @@ class Connection(Protocol):
     peer: Client
     speaks_for_others: bool
 
-    def give_up_body(self, error: PdproxyError) -> None:
-        """Refuse the request whose body is under way."""
+    passed_for: Client | None
+
+    active: RequestResponseCycle | None
+
+    def refuse_body(self, cycle: RequestResponseCycle, error: PdproxyError) -> None:
+        """Refuse a request whose body is under way."""
+
+    def hold_answer(self) -> None:
+        """Count what is left to be sent of a whole answer until its client has read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,7 @@ class PassedAnswer(Response):
         self._asker, stranger = self._passing.identify(
             connection.peer, headers, speaks_for_others=connection.speaks_for_others
         )
+        connection.passed_for = self._asker
         try:
             # A stranger's body is not read; the service says no, with its report.
             await self._serve(headers, receive, send, known=stranger is None)
@@ -85,7 +94,8 @@ class PassedAnswer(Response):
     def evict(self, error: PdproxyError) -> None:
         """Give up the request's body, which is not whole: another client needs its room."""
         self._forget_body()
-        self._connection.give_up_body(error)
+        if self._connection.active is not None:
+            self._connection.refuse_body(self._connection.active, error)
 
     def _forget_body(self) -> None:
         self._asker.bodies.pop(self, None)
@@ -94,7 +104,7 @@ class PassedAnswer(Response):
             self._size = 0
 
     async def _serve(self, headers: list[Line], receive: Receive, send: Send, *, known: bool) -> None:
-        passing, client = self._passing, _Client(send, self._asker)
+        passing, client = self._passing, _Client(send, self._asker, self._connection)
         try:
             body = await self._body(headers, receive) if known else b""
         except ClientLeftError:
@@ -161,8 +171,9 @@ async def _left(receive: Receive) -> None:
 class _Client:
     """The client's end, over ASGI. `gone` is set by who watches it."""
 
-    def __init__(self, send: Send, asker: Client) -> None:
+    def __init__(self, send: Send, asker: Client, connection: Connection) -> None:
         self._send = send
+        self._connection = connection
         self.client = asker
         self.begun = False
         self.gone = False
@@ -171,6 +182,7 @@ class _Client:
         """Send a complete answer."""
         await self._start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await self._body(body, more=False)
+        self._connection.hold_answer()
 
     async def begin(self, headers: Headers) -> None:
         """Send the status 200 and the headers of a stream."""

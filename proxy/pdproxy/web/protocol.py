@@ -104,7 +104,7 @@ class DataPathProtocol(GuardedProtocol):
         self.scope = {}  # type: ignore[typeddict-item]  # which holds this connection
 
     def asker(self) -> Client:
-        return self.active.client if isinstance(self.active, GenerateCycle) else self.peer
+        return self.active.client if isinstance(self.active, GenerateCycle) else super().asker()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -114,7 +114,7 @@ class DataPathProtocol(GuardedProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._unread = None
+        self.answer_read()
         if isinstance(self.active, GenerateCycle):
             self.active.pressure(paused=False)
 

@@ -40,11 +40,11 @@ class Reading:
     """A look at a client's speed from time to time, from the moment on when it reads slower than we write, until it has
     caught up."""
 
-    __slots__ = ("_caught_up", "_client", "_floor", "_left", "_slow_since", "_taken", "_timer", "_transport")
+    __slots__ = ("_caught_up", "_floor", "_left", "_slow_since", "_taken", "_timer", "_transport", "client")
 
     def __init__(self, floor: Floor, client: Client, transport: Transport, caught_up: Callable[[], None]) -> None:
         self._floor = floor
-        self._client = client
+        self.client = client
         self._transport = transport
         self._caught_up = caught_up
         self._left = transport.get_write_buffer_size()
@@ -55,7 +55,7 @@ class Reading:
     def stop(self) -> None:
         """Look no more."""
         self._timer.cancel()
-        self._floor.clients.reads_again(self._client, self)
+        self._floor.clients.reads_again(self.client, self)
 
     def evict(self, error: PdproxyError) -> None:
         """Drop the client: others wait for what its stream holds."""
@@ -78,16 +78,16 @@ class Reading:
         self._timer = floor.clock.after(window, self._look)
         if enough:
             self._slow_since = None
-            floor.clients.reads_again(self._client, self)
+            floor.clients.reads_again(self.client, self)
             return
         if self._slow_since is None:
             self._slow_since = now - window
-            floor.clients.reads_slowly(self._client, self)
+            floor.clients.reads_slowly(self.client, self)
         if now - self._slow_since >= floor.seconds - window / 2:
             floor.observers.notify(DeadlinePassed(Wait.CLIENT_WRITE.value))
             self.stop()
             self._transport.abort()
-        elif floor.crowds_out(self._client):
+        elif floor.crowds_out(self.client):
             self.evict(PdproxyError("others wait"))
 
 

@@ -37,6 +37,8 @@ class BodyRoom:
         Raises:
             OverloadedError: there is none.
         """
+        if not size:
+            return  # an empty body makes nobody a holder
         if self.held + size > self._common and not self._has_room(client, size):
             raise OverloadedError(f"Bodies of {self.held} bytes are under way: no room for {size} more")
         self.held += size
