@@ -135,6 +135,8 @@ class Search:
         self.slower = speed()
         self.pools = {path.name: Pool() for path in paths}
         self.found: dict[tuple[str, str, str], Finding] = {}
+        self.worst: dict[tuple[str, str], Finding] = {}
+        """Of each path and measure, within its bound or not, as it was measured the last time at its size."""
         self.runs = 0
 
     def run(self, seconds: float) -> None:
@@ -208,12 +210,35 @@ class Search:
         signal.setitimer(signal.ITIMER_REAL, PATIENCE)  # without a handler: C code that does not return can't hear one
         self.runs += 1
         try:
-            return measured(path.run, data, times, best=best, memory=memory)
+            cost = measured(path.run, data, times, best=best, memory=memory)
         except (Exception, RecursionError) as error:
             self.note([Finding(path.name, f"raised {type(error).__name__}", len(data), 1, 0, one, str(error)[:200])])
             return None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+        if times > 1 or size > SIZES[0]:
+            self.compare(path, one, cost)
+        return cost
+
+    def compare(self, path: Path, one: Recipe, cost: Cost) -> None:
+        """Keep what is worse than all before. One short run is no proof: on a busy machine it is slow now and then."""
+        bound = path.bound
+        for measure, value, most in (
+            ("ns per byte", cost.ns, bound.ns * self.slower),
+            ("ms per turn", 1000 * cost.longest, bound.ms * self.slower),
+            ("memory per byte", max(0.0, cost.peak - bound.free) / cost.size, bound.memory),
+        ):
+            key = path.name, measure
+            if key not in self.worst or value > self.worst[key].value:
+                self.worst[key] = Finding(path.name, measure, cost.size, value, most, one)
+
+    def table(self) -> str:
+        """Return the worst of each path and measure."""
+        rows = [
+            f"| {one.path} | {one.measure} | {one.value:.3g} | {one.bound:.3g} | {one.size} | {one.recipe.shape[:90]!r} |"
+            for _, one in sorted(self.worst.items())
+        ]
+        return "\n".join(["| path | measure | worst | bound | at bytes | what grows |", "|---" * 6 + "|", *rows])
 
     def note(self, findings: list[Finding]) -> None:
         """Keep the worst finding of each path, measure and shape."""
@@ -263,6 +288,7 @@ def _inside(given: argparse.Namespace, findings: File) -> int:
     gc.freeze()
     search = Search(_chosen(given.paths), given.inside, findings, random.Random(given.seed))
     search.run(given.minutes * 60)
+    print(search.table())
     print(f"{search.runs} runs, this machine {search.slower:.2f} times slower than the nominal one", flush=True)
     return bool(search.found)
 
