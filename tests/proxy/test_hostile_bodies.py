@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import weakref
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import pytest
@@ -187,8 +188,8 @@ async def test_a_list_that_fails_makes_no_more_exchanges(monkeypatch: pytest.Mon
 class _Asleep(Workers):
     """Readers that are at work for ever."""
 
-    async def ask(self, question: bytes, data: bytes | bytearray) -> bytes | memoryview:
-        return await super().ask(b"sleep", data)
+    async def ask(self, asker: Hashable, question: bytes, data: bytes | bytearray) -> bytes | memoryview:
+        return await super().ask(asker, b"sleep", data)
 
 
 def asleep(monkeypatch: pytest.MonkeyPatch, waiting: int) -> Workers:
