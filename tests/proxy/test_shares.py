@@ -408,6 +408,8 @@ def test_answers_that_nobody_reads_have_a_bound(path: str) -> None:
                 held.append(w.proxy.unread.held)
             assert 0 < held[0] < size, "the kernel has taken some of it"
             assert held[0] < held[1] <= 26 << 20
+            assert w.metric("pdproxy_held_bytes", what="unread") == held[2]
+            assert w.metric("pdproxy_connections") == 2
             assert w.metric("pdproxy_evicted_total", what="answer") == 1
             assert held[2] == held[1]
             assert w.proxy.answer_room.held == 0, "engines' legs have all of their room"

@@ -66,6 +66,17 @@ def gauges(proxy: Proxy) -> Iterable[Gauge]:
             ("state",),
             lambda: [(("busy",), readers.busy), (("idle",), readers.idle), (("awaited",), readers.waiting)],
         ),
+        Gauge("pdproxy_connections", "Open connections of clients", (), lambda: [((), proxy.connections.open)]),
+        Gauge(
+            "pdproxy_held_bytes",
+            "Bytes that are held: bodies of requests, answers that engines' legs have, whole answers that are not read yet",
+            ("what",),
+            lambda: [
+                (("bodies",), proxy.room.held),
+                (("answers",), proxy.answer_room.held),
+                (("unread",), proxy.unread.held),
+            ],
+        ),
         Gauge("pdproxy_queue", "Requests waiting for a place", (), lambda: [((), proxy.admission.waiting)]),
         Gauge(
             "pdproxy_kv_missing_tokens",

@@ -84,9 +84,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._lingering = False
         self._in_head = self._in_body = False
         self._head_bytes = 0
-        self._hosts = self._parts = self._part_bytes = 0
+        self._hosts = self._parts = self._part_bytes = self._unparsed = 0
         self._progress = False
-        self._unparsed = 0
         self._refusal: PdproxyError | None = None
         self._late: asyncio.TimerHandle | None = None
         self._reading: Reading | None = None
@@ -146,6 +145,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if (left := self.transport.get_write_buffer_size()) and self._unread is None:
             self._unread = self.asker()
             self.bounds.unread.hold(self._unread, self, left)
+            self.watch_reading()
 
     def answer_read(self) -> None:
         """What was left of a whole answer has been read, or never will be."""
