@@ -8,16 +8,16 @@ import pytest
 from msgspec import structs
 
 from pdproxy.observe.events import Observers
-from pdproxy.serving.clients import Clients
-from pdproxy.serving.keys import Keys
+from pdproxy.serving.access.clients import Clients
+from pdproxy.serving.access.keys import Keys
 from pdproxy.settings.load import Engine as Listed
 from pdproxy.settings.load import load
 from pdproxy.settings.schema import Cors
 from pdproxy.sim.memory import EMPTY
 from pdproxy.web.app import Answers, Readiness, create_app
+from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.identify import Identify
-from pdproxy.web.passing import Passing
-from pdproxy.web.room import BodyRoom
+from pdproxy.web.passthrough_asgi import PassthroughAsgi
 from tests.check.engines import QUICK, Bench, Checked, listening
 
 
@@ -345,7 +345,9 @@ async def test_a_url_that_is_pdproxy_itself(bench):
 
     await bench.start("prefill")
     clients, observers = Clients(), Observers([])
-    passing = Passing(never, Identify(clients, Keys()), clients, BodyRoom(1, observers), frozenset(), max_body=1)
+    passing = PassthroughAsgi(
+        never, Identify(clients, Keys()), clients, BodyBudget(1, observers), frozenset(), max_body=1
+    )
     metrics = b"pdproxy_requests_total 1.0\n"
     app = create_app(Answers(lambda key: None, lambda: Readiness(None, []), models, lambda: metrics, passing, Cors()))
     async with listening(app) as url:

@@ -14,10 +14,11 @@ from pdproxy.lab.conformance.check import Check
 from pdproxy.lab.conformance.checks import CHECKS
 from pdproxy.lab.conformance.results import Result
 from pdproxy.lab.conformance.runner import run
-from pdproxy.serving import exchange, service
-from pdproxy.serving.handover import Handover
-from pdproxy.serving.ready import KvReady
-from pdproxy.serving.relay import Relay
+from pdproxy.serving.dispatch import exchange
+from pdproxy.serving.dispatch.attempt import Handover
+from pdproxy.serving.kv.ready import KvReady
+from pdproxy.serving.request import service
+from pdproxy.serving.stream.relay import Relay
 from pdproxy.sim.memory import EMPTY
 from pdproxy.transfer import bodies, nixl
 from pdproxy.wire import fields

@@ -17,7 +17,7 @@ import pytest
 from pdproxy.tokens.canaries import CANARIES, Agreement, Answer, compare
 from pdproxy.tokens.errors import UnsureError
 from pdproxy.tokens.ids import TokenIds, from_numbers
-from pdproxy.tokens.questions import question
+from pdproxy.tokens.tokenize_request import question
 from pdproxy.tokens.tokenizer import Tokenizer, ids_of, load
 from pdproxy.wire.request import Route, parse
 

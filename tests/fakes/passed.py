@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from pdproxy.serving.routes import TABLE, Kind
+from pdproxy.serving.access.routes import TABLE, Kind
 from pdproxy.sim.journal import Request
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.world import PROMPT, World

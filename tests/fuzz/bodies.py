@@ -11,7 +11,7 @@ from pdproxy.transfer.contract import NO_DISPATCH, Handle, encode
 from pdproxy.transfer.nixl import decode, prefill
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.fields import NEVER_FROM_CLIENTS, body_request_id
-from pdproxy.wire.reading import check_content_type
+from pdproxy.wire.lenient_json import check_content_type
 from pdproxy.wire.request import Route, parse
 
 OURS = Handle(b'{"do_remote_prefill":true,"mark":"ours"}', b"[1,2]", 2, "id")

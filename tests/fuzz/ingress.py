@@ -19,18 +19,18 @@ from uvicorn.server import ServerState
 
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
-from pdproxy.serving.clients import Clients
-from pdproxy.serving.keys import Keys
+from pdproxy.serving.access.clients import Clients
+from pdproxy.serving.access.keys import Keys
 from pdproxy.settings.schema import Cors
-from pdproxy.web.bounds import Bounds
+from pdproxy.web.body_budget import BodyBudget
+from pdproxy.web.connection_bounds import Bounds
 from pdproxy.web.connections import Connections
 from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.cycle import DataPath, GenerateCycle
 from pdproxy.web.identify import Identify
 from pdproxy.web.protocol import protocol_class
-from pdproxy.web.reading import Floor
-from pdproxy.web.room import BodyRoom
-from pdproxy.web.unread import Unread
+from pdproxy.web.slow_readers import Floor
+from pdproxy.web.unread_answers import Unread
 from pdproxy.wire.request import Incoming, Route
 
 ROUTES = {route.value.encode() for route in Route}
@@ -143,7 +143,7 @@ class Ingress:
             observers,
             Bounds(60, 60, 65_536, floor, clients, connections, Unread(1 << 30, observers)),
             CorsHeaders(Cors()),
-            BodyRoom(4 * max_body, observers),
+            BodyBudget(4 * max_body, observers),
             max_body=max_body,
         )
         self.config = uvicorn.Config(

@@ -97,7 +97,7 @@ def fuzz(target: str, corpus: Path, seconds: int) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["pdproxy"]):
-        import pdproxy.serving.relay
+        import pdproxy.serving.stream.relay
         import pdproxy.transfer.nixl
         import pdproxy.upstream.connection
         import pdproxy.web.protocol  # noqa: F401

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pdproxy.kit.errors import EngineError, PdproxyError
-from pdproxy.serving.relay import Relay, StreamStarted
+from pdproxy.serving.stream.relay import Relay, StreamStarted
 from pdproxy.upstream.connection import TakeRead
 from pdproxy.wire.chunks import chunk, whole
 

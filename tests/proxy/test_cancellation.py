@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import HandleEnded
-from pdproxy.serving.clients import Client
+from pdproxy.serving.access.clients import Client
 from pdproxy.wire.request import Incoming, Route
 from tests.fakes import answers, scripts
 from tests.fakes.world import COMPLETIONS, World, completion, until, world

@@ -166,7 +166,7 @@ async def test_after_the_decode_engine_was_asked_unstreamed() -> None:
 
 async def test_long_after_the_decode_engine_was_asked_unstreamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once time has shown that the engine has the request, closing its leg is enough."""
-    monkeypatch.setattr("pdproxy.serving.first.ACCEPTED_UNSEEN", 0.05)
+    monkeypatch.setattr("pdproxy.serving.dispatch.decode_start.ACCEPTED_UNSEEN", 0.05)
     async with world() as w:
         w.decode[0].script(scripts.stall)
         client = await w.client()

@@ -11,8 +11,8 @@ import os
 
 import pytest
 
+from pdproxy.sim.fault_kinds import KINDS, Moment
 from pdproxy.sim.faults import Fault
-from pdproxy.sim.kinds import KINDS, Moment
 from tests.fakes.client import Answer
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
 

@@ -15,10 +15,10 @@ import pytest
 from pdproxy.kit.workers import Workers
 from pdproxy.observe.events import ServedAlone
 from pdproxy.serving import bodies as bodies_module
-from pdproxy.serving import lists
-from pdproxy.serving.exchange import Exchange
-from pdproxy.wire import bounds
-from pdproxy.wire.bounds import is_light
+from pdproxy.serving.dispatch.exchange import Exchange
+from pdproxy.serving.request import prompt_list
+from pdproxy.wire import body_bounds
+from pdproxy.wire.body_bounds import is_light
 from tests.fakes import answers, scripts
 from tests.fakes.engine import Reply, prefill
 from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, TEXT, chat, completion, until, world
@@ -90,7 +90,7 @@ async def test_is_refused_by_its_number(name: str, parsed_here: list[int]) -> No
         assert (await w.ended()).legs == []
         assert w.proxy.bodies.workers.idle <= 1
         assert (await w.ask(COMPLETIONS, completion())).json["choices"][0]["text"] == TEXT
-        assert max(parsed_here) < bounds.SMALL
+        assert max(parsed_here) < body_bounds.SMALL
 
 
 @pytest.mark.parametrize("size", [MIB, 16 * MIB])
@@ -112,7 +112,7 @@ async def test_an_honest_large_body_is_served_byte_for_byte(size: int) -> None:
 
 async def test_a_large_prompt_is_split_as_a_small_one() -> None:
     """Both engines get the whole of it."""
-    prompt = PROMPT * (bounds.LARGE // len(PROMPT) + 1)
+    prompt = PROMPT * (body_bounds.LARGE // len(PROMPT) + 1)
     async with world() as w:
         await w.ask(COMPLETIONS, completion(prompt=prompt))
         assert w.prefill[0].requests[0].json["prompt"] == prompt
@@ -122,7 +122,7 @@ async def test_a_list_of_long_prompts_of_ids_is_served() -> None:
     """Numbers don't count as items: what is large but honest is one exchange per prompt."""
     ids = [[*range(300, 300 + 16), *([7] * 8_000)] for _ in range(40)]
     body = completion(prompt=ids)
-    assert not is_light(json.dumps(body).encode()) or len(json.dumps(body)) < bounds.LARGE
+    assert not is_light(json.dumps(body).encode()) or len(json.dumps(body)) < body_bounds.LARGE
     async with world(leaves=True) as w:
         w.prefill[0].default = w.decode[0].default = scripts.whole(b'{"error":{"message":"long","code":400}}', 400)
         answer = await w.ask(COMPLETIONS, body)
@@ -148,7 +148,7 @@ class _Counted(Exchange):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_lists_exchanges_are_made_as_they_are_run(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it is, a few exist at once; choices are in order and each prompt is counted."""
-    monkeypatch.setattr(lists, "Exchange", _Counted)
+    monkeypatch.setattr(prompt_list, "Exchange", _Counted)
     _Counted.alive, _Counted.most, _Counted.made = weakref.WeakSet(), 0, 0
     prompts = [f"{PROMPT}{n}" for n in range(100)]
     async with world() as w:
@@ -160,7 +160,7 @@ async def test_a_lists_exchanges_are_made_as_they_are_run(stream: bool, monkeypa
         else:
             assert [choice["index"] for choice in answer.json["choices"]] == list(range(100))
         assert _Counted.made == 100
-        assert _Counted.most <= lists.PROMPTS_AT_ONCE
+        assert _Counted.most <= prompt_list.PROMPTS_AT_ONCE
         report = await w.ended()
         assert len(report.legs) == 100
         assert report.completion_tokens == 100
@@ -168,7 +168,7 @@ async def test_a_lists_exchanges_are_made_as_they_are_run(stream: bool, monkeypa
 
 async def test_a_list_that_fails_makes_no_more_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were not begun never are."""
-    monkeypatch.setattr(lists, "Exchange", _Counted)
+    monkeypatch.setattr(prompt_list, "Exchange", _Counted)
     _Counted.alive, _Counted.most, _Counted.made = weakref.WeakSet(), 0, 0
 
     async def refuse_third(reply: Reply) -> None:
@@ -197,7 +197,7 @@ def asleep(monkeypatch: pytest.MonkeyPatch, waiting: int) -> Workers:
     return _Asleep("tests.fakes.slow_worker", most=1, waiting=waiting, memory=512 * MIB, idle=60)
 
 
-LARGE = {"prompt": "x" * bounds.LARGE}
+LARGE = {"prompt": "x" * body_bounds.LARGE}
 
 
 async def test_bodies_that_wait_to_be_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from pdproxy.observe.events import HandleEnded, LegFailed
 from pdproxy.upstream.admin import MOST_MODELS
+from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.metrics_page import MOST_SAMPLES
-from pdproxy.upstream.room import AnswerRoom
 from tests.fakes import answers, scripts
 from tests.fakes.client import request
 from tests.fakes.engine import Reply, Script
@@ -80,7 +80,7 @@ SLOWLY = {"comments"}
 """What an engine may say in small amounts for ever is refused where it comes in masses: how soon depends on how it is read."""
 
 
-def room(w: World) -> AnswerRoom:
+def room(w: World) -> AnswerBudget:
     """The room of the proxy's engines."""
     return w.proxy.service._engines.room
 

@@ -9,7 +9,7 @@ import pytest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse
 
-from pdproxy.serving.routes import TABLE, Kind
+from pdproxy.serving.access.routes import TABLE, Kind
 from pdproxy.settings.schema import Cors
 from pdproxy.web.cors import CorsHeaders, middleware_options
 from tests.fakes import scripts

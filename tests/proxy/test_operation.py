@@ -14,7 +14,7 @@ from pdproxy import __version__
 from pdproxy.fleet import prober
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.events import DeadlinePassed, NodeChanged
-from pdproxy.serving.routes import TABLE
+from pdproxy.serving.access.routes import TABLE
 from tests.fakes import answers, scripts
 from tests.fakes.engine import Reply, Script
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world

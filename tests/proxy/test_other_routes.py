@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from pdproxy.observe.events import RequestEnded
-from pdproxy.serving.routes import TABLE, Kind
+from pdproxy.serving.access.routes import TABLE, Kind
 from tests.fakes.engine import Reply
 from tests.fakes.passed import (
     BODIES,

@@ -13,7 +13,7 @@ import trustme
 
 from pdproxy.cli.main import main
 from pdproxy.observe.formats import JsonFormatter, TextFormatter
-from pdproxy.serving.service import Service
+from pdproxy.serving.request.service import Service
 from pdproxy.settings.dump import dump
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import load

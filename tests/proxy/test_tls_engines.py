@@ -24,8 +24,8 @@ from pdproxy.kit.errors import EngineTlsError, Wait
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import EngineTls, ListenTls, Settings
 from pdproxy.settings.tls import engine_context, listen_context, merged
+from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
-from pdproxy.upstream.room import AnswerRoom
 from tests.fakes.client import request
 from tests.fakes.tls import Side, behind, front, legs_failed
 from tests.fakes.world import COMPLETIONS, TEXT, completion, world
@@ -125,7 +125,7 @@ async def test_an_engine_that_says_why_it_refuses_us(theirs: Side, ours: Side) -
         refusing = asyncio.get_running_loop().run_in_executor(None, refuse)
         url = f"https://127.0.0.1:{listener.getsockname()[1]}"
         client = EngineClient(
-            url, connect_timeout=2, keepalive=4, clock=Clock(), room=AnswerRoom(), tls=lambda: theirs.trusting()
+            url, connect_timeout=2, keepalive=4, clock=Clock(), room=AnswerBudget(), tls=lambda: theirs.trusting()
         )
         with pytest.raises(EngineTlsError, match="certificate required"):
             await client.whole(client.request("/v1/completions", (), b"{}"), 4, Wait.PREFILL)

@@ -9,7 +9,7 @@ import pytest
 
 from pdproxy.app.compose import Proxy
 from pdproxy.observe.events import DeadlinePassed, Tokenized, TokenizerJudged
-from pdproxy.serving import proofs
+from pdproxy.serving.dispatch import tokenizer_check
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Node, Pool, Settings
 from pdproxy.sim.tokenizer import Tokenizer
@@ -120,7 +120,7 @@ async def test_an_engine_that_serves_other_ids_than_it_tokenizes(caplog: pytest.
 
 async def test_now_and_then_an_engine_shows_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was proven once is proven again by one prompt in so many; each life of an engine begins anew."""
-    monkeypatch.setattr(proofs, "EVERY", 3)
+    monkeypatch.setattr(tokenizer_check, "EVERY", 3)
     async with world(adjust=always(), library=Shelf(model=SimTokenizer())) as w:
         await judged(w)
 

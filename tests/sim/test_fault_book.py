@@ -2,8 +2,8 @@
 
 import pytest
 
+from pdproxy.sim.fault_kinds import KINDS
 from pdproxy.sim.faults import Fault, FaultBook, FaultError, Situation, fault_of, parse
-from pdproxy.sim.kinds import KINDS
 from tests.sim.raw import COMPLETIONS
 
 

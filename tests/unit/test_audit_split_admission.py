@@ -16,8 +16,8 @@ from pdproxy.observe.events import Event, KvCounted, KvShortfall, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.split import why_alone
-from pdproxy.serving.admission import Admission
-from pdproxy.serving.clients import Client, Clients
+from pdproxy.serving.access.clients import Client, Clients
+from pdproxy.serving.request.admission import Admission
 from pdproxy.upstream.metrics_page import Scrape, read_metrics
 from pdproxy.wire.request import Alone, Route, parse
 from tests.unit.test_transfer_nixl import recorded

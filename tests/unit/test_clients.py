@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import DeadlinePassed, Event, Evicted, Observers
-from pdproxy.serving import clients
-from pdproxy.serving.clients import Client, Clients, address_name
-from pdproxy.web import reading
-from pdproxy.web.reading import Floor, Reading
+from pdproxy.serving.access import clients
+from pdproxy.serving.access.clients import Client, Clients, address_name
+from pdproxy.web import slow_readers
+from pdproxy.web.slow_readers import Floor, Reading
 
 TRUSTING = Clients([ip_network("10.0.0.0/8"), ip_network("fd00::/8")])
 
@@ -111,7 +111,7 @@ async def looked(
             events.append(event)
 
     numbers, sock, known = iter(taken), Socket(), Clients()
-    monkeypatch.setattr(reading, "bytes_taken", lambda _: next(numbers))
+    monkeypatch.setattr(slow_readers, "bytes_taken", lambda _: next(numbers))
     clock, caught_up = Clock(), asyncio.Event()
     floor = Floor(rate, 1.2, clock, known, Observers([Hears()]), lambda _: crowd)
     client: Client = known.enter("a")

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.serving.custody import Custodian, End
-from pdproxy.serving.orphans import PrefillLeg, _Orphan
+from pdproxy.serving.kv.custody import Custodian, End
+from pdproxy.serving.kv.orphans import PrefillLeg, _Orphan
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.transfer.nixl import nixl

@@ -9,7 +9,7 @@ import pytest
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError
 from pdproxy.observe.events import DeadlinePassed, Event, Observers
-from pdproxy.serving.slots import Buffers
+from pdproxy.serving.kv.buffers import ReceiveBuffers
 
 
 class _Recorder:
@@ -20,9 +20,9 @@ class _Recorder:
         self.events.append(event)
 
 
-def buffers(patience: float = 10.0, recorder: _Recorder | None = None, **capacity: int) -> Buffers:
+def buffers(patience: float = 10.0, recorder: _Recorder | None = None, **capacity: int) -> ReceiveBuffers:
     """Buffers with slots for 256 tokens each."""
-    return Buffers(capacity, 256, Clock(), Observers([recorder] if recorder else []), patience)
+    return ReceiveBuffers(capacity, 256, Clock(), Observers([recorder] if recorder else []), patience)
 
 
 def first_of(*urls: str):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import DeadlinePassed, Event, KvNoticed, KvWaited, Observers
-from pdproxy.serving.ready import KEPT, KEPT_FOR, KvReady
+from pdproxy.serving.kv.ready import KEPT, KEPT_FOR, KvReady
 from pdproxy.upstream.notices import NoticeSocket
 from pdproxy.wire import notices
 from pdproxy.wire.notices import MAX_BYTES, Notice

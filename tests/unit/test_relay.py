@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError
-from pdproxy.serving.relay import STREAM_STARTED, Relay
+from pdproxy.serving.stream.relay import STREAM_STARTED, Relay
 from pdproxy.upstream.connection import Connection, TakeRead
 from pdproxy.wire import sse
 from pdproxy.wire.chunks import chunk, whole

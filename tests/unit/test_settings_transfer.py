@@ -13,9 +13,9 @@ from pdproxy.cli.options import add_settings_options, settings_from
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.settings.crosscheck import crosscheck
-from pdproxy.settings.crosscheck_transfer import receiver_host
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import LMCache, Node, Pool, Receiver, Settings
+from pdproxy.settings.transfer_checks import receiver_host
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Dispatch, Handle
 from pdproxy.wire.request import Route, parse

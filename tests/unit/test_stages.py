@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from pdproxy.settings import stagechecks
+from pdproxy.settings import stage_checks
 from pdproxy.settings.dump import dump
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.foreign import ForeignFile
+from pdproxy.settings.external_file import ForeignFile
 from pdproxy.settings.load import POOL, Engine, Flag, load
 from pdproxy.settings.schema import Pool
-from pdproxy.settings.stagechecks import bootstrap, check, pairs
+from pdproxy.settings.stage_checks import bootstrap, check, pairs
 from pdproxy.settings.stages import Reader, Stage
 
 Tree = dict[str, Any]
@@ -93,7 +93,7 @@ def refused(*stages: object, connector: str | None = None) -> str:
 def all_contracts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if pdproxy spoke every contract that an engine may."""
     monkeypatch.setattr(
-        stagechecks, "get_args", lambda _: tuple(c for many in stagechecks.CONTRACTS.values() for c in many)
+        stage_checks, "get_args", lambda _: tuple(c for many in stage_checks.CONTRACTS.values() for c in many)
     )
 
 

@@ -15,8 +15,8 @@ from pdproxy.kit.errors import EngineRefusedError, EngineTimeoutError, Wait
 from pdproxy.observe.events import DeadlinePassed, Event, Observers, Tokenized
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
-from pdproxy.serving import tokenizing
-from pdproxy.serving.tokenizing import Tokenizing
+from pdproxy.serving.dispatch import tokenizing
+from pdproxy.serving.dispatch.tokenizing import Tokenizing
 from pdproxy.tokens.errors import RejectedError
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.request import Parsed, Route, parse

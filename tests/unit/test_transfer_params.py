@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdproxy.transfer.mappings import NotAMappingError, as_mapping
 from pdproxy.transfer.params import Held, decode_params, first, prefill_params, until_length
-from pdproxy.transfer.plain import NotAMappingError, as_mapping
 
 TO_P = {"do_remote_decode": True, "do_remote_prefill": False}
 TO_D = {"do_remote_decode": False, "do_remote_prefill": True}

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from pdproxy.web import cycle, guard, light, protocol
+from pdproxy.web import cycle, guard, lean_flow_control, protocol
 from tests.fuzz.ingress import Ingress, Transport
 
 
@@ -67,7 +67,7 @@ def test_what_waits_on_a_connection() -> None:
     """uvicorn, and we, ask the pipeline for nothing that a deque does and ours does not."""
     for module in (httptools_impl, guard, protocol):
         asked = set(re.findall(r"self\.pipeline\.(\w+)", inspect.getsource(module)))
-        assert all(hasattr(light.Waiting, name) for name in asked)
+        assert all(hasattr(lean_flow_control.Waiting, name) for name in asked)
 
 
 def test_flow_and_status_lines() -> None:
@@ -75,7 +75,9 @@ def test_flow_and_status_lines() -> None:
     assert "write_paused" in inspect.getsource(FlowControl.__init__)
     own = {name for name in vars(FlowControl) if not name.startswith("_")}
     assert own | {"took"} == {
-        name for name in vars(light.Flow) if callable(getattr(light.Flow, name)) and not name.startswith("_")
+        name
+        for name in vars(lean_flow_control.Flow)
+        if callable(getattr(lean_flow_control.Flow, name)) and not name.startswith("_")
     }
     for status in range(200, 600):
         assert httptools_impl.STATUS_LINE[status].startswith(b"HTTP/1.1 %d " % status)
@@ -84,14 +86,14 @@ def test_flow_and_status_lines() -> None:
 async def test_behind_a_large_read_others_have_their_turn() -> None:
     """A client that sends as fast as it can is read once in a turn; who is not to be read at all stays so."""
     transport = Transport()
-    flow = light.Flow(transport)  # type: ignore[arg-type]
-    flow.took(light.LARGE_READ - 1)
+    flow = lean_flow_control.Flow(transport)  # type: ignore[arg-type]
+    flow.took(lean_flow_control.LARGE_READ - 1)
     assert not transport.reading_paused
-    flow.took(light.LARGE_READ)
+    flow.took(lean_flow_control.LARGE_READ)
     assert transport.reading_paused
     await asyncio.sleep(0)
     assert not transport.reading_paused
-    flow.took(light.LARGE_READ)
+    flow.took(lean_flow_control.LARGE_READ)
     flow.pause_reading()
     await asyncio.sleep(0)
     assert transport.reading_paused

@@ -15,9 +15,9 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError
 from pdproxy.kit.workers import NoMemoryError, WorkerLostError, Workers
 from pdproxy.observe.events import DeadlinePassed, Event, Observers
-from pdproxy.serving.bodies import Bodies
-from pdproxy.serving.clients import Client
-from pdproxy.wire.bounds import LARGE, Bounds
+from pdproxy.serving.access.clients import Client
+from pdproxy.serving.request.body_reader import BodyReader
+from pdproxy.wire.body_bounds import LARGE, Bounds
 from pdproxy.wire.request import Route
 from tests.fakes.world import until
 
@@ -166,7 +166,7 @@ async def test_reading_a_body_has_a_deadline() -> None:
             return await super().ask(asker, b"sleep", data)
 
     asleep = Asleep("tests.fakes.slow_worker", most=1, waiting=1, memory=MEMORY, idle=60)
-    bodies = Bodies(asleep, Clock(), Observers([Hears()]), seconds=0.3, bounds=Bounds())
+    bodies = BodyReader(asleep, Clock(), Observers([Hears()]), seconds=0.3, bounds=Bounds())
     with pytest.raises(OverloadedError, match=r"not read in 0\.3 s"):
         await bodies.request(Route.CHAT, b" " * (LARGE + 1), Client("a client"))
     assert events == [DeadlinePassed("read_body")]

@@ -21,41 +21,41 @@ from pdproxy.fleet.prober import Prober
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import Wait
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.kit.words import cut
+from pdproxy.kit.text import cut
 from pdproxy.observe.events import DeadlinePassed, Event, LegFailed, Observers
 from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import NodeSpec, Role
-from pdproxy.serving.admission import Admission
-from pdproxy.serving.bodies import Bodies, readers
-from pdproxy.serving.clients import Clients
-from pdproxy.serving.custody import Custodian
-from pdproxy.serving.engines import Engines, Transfer
-from pdproxy.serving.passthrough import Passthrough
-from pdproxy.serving.ready import KvReady
-from pdproxy.serving.service import Service
+from pdproxy.serving.access.clients import Clients
+from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
+from pdproxy.serving.kv.custody import Custodian
+from pdproxy.serving.kv.ready import KvReady
+from pdproxy.serving.request.admission import Admission
+from pdproxy.serving.request.body_reader import BodyReader, readers
+from pdproxy.serving.request.passthrough import Passthrough
+from pdproxy.serving.request.service import Service
 from pdproxy.settings.crosscheck import parsed_networks
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.admin import EngineAdmin
+from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
 from pdproxy.upstream.notices import NoticeSocket
 from pdproxy.upstream.passthrough import PassthroughLegs
-from pdproxy.upstream.room import AnswerRoom
 from pdproxy.web.app import Answers, Readiness
-from pdproxy.web.bounds import Bounds
+from pdproxy.web.body_budget import BodyBudget
+from pdproxy.web.connection_bounds import Bounds
 from pdproxy.web.connections import Connections
 from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.cycle import FORWARDED, DataPath
 from pdproxy.web.identify import Identify
-from pdproxy.web.passing import Passing
+from pdproxy.web.passthrough_asgi import PassthroughAsgi
 from pdproxy.web.protocol import DataPathProtocol, protocol_class
-from pdproxy.web.reading import Floor
-from pdproxy.web.room import BodyRoom
-from pdproxy.web.unread import Unread
-from pdproxy.wire import telemetry
-from pdproxy.wire.bounds import Bounds as BodyBounds
+from pdproxy.web.slow_readers import Floor
+from pdproxy.web.unread_answers import Unread
+from pdproxy.wire import lmcache_telemetry
+from pdproxy.wire.body_bounds import Bounds as BodyBounds
 from pdproxy.wire.notices import Event as NoticeEvent
 from pdproxy.wire.notices import Notice
 
@@ -91,20 +91,20 @@ class Proxy:
     prober: Prober
     custodian: Custodian
     admission: Admission
-    bodies: Bodies
+    bodies: BodyReader
     service: Service
     legs: PassthroughLegs
     passthrough: Passthrough
     askers: Clients
-    room: BodyRoom
-    answer_room: AnswerRoom
+    room: BodyBudget
+    answer_room: AnswerBudget
     unread: Unread
     connections: Connections
     clock: Clock
     metrics: Metrics
     observers: Observers
     tasks: TaskOwner
-    transfer: Transfer
+    transfer: KvTransfer
     notices: NoticeSocket
     tokens: Tokens | None
     heartbeat: Heartbeat
@@ -137,7 +137,7 @@ class Proxy:
         # Without keys of clients, theirs go on: ours would open the engines to everybody.
         engine_key = credentials.engine_key if credentials.keys.wanted else _no_key
         clock = Clock(tasks.watch("deadlines").failed)
-        answers = AnswerRoom(limits.max_answer_bytes, limits.max_buffered_answer_bytes)
+        answers = AnswerBudget(limits.max_answer_bytes, limits.max_buffered_answer_bytes)
         clients = {
             node.url: watch.client(
                 node.url,
@@ -178,7 +178,7 @@ class Proxy:
             library=library,
         )
         changes.canaries = tokenized.canaries if tokenized is not None else None
-        engines = Engines(
+        engines = ExchangeResources(
             transfer,
             ledger,
             clients,
@@ -196,7 +196,7 @@ class Proxy:
         admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers, clock, askers)
         bounds = BodyBounds(limits.max_prompts, limits.max_body_items)
         workers = readers(limits.body_readers, limits.max_body_bytes)
-        bodies = Bodies(workers, clock, observers, seconds=deadlines.read_body, bounds=bounds)
+        bodies = BodyReader(workers, clock, observers, seconds=deadlines.read_body, bounds=bounds)
         service = Service(engines, admission, credentials.keys, bodies)
         passed_legs = PassthroughLegs(
             connect_timeout=deadlines.connect, room=answers, key=engine_key, tls=credentials.engine_tls
@@ -217,7 +217,7 @@ class Proxy:
             passed_legs,
             passthrough,
             askers,
-            BodyRoom(limits.max_buffered_bytes, observers),
+            BodyBudget(limits.max_buffered_bytes, observers),
             answers,
             Unread(limits.max_buffered_answer_bytes, observers),
             Connections(limits.max_connections, observers),
@@ -326,7 +326,7 @@ class Proxy:
 
     def answers(self) -> Answers:
         """Return what the FastAPI routes answer with."""
-        passing = Passing(
+        passing = PassthroughAsgi(
             self.passthrough.serve,
             Identify(self.askers, self.service.keys),
             self.askers,
@@ -345,7 +345,7 @@ class Proxy:
         )
 
     def _telemetry(self, body: bytes) -> bool:
-        found = telemetry.notices(body)
+        found = lmcache_telemetry.notices(body)
         if found is None:
             self.transfer.ready.undecodable()
             return False

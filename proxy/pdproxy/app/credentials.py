@@ -11,8 +11,8 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pdproxy.kit.followed import Followed
-from pdproxy.serving.keys import Keys, digest
+from pdproxy.kit.reloading_file import ReloadingFile
+from pdproxy.serving.access.keys import Keys, digest
 from pdproxy.settings.files import read_key, read_keys
 from pdproxy.settings.schema import EngineTls, ListenTls, Node, Pool, Settings
 from pdproxy.settings.tls import engine_context, following, listen_context, merged
@@ -30,7 +30,7 @@ class Credentials:
         Raises:
             SettingsError: a file can't be read, or does not hold what it should.
         """
-        self._followed: list[Followed[Any]] = []
+        self._followed: list[ReloadingFile[Any]] = []
         auth, pool, listen = settings.auth, settings.pool, settings.listen.tls
         self.keys = Keys(self._client_keys(auth.api_keys, auth.api_keys_file))
         common = self._key("auth.engine_api_key_file", auth.engine_api_key, auth.engine_api_key_file)
@@ -110,7 +110,7 @@ class Credentials:
         paths = [tls.certificate, tls.key, tls.key_password_file, tls.client_ca]
         return following(self._follow("listen.tls", paths, lambda: listen_context(tls)))
 
-    def _follow(self, setting: str, paths: Sequence[str | None], read: Callable[[], Any]) -> Followed[Any]:
-        followed = Followed(setting, [path for path in paths if path is not None], read)
+    def _follow(self, setting: str, paths: Sequence[str | None], read: Callable[[], Any]) -> ReloadingFile[Any]:
+        followed = ReloadingFile(setting, [path for path in paths if path is not None], read)
         self._followed.append(followed)
         return followed

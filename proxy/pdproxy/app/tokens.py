@@ -12,7 +12,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Event, NodeChanged, Observers
 from pdproxy.observe.metrics import Gauge
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.serving.tokenizing import THREADS, Tokenizing
+from pdproxy.serving.dispatch.tokenizing import THREADS, Tokenizing
 from pdproxy.settings.errors import SettingsError, quote
 from pdproxy.settings.schema import Pool
 from pdproxy.tokens import tokenizer as local

@@ -6,11 +6,11 @@ import time
 
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
-from pdproxy.serving.engines import Transfer
-from pdproxy.serving.ready import KvReady
-from pdproxy.serving.slots import Buffers
-from pdproxy.settings.crosscheck_transfer import receiver_host
+from pdproxy.serving.dispatch.resources import KvTransfer
+from pdproxy.serving.kv.buffers import ReceiveBuffers
+from pdproxy.serving.kv.ready import KvReady
 from pdproxy.settings.schema import Settings
+from pdproxy.settings.transfer_checks import receiver_host
 from pdproxy.transfer.contract import Receiver
 from pdproxy.transfer.kvstore_keys import KVSTORE_KEYS
 from pdproxy.transfer.lmcache_mp import LMCACHE_MP
@@ -19,7 +19,7 @@ from pdproxy.transfer.nixl import nixl
 from pdproxy.transfer.shared import SHARED
 
 
-def build_transfer(settings: Settings, clock: Clock, observers: Observers) -> Transfer:
+def build_transfer(settings: Settings, clock: Clock, observers: Observers) -> KvTransfer:
     """Return how KV gets from one engine to another under these settings."""
     pool = settings.pool
     lmcache = pool.lmcache
@@ -45,10 +45,10 @@ def build_transfer(settings: Settings, clock: Clock, observers: Observers) -> Tr
     if lmcache.pd_buffer_size is not None and lmcache.kv_bytes_per_token is not None:
         slots = lmcache.pd_buffer_size // (lmcache.kv_bytes_per_token * lmcache.chunk_size)
         capacity = dict.fromkeys(receivers, slots)
-    return Transfer(
+    return KvTransfer(
         contracts[pool.connector],
         KvReady(clock, observers, time.monotonic),
-        Buffers(capacity, lmcache.chunk_size, clock, observers, settings.deadlines.queue),
+        ReceiveBuffers(capacity, lmcache.chunk_size, clock, observers, settings.deadlines.queue),
         receivers,
         recomputes=settings.kv_ready.on_timeout == "recompute",
     )

@@ -16,8 +16,8 @@ import msgspec
 
 from pdproxy.cli.parser import USAGE_ERROR
 from pdproxy.sim.facts import Facts, Hardware, LMCache, Role
+from pdproxy.sim.fault_kinds import KINDS, MOMENTS
 from pdproxy.sim.faults import Fault, FaultError, parse
-from pdproxy.sim.kinds import KINDS, MOMENTS
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands

@@ -18,7 +18,7 @@ import msgspec
 
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError
 from pdproxy.kit.frames import frames
-from pdproxy.kit.words import cut
+from pdproxy.kit.text import cut
 from pdproxy.observe.events import Observers, TokenizerJudged
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Node

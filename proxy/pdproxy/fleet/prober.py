@@ -15,7 +15,7 @@ from typing import TypeVar
 from pdproxy.fleet.audit import Auditor
 from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError, OverloadedError
 from pdproxy.kit.frames import frames
-from pdproxy.kit.words import cut
+from pdproxy.kit.text import cut
 from pdproxy.observe.events import DeadlinePassed, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, Node

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from pdproxy.kit.words import cut
+from pdproxy.kit.text import cut
 
 MAX_MESSAGE = 1000
 """Characters of an engine error's message, which may quote the engine, is kept with the engine's state, logged and shown."""

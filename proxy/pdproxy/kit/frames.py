@@ -30,7 +30,7 @@ def frames(error: BaseException) -> str:
     return ", from ".join(parts)
 
 
-def let_go(error: BaseException) -> None:
+def drop_traceback(error: BaseException) -> None:
     """Part an error that has been dealt with, and those that it came from, from their tracebacks and from each other.
 
     A traceback holds the frames that were passed, and mostly one of these holds the error, or a future that was failed by it:

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 
-from pdproxy.kit.frames import frames, let_go
-from pdproxy.kit.words import cut
+from pdproxy.kit.frames import drop_traceback, frames
+from pdproxy.kit.text import cut
 
 logger = logging.getLogger("pdproxy")
 
@@ -118,7 +118,7 @@ class TaskOwner:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("background task %s failed: %s", task.get_name(), frames(error))
-            let_go(error)
+            drop_traceback(error)
 
     def keep(self, run: Callable[[], Coroutine[object, object, None]], name: str) -> asyncio.Task[None]:
         """Run what must always run. When it ends, it is started again after a pause, until it is cancelled."""
@@ -144,7 +144,7 @@ class TaskOwner:
                 return
             failures.failed(failed, pauses=True)
             if failed is not None:
-                let_go(failed)
+                drop_traceback(failed)
             await asyncio.sleep(failures.pause)
 
     def shortcomings(self) -> list[str]:

@@ -15,8 +15,8 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Hashable, Mapping
 
 from pdproxy.kit.errors import OverloadedError
+from pdproxy.kit.fair_places import FairPlaces, NoPlaceError
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.kit.turns import NoTurnError, Turns
 from pdproxy.kit.worker import ANSWER, QUESTION
 
 _PIECE = 2**18
@@ -45,7 +45,7 @@ class Workers:
         self._most = most
         self._memory = memory
         self._idle_seconds = idle
-        self._turns = Turns(most, waiting)
+        self._turns = FairPlaces(most, waiting)
         self._all: set[Process] = set()
         self._ending = TaskOwner("workers that end")
         self._idle: dict[Process, asyncio.TimerHandle] = {}
@@ -78,7 +78,7 @@ class Workers:
         """
         try:
             await self._turns.enter(asker)
-        except NoTurnError:
+        except NoPlaceError:
             raise OverloadedError("too many large requests are waiting to be read") from None
         try:
             process = await self._ready()

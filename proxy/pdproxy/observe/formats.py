@@ -17,7 +17,7 @@ from functools import lru_cache
 import msgspec
 
 from pdproxy.kit.frames import frames
-from pdproxy.kit.words import cut
+from pdproxy.kit.text import cut
 
 MAX_VALUE = 512
 """Characters of a value, before it is quoted."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pdproxy.kit.words import cut
+from pdproxy.kit.text import cut
 
 
 class Role(Enum):

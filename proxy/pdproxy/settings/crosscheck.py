@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pdproxy.settings.crosscheck_transfer import check_transfer
 from pdproxy.settings.dump import MASK
 from pdproxy.settings.errors import KeyPath, SettingsError, quote, spell_key
 from pdproxy.settings.limits import Limits
 from pdproxy.settings.schema import EngineTls, ListenTls, Node, Pool, Settings
+from pdproxy.settings.transfer_checks import check_transfer
 
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?\.?")
 _PORTS = {"http": 80, "https": 443}

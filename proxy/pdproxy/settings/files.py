@@ -8,7 +8,7 @@ import msgspec
 
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.section import Key
-from pdproxy.settings.yamlfile import spell_file
+from pdproxy.settings.yaml_file import spell_file
 
 _LARGEST = 1_048_576
 """Bytes. A million of keys is a mistake in the name, and a device never ends."""

@@ -19,8 +19,8 @@ from pdproxy.settings.environment import CONFIG, read_environment, refuse_empty
 from pdproxy.settings.errors import KeyPath, spell_key
 from pdproxy.settings.receivers import ReceiverFlag, put_receivers
 from pdproxy.settings.schema import VLLM_BOOTSTRAP_PORT, Pool, Settings
-from pdproxy.settings.stagenodes import read_stages
-from pdproxy.settings.yamlfile import read_yaml, spell_file
+from pdproxy.settings.stage_nodes import read_stages
+from pdproxy.settings.yaml_file import read_yaml, spell_file
 
 __all__ = ["POOL", "Engine", "Flag", "load", "with_scheme"]
 
@@ -50,7 +50,7 @@ def load(
     """Return the settings in force. Neither the process's environment nor its arguments are looked at.
 
     `config` is the YAML file (None: the one that PDPROXY_CONFIG names, if any), `engines` are added to the first pool,
-    behind the stages of `stage_config`, a file of vllm-omni's: `pdproxy.settings.stagenodes` says what becomes of those.
+    behind the stages of `stage_config`, a file of vllm-omni's: `pdproxy.settings.stage_nodes` says what becomes of those.
     `receivers` are then set on its decode engines.
     `need_engines` False leaves a pool without any engine alone.
 

@@ -2,7 +2,7 @@
 
 Source: vllm-omni's stage YAML and its `pd_utils` (PR 1303). A file has dozens of keys that are its engines' own affair; only
 those that decide a pair are looked at, and those are held to what they must be. Values are plain, or anything that
-describes itself by names (`pdproxy.transfer.plain`). Owns the shape of a stage here; what stages must have in common to be
+describes itself by names (`pdproxy.transfer.mappings`). Owns the shape of a stage here; what stages must have in common to be
 a pair is `stagechecks`, what becomes of them in a pool `stagenodes`.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from pdproxy.settings.errors import KeyPath, spell_key
-from pdproxy.settings.foreign import ForeignFile, spell
+from pdproxy.settings.external_file import ForeignFile, spell
 from pdproxy.settings.schema import Role
 
 STAGES = "stage_args"

@@ -12,7 +12,7 @@ from pathlib import Path
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.files import read_file, read_password
 from pdproxy.settings.schema import EngineTls, ListenTls
-from pdproxy.settings.yamlfile import spell_file
+from pdproxy.settings.yaml_file import spell_file
 
 
 def listen_context(tls: ListenTls) -> ssl.SSLContext:

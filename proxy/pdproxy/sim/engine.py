@@ -23,11 +23,11 @@ from pdproxy.sim.folder import FolderStorage
 from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Meet, Offer, Write
 from pdproxy.sim.memory import Page
 from pdproxy.sim.nixl import Handshake, Notice, Pull
+from pdproxy.sim.notice_sender import Teller
 from pdproxy.sim.pd_link import Receiving, Sending
 from pdproxy.sim.request import EngineDeadError, EngineOutput, EngineRequest
 from pdproxy.sim.stats import Stats
 from pdproxy.sim.storage import Storage
-from pdproxy.sim.telling import Teller
 from pdproxy.sim.tokenizer import Tokenizer
 
 _BEHIND = 0.05

@@ -2,7 +2,7 @@
 
 Owns the ASGI application around the API server's. Each message of an answer passes here before uvicorn makes bytes of it; at
 each moment the book is asked. A fault either changes how the rest is written, acts on the engine, or takes the answer over: then
-the application's own messages are dropped, and `pdproxy.sim.acts` says what the client gets instead.
+the application's own messages are dropped, and `pdproxy.sim.fault_actions` says what the client gets instead.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdproxy.sim import acts
+from pdproxy.sim import fault_actions
+from pdproxy.sim.fault_kinds import Moment
 from pdproxy.sim.faults import Fault, FaultBook, Situation
 from pdproxy.sim.journal import Journal, Request
-from pdproxy.sim.kinds import Moment
 from pdproxy.sim.reply import Reply
 from pdproxy.sim.script import Scripts
 from pdproxy.sim.sse import Event, classify, events_of
@@ -148,13 +148,13 @@ class Exchange:
                     work.result()
                     return
                 await self.writer.idle()
-                if not acts.goes_on(self._taken.result()):
+                if not fault_actions.goes_on(self._taken.result()):
                     await self._cancel(work)
-                await acts.act(self._taken.result(), self)
+                await fault_actions.act(self._taken.result(), self)
             finally:
                 await self._cancel(work)
         else:
-            await acts.act(self._taken.result(), self)
+            await fault_actions.act(self._taken.result(), self)
 
     async def _serve(self) -> None:
         await self._app(self._scope, self._receive, self._send)
@@ -216,7 +216,7 @@ class Exchange:
             events=self._outputs,
         )
         for armed in self.host.faults.due(at, now):
-            if acts.passing(armed, at, self):
+            if fault_actions.passing(armed, at, self):
                 continue
             self._taken.set_result(armed.fault)
             return True

@@ -1,7 +1,7 @@
 """Faults: what can go wrong with a simulated engine's answer, at which moment, for which requests. Pure.
 
-Owns what a fault says, its text form, and the book of the faults that are armed. Nothing here acts: `pdproxy.sim.exchange` asks
-the book at each moment of a request and has `pdproxy.sim.acts` carry out what it gets. A fault whose moment does not come for a
+Owns what a fault says, its text form, and the book of the faults that are armed. Nothing here acts: `sim.exchange` asks
+the book at each moment of a request and has `sim.fault_actions` carry out what it gets. A fault whose moment does not come for a
 request does not happen to it, and stays armed.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.sim.kinds import KINDS, MOMENTS, Argument, Moment
+from pdproxy.sim.fault_kinds import KINDS, MOMENTS, Argument, Moment
 
 
 class FaultError(ValueError):

@@ -15,7 +15,7 @@ import msgspec
 from pdproxy.tokens.chat import ContentFormat
 from pdproxy.tokens.errors import RejectedError, UnsureError
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.tokens.questions import question
+from pdproxy.tokens.tokenize_request import question
 from pdproxy.tokens.tokenizer import LocalTokenizer, ids_of
 from pdproxy.wire.request import Parsed, Prompt, Route, parse
 

@@ -19,7 +19,7 @@ import msgspec
 from pdproxy.tokens.chat import Chat, ContentFormat, conversation, flag, read_chat, refuse_unknown, text_of
 from pdproxy.tokens.errors import RejectedError, UnsureError, UnusableError
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.tokens.pieces import Cuts, Pieces
+from pdproxy.tokens.segment_cache import Cuts, Pieces
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 CACHE_BYTES = 64 * 2**20

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pdproxy.transfer.contract import raw
-from pdproxy.transfer.plain import as_mapping
+from pdproxy.transfer.mappings import as_mapping
 from pdproxy.wire.fields import Fields
 
 Params = dict[str, Any]

@@ -23,7 +23,7 @@ from pdproxy.kit.errors import (
     OverloadedError,
     Wait,
 )
-from pdproxy.kit.words import cut
+from pdproxy.kit.text import cut
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.upstream.client import OUR_LIMITS, tls_words
 from pdproxy.upstream.metrics_page import MOST_PAGE, Scrape, read_metrics

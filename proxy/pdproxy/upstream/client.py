@@ -25,8 +25,8 @@ from pdproxy.kit.errors import (
     StaleConnectionError,
     Wait,
 )
+from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
 from pdproxy.upstream.connection import Connection, Headers, Leg, Message, Sink
-from pdproxy.upstream.room import AnswerRoom, Share
 
 OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 """Errors of a connect that say nothing of the other side."""
@@ -58,7 +58,7 @@ class Pending:
 
     __slots__ = ("_headers", "_leg", "_outcome", "_share", "_status", "_waiter")
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: BudgetShare) -> None:
         self._outcome: Answer | EngineError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._status = 0
@@ -151,7 +151,7 @@ class EngineClient:
         connect_timeout: float,
         keepalive: float,
         clock: Clock,
-        room: AnswerRoom,
+        room: AnswerBudget,
         key: Callable[[], str | None] = lambda: None,
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     ) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy.kit.errors import EngineError
-from pdproxy.kit.words import cut
+from pdproxy.kit.text import cut
 
 MOST_PAGE = 8 << 20
 """Bytes of a page. An engine's has 60 KB, and each data-parallel rank adds as much."""

@@ -15,8 +15,8 @@ import aiohttp
 from yarl import URL
 
 from pdproxy.kit.errors import EngineError, EngineTlsError, EngineUnreachableError, OverloadedError, Wait
+from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
 from pdproxy.upstream.client import OUR_LIMITS
-from pdproxy.upstream.room import AnswerRoom, Share
 
 _LONGEST_HEADER = 4 * 2**20
 """Bytes. vLLM describes each item of a binary embedding in a header."""
@@ -25,7 +25,7 @@ _LONGEST_HEADER = 4 * 2**20
 class Leg:
     """An engine's answer whose head is here. `share` is what of it may be held."""
 
-    def __init__(self, url: str, answer: aiohttp.ClientResponse, share: Share) -> None:
+    def __init__(self, url: str, answer: aiohttp.ClientResponse, share: BudgetShare) -> None:
         self._url = url
         self.share = share
         self._answer = answer
@@ -65,7 +65,7 @@ class PassthroughLegs:
         self,
         *,
         connect_timeout: float,
-        room: AnswerRoom,
+        room: AnswerBudget,
         key: Callable[[str], str | None] = lambda _: None,
         tls: Callable[[str], SSLContext | None] = lambda _: None,
     ) -> None:

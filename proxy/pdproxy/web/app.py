@@ -15,12 +15,12 @@ from starlette.middleware.cors import CORSMiddleware
 
 from pdproxy import __version__
 from pdproxy.kit.errors import BadRequestError, BodyTooLargeError, NotStoredError, PdproxyError, UnauthorizedError
-from pdproxy.serving.keys import CHALLENGE
-from pdproxy.serving.routes import TABLE, Entry, Kind
+from pdproxy.serving.access.keys import CHALLENGE
+from pdproxy.serving.access.routes import TABLE, Entry, Kind
 from pdproxy.settings.schema import Cors
 from pdproxy.web.cors import middleware_options
-from pdproxy.web.passing import PassedAnswer, Passing
-from pdproxy.wire import telemetry
+from pdproxy.web.passthrough_asgi import PassedAnswer, PassthroughAsgi
+from pdproxy.wire import lmcache_telemetry
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Route
 
@@ -43,7 +43,7 @@ class Answers:
     readiness: Callable[[], Readiness]
     models: Callable[[bytes | None], Awaitable[bytes]]
     metrics: Callable[[], bytes]
-    passing: Passing
+    passing: PassthroughAsgi
     cors: Cors
     telemetry: Callable[[bytes], bool] | None = None
     """Takes a post of LMCache's telemetry, and tells whether it was one. None: there is no such route."""
@@ -107,13 +107,13 @@ def create_app(answers: Answers) -> FastAPI:
 
 
 def _add_telemetry(app: FastAPI, take: Callable[[bytes], bool]) -> None:
-    @app.post(telemetry.PATH, summary="Where LMCache tells that KV is stored", tags=["engines"])
+    @app.post(lmcache_telemetry.PATH, summary="Where LMCache tells that KV is stored", tags=["engines"])
     async def stored(request: Request) -> Response:
         body = bytearray()
         async for part in request.stream():
             body += part
-            if len(body) > telemetry.MAX_BYTES:
-                raise BodyTooLargeError(f"telemetry is over {telemetry.MAX_BYTES} bytes")
+            if len(body) > lmcache_telemetry.MAX_BYTES:
+                raise BodyTooLargeError(f"telemetry is over {lmcache_telemetry.MAX_BYTES} bytes")
         if not take(bytes(body)):
             raise BadRequestError("expected LMCache's telemetry: event, request_ids_set, world_size, kv_rank")
         return JSONResponse({"status": "ok"})

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from pdproxy.kit.errors import OverloadedError
 from pdproxy.observe.events import Evicted, Observers
-from pdproxy.serving.clients import Client, Holder
+from pdproxy.serving.access.clients import Client, Holder
 
 LOOKED_AT = 64
 """Clients, and connections of one client, that are looked at for an idle one: in a flood, a look at all of them would

@@ -16,12 +16,12 @@ from pdproxy.kit.errors import BodyTooLargeError, Fault, OverloadedError, Pdprox
 from pdproxy.kit.frames import frames
 from pdproxy.observe.events import Observers
 from pdproxy.upstream.connection import Headers
-from pdproxy.web.bounds import Bounds
+from pdproxy.web.body_budget import BodyBudget
+from pdproxy.web.connection_bounds import Bounds
 from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.guard import GuardedProtocol
 from pdproxy.web.identify import Identify
-from pdproxy.web.room import BodyRoom
-from pdproxy.wire.bounds import LARGE
+from pdproxy.wire.body_bounds import LARGE
 from pdproxy.wire.chunks import chunk
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Incoming, Route
@@ -47,7 +47,7 @@ class DataPath:
         observers: Observers,
         bounds: Bounds,
         cors: CorsHeaders,
-        room: BodyRoom,
+        room: BodyBudget,
         *,
         max_body: int,
     ) -> None:

@@ -26,8 +26,8 @@ from pdproxy.kit.errors import (
     Wait,
 )
 from pdproxy.observe.events import DeadlinePassed, Observers
-from pdproxy.serving.clients import Client, address_name
-from pdproxy.web.bounds import (
+from pdproxy.serving.access.clients import Client, address_name
+from pdproxy.web.connection_bounds import (
     LEAST_PART,
     LINGER,
     LOOK_AGAIN,
@@ -39,8 +39,8 @@ from pdproxy.web.bounds import (
     Bounds,
     crumbs,
 )
-from pdproxy.web.light import Flow, Waiting
-from pdproxy.web.reading import Reading
+from pdproxy.web.lean_flow_control import Flow, Waiting
+from pdproxy.web.slow_readers import Reading
 from pdproxy.wire.errors import error_body
 
 _HOST = re.compile(rb"[\w.~%!$&'()*+,;=:\[\]-]*", re.ASCII)
@@ -126,7 +126,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return self.passed_for or self.peer
 
     def watch_reading(self) -> None:
-        """Drop the client if it reads too slowly what is left to be sent (`web.reading`)."""
+        """Drop the client if it reads too slowly what is left to be sent (`web.slow_readers`)."""
         if not self.transport.get_write_buffer_size():
             return
         asker = self.asker()

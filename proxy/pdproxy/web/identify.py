@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdproxy.kit.errors import UnauthorizedError
-from pdproxy.serving.clients import Client, Clients
-from pdproxy.serving.keys import Keys
+from pdproxy.serving.access.clients import Client, Clients
+from pdproxy.serving.access.keys import Keys
 from pdproxy.upstream.connection import Headers
 
 

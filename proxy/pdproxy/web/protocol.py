@@ -14,10 +14,10 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from pdproxy.kit.errors import PdproxyError
-from pdproxy.serving.clients import Client
+from pdproxy.serving.access.clients import Client
 from pdproxy.web.cycle import DataPath, GenerateCycle
 from pdproxy.web.guard import GuardedProtocol
-from pdproxy.web.passing import CONNECTION
+from pdproxy.web.passthrough_asgi import CONNECTION
 from pdproxy.wire.request import Route
 
 _ROUTES = {route.value.encode(): route for route in Route}
@@ -44,7 +44,7 @@ class DataPathProtocol(GuardedProtocol):
         self.one_host()
         route = self._route() if self.parser.get_method() == b"POST" else None
         if route is None or (self.parser.should_upgrade() and self._should_upgrade()):
-            self.scope[CONNECTION] = self  # type: ignore[literal-required]  # for `web.passing`
+            self.scope[CONNECTION] = self  # type: ignore[literal-required]  # for `web.passthrough_asgi`
             super().on_headers_complete()
             return
         http_1_1 = self.parser.get_http_version() == "1.1"

@@ -1,7 +1,7 @@
 """The top level of a JSON body: its fields as the bytes that the client wrote, without KV handles of the client's making.
 
 Owns the reading of that level, and the removal of handles wherever a client could put one. A body that only the engines' own
-parser takes (`wire.reading`) is parsed, cleaned and written anew.
+parser takes (`wire.lenient_json`) is parsed, cleaned and written anew.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import msgspec
 
-from pdproxy.wire import reading
-from pdproxy.wire.bounds import MOST_FIELDS, SMALL, Body, TooManyFieldsError, is_light
+from pdproxy.wire import lenient_json
+from pdproxy.wire.body_bounds import MOST_FIELDS, SMALL, Body, TooManyFieldsError, is_light
 from pdproxy.wire.model import model_name
 
 _T = TypeVar("_T")
@@ -75,11 +75,11 @@ def unusual_fields(body: Body) -> Fields:
     Raises:
         UnreadableError, UnparsableError, TooManyFieldsError: as `parse`.
     """
-    value = reading.load_object(body)
+    value = lenient_json.load_object(body)
     _strip_from(value, ())
     for path in _NESTED_CARRIERS:
         _strip_from(value, path)
-    return {name: msgspec.Raw(reading.dump(item)) for name, item in _few(value).items() if _is_text_key(name)}
+    return {name: msgspec.Raw(lenient_json.dump(item)) for name, item in _few(value).items() if _is_text_key(name)}
 
 
 def _few(fields: dict[str, _T]) -> dict[str, _T]:

@@ -4,9 +4,9 @@ Owns the reading of an OpenAI body. Every top-level field is kept as the raw JSO
 (`msgspec.Raw`), so that unknown fields survive untouched and a 64 KiB prompt is never turned into objects. Fields
 that the prefill leg rewrites must have their canonical JSON type; anything else marks the request `unusual`, which
 sends it whole to one engine, so that the engine's own validation answers and no KV is ever at stake. So does a body that
-only the engines' own parser takes (`wire.reading`): it is parsed, cleaned and written anew.
+only the engines' own parser takes (`wire.lenient_json`): it is parsed, cleaned and written anew.
 
-`parse_light` reads what takes a few milliseconds; anything else is read by `parse`, in another process (`wire.reader`).
+`parse_light` reads what takes a few milliseconds; anything else is read by `parse`, in another process (`wire.reader_process`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from enum import Enum
 
 import msgspec
 
-from pdproxy.wire import reading
-from pdproxy.wire.bounds import DEFAULT, LARGE, SMALL, Body, Bounds, is_light
+from pdproxy.wire import lenient_json
+from pdproxy.wire.body_bounds import DEFAULT, LARGE, SMALL, Body, Bounds, is_light
 from pdproxy.wire.fields import Fields, absent, model_of, plain_fields, read, says, unusual_fields
-from pdproxy.wire.lists import Span, part, prompts_in
 from pdproxy.wire.model import model_name
+from pdproxy.wire.prompt_lists import Span, part, prompts_in
 
 UNSEEN_BY_PREFILL = (
     "stream_options",
@@ -244,7 +244,7 @@ def _check_unseen(fields: Fields, most: int) -> None:
         raise _UnusualError  # no schema is as long: to read it would take its time, and its memory
     if size > most:
         raise _HeavyError
-    if not all(reading.readable(bytes(raw)) for raw in unseen):
+    if not all(lenient_json.readable(bytes(raw)) for raw in unseen):
         raise _UnusualError
 
 

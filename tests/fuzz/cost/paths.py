@@ -24,27 +24,27 @@ from pdproxy.kit.ids import usable
 from pdproxy.observe.events import Gaps, RequestEnded
 from pdproxy.observe.formats import JsonFormatter, TextFormatter
 from pdproxy.observe.logs import access_fields
-from pdproxy.serving.clients import Clients
-from pdproxy.serving.keys import Keys
-from pdproxy.serving.merge import MergedAnswer
-from pdproxy.serving.relay import Relay
-from pdproxy.serving.routes import TABLE, Kind
+from pdproxy.serving.access.clients import Clients
+from pdproxy.serving.access.keys import Keys
+from pdproxy.serving.access.routes import TABLE, Kind
+from pdproxy.serving.request.merged_answer import MergedAnswer
+from pdproxy.serving.stream.relay import Relay
 from pdproxy.transfer.contract import NO_DISPATCH, Handle
 from pdproxy.transfer.nixl import handle, release_body
+from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import Answer, Pending
 from pdproxy.upstream.connection import Connection
 from pdproxy.upstream.metrics_page import MOST_PAGE, read_metrics
-from pdproxy.upstream.room import AnswerRoom
 from pdproxy.web.cycle import FORWARDED
 from pdproxy.web.identify import Identify
-from pdproxy.web.passing import PassedAnswer, Passing
-from pdproxy.wire import notices, reader, telemetry
-from pdproxy.wire.bounds import DEFAULT
+from pdproxy.web.passthrough_asgi import PassedAnswer, PassthroughAsgi
+from pdproxy.wire import lmcache_telemetry, notices, reader_process
+from pdproxy.wire.api_errors import Dialect, WholeEvents, failure_body
+from pdproxy.wire.body_bounds import DEFAULT
 from pdproxy.wire.chunks import chunk
-from pdproxy.wire.dialects import Dialect, WholeEvents, failure_body
 from pdproxy.wire.engine import error_of, prefill_answer, usage_of
 from pdproxy.wire.fields import body_request_id
-from pdproxy.wire.passed import read_light, written
+from pdproxy.wire.passthrough_body import read_light, written
 from pdproxy.wire.request import Parsed, Route, parse, parse_light
 from tests.fuzz import ingress, streams
 from tests.fuzz.cost import bounds, shapes
@@ -93,7 +93,7 @@ def reads(data: bytes, size: int = READ) -> Iterator[bytes]:
 
 
 def _question(route: Route | None, dialect: Dialect = Dialect.OPENAI) -> bytes:
-    return msgspec.msgpack.encode(reader.Question(DEFAULT, route, dialect))
+    return msgspec.msgpack.encode(reader_process.Question(DEFAULT, route, dialect))
 
 
 def _is_light(read: Callable[[], object]) -> bool:
@@ -120,14 +120,14 @@ def _read(
 
     def run(data: bytes) -> Awaitable[int | None]:
         light = _is_light(lambda: parse_light(route, data))
-        found = None if light else reader.answer(question, data)
+        found = None if light else reader_process.answer(question, data)
 
         async def measured() -> int | None:
             try:
                 parsed = parse_light(route, data)
                 if parsed is None:
                     assert found is not None
-                    parsed = reader.request_in(found, route, data)
+                    parsed = reader_process.request_in(found, route, data)
             except PdproxyError as error:
                 return refused(error)
             return then(parsed)
@@ -143,13 +143,13 @@ def passed(dialect: Dialect) -> Run:
 
     def run(data: bytes) -> Awaitable[None]:
         light = _is_light(lambda: read_light(dialect, data))
-        found = None if light else reader.answer(question, data)
+        found = None if light else reader_process.answer(question, data)
 
         async def measured() -> None:
             try:
                 if read_light(dialect, data) is None:
                     assert found is not None
-                    written(dialect, reader.fields_in(found, data))
+                    written(dialect, reader_process.fields_in(found, data))
             except PdproxyError as error:
                 failure_body(dialect, error)
 
@@ -163,7 +163,7 @@ def elsewhere(route: Route | None, dialect: Dialect = Dialect.OPENAI) -> Run:
     question = _question(route, dialect)
 
     async def run(data: bytes) -> None:
-        reader.answer(question, data)
+        reader_process.answer(question, data)
 
     return run
 
@@ -196,7 +196,7 @@ class _Entry(ingress.Ingress):
         super().__init__(max_body=BODY_LIMIT)
         passed_on = next(entry for entry in TABLE if entry.kind is Kind.PASSED)
         clients = Clients()
-        passing = Passing(
+        passing = PassthroughAsgi(
             self._serve, Identify(clients, Keys()), clients, self.path.room, FORWARDED, max_body=BODY_LIMIT
         )
         self._answer = lambda: PassedAnswer(passing, passed_on)
@@ -284,7 +284,7 @@ async def passed_stream(data: bytes) -> None:
 
 async def awaited(data: bytes) -> None:
     """An engine's answer of which the whole is awaited, as it is on the wire."""
-    connection, pending = Connection("engine", lambda _: None, lambda _: None), Pending(AnswerRoom().share())
+    connection, pending = Connection("engine", lambda _: None, lambda _: None), Pending(AnswerBudget().share())
     connection.connection_made(Transport())
     connection.send(b"", pending)
     for part in reads(data):
@@ -320,7 +320,7 @@ async def answered(data: bytes) -> None:
 
 async def merged(data: bytes) -> None:
     """The answers to a list of two prompts, made one."""
-    answer = MergedAnswer(AnswerRoom().share())
+    answer = MergedAnswer(AnswerBudget().share())
     with suppress(PdproxyError):
         for index in range(2):
             answer.add(index, Answer(200, [], data))
@@ -344,7 +344,7 @@ async def noticed(data: bytes) -> None:
 
 async def posted(data: bytes) -> None:
     """A post of telemetry."""
-    telemetry.notices(data)
+    lmcache_telemetry.notices(data)
 
 
 PATHS = [
@@ -368,5 +368,5 @@ PATHS = [
     Path("answers merged", merged, shapes.JSON_ANSWER, shapes.JSON_ANSWERS, bounds.MERGED),
     Path("metrics page", scraped, shapes.PAGE, shapes.PAGES, bounds.METRICS, MOST_PAGE),
     Path("notices", noticed, shapes.NOTICE, shapes.NOTICES, bounds.NOTICE, notices.MAX_BYTES - KIB),
-    Path("telemetry", posted, shapes.TELEMETRY, shapes.TELEMETRY_POSTS, bounds.NOTICE, telemetry.MAX_BYTES),
+    Path("telemetry", posted, shapes.TELEMETRY, shapes.TELEMETRY_POSTS, bounds.NOTICE, lmcache_telemetry.MAX_BYTES),
 ]  # fmt: skip

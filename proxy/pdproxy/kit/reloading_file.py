@@ -1,0 +1,64 @@
+"""What is read from files and read again when they change: keys, certificates. What was good once stays until better comes.
+
+Owns the rule for files that go bad while the process runs: the last good value is kept, and the failure is told once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+logger = logging.getLogger("pdproxy.files")
+
+T = TypeVar("T")
+
+
+class ReloadingFile(Generic[T]):
+    """A value that `read` makes of the files at `paths`. `name` is its setting, for the log."""
+
+    def __init__(self, name: str, paths: Iterable[str], read: Callable[[], T]) -> None:
+        """Read it for the first time; raise what `read` raises."""
+        self.name = name
+        self.failure: str | None = None
+        """Why the files can't be used as they are now; None while the value is theirs."""
+        self._paths = tuple(paths)
+        self._read = read
+        self._seen = self._stamps()  # before reading: a change in between is read twice and not missed
+        self._value = read()
+
+    def __repr__(self) -> str:
+        return f"<ReloadingFile {self.name}: {self.failure or 'good'}>"
+
+    def __call__(self) -> T:
+        """Return the newest good value."""
+        return self._value
+
+    def look(self) -> None:
+        """Read the files again if they are others than before, or could not be used."""
+        stamps = self._stamps()
+        if stamps == self._seen and self.failure is None:
+            return
+        self._seen = stamps
+        try:
+            self._value = self._read()
+        except (OSError, ValueError) as error:
+            # The same failure is not told each second: it is in /ready for as long as it lasts.
+            if self.failure != str(error):
+                logger.error("%s can't be read again, what was read before stays in force: %s", self.name, error)  # noqa: TRY400
+            self.failure = str(error)
+        else:
+            self.failure = None
+            logger.info("%s was read again", self.name)
+
+    def _stamps(self) -> list[tuple[int, ...] | None]:
+        return [_stamp(path) for path in self._paths]
+
+
+def _stamp(path: str) -> tuple[int, ...] | None:
+    try:
+        found = os.stat(path)  # noqa: PTH116 - follows links: Kubernetes swaps a link to renew a secret
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -1,0 +1,1 @@
+"""Who asks for what: clients, their keys, and the table of routes."""

@@ -1,0 +1,64 @@
+"""The table of routes: every path that clients can reach, and what becomes of it. Data, and nothing else.
+
+What is not in it is a 404 that no engine ever sees: engines have routes that put them to sleep, load weights or run code.
+`docs/routes.md` shows the table to people; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from pdproxy.wire.api_errors import Dialect
+
+
+class Kind(Enum):
+    """What is done with a request."""
+
+    SPLIT = "split"  # prefill and decode apart: the data path
+    PASSED = "passed"  # whole to one engine that serves the model by itself
+    OWN = "own"  # answered by pdproxy
+    REFUSED = "refused"  # exists for clients' sake, with a 404 that says why it can't work
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One path. `slow`: the answer takes as long as the model needs, so that only `deadlines.total` bounds it."""
+
+    path: str
+    methods: tuple[str, ...]
+    kind: Kind
+    why: str
+    dialect: Dialect = Dialect.OPENAI
+    slow: bool = True
+
+
+def _passed(path: str, why: str, dialect: Dialect = Dialect.OPENAI, *, slow: bool = True) -> Entry:
+    return Entry(path, ("POST",), Kind.PASSED, why, dialect, slow)
+
+
+TABLE: tuple[Entry, ...] = (
+    Entry("/v1/completions", ("POST",), Kind.SPLIT, "complete prompts"),
+    Entry("/v1/chat/completions", ("POST",), Kind.SPLIT, "answer chats"),
+    _passed("/v1/responses", "OpenAI's Responses API, without memory", Dialect.RESPONSES),
+    Entry("/v1/responses/{response_id}", ("GET",), Kind.REFUSED, "no response is stored"),
+    Entry("/v1/responses/{response_id}/cancel", ("POST",), Kind.REFUSED, "no response runs in the background"),
+    _passed("/v1/messages", "Anthropic's Messages API", Dialect.MESSAGES),
+    _passed("/v1/messages/count_tokens", "count a message's tokens", Dialect.MESSAGES, slow=False),
+    _passed("/tokenize", "token ids of a prompt or a chat", slow=False),
+    _passed("/detokenize", "text of token ids", slow=False),
+    _passed("/v1/embeddings", "embed texts"),
+    _passed("/pooling", "what a pooling model makes of texts"),
+    _passed("/classify", "classify texts"),
+    _passed("/score", "score pairs of texts"),
+    _passed("/v1/score", "score pairs of texts"),
+    _passed("/rerank", "rank documents for a query"),
+    _passed("/v1/rerank", "rank documents for a query"),
+    _passed("/v2/rerank", "rank documents for a query"),
+    Entry("/v1/models", ("GET",), Kind.OWN, "the models that the engines serve, each once"),
+    Entry("/health", ("GET",), Kind.OWN, "whether the process is alive"),
+    Entry("/ping", ("GET", "POST"), Kind.OWN, "as /health, under SageMaker's name"),
+    Entry("/ready", ("GET",), Kind.OWN, "whether a request could be served"),
+    Entry("/version", ("GET",), Kind.OWN, "pdproxy's version"),
+    Entry("/metrics", ("GET",), Kind.OWN, "Prometheus metrics"),
+)

@@ -1,0 +1,41 @@
+"""What an engine's failure or refusal means: for its breaker, for the client, for the KV that it was given. Pure."""
+
+from __future__ import annotations
+
+from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineUnreachableError, NoAnswerRoomError
+from pdproxy.scheduling.ledger import Verdict
+from pdproxy.upstream.client import Answer
+from pdproxy.wire.engine import error_of
+
+
+def verdict_of(error: EngineError, *, with_kv: bool = False) -> Verdict:
+    """Return what a failed leg says about its engine. Being full or refusing a bad request is no fault.
+
+    `with_kv`: the leg carried a KV handle. A decode engine that then answers 5xx may have been let down by a dead prefill
+    engine: it must not be shut out for that.
+    """
+    if isinstance(error, EngineUnreachableError):
+        return Verdict.UNREACHABLE
+    if isinstance(error, NoAnswerRoomError):
+        return Verdict.NEUTRAL
+    if isinstance(error, EngineRefusedError) and (with_kv or error.status < 500 or error.status == 503):
+        return Verdict.NEUTRAL
+    return Verdict.FAILED
+
+
+def is_clients_fault(answer: Answer) -> bool:
+    """Tell whether an engine refused a request that every engine would refuse."""
+    return 400 <= answer.status < 500 and answer.status != 429
+
+
+def refused(url: str, answer: Answer) -> EngineError:
+    """Return the error for an answer that is neither data nor the client's fault."""
+    if answer.status == 429 or 500 <= answer.status <= 599:
+        return EngineRefusedError(f"{url} answered {answer.status}", status=answer.status, body=answer.body)
+    return EngineError(f"{url} answered {answer.status}, which no engine should")
+
+
+def error_kind(body: bytes) -> tuple[str, str | None]:
+    """Return the type and the parameter of the error in a body, ("", None) if it describes none."""
+    detail = error_of(body)
+    return (detail.type, detail.param) if detail is not None else ("", None)

@@ -1,0 +1,211 @@
+"""One prompt's token ids before an engine sees it: made here, off the event loop, or asked of an engine.
+
+Owns the threads that tokenize, and how many prompts wait for them. Ids spare work, so where nothing needs them every failure
+means that the request goes on without: a deadline, a full queue, a request that only an engine understands. Where the contract
+needs them, an engine's `/tokenize` is asked next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Protocol
+
+import msgspec
+
+from pdproxy.fleet.canary import Trusted
+from pdproxy.kit.clock import Clock
+from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError, Wait
+from pdproxy.observe.events import DeadlinePassed, Observers, Tokenized
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.serving.dispatch.tokenizer_check import TokenizerCheck
+from pdproxy.tokens.errors import RejectedError, UnsureError
+from pdproxy.tokens.ids import TokenIds, from_numbers
+from pdproxy.tokens.tokenize_request import question
+from pdproxy.tokens.tokenizer import ids_of
+from pdproxy.wire.fields import absent
+from pdproxy.wire.request import Parsed, Prompt, Route
+
+THREADS = 2
+"""More would only wait for each other: templates are rendered, and ids written down, by one at a time."""
+WAITING = 64
+"""Prompts that may wait for a thread. One more is left to the engines at once, rather than after its deadline."""
+LONGEST = 4 * 2**20
+"""Bytes that are read here for a prompt: more would take all of its deadline, and a thread for longer than that."""
+MOST_ITEMS = 20_000
+"""Strings, arrays and objects of a body that is read here: a JSON parser holds the interpreter's lock, and so the event loop."""
+NO_ID = 2**32
+"""Token ids are below: engines keep them in 32 bits, and refuse others by themselves."""
+
+Ask = Callable[[str, bytes, bytes | None], Awaitable[TokenIds]]
+"""Asks the engine with this URL: a body for `/tokenize`, and the client's own `Authorization`."""
+
+_Result = tuple[str, TokenIds | None]
+"""What became of a prompt, in the words of `Tokenized`, and its ids."""
+
+_ids_decoder = msgspec.json.Decoder(list[int])
+
+
+class Trust(Protocol):
+    """Says which tokenizer makes a model's ids: `fleet.canary.Canaries`."""
+
+    def trusted(self, model: str | None, route: Route) -> Trusted | None:
+        """Return it, None if there is none."""
+
+    def refuted(self, url: str, model: str | None, route: Route, why: str) -> None:
+        """Take note that an engine serves other ids than ours."""
+
+
+class Tokenizing:
+    """Makes prompts' ids. `required`: the contract can do nothing without them. `deadline` in seconds, for all of it."""
+
+    def __init__(
+        self,
+        trust: Trust,
+        ask: Ask,
+        ledger: Ledger,
+        observers: Observers,
+        clock: Clock,
+        now: Callable[[], float],
+        threads: ThreadPoolExecutor,
+        *,
+        deadline: float,
+        required: bool,
+    ) -> None:
+        self.proofs = TokenizerCheck(ledger, trust)
+        self._trust = trust
+        self._ask = ask
+        self._ledger = ledger
+        self._observers = observers
+        self._clock = clock
+        self._now = now
+        self._threads = threads
+        self._deadline = deadline
+        self._required = required
+        self._waiting = 0
+        self._forsaken: set[Future[_Result]] = set()
+        """What threads are at work on and nobody waits for any more."""
+
+    def __repr__(self) -> str:
+        return f"<Tokenizing {self._waiting} waiting>"
+
+    async def ids(self, parsed: Parsed, prompt: Prompt, authorization: bytes | None = None) -> TokenIds | None:
+        """Return a prompt's ids, None if there are none: then a request whose contract needs them can't be split.
+
+        `authorization` is the client's own header, for engines that see to keys themselves.
+        """
+        if prompt.tokens is not None:
+            return (
+                self._given(parsed, prompt) if self._required else None
+            )  # the engines get the client's own ids anyway
+        source, started = "here", self._now()
+        # Half of the time is an engine's, where it has to be asked if threads are late.
+        seconds = self._deadline / 2 if self._required else self._deadline
+        result, ids = await self._in_time(seconds, self._here(parsed, prompt))
+        self._tell(source, result, started, ids)
+        if ids is None and self._required and result != "rejected":
+            source, started = "engine", self._now()
+            result, ids = await self._in_time(seconds, self._engine(parsed, prompt, authorization))
+            self._tell(source, result, started, ids)
+        return ids
+
+    async def _in_time(self, seconds: float, work: Awaitable[_Result]) -> _Result:
+        try:
+            async with self._clock.within(seconds):
+                return await work
+        except TimeoutError:
+            self._observers.notify(DeadlinePassed(Wait.TOKENIZE.value))
+            return "late", None
+
+    def _tell(self, source: str, result: str, started: float, ids: TokenIds | None) -> None:
+        seconds = self._now() - started
+        self._observers.notify(Tokenized(source, result, seconds, ids.count if ids is not None else 0))
+
+    @staticmethod
+    def _given(parsed: Parsed, prompt: Prompt) -> TokenIds | None:
+        if prompt.raw is None or not absent(parsed.fields, "truncate_prompt_tokens"):
+            return None
+        if memoryview(prompt.raw).nbytes > LONGEST:
+            return None  # they are made numbers here, in the event loop
+        try:
+            ids = _ids_decoder.decode(prompt.raw)
+        except msgspec.MsgspecError:
+            return None
+        return from_numbers(ids) if min(ids, default=-1) >= 0 and max(ids) < NO_ID else None
+
+    async def _here(self, parsed: Parsed, prompt: Prompt) -> _Result:
+        trusted = self._trust.trusted(parsed.model, parsed.route)
+        if trusted is None:
+            return "off", None
+        if _is_long(parsed, prompt):
+            return "long", None
+        if self._waiting >= WAITING or len(self._forsaken) >= THREADS:
+            return "busy", None
+        loop = asyncio.get_running_loop()
+
+        def done(work: Future[_Result]) -> None:  # in its thread
+            with suppress(RuntimeError):  # the loop has ended before
+                loop.call_soon_threadsafe(self._over, work)
+
+        work = self._threads.submit(_made, trusted, parsed, prompt)
+        self._waiting += 1
+        work.add_done_callback(done)
+        try:
+            return await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            if not work.cancel() and not work.done():
+                self._forsaken.add(work)
+            raise
+
+    def _over(self, work: Future[_Result]) -> None:
+        self._waiting -= 1
+        self._forsaken.discard(work)
+
+    async def _engine(self, parsed: Parsed, prompt: Prompt, authorization: bytes | None) -> _Result:
+        if parsed.route is Route.CHAT and _is_long(parsed, prompt):
+            return "long", None  # parts of it would be read for the question
+        try:
+            body = question(parsed, prompt)
+        except UnsureError:
+            return "unsure", None
+        now = self._now()
+        able = [
+            node
+            for node in self._ledger.nodes
+            if node.usable(now) and (parsed.model is None or node.serves(parsed.model))
+        ]
+        if not able:
+            return "failed", None
+        node = min(able, key=lambda one: one.requests)
+        try:
+            return "ok", await self._ask(node.url, body, authorization)
+        except EngineRefusedError as error:
+            return "rejected" if error.status == 400 else "failed", None
+        except (EngineError, OverloadedError):
+            return "failed", None
+
+
+def _is_long(parsed: Parsed, prompt: Prompt) -> bool:
+    """Tell whether it would take long to read what a prompt's ids are made of."""
+    return _bytes_to_read(parsed, prompt) > LONGEST or (parsed.route is Route.CHAT and parsed.items > MOST_ITEMS)
+
+
+def _bytes_to_read(parsed: Parsed, prompt: Prompt) -> int:
+    """Return how much is parsed for a prompt's ids: any field of a chat may be long; of a list, the other prompts don't count."""
+    if parsed.route is Route.CHAT:
+        return parsed.body_bytes
+    return parsed.body_bytes - memoryview(parsed.fields["prompt"]).nbytes + prompt.text_bytes
+
+
+def _made(trusted: Trusted, parsed: Parsed, prompt: Prompt) -> _Result:
+    """In a thread: what becomes of a prompt. Nothing of a client's words is raised, lest it be logged."""
+    try:
+        return "ok", ids_of(trusted.tokenizer, parsed, prompt, trusted.forms)
+    except UnsureError:
+        return "unsure", None
+    except RejectedError:
+        return "rejected", None
+    except Exception:
+        return "failed", None

@@ -1,0 +1,78 @@
+"""The reading of clients' bodies: what takes a few milliseconds here, all else in reader processes.
+
+Owns the reader processes and their deadline. A parser holds the interpreter's lock until it is done, in a thread as well: what
+one client sends would delay all others.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdproxy.kit.clock import Clock
+from pdproxy.kit.errors import BodyTooLargeError, OverloadedError, Wait
+from pdproxy.kit.workers import NoMemoryError, Workers
+from pdproxy.observe.events import DeadlinePassed, Observers
+from pdproxy.serving.access.clients import Client
+from pdproxy.wire.api_errors import Dialect
+from pdproxy.wire.body_bounds import Body, Bounds
+from pdproxy.wire.passthrough_body import PassedBody, read_light, written
+from pdproxy.wire.reader_process import Found, Question, fields_in, request_in
+from pdproxy.wire.request import Parsed, Route, parse_light
+
+READER = "pdproxy.wire.reader_process"
+WAITING = 64
+"""Requests that may wait for a reader process. Each is read in a second at most, so that one more would be late."""
+IDLE = 60.0
+"""Seconds after which a reader process without work ends. One takes 20 MB, and 60 ms to start."""
+MEMORY = 256 * 2**20
+"""Bytes of addresses for a reader process itself, and for objects: `limits.max_body_items` of them take 100 MB."""
+COPIES = 6
+"""Times the largest body that a reader process may hold besides: a body of NaN or UTF-16 becomes objects, and JSON again."""
+
+
+def readers(most: int, max_body: int) -> Workers:
+    """Return the reader processes, at most so many, for bodies of up to `max_body` bytes. None is started yet."""
+    return Workers(READER, most=most, waiting=WAITING, memory=MEMORY + COPIES * max_body, idle=IDLE)
+
+
+class BodyReader:
+    """Reads bodies within `bounds`. `seconds`: the deadline for one that a reader process reads, its wait for one included."""
+
+    def __init__(self, workers: Workers, clock: Clock, observers: Observers, *, seconds: float, bounds: Bounds) -> None:
+        self.workers = workers
+        self._clock = clock
+        self._observers = observers
+        self._seconds = seconds
+        self._bounds = bounds
+
+    async def request(self, route: Route, body: Body, client: Client) -> Parsed:
+        """Read a client's generating request.
+
+        Raises:
+            BadRequestError: no engine would take it as a JSON object, or it holds more than one request may.
+            OverloadedError: too many are being read, or it took too long.
+        """
+        light = parse_light(route, body, self._bounds)
+        return (
+            light
+            if light is not None
+            else request_in(await self._elsewhere(Question(self._bounds, route), body, client), route, body)
+        )
+
+    async def passed(self, dialect: Dialect, body: Body, client: Client) -> PassedBody:
+        """Read the body of a request that one engine serves whole. Raises as `request`."""
+        light = read_light(dialect, body, self._bounds)
+        if light is not None:
+            return light
+        question = Question(self._bounds, None, dialect)
+        return written(dialect, fields_in(await self._elsewhere(question, body, client), body))
+
+    async def _elsewhere(self, question: Question, body: Body, client: Client) -> Found:
+        try:
+            async with self._clock.within(self._seconds):
+                return await self.workers.ask(client, msgspec.msgpack.encode(question), body)
+        except TimeoutError:
+            self._observers.notify(DeadlinePassed(Wait.READ_BODY.value))
+            raise OverloadedError(f"the body was not read in {self._seconds:g} s") from None
+        except NoMemoryError:
+            raise BodyTooLargeError("The body takes too much memory to be read", param="body") from None

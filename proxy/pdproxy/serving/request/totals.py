@@ -1,0 +1,67 @@
+"""What the exchanges of one request add up to: the engines that served it, its tokens, the gaps of its streams.
+
+Owns the sums. An exchange is added once it is over and is not kept: a list may have thousands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdproxy.observe.events import Gaps, LegTimes
+from pdproxy.serving.dispatch.exchange import Exchange
+
+
+class RequestTotals:
+    """The sums of one request. Owned by one call of `Service.generate`."""
+
+    __slots__ = ("_completion", "_gaps", "_legs", "_prompt", "_seen", "_told")
+
+    def __init__(self) -> None:
+        self._gaps: Gaps | None = None
+        self._legs: list[tuple[int, LegTimes]] = []
+        self._told = False
+        self._prompt = 0
+        self._completion = 0
+        self._seen = 0
+
+    @property
+    def legs(self) -> Sequence[LegTimes]:
+        """The way of each prompt that was begun, in the order of the list."""
+        if len(self._legs) == 1:
+            return [self._legs[0][1]]
+        return [times for _, times in sorted(self._legs, key=lambda one: one[0])]
+
+    @property
+    def gaps(self) -> Gaps:
+        """Between the events of all streams."""
+        return self._gaps or Gaps()
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """As engines told; None: none did."""
+        return self._prompt if self._told else None
+
+    @property
+    def completion_tokens(self) -> int | None:
+        """As engines told; where none did, what went by; None: nothing."""
+        return self._completion if self._told else self._seen or None
+
+    def add(self, index: int, exchange: Exchange) -> None:
+        """Add an exchange, that of the prompt at `index`."""
+        self._legs.append((index, exchange.times()))
+        relay = exchange.relay
+        if relay is None:
+            return
+        lane = relay.lane
+        gaps = self._gaps
+        if gaps is None:
+            self._gaps = Gaps(lane.buckets, lane.total)
+        else:
+            buckets = [a + b for a, b in zip(gaps.buckets, lane.buckets, strict=True)]
+            self._gaps = Gaps(buckets, gaps.total + lane.total)
+        if relay.usage is not None:
+            self._told = True
+            self._prompt += relay.usage.prompt_tokens
+            self._completion += relay.usage.completion_tokens or 0
+        else:
+            self._seen += lane.tokens or lane.events

@@ -1,0 +1,1 @@
+"""One answer on its way from a decode engine to the client."""

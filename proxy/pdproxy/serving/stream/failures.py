@@ -1,0 +1,29 @@
+"""What an event of a stream says has failed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdproxy.kit.errors import EngineError, EngineRefusedError
+from pdproxy.wire import sse
+from pdproxy.wire.engine import error_of
+
+
+def failure_in(event: bytes, lines: Sequence[bytes]) -> EngineError | None:
+    """Return what an event says has failed, None if it is data."""
+    if b"\r" in event:  # a client would see other events in it than we do
+        return EngineError("the engine sent something else than vLLM's events")
+    if sse.is_aborted(event):
+        return _refusal(event)
+    return next((_refusal(line) for line in lines if sse.is_error(line)), None)
+
+
+def _refusal(event: bytes) -> EngineError:
+    if sse.is_aborted(event):
+        return EngineError("the engine gave the answer up half-way")
+    payload = sse.payload(event)
+    detail = error_of(payload)
+    code = detail.code if detail is not None else None
+    status = code if isinstance(code, int) and 400 <= code <= 599 else 500
+    # Its words may quote the prompt. The client gets them; the log, which is what this message is for, does not.
+    return EngineRefusedError(f"the engine sent an error event with status {status}", status=status, body=payload)

@@ -1,0 +1,56 @@
+"""What a request is answered through, whoever is on the other side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from pdproxy.serving.access.clients import Client
+from pdproxy.upstream.connection import Headers
+
+
+class ResponseWriter(Protocol):
+    """The client's end. An answer is either `whole`, or `begin`, `write`..., then `finish` or `break_off`.
+
+    Calls after the client has left do nothing.
+    """
+
+    def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send a complete answer."""
+
+    def begin(self, headers: Headers) -> None:
+        """Send the status 200 and the headers of a stream."""
+
+    def write(self, data: bytes) -> None:
+        """Send stream bytes."""
+
+    def chunk_writer(self) -> Callable[[bytes], None] | None:
+        """Return what sends stream bytes that are framed as one HTTP chunk already; None if chunks can't be sent."""
+
+    def finish(self) -> None:
+        """End the stream in good order."""
+
+    def break_off(self) -> None:
+        """End the stream, without its end mark, and close the connection."""
+
+    def let_go_of_body(self) -> None:
+        """No engine may need the request's body any more."""
+
+    @property
+    def client(self) -> Client:
+        """Whose request it is."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was sent."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client has left."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether the client reads slower than we write."""
+
+    def on_pressure(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
+        """Have `pause` and `resume` called when the client stops and goes on reading."""

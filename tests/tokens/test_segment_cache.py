@@ -1,0 +1,153 @@
+"""What is encoded in pieces is what would have been encoded whole, for every kind of tokenizer; the cache keeps its bounds."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+
+from pdproxy.tokens import pieces as pieces_module
+from pdproxy.tokens.segment_cache import Cuts, Pieces
+from pdproxy.tokens.tokenizer import Tokenizer
+from tests.tokens.models import KINDS, SPECIALS, WORDS, byte_level, model, stripping, words_alone
+
+PARTS = [*WORDS, *SPECIALS, " ", "<think>", "\n\n", "hello " * 9]
+TEXTS = st.lists(st.one_of(st.sampled_from(PARTS), st.sampled_from(SPECIALS), st.text(max_size=5)), max_size=60).map(
+    "".join
+)
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut wherever it is allowed, so that short texts have many pieces."""
+    monkeypatch.setattr(pieces_module, "LEAST", 1)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(TEXTS, min_size=1, max_size=3), special=st.booleans())
+def test_ids_are_those_of_the_whole(kind: Callable[[], Backend], texts: list[str], special: bool) -> None:
+    """Cold and warm, alone and behind what other texts left, with special tokens around it and without."""
+    whole = copy.deepcopy(model(kind))
+    made = Tokenizer(copy.deepcopy(model(kind)))
+    for text in [*texts, "".join(texts), *texts]:
+        wanted = whole(text, add_special_tokens=special)["input_ids"]
+        found = made.completion(text, add_special_tokens=special)
+        assert (found.numbers(), found.count) == (wanted, len(wanted)), text
+
+
+@given(texts=st.lists(TEXTS, min_size=2, max_size=2))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_a_text_that_begins_alike_is_cut_alike(texts: list[str]) -> None:
+    """All pieces of the beginning but its last are pieces of the longer text, in the same places."""
+    cuts = Cuts(byte_level_tokens())
+    first, both = list(cuts.pieces(texts[0])), list(cuts.pieces("".join(texts)))
+    assert "".join(both) == "".join(texts)
+    assert (
+        both[: len(first) - 1] == first[:-1] or "<|im_" in texts[0][-12:]
+    )  # a token that only the longer text completes
+
+
+def byte_level_tokens() -> list[Any]:
+    return list(model(byte_level).backend_tokenizer.get_added_tokens_decoder().values())
+
+
+def test_where_it_is_cut() -> None:
+    """Before added tokens, the longest at each place; not before those that take or begin with white space."""
+    cuts = Cuts(byte_level_tokens())
+    assert list(cuts.pieces("a<|im_end|>xb<|im_c<s>")) == ["a", "<|im_end|>xb", "<|im_c", "<s>"]
+    cuts = Cuts(model(stripping).backend_tokenizer.get_added_tokens_decoder().values())
+    assert list(cuts.pieces("a <s> b</s>c\n<|im_start|>  <|im_end|>")) == ["a <s> b</s>c\n<|im_start|>  ", "<|im_end|>"]
+    text = "a<s>b<s>c"
+    assert list(Cuts(model(words_alone).backend_tokenizer.get_added_tokens_decoder().values()).pieces(text)) == [text]
+    assert list(Cuts([]).pieces(text)) == [text]
+
+
+class _Counting:
+    """An encoder that takes note of what it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[str] = []
+
+    def __call__(self, texts: Any) -> list[list[int]]:
+        self.given += texts
+        return [[ord(letter) for letter in text] for text in texts]
+
+
+def test_a_longer_conversation_costs_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The turns before are not encoded again, also where another conversation begins with them."""
+    monkeypatch.setattr(pieces_module, "LEAST", 12)
+    encode = _Counting()
+    pieces = Pieces(Cuts(byte_level_tokens()), encode, 100_000)
+    turns = [f"<|im_start|>turn {number} of a conversation<|im_end|>" for number in range(6)]
+    pieces.encoded("".join(turns[:4]))
+    encode.given.clear()
+    json, count, kept = pieces.encoded("".join(turns))
+    known = len("".join(turns[:4])) - len("<|im_end|>")  # its last token might have been the beginning of a longer one
+    assert "".join(encode.given) == "".join(turns)[known:]
+    assert (count, kept) == (len("".join(turns)), known)
+    assert json.count(b",") == count - 1
+
+
+def test_the_cache_keeps_its_bound_and_what_was_used_last() -> None:
+    """The least recently used go first; one text of more than a quarter is not kept at all."""
+    encode = _Counting()
+    pieces = Pieces(Cuts([]), encode, 4000)
+    for number in range(50):
+        pieces.encoded(f"text {number:03}")
+        pieces.encoded("text 000")
+        assert pieces.size <= 4000
+    encode.given.clear()
+    pieces.encoded("text 000")
+    pieces.encoded("text 049")
+    assert encode.given == []
+    pieces.encoded("text 001")
+    assert encode.given == ["text 001"]
+    size = pieces.size
+    pieces.encoded("x" * 2000)
+    assert pieces.size == size
+
+
+def test_thousands_of_added_tokens_are_found_fast() -> None:
+    """As Gemma has them, in a text full of their first letter: no search goes through all of them at each place."""
+    import time
+
+    class _Token:
+        def __init__(self, content: str) -> None:
+            self.content, self.single_word, self.lstrip, self.normalized = content, False, False, False
+
+    cuts = Cuts([_Token(f"<unused{number}>") for number in range(6000)])
+    text = "<unuse <p><b>" * 40_000 + "<unused5999>"
+    started = time.perf_counter()
+    assert list(cuts.pieces(text))[-1] == "<unused5999>"
+    assert time.perf_counter() - started < 5  # a tenth of that; going through all would be minutes
+
+
+@given(
+    text=st.lists(st.sampled_from([*SPECIALS, "x", "<|im_", "hello"]), max_size=60).map("".join),
+    window=st.integers(1, 40),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_a_text_is_searched_in_windows(text: str, window: int) -> None:
+    """None is longer than its bound, and what is found is what a search of the whole finds."""
+    cuts = Cuts(byte_level_tokens())
+    assert cuts._pattern is not None
+    wide = [(one.start(), one.group()) for one in cuts._pattern.finditer(text)]
+    seen: list[int] = []
+
+    class Looking:
+        """The pattern, and how much of the text it was shown at once."""
+
+        def search(self, text: str, at: int, end: int) -> Any:
+            seen.append(min(end, len(text)) - at)
+            assert cuts._pattern is not None
+            return cuts._pattern.search(text, at, end)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces_module, "WINDOW", window)
+        narrow = [(one.start(), one.group()) for one in cuts._found(Looking(), text)]  # type: ignore[arg-type]
+    assert narrow == wide
+    assert max(seen, default=0) <= window + cuts._longest

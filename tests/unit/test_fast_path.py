@@ -1,0 +1,264 @@
+"""The lane alone: what is learned of a stream, what it takes of a read, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdproxy.serving.stream.fast_path import FastPath
+from pdproxy.wire import tokens
+from pdproxy.wire.chunks import LONGEST, chunk, whole
+from pdproxy.wire.event_template import learn
+
+TIGHT, SPACED = (",", ":"), (", ", ": ")
+FORMS = ["text", "content", "reasoning"]
+
+
+def event(
+    text: str,
+    ids: Sequence[int] | None = (7,),
+    *,
+    form: str = "text",
+    style: tuple[str, str] = TIGHT,
+    ascii_only: bool = False,
+    finish: str | None = None,
+    **more: object,
+) -> bytes:
+    """Return an event as an engine writes it; `more` are fields beside its choices."""
+    held = {"text": text} if form == "text" else {"delta": {form: text}}
+    choice = {"index": 0, **held, "logprobs": None, "finish_reason": finish, "token_ids": ids and list(ids)}
+    body = {"id": "cmpl-1", "object": "o", "created": 1, "model": "text", "choices": [choice], **more}
+    return b"data: " + json.dumps(body, separators=style, ensure_ascii=ascii_only).encode() + b"\n\n"
+
+
+def opened(*, takes_ids: bool = True) -> tuple[FastPath, list[bytes]]:
+    """Return a lane of a stream that flows, and what its client gets."""
+    got: list[bytes] = []
+    ticks = count(1)
+    lane = FastPath(lambda: next(ticks) / 100, takes_ids=takes_ids)
+    lane.open(got.append)
+    lane.plain = True
+    lane.count(1, 0.0)
+    return lane, got
+
+
+def taught(first: bytes, *, takes_ids: bool = True) -> tuple[FastPath, list[bytes]]:
+    """Return a lane that knows events like `first`, and has forgotten that it saw it."""
+    lane, got = opened(takes_ids=takes_ids)
+    lane.take(chunk(first))
+    got.clear()
+    return lane, got
+
+
+def payloads(written: Sequence[bytes]) -> list[bytes]:
+    """Return the events of whole chunks."""
+    found, end = whole(b"".join(written))
+    assert end == sum(map(len, written))
+    return found
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+events = st.lists(st.tuples(texts, st.integers(0, 99_999_999)), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("style", [TIGHT, SPACED])
+@pytest.mark.parametrize("form", FORMS)
+@given(events, st.booleans(), st.booleans())
+def test_plain_events_go_on_without_their_ids(
+    form: str, style: tuple[str, str], told: list[tuple[str, int]], ascii_only: bool, together: bool
+) -> None:
+    sent = [event(text, [one], form=form, style=style, ascii_only=ascii_only) for text, one in told]
+    plain = [event(text, None, form=form, style=style, ascii_only=ascii_only) for text, _ in told]
+    lane, got = taught(event("x", [3], form=form, style=style))
+    known = len(lane.ids)
+    reads = [b"".join(map(chunk, sent))] if together else [*map(chunk, sent)]
+    assert [lane.take(read) for read in reads] == [len(read) for read in reads]
+    assert payloads(got) == plain
+    assert list(lane.ids)[known:] == [one for _, one in told]
+
+
+@given(events)
+def test_events_of_a_stream_whose_client_wants_its_ids_go_on_as_they_are(told: list[tuple[str, int]]) -> None:
+    sent = b"".join(chunk(event(text, None)) for text, _ in told)
+    lane, got = taught(event("x", None), takes_ids=False)
+    assert lane.take(sent) == len(sent)
+    assert b"".join(got) == sent
+
+
+STRANGE = {
+    "a finish": event("a", finish="stop"),
+    "a finish that was given up": event("a", finish="abort"),
+    "the usage": b'data: {"id":"cmpl-1","object":"o","choices":[],"usage":{"prompt_tokens":1}}\n\n',
+    "an error": b'data: {"error": {"message": "no", "code": 400}}\n\n',
+    "the end mark": b"data: [DONE]\n\n",
+    "a comment": b": still there\n\n",
+    "thoughts that were kept back": event("x").replace(b'"text":"x"', b'"delta":{}'),
+    "a usage in each event": event("a", usage={"prompt_tokens": 1}),
+    "two ids too many": event("a", [100_000, 100_001]),
+    "a logprob": event("a").replace(b'"logprobs":null', b'"logprobs":{"tokens":["["]}'),
+    "two events in one": event("a", finish="stop") + event("b"),
+    "an error before another": b'data: {"error": {"message": "no"}}\n\n' + event("b"),
+    "no event's end": event("a")[:-1],
+    "a line that only clients see": event("a").replace(b'"text":"a"', b'"text":"a\rb"'),
+}
+
+
+@pytest.mark.parametrize("strange", STRANGE.values(), ids=STRANGE)
+@given(st.integers(0, 3), st.booleans())
+def test_what_is_not_plain_is_left_and_what_follows_it(strange: bytes, before: int, alone: bool) -> None:
+    lane, got = taught(event("x"))
+    front = b"".join([chunk(event(f"{n}")) for n in range(before)])
+    read = front + chunk(strange) + (b"" if alone else chunk(event("y")))
+    assert lane.take(read) == len(front)
+    assert payloads(got) == [event(f"{n}", None) for n in range(before)]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        chunk(event("a"))[:-1],
+        chunk(event("a"))[1:],
+        b"0" + chunk(event("a")),
+        chunk(event("a")).replace(b"\r\n", b";x=y\r\n", 1),
+        chunk(event("a")).upper(),
+        b"%x\r\n" % (len(event("a")) - 1) + event("a") + b"\r\n",
+        b"",
+        b"\r\n",
+    ],
+)
+def test_what_is_no_whole_chunk_is_left(read: bytes) -> None:
+    lane, got = taught(event("x"))
+    assert lane.take(read) == 0
+    assert not got
+
+
+def test_a_chunk_that_is_too_long_is_left() -> None:
+    lane, _ = taught(event("x"))
+    assert lane.take(chunk(event("a" * LONGEST))) == 0
+
+
+def test_nothing_is_taken_of_a_stream_that_does_not_flow() -> None:
+    lane, got = taught(event("x"))
+    lane.plain = False
+    assert lane.take(chunk(event("a"))) == 0
+    assert not got
+
+
+def test_a_stream_that_changes_its_form_is_learned_anew() -> None:
+    lane, got = taught(event("x", form="reasoning"))
+    sent = [chunk(event(f"{n}", form="content")) for n in range(40)]
+    taken = [lane.take(read) for read in sent]
+    if taken[-1] == 0:
+        lane.count(8, 1.0)  # the relay has passed some on meanwhile
+        taken += [lane.take(read) for read in sent[:2]]
+    assert taken[-1] > 0
+    assert got
+
+
+def test_counts_are_those_of_the_events() -> None:
+    lane, _ = taught(event("x"))
+    events, gaps = lane.events, sum(lane.buckets)
+    lane.take(chunk(event("a")))
+    lane.take(chunk(event("b")) + chunk(event("c")))
+    assert lane.events - events == 3
+    assert sum(lane.buckets) - gaps == 3
+    assert lane.total > 0
+
+
+@given(st.lists(st.integers(0, 2**34), max_size=100))
+def test_ids_are_kept_in_order(ids: list[int]) -> None:
+    lane, _ = taught(event("x"))
+    before = len(lane.ids)
+    for one in ids:
+        lane.take(chunk(event("a", [one])))
+    assert list(lane.ids)[before:] == [one for one in ids if one < 10**9]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_events_without_an_id_or_with_several_cost_none_of_the_others(together: bool) -> None:
+    lane, got = taught(event("x"))
+    before = len(lane.ids)
+    lists = [[1], [], [2, 3], [4]] * 20
+    reads = [chunk(event("a", [7]).replace(b"[7]", json.dumps(ids).encode())) for ids in lists]
+    for read in [b"".join(reads)] if together else reads:
+        assert lane.take(read) == len(read)
+    assert payloads(got) == [event("a", None)] * len(lists)
+    assert list(lane.ids)[before:] == [1, 2, 3, 4] * 20
+
+
+def test_what_is_no_id_costs_none_of_the_others() -> None:
+    lane, _ = taught(event("x"))
+    before = len(lane.ids)
+    for ids in (b"[1]", b"[null]", b"[2]"):
+        lane.take(chunk(event("a").replace(b"[7]", ids)))
+    assert list(lane.ids)[before:] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        *STRANGE.values(),
+        event("a", choices=[]),
+        event("a").replace(b'"choices":[', b'"choices":[{"index":1,"text":"b","finish_reason":null},'),
+        event("a").replace(b'"token_ids":[7]', b'"token_ids":[7],"more":[1]'),
+        event("a").replace(b'"finish_reason":null', b'"other":null'),
+        event("a").replace(b'"id":"cmpl-1"', b'"id":1'),
+        event("a").replace(b'"text":"a"', b'"text":["a"]'),
+        event("a").replace(b"\n\n", b"\r\n\r\n"),
+        event("a", form="content").replace(b'"content":"a"', b'"content":"a","tool_calls":[]'),
+        event("a")[:-3] + b"\n\n",
+    ],
+)
+def test_nothing_is_learned_of_what_is_not_plain(unlike: bytes) -> None:
+    found = learn(unlike, takes_ids=True)
+    assert found is None or unlike == STRANGE["two ids too many"], "which is plain but for its ids"
+
+
+def test_a_form_is_one_template() -> None:
+    assert learn(event("a", [1]), takes_ids=True) is learn(event("b", [2, 3]), takes_ids=True)
+    assert learn(event("a", [1]), takes_ids=True) is not learn(event("a", [1], style=SPACED), takes_ids=True)
+
+
+def test_ids_do_not_pile_up_unread() -> None:
+    """However chunks come together, ids are made numbers soon: once a read with several had passed the mark, none ever were."""
+    lane, _ = taught(event("x"))
+    one, two = chunk(event("a")), chunk(event("b", [8])) + chunk(event("c", [9]))
+    for _ in range(20):
+        for read in (*[one] * 31, two):
+            assert lane.take(read) == len(read)
+            assert len(lane._fresh) <= 32
+    assert lane.tokens >= 20 * 33
+
+
+def test_ids_beyond_a_bound_are_counted_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that never ends takes no more memory for its ids than that."""
+    monkeypatch.setattr(tokens, "MOST", 100)
+    lane, _ = taught(event("x"))
+    before = lane.tokens
+    for _ in range(10):
+        lane.keep(b",".join([b"7"] * 60))
+    for _ in range(100):
+        lane.take(chunk(event("a")))
+    assert lane.tokens == before + 700
+    assert len(lane.ids) <= 100
+
+
+def test_one_lesson_a_read() -> None:
+    """A read whose events are all of other forms is not studied for each of them: what is behind the first is left to others."""
+    lane, _ = opened(takes_ids=False)
+    read = b"".join(chunk(event("a", None, more=number)) * 9 for number in range(50))
+    assert lane.take(read) == 9 * len(chunk(event("a", None, more=1)))
+
+
+def test_sizes_of_chunks_that_are_kept() -> None:
+    """A stream with events of all sizes leaves no table of all sizes behind."""
+    template = learn(event("a", None), takes_ids=False)
+    assert template is not None
+    for size in range(LONGEST):
+        template.opened(size)
+    assert len(template.openings) <= 512
