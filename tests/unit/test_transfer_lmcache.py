@@ -262,7 +262,7 @@ def test_a_prompt_that_is_decoded_as_it_came_is_pushed_without_its_last_token() 
     given = contract.handle(request, read, dispatch)
     assert isinstance(given, Handle)
     assert given.prompt_tokens == 40
-    assert contract.least(request) == 33
+    assert contract.min_tokens(request) == 33
     body = json.loads(contract.release_body("tiny", given) or b"")
     assert (body["prompt"], body["max_tokens"]) == ([*range(39), 7], 1)
 

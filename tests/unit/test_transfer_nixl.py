@@ -133,7 +133,7 @@ def test_a_completion_whose_ids_were_made_here_is_decoded_from_the_prefills() ->
 def test_ids_for_the_prefill_engine(spares: bool, prompt: object) -> None:
     """They take the prompt's place where it may be spared; its answer is to say its own in any case."""
     request = parsed()
-    dispatch = Dispatch(ids=TokenIds(b"[1,2]", 2), spares=spares)
+    dispatch = Dispatch(ids=TokenIds(b"[1,2]", 2), prefill_takes_ids=spares)
     body = json.loads(NIXL.prefill(request, request.prompts[0], dispatch).body)
     assert (body["prompt"], body["return_token_ids"]) == (prompt, True)
 

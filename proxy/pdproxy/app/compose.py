@@ -244,7 +244,7 @@ class Proxy:
         Raises:
             SettingsError: the socket for notices can't be bound.
         """
-        if self.transfer.contract.needs_receiver or self.transfer.contract.told is not None:
+        if self.transfer.contract.needs_receiver or self.transfer.contract.handle_from_notice is not None:
             kv_ready = self.settings.kv_ready
             try:
                 self.notices.bind(kv_ready.host, kv_ready.port)

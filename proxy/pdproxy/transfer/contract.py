@@ -38,12 +38,13 @@ class Dispatch(msgspec.Struct, frozen=True):
     """What is known of one prompt's dispatch to one pair before its first leg. Every further try has one of its own.
 
     `leg_id` is minted for the prefill leg: two clients may use one id, two dispatches never do. None where nothing goes by it.
-    `ids` are the prompt's token ids, None if they are not known; `spares`: the prefill engine may take them for the prompt.
+    `ids` are the prompt's token ids, None if they are not known; `prefill_takes_ids`: the prefill engine may take them
+    for the prompt.
     """
 
     leg_id: str | None = None
     ids: TokenIds | None = None
-    spares: bool = True
+    prefill_takes_ids: bool = True
     receiver: Receiver | None = None
 
 
@@ -146,12 +147,13 @@ class Contract:
     What it takes, and what it leaves behind:
         - `notices(dispatch)`: how many ranks tell that the KV is where the decode engine looks for it, besides the prefill
           engine's answer; None: as many as the notices say.
-        - `told(notice)`: the handle in a prefill engine's notice, None if it holds none. None: engines tell nothing of the kind.
+        - `handle_from_notice(notice)`: the handle in a prefill engine's notice, None if it holds none. None: engines send
+          no such notices.
         - `early`: such a handle counts before the answer does.
         - `needs_ids`: the prompt's token ids are part of the prefill leg.
         - `needs_receiver`: so is the address at which the decode engine receives.
-        - `mints`: the prefill leg gets an id of its own, by which notices or engines name it.
-        - `least(parsed)`: tokens of the shortest prompt that is worth a handover, besides one of the engines' KV blocks.
+        - `needs_leg_id`: the prefill leg gets an id of its own, by which notices or engines name it.
+        - `min_tokens(parsed)`: tokens of the shortest prompt that is worth a handover, besides one of the engines' KV blocks.
         - `holds`: the KV is kept for us until somebody ends the handle; by the prefill engine, or, where it `pushes`, by the
           decode engine that got it: then that one alone can give it back, and KV of which no notice came must not be read.
         - `ends_whole`: the prefill leg must not be closed before its answer.
@@ -167,12 +169,12 @@ class Contract:
     decode: Callable[[Parsed, Prompt, Handle, Dispatch], LegRequest]
     order: Order = Order.PREFILL_THEN_DECODE
     notices: Callable[[Dispatch], int | None] = no_notices
-    told: Callable[[Notice], Handle | None] | None = None
+    handle_from_notice: Callable[[Notice], Handle | None] | None = None
     early: bool = False
     needs_ids: bool = False
     needs_receiver: bool = False
-    mints: bool = False
-    least: Callable[[Parsed], int] = anything
+    needs_leg_id: bool = False
+    min_tokens: Callable[[Parsed], int] = anything
     holds: bool = False
     pushes: bool = False
     ends_whole: bool = False

@@ -15,5 +15,5 @@ def _of_each_rank(_dispatch: Dispatch) -> int | None:
 
 
 LMCACHE_MP = Contract(
-    name="lmcache-mp", prefill=prefill, handle=handle, decode=decode, notices=_of_each_rank, mints=True
+    name="lmcache-mp", prefill=prefill, handle=handle, decode=decode, notices=_of_each_rank, needs_leg_id=True
 )

@@ -186,7 +186,7 @@ def lmcache_pd(
         """Return the ids whose KV is pushed: what the decode engine looks for, which is all but the last of what it is given."""
         return ids if begins(parsed) else ids.less_one()
 
-    def least(parsed: Parsed) -> int:
+    def min_tokens(parsed: Parsed) -> int:
         return (1 if unfull_chunks else chunk_size) + (0 if begins(parsed) else 1)
 
     def prefill(parsed: Parsed, _prompt: Prompt, dispatch: Dispatch) -> LegRequest:
@@ -262,11 +262,11 @@ def lmcache_pd(
         notices=notices,
         needs_ids=True,
         needs_receiver=True,
-        mints=True,
+        needs_leg_id=True,
         holds=True,
         pushes=True,
         ends_whole=True,
         release_body=release_body,
         releases=200,
-        least=least,
+        min_tokens=min_tokens,
     )

@@ -44,7 +44,7 @@ def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
     """Return the prefill leg: it asks the engine to keep the KV for a remote decode. With ids it need not tokenize."""
     fields = prefill_fields(parsed, prompt)
     fields["kv_transfer_params"] = _ASK
-    if dispatch.ids is not None and dispatch.spares:
+    if dispatch.ids is not None and dispatch.prefill_takes_ids:
         with_ids(fields, parsed.route, dispatch.ids)
     return LegRequest(parsed.route, encode(fields))
 
@@ -68,7 +68,7 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handl
     )
 
 
-def told(notice: Notice) -> Handle | None:
+def handle_from_notice(notice: Notice) -> Handle | None:
     """Return the handle in a notice of the prefill engine's scheduler, None if it doesn't hold all of one."""
     if notice.params is None or notice.token_ids is None or notice.tokens is None:
         return None
@@ -153,4 +153,9 @@ NIXL = Contract(
 
 def nixl(*, notifier: bool = False, early: bool = False) -> Contract:
     """Return the contract. `notifier`: the engines carry pdproxy's, so that custody is known; `early`: its handle counts."""
-    return dataclasses.replace(NIXL, mints=notifier, told=told if notifier else None, early=notifier and early)
+    return dataclasses.replace(
+        NIXL,
+        needs_leg_id=notifier,
+        handle_from_notice=handle_from_notice if notifier else None,
+        early=notifier and early,
+    )

@@ -26,7 +26,7 @@ def why_not(engines: ExchangeResources, parsed: Parsed, tokens: TokenIds | None)
     """Return why a prompt can't be handed over, as far as its tokens tell; None if nothing is against it."""
     if tokens is None:
         return Alone.NO_TOKENS
-    if tokens.count < engines.transfer.contract.least(parsed):
+    if tokens.count < engines.transfer.contract.min_tokens(parsed):
         return Alone.SHORT_PROMPT
     buffers = engines.transfer.buffers
     return Alone.KV_BUFFER if buffers.bounded and not buffers.fits(tokens.count) else None
@@ -63,7 +63,7 @@ async def begin(
     if pair is None:
         return None
     dispatch = NO_DISPATCH
-    if transfer.contract.mints:
+    if transfer.contract.needs_leg_id:
         dispatch = Dispatch(mint(), tokens, receiver=transfer.receivers.get(pair.decode.node.url))
     elif tokens is not None:
         dispatch = Dispatch(ids=tokens)

@@ -59,7 +59,7 @@ async def prefill(
     pending: Pending | None = None
     sent = dispatch.ids if contract.needs_ids else engines.ids_to_send(node.url, parsed, dispatch.ids)
     if sent is None and dispatch.ids is not None:
-        dispatch = msgspec.structs.replace(dispatch, spares=False)
+        dispatch = msgspec.structs.replace(dispatch, prefill_takes_ids=False)
 
     def request() -> Message:  # made anew where it is sent anew, which is rare: to keep one is a body more
         asked = contract.prefill(parsed, prompt, dispatch)
@@ -140,9 +140,9 @@ async def _first(pending: Pending, told: Expected | None) -> Answer | None:
 
 
 def _handle_told(contract: Contract, told: Expected | None) -> Handle | None:
-    if told is None or told.notice is None or contract.told is None:
+    if told is None or told.notice is None or contract.handle_from_notice is None:
         return None
-    return contract.told(told.notice)
+    return contract.handle_from_notice(told.notice)
 
 
 class _NoHandleError(EngineError):

@@ -210,7 +210,7 @@ class Custodian:
         custody = Custody(self, handle, leg)
         if custody.state is not None:
             self._live.add(custody)
-            if self._contract.told is not None:
+            if self._contract.handle_from_notice is not None:
                 self._named[handle.remote_request_id] = custody
         return custody
 

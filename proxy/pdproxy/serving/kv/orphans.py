@@ -100,7 +100,7 @@ class Orphans:
             done()
             return
         orphan = _Orphan(leg)
-        if leg.id is not None and self._contract.told is not None:
+        if leg.id is not None and self._contract.handle_from_notice is not None:
             self._remembered[leg.id] = orphan
             self._remembered_bytes += orphan.size
             while len(self._remembered) > REMEMBERED or self._remembered_bytes > REMEMBERED_BYTES:
@@ -123,14 +123,14 @@ class Orphans:
         KV of a leg that was given up before its answer came would be lost without it: its handle is in the answer alone.
         """
         known = self._take(notice)
-        if self._contract.told is None or (not known and self._contract.early):
+        if self._contract.handle_from_notice is None or (not known and self._contract.early):
             return False
         self._observers.notify(KvNoticed(notice.event.value, "given_up" if known else "known"))
         return True
 
     def _take(self, notice: Notice) -> bool:
         orphan = self._forgotten(notice.request_id)
-        told = self._contract.told
+        told = self._contract.handle_from_notice
         if orphan is not None and told is not None and (handle := told(notice)) is not None:
             orphan.taken = True
             self._give_back(handle, orphan.leg)

@@ -57,7 +57,7 @@ async def short(bench: Bench) -> str:
     block = bench.decode.block_size or 1
     if not questions.under(bench.mark(), block, block):
         raise NotJudgedError(f"no prompt is surely shorter than a block of {block} tokens")
-    least = bench.contract.least(questions.as_parsed(bench.question(COMPLETION)))
+    least = bench.contract.min_tokens(questions.as_parsed(bench.question(COMPLETION)))
     sizes = [block, least] if least > block else [block]
     before = await bench.usage()
     seen = []

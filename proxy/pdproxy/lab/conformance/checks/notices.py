@@ -19,7 +19,7 @@ from pdproxy.wire.request import Alone
 
 async def each_rank(bench: Bench) -> str:
     """Each rank tells once."""
-    if bench.contract.told is not None:
+    if bench.contract.handle_from_notice is not None:
         return await _told(bench)
     split = await bench.split(bench.question(COMPLETION), alone_for=Alone.KV_LATE.value)  # which is told below
     tap = bench.stand.tap
@@ -84,7 +84,7 @@ async def missing(bench: Bench) -> str:
         # What was pushed but not told of must not be read: then an engine computes the prompt, alone.
         split = await bench.split(asked, alone, Alone.KV_LATE.value if bench.contract.pushes else None)
         took = time.monotonic() - begun
-        if bench.contract.told is None and not [
+        if bench.contract.handle_from_notice is None and not [
             wait for wait in alone.tap.events(KvWaited, 0) if wait.result == "timeout"
         ]:
             raise FailedError("the proxy did not wait for notices")
@@ -110,7 +110,7 @@ async def _refused(bench: Bench, deaf: stand.Stand) -> str:
 
 
 def _none(bench: Bench) -> str | None:
-    if bench.has_notices or bench.contract.told is not None:
+    if bench.has_notices or bench.contract.handle_from_notice is not None:
         return None
     return f"with {bench.contract.name} P's answer itself tells that the KV is there"
 
