@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
-from pdproxy.tokens import pieces as pieces_module
+from pdproxy.tokens import segment_cache as pieces_module
 from pdproxy.tokens.segment_cache import Cuts, Pieces
 from pdproxy.tokens.tokenizer import Tokenizer
 from tests.tokens.models import KINDS, SPECIALS, WORDS, byte_level, model, stripping, words_alone
