@@ -1,10 +1,10 @@
-# One prefill engine, one decode engine and the proxy, each in a terminal of its own:
+# One prefill engine, one decode engine and the proxy, each in its own terminal:
 #
 #   just prefill | just decode | just proxy
 #   just send_request, just benchmark, just eval
 #
 # Variables are set on the command line: just MODEL=Qwen/Qwen3-8B DECODE_GPU=3 decode
-# Where vLLM isn't on the path: just VLLM="path/to/vllm" prefill
+# If vLLM isn't on the path: just VLLM="path/to/vllm" prefill
 
 MODEL := "Qwen/Qwen3-0.6B"
 VLLM := "vllm"
@@ -15,7 +15,7 @@ PREFILL_PORT := "8200"
 DECODE_PORT := "8300"
 PROXY_PORT := "8000"
 
-# Where each engine offers its KV to the others. Two engines on one machine need two.
+# Port on which each engine offers its KV to the others. Two engines on one machine need two ports.
 PREFILL_SIDE_PORT := "5600"
 DECODE_SIDE_PORT := "5700"
 
@@ -57,7 +57,7 @@ prefill:
         --enable-prompt-tokens-details \
         --kv-transfer-config '{"kv_connector":"NixlConnector","kv_role":"kv_producer"}' {{ ENGINE_FLAGS }}
 
-# Start the engine that generates from what the other one computed
+# Start the engine that generates
 decode:
     CUDA_VISIBLE_DEVICES={{ DECODE_GPU }} \
     VLLM_NIXL_SIDE_CHANNEL_HOST={{ HOST }} \
@@ -76,14 +76,14 @@ proxy:
         --prefill {{ HOST }}:{{ PREFILL_PORT }} \
         --decode {{ HOST }}:{{ DECODE_PORT }}
 
-# Ask one question through the proxy
+# Send one chat through the proxy
 send_request PROMPT="Name three rivers, and the sea that each one reaches.":
     curl --fail-with-body --silent --show-error http://{{ HOST }}:{{ PROXY_PORT }}/v1/chat/completions \
         -H 'Content-Type: application/json' \
         -d '{"model": "{{ MODEL }}", "max_tokens": 120, "messages": [{"role": "user", "content": "{{ PROMPT }}"}]}'
     @echo
 
-# Measure one prompt length, in tokens (its seed differs from other lengths', or their prompts would be cached)
+# Measure one prompt length, in tokens (each length has its own seed; otherwise prompts would be cached)
 benchmark_one INPUT_LEN:
     {{ VLLM }} bench serve \
         --host {{ HOST }} \
@@ -116,6 +116,6 @@ eval:
 test *ARGS:
     pytest {{ ARGS }}
 
-# Run all that a change has to pass
+# Run everything that a change must pass
 ci:
     .ci/run

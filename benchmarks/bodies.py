@@ -1,11 +1,11 @@
-"""What a byte costs on every path on which a client's or an engine's bytes are read: CPU time and memory, as ratios.
+"""CPU time and memory per byte of every path that reads bytes of a client or an engine, as ratios.
 
 Usage: bodies.py [--paths body,stream] [--sizes 65536,1048576] [--times 5] [--checkout DIR] [--out FILE]
 
-The unit is a plain completion's body of 64 KiB: what its parsing takes per byte is 1 of CPU time; memory is in bytes per byte,
-beside the input. Times are CPU time of the event loop's thread (the best of `--times` runs), memory is the peak of what was
-allocated, in a run of its own. `turn ms` is the longest that the loop was held. The paths and inputs are those of tests/fuzz/cost
-(`PATHS` and the tables of recipes), where a path or an input is one line.
+The unit is the body of a plain completion of 64 KiB: the CPU time per byte of parsing it is 1. Memory is in bytes per byte of
+input, without the input itself. Times are CPU time of the event loop's thread (the best of `--times` runs). Memory is the peak
+of the allocations, measured in a separate run. `turn ms` is the longest time for which the loop was blocked. The paths and
+inputs are those of tests/fuzz/cost (`PATHS` and the tables of recipes), where a path or an input is one line.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 import stage
 
 UNIT = ("body of completions", "a plain prompt", 65_536)
-"""The path, the input and the size of what everything else is measured by."""
+"""Path, input and size (bytes) of the unit."""
 
 
 def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure everything that was asked for."""
+    """Measure all selected paths and inputs; print and return the rows."""
     from tests.fuzz.cost.measure import measured
     from tests.fuzz.cost.paths import PATHS
 
@@ -55,7 +55,7 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
                 except Exception as error:
                     cells += [type(error).__name__, "", ""]
                     continue
-                growth = cost.seconds * 256  # a larger input may cost as much as its square
+                growth = cost.seconds * 256  # cost may grow with the square of the size
                 row = {"path": path.name, "input": name, "size": cost.size, "ns": cost.ns}
                 row |= {"ratio": row["ns"] / unit, "memory": cost.bytes, "turn_ms": 1000 * cost.longest}
                 found.append(row)
@@ -67,14 +67,14 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--paths", help="parts of names, with commas between")
-    parser.add_argument("--sizes", default="65536,1048576", help="bytes of inputs, the smallest first")
+    parser.add_argument("--paths", help="parts of names, comma separated")
+    parser.add_argument("--sizes", default="65536,1048576", help="bytes of inputs, smallest first")
     parser.add_argument("--times", type=int, default=5, help="runs of each input")
-    parser.add_argument("--most-seconds", type=float, default=60.0, help="that a larger input may be expected to take")
     parser.add_argument(
-        "--checkout", type=Path, default=stage.ROOT, help="the checkout that is measured, with its own paths"
+        "--most-seconds", type=float, default=60.0, help="skip a larger input that is expected to take longer"
     )
-    parser.add_argument("--out", type=Path, help="a file for the rows as JSON")
+    parser.add_argument("--checkout", type=Path, default=stage.ROOT, help="the checkout to measure, with its own paths")
+    parser.add_argument("--out", type=Path, help="write the rows to this file as JSON")
     options = parser.parse_args()
     checkout = options.checkout.resolve()
     sys.path[:0] = [str(checkout), str(checkout / "proxy")]

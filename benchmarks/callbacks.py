@@ -1,11 +1,11 @@
-"""How long pdproxy holds its event loop: the longest callbacks in CPU time, with prompts of 64 KB at 100 requests a second.
+"""How long pdproxy blocks its event loop: the longest callbacks in CPU time, with prompts of 64 KB at 100 requests per second.
 
 Usage: callbacks.py [--rate 100] [--seconds 10] [--prompt-bytes 65536] [--stream] [--chat]
 
-Runs the command line of pdproxy on a loop that times what it calls: callbacks, steps of tasks, and methods of protocols. The
-time is the thread's CPU time, so that a busy machine does not count; the timing is part of it, about a microsecond each.
-A callback inside another (a write that calls back) is part of the outer one. What the garbage collector took is told apart: it
-runs in whatever callback happens to make the last object.
+Runs the command line of pdproxy on a loop that measures everything it calls: callbacks, steps of tasks, and methods of
+protocols. The time is the thread's CPU time, so that other load on the machine does not count. It includes the measurement,
+about a microsecond each. A callback inside another (a write that calls back) is part of the outer one. Time of the garbage
+collector is shown separately: it runs in whichever callback allocates the last object before its threshold.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ import uvloop
 
 import stage
 
-KEPT = 12
-WARM = 100
-"""Requests before the books are opened: imports and first connections are not the rule."""
+MAX_LONGEST = 12
+"""Number of longest callbacks that are kept."""
+WARMUP_REQUESTS = 100
+"""Requests before the measurement begins: imports and first connections are not typical."""
 _Ts = TypeVarTuple("_Ts")
 METHODS = ("connection_made", "connection_lost", "data_received", "eof_received", "pause_writing", "resume_writing")
 
 
-class Books:
-    """The time of every callback, and the longest ones by name."""
+class CallbackTimes:
+    """The time of every callback in seconds, and the longest ones by name."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -50,7 +51,7 @@ class Books:
         self.collecting = now
 
     def run(self, call: Callable[..., Any], name: Callable[[], str], *arguments: Any) -> Any:
-        """Make a call and write down what it took."""
+        """Make a call and record its time."""
         if self.inside:
             return call(*arguments)
         self.inside = True
@@ -62,11 +63,11 @@ class Books:
             spent = time.thread_time() - began
             self.inside = False
             self.times.append(spent)
-            if len(self.longest) < KEPT or spent > self.longest[-1][0]:
-                self.longest = sorted([*self.longest, (spent, self.collected, name())], reverse=True)[:KEPT]
+            if len(self.longest) < MAX_LONGEST or spent > self.longest[-1][0]:
+                self.longest = sorted([*self.longest, (spent, self.collected, name())], reverse=True)[:MAX_LONGEST]
 
 
-BOOKS = Books()
+TIMES = CallbackTimes()
 
 
 def _name(callback: Any) -> str:
@@ -77,7 +78,7 @@ def _name(callback: Any) -> str:
 
 
 def _timed(callback: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *arguments: BOOKS.run(callback, lambda: _name(callback), *arguments)
+    return lambda *arguments: TIMES.run(callback, lambda: _name(callback), *arguments)
 
 
 _classes: dict[type, type] = {}
@@ -89,7 +90,7 @@ def _timed_protocol(protocol: Any) -> Any:
 
         def method(name: str) -> Callable[..., Any]:
             plain = getattr(kind, name)
-            return lambda self, *arguments: BOOKS.run(plain, lambda: f"{kind.__qualname__}.{name}", self, *arguments)
+            return lambda self, *arguments: TIMES.run(plain, lambda: f"{kind.__qualname__}.{name}", self, *arguments)
 
         fields: dict[str, Any] = {name: method(name) for name in METHODS if hasattr(kind, name)}
         _classes[kind] = type(kind.__name__, (kind,), {"__slots__": (), **fields})
@@ -98,44 +99,44 @@ def _timed_protocol(protocol: Any) -> Any:
 
 
 class TimedLoop(uvloop.Loop):
-    """uvloop, with whatever it calls in the books."""
+    """uvloop that measures everything it calls."""
 
     def call_soon(
         self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """As the loop's."""
+        """See `asyncio.AbstractEventLoop`."""
         return super().call_soon(_timed(callback), *args, context=context)
 
     def call_later(
         self, delay: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """As the loop's."""
+        """See `asyncio.AbstractEventLoop`."""
         return super().call_later(delay, _timed(callback), *args, context=context)
 
     def call_at(
         self, when: float, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """As the loop's."""
+        """See `asyncio.AbstractEventLoop`."""
         return super().call_at(when, _timed(callback), *args, context=context)
 
     async def create_server(self, protocol_factory: Any, *arguments: Any, **more: Any) -> Any:
-        """As the loop's."""
+        """See `asyncio.AbstractEventLoop`."""
         return await super().create_server(lambda: _timed_protocol(protocol_factory()), *arguments, **more)
 
     async def create_connection(self, protocol_factory: Any, *arguments: Any, **more: Any) -> Any:
-        """As the loop's."""
+        """See `asyncio.AbstractEventLoop`."""
         return await super().create_connection(lambda: _timed_protocol(protocol_factory()), *arguments, **more)
 
 
 def inside(out: Path, arguments: list[str]) -> None:
-    """Be pdproxy on the timed loop; write the books when it has ended. They begin when the file `out` appears."""
+    """Run pdproxy on the measuring loop; write the times to `out` at its end. The measurement begins when `out` appears."""
 
-    async def opened(main: Coroutine[Any, Any, Any]) -> Any:
+    async def measured(main: Coroutine[Any, Any, Any]) -> Any:
         async def clear() -> None:
             while not out.exists():
                 await asyncio.sleep(0.05)
-            BOOKS.times.clear()
-            BOOKS.longest.clear()
+            TIMES.times.clear()
+            TIMES.longest.clear()
 
         clearing = asyncio.create_task(clear())
         try:
@@ -145,7 +146,7 @@ def inside(out: Path, arguments: list[str]) -> None:
 
     def run(main: Coroutine[Any, Any, Any], **_: Any) -> Any:
         with asyncio.Runner(loop_factory=TimedLoop) as runner:
-            return runner.run(opened(main))
+            return runner.run(measured(main))
 
     uvloop.run = run
     from pdproxy.cli.main import main as pdproxy
@@ -154,29 +155,29 @@ def inside(out: Path, arguments: list[str]) -> None:
     try:
         pdproxy()
     finally:
-        out.write_text(json.dumps({"times": BOOKS.times, "longest": BOOKS.longest}))
+        out.write_text(json.dumps({"times": TIMES.times, "longest": TIMES.longest}))
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Run the load and print the books."""
+    """Run the load and print the times."""
     shape = [flag for flag, asked in (("--stream", options.stream), ("--chat", options.chat)) if asked]
     flags = ["--conc", 256, "--rate", options.rate, "--prompt-bytes", options.prompt_bytes, *shape]
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "books"
+        out = Path(folder) / "times"
         command = stage.PDPROXY.cmd.replace("-m pdproxy", f"{stage.HERE / 'callbacks.py'} --inside {out}")
         peer = stage.Peer(command, "/ready", env={"PDPROXY_OBSERVE__LOG_LEVEL": options.log_level})
         with stage.engines(2, "--chunks", 64, "--itl", 0.02) as at, stage.proxy(peer, at) as (_, url):
-            stage.load(url, *flags, "--n", WARM)
+            stage.load(url, *flags, "--n", WARMUP_REQUESTS)
             out.touch()
             time.sleep(0.2)
             found = stage.load(url, *flags, "--n", int(options.rate * options.seconds))
-        books = json.loads(out.read_text())
-    times = sorted(books["times"])
+        result = json.loads(out.read_text())
+    times = sorted(result["times"])
     print(f"{found['ok']} requests in {found['wall_s']} s, failed: {found['errors'] or 'none'}; {len(times)} callbacks")
     ranks = {f"p{100 * q:g}": times[int(q * len(times))] for q in (0.5, 0.99, 0.999)} | {"longest": times[-1]}
     print(", ".join(f"{name} {1000 * value:.3f} ms" for name, value in ranks.items()))
-    print("\n| CPU ms | of it collecting garbage | callback |\n|---|---|---|")
-    for spent, collected, name in books["longest"]:
+    print("\n| CPU ms | garbage collection ms | callback |\n|---|---|---|")
+    for spent, collected, name in result["longest"]:
         print(f"| {1000 * spent:.2f} | {1000 * collected:.2f} | {name} |")
 
 
@@ -186,7 +187,7 @@ def main() -> None:
         inside(Path(sys.argv[2]), sys.argv[3:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=100.0, help="requests a second")
+    parser.add_argument("--rate", type=float, default=100.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--prompt-bytes", type=int, default=65536)
     parser.add_argument("--stream", action="store_true")

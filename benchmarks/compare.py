@@ -1,11 +1,11 @@
-"""What proxies cost, side by side: CPU microseconds per request and per streamed chunk, in front of the same mock engines.
+"""Costs of proxies, side by side: CPU microseconds per request and per streamed chunk, in front of the same mock engines.
 
 Usage: compare.py [--rounds 3] [--loads NAME,...] [--only NAME,...] [--out results.json] [--plot results.svg]
        compare.py --against OLD.json NEW.json
 
-The CPU time of each proxy's whole process tree is read from /proc before and after a load. That holds on noisy machines
-where a throughput does not, but it moves with them: proxies take turns within each round, so quote ratios of one run.
-Peers are installed by hand (`pip install vllm-router`); one that isn't there is left out, with a word.
+The CPU time of each proxy's whole process tree is read from /proc before and after a load. CPU time is usable on noisy machines
+where throughput is not, but it differs between machines. Proxies take turns within each round, so quote ratios of one run.
+Peers are installed by hand (`pip install vllm-router`); one that is not installed is left out with a message.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import stage
 
 @dataclass(frozen=True)
 class Case:
-    """One load: how the engines stream and how the clients ask."""
+    """One load: how the engines stream (`itl`: seconds between two chunks) and what the clients send."""
 
     chunks: int
     itl: float
@@ -37,11 +37,11 @@ class Case:
 
 STREAM = ("--stream",)
 FAST = 0.001
-"""Seconds between two chunks of an engine in a hurry. With none, engines that cost nothing write a whole stream before
-the proxy's next read, and batching is all that is measured. 32 streams of this, or 128 of four times this, make 32,000 chunks a
-second."""
+"""Seconds between two chunks of a fast engine. With 0, the mock engines would write a whole stream before the proxy's next
+read, and only batching would be measured. 32 streams at this interval, or 128 at four times this interval, make 32,000 chunks
+per second."""
 PACED = 0.02
-"""Seconds between two chunks as users see them."""
+"""Seconds between two chunks as in typical use."""
 CASES = {
     "paced128-128": Case(128, PACED, 128, 256, STREAM),
     "stream64-32": Case(64, FAST, 32, 1500, STREAM),
@@ -51,13 +51,13 @@ CASES = {
     "prompt64k-8": Case(64, 0, 8, 3000, ("--prompt-bytes", "65536")),
     "first-1": Case(16, 0, 1, 400, STREAM),
 }
-BY_HAND = "engines alone"
-"""P and D called by hand: what waits and gaps are without any proxy."""
-WARM = 64
-LEAST_CPU = 1.0
-"""CPU seconds that a row must rest on: /proc counts hundredths."""
-PARTS = 8
-"""Times that a load is repeated at most to fill that."""
+ENGINES_ALONE = "engines alone"
+"""P and D are called directly: waits and gaps without any proxy."""
+WARMUP_REQUESTS = 64
+MIN_CPU_SECONDS = 1.0
+"""CPU seconds that a row needs at least: /proc counts hundredths of a second."""
+MAX_REPEATS = 8
+"""The load is repeated at most this many times to reach `MIN_CPU_SECONDS`."""
 
 Row = dict[str, Any]
 
@@ -69,12 +69,12 @@ def _flags(case: Case, requests: int) -> list[object]:
 def measure(peer: stage.Peer, case: Case) -> Row:
     """Run one proxy under one load."""
     with stage.engines(2, "--chunks", case.chunks, "--itl", case.itl) as at, stage.proxy(peer, at) as (process, url):
-        stage.load(url, *_flags(case, WARM))
+        stage.load(url, *_flags(case, WARMUP_REQUESTS))
         began = stage.cpu(process.pid)
         parts = [stage.load(url, *_flags(case, case.requests))]
         spent = stage.cpu(process.pid) - began
-        if spent < LEAST_CPU:
-            more = min(PARTS, math.ceil(LEAST_CPU / max(spent, 0.01)) - 1)
+        if spent < MIN_CPU_SECONDS:
+            more = min(MAX_REPEATS, math.ceil(MIN_CPU_SECONDS / max(spent, 0.01)) - 1)
             parts += [stage.load(url, *_flags(case, case.requests)) for _ in range(more)]
             spent = stage.cpu(process.pid) - began
         rss = stage.rss(process.pid)
@@ -94,10 +94,10 @@ def measure(peer: stage.Peer, case: Case) -> Row:
     }
 
 
-def by_hand(case: Case) -> Row:
+def measure_engines_alone(case: Case) -> Row:
     """Run one load without a proxy."""
     with stage.engines(2, "--chunks", case.chunks, "--itl", case.itl) as at:
-        stage.load(*at.pairs, *_flags(case, WARM))
+        stage.load(*at.pairs, *_flags(case, WARMUP_REQUESTS))
         parts = [stage.load(*at.pairs, *_flags(case, case.requests))]
     return {"errors": sum(sum(part["errors"].values()) for part in parts), **_waits(parts)}
 
@@ -125,14 +125,14 @@ def _installed(peer: stage.Peer) -> bool:
 
 
 def run(peers: dict[str, stage.Peer], loads: list[str], rounds: int) -> list[Row]:
-    """Measure every peer under every load, peers by turns."""
+    """Measure every peer under every load; peers take turns."""
     rows: list[Row] = []
     for number in range(rounds):
         for load in loads:
             case = CASES[load]
             turns = list(peers.items())[:: 1 if number % 2 == 0 else -1]
             if case.itl == PACED or case.clients == 1:
-                rows.append({"round": number, "load": load, "peer": BY_HAND, **by_hand(case)})
+                rows.append({"round": number, "load": load, "peer": ENGINES_ALONE, **measure_engines_alone(case)})
             for name, peer in turns:
                 try:
                     row = {"round": number, "load": load, "peer": name, **measure(peer, case)}
@@ -152,12 +152,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=Path, default=stage.HERE / "peers.json")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--loads", default=",".join(CASES), help=f"of {', '.join(CASES)}")
-    parser.add_argument("--only", default="", help="names of peers")
+    parser.add_argument("--loads", default=",".join(CASES), help=f"comma separated, from {', '.join(CASES)}")
+    parser.add_argument("--only", default="", help="names of peers, comma separated")
     parser.add_argument(
         "--checkout", metavar="NAME=FOLDER", action="append", default=[], help="pdproxy of another checkout"
     )
-    parser.add_argument("--reference", default="vllm-router", help="the peer that ratios are to")
+    parser.add_argument("--reference", default="vllm-router", help="the peer that ratios refer to")
     parser.add_argument("--out", type=Path, help="write all rounds and the machine's description as JSON")
     parser.add_argument("--plot", type=Path, help="write the ratios as SVG")
     parser.add_argument("--against", metavar=("OLD.json", "NEW.json"), type=Path, nargs=2, help="compare two results")

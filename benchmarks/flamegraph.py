@@ -1,9 +1,10 @@
-"""Where pdproxy's CPU time goes under a load of compare.py: a flame graph, and the functions that cost most by themselves.
+"""How pdproxy spends its CPU time under a load of compare.py: a flame graph, and the functions with the highest own cost.
 
 Usage: flamegraph.py [--load paced128-128] [--seconds 8] [--out flame.svg] [--rate 500] [--no-native]
 
-Samples by py-spy (`pip install py-spy`), with native frames, so that the C parts of uvloop, httptools and the kernel's door
-show. Needs the right to trace a process. Idle waits are left out. (Not `profile.py`: that is a module of Python's own.)
+Samples with py-spy (`pip install py-spy`), including native frames, so that the C parts of uvloop and httptools and the system
+calls are visible. Needs the right to trace a process. Idle waits are left out. (The name `profile.py` is taken by a module of
+Python.)
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from pathlib import Path
 import compare
 import stage
 
-WIDTH, ROW, LEAST = 1200, 16, 0.7
-"""Pixels: of the graph, of a frame's height, of the narrowest frame that is drawn."""
+WIDTH, ROW, MIN_WIDTH = 1200, 16, 0.7
+"""Pixels: width of the graph, height of a frame, width of the narrowest frame that is drawn."""
 
 
 @dataclass
 class Frame:
-    """A function as called from those below it."""
+    """A function, with the functions that it called."""
 
     name: str
     samples: int = 0
@@ -51,7 +52,7 @@ def folded(lines: Iterable[str]) -> Frame:
 
 
 def own(root: Frame) -> Counter[str]:
-    """Return how often each function was on top, lines of one function taken together."""
+    """Return how often each function was on top of the stack; lines of one function count together."""
     found: Counter[str] = Counter()
 
     def walk(frame: Frame) -> None:
@@ -65,7 +66,7 @@ def own(root: Frame) -> Counter[str]:
 
 
 def svg(root: Frame, title: str) -> str:
-    """Return the tree as a flame graph: what is on top of a frame was called by it, its width is its time."""
+    """Return the tree as a flame graph (SVG): a frame lies on its caller, its width is its time."""
     parts: list[str] = []
     scale = WIDTH / max(1, root.samples)
     deepest = 0
@@ -73,15 +74,15 @@ def svg(root: Frame, title: str) -> str:
     def draw(frame: Frame, x: float, depth: int) -> None:
         nonlocal deepest
         width = frame.samples * scale
-        if width < LEAST:
+        if width < MIN_WIDTH:
             return
         deepest = max(deepest, depth)
         hue = 20 + hash_of(frame.name) % 35
         share = f"{escape(frame.name)}: {100 * frame.samples / root.samples:.1f} %"
-        words = escape(frame.name[: int(width / 6.5)]) if width > 30 else ""
+        label = escape(frame.name[: int(width / 6.5)]) if width > 30 else ""
         parts.append(
             f'<g transform="translate({x:.1f} {-(depth + 1) * ROW})"><title>{share}</title>'
-            f'<rect width="{width:.1f}" height="{ROW - 1}" fill="hsl({hue} 80% 62%)"/><text x="2" y="11">{words}</text></g>'
+            f'<rect width="{width:.1f}" height="{ROW - 1}" fill="hsl({hue} 80% 62%)"/><text x="2" y="11">{label}</text></g>'
         )
         for each in sorted(frame.called.values(), key=lambda one: one.name):
             draw(each, x, depth + 1)
@@ -97,7 +98,7 @@ def svg(root: Frame, title: str) -> str:
 
 
 def hash_of(name: str) -> int:
-    """Return a number that is a name's own, in every run the same."""
+    """Return a number for a name that is the same in every run."""
     return sum(ord(letter) * index for index, letter in enumerate(name, 1))
 
 
@@ -133,10 +134,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--load", choices=list(compare.CASES), default="paced128-128")
     parser.add_argument("--seconds", type=float, default=8.0)
-    parser.add_argument("--rate", type=int, default=500, help="samples a second")
+    parser.add_argument("--rate", type=int, default=500, help="samples per second")
     parser.add_argument("--out", type=Path, default=Path("flame.svg"))
     parser.add_argument("--top", type=int, default=25)
-    parser.add_argument("--no-native", action="store_true", help="Python frames alone, where native ones can't be had")
+    parser.add_argument(
+        "--no-native", action="store_true", help="only Python frames, if native frames are not available"
+    )
     options = parser.parse_args()
     case = compare.CASES[options.load]
     over = threading.Event()

@@ -1,6 +1,6 @@
-"""Honest clients of a proxy in front of mock engines, whose every answer is checked, or one that watches how late `/health` is.
+"""Honest clients of a proxy in front of mock engines: every answer is checked. Or one client that measures how late `/health` is.
 
-Usage: honest.py URL --seconds N [--clients 16] [--chunks 32] [--key KEY]    what became of their requests, gaps and first tokens
+Usage: honest.py URL --seconds N [--clients 16] [--chunks 32] [--key KEY]    results of requests, gaps and times to first tokens
        honest.py URL --seconds N --late                          delays of /health every 20 ms, on a kept connection
 
 Prints one line of JSON.
@@ -24,24 +24,24 @@ import uvloop
 from load import percentile
 
 WORD = " hello"
-"""What the mock engines say, once a chunk."""
-PATIENCE = 10.0
-"""Seconds for one answer. A client that waited longer would have left."""
-EVERY = 0.02
-"""Seconds between two questions of the one that watches."""
-RENEWED = 6
-"""Requests on one connection; then a new one, so that it shows whether there are any."""
+"""The text of each of the mock engines' chunks."""
+ANSWER_TIMEOUT = 10.0
+"""Seconds for one answer. A real client would not wait longer."""
+HEALTH_INTERVAL = 0.02
+"""Seconds between two requests to `/health`."""
+REQUESTS_PER_CONNECTION = 6
+"""Then the client opens a new connection, so that the result shows whether the proxy accepts any."""
 
 
 @dataclass
 class Tally:
-    """What all clients have seen. Times in seconds."""
+    """Results of all clients. Times in seconds."""
 
     right: int = 0
     wrong: Counter[str] = field(default_factory=Counter)
     refused: int = 0
     refusals: list[tuple[float, str]] = field(default_factory=list)
-    """Of the first and the last answer that was a refusal: seconds since the beginning, and what it said."""
+    """The first and the last refusal: seconds since the start, and the answer's body."""
     gaps: array[float] = field(default_factory=lambda: array("d"))
     first: array[float] = field(default_factory=lambda: array("d"))
 
@@ -51,7 +51,7 @@ class WrongError(Exception):
 
 
 class Client:
-    """One client: a request at a time, most of them on a kept connection."""
+    """One client: one request at a time, most of them on a kept connection."""
 
     def __init__(self, url: str, number: int, chunks: int, tally: Tally, key: str | None = None) -> None:
         parts = urlsplit(url)
@@ -65,14 +65,14 @@ class Client:
         self.writer: asyncio.StreamWriter | None = None
 
     async def run(self, end: float) -> None:
-        """Ask until the time is up."""
+        """Send requests until the time is over."""
         asked = 0
         while time.monotonic() < end:
             asked += 1
-            if asked % RENEWED == 0:
+            if asked % REQUESTS_PER_CONNECTION == 0:
                 self.close()
             try:
-                async with asyncio.timeout(PATIENCE):
+                async with asyncio.timeout(ANSWER_TIMEOUT):
                     refused = await (self._health() if asked % 5 == 0 else self._ask())
                 self.tally.right += not refused
                 self.tally.refused += refused
@@ -80,15 +80,15 @@ class Client:
                     self.close()
                     await asyncio.sleep(0.1)
             except (OSError, EOFError, TimeoutError, ValueError, KeyError, IndexError, WrongError) as error:
-                words = f"{type(error).__name__} {error}".strip()
-                self.tally.wrong[words[:80]] += 1
+                text = f"{type(error).__name__} {error}".strip()
+                self.tally.wrong[text[:80]] += 1
                 self.close()
                 await asyncio.sleep(0.05)
             await asyncio.sleep(0.05)
         self.close()
 
     def close(self) -> None:
-        """Leave."""
+        """Close the connection."""
         if self.writer is not None:
             self.writer.transport.abort()
         self.reader = self.writer = None
@@ -153,7 +153,7 @@ class Client:
                 now = time.monotonic()
                 if not before:
                     self.tally.first.append(now - began)
-                elif now - before > 0.0005:  # chunks of one read are no gap
+                elif now - before > 0.0005:  # no gap between chunks of one read
                     self.tally.gaps.append(now - before)
                 before = now
             await reader.readexactly(2)
@@ -165,7 +165,7 @@ class Client:
 
 
 async def clients(url: str, count: int, chunks: int, seconds: float, key: str | None = None) -> dict[str, Any]:
-    """Run the clients, return what became of them."""
+    """Run the clients and return their results."""
     tally, end = Tally(), time.monotonic() + seconds
     await asyncio.gather(*(Client(url, number, chunks, tally, key).run(end) for number in range(count)))
     return {
@@ -179,9 +179,9 @@ async def clients(url: str, count: int, chunks: int, seconds: float, key: str | 
 
 
 def late(url: str, seconds: float) -> dict[str, Any]:
-    """Ask /health again and again; return how late its answers are.
+    """Request /health repeatedly; return how late its answers are, in milliseconds.
 
-    While one is awaited, those that would have been asked meanwhile count as asked: each waits that much less.
+    Requests that would have been due during a wait count as sent: each waits correspondingly less.
     """
     parts = urlsplit(url)
     delays, lost, end = array("d"), 0, time.monotonic() + seconds
@@ -189,7 +189,7 @@ def late(url: str, seconds: float) -> dict[str, Any]:
     while (began := time.monotonic()) < end:
         try:
             if connection is None:
-                connection = socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), PATIENCE)
+                connection = socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), ANSWER_TIMEOUT)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             answer = b""
@@ -203,8 +203,8 @@ def late(url: str, seconds: float) -> dict[str, Any]:
                 connection.close()
             connection = None
         waited = time.monotonic() - began
-        delays.extend([waited - n * EVERY for n in range(int(waited / EVERY) + 1)])
-        time.sleep(max(EVERY - waited, 0.0) if connection is not None else EVERY)
+        delays.extend([waited - n * HEALTH_INTERVAL for n in range(int(waited / HEALTH_INTERVAL) + 1)])
+        time.sleep(max(HEALTH_INTERVAL - waited, 0.0) if connection is not None else HEALTH_INTERVAL)
     ranks = {"p50": 0.5, "p99": 0.99, "max": 1.0}
     return {**{f"late_{name}_ms": percentile(delays, rank) for name, rank in ranks.items()}, "late_lost": lost}
 
@@ -215,9 +215,9 @@ def main() -> None:
     parser.add_argument("url", metavar="URL")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--chunks", type=int, default=32, help="tokens of an answer, as the engines were told")
-    parser.add_argument("--key", help="that all of them have")
-    parser.add_argument("--late", action="store_true", help="watch /health")
+    parser.add_argument("--chunks", type=int, default=32, help="tokens per answer: the engines' own setting")
+    parser.add_argument("--key", help="API key of all clients")
+    parser.add_argument("--late", action="store_true", help="measure /health")
     options = parser.parse_args()
     if options.late:
         print(json.dumps(late(options.url, options.seconds)))

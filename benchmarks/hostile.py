@@ -1,20 +1,19 @@
-"""Whether one client, or one engine, can hurt others: honest clients beside a hostile one of each kind, one kind after another.
+"""Whether one client, or one engine, can harm others: honest clients next to hostile ones, one kind after another.
 
 Usage: hostile.py [--kinds a,b] [--seconds 20] [--checkout DIR] [--out FILE] [--settings NAME=VALUE ...]
 
-A row for each kind, in front of fresh mock engines and a fresh proxy with its default limits:
+One row per kind, with new mock engines and a new proxy with its default limits:
 
-- answers of 16 honest clients (honest.py): right, wrong, refused (503), and when it was so and why; 99th percentiles of
+- answers of 16 honest clients (honest.py): right, wrong, refused (503), with times and reasons of refusals; 99th percentiles of
   the gaps between tokens and of the time to the first token;
-- how late `/health` is on a kept connection, asked every 20 ms by another honest process, and what the proxy's own
-  `pdproxy_loop_lateness_seconds` says, where it has that: the 99th percentile, interpolated in its bucket, and the upper bound of
-  the last bucket that counts anything;
-- the proxy's memory at its peak, with its child processes and without, sampled every 50 ms, and what it wrote to its log.
+- how late `/health` is on a kept connection, requested every 20 ms by another honest process, and the proxy's own
+  `pdproxy_loop_lateness_seconds`, if it has that metric: the 99th percentile, interpolated in its bucket, and the upper bound of
+  the last bucket with a count;
+- the proxy's peak memory, with and without its child processes, sampled every 50 ms, and the size of its log.
 
-To the proxy, honest clients are one client (127.0.0.1), and each hostile process is another (127.0.1.x), unless its kind says
-otherwise.
-Hostile processes have a lower priority (nice 10) and are bounded in bytes and seconds. A proxy that takes more than 4 GB is ended
-(`ended`). `calm` has no hostile client; `all` has most of them at once, with bodies of 16 MiB.
+For the proxy, all honest clients are one client (127.0.0.1), and each hostile process is another (127.0.1.x), unless its kind
+says otherwise. Hostile processes have a lower priority (nice 10) and limits in bytes and seconds. A proxy that takes more than
+4 GB is killed (`ended`). `calm` has no hostile client; `all` has most of them at once, with bodies of 16 MiB.
 """
 
 from __future__ import annotations
@@ -38,23 +37,24 @@ from typing import IO, Any
 import stage
 from hostile_clients import KEYS
 
-MOST_KB = 4 << 20
-"""KB of memory at which a proxy is ended; the operating system refuses it half as much again."""
-SAMPLE = 0.05
+MAX_KB = 4 << 20
+"""KB of memory at which a proxy is killed; the operating system refuses it more than 1.5 times this."""
+SAMPLE_INTERVAL = 0.05
+"""Seconds between two samples of memory."""
 CALM_BEFORE = 1.0
-"""Seconds for which honest clients are alone before a hostile one begins."""
+"""Seconds for which honest clients run alone before the hostile ones begin."""
 CLIENTS, CHUNKS, ITL = 16, 32, 0.02
 HONEST_KEY = "honest"
-PATIENCE = 60.0
-"""Seconds for a hostile client to make its bodies, and for all to end."""
+END_TIMEOUT = 60.0
+"""Seconds that a process may take to end and print its result."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A row. `clients`: kinds of hostile_clients.py that are there at once. `page`: of which one pair of engines is hostile.
+    """One row. `what`: its description. `clients`: kinds of hostile_clients.py that run at once.
 
-    `files`: open files that the proxy may have. `pipe`: its log is a pipe that nobody reads. `more`: flags of the clients.
-    `keys`: the proxy asks for keys, and honest clients have one.
+    `page`: the page that is hostile on one more pair of engines. `files`: the proxy's limit of open files. `pipe`: its log is a
+    pipe that nobody reads. `more`: flags of the clients. `keys`: the proxy requires keys, and honest clients have one.
     """
 
     what: str
@@ -67,36 +67,36 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "calm": Kind("nobody hostile"),
+    "calm": Kind("none"),
     "prompts": Kind("lists of 262,000 and of 16 million prompts of one letter", ("prompts",)),
     "keys": Kind("6 million top-level keys", ("keys",)),
     "nested": Kind("63 MiB of empty arrays in response_format", ("nested",)),
-    "messages": Kind("63 MiB of empty messages, of short ones", ("messages",)),
+    "messages": Kind("63 MiB of empty messages, or of short ones", ("messages",)),
     "parts": Kind("63 MiB of content parts", ("parts",)),
     "nan": Kind("63 MiB of NaN; one NaN before a long text", ("nan",)),
     "utf16": Kind("63 MiB in UTF-16", ("utf16",)),
     "anew": Kind("4 connections with 63 MiB in UTF-16 that become 3 times as much in JSON", ("anew",)),
     "xargs": Kind("63 MiB of keys in vllm_xargs, in extra_args", ("xargs",)),
     "numbers": Kind("60 MiB of token ids; a number of 60 MiB", ("numbers",)),
-    "deep": Kind("30 million arrays in each other", ("deep",)),
+    "deep": Kind("30 million nested arrays", ("deep",)),
     "model": Kind("models with names of 16 MiB", ("model",)),
-    "stalled": Kind("21 bodies of 64 MiB that lack a byte", ("stalled",)),
+    "stalled": Kind("21 bodies of 64 MiB that lack their last byte", ("stalled",)),
     "stalled-keys": Kind("the same, each with a key of its own", ("stalled-keys",), keys=True),
     "stalled-addresses": Kind("the same, each from an address of its own", ("stalled-addresses",)),
-    "drip": Kind("bodies of a byte per second; bodies in chunks of a byte", ("drip",)),
-    "readers": Kind("500 streams of which a byte per second is read", ("readers",)),
+    "drip": Kind("bodies at one byte per second; bodies in chunks of one byte", ("drip",)),
+    "readers": Kind("500 streams that are read at one byte per second", ("readers",)),
     "idle": Kind("4,000 connections that send nothing, or half a head", ("idle",)),
     "pipeline": Kind("64 connections, 64 requests each, no answer read", ("pipeline",)),
     "passed": Kind("large bodies to embeddings, tokenize, responses, messages", ("passed",)),
     "logpipe": Kind("the log is a pipe that nobody reads; bad requests", ("logpipe",), pipe=True),
     "files": Kind("256 open files; 500 clients", ("files",), files=256),
-    "fragments": Kind("targets with fragments, and other odd ones", ("fragments",)),
+    "fragments": Kind("targets with fragments, and other unusual ones", ("fragments",)),
     "answer1g": Kind("engines answer with 1 GB", ("answer1g",)),
-    "head": Kind("engines answer with a header without an end", ("head",)),
-    "headers": Kind("engines answer with headers without an end", ("headers",)),
-    "health": Kind("a /health page without an end", page="health"),
-    "metrics": Kind("a /metrics page of a million lines that are read", page="metrics"),
-    "event": Kind("engines stream an event without an end", ("event",)),
+    "head": Kind("engines answer with an endless header", ("head",)),
+    "headers": Kind("engines answer with endless headers", ("headers",)),
+    "health": Kind("an endless /health page", page="health"),
+    "metrics": Kind("a /metrics page with a million of the lines that pdproxy reads", page="metrics"),
+    "event": Kind("engines stream an endless event", ("event",)),
     "tiny": Kind("engines stream thousands of tiny events per read", ("tiny",)),
     "comments": Kind("engines stream thousands of comments per read", ("comments",)),
     "all": Kind(
@@ -110,27 +110,27 @@ KINDS: dict[str, Kind] = {
 
 
 class Watch(threading.Thread):
-    """Watches a process tree's memory, and ends the tree if it takes too much."""
+    """Records the peak of a process tree's memory, and kills the tree if it takes too much."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
         self.pid = pid
         self.kb = self.own_kb = 0.0
-        """Of the tree, and of its first process."""
+        """Peak KB of the tree, and of its first process."""
         self.ended = False
         self.over = threading.Event()
 
     def run(self) -> None:
-        """Look twenty times a second; at which processes there are, once a second."""
+        """Sample memory twenty times per second; list the processes once per second."""
         pids: list[int] = []
         looks = 0
-        while not self.over.wait(SAMPLE):
+        while not self.over.wait(SAMPLE_INTERVAL):
             if looks % 20 == 0:
                 pids = stage.tree(self.pid)
             looks += 1
             kb = sum(map(_rss, pids))
             self.kb, self.own_kb = max(self.kb, kb), max(self.own_kb, _rss(self.pid))
-            if kb > MOST_KB:
+            if kb > MAX_KB:
                 self.ended = True
                 for pid in pids:
                     with suppress(ProcessLookupError):
@@ -147,10 +147,10 @@ def _rss(pid: int) -> float:
 
 @contextmanager
 def proxy(kind: Kind, at: stage.Engines, options: argparse.Namespace, log: IO[bytes]) -> Iterator[tuple[int, str]]:
-    """Run the proxy of a checkout within bounds of memory and files. Yields its pid and base URL."""
+    """Run the proxy of a checkout with limits of memory and open files. Yield its pid and base URL."""
     (port,) = stage.free_ports(1)
     files = f"ulimit -n {kind.files} && " if kind.files else ""
-    command = ["sh", "-c", f'ulimit -v {MOST_KB * 3 // 2} && {files}exec "$@"', "sh", *stage.PDPROXY.command(at, port)]
+    command = ["sh", "-c", f'ulimit -v {MAX_KB * 3 // 2} && {files}exec "$@"', "sh", *stage.PDPROXY.command(at, port)]
     env = {**os.environ, "PYTHONPATH": str(options.checkout / "proxy"), **dict(options.settings)}
     if kind.keys:
         env["PDPROXY_AUTH__API_KEYS"] = ",".join([HONEST_KEY, *KEYS])
@@ -174,7 +174,7 @@ def proxy(kind: Kind, at: stage.Engines, options: argparse.Namespace, log: IO[by
 
 @contextmanager
 def engines(kind: Kind) -> Iterator[stage.Engines]:
-    """Run two pairs of engines in two processes, and a third pair if a page of theirs is hostile."""
+    """Run two pairs of engines in two processes, and a third pair if the kind has a hostile page."""
     ports = stage.free_ports(6 if kind.page else 4)
     with ExitStack() as stack:
         for number in range(len(ports) // 2):
@@ -189,7 +189,7 @@ def engines(kind: Kind) -> Iterator[stage.Engines]:
 
 
 def started(*command: object, nice: int = 0) -> subprocess.Popen[bytes]:
-    """Start a process of this folder that prints JSON."""
+    """Start a script of this folder that prints JSON."""
     return subprocess.Popen(
         stage.script(*command),  # type: ignore[arg-type]
         stdin=subprocess.PIPE,
@@ -198,10 +198,10 @@ def started(*command: object, nice: int = 0) -> subprocess.Popen[bytes]:
     )
 
 
-def said(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """Return what a process printed last; nothing, if it didn't end in time."""
+def output_of(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Return the JSON of the last line that a process printed; {} if it didn't end in time."""
     try:
-        out, _ = process.communicate(timeout=PATIENCE)
+        out, _ = process.communicate(timeout=END_TIMEOUT)
         found: dict[str, Any] = json.loads(out.splitlines()[-1])
     except (subprocess.TimeoutExpired, ValueError, IndexError):
         process.kill()
@@ -211,9 +211,9 @@ def said(process: subprocess.Popen[bytes]) -> dict[str, Any]:
 
 
 def lateness(url: str) -> list[tuple[float, float]] | None:
-    """Return (seconds, count) of the proxy's own histogram, cumulative; [] if it has none yet, None if it doesn't answer."""
+    """Return (seconds, cumulative count) of the proxy's own histogram; [] if it is empty, None if the proxy does not answer."""
     try:
-        page = stage.get(f"{url}/metrics", PATIENCE / 6).decode()
+        page = stage.get(f"{url}/metrics", END_TIMEOUT / 6).decode()
     except OSError:
         return None
     found = re.findall(r'^pdproxy_loop_lateness_seconds_bucket\{le="([^"]+)"\} (\S+)$', page, re.MULTILINE)
@@ -223,7 +223,7 @@ def lateness(url: str) -> list[tuple[float, float]] | None:
 def own_lateness(
     before: list[tuple[float, float]] | None, after: list[tuple[float, float]] | None
 ) -> tuple[float | None, float | None]:
-    """Return, in ms, the 99th percentile of what came between two readings, and the bound of the last bucket that counts any.
+    """Return, in ms, the 99th percentile of the counts between two readings, and the bound of the last bucket with a count.
 
     The percentile is interpolated in its bucket.
     """
@@ -239,7 +239,7 @@ def own_lateness(
         if count > below:
             last = 1000 * bound
             if p99 is None and count >= 0.99 * total:
-                upper = bound if bound < float("inf") else lower  # nothing is known beyond
+                upper = bound if bound < float("inf") else lower  # the last bucket has no upper bound
                 p99 = 1000 * (lower + (upper - lower) * (0.99 * total - below) / (count - below))
         lower, below = bound, count
     return p99, last
@@ -251,7 +251,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     row: dict[str, Any] = {"kind": name, "what": kind.what}
     with tempfile.TemporaryFile() as log, ExitStack() as stack:
         flags = ["--seconds", options.seconds, *kind.more]
-        # Their bodies are made before anything is measured, and one after another.
+        # The clients make their bodies before the measurement, one after another.
         hostile = [
             _made(stack, client, [*flags, "--address", f"127.0.1.{number}"])
             for number, client in enumerate(kind.clients, 1)
@@ -269,8 +269,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         time.sleep(CALM_BEFORE)
         for process in hostile:
             _go(process, url)
-        row |= said(late) | said(honest)
-        row["hostile"] = {client: said(process) for client, process in zip(kind.clients, hostile, strict=True)}
+        row |= output_of(late) | output_of(honest)
+        row["hostile"] = {client: output_of(process) for client, process in zip(kind.clients, hostile, strict=True)}
         row["own_p99_ms"], row["own_last_ms"] = own_lateness(before, None if watch.ended else lateness(url))
         row["cpu_s"] = round(stage.cpu(pid) - cpu, 1) if not watch.ended else None
         row["rss_mb"], row["own_mb"] = round(watch.kb * 1024 / 1e6), round(watch.own_kb * 1024 / 1e6)
@@ -284,7 +284,7 @@ def _made(stack: ExitStack, client: str, flags: Sequence[object]) -> subprocess.
     stack.callback(_end, process)
     assert process.stdout is not None
     if process.stdout.readline() != b"ready\n":
-        raise stage.NotStartedError(f"{client}: no hostile client")
+        raise stage.NotStartedError(f"{client}: the hostile client did not start")
     return process
 
 
@@ -323,10 +323,10 @@ def line(row: dict[str, Any]) -> str:
 
 
 def notes(row: dict[str, Any]) -> str:
-    """Return what was wrong, and what the hostile clients were answered."""
-    wrong = ", ".join(f"{words} ({count})" for words, count in row.get("wrong", {}).items())
+    """Return the errors of honest clients, and the answers to hostile ones."""
+    wrong = ", ".join(f"{text} ({count})" for text, count in row.get("wrong", {}).items())
     answers = "; ".join(f"{name}: {one.get('answers', 'did not end')}" for name, one in row["hostile"].items())
-    refused = "; ".join(f"after {seconds} s {words}" for seconds, words in row.get("refusals", ()))
+    refused = "; ".join(f"after {seconds} s {text}" for seconds, text in row.get("refusals", ()))
     return (
         f"- {row['kind']}: {row['what']}. Wrong: {wrong or 'none'}. Refused: {refused or 'none'}. "
         f"Hostile clients got {answers or 'nothing'}"
@@ -341,15 +341,15 @@ def _setting(text: str) -> tuple[str, str]:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", default=",".join(KINDS), help="with commas between; default: every one")
-    parser.add_argument("--seconds", type=float, default=20.0, help="for which a hostile client goes on")
-    parser.add_argument("--checkout", type=Path, default=stage.ROOT, help="the checkout whose proxy is measured")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="comma separated; default: all")
+    parser.add_argument("--seconds", type=float, default=20.0, help="how long a hostile client runs")
+    parser.add_argument("--checkout", type=Path, default=stage.ROOT, help="the checkout whose proxy to measure")
     parser.add_argument("--settings", type=_setting, nargs="*", default=[], metavar="limits.max_inflight=64")
-    parser.add_argument("--out", type=Path, help="a file for the rows as JSON")
+    parser.add_argument("--out", type=Path, help="write the rows to this file as JSON")
     options = parser.parse_args()
     names = options.kinds.split(",")
     if unknown := [name for name in names if name not in KINDS]:
-        parser.error(f"no such kind: {', '.join(unknown)}; there are: {', '.join(KINDS)}")
+        parser.error(f"unknown kind: {', '.join(unknown)}; known kinds: {', '.join(KINDS)}")
     options.checkout = options.checkout.resolve()
     stage.raise_files()
     result: dict[str, Any] = {"machine": stage.machine(), "seconds": options.seconds, "rows": []}

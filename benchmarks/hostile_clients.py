@@ -1,10 +1,10 @@
-"""One hostile client of a kind. Bounded: it stops by itself, after `--seconds` and after `--bytes` that were sent.
+"""One hostile client of a kind. It stops by itself after `--seconds`, or when it has sent `--bytes`.
 
 Usage: hostile_clients.py KIND [--seconds 20] [--bytes 20000000000] [--largest 66060288] [--connections 2]
     [--address 127.0.1.1]
 
-Prints `ready` once its bodies are made, waits for the proxy's URL on its standard input, and in the end prints a line of JSON:
-bytes that were sent, connections, and what was answered. Its kinds are in `KINDS`.
+Prints `ready` when its bodies are made, waits for the proxy's URL on its standard input, and at the end prints a line of JSON:
+bytes sent, connections, and counts of answers by status. Its kinds are in `KINDS`.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ BLOCK = 256 * 1024
 POST = "POST {} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{}"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PASSED = ("/v1/embeddings", "/tokenize", "/v1/responses", "/v1/messages")
-PATIENCE = 10.0
-"""Seconds for an answer; then the client asks again on another connection."""
+ANSWER_TIMEOUT = 10.0
+"""Seconds for an answer; then the client sends the next request on another connection."""
 LARGE_STALLED, SMALLER_STALLED = 21, 18
-"""Bodies that lack a byte: of the largest size, and of a half, a quarter, and so on of it, down to 256 bytes."""
+"""Bodies that lack their last byte: of the largest size, and of 1/2, 1/4 and so on of it, down to 256 bytes."""
 KEYS = [f"key{number}" for number in range(LARGE_STALLED + SMALLER_STALLED)]
-"""Keys of hostile clients, which the proxy knows."""
+"""Keys of hostile clients; the proxy accepts them."""
 Request = Sequence[bytes]
-"""The parts of a request: a head, and a body of any size."""
+"""The parts of a request: a head, and a body."""
 
 
 class Client:
-    """What all of a client's connections share: its bounds, and what it has seen."""
+    """The shared state of all connections of a client: its limits and its results."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.at = "127.0.0.1", 80
@@ -60,7 +60,7 @@ class Client:
 
     @property
     def over(self) -> bool:
-        """Whether its time, or its bytes, are used up."""
+        """Whether its time or its bytes are used up."""
         return time.monotonic() >= self.end or self.left <= 0
 
     def request(self, path: str, body: bytes, more: str = "") -> Request:
@@ -68,14 +68,14 @@ class Client:
         return POST.format(path, more).encode() + b"content-length: %d\r\n\r\n" % len(body), body
 
     async def open(self, *, address: str | None = None, buffer: int | None = None) -> socket.socket:
-        """Return a connection, from the client's address of the loopback or another, or with a small buffer to receive."""
+        """Return a connection from the client's address or another. `buffer`: size of its receive buffer in bytes."""
         made = socket.socket()
         made.setblocking(False)
         try:
             if buffer is not None:
                 made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
             made.bind((address or self.address, 0))
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(ANSWER_TIMEOUT):
                 await asyncio.get_running_loop().sock_connect(made, self.at)
         except BaseException:
             made.close()
@@ -84,7 +84,7 @@ class Client:
         return made
 
     async def send(self, connection: socket.socket, data: bytes) -> None:
-        """Send bytes, as long as it may."""
+        """Send bytes; raise TimeoutError when the limits are reached."""
         view = memoryview(data)
         for at in range(0, len(view), BLOCK):
             if self.over:
@@ -94,63 +94,63 @@ class Client:
             self.sent += len(part)
             self.left -= len(part)
 
-    async def hear(self, connection: socket.socket) -> str:
-        """Return the status of an answer, once all that comes at once has been read."""
+    async def read_status(self, connection: socket.socket) -> str:
+        """Return the status of an answer when its head has arrived, or "closed"."""
         loop = asyncio.get_running_loop()
         answer = b""
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(ANSWER_TIMEOUT):
             while b"\r\n\r\n" not in answer and (more := await loop.sock_recv(connection, BLOCK)):
                 answer += more
         return answer[9:12].decode("latin-1") if answer else "closed"
 
     async def drain(self, connection: socket.socket) -> None:
-        """Read on until the end, or for as long as an answer may take."""
+        """Read until the end of the connection, for `ANSWER_TIMEOUT` at most."""
         with suppress(TimeoutError, OSError):
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(ANSWER_TIMEOUT):
                 while await asyncio.get_running_loop().sock_recv(connection, BLOCK):
                     pass
 
     async def ask(self, requests: Iterator[Request], *, drain: bool = False) -> None:
-        """Send requests one after the other, each on a connection of its own, and hear what is said."""
+        """Send requests one after the other, each on a new connection, and count the answers."""
         while not self.over:
             connection: socket.socket | None = None
-            hearing: asyncio.Task[str] | None = None
+            status: asyncio.Task[str] | None = None
             try:
                 connection = await self.open()
-                hearing = asyncio.ensure_future(self.hear(connection))
+                status = asyncio.ensure_future(self.read_status(connection))
                 for part in next(requests):
-                    async with asyncio.timeout(PATIENCE + len(part) / MIB):
+                    async with asyncio.timeout(ANSWER_TIMEOUT + len(part) / MIB):
                         await self.send(connection, part)
-                self.answers[await hearing] += 1
+                self.answers[await status] += 1
                 if drain:
                     await self.drain(connection)
             except (OSError, TimeoutError) as error:
-                heard = (
-                    hearing is not None and hearing.done() and not hearing.cancelled() and hearing.exception() is None
+                answered = (
+                    status is not None and status.done() and not status.cancelled() and status.exception() is None
                 )
-                self.answers[hearing.result() if heard and hearing is not None else type(error).__name__] += 1
+                self.answers[status.result() if answered and status is not None else type(error).__name__] += 1
                 await asyncio.sleep(0.05)
             finally:
-                if hearing is not None:
-                    hearing.cancel()
-                    await asyncio.wait([hearing])
-                    if not hearing.cancelled():
-                        hearing.exception()
+                if status is not None:
+                    status.cancel()
+                    await asyncio.wait([status])
+                    if not status.cancelled():
+                        status.exception()
                 if connection is not None:
                     connection.close()
 
     async def wait(self) -> None:
-        """Do nothing until the time is up."""
+        """Wait until the time is over."""
         await asyncio.sleep(max(0.0, self.end - time.monotonic() - 0.5))
 
-    async def held(self, count: int, begin: Callable[[int, socket.socket], Awaitable[None]], **how: Any) -> None:
-        """Open so many connections, do something with each, and hold them until the time is up."""
+    async def held(self, count: int, begin: Callable[[int, socket.socket], Awaitable[None]], **options: Any) -> None:
+        """Open `count` connections, call `begin` on each, and hold them until the time is over. `options` go to `open`."""
 
         opening = asyncio.Semaphore(100)
 
         async def one(number: int) -> None:
             try:
-                given = {name: value(number) if callable(value) else value for name, value in how.items()}
+                given = {name: value(number) if callable(value) else value for name, value in options.items()}
                 async with opening:
                     connection = await self.open(**given)
             except (OSError, TimeoutError) as error:
@@ -174,11 +174,11 @@ class Client:
 
 Run = Callable[[], Awaitable[None]]
 Kind = Callable[[Client], Run]
-"""Makes its bodies at once, and returns what is to be done then."""
+"""Makes the bodies, and returns the function that sends them."""
 
 
 def bodies(*named: tuple[str, str, float], connections: int | None = None) -> Kind:
-    """A client that posts bodies by turns: (path, name in tests/fuzz/cost/shapes.py, MiB at most)."""
+    """A client that posts bodies in turns: (path, name in tests/fuzz/cost/shapes.py, maximum MiB)."""
 
     def kind(client: Client) -> Run:
         render = functools.cache(lambda name, size: BODIES[name].render(min(client.largest, int(size * MIB))))
@@ -194,7 +194,7 @@ def bodies(*named: tuple[str, str, float], connections: int | None = None) -> Ki
 
 
 def asking(way: str, *, stream: bool, **more: object) -> Kind:
-    """A client that asks hostile engines (hostile_engine.py) for what they do: the decode engine, and the prefill engine."""
+    """A client that requests the answers of hostile engines (hostile_engine.py): of the decode and of the prefill engine."""
 
     def kind(client: Client) -> Run:
         asked = [
@@ -210,7 +210,7 @@ def asking(way: str, *, stream: bool, **more: object) -> Kind:
         ]
 
         async def run() -> None:
-            # Else each answer would be drained for as long as its connection is kept.
+            # Otherwise each answer would be drained for as long as its connection is kept.
             more = "connection: close\r\n"
             turns = itertools.cycle([client.request(COMPLETIONS, json.dumps(one).encode(), more) for one in asked])
             await asyncio.gather(*(client.ask(turns, drain=True) for _ in range(client.connections)))
@@ -221,7 +221,7 @@ def asking(way: str, *, stream: bool, **more: object) -> Kind:
 
 
 def stalled(more: Callable[[int], str], address: Callable[[int], str | None]) -> Kind:
-    """A client that sends 21 bodies of the largest size but for their last byte, then smaller ones into the room left."""
+    """A client that sends 21 bodies of the largest size without their last byte, then smaller ones into the memory left."""
 
     def kind(client: Client) -> Run:
         size = client.largest if client.largest < 60 * MIB else 64 * MIB
@@ -244,7 +244,7 @@ def stalled(more: Callable[[int], str], address: Callable[[int], str | None]) ->
 
 
 def drip(client: Client) -> Run:
-    """Bodies of a byte a second, and bodies in chunks of a byte."""
+    """Bodies at one byte per second, and bodies in chunks of one byte."""
     chunked = POST.format(COMPLETIONS, "transfer-encoding: chunked\r\n\r\n").encode()
     flood = b"1\r\n \r\n" * (min(client.largest, 24 * MIB) // 6)
 
@@ -262,7 +262,7 @@ def drip(client: Client) -> Run:
 
 
 def readers(client: Client) -> Run:
-    """500 streams with long beginnings, of which a byte a second is read."""
+    """500 streams with long first events, each read at one byte per second."""
     body = json.dumps(
         {"model": "m", "prompt": "x" * 200_000, "stream": True, "return_token_ids": True, "max_tokens": 32}
     )
@@ -290,18 +290,18 @@ def idle(count: int) -> Kind:
 
 
 def pipeline(client: Client) -> Run:
-    """64 requests on each of many connections, no answer read."""
+    """64 requests on each of 64 connections; no answer is read."""
     one = b"".join(client.request(COMPLETIONS, b'{"model":"m","prompt":"' + b"x" * 2000 + b'","max_tokens":32}'))
-    wholes = [one * 64, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 64]
+    pipelines = [one * 64, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 64]
 
     async def begin(number: int, connection: socket.socket) -> None:
-        await client.send(connection, wholes[number % 2])
+        await client.send(connection, pipelines[number % 2])
 
     return lambda: client.held(64, begin, buffer=4096)
 
 
 def small(*requests: bytes) -> Kind:
-    """A client that sends small requests, one after the other, as fast as they are answered."""
+    """A client that sends small requests one after the other, as fast as they are answered."""
 
     def kind(client: Client) -> Run:
         async def run() -> None:
@@ -313,15 +313,15 @@ def small(*requests: bytes) -> Kind:
     return kind
 
 
-_BAD = POST.format(COMPLETIONS, "content-length: 2\r\n\r\n").encode() + b"[]"
-_ODD = (
+_BAD_REQUEST = POST.format(COMPLETIONS, "content-length: 2\r\n\r\n").encode() + b"[]"
+_UNUSUAL_TARGETS = (
     "/v1/completions#a", "/v1/completions?#", "http://x/v1/completions#a", "http://[/v1/completions", "http://", "//", "*", "x",
     "/v1/completions%", "/%00", "/v1/\u00e9", "http://x:99999999/", "/v1/completions;a=b", "http:///v1/completions", "?", "#",
 )  # fmt: skip
 
 
-def _odd() -> Iterator[bytes]:
-    for target in _ODD:
+def _unusual_requests() -> Iterator[bytes]:
+    for target in _UNUSUAL_TARGETS:
         yield POST.format(target, "content-length: 15\r\n\r\n").encode("latin-1") + b'{"prompt":"xx"}'
         yield f"GET {target} HTTP/1.1\r\nhost: x\r\n\r\n".encode("latin-1")
 
@@ -353,9 +353,9 @@ KINDS: dict[str, Kind] = {
             for name in ("inputs of embeddings", "top-level keys", "NaN", "token ids")
         )
     ),
-    "logpipe": small(_BAD),
+    "logpipe": small(_BAD_REQUEST),
     "files": idle(500),
-    "fragments": small(*_odd()),
+    "fragments": small(*_unusual_requests()),
     "answer1g": asking("answer1g", stream=False),
     "head": asking("head", stream=True),
     "headers": asking("headers", stream=False),
@@ -363,15 +363,15 @@ KINDS: dict[str, Kind] = {
     "tiny": asking("tiny", stream=True),
     "comments": asking("comments", stream=True),
 }
-"""What a client does, by name. The kinds of engines' need hostile_engine.py behind the proxy."""
+"""Kinds by name. Those that call `asking` need hostile_engine.py behind the proxy."""
 
 
-async def run(client: Client, doing: Run) -> None:
-    """Do it until the time is up."""
+async def run(client: Client, action: Run) -> None:
+    """Run the client until its time is over."""
     client.end = time.monotonic() + client.seconds
     with suppress(TimeoutError):
         async with asyncio.timeout(client.seconds):
-            await doing()
+            await action()
 
 
 def main() -> None:
@@ -379,18 +379,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--bytes", type=int, default=20_000_000_000, help="that are sent at most")
-    parser.add_argument("--largest", type=int, default=63 * MIB, help="bytes of one body at most")
-    parser.add_argument("--connections", type=int, default=2, help="with large bodies at once")
-    parser.add_argument("--address", default="127.0.1.1", help="that it asks from: honest clients have another")
+    parser.add_argument("--bytes", type=int, default=20_000_000_000, help="maximum bytes to send")
+    parser.add_argument("--largest", type=int, default=63 * MIB, help="maximum bytes of one body")
+    parser.add_argument("--connections", type=int, default=2, help="concurrent connections with large bodies")
+    parser.add_argument("--address", default="127.0.1.1", help="source address; honest clients have another")
     options = parser.parse_args()
     raise_files()
     client = Client(options)
-    doing = KINDS[options.kind](client)
+    action = KINDS[options.kind](client)
     print("ready", flush=True)
     parts = urlsplit(sys.stdin.readline().strip())
     client.at = parts.hostname or "127.0.0.1", parts.port or 80
-    uvloop.run(run(client, doing))
+    uvloop.run(run(client, action))
     print(json.dumps({"sent": client.sent, "connections": client.opened, "answers": dict(client.answers)}))
 
 

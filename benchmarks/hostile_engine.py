@@ -1,9 +1,9 @@
-"""Mock engines that mean harm, to requests that ask for it: `"user": "hostile:KIND"` in a body names one of `WAYS`.
+"""Mock engines that send hostile answers to marked requests: `"user": "hostile:KIND"` in a body names one of `WAYS`.
 
 Usage: hostile_engine.py PORT [PORT ...] [--chunks N] [--itl SECONDS] [--page health|metrics]
 
-All other requests get the answers of mock_engine.py. `--page` makes the page of that name of all these engines hostile instead.
-No answer is longer than `MOST` bytes.
+All other requests get the answers of mock_engine.py. `--page` makes the page of that name hostile on all these engines instead.
+No answer is longer than `MAX_ANSWER` bytes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import uvloop
 
 import mock_engine
 
-MOST = 1 << 30
+MAX_ANSWER = 1 << 30
 BLOCK = 1 << 16
-LARGEST_BODY = 1 << 20
-"""Bytes of a request that an engine reads. A larger one is refused without being read: the mock must not be what is slow."""
+MAX_BODY = 1 << 20
+"""Bytes of a request that an engine reads. It refuses a larger one without parsing it: the mock must not be slow itself."""
 _ASKED = re.compile(rb'"user": ?"hostile:([a-z0-9]+)(-prefill)?"')
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n"
 _JSON, _STREAM = _HEAD % b"application/json", _HEAD % b"text/event-stream"
-_LONG = b"content-length: %d\r\n\r\n" % MOST
+_LONG = b"content-length: %d\r\n\r\n" % MAX_ANSWER
 _TINY = b"data: {}\n\n" * (BLOCK // 10)
 _FIRST = b'data: {"id":"c","choices":[{"index":0,"text":"a","logprobs":null,"finish_reason":null}]}\n\n'
 _LINE = b'vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="%d"} 1.0\n'
@@ -40,12 +40,12 @@ WAYS: dict[bytes, tuple[bytes, bytes]] = {
     b"tiny": (_STREAM + _LONG + _FIRST, _TINY),
     b"comments": (_STREAM + _LONG + _FIRST, b":\n\n" * (BLOCK // 3)),
 }
-"""How an answer begins, and what of it comes again and again."""
+"""The beginning of an answer, and the block that is repeated after it."""
 
 
 @functools.cache
 def _page(path: bytes) -> tuple[bytes, bytes]:
-    """Return how a hostile page begins, and what of it comes again and again."""
+    """Return the beginning of a hostile page, and the block that is repeated after it."""
     if path == b"/health":
         return _JSON + _LONG, b"a" * BLOCK
     lines = b"".join([_LINE % number for number in range(1_000_000)])
@@ -53,7 +53,7 @@ def _page(path: bytes) -> tuple[bytes, bytes]:
 
 
 class Connection(mock_engine.Connection):
-    """A connection to an engine that may turn hostile."""
+    """A connection to an engine that may be hostile."""
 
     def __init__(self, engine: mock_engine.Engine, page: bytes | None) -> None:
         super().__init__(engine)
@@ -64,19 +64,19 @@ class Connection(mock_engine.Connection):
         self.again: Callable[[], None] | None = None
 
     def on_message_begin(self) -> None:
-        """As the parser says."""
+        """See httptools."""
         self.parts, self.size = [], 0
 
     def on_body(self, body: bytes) -> None:
-        """As the parser says."""
+        """See httptools."""
         self.size += len(body)
-        if self.size <= LARGEST_BODY:
+        if self.size <= MAX_BODY:
             self.parts.append(body)
 
     def on_message_complete(self) -> None:
-        """As the parser says."""
+        """See httptools."""
         self.body = b"".join(self.parts)
-        if self.size > LARGEST_BODY:
+        if self.size > MAX_BODY:
             head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
             self.transport.write(head % len(_TOO_LONG) + _TOO_LONG)
         elif self.page is not None and self.path == self.page:
@@ -89,23 +89,23 @@ class Connection(mock_engine.Connection):
             super().on_message_complete()
 
     def pause_writing(self) -> None:
-        """As the transport says."""
+        """See `asyncio.Protocol`."""
         self.flowing = False
 
     def resume_writing(self) -> None:
-        """As the transport says."""
+        """See `asyncio.Protocol`."""
         self.flowing = True
         if self.again is not None:
             self.again()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As the transport says."""
+        """See `asyncio.Protocol`."""
         self.again = None
         super().connection_lost(exc)
 
     def _flood(self, begin: bytes, block: bytes) -> None:
-        """Write an answer without an end as fast as it is read; MOST bytes of it."""
-        left = MOST // len(block) if block else 0
+        """Write an endless answer as fast as it is read, at most MAX_ANSWER bytes."""
+        left = MAX_ANSWER // len(block) if block else 0
 
         def more() -> None:
             nonlocal left

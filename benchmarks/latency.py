@@ -1,10 +1,10 @@
-"""How long one client waits: a plain engine, P and D by hand, P and D through pdproxy. One request at a time.
+"""How long one client waits: with a plain engine, with P and D directly, with P and D through pdproxy. One request at a time.
 
 Usage: latency.py [--requests 20] [--lengths 100,1000,1900] [--tokens 16] [--plain URL --prefill URL --decode URL --proxy URL]
 
-Without addresses the tests' engines are started (or taken over, if a run kept them) with a pdproxy in front of one pair.
-Each prompt is asked once in each way, the ways by turns, with fresh token ids each time, so that no cache helps and a
-busy moment of the machine hits all three. Prints medians (p50, p90) in milliseconds, and ratios to the plain engine.
+Without addresses the tests' engines are started (or reused, if a run kept them) with a pdproxy in front of one pair.
+The three ways take turns, with new token ids for each request, so that no cache helps and other load on the
+machine hits all three. Prints p50 and p90 in milliseconds, and ratios to the plain engine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys
 
 @dataclass(frozen=True)
 class Addresses:
-    """Base URLs without a slash at the end."""
+    """Base URLs without a trailing slash."""
 
     plain: str
     prefill: str
@@ -45,7 +45,7 @@ class Addresses:
 
 @dataclass
 class Waits:
-    """Seconds from the request's start, an entry a request."""
+    """Seconds from the request's start, one entry per request."""
 
     first: list[float] = field(default_factory=list)
     total: list[float] = field(default_factory=list)
@@ -58,9 +58,9 @@ async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any]
     first = 0.0
     seen = b""
     async with session.post(url + PATH, json=body | {"stream": True}) as response:
-        async for piece in response.content.iter_any():
+        async for data in response.content.iter_any():
             first = first or time.perf_counter() - began
-            seen += piece
+            seen += data
     if response.status != 200 or not seen.endswith(b"data: [DONE]\n\n") or b'data: {"error"' in seen:
         raise SystemExit(f"{url} answered {response.status}: {seen[-500:]!r}")
     waits.first.append(first)
@@ -72,8 +72,8 @@ async def plain(session: aiohttp.ClientSession, at: Addresses, body: dict[str, A
     await _stream(session, at.plain, body, waits, time.perf_counter())
 
 
-async def by_hand(session: aiohttp.ClientSession, at: Addresses, body: dict[str, Any], waits: Waits) -> None:
-    """The least that P and D can take: both legs from here, nothing between."""
+async def direct(session: aiohttp.ClientSession, at: Addresses, body: dict[str, Any], waits: Waits) -> None:
+    """The minimum for P and D: this client sends both legs, without a proxy."""
     began = time.perf_counter()
     leg = body | {"max_tokens": 1, "min_tokens": 1, "kv_transfer_params": PREFILL}
     async with session.post(at.prefill + PATH, json=leg) as response:
@@ -89,11 +89,11 @@ async def proxied(session: aiohttp.ClientSession, at: Addresses, body: dict[str,
     await _stream(session, at.proxy, body, waits, time.perf_counter())
 
 
-WAYS: dict[str, Way] = {"plain engine": plain, "P, D by hand": by_hand, "P, D by pdproxy": proxied}
+WAYS: dict[str, Way] = {"plain engine": plain, "P, D directly": direct, "P, D by pdproxy": proxied}
 
 
 async def measure(at: Addresses, length: int, requests: int, tokens: int) -> dict[str, Waits]:
-    """Ask `requests` prompts of `length` token ids in each way, after two that don't count."""
+    """Send `requests` prompts of `length` token ids in each way, after two that don't count."""
     found = {name: Waits() for name in WAYS}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
         for number in range(requests + 2):
@@ -146,11 +146,11 @@ def main() -> None:
     options = parser.parse_args()
     given = [options.plain, options.prefill, options.decode, options.proxy]
     if any(given) and not all(given):
-        parser.error("all four addresses, or none")
+        parser.error("give all four addresses, or none")
     with ExitStack() as stack:
         at = Addresses(*given) if all(given) else _own_engines(stack)
         print(f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}")
-        print(f"{options.requests} requests a cell, one at a time, streamed, {options.tokens} tokens each\n")
+        print(f"{options.requests} requests per cell, one at a time, streamed, {options.tokens} tokens each\n")
         asyncio.run(report(at, [int(one) for one in options.lengths.split(",")], options.requests, options.tokens))
 
 

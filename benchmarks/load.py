@@ -1,10 +1,10 @@
-"""Closed-loop load on OpenAI servers: N clients, each with one request open, on kept connections. Prints one line of JSON.
+"""Closed-loop load on OpenAI servers: C clients, each with one open request, on kept connections. Prints one line of JSON.
 
 Usage: load.py URL [URL ...] --conc C --n N [--stream] [--chat] [--prompt-bytes B] [--rate R]
        load.py --direct P D [--direct P D ...] --conc C --n N --stream
 
-`--direct` calls a prefill and a decode engine by hand, as a proxy does: the least that P and D can take. `--rate` starts no
-more than R requests a second, however many clients are free.
+`--direct` calls a prefill and a decode engine without a proxy: the minimum for P and D. `--rate` starts at most
+R requests per second, however many clients are free.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-WORDS = "the quick brown fox jumps over the lazy dog "
-PATIENCE = 120.0
-"""Seconds for one request."""
-ASK = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
+TEXT = "the quick brown fox jumps over the lazy dog "
+REQUEST_TIMEOUT = 120.0
+"""Seconds allowed for one request."""
+PREFILL_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 )
 
 
 class Tally:
-    """What all clients of a run have seen. Times are in seconds."""
+    """Results of all clients of a run. Times are in seconds."""
 
     def __init__(self) -> None:
         self.ok = self.events = self.pieces = self.reads = 0
@@ -60,13 +60,13 @@ RANKS = {"p50": 0.5, "p99": 0.99}
 
 
 def percentile(values: Sequence[float], rank: float) -> float | None:
-    """Return a percentile of seconds in milliseconds; None of nothing."""
+    """Return a percentile of values in seconds as milliseconds; None if there are no values."""
     found = sorted(values)
     return round(1000 * found[min(len(found) - 1, int(rank * len(found)))], 3) if found else None
 
 
 class Client(asyncio.Protocol):
-    """One connection. Counts events by their marks and parses nothing else, since it shares the machine with what it loads."""
+    """One connection. Counts events by patterns and parses nothing else, since it shares the machine with the servers."""
 
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
@@ -86,7 +86,7 @@ class Client(asyncio.Protocol):
             self.done.set_exception(exc or EOFError("closed"))
 
     def ask(self, request: bytes, began: float) -> asyncio.Future[None]:
-        """Send a request; the future is done when its answer is whole."""
+        """Send a request; the future is done when its answer is complete."""
         self.began, self.first, self.before = began, 0.0, 0.0
         self.head = self.rest = b""
         self.body = bytearray()
@@ -116,7 +116,7 @@ class Client(asyncio.Protocol):
             return
         if not data:
             return
-        seen = self.rest + data  # a mark may lie across two reads
+        seen = self.rest + data  # a pattern may span two reads
         if not self.streamed:
             self.body += data
         elif events := seen.count(b"data: {") + seen.count(b"data: ["):
@@ -156,13 +156,13 @@ class Load:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.chat = options.chat
-        self.text = (WORDS * (options.prompt_bytes // len(WORDS) + 1))[: options.prompt_bytes]
+        self.text = (TEXT * (options.prompt_bytes // len(TEXT) + 1))[: options.prompt_bytes]
         self.numbers = iter(range(options.n))
         self.tally = Tally()
         self.started = 0.0
 
     def request(self, url: str, number: int, **more: object) -> bytes:
-        """Return a request; its number makes its prompt one of its own."""
+        """Return a request as bytes; its number makes its prompt unique."""
         prompt = f"{number} {self.text}"
         body: dict[str, object] = {"model": "m", "max_tokens": 64, "stream": self.options.stream}
         body |= {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
@@ -174,25 +174,27 @@ class Load:
         return b"%bcontent-length: %d\r\n\r\n%b" % (head.encode(), len(data), data)
 
     async def connected(self, client: Client, url: str) -> None:
-        """Connect a client unless it is."""
+        """Connect a client if it is not connected."""
         if client.closed:
             parts = urlsplit(url)
             loop = asyncio.get_running_loop()
             await loop.create_connection(lambda: client, parts.hostname or "127.0.0.1", parts.port or 80)
 
     async def client(self, url: str, prefill: str | None) -> None:
-        """Ask until there are no more numbers. With `prefill`, that engine first, then `url` with its handle."""
+        """Send requests until all numbers are used. With `prefill`, to that engine first, then to `url` with its handle."""
         mine, other = Client(self.tally), Client(self.tally)
         for number in self.numbers:
             if self.options.rate:
                 await asyncio.sleep(self.started + number / self.options.rate - time.perf_counter())
             try:
-                async with asyncio.timeout(PATIENCE):
+                async with asyncio.timeout(REQUEST_TIMEOUT):
                     began = time.perf_counter()
                     more: dict[str, object] = {}
                     if prefill is not None:
                         await self.connected(other, prefill)
-                        leg = self.request(prefill, number, max_tokens=1, stream=False, kv_transfer_params=ASK)
+                        leg = self.request(
+                            prefill, number, max_tokens=1, stream=False, kv_transfer_params=PREFILL_PARAMS
+                        )
                         await other.ask(leg, began)
                         more = {"kv_transfer_params": json.loads(other.body)["kv_transfer_params"]}
                     await self.connected(mine, url)
@@ -239,10 +241,10 @@ def main() -> None:
     parser.add_argument("--chat", action="store_true")
     parser.add_argument("--token-ids", action="store_true", help="ask for token ids")
     parser.add_argument("--prompt-bytes", type=int, default=512)
-    parser.add_argument("--rate", type=float, default=0.0, help="requests a second at most; 0: no bound")
+    parser.add_argument("--rate", type=float, default=0.0, help="maximum requests per second; 0: no limit")
     options = parser.parse_args()
     if not options.urls and not options.direct:
-        parser.error("whom to ask? a URL, or --direct P D")
+        parser.error("give a URL, or --direct P D")
     print(json.dumps(uvloop.run(Load(options).run())))
 
 

@@ -1,10 +1,10 @@
-"""A cheap stand-in for vLLM engines, so that in a benchmark the proxy is what costs. Not for tests: it checks nothing.
+"""A cheap replacement for vLLM engines, so that a benchmark measures the proxy. Not for tests: it checks nothing.
 
 Usage: mock_engine.py PORT [PORT ...] [--chunks N] [--itl SECONDS] [--prefill-seconds SECONDS]
 
 Its answers have the bytes of vLLM 0.32.0 (tests/unit/test_mock_engine.py compares them with recordings), rendered once. Each
-port is an engine of its own; A-B are all ports from A to B. A prefill leg gets a NIXL handle, a stream gets N chunks, one
-every ITL seconds (0: as fast as it can) and one a write, anything else a whole answer. `GET /_counts` says what came.
+port is a separate engine; A-B means all ports from A to B. A prefill leg gets a NIXL handle, a stream gets N chunks, one every
+ITL seconds (0: as fast as possible) and one per write, any other request a whole answer. `GET /_counts` returns what arrived.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MODEL = "m"
 CREATED = 1795219866
 FINGERPRINT = "vllm-0.32.0-e7581fe7"
 BLOCK = 16
-"""Tokens in a KV block."""
+"""Tokens per KV block."""
 METRICS = Path(__file__).resolve().parents[1] / "tests" / "sim" / "recordings" / "misc_metrics_D.txt"
-"""A recorded page: scraping hundreds of lines is part of what a proxy does with a real engine."""
+"""A recorded page: with a real engine a proxy also reads hundreds of lines."""
 MOVED = b'vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="external_kv_transfer"} '
 COMMON = f"date: {formatdate(usegmt=True)}\r\nserver: uvicorn\r\n".encode()
 STREAM_HEAD = (
@@ -48,7 +48,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _Asked(msgspec.Struct):
-    """What of a request changes its answer."""
+    """The fields of a request that change its answer."""
 
     stream: bool | None = None
     max_tokens: int | None = None
@@ -87,7 +87,7 @@ def _chunk_of(chat: bool) -> dict[str, Any]:
 
 @functools.cache
 def outputs(chat: bool, chunks: int, ids: bool) -> tuple[bytes, ...]:
-    """Return the events that carry a stream's output, framed."""
+    """Return the events that carry a stream's output, as HTTP chunks."""
     found = []
     for index in range(chunks):
         last = index == chunks - 1
@@ -101,7 +101,7 @@ def outputs(chat: bool, chunks: int, ids: bool) -> tuple[bytes, ...]:
 
 @functools.lru_cache(256)
 def opening(chat: bool, chunks: int, prompt: int | None) -> bytes:
-    """Return a stream's first write: a chat's role, a completion's first token; `prompt` tokens are shown, if not None."""
+    """Return a stream's first write: a chat's role, or a completion's first token, with `prompt` prompt token ids if not None."""
     ids = None if prompt is None else _prompt_ids(prompt)
     if chat:
         role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -114,14 +114,14 @@ def opening(chat: bool, chunks: int, prompt: int | None) -> bytes:
 
 @functools.lru_cache(256)
 def usage(chat: bool, prompt: int, chunks: int) -> bytes:
-    """Return a stream's usage event, framed."""
+    """Return a stream's usage event, as an HTTP chunk."""
     counts = {"prompt_tokens": prompt, "total_tokens": prompt + chunks, "completion_tokens": chunks}
     return _event(_chunk_of(chat) | {"choices": [], "usage": counts, "system_fingerprint": FINGERPRINT})
 
 
 @functools.lru_cache(256)
 def whole(chat: bool, chunks: int, prompt: int, ids: bool, prefill: str | None) -> bytes:
-    """Return an answer that is no stream; `prefill` names the engine that keeps the prompt's KV."""
+    """Return an answer that is not streamed; `prefill` is the id of the engine that keeps the prompt's KV."""
     prompt_ids = _prompt_ids(prompt) if ids else None
     text = " hello" * chunks
     name = "chatcmpl-91e491f871e03068" if chat else "cmpl-899d00b0959a2d34"
@@ -168,7 +168,7 @@ def whole(chat: bool, chunks: int, prompt: int, ids: bool, prefill: str | None) 
 
 
 class Engine:
-    """What all connections of one engine share."""
+    """The shared state of all connections of one engine."""
 
     def __init__(self, port: int, chunks: int, itl: float, prefill_seconds: float) -> None:
         self.name = f"2a59f421-6e63-40bc-8d57-{port:012d}"
@@ -181,7 +181,7 @@ class Engine:
         self.pages = {b"/health": _answer(b""), b"/v1/models": models, b"/version": _answer(b'{"version":"0.32.0"}')}
 
     def page(self, path: bytes) -> bytes:
-        """Answer a GET."""
+        """Return the answer to a GET."""
         if path == b"/_counts":
             return _answer(_json(self.counts))
         if path == b"/metrics":
@@ -199,7 +199,7 @@ def _metrics() -> tuple[bytes, bytes]:
 
 
 class Connection(asyncio.Protocol):
-    """One connection to a mock."""
+    """One connection to a mock engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -243,7 +243,7 @@ class Connection(asyncio.Protocol):
     # -- generating
 
     def generate(self, asked: _Asked, chat: bool) -> None:
-        """Answer, as the prefill or as the decode engine, whatever the request makes of this one."""
+        """Answer as the prefill or as the decode engine, as the request demands."""
         engine = self.engine
         params = asked.kv_transfer_params or _Params()
         ids = bool(asked.return_token_ids)
@@ -268,7 +268,7 @@ class Connection(asyncio.Protocol):
         self.events = outputs(chat, engine.chunks, ids)
         self.at = 0 if chat else 1
         self.transport.write(opening(chat, engine.chunks, prompt if ids else None))
-        paced = engine.itl and self.at  # a chat's role is followed by its first token at once
+        paced = engine.itl and self.at  # a chat's first token follows its role at once
         self.timer = self.loop.call_later(engine.itl, self.step) if paced else self.loop.call_soon(self.step)
 
     def late(self, answer: bytes) -> None:
@@ -276,7 +276,7 @@ class Connection(asyncio.Protocol):
         self.transport.write(answer)
 
     def step(self) -> None:
-        """Write the next event. Each has a turn of the loop to itself, so that each is a write of its own."""
+        """Write the next event. Each is written in a separate loop iteration, so that each is a separate write."""
         if self.at < len(self.events):
             self.transport.write(self.events[self.at])
             self.at += 1
@@ -298,7 +298,7 @@ async def main() -> None:
     parser.add_argument("ports", metavar="PORT", type=_ports, nargs="+")
     parser.add_argument("--chunks", type=int, default=64)
     parser.add_argument("--itl", type=float, default=0.0, help="seconds between two chunks")
-    parser.add_argument("--prefill-seconds", type=float, default=0.0, help="how long a prefill leg takes")
+    parser.add_argument("--prefill-seconds", type=float, default=0.0, help="duration of a prefill leg")
     options = parser.parse_args()
     loop = asyncio.get_running_loop()
     for port in (port for ports in options.ports for port in ports):

@@ -1,9 +1,9 @@
-"""What a large fleet costs: the CPU time of a request, and of idling, with 4 engines and with 200.
+"""The cost of a large fleet: CPU time per request, and when idle, with 4 engines and with 200.
 
 Usage: nodes.py [--nodes 4,200] [--rounds 3] [--requests 4000]
 
-All engines are ports of two processes. Probing and scraping cost by the second, choosing by the request: the first is measured
-without any load, and taken off the second.
+All engines are ports of two processes. Probing and scraping cost per second, choosing an engine costs per request: the first is
+measured without any load, and subtracted from the second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CLIENTS = 32
 
 
 def measure(nodes: int, requests: int) -> tuple[float, float, float]:
-    """Return microseconds of CPU a request, the same without what idling costs, and milliseconds a second of idling."""
+    """Return CPU us per request, the same without the idle cost, and the idle cost in CPU ms per second."""
     quiet = stage.Peer(stage.PDPROXY.cmd, stage.PDPROXY.ready, settle=3.0)
     with stage.engines(nodes // 2, "--chunks", 64, processes=2) as at, stage.proxy(quiet, at) as (process, url):
         stage.load(url, "--conc", CLIENTS, "--n", 4 * nodes)  # connections to every engine
@@ -48,12 +48,12 @@ def main() -> None:
     for _ in range(options.rounds):
         for count in counts:
             found[count].append(measure(count, options.requests))
-    print("| engines | CPU us/request | without idling | idling, CPU ms/s |\n|---|---|---|---|")
+    print("| engines | CPU us/request | without idle cost | idle, CPU ms/s |\n|---|---|---|---|")
     medians = {count: [report.median(values) or 0.0 for values in zip(*found[count], strict=True)] for count in counts}
     for count, (whole, net, idle) in medians.items():
         print(f"| {count} | {whole:.0f} | {net:.0f} | {idle:.1f} |")
     first, last = medians[counts[0]], medians[counts[-1]]
-    added = f"{last[1] - first[1]:+.0f} us a request, {last[2] - first[2]:+.1f} ms a second"
+    added = f"{last[1] - first[1]:+.0f} us per request, {last[2] - first[2]:+.1f} ms per second"
     print(f"\n{counts[-1]} engines instead of {counts[0]}: {added}")
 
 

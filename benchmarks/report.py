@@ -1,4 +1,4 @@
-"""Results as text and as a picture. A result is compare.py's JSON: the machine, the reference peer, a row a measurement."""
+"""Results as text and as SVG. A result is compare.py's JSON: the machine, the reference peer, one row per measurement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Result = dict[str, Any]
 COLUMNS = {
     "CPU us/request": ("us_request", "{:.0f}"),
     "CPU us/chunk": ("us_chunk", "{:.1f}"),
-    "events a read": ("events_per_read", "{:.2f}"),
+    "events per read": ("events_per_read", "{:.2f}"),
     "first p50 ms": ("first_p50_ms", "{:.1f}"),
     "gap p50 ms": ("gap_p50_ms", "{:.1f}"),
     "gap p99 ms": ("gap_p99_ms", "{:.1f}"),
@@ -24,13 +24,13 @@ COLOURS = ("#2f6f9f", "#d9822b", "#5b8c5a", "#8c5b86", "#777777")
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """Return the median of what there is."""
+    """Return the median of the values that are not None; None if there are none."""
     found = [value for value in values if value is not None]
     return statistics.median(found) if found else None
 
 
 def groups(result: Result) -> dict[tuple[str, str], list[Row]]:
-    """Return the rows of each load and peer, in the order of their first."""
+    """Return the rows of each load and peer; loads are sorted, peers keep their order."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in sorted(result["rows"], key=lambda row: str(row["load"])):
         found.setdefault((row["load"], row["peer"]), []).append(row)
@@ -38,7 +38,7 @@ def groups(result: Result) -> dict[tuple[str, str], list[Row]]:
 
 
 def ratio(result: Result, load: str, peer: str) -> float | None:
-    """Return the median over the rounds of a peer's CPU time to the reference's in the same round."""
+    """Return the median over the rounds of the ratio of a peer's CPU time to the reference's in the same round."""
     base = {row["round"]: row["us_request"] for row in groups(result).get((load, result["reference"]), [])}
     mine = groups(result).get((load, peer), [])
     return median(
@@ -47,7 +47,7 @@ def ratio(result: Result, load: str, peer: str) -> float | None:
 
 
 def describe(machine: dict[str, Any]) -> str:
-    """Return the machine in a line."""
+    """Describe the machine in one line."""
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     return (
         f"commit {machine['commit']}; {machine['date']}; {machine['cores']} cores of {machine['cpu']}, "
@@ -62,7 +62,7 @@ def _table(head: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def table(result: Result) -> str:
-    """Return medians over the rounds, a row a load and peer."""
+    """Return medians over the rounds, one row per load and peer."""
     rows = []
     for (load, peer), measured in groups(result).items():
         against = ratio(result, load, peer)
@@ -75,7 +75,7 @@ def table(result: Result) -> str:
 
 
 def against(old: Result, new: Result) -> str:
-    """Return two results side by side: the CPU time of each, and how the ratio to the reference has moved."""
+    """Return two results side by side: the CPU time of each, and how the ratio to the reference has changed."""
     rows = []
     for load, peer in groups(new):
         then, now = (groups(one).get((load, peer)) for one in (old, new))
@@ -97,7 +97,7 @@ def _over(pair: list[float | None]) -> float:
 
 
 def plot(result: Result) -> str:
-    """Return the ratios to the reference as an SVG of bars, a group a load."""
+    """Return the ratios to the reference as bars in SVG, one group per load."""
     loads = list(dict.fromkeys(load for load, _ in groups(result)))
     peers = list(dict.fromkeys(peer for _, peer in groups(result)))
     bars = [(load, peer, value) for load in loads for peer in peers if (value := ratio(result, load, peer)) is not None]
@@ -120,7 +120,7 @@ def plot(result: Result) -> str:
         parts.append(f'<text x="{x + 18}" y="42">{escape(peer)}</text>')
     one = 140 + scale
     parts.append(f'<line x1="{one:.1f}" x2="{one:.1f}" y1="{top - 6}" y2="{y}" stroke="#000" stroke-dasharray="3 3"/>')
-    title = f"CPU time of a request, {escape(result['reference'])} = 1"
+    title = f"CPU time per request, {escape(result['reference'])} = 1"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{y + 20}" font-family="sans-serif" font-size="12">'
         f'<rect width="100%" height="100%" fill="#fff"/><text x="140" y="20" font-size="14">{title}</text>'

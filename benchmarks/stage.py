@@ -1,4 +1,4 @@
-"""What all benchmarks share: engines and proxies as processes, what these cost by /proc, and the machine they ran on."""
+"""Shared by all benchmarks: engines and proxies as processes, their cost from /proc, and the description of the machine."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ PAGE_KB = os.sysconf("SC_PAGE_SIZE") / 1024
 
 
 class NotStartedError(Exception):
-    """A process that was to serve does not."""
+    """A process does not serve."""
 
 
-# -- what a process tree costs
+# -- the cost of a process tree
 
 
 def _stat(pid: int | str) -> list[str]:
@@ -55,7 +55,7 @@ def tree(pid: int) -> list[int]:
 
 
 def cpu(pid: int) -> float:
-    """Return the CPU seconds of a process tree so far, in user and kernel mode; of ended children, too, once waited for."""
+    """Return the CPU seconds of a process tree so far, user and kernel, including ended children that were waited for."""
     total = 0.0
     for each in tree(pid):
         try:
@@ -80,7 +80,7 @@ def rss(pid: int) -> float:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of the loopback that nobody has."""
+    """Return free ports of the loopback."""
     with ExitStack() as stack:
         held = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in held:
@@ -94,13 +94,13 @@ def url(port: int) -> str:
 
 
 def get(address: str, seconds: float = 2.0) -> bytes:
-    """Return what a GET answers."""
+    """Return the body that a GET answers."""
     with urllib.request.urlopen(address, timeout=seconds) as answer:
         return bytes(answer.read())
 
 
 def wait_for(address: str, process: subprocess.Popen[bytes], seconds: float = 60.0) -> None:
-    """Wait until a GET is answered 200.
+    """Wait until a GET gets a 200.
 
     Raises:
         NotStartedError: the process has ended, or it took too long.
@@ -122,7 +122,7 @@ def wait_for(address: str, process: subprocess.Popen[bytes], seconds: float = 60
 def running(
     command: Sequence[str], *, env: Mapping[str, str] | None = None, cores: set[int] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command in a process group of its own; its output is shown if it fails to start. `cores` pins it."""
+    """Run a command in its own process group; print its output if it fails to start. `cores` pins it."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **(env or {})}
@@ -151,31 +151,31 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def script(name: str, *arguments: object) -> list[str]:
-    """Return the command of a script of this folder."""
+    """Return the command that runs a script of this folder."""
     return [sys.executable, str(HERE / name), *map(str, arguments)]
 
 
 @dataclass(frozen=True)
 class Engines:
-    """Mock engines that are running."""
+    """Ports of running mock engines."""
 
     prefills: tuple[int, ...]
     decodes: tuple[int, ...]
 
     @property
     def pairs(self) -> list[str]:
-        """Flags that have load.py call the engines by hand."""
+        """Flags that make load.py call the engines directly."""
         return [part for p, d in zip(self.prefills, self.decodes, strict=True) for part in ("--direct", url(p), url(d))]
 
     def split(self) -> float:
-        """Return the share of decode requests so far that brought a handle."""
+        """Return the share (0 to 1) of decode requests so far that had a handle."""
         counts = [json.loads(get(f"{url(port)}/_counts")) for port in self.decodes]
         return float(sum(c["decode_with_kv"] for c in counts) / max(1, sum(c["decode"] for c in counts)))
 
 
 @contextmanager
 def engines(pairs: int, *flags: object, processes: int = 0, cores: set[int] | None = None) -> Iterator[Engines]:
-    """Run mock engines: `pairs` to prefill, as many to decode, one process each or shared among `processes`."""
+    """Run `pairs` prefill and as many decode mock engines, one process each, or all in `processes` processes."""
     ports = free_ports(2 * pairs)
     count = processes or len(ports)
     with ExitStack() as stack:
@@ -189,7 +189,7 @@ def engines(pairs: int, *flags: object, processes: int = 0, cores: set[int] | No
 
 @dataclass(frozen=True)
 class Peer:
-    """How a proxy is started (peers.json)."""
+    """How a proxy is started (peers.json). `settle`: seconds to wait after it is ready."""
 
     cmd: str
     ready: str = "/health"
@@ -197,7 +197,7 @@ class Peer:
     env: dict[str, str] = field(default_factory=dict)
 
     def command(self, at: Engines, port: int) -> list[str]:
-        """Return its command line. {prefills} and {decodes} stand for all URLs, {p0}, {d1} and so on for a port."""
+        """Return its command line. {prefills} and {decodes} are all URLs, {p0}, {d1} and so on are single ports."""
         known: dict[str, object] = {"python": sys.executable, "port": port, "aux": free_ports(1)[0]}
         known |= {f"p{n}": p for n, p in enumerate(at.prefills)} | {f"d{n}": p for n, p in enumerate(at.decodes)}
         known |= {"prefills": " ".join(map(url, at.prefills)), "decodes": " ".join(map(url, at.decodes))}
@@ -209,10 +209,10 @@ PDPROXY = Peer("{python} -m pdproxy serve --prefill {prefills} --decode {decodes
 
 @contextmanager
 def proxy(peer: Peer, at: Engines, *, cores: set[int] | None = None) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Run a proxy before engines; yields its process and its base URL.
+    """Run a proxy in front of engines; yield its process and its base URL.
 
     Raises:
-        NotStartedError: it isn't ready.
+        NotStartedError: the proxy did not become ready.
     """
     (port,) = free_ports(1)
     with running(peer.command(at, port), env=peer.env, cores=cores) as process:
@@ -232,7 +232,7 @@ def load(*arguments: object, cores: set[int] | None = None) -> dict[str, Any]:
 
 
 def raise_files() -> None:
-    """Allow this process and its children as many open files as may be."""
+    """Raise the limit of open files of this process and its children to the maximum."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -241,7 +241,7 @@ def raise_files() -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Describe what a result was measured on."""
+    """Return a description of this machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     versions = {}
@@ -263,7 +263,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return this checkout's commit, and whether it has been changed since."""
+    """Return this checkout's commit, and whether there are uncommitted changes."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(

@@ -1,11 +1,12 @@
-"""Many streams open at once: are any lost, what does one hold in memory, and how many does a core carry?
+"""Many streams at once: whether any are lost, how much memory one takes, and how many one core carries.
 
 Usage: streams.py [--streams 2000] [--itl 0.1] [--chunks 100]
        streams.py --search [--added-ms 5] [--itl 0.02]
 
-The first opens all streams at once, a token each every `--itl` seconds; memory is the proxy's resident memory with the streams
-open less the idle one, a stream. `--search` pins the proxy to one core and the rest to the others, and finds how many
-streams it carries before it adds more than `--added-ms` to the 99th percentile of gaps that the engines alone show.
+The first form opens all streams at once, each with one token every `--itl` seconds. Memory per stream is the proxy's peak
+resident memory minus its idle memory, divided by the streams. `--search` pins the proxy to one core and the rest to the others,
+and finds how many streams it carries before it adds more than `--added-ms` to the 99th percentile of the gaps of the engines
+alone.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import time
 
 import stage
 
-CLOSE_ENOUGH = 0.1
-"""The search ends when it knows the number to within this part."""
+TOLERANCE = 0.1
+"""The search ends when it knows the number with this relative error."""
 
 
 class Peak(threading.Thread):
-    """Watches a process tree's memory while it runs."""
+    """Records the peak of a process tree's memory."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -32,22 +33,22 @@ class Peak(threading.Thread):
         self.over = threading.Event()
 
     def run(self) -> None:
-        """Look four times a second."""
+        """Sample four times per second."""
         while not self.over.wait(0.25):
             self.kb = max(self.kb, stage.rss(self.pid))
 
 
 def peer(streams: int) -> stage.Peer:
-    """Return pdproxy, allowed that many requests at once."""
+    """Return pdproxy with limits that allow this many requests at once."""
     bounds = {"PDPROXY_LIMITS__MAX_INFLIGHT": str(streams + 64), "PDPROXY_LIMITS__MAX_QUEUE": str(streams + 64)}
     return stage.Peer(stage.PDPROXY.cmd, stage.PDPROXY.ready, env={**bounds, "PDPROXY_OBSERVE__LOG_LEVEL": "warning"})
 
 
 def hold(streams: int, chunks: int, itl: float) -> int:
-    """Open all streams at once and print what became of them. Return how many events are missing."""
+    """Open all streams at once and print the results. Return how many events are missing."""
     flags = ["--conc", streams, "--n", streams, "--stream", "--prompt-bytes", 512]
     with stage.engines(2, "--chunks", chunks, "--itl", itl) as at, stage.proxy(peer(streams), at) as (process, url):
-        stage.load(url, "--conc", 32, "--n", 64)  # what is built at the first request is not a stream's
+        stage.load(url, "--conc", 32, "--n", 64)  # what the first request allocates does not belong to a stream
         time.sleep(1)
         idle = stage.rss(process.pid)
         peak = Peak(process.pid)
@@ -63,19 +64,19 @@ def hold(streams: int, chunks: int, itl: float) -> int:
     print(f"whole: {found['ok']}, failed: {found['errors'] or 'none'}, events missing: {missing}")
     print(f"gap p50 {found['gap_p50_ms']} ms, p99 {found['gap_p99_ms']} ms; first token p50 {found['first_p50_ms']} ms")
     print(
-        f"CPU {1e6 * spent / max(1, found['events']):.1f} us an event, {100 * spent / found['wall_s']:.0f} % of a core"
+        f"CPU {1e6 * spent / max(1, found['events']):.1f} us per event, {100 * spent / found['wall_s']:.0f} % of a core"
     )
     print(f"memory idle {idle / 1024:.1f} MB, peak {peak.kb / 1024:.1f} MB, afterwards {after / 1024:.1f} MB")
-    print(f"memory of a stream: {(peak.kb - idle) / streams:.1f} KB")
+    print(f"memory per stream: {(peak.kb - idle) / streams:.1f} KB")
     return missing
 
 
 def search(added_ms: float, itl: float, seconds: float) -> None:
-    """Double the streams until too slow, then halve the rest."""
+    """Double the number of streams until it is too slow, then bisect."""
     cores = sorted(os.sched_getaffinity(0))
     mine, others = {cores[0]}, set(cores[1:])
     if not others:
-        raise SystemExit("one core is for the proxy: there must be another")
+        raise SystemExit("needs at least two cores: one is for the proxy")
     chunks = max(16, int(seconds / itl))
 
     def added(streams: int) -> float:
@@ -96,7 +97,7 @@ def search(added_ms: float, itl: float, seconds: float) -> None:
         return float("inf") if lost else more
 
     good, bad, streams = 0, 0, 64
-    while not bad or (bad - good) > CLOSE_ENOUGH * bad:
+    while not bad or (bad - good) > TOLERANCE * bad:
         if added(streams) <= added_ms:
             good = streams
         else:
@@ -104,7 +105,7 @@ def search(added_ms: float, itl: float, seconds: float) -> None:
         streams = (good + bad) // 2 if bad else 2 * good
         if streams < 8:
             break
-    print(f"streams a core before gaps grow by {added_ms:g} ms (p99), a token every {1000 * itl:g} ms: {good}")
+    print(f"streams per core before gaps grow by {added_ms:g} ms (p99), one token every {1000 * itl:g} ms: {good}")
 
 
 def main() -> None:
@@ -113,7 +114,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=2000)
     parser.add_argument("--chunks", type=int, default=100)
     parser.add_argument("--itl", type=float, help="seconds between two tokens (0.1; 0.02 in a search)")
-    parser.add_argument("--search", action="store_true", help="how many streams a core carries")
+    parser.add_argument("--search", action="store_true", help="find how many streams one core carries")
     parser.add_argument("--added-ms", type=float, default=5.0)
     parser.add_argument("--seconds", type=float, default=4.0, help="length of the streams in a search")
     options = parser.parse_args()

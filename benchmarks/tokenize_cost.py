@@ -1,10 +1,10 @@
-"""What a prompt's token ids cost at the proxy: CPU time a request by the prompt's length, and memory.
+"""The cost of making a prompt's token ids in the proxy: CPU time per request by the prompt's length, and memory.
 
 Usage: tokenize_cost.py --model FOLDER [--tokens 100 1000 10000 100000] [--repeat 20]
 
-In one thread, from the request's fields to the JSON of its ids, as a proxy's thread does it; the CPU time is that thread's, the
-median of the repeats. "Whole" is what an engine does: transformers renders and encodes all of it. A chat's turns are of 200
-tokens each; "a turn more" is the same conversation with an answer and a question added, when the rest has been seen.
+Measured in one thread, from the request's fields to the JSON of its ids, as the proxy's thread does it. The CPU time is that
+thread's, the median of the repeats. "Nothing cached" is an engine's way: transformers renders and encodes the whole chat. A
+chat's turns have 200 tokens each. "One turn more" is a known conversation with an answer and a question added.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pdproxy.wire.request import Parsed, Route, parse
 
 FORMS: dict[bool, ContentFormat] = {False: "string", True: "string"}
 TURN = 200
-COLUMNS = ("completion", "of it GIL held", "chat", "chat, whole", "chat, a turn more")
+COLUMNS = ("completion", "GIL held", "chat", "chat, nothing cached", "chat, one turn more")
 
 
 def rss() -> float:
@@ -37,13 +37,13 @@ def rss() -> float:
 
 
 def text(number: int, words: int) -> str:
-    """Return prose that no other number has, without its being random letters."""
+    """Return prose that differs for each number; random letters would not be typical."""
     source = " ".join(str(__doc__).split()).split(" ")
     return f"{number}. " + " ".join(source[(number + at) % len(source)] for at in range(words))
 
 
 def median(make: Callable[[int], Any], work: Callable[[Any], object], repeat: int) -> float:
-    """Return the CPU time in ms that `work` takes for what `make` has made for it, which is not counted."""
+    """Return the median CPU time in ms of `work` on what `make` returns; `make` itself does not count."""
     times = []
     for at in range(repeat):
         given = make(at)
@@ -54,12 +54,12 @@ def median(make: Callable[[int], Any], work: Callable[[Any], object], repeat: in
 
 
 def request(route: Route, **fields: Any) -> Parsed:
-    """Return a request as ingress reads it."""
+    """Return a request as the proxy reads it."""
     return parse(route, msgspec.json.encode({"model": "m", **fields}))
 
 
 def talk(number: int, turns: int, words: int) -> list[dict[str, str]]:
-    """Return a conversation."""
+    """Return a conversation of `turns` messages of `words` words."""
     return [
         {"role": "assistant" if at % 2 else "user", "content": text(number * 1000 + at, words)} for at in range(turns)
     ]
@@ -85,8 +85,8 @@ def measure(model: str, tokens: int, repeat: int) -> list[float]:
         ids(request(Route.CHAT, messages=messages[:turns]))
         return request(Route.CHAT, messages=messages)
 
-    own = tokenizer._model  # noqa: SLF001 - what an engine has
-    own.model_max_length = sys.maxsize  # it would warn
+    own = tokenizer._model  # noqa: SLF001 - the tokenizer that an engine uses
+    own.model_max_length = sys.maxsize  # avoids a warning
 
     def whole(parsed: Parsed) -> object:
         messages = conversation(read_chat(parsed.fields).messages, "string", developer=True)

@@ -1,1 +1,1 @@
-"""Real vLLM engines with NIXL on this machine's CPU, and the tests that put pdproxy in front of them."""
+"""Tests of pdproxy in front of real vLLM engines with NIXL on this machine's CPU."""

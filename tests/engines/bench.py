@@ -10,7 +10,7 @@ from .build import Built
 from .engine import MODEL
 from .launcher import ENVIRONMENT
 
-# `vllm bench serve` asks for the metadata of a distribution named vllm; its module doesn't.
+# The command `vllm bench serve` needs the metadata of a distribution named vllm; its module does not.
 BENCH = """
 import argparse
 from vllm.benchmarks.serve import add_cli_args, main
@@ -23,7 +23,7 @@ main(parser.parse_args())
 async def bench_serve(
     built: Built, url: str, path: str, folder: Path, *, requests: int, tokens: int, clients: int
 ) -> dict[str, Any]:
-    """Ask `requests` random prompts of 200 tokens for `tokens` each; vLLM's own result. Fails where the benchmark does."""
+    """Send `requests` random prompts of 200 tokens, with `tokens` to generate each; return vLLM's result. Fails if it fails."""
     result = folder / "result.json"
     backend = "openai-chat" if "chat" in path else "openai"
     flags = ["--backend", backend, "--base-url", url, "--endpoint", path, "--model", MODEL]

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Build what the engines run on, once: `python tests/engines/build.py [DIR]`.
+"""Build the environment and the model of the engines, once: `python tests/engines/build.py [DIR]`.
 
-DIR (default: `PDPROXY_ENGINES_DIR`, else `.engines` at the checkout's root) gets a virtual environment with vLLM's CPU
-build and NIXL (2.4 GB), patched for few cores, and a tiny model. A stamp holds a digest of all that went into each of
-the two; a second run finds it and returns at once, a half-built environment is made anew.
+DIR (default: `PDPROXY_ENGINES_DIR`, or `.engines` at the checkout's root) gets a virtual environment with vLLM's CPU
+build and NIXL (2.4 GB), patched for few cores, and a tiny model. Each has a stamp with a digest of its inputs. If the stamp
+matches, a second run returns at once; an incomplete environment is built again.
 
-torch's CPU build is not where the other packages are. Where it comes from, first match wins:
+torch's CPU build is not in the same index as the other packages. Its source is the first of these:
 - `--torch-index URL` or `PDPROXY_TORCH_INDEX`: a package index that has it;
 - `PIP_FIND_LINKS`: a folder or page with the wheel;
-- else uv's own `--torch-backend cpu`, which knows PyTorch's index.
+- uv's own `--torch-backend cpu`, which knows PyTorch's index.
 
-Standard library only, so that it runs on a fresh machine. uv does the installing (taken from PATH, else put into a
-helper environment inside DIR).
+Uses only the standard library, so that it runs on a new machine. uv installs the packages; it is taken from PATH, or installed
+into a helper environment inside DIR.
 """
 
 import argparse
@@ -29,16 +29,16 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 DEFAULT_DIR = HERE.parents[1] / ".engines"
-PYTHON = "3.11"  # the lock was made for it, and so was the CPU wheel of torch
+PYTHON = "3.11"  # the lock and the CPU wheel of torch are for this version
 
 
 class EnginesUnavailable(Exception):  # noqa: N818 - reads as what it reports
-    """Real engines can't be had on this machine; the message is one line that says why."""
+    """Real engines are not available on this machine; the message is one line with the reason."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """Where a finished build lies."""
+    """The paths of a finished build."""
 
     root: Path
     python: Path
@@ -46,12 +46,12 @@ class Built:
 
 
 def default_dir() -> Path:
-    """The folder that holds the build: `PDPROXY_ENGINES_DIR` or `.engines` in the checkout."""
+    """Return the folder of the build: `PDPROXY_ENGINES_DIR` or `.engines` in the checkout."""
     return Path(os.environ.get("PDPROXY_ENGINES_DIR") or DEFAULT_DIR).resolve()
 
 
 def ensure(root: Path | None = None, torch_index: str | None = None) -> Built:
-    """Return the build in `root`, making what is missing. Raises EnginesUnavailable."""
+    """Return the build in `root`; build what is missing. Raises EnginesUnavailable."""
     root = (root or default_dir()).resolve()
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise EnginesUnavailable(
@@ -66,7 +66,7 @@ def ensure(root: Path | None = None, torch_index: str | None = None) -> Built:
 
 
 def ensure_overlay(built: Built, name: str) -> Path:
-    """Return a folder with the packages of `NAME.lock`, to be put ahead of the environment's own on PYTHONPATH.
+    """Return a folder with the packages of `NAME.lock`, for PYTHONPATH, before the environment's own packages.
 
     Raises EnginesUnavailable.
     """
@@ -78,14 +78,14 @@ def ensure_overlay(built: Built, name: str) -> Path:
 
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """One build at a time; a second caller waits and then finds the stamps."""
+    """Allow one build at a time; a second caller waits and then finds the stamps."""
     with (root / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _once(folder: Path, digest: str, make: Callable[[], None]) -> None:
-    """Call `make` unless `folder` was finished from the same inputs. The stamp is written last."""
+    """Call `make` unless `folder` is complete and made from the same inputs. The stamp is written last."""
     stamp = folder / "pdproxy.stamp"
     with contextlib.suppress(OSError):
         if stamp.read_text() == digest:
@@ -150,7 +150,7 @@ def _make_model(built: Built) -> None:
 
 
 def _run(failure: str, *command: str | Path) -> None:
-    """Run `command`; a failure becomes one EnginesUnavailable line behind all that it said."""
+    """Run `command`; a failure prints its output and raises EnginesUnavailable with one line."""
     line = [str(part) for part in command]
     done = subprocess.run(
         line, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
@@ -163,7 +163,7 @@ def _run(failure: str, *command: str | Path) -> None:
 
 
 def main() -> int:
-    """The command line. Exit code 3: engines can't be had here."""
+    """The command line. Exit code 3: engines are not available here."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("dir", nargs="?", type=Path, help="where to build (default: PDPROXY_ENGINES_DIR or .engines)")
     parser.add_argument("--torch-index", metavar="URL", help="a package index with torch's CPU build")

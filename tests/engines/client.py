@@ -1,4 +1,4 @@
-"""A plain HTTP client for the tests: one request, everything that came back, however it ended."""
+"""A plain HTTP client for the tests: one request, its whole answer, and how it ended."""
 
 import asyncio
 import json
@@ -9,12 +9,12 @@ from typing import Any
 
 import aiohttp
 
-TIMEOUT = 240.0  # an engine's first request with logprobs takes some 20 s, several at once take longer
+TIMEOUT = 240.0  # an engine's first request with logprobs takes about 20 s, several at once take longer
 
 
 @dataclass
 class Answer:
-    """What a client saw: status, headers, all bytes, and how and when it ended (seconds since the request was sent)."""
+    """An answer: status, headers, all bytes, how it ended (`broken`: the error), and times in seconds since the request."""
 
     status: int = 0
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -35,18 +35,18 @@ class Answer:
 
     @property
     def events(self) -> list[str]:
-        """The stream's events without `data: `. What isn't a whole event shows up as it came, so that nothing hides."""
+        """The stream's events without `data: `. Incomplete events are included unchanged, so that a test sees them."""
         parts = self.body.decode().split("\n\n")
         return [part.removeprefix("data: ") for part in parts if part]
 
     @property
     def chunks(self) -> list[dict[str, Any]]:
-        """The stream's events as JSON, less the closing [DONE]."""
+        """The stream's events as JSON, without [DONE]."""
         return [json.loads(event) for event in self.events if event != "[DONE]"]
 
     @property
     def text(self) -> str:
-        """The first choice's text, put together where streamed."""
+        """The first choice's text; of a stream, joined."""
         objects = self.chunks if self.streamed else [self.json]
         choices = [choice for chunk in objects for choice in chunk.get("choices", ()) if choice["index"] == 0]
         return "".join(_text(choice) for choice in choices)
@@ -67,7 +67,7 @@ async def ask(
     timeout: float = TIMEOUT,
     progress: "Progress | None" = None,
 ) -> Answer:
-    """POST and read to the end. A connection that breaks is part of the answer; silence over `timeout` raises."""
+    """POST and read to the end. A broken connection is part of the answer; after `timeout` seconds it raises TimeoutError."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer, started = Answer(), time.monotonic()
     limits = aiohttp.ClientTimeout(total=timeout)
@@ -77,9 +77,9 @@ async def ask(
                 url + path, data=data, headers={"Content-Type": "application/json", **(headers or {})}
             ) as response:
                 answer.status, answer.headers = response.status, dict(response.headers)
-                async for piece in response.content.iter_any():
+                async for data_read in response.content.iter_any():
                     answer.first_byte = answer.first_byte or time.monotonic() - started
-                    answer.body += piece
+                    answer.body += data_read
                     if progress:
                         progress.saw(answer)
         except aiohttp.ClientError as error:
@@ -89,18 +89,18 @@ async def ask(
 
 
 class Progress:
-    """Lets a test wait until a stream has shown a number of events."""
+    """Lets a test wait until a stream has sent a number of events."""
 
     def __init__(self, events: int) -> None:
         self._wanted = events
         self._reached = asyncio.Event()
 
     def saw(self, answer: Answer) -> None:
-        """Called by `ask` with each piece."""
+        """Called by `ask` after each read."""
         if answer.body.count(b"\n\n") >= self._wanted:
             self._reached.set()
 
     async def wait(self, timeout: float = 60.0) -> None:
-        """Return once the events are there."""
+        """Return when the events have arrived."""
         async with asyncio.timeout(timeout):
             await self._reached.wait()

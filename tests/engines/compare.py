@@ -1,4 +1,4 @@
-"""Whether two engines' answers are the same answer: masking what must differ, and naming the first other difference."""
+"""Compares the answers of two engines: masks what must differ, and returns the first other difference."""
 
 import copy
 import math
@@ -8,23 +8,22 @@ from typing import Any
 
 from .client import Answer
 
-# The same sum is added up in another order where a prompt's last token was prefilled (plain) or decoded (split).
+# The plain engine computes a prompt's last token in the prefill, a split one in decoding: the same sum in another order.
 LOGPROB_TOLERANCE = 2e-3
-# The engine's own fingerprint; a time.
 MASKED = {"system_fingerprint", "created"}
-_CLOCK = re.compile(r"\[\d\d:\d\d:\d\d\]")  # xgrammar dates its complaints
+_CLOCK = re.compile(r"\[\d\d:\d\d:\d\d\]")  # xgrammar puts a time into its errors
 _MINTED = re.compile(r"^(cmpl-|chatcmpl-tool-|chatcmpl-|call_)?[0-9a-f-]{16,}$")
 
 
 def differs(
-    plain: Answer, other: Answer, *, strict: bool = True, warm: bool = False, unsaid: AbstractSet[str] = frozenset()
+    plain: Answer, other: Answer, *, strict: bool = True, warm: bool = False, ignored: AbstractSet[str] = frozenset()
 ) -> str:
-    """The first difference between two answers, empty where there is none.
+    """Return the first difference between two answers; empty if there is none.
 
-    `warm`: the prompt may have been seen by one of the engines before, so cached tokens aren't compared. `unsaid`: keys that
-    may be missing, so neither they nor their values are.
-    `strict` also compares chunk by chunk. An engine that lags behind puts two tokens into one chunk, and that is allowed
-    for where both say something. Seldom it isn't enough (half a character says nothing): ask again before you complain.
+    `warm`: one of the engines may have cached the prompt, so cached tokens are not compared. `ignored`: keys that are not
+    compared, since they may be missing.
+    `strict` also compares chunk by chunk. A late engine puts two tokens into one chunk; this is accepted if both tokens have
+    text. Rarely this is not enough (half a character has no text): then send the request again.
     """
     if plain.status != other.status:
         return f"status: {plain.status} != {other.status}: {other.body[:500]!r}"
@@ -34,37 +33,37 @@ def differs(
         return f"Content-Type: {one!r} != {two!r}"
     masked = MASKED | ({"cached_tokens", "created_cache_tokens"} if warm else set())
     if not plain.streamed:
-        return first_difference(mask(plain.json, masked, unsaid), mask(other.json, masked, unsaid))
+        return first_difference(mask(plain.json, masked, ignored), mask(other.json, masked, ignored))
     if plain.events[-1] != "[DONE]" or other.events[-1] != "[DONE]":
         return f"last event: {plain.events[-1]!r} != {other.events[-1]!r}"
     if why := mixed_ids(other):
         return why
-    one, two = mask(plain.chunks, masked, unsaid), mask(other.chunks, masked, unsaid)
-    if strict and (why := _cut_differently(by_choice(one), by_choice(two))):
+    one, two = mask(plain.chunks, masked, ignored), mask(other.chunks, masked, ignored)
+    if strict and (why := _split_differently(by_choice(one), by_choice(two))):
         return why
     return first_difference(joined(one), joined(two))
 
 
 def mixed_ids(answer: Answer) -> str:
-    """Two ids or two times in one stream: it was put together from several answers and shows it."""
+    """Return why a stream looks like a mix of several answers (two ids, times or models); empty if it does not."""
     for name in ("id", "created", "model"):
         if len(values := {chunk.get(name) for chunk in answer.chunks}) > 1:
             return f"the stream's chunks differ in {name}: {values}"
     return ""
 
 
-def mask(value: Any, masked: set[str] = MASKED, unsaid: AbstractSet[str] = frozenset()) -> Any:
-    """Replace what two right answers never share: minted ids, and under the keys in `masked` all but whether it is null.
+def mask(value: Any, masked: set[str] = MASKED, ignored: AbstractSet[str] = frozenset()) -> Any:
+    """Replace what always differs: minted ids, and the values under the keys in `masked` by whether they are not null.
 
-    The keys in `unsaid` are left out.
+    The keys in `ignored` are left out.
     """
     if isinstance(value, list):
-        return [mask(item, masked, unsaid) for item in value]
+        return [mask(item, masked, ignored) for item in value]
     if not isinstance(value, dict):
         return value
     out = {}
     for key, item in value.items():
-        if key in unsaid:
+        if key in ignored:
             continue
         if key == "id" and isinstance(item, str) and (minted := _MINTED.match(item)):
             out[key] = f"{minted[1] or ''}*"
@@ -73,12 +72,12 @@ def mask(value: Any, masked: set[str] = MASKED, unsaid: AbstractSet[str] = froze
         elif key in masked:
             out[key] = item is not None
         else:
-            out[key] = mask(item, masked, unsaid)
+            out[key] = mask(item, masked, ignored)
     return out
 
 
 def by_choice(chunks: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The chunks in order for each choice: choices may overtake each other, a choice's own chunks may not."""
+    """Return the chunks of each choice in order: choices may overtake each other, a choice's own chunks may not."""
     groups: dict[str, list[Any]] = {}
     for chunk in chunks:
         indexes = ",".join(str(choice["index"]) for choice in chunk.get("choices", ())) or "no choice"
@@ -86,8 +85,8 @@ def by_choice(chunks: list[dict[str, Any]]) -> dict[str, list[Any]]:
     return groups
 
 
-def _cut_differently(one: dict[str, list[Any]], two: dict[str, list[Any]]) -> str:
-    """The first chunk that differs from its counterpart, after putting together those that are shorter there."""
+def _split_differently(one: dict[str, list[Any]], two: dict[str, list[Any]]) -> str:
+    """Return the first difference between corresponding chunks, after joining chunks that are shorter on one side."""
     if one.keys() != two.keys():
         return f"choices: {sorted(one)} != {sorted(two)}"
     for key in one:
@@ -95,8 +94,8 @@ def _cut_differently(one: dict[str, list[Any]], two: dict[str, list[Any]]) -> st
         at = 0
         while at < min(len(left), len(right)):
             while why := first_difference(left[at], right[at], f"$.{key}[{at}]"):
-                shorter = left if _said(left[at]) < _said(right[at]) else right
-                if not _said(shorter[at]) or at + 1 == len(shorter) or not _said(shorter[at + 1]):
+                shorter = left if _amount(left[at]) < _amount(right[at]) else right
+                if not _amount(shorter[at]) or at + 1 == len(shorter) or not _amount(shorter[at + 1]):
                     return why
                 shorter[at : at + 2] = [_glue(*shorter[at : at + 2])]
             at += 1
@@ -105,8 +104,8 @@ def _cut_differently(one: dict[str, list[Any]], two: dict[str, list[Any]]) -> st
     return ""
 
 
-def _said(chunk: dict[str, Any]) -> int:
-    """How many characters, token ids and logprobs a chunk adds to its choice."""
+def _amount(chunk: dict[str, Any]) -> int:
+    """Return how many characters, token ids and logprobs a chunk adds to its choice."""
     total = 0
     for choice in chunk.get("choices", ()):
         delta = choice.get("delta", choice)
@@ -122,21 +121,21 @@ def _logprobs(choice: dict[str, Any]) -> list[Any]:
 
 
 def _glue(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Two chunks of one choice as the one that an engine would have sent had it been slower."""
+    """Join two chunks of one choice as a slower engine would have done."""
     out = copy.deepcopy(first)
     _join(out["choices"][0], second["choices"][0])
     return out | {key: value for key, value in second.items() if key != "choices"}
 
 
 def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a stream says however it is cut: each choice's deltas put together, what stands beside them, all keys."""
+    """Return a stream's content, independent of how it is split: each choice's joined deltas, the other fields, all keys."""
     out: dict[str, Any] = {"choices": {}, "usage": [], "beside": {}, "keys": set()}
     for chunk in (dict(chunk) for chunk in chunks):
         choices = chunk.pop("choices", [])
         usage = chunk.pop("usage", None)
         if usage and not choices:
             out["usage"].append(usage)
-        # An engine that lags puts all tokens into its last chunk: those in between need not be there.
+        # A late engine puts all tokens into its last chunk: chunks in between may be missing.
         between = bool(choices) and all(_between(choice) for choice in choices)
         if not between:
             out["keys"].add(",".join(sorted(chunk)))
@@ -150,18 +149,18 @@ def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _between(choice: dict[str, Any]) -> bool:
-    """Whether a delta is neither a choice's opening nor its end."""
+    """Return whether a delta is neither the first nor the last of a choice."""
     return choice.get("finish_reason") is None and "role" not in (choice.get("delta") or {})
 
 
 def _join(into: dict[str, Any], piece: dict[str, Any]) -> None:
-    """Add one delta to what a choice said so far: texts and lists grow, objects are joined, other values must agree."""
+    """Add a delta to the joined choice: texts and lists grow, objects are joined, other values must be equal."""
     for key, value in piece.items():
         if value is None:
             into.setdefault(key, None)
         elif key == "tool_calls":
             into[key] = into.get(key) or []
-            _join_calls(into[key], value)  # one delta may have a call's name and its first arguments apart
+            _join_calls(into[key], value)  # a delta may carry a call's name and its first arguments separately
         elif into.get(key) is None:
             into[key] = copy.deepcopy(value)
         elif isinstance(value, dict):
@@ -182,7 +181,7 @@ def _join_calls(into: list[dict[str, Any]], calls: list[dict[str, Any]]) -> None
 
 
 def first_difference(one: Any, two: Any, path: str = "$") -> str:
-    """Where two JSON values part, with both values; empty where they don't. Floats (logprobs) may differ a little."""
+    """Return the path of the first difference of two JSON values, with both; empty if equal. Floats may differ slightly."""
     if isinstance(one, float) and isinstance(two, float):
         return "" if math.isclose(one, two, rel_tol=1e-3, abs_tol=LOGPROB_TOLERANCE) else f"{path}: {one} != {two}"
     if type(one) is not type(two):

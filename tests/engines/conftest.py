@@ -1,6 +1,6 @@
-"""The engines once a run, the proxies in front of them, and a loud word where engines can't be had.
+"""Fixtures: engines that start once per run, and proxies in front of them; a visible warning if engines are not available.
 
-PDPROXY_REQUIRE_ENGINES=1 turns the skip into a failure; PDPROXY_ENGINES_KEEP=1 leaves the engines to the next run.
+PDPROXY_REQUIRE_ENGINES=1 turns the skip into a failure; PDPROXY_ENGINES_KEEP=1 keeps the engines for the next run.
 """
 
 import os
@@ -17,7 +17,7 @@ from .launcher import Launcher
 from .proxy import Proxy
 
 HERE = Path(__file__).resolve().parent
-# Faults cost engines, so they come last; the load test wants the warm ones.
+# Faults kill engines, so they come last; the load test needs warm engines.
 ORDER = [
     *(
         "test_equality",
@@ -35,7 +35,7 @@ FLEET = pytest.StashKey[Fleet]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put this folder's tests behind all others, in ORDER."""
+    """Put this folder's tests after all others, in ORDER."""
 
     def rank(item: pytest.Item) -> int:
         return ORDER.index(item.path.stem) if item.path.parent == HERE and item.path.stem in ORDER else -1
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say it where nobody overlooks it: without engines nothing was proved about engines."""
+    """Print visibly that the tests with real engines were skipped."""
     if reason := config.stash.get(SKIPPED, None):
         terminalreporter.write_sep("!", "REAL ENGINES SKIPPED", red=True, bold=True)
         terminalreporter.write_line(f"REAL ENGINES SKIPPED: {reason}", red=True, bold=True)
@@ -65,7 +65,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def fleet(pytestconfig: pytest.Config) -> Iterator[Fleet]:
-    """One plain engine, two that prefill, two that decode: started (or taken over) once."""
+    """One plain, two prefill and two decode engines, started (or reused) once."""
     try:
         fleet = Fleet.start()
     except (EnginesUnavailable, EngineFailed) as error:
@@ -82,7 +82,7 @@ def fleet(pytestconfig: pytest.Config) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="session")
 def launcher(pytestconfig: pytest.Config) -> Iterator[Launcher]:
-    """For tests with engines of their own alone: the fleet's launcher where there is a fleet, else one that needs no fleet."""
+    """For tests that start their own engines: the fleet's launcher if there is a fleet, otherwise a new one."""
     if fleet := pytestconfig.stash.get(FLEET, None):
         yield fleet.launcher
         return
@@ -99,7 +99,7 @@ def launcher(pytestconfig: pytest.Config) -> Iterator[Launcher]:
 
 @pytest.fixture(scope="session")
 def plain(pytestconfig: pytest.Config, launcher: Launcher) -> Iterator[Engine]:
-    """For tests with pairs of their own: the fleet's plain engine where there is a fleet, else one that needs no fleet."""
+    """For tests that start their own pairs: the fleet's plain engine if there is a fleet, otherwise a new one."""
     if fleet := pytestconfig.stash.get(FLEET, None):
         yield fleet.plain
         return
@@ -125,5 +125,5 @@ def proxy_1p1d(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="session")
 def proxy_2p2d(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
-    """pdproxy in front of two of each."""
+    """pdproxy in front of two prefill and two decode engines."""
     yield from _serve(fleet, 2, tmp_path_factory.mktemp("2p2d"))

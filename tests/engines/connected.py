@@ -1,4 +1,4 @@
-"""A prefill and a decode engine that KV travels between by another way than NIXL's, beside a plain one to compare with."""
+"""Starts a prefill and a decode engine with a connector other than NIXL, and the plain engine to compare with."""
 
 import contextlib
 import json
@@ -13,12 +13,12 @@ from .launcher import Launcher
 
 CONNECTORS = Path(__file__).with_name("connectors")
 CHUNK = 32
-"""Tokens in a chunk of LMCache: small, so that short prompts have some."""
+"""Tokens per chunk of LMCache: small, so that short prompts have whole chunks."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """What both engines are told beside what all engines are; `kv` of their --kv-transfer-config, `env` one by one."""
+class PairOptions:
+    """Additional options of both engines: `kv` for --kv-transfer-config, `flags` for `vllm serve`, `env` by role."""
 
     kv: Mapping[str, Any]
     flags: str = ""
@@ -26,17 +26,21 @@ class Told:
 
 
 @contextlib.contextmanager
-def pair(launcher: Launcher, plain: Engine, name: str, told: Told, decode_kv: Mapping[str, Any]) -> Iterator[Fleet]:
-    """Start the two, warm; the fleet that they make with `plain`, which is somebody else's and is left running.
+def pair(
+    launcher: Launcher, plain: Engine, name: str, options: PairOptions, decode_kv: Mapping[str, Any]
+) -> Iterator[Fleet]:
+    """Start and warm up both engines; yield them with `plain` as a fleet. `plain` has another owner and keeps running.
 
-    `decode_kv`: what the decode engine's configuration has besides.
+    `decode_kv`: additions to the decode engine's --kv-transfer-config.
     """
     engines: dict[str, Engine] = {}
-    roles: dict[Role, Mapping[str, Any]] = {"prefill": told.kv, "decode": {**told.kv, **decode_kv}}
+    roles: dict[Role, Mapping[str, Any]] = {"prefill": options.kv, "decode": {**options.kv, **decode_kv}}
     try:
         for role, kv in roles.items():
             one = f"{name}-{role[0]}"
-            engines[one] = Engine.start(launcher, one, role, flags=told.flags, kv=dict(kv), env=told.env.get(role))
+            engines[one] = Engine.start(
+                launcher, one, role, flags=options.flags, kv=dict(kv), env=options.env.get(role)
+            )
         for engine in engines.values():
             engine.wait()
             engine.post(COMPLETIONS, {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1})
@@ -48,23 +52,23 @@ def pair(launcher: Launcher, plain: Engine, name: str, told: Told, decode_kv: Ma
             engine.stop()
 
 
-def by_files(folder: Path) -> Told:
-    """vLLM's ExampleConnector: the prefill engine writes a prompt's KV to files, the decode engine looks for them."""
+def by_files(folder: Path) -> PairOptions:
+    """vLLM's ExampleConnector: the prefill engine writes a prompt's KV to files, the decode engine reads them."""
     extra = {"shared_storage_path": str(folder)}
-    return Told({"kv_connector": "ExampleConnector", "kv_connector_extra_config": extra})
+    return PairOptions({"kv_connector": "ExampleConnector", "kv_connector_extra_config": extra})
 
 
 @dataclass(frozen=True)
 class Ports:
-    """Where LMCache's PD mode listens: a decode engine's rank for transfers and for asking for room, a proxy for notices."""
+    """Ports of LMCache's PD mode: of a decode engine's rank for transfers and for allocations, of the proxy for notices."""
 
     init: int = field(default_factory=free_port)
     alloc: int = field(default_factory=free_port)
     notices: int = field(default_factory=free_port)
 
 
-def by_lmcache(folder: Path, ports: Ports, connector: Mapping[str, Any], buffer: int = 1 << 28) -> Told:
-    """LMCache's PD mode, whose prefill engine pushes. `connector`: which; `buffer`: bytes of the decode engine's buffer."""
+def by_lmcache(folder: Path, ports: Ports, connector: Mapping[str, Any], buffer: int = 1 << 28) -> PairOptions:
+    """LMCache's PD mode, in which the prefill engine pushes. `buffer`: bytes of the decode engine's buffer."""
     common = {
         "local_cpu": False,
         "chunk_size": CHUNK,
@@ -84,19 +88,19 @@ def by_lmcache(folder: Path, ports: Ports, connector: Mapping[str, Any], buffer:
         config = folder / f"lmcache-{role}.yaml"
         config.write_text(json.dumps(common | settings, indent=1))  # JSON is YAML
         env[role] = {"LMCACHE_CONFIG_FILE": str(config), "PYTHONPATH": str(CONNECTORS)}
-    return Told(connector, "--no-enable-prefix-caching", env)
+    return PairOptions(connector, "--no-enable-prefix-caching", env)
 
 
 CPU_LMCACHE = {"kv_connector": "CpuLMCacheConnector", "kv_connector_module_path": "cpu_lmcache"}
-"""LMCache with what it lacks on a CPU."""
+"""LMCache, with the code that it lacks on a CPU."""
 BARE_LMCACHE = {"kv_connector": "LMCacheConnectorV1"}
-"""LMCache as it comes: on a CPU it serves, but neither sends KV nor tells anybody."""
+"""Unmodified LMCache: on a CPU it serves, but sends neither KV nor notices."""
 DECODES_BEHIND = {"kv_connector_extra_config": {"skip_last_n_tokens": 1}}
-"""The decode engine's prompt ends with the answer's first token, whose KV nobody has: it looks for what is before."""
+"""The decode engine's prompt ends with the answer's first token, which has no KV yet: it looks for the KV before it."""
 
 
 def lmcache_settings(fleet: Fleet, ports: Ports, **more: Any) -> dict[str, Any]:
-    """The proxy's settings for such a pair; `more` of the pool's `lmcache`."""
+    """Return the proxy's settings for such a pair; `more`: additions to the pool's `lmcache`."""
     receiver = {"init_ports": [ports.init], "alloc_ports": [ports.alloc]}
     nodes = [{"url": engine.url, "role": "prefill"} for engine in fleet.prefills]
     nodes += [{"url": engine.url, "role": "decode", "receiver": receiver} for engine in fleet.decodes]

@@ -1,4 +1,4 @@
-"""Prometheus text as numbers that a test can ask for and subtract."""
+"""Reads Prometheus text into numbers."""
 
 import re
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ class Counters:
 
     @classmethod
     def parse(cls, text: str) -> "Counters":
-        """Read a /metrics page; comments are skipped."""
+        """Parse a /metrics page; comments are skipped."""
         found = (_LINE.match(line) for line in text.splitlines() if not line.startswith("#"))
         return cls([(m[1], dict(_LABEL.findall(m[2] or "")), float(m[3])) for m in found if m])
 
     def sum(self, name: str, **labels: str) -> float:
-        """The sum of `name` over all samples that carry these labels; 0 where there is none yet."""
+        """Return the sum of `name` over all samples with these labels; 0 if there are none yet."""
         return sum(
             value
             for sample, have, value in self.samples
@@ -28,7 +28,7 @@ class Counters:
         )
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """The sums of `name` for each value of `label`."""
+        """Return the sum of `name` for each value of `label`."""
         sums: dict[str, float] = {}
         for sample, have, value in self.samples:
             if sample == name and label in have:
@@ -36,5 +36,5 @@ class Counters:
         return sums
 
     def has(self, name: str) -> bool:
-        """Whether the page shows this metric at all (so that a zero is known to be a zero)."""
+        """Return whether the page has this metric, so that 0 means a real zero."""
         return any(sample == name for sample, _, _ in self.samples)

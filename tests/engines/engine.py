@@ -1,7 +1,7 @@
-"""One real vLLM engine as a process: start it, know when it is healthy, hurt it, read its counters, stop it.
+"""One real vLLM engine as a process: start it, wait until it is healthy, kill or freeze it, read its counters, stop it.
 
-An engine is two processes (API server, engine core with its worker) in a session of its own, so that a
-signal reaches all of them and nothing else. Standard library only: the demo runs on it too.
+An engine is two processes (API server, engine core with its worker) in their own session, so that a
+signal reaches all of them and nothing else. Uses only the standard library.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from .launcher import Launcher
 Role = Literal["plain", "prefill", "decode"]
 
 MODEL = "tiny"
-BLOCK = 32  # tokens in a KV block; the CPU attention takes multiples of 32 alone
+BLOCK = 32  # tokens per KV block; the CPU attention accepts only multiples of 32
 CONTEXT = 2048  # --max-model-len
 START_TIMEOUT = 300.0
 FATAL = re.compile("fatal|Fatal|died unexpectedly|Segmentation|AssertionError")
@@ -33,7 +33,7 @@ FLAGS = (
     f"--served-model-name {MODEL} --host 127.0.0.1 --dtype float32 --enforce-eager --max-model-len {CONTEXT} "
     f"--max-num-seqs 16 --block-size {BLOCK} --num-gpu-blocks-override 512 --distributed-executor-backend uni "
     "--enable-prompt-tokens-details --enable-auto-tool-choice --tool-call-parser hermes "
-    # A model of random weights never tires of whitespace where a grammar allows some.
+    # A model of random weights generates endless whitespace where a grammar allows it.
     """--structured-outputs-config '{"backend": "xgrammar", "disable_any_whitespace": true}'"""
 )
 KV: dict[Role, dict[str, Any]] = {
@@ -47,7 +47,7 @@ class EngineFailed(Exception):  # noqa: N818 - reads as what it reports
 
 
 def free_port() -> int:
-    """A TCP port of the loopback that was free a moment ago."""
+    """Return a TCP port of the loopback that was free just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -55,16 +55,14 @@ def free_port() -> int:
 
 @dataclass
 class Engine:
-    """A started engine. All fields are plain data, so that a later run can take it over."""
+    """A started engine. All fields are plain data, so that a later run can reuse it."""
 
     name: str
     role: Role
     port: int
     pid: int
     log: str
-    born: str = (
-        ""  # when the kernel started the process, in its own ticks: an id alone may come back as somebody else's
-    )
+    born: str = ""  # the kernel's start time of the process, in ticks: another process may get the same id later
 
     @classmethod
     def start(
@@ -77,9 +75,9 @@ class Engine:
         kv: dict[str, Any] | None = None,
         env: dict[str, str] | None = None,
     ) -> "Engine":
-        """Start a process and return at once; `wait` tells when it serves.
+        """Start a process and return at once; `wait` returns when it serves.
 
-        `flags`: more than FLAGS, for `vllm serve`. `kv`: what differs in its --kv-transfer-config. `env`: more variables.
+        `flags`: additions to FLAGS for `vllm serve`. `kv`: changes to its --kv-transfer-config. `env`: additional variables.
         """
         port, side_port = port or free_port(), free_port()
         argv = ["--model", str(launcher.built.model), *shlex.split(f"{FLAGS} {flags}"), "--port", str(port)]
@@ -93,16 +91,16 @@ class Engine:
         return cls(name, role, port, pid, str(log), _born(pid))
 
     def dump(self) -> dict[str, Any]:
-        """What `Engine(**...)` takes to attach to the same processes later."""
+        """Return the arguments of `Engine(**...)` for attaching to the same processes later."""
         return asdict(self)
 
     @property
     def url(self) -> str:
-        """The engine's base URL, without a slash at the end."""
+        """The engine's base URL without a trailing slash."""
         return f"http://127.0.0.1:{self.port}"
 
     def wait(self, timeout: float = START_TIMEOUT) -> "Engine":
-        """Return once /health answers 200; raise EngineFailed when the process is gone or `timeout` seconds passed."""
+        """Return when /health answers 200; raise EngineFailed if the process ended or after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not self.healthy():
             if not _alive(self.pid):
@@ -113,7 +111,7 @@ class Engine:
         return self
 
     def healthy(self) -> bool:
-        """Whether /health answers 200 within two seconds."""
+        """Return whether /health answers 200 within two seconds."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
                 return answer.status == 200
@@ -121,7 +119,7 @@ class Engine:
             return False
 
     def pids(self) -> list[int]:
-        """The engine's processes that still run, all those of the session that `start` made."""
+        """Return the ids of the engine's running processes: all of the session that `start` made."""
         if self.born and _born(self.pid) not in {self.born, ""}:
             return []
         found = []
@@ -131,23 +129,23 @@ class Engine:
         return found
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to all of the engine's processes, as a lost or frozen host looks from outside."""
+        """Send a signal to all of the engine's processes, which simulates a lost or frozen host."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def kill(self) -> None:
-        """SIGKILL to all of it: a host that is gone."""
+        """Send SIGKILL to all processes: simulates a lost host."""
         self.signal(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """SIGTERM to the API server alone, as a container's runtime does."""
+        """Send SIGTERM to the API server only, as a container runtime does."""
         if self.pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
 
     def stop(self, grace: float = 20.0) -> None:
-        """End it: SIGTERM, and SIGKILL for what is left after `grace` seconds."""
+        """Send SIGTERM, and after `grace` seconds SIGKILL to the rest."""
         self.signal(signal.SIGCONT)
         self.terminate()
         deadline = time.monotonic() + grace
@@ -158,12 +156,12 @@ class Engine:
         _reap(self.pid)
 
     def counters(self) -> Counters:
-        """The engine's metrics of this moment."""
+        """Return the engine's current metrics."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
             return Counters.parse(answer.read().decode())
 
     def post(self, path: str, body: dict[str, Any], timeout: float = 180.0) -> dict[str, Any]:
-        """POST JSON, return the JSON answer; an HTTP error status raises urllib's HTTPError."""
+        """POST JSON and return the JSON answer; an HTTP error status raises urllib's HTTPError."""
         request = urllib.request.Request(
             self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -171,10 +169,10 @@ class Engine:
             return json.load(answer)
 
     def tail(self, lines: int = 30) -> str:
-        """The end of the engine's log; what its core died of comes first, since much is said after it."""
+        """Return the end of the engine's log. The core's fatal error comes first, since many lines follow it."""
         with contextlib.suppress(OSError):
             text = Path(self.log).read_text(errors="replace").splitlines()
-            text = [line for line in text if '"GET /' not in line]  # scrapes and probes drown the rest
+            text = [line for line in text if '"GET /' not in line]  # lines of scrapes and probes would hide the rest
             fatal = next((at for at, line in enumerate(text) if FATAL.search(line)), -2 * lines)
             shown = text[max(0, fatal - 5) : max(0, fatal + 2 * lines)]
             text = [*shown, *text[max(len(text) - lines, fatal + 2 * lines) :]]
@@ -183,7 +181,7 @@ class Engine:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat after the command name: state, parent, group, session, ..."""
+    """Return the fields of /proc/PID/stat after the command name: state, parent, group, session, ..."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -191,7 +189,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _born(pid: int) -> str:
-    """A process's start time; empty where there is no such process. Its id isn't given anew while its session lasts."""
+    """Return a process's start time; empty if there is no such process. Its id is not reused while its session lasts."""
     stat = _stat(pid)
     return stat[19] if stat else ""
 
@@ -203,6 +201,6 @@ def _alive(pid: int) -> bool:
 
 
 def _reap(pid: int) -> None:
-    """Collect a child that ended; another run's engine is no child of ours."""
+    """Collect a child that ended; an engine of another run is not a child of this process."""
     with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""One shape asked of a plain engine and through the proxy at once: the answers compared, the KV's way proved by counters."""
+"""Sends a shape to a plain engine and to the proxy, compares the answers, and checks by counters how the KV moved."""
 
 import asyncio
 import secrets
@@ -16,21 +16,21 @@ from .shapes import Shape
 
 SOURCE = "vllm:prompt_tokens_by_source_total"
 USED = "vllm:kv_cache_usage_perc"
-SETTLED = 5.0  # seconds for counters to show what happened and for P to free its blocks
+SETTLED = 5.0  # seconds until counters are up to date and P has freed its blocks
 STRICT_TRIES = 6
 
-Rose = dict[str, float]
-"""By how much counters rose: see `Moved.since`."""
+Increases = dict[str, float]
+"""Increases of counters by name: see `Moved.since`."""
 
 
-def in_full(rose: Rose) -> bool:
-    """Whether every token of the prompt came by KV transfer, as by NIXL."""
-    return rose["computed"] == 0 < rose["pulled"] == rose["prompt"]
+def in_full(increases: Increases) -> bool:
+    """Return whether every token of the prompt came by KV transfer, as with NIXL."""
+    return increases["computed"] == 0 < increases["pulled"] == increases["prompt"]
 
 
 @dataclass
 class Moved:
-    """Counters taken before a request, and what they rose by since. Only of the engines that the proxy has."""
+    """Counters before a request, and their increases since. Only of the engines that the proxy uses."""
 
     fleet: Fleet
     proxy: Proxy
@@ -42,21 +42,21 @@ class Moved:
 
     @classmethod
     def now(cls, fleet: Fleet, proxy: Proxy, pairs: int) -> "Moved":
-        """Take all counters."""
+        """Read all counters."""
         decodes = [engine.counters() for engine in fleet.decodes[:pairs]]
         held = [engine.counters().sum(USED) for engine in fleet.prefills[:pairs]]
         return cls(fleet, proxy, pairs, fleet.plain.counters(), decodes, proxy.counters(), held)
 
     @property
     def released(self) -> bool:
-        """Whether no prefill engine holds more now than it did."""
+        """Whether no prefill engine holds more KV than before."""
         return all(
             engine.counters().sum(USED) <= held
             for engine, held in zip(self.fleet.prefills[: self.pairs], self.held, strict=True)
         )
 
-    def since(self, alone: str) -> Rose:
-        """What rose: the prompt's tokens as the plain engine counts them, whence D had them, how often it went alone."""
+    def since(self, alone: str) -> Increases:
+        """Return the increases: prompt tokens of the plain engine, D's tokens by source, requests that one engine served."""
         decodes = [engine.counters() for engine in self.fleet.decodes[: self.pairs]]
         plain, proxy = self.fleet.plain.counters(), self.proxy.counters()
 
@@ -91,33 +91,33 @@ async def equal(
     shape: Shape,
     pairs: int = 1,
     *,
-    moved: Callable[[Rose], bool] = in_full,
-    unsaid: AbstractSet[str] = frozenset(),
+    moved: Callable[[Increases], bool] = in_full,
+    ignored: AbstractSet[str] = frozenset(),
 ) -> None:
-    """Fail unless status, body and events are the plain engine's, the KV moved as the shape says, and P holds nothing.
+    """Fail unless status, body and events equal the plain engine's, the KV moved as the shape says, and P holds nothing.
 
-    `pairs`: how many prefill and decode engines the proxy has. `moved`: whether counters show that the KV of a prompt moved
-    as its connector moves it. `unsaid`: keys that aren't compared, as in `differs`.
+    `pairs`: number of prefill and decode engines of the proxy. `moved`: checks the counters for how the connector moves a
+    prompt's KV. `ignored`: keys that are not compared, as in `differs`.
     """
     for attempt in range(STRICT_TRIES):
         before = Moved.now(fleet, proxy, pairs)
         plain, other = await _both(shape, fleet, proxy)
         assert plain.status == shape.status, plain.body[:500]
-        why = differs(plain, other, strict=False, unsaid=unsaid)
+        why = differs(plain, other, strict=False, ignored=ignored)
         if "\ufffd" in why and attempt + 1 < STRICT_TRIES:
-            continue  # half a character beside the end of thoughts: an engine that lags joins the two, and keeps it
+            continue  # half a character at the end of the reasoning: a late engine joins the two tokens, and keeps it
         assert not why, f"{why}\nplain: {plain.body!r}\nproxy: {other.body!r}"
         await _settle(shape, before, moved)
-        if not (why := differs(plain, other, unsaid=unsaid)):
+        if not (why := differs(plain, other, ignored=ignored)):
             break
-        assert attempt + 1 < STRICT_TRIES, f"cut into other chunks {STRICT_TRIES} times: {why}"
+        assert attempt + 1 < STRICT_TRIES, f"split into other chunks {STRICT_TRIES} times: {why}"
     if shape.pinned_id:
         first = plain.chunks[0] if plain.streamed else plain.json
         assert (other.chunks[0] if other.streamed else other.json)["id"] == first["id"]
 
 
-async def _settle(shape: Shape, before: Moved, moved: Callable[[Rose], bool]) -> None:
-    """The counters show within seconds how the answer came about; then P holds no more than before."""
+async def _settle(shape: Shape, before: Moved, moved: Callable[[Increases], bool]) -> None:
+    """Wait until the counters show how the answer was made, and P holds no more than before."""
     wanted: dict[str, float]
     if shape.alone:
         wanted = {"alone": shape.times, "expected_reason": shape.times} | ({} if shape.partly else {"pulled": 0})
@@ -127,14 +127,16 @@ async def _settle(shape: Shape, before: Moved, moved: Callable[[Rose], bool]) ->
         wanted = {"pulled": 0}
     deadline = time.monotonic() + SETTLED
     while True:
-        rose = before.since(shape.alone)
+        increases = before.since(shape.alone)
         if shape.status != 200 or (shape.alone and not shape.partly):
             right = True
         elif shape.partly:
-            right = 0 < rose["pulled"] == rose["prompt"] - rose["computed"]
+            right = 0 < increases["pulled"] == increases["prompt"] - increases["computed"]
         else:
-            right = moved(rose)
-        if right and rose | wanted == rose and before.released:
+            right = moved(increases)
+        if right and increases | wanted == increases and before.released:
             return
-        assert time.monotonic() < deadline, f"wanted {wanted}, counters rose by {rose}, P's KV was {before.held}"
+        assert time.monotonic() < deadline, (
+            f"wanted {wanted}, counters increased by {increases}, P's KV was {before.held}"
+        )
         await asyncio.sleep(0.1)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""The engines that the tests share: one plain, two that prefill, two that decode, started at once.
+"""The engines that the tests share: one plain, two prefill and two decode engines, started together.
 
-With PDPROXY_ENGINES_KEEP=1 they outlive the test run and the next run takes them over (`run/fleet.json` in the build's
-folder says which processes they are). `python tests/engines/fleet.py start|stop|show` does the same by hand.
+With PDPROXY_ENGINES_KEEP=1 they keep running after the test run, and the next run reuses them (`run/fleet.json` in the build's
+folder lists their processes). `python tests/engines/fleet.py start|stop|show` does the same by hand.
 """
 
 import argparse
@@ -29,46 +29,46 @@ NAMES: dict[str, Role] = {"plain": "plain", "p0": "prefill", "p1": "prefill", "d
 
 
 class EnginesBusy(Exception):  # noqa: N818 - reads as what it reports
-    """Two runs on one set of engines would kill each other's; the message says where."""
+    """Another run uses the engines, and two runs would disturb each other; the message names the folder."""
 
 
 @dataclass
 class Fleet:
-    """The engines by name, and how to replace one. The only owner of their processes."""
+    """The engines by name. The only owner of their processes."""
 
     launcher: Launcher
     engines: dict[str, Engine] = field(default_factory=dict)
-    state: Path | None = None  # where it is written down which processes these are
-    left: list[Engine] = field(default_factory=list)  # written down there and not taken over
-    claim: TextIO | None = None  # open for as long as nobody else may use the engines
-    flags: str = ""  # what `vllm serve` gets beside the common flags
+    state: Path | None = None  # file that lists the processes
+    left: list[Engine] = field(default_factory=list)  # listed there and not reused
+    claim: TextIO | None = None  # locked file; open while nobody else may use the engines
+    flags: str = ""  # additional flags for `vllm serve`
 
     @property
     def plain(self) -> Engine:
-        """The reference that every answer is compared with."""
+        """The engine that every answer is compared with."""
         return next(engine for engine in self.engines.values() if engine.role == "plain")
 
     @property
     def prefills(self) -> list[Engine]:
-        """All engines that prefill, first one first."""
+        """All prefill engines, in order."""
         return [engine for engine in self.engines.values() if engine.role == "prefill"]
 
     @property
     def decodes(self) -> list[Engine]:
-        """All engines that decode, first one first."""
+        """All decode engines, in order."""
         return [engine for engine in self.engines.values() if engine.role == "decode"]
 
     @classmethod
     def start(cls) -> "Fleet":
-        """Build if need be, attach to engines that an earlier run kept, start the others, wait for all of them.
+        """Build if necessary, attach to engines that an earlier run kept, start the others, wait for all of them.
 
-        One run at a time: raises EnginesBusy while another one uses them.
+        Raises EnginesBusy while another run uses the engines.
         """
         claim = _claim()
         fleet = cls.attach()
         fleet.claim = claim
         for engine in fleet.stale():
-            engine.stop()  # half dead, or frozen by a test that was killed: nobody else would end it
+            engine.stop()  # broken, or frozen by a test that was killed: nobody else would end it
         try:
             fleet.launch({name: role for name, role in NAMES.items() if name not in fleet.engines})
         except BaseException:
@@ -78,7 +78,7 @@ class Fleet:
 
     @classmethod
     def attach(cls) -> "Fleet":
-        """Find what an earlier run left running, if anything; changes nothing."""
+        """Return the engines that an earlier run left running; change nothing."""
         built = ensure()
         state = _run_folder() / "fleet.json"
         kept = json.loads(state.read_text()) if state.exists() else {}
@@ -87,14 +87,14 @@ class Fleet:
         return cls(Launcher(built), alive, state, [engine for engine in engines if engine.name not in alive])
 
     def stale(self) -> list[Engine]:
-        """Engines of an earlier run that run and don't answer."""
+        """Return engines of an earlier run that run but don't answer."""
         return [engine for engine in self.left if engine.pids()]
 
     def launch(self, names: dict[str, Role], ports: dict[str, int] | None = None, meet: bool = True) -> None:
-        """Start engines at once and wait until all of them are healthy and warm.
+        """Start engines together and wait until all of them are healthy and warm.
 
-        `meet`: each new pair exchanges one prompt. Before its first pull from a P, D may fail to tell it that it may free
-        the blocks of a request that D has refused, and P holds them until its lease ends.
+        `meet`: each new pair exchanges one prompt. Before D's first pull from a P, its refusal of a request may not reach P, and
+        P then holds the request's blocks until the lease ends.
         """
         for name, role in names.items():
             self.engines[name] = Engine.start(self.launcher, name, role, (ports or {}).get(name, 0), self.flags)
@@ -108,20 +108,20 @@ class Fleet:
                     exchange(prefill, decode)
 
     def restart(self, *names: str, meet: bool = True) -> None:
-        """Bring engines back on the ports they had, as a supervisor would. `meet`: as in `launch`."""
+        """Restart engines on the same ports, as a supervisor would. `meet`: as in `launch`."""
         old = [self.engines[name] for name in names]
         for engine in old:
             engine.stop()
         self.launch({engine.name: engine.role for engine in old}, {engine.name: engine.port for engine in old}, meet)
 
     def _warm_up(self, names: Iterable[str]) -> None:
-        """Ask each engine for logprobs once: the first time takes it 20 s and more, which no deadline should see."""
+        """Request logprobs from each engine once: the first time takes 20 s and more, which should not count for a deadline."""
         body = {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1}
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda name: self.engines[name].post(COMPLETIONS, body), names))
 
     def heal(self) -> None:
-        """Restart what a test killed."""
+        """Restart the engines that a test killed."""
         self.restart(*(name for name, engine in self.engines.items() if not engine.healthy()))
 
     def _save(self) -> None:
@@ -129,14 +129,14 @@ class Fleet:
             self.state.write_text(json.dumps({name: engine.dump() for name, engine in self.engines.items()}, indent=1))
 
     def end(self) -> None:
-        """End the engines alone; whoever shares the launcher can go on starting some."""
+        """End only the engines; the launcher can still start others."""
         for engine in self.engines.values():
             engine.terminate()
         for engine in self.engines.values():
             engine.stop()
 
     def stop(self) -> None:
-        """End them all, all at once, and the nursery."""
+        """End all engines together, and the fork server."""
         self.launcher.close()
         self.end()
         if self.state:
@@ -152,7 +152,7 @@ def _run_folder() -> Path:
 
 
 def _claim() -> TextIO:
-    """Hold the engines until the file is closed; raises EnginesBusy where another process does."""
+    """Lock the engines until the file is closed; raises EnginesBusy if another process holds the lock."""
     lock = (_run_folder() / "fleet.lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -163,7 +163,7 @@ def _claim() -> TextIO:
 
 
 def exchange(prefill: Engine, decode: Engine) -> None:
-    """One prompt by hand through a pair, without a proxy."""
+    """Send one prompt through a pair without a proxy."""
     body = {"model": MODEL, "prompt": f"{decode.pid} meets {prefill.pid} " * 20, "temperature": 0}
     params = {"do_remote_decode": True, "do_remote_prefill": False}
     params |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
@@ -172,7 +172,7 @@ def exchange(prefill: Engine, decode: Engine) -> None:
 
 
 def keep() -> bool:
-    """Whether engines outlive this run."""
+    """Return whether engines keep running after this run."""
     return os.environ.get("PDPROXY_ENGINES_KEEP") == "1"
 
 

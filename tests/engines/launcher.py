@@ -1,4 +1,4 @@
-"""Our end of the nursery: start it when the first engine is wanted, order engines from it."""
+"""Starts the fork server process (fork_server.py) for the first engine, and orders engines from it."""
 
 import json
 import os
@@ -22,20 +22,20 @@ ENVIRONMENT = {
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     "UCX_TLS": "tcp,sm,self",
     "UCX_NET_DEVICES": "lo",
-    # With this off the worker may live in the engine core (`uni`): one process less to start, no queue between the two.
+    # With 0 the worker may run in the engine core (`uni`): one process less to start, no queue between the two.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 
 
-class NurseryFailed(Exception):  # noqa: N818 - reads as what it reports
-    """vLLM can't be imported; the message ends with what Python said."""
+class ForkServerFailed(Exception):  # noqa: N818 - reads as what it reports
+    """vLLM can't be imported; the message ends with Python's output."""
 
 
 class Launcher:
-    """Owns the nursery process, which is started at the first order and ends with `close` (or with us).
+    """Owns the fork server process, which starts with the first order and ends with `close` (or with this process).
 
-    `overlay`: a folder of packages ahead of the environment's. `env`: more variables for all engines; those that Python reads
-    when it starts take effect here alone.
+    `overlay`: a folder of packages that come before the environment's. `env`: additional variables for all engines; variables
+    that Python reads at its start work only here.
     """
 
     def __init__(
@@ -45,52 +45,52 @@ class Launcher:
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.built = built
-        self._nursery: subprocess.Popen[str] | None = None
+        self._fork_server: subprocess.Popen[str] | None = None
         self._env = ENVIRONMENT | dict(env or {})
-        name = "nursery"
+        name = "fork-server"
         if overlay is not None:
             name += f"-{overlay.name}"
             self._env["PYTHONPATH"] = str(overlay)
         self._log = built.root / "logs" / f"{name}-{os.getpid()}.log"
 
     def launch(self, argv: list[str], env: dict[str, str], log: Path) -> int:
-        """Start an engine; its process id, which is its session's id too. The first call takes 20 to 40 s."""
+        """Start an engine; return its process id, which is also its session id. The first call takes 20 to 40 s."""
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("")
         return self._order({"argv": argv, "env": env, "log": str(log)})
 
     def close(self) -> None:
-        """Let the nursery end; the engines go on."""
-        if self._nursery:
-            self._nursery.communicate()
-            self._nursery = None
+        """End the fork server; the engines keep running."""
+        if self._fork_server:
+            self._fork_server.communicate()
+            self._fork_server = None
 
     def _order(self, order: dict[str, Any]) -> int:
-        nursery = self._nursery = self._nursery or self._start()
-        assert nursery.stdin
-        nursery.stdin.write(json.dumps(order) + "\n")
-        nursery.stdin.flush()
-        return self._answer(nursery)
+        fork_server = self._fork_server = self._fork_server or self._start()
+        assert fork_server.stdin
+        fork_server.stdin.write(json.dumps(order) + "\n")
+        fork_server.stdin.flush()
+        return self._answer(fork_server)
 
     def _start(self) -> "subprocess.Popen[str]":
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("w") as out:
-            nursery = subprocess.Popen(
-                [str(self.built.python), str(Path(__file__).with_name("nursery.py"))],
+            fork_server = subprocess.Popen(
+                [str(self.built.python), str(Path(__file__).with_name("fork_server.py"))],
                 env=os.environ | self._env,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=out,
                 text=True,
-                start_new_session=True,  # Ctrl-C is for whoever owns the engines
+                start_new_session=True,  # Ctrl-C is handled by the owner of the engines
             )
-        self._answer(nursery)
-        return nursery
+        self._answer(fork_server)
+        return fork_server
 
-    def _answer(self, nursery: "subprocess.Popen[str]") -> int:
-        assert nursery.stdout
-        if line := nursery.stdout.readline():
+    def _answer(self, fork_server: "subprocess.Popen[str]") -> int:
+        assert fork_server.stdout
+        if line := fork_server.stdout.readline():
             return json.loads(line)["pid"]
-        raise NurseryFailed(
-            f"the nursery exited with {nursery.wait()}\n{self._log.read_text(errors='replace')[-3000:]}"
+        raise ForkServerFailed(
+            f"the fork server exited with {fork_server.wait()}\n{self._log.read_text(errors='replace')[-3000:]}"
         )

@@ -1,4 +1,4 @@
-"""vLLM's serving benchmark over simulated engines, at length: runs only where this file is named, as `.ci/full` does."""
+"""vLLM's serving benchmark over simulated engines, long version: runs only if this file is named, as in `.ci/full`."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(900, func_only=True)
 
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
 async def test_five_hundred_requests_over_two_pairs(tmp_path: Path, route: str) -> None:
-    """32 clients, 500 random requests: none fails, every token is there, every prompt's KV moved, nothing is left."""
+    """32 clients, 500 random requests: none fails, every token arrives, every prompt's KV moved, no KV is left."""
     async with world(prefill=2, decode=2) as w:
         measured = await bench_serve(
             ensure(),

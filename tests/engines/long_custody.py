@@ -1,4 +1,4 @@
-"""NIXL with the notifier on real engines, behind the proxy: 200 requests whose clients leave when they like."""
+"""NIXL with the notifier on real engines behind the proxy: 200 requests whose clients leave at random times."""
 
 import asyncio
 import random
@@ -23,7 +23,7 @@ REQUESTS = 200
 
 @pytest.mark.parametrize("early", [False, True], ids=["on the answer", "on the notice"])
 async def test_every_handle_ends_known(pair: Pair, tmp_path: Path, early: bool) -> None:
-    """Loaded or given back, by the engines' own word; none lost, none expired, and no KV is left on either engine."""
+    """The engines report each handle as loaded or released; none is lost, none expires, and no KV is left on either engine."""
     port = int(pair.address.rpartition(":")[2])
     settings = {"kv_ready": {"port": port, "notifier": True, "early": early}}
     proxy = Proxy.start([pair.prefill], [pair.decode], tmp_path, settings=settings)
@@ -34,7 +34,7 @@ async def test_every_handle_ends_known(pair: Pair, tmp_path: Path, early: bool) 
             async with gate:
                 return await _leave(proxy, random.Random(number))
 
-        for number in range(4):  # until both engines have found the socket
+        for number in range(4):  # until both engines have connected to the socket
             body = {"model": MODEL, "prompt": story(f"warm {number}"), "max_tokens": 4, "temperature": 0}
             assert (await ask(proxy.url, COMPLETIONS, body)).status == 200
             await asyncio.sleep(0.5)
@@ -46,12 +46,12 @@ async def test_every_handle_ends_known(pair: Pair, tmp_path: Path, early: bool) 
         engines = (pair.prefill, pair.decode)
         await _until(lambda: not any(engine.counters().sum(USED) for engine in engines), 10, "KV is still held")
         ended = proxy.counters().by("pdproxy_kv_handles_ended_total", "end")
-        told = proxy.counters().by("pdproxy_kv_notices_total", "event")
-        print(f"\n{dict(went)}; handles ended {dict(ended)}; engines told {dict(told)}")
+        notices = proxy.counters().by("pdproxy_kv_notices_total", "event")
+        print(f"\n{dict(went)}; handles ended {dict(ended)}; engines reported {dict(notices)}")
         assert set(ended) <= {"loaded", "released", "refused", "aborted"}
         assert ended["loaded"] > REQUESTS / 10
-        assert not told.get("expired")
-        assert told["loaded"] > REQUESTS / 10
+        assert not notices.get("expired")
+        assert notices["loaded"] > REQUESTS / 10
         assert proxy.counters().sum("pdproxy_kv_transfer_bytes_total") > 0
     finally:
         proxy.stop()

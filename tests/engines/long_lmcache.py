@@ -1,7 +1,7 @@
-"""LMCache's PD mode (contract `lmcache-pd`) on real engines; runs only where this file is named, as `.ci/full` does.
+"""LMCache's PD mode (contract `lmcache-pd`) on real engines; runs only if this file is named, as in `.ci/full`.
 
-Two engines of their own, one that pushes KV and one that receives it, with LMCache 0.5.6 and what that lacks on a CPU
-(`connectors/cpu_lmcache.py`). At the end two more with LMCache as it comes: those never tell that KV is there.
+Starts two engines, one that pushes KV and one that receives it, with LMCache 0.5.6 and the code that it lacks on a CPU
+(`connectors/cpu_lmcache.py`). At the end it starts two more with unmodified LMCache: those never send a notice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .client import ask
 from .compare import differs
 from .connected import BARE_LMCACHE, CHUNK, CPU_LMCACHE, DECODES_BEHIND, Ports, by_lmcache, lmcache_settings, pair
 from .engine import MODEL, Engine
-from .equality import SETTLED, SOURCE, Moved, Rose, equal
+from .equality import SETTLED, SOURCE, Increases, Moved, equal
 from .fleet import Fleet
 from .launcher import Launcher
 from .prompts import EOS, ids
@@ -34,10 +34,10 @@ from .shapes import COMPLETIONS, SHAPES, Shape, story
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
 
 ENV = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
-"""Chunks are found by hashes that Python salts."""
+"""LMCache finds chunks by Python's hashes, which need a fixed seed."""
 
 KV_BYTES = 2 * 4 * 2 * 64 * 4
-"""Bytes of KV a token: keys and values, layers, heads, head size, bytes of a float (make_model.py)."""
+"""Bytes of KV per token: keys and values, layers, heads, head size, bytes of a float (make_model.py)."""
 
 BY_NAME = {shape.name: shape for shape in SHAPES}
 BEHIND = [
@@ -84,7 +84,7 @@ BEHIND = [
         "chat-header-id-streamed",
     )
 ]
-"""The first token is the prefill engine's, and the decode engine goes on behind it."""
+"""The prefill engine makes the first token, and the decode engine continues behind it."""
 AT_FIRST = [
     BY_NAME[name]
     for name in (
@@ -98,7 +98,7 @@ AT_FIRST = [
         "chat-eos-first",
     )
 ]
-"""The first token is the last: no decode engine is asked."""
+"""The first token is the last one: no decode engine generates."""
 FROM_THE_START = [
     BY_NAME[name]
     for name in (
@@ -122,26 +122,26 @@ FROM_THE_START = [
         "chat-max-tokens-absent",
     )
 ]
-"""What looks back at its own output, is parsed, or has no limit: the decode engine makes the first token, of all but the last
-token's KV."""
+"""Requests that depend on their own output, are parsed, or have no limit: the decode engine makes the first token, from the KV of
+all prompt tokens but the last."""
 NO_TEXT = Alone.FIRST_TOKEN.value
 NOT_SHOWN = [BY_NAME[name] for name in ("completion-eos-ignored", "chat-ignore-eos")]
 """The first token has no text."""
-UNSAID = {"created_cache_tokens"}
-"""Completions don't say it, and both legs of a chat are one; these engines have no prefix cache, the plain one has."""
+IGNORED = {"created_cache_tokens"}
+"""Completions don't report it, and a chat reports it for both legs; these engines have no prefix cache, the plain one has."""
 
 
 @dataclass(frozen=True)
 class Pushing:
-    """The engines, and where they meet."""
+    """The engines, and their ports."""
 
     fleet: Fleet
     ports: Ports
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Launcher]:
-    """Engines with LMCache, and with the older numpy that it wants."""
+def lmcache_launcher() -> Iterator[Launcher]:
+    """Starts engines with LMCache, and with the older numpy that it needs."""
     built = ensure()
     launcher = Launcher(built, ensure_overlay(built, "lmcache"), ENV)
     yield launcher
@@ -149,16 +149,16 @@ def nursery() -> Iterator[Launcher]:
 
 
 @pytest.fixture(scope="module")
-def pushing(nursery: Launcher, plain: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pushing]:
+def pushing(lmcache_launcher: Launcher, plain: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pushing]:
     """An engine that pushes KV, and one that receives it."""
     ports = Ports()
-    told = by_lmcache(tmp_path_factory.mktemp("lmcache"), ports, CPU_LMCACHE)
-    with pair(nursery, plain, "lmcache", told, DECODES_BEHIND) as fleet:
+    options = by_lmcache(tmp_path_factory.mktemp("lmcache"), ports, CPU_LMCACHE)
+    with pair(lmcache_launcher, plain, "lmcache", options, DECODES_BEHIND) as fleet:
         yield Pushing(fleet, ports)
 
 
 def started(pushing: Pushing, folder: Path, settings: dict[str, Any] | None = None, **lmcache: Any) -> Proxy:
-    """pdproxy in front of them. Only one at a time: it binds the port that notices come to."""
+    """Start pdproxy in front of them. Only one at a time: it binds the port for notices."""
     return Proxy.start(
         [], [], folder, settings=_merged(lmcache_settings(pushing.fleet, pushing.ports, **lmcache), settings)
     )
@@ -169,7 +169,7 @@ def _merged(tree: dict[str, Any], more: dict[str, Any] | None) -> dict[str, Any]
 
 
 class TestFirstTokenFromPrefill:
-    """The default: the prefill engine's token is shown, where nobody can tell the difference."""
+    """The default: the client gets the prefill engine's token, if it can't see a difference."""
 
     @pytest.fixture(scope="class")
     def proxy(self, pushing: Pushing, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
@@ -177,16 +177,16 @@ class TestFirstTokenFromPrefill:
         yield proxy
         counters = proxy.counters()
         assert proxy.stop() == 0, proxy.tail()
-        # Late where the first token was the last: nobody waited any more.
+        # A notice is late if the first token was the last one: nobody waits any more.
         assert set(counters.by("pdproxy_kv_notices_total", "result")) <= {"awaited", "late"}
         assert counters.sum("pdproxy_deadline_total", wait="kv_ready") == 0
 
     @pytest.mark.parametrize("shape", BEHIND, ids=str)
     async def test_decode_goes_on_behind_it(self, pushing: Pushing, proxy: Proxy, shape: Shape) -> None:
-        """One answer of both engines; of each prompt the decode engine computes the KV of that token alone."""
+        """Both engines make one answer; the decode engine computes only that token's KV for each prompt."""
 
-        def moved(rose: Rose) -> bool:
-            return rose["pulled"] == rose["prompt"] > 0 and rose["computed"] == shape_prompts(shape)
+        def moved(increases: Increases) -> bool:
+            return increases["pulled"] == increases["prompt"] > 0 and increases["computed"] == shape_prompts(shape)
 
         before = awaited(proxy)
         await behind(pushing.fleet, proxy, shape, moved)
@@ -194,33 +194,35 @@ class TestFirstTokenFromPrefill:
 
     @pytest.mark.parametrize("shape", AT_FIRST, ids=str)
     async def test_it_may_be_the_last(self, pushing: Pushing, proxy: Proxy, shape: Shape) -> None:
-        """Then the decode engine only reads what was pushed to it, and makes a token that nobody gets."""
-        await behind(
-            pushing.fleet, proxy, shape, lambda rose: rose["pulled"] == rose["prompt"] and rose["computed"] == 1
-        )
+        """Then the decode engine only reads what was pushed, and makes a token that is dropped."""
+
+        def moved(increases: Increases) -> bool:
+            return increases["pulled"] == increases["prompt"] and increases["computed"] == 1
+
+        await behind(pushing.fleet, proxy, shape, moved)
 
     @pytest.mark.parametrize("shape", FROM_THE_START, ids=str)
-    async def test_decode_may_have_to_make_it_anew(self, pushing: Pushing, proxy: Proxy, shape: Shape) -> None:
-        """The prefill engine leaves the prompt's last token to it."""
-        await equal(pushing.fleet, proxy, shape, moved=all_but_one, unsaid=UNSAID)
+    async def test_decode_may_have_to_make_it(self, pushing: Pushing, proxy: Proxy, shape: Shape) -> None:
+        """The decode engine computes the prompt's last token."""
+        await equal(pushing.fleet, proxy, shape, moved=all_but_one, ignored=IGNORED)
 
     @pytest.mark.parametrize("shape", NOT_SHOWN, ids=str)
-    async def test_a_first_token_without_a_text_is_made_anew(
+    async def test_a_first_token_without_a_text_is_made_again(
         self, pushing: Pushing, proxy: Proxy, shape: Shape
     ) -> None:
-        """One engine makes it and all behind it; what was pushed is read all the same."""
+        """One engine makes it and all tokens behind it; what was pushed is still read."""
         before = Moved.now(pushing.fleet, proxy, 1)
         body = shape.make(secrets.token_hex(6))
         plain, other = await ask(pushing.fleet.plain.url, shape.path, body), await ask(proxy.url, shape.path, body)
-        assert not differs(plain, other, unsaid=UNSAID)
+        assert not differs(plain, other, ignored=IGNORED)
         deadline = time.monotonic() + SETTLED
-        while not ((rose := before.since(NO_TEXT))["pulled"] == rose["prompt"] == rose["computed"] - 1):
-            assert time.monotonic() < deadline, rose
+        while not ((increases := before.since(NO_TEXT))["pulled"] == increases["prompt"] == increases["computed"] - 1):
+            assert time.monotonic() < deadline, increases
             await asyncio.sleep(0.1)
-        assert (rose["alone"], rose["expected_reason"]) == (1, 1)
+        assert (increases["alone"], increases["expected_reason"]) == (1, 1)
 
-    async def test_nothing_is_said_to_be_cached(self, pushing: Pushing, proxy: Proxy) -> None:
-        """What the decode engine was given is no cache hit of the client's."""
+    async def test_nothing_is_reported_as_cached(self, pushing: Pushing, proxy: Proxy) -> None:
+        """KV that the decode engine received is not a cache hit for the client."""
         body = {"model": MODEL, "prompt": story(secrets.token_hex(6)), "temperature": 0, "max_tokens": 5}
         answer = await ask(proxy.url, COMPLETIONS, body)
         assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
@@ -239,16 +241,16 @@ class TestFirstTokenFromDecode:
 
     @pytest.mark.parametrize("shape", (BEHIND + AT_FIRST + FROM_THE_START)[::3], ids=str)
     async def test_answer_is_the_plain_engines(self, pushing: Pushing, proxy: Proxy, shape: Shape) -> None:
-        """Status, body and events; all moved but the last token of each prompt."""
-        await equal(pushing.fleet, proxy, shape, moved=all_but_one, unsaid=UNSAID)
+        """Status, body and events are equal; all KV moved except the last token of each prompt."""
+        await equal(pushing.fleet, proxy, shape, moved=all_but_one, ignored=IGNORED)
 
 
-async def behind(fleet: Fleet, proxy: Proxy, shape: Shape, moved: Callable[[Rose], bool]) -> None:
-    """As `equal`, once more where the prompt's first token happened to be half a letter: one engine makes that."""
+async def behind(fleet: Fleet, proxy: Proxy, shape: Shape, moved: Callable[[Increases], bool]) -> None:
+    """Like `equal`, but try again if a prompt's first token was half a letter: then one engine makes the answer."""
     for last in (False, False, True):
         before = half_letters(proxy)
         try:
-            await equal(fleet, proxy, shape, moved=moved, unsaid=UNSAID)
+            await equal(fleet, proxy, shape, moved=moved, ignored=IGNORED)
             return
         except AssertionError:
             if last or half_letters(proxy) == before:
@@ -256,38 +258,40 @@ async def behind(fleet: Fleet, proxy: Proxy, shape: Shape, moved: Callable[[Rose
 
 
 def half_letters(proxy: Proxy) -> float:
-    """How many prompts one engine served since their first token has no text."""
+    """Return how many prompts one engine served because their first token has no text."""
     return proxy.counters().sum("pdproxy_alone_total", reason=NO_TEXT)
 
 
 def shape_prompts(shape: Shape) -> int:
-    """How many prompts a shape's request has."""
+    """Return how many prompts a shape's request has."""
     prompt = shape.make("0").get("prompt")
     return len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
 
 
-def all_but_one(rose: Rose) -> bool:
-    """Whether the decode engine was given all tokens of each prompt but the last one, of at most three prompts."""
-    return rose["prompt"] == rose["pulled"] + rose["computed"] and 1 <= rose["computed"] <= 3
+def all_but_one(increases: Increases) -> bool:
+    """Return whether the decode engine got all tokens except the last of each prompt, for at most three prompts."""
+    return increases["prompt"] == increases["pulled"] + increases["computed"] and 1 <= increases["computed"] <= 3
 
 
 def awaited(proxy: Proxy) -> float:
-    """How many notices came for a wait."""
+    """Return how many notices ended a wait."""
     return proxy.counters().sum("pdproxy_kv_notices_total", event="ready", result="awaited")
 
 
 class TestASmallBuffer:
-    """The decode engine's buffer has room for one prompt: whatever stayed in it would block the next one for good."""
+    """The decode engine's buffer has space for one prompt: anything left in it would block the next one permanently."""
 
     @pytest.fixture(scope="class")
-    def small(self, nursery: Launcher, plain: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pushing]:
+    def small(
+        self, lmcache_launcher: Launcher, plain: Engine, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[Pushing]:
         ports = Ports()
-        told = by_lmcache(tmp_path_factory.mktemp("small"), ports, CPU_LMCACHE, buffer=14 * CHUNK * KV_BYTES)
-        with pair(nursery, plain, "small", told, DECODES_BEHIND) as fleet:
+        options = by_lmcache(tmp_path_factory.mktemp("small"), ports, CPU_LMCACHE, buffer=14 * CHUNK * KV_BYTES)
+        with pair(lmcache_launcher, plain, "small", options, DECODES_BEHIND) as fleet:
             yield Pushing(fleet, ports)
 
     async def test_nothing_stays_in_it(self, small: Pushing, tmp_path: Path) -> None:
-        """Prompts of eleven chunks, one after the other: behind a first token, from the start, ended, left."""
+        """Prompts of eleven chunks, one after the other: continued, from the start, ended, abandoned."""
         bound = {"pd_buffer_size": 14 * CHUNK * KV_BYTES, "kv_bytes_per_token": KV_BYTES}
         proxy = started(small, tmp_path, {"deadlines": {"prefill": 20}}, **bound)
         rounds: list[dict[str, Any]] = [{"max_tokens": 4}, {"max_tokens": 4, "logprobs": 1}, {"max_tokens": 1}]
@@ -296,7 +300,7 @@ class TestASmallBuffer:
             for fields in rounds * 6:
                 body = {"model": MODEL, "prompt": ids(secrets.token_hex(6), 330), "temperature": 0, **fields}
                 answer = await ask(proxy.url, COMPLETIONS, body)
-                assert not differs(await ask(small.fleet.plain.url, COMPLETIONS, body), answer, unsaid=UNSAID)
+                assert not differs(await ask(small.fleet.plain.url, COMPLETIONS, body), answer, ignored=IGNORED)
                 leaving = asyncio.create_task(
                     ask(proxy.url, COMPLETIONS, body | {"prompt": ids(secrets.token_hex(6), 330)})
                 )
@@ -311,26 +315,30 @@ class TestASmallBuffer:
             assert proxy.stop() == 0, proxy.tail()
 
 
-class TestNobodyTells:
-    """LMCache as it comes: on a CPU it sends nothing, and nobody hears of it."""
+class TestNoNotices:
+    """Unmodified LMCache: on a CPU it sends neither KV nor notices."""
 
     @pytest.fixture(scope="class")
-    def silent(self, nursery: Launcher, plain: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pushing]:
+    def silent(
+        self, lmcache_launcher: Launcher, plain: Engine, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[Pushing]:
         ports = Ports()
-        told = by_lmcache(tmp_path_factory.mktemp("silent"), ports, BARE_LMCACHE)
-        with pair(nursery, plain, "silent", told, DECODES_BEHIND) as fleet:
+        options = by_lmcache(tmp_path_factory.mktemp("silent"), ports, BARE_LMCACHE)
+        with pair(lmcache_launcher, plain, "silent", options, DECODES_BEHIND) as fleet:
             yield Pushing(fleet, ports)
 
     @pytest.mark.parametrize("name", ["completion", "chat-streamed-usage", "completion-logprobs"])
     async def test_decode_computes(self, silent: Pushing, tmp_path: Path, name: str) -> None:
-        """After the deadline the client gets the whole, right answer; the metric says why it took so long."""
+        """After the deadline the client gets the whole, right answer; the metric shows the reason of the delay."""
         shape = BY_NAME[name]
         proxy = started(silent, tmp_path, {"deadlines": {"kv_ready": 1.5}})
         try:
             body, before = shape.make(secrets.token_hex(6)), time.monotonic()
             other = await ask(proxy.url, shape.path, body)
             assert time.monotonic() - before >= 1.5
-            assert not differs(await ask(silent.fleet.plain.url, shape.path, body), other, strict=False, unsaid=UNSAID)
+            assert not differs(
+                await ask(silent.fleet.plain.url, shape.path, body), other, strict=False, ignored=IGNORED
+            )
             counters = proxy.counters()
             assert counters.sum("pdproxy_deadline_total", wait="kv_ready") >= 1
             assert counters.sum("pdproxy_kv_silent_ranks_total") >= 1 or half_letters(proxy)
@@ -340,7 +348,7 @@ class TestNobodyTells:
 
     @pytest.mark.parametrize("stream", [False, True])
     async def test_the_request_fails(self, silent: Pushing, tmp_path: Path, stream: bool) -> None:
-        """If that is what the operator wants: 504 in OpenAI's form, and the decode engine isn't asked."""
+        """With `on_timeout: fail`: 504 in OpenAI's form, and the decode engine gets no request."""
         settings = {"deadlines": {"kv_ready": 1.0}, "kv_ready": {"on_timeout": "fail"}}
         proxy = started(silent, tmp_path, settings)
         (decode,) = silent.fleet.decodes

@@ -1,7 +1,7 @@
-"""Real engines with the notifier: what they say of each request's KV, when, and under which id.
+"""Real engines with the notifier: which notices they send about each request's KV, when, and under which id.
 
-Two engines of their own: P with a short lease and its worker in another process than its scheduler, so that what the worker
-knows has to travel; D in one process.
+Starts two engines: P with a short lease and with worker and scheduler in separate processes, so that the worker's data has to be
+transferred; D in one process.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ from .shapes import CHAT, COMPLETIONS, question, story
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
 
 LEASE = 6
-"""Seconds; D pulls within one, also on a machine that stalls."""
-ASK = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
+"""Seconds. D pulls within one second, also on a busy machine."""
+PREFILL_PARAMS = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 )
 
@@ -48,19 +48,19 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """P and D with the file that `pdproxy notifier` writes, warm and acquainted."""
+    """P and D with the file that `pdproxy notifier` writes; warm, and already connected to each other."""
     folder = tmp_path_factory.mktemp("notifier")
     assert main(["notifier", "--out", str(folder)]) == 0
     address, env = f"tcp://127.0.0.1:{free_port()}", {"PYTHONPATH": str(folder)}
     ours = {"kv_connector_module_path": "pdproxy_nixl"}
-    told = {"pdproxy_notify": address}
+    notify = {"pdproxy_notify": address}
     engines = []
     try:
-        short = ours | {"kv_connector_extra_config": told | {"kv_lease_duration": LEASE}}
+        short = ours | {"kv_connector_extra_config": notify | {"kv_lease_duration": LEASE}}
         apart = "--distributed-executor-backend mp"
-        engines.append(Engine.start(launcher, "told-p", "prefill", flags=apart, kv=short, env=env))
+        engines.append(Engine.start(launcher, "notify-p", "prefill", flags=apart, kv=short, env=env))
         engines.append(
-            Engine.start(launcher, "told-d", "decode", kv=ours | {"kv_connector_extra_config": told}, env=env)
+            Engine.start(launcher, "notify-d", "decode", kv=ours | {"kv_connector_extra_config": notify}, env=env)
         )
         for engine in engines:
             engine.wait()
@@ -73,7 +73,7 @@ def pair(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @dataclass
 class Inbox:
-    """All notices that came, with the moment of each."""
+    """All notices that arrived, with the time of each."""
 
     seen: list[tuple[float, Notice]] = field(default_factory=list)
     more: asyncio.Event = field(default_factory=asyncio.Event)
@@ -86,7 +86,7 @@ class Inbox:
             self.more.set()
 
     async def when(self, event: Event, request_id: str, seconds: float = 20) -> tuple[float, Notice]:
-        """The moment of a notice, and it."""
+        """Wait for a notice; return its time and the notice."""
         async with asyncio.timeout(seconds):
             while True:
                 for moment, notice in self.seen:
@@ -96,13 +96,13 @@ class Inbox:
                 await self.more.wait()
 
     def about(self, request_id: str) -> list[Event]:
-        """What was said of a request, in order."""
+        """Return the events of a request, in order."""
         return [notice.event for _, notice in self.seen if notice.request_id == request_id]
 
 
 @contextlib.asynccontextmanager
 async def listening(pair: Pair) -> AsyncIterator[Inbox]:
-    """A proxy's socket, once both engines have found it: they look for it again and again."""
+    """Bind a proxy's socket; yield when both engines have connected, which they retry repeatedly."""
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.PULL)
     socket.bind(pair.address)
@@ -125,15 +125,21 @@ async def listening(pair: Pair) -> AsyncIterator[Inbox]:
 
 @pytest.fixture
 async def inbox(pair: Pair) -> AsyncIterator[Inbox]:
-    """A proxy that listens for as long as the test takes."""
+    """A proxy's socket for the duration of the test."""
     async with listening(pair) as inbox:
         yield inbox
 
 
 async def prefilled(pair: Pair, request_id: str, chat: bool = False, prompt: str = "") -> Answer:
-    """P's leg by hand."""
+    """Send P's leg without a proxy."""
     text = prompt or story(request_id)
-    body = {"model": MODEL, "temperature": 0, "max_tokens": 1, "kv_transfer_params": ASK, "return_token_ids": True}
+    body = {
+        "model": MODEL,
+        "temperature": 0,
+        "max_tokens": 1,
+        "kv_transfer_params": PREFILL_PARAMS,
+        "return_token_ids": True,
+    }
     body |= {"messages": question(request_id)} if chat else {"prompt": text}
     path = CHAT if chat else COMPLETIONS
     answer = await ask(pair.prefill.url, path, body, {"X-Request-Id": request_id})
@@ -142,7 +148,7 @@ async def prefilled(pair: Pair, request_id: str, chat: bool = False, prompt: str
 
 
 async def both(pair: Pair, first: Answer, chat: bool = False, **changed: Any) -> Answer:
-    """D's leg by hand, under an id of its own."""
+    """Send D's leg without a proxy, with its own id."""
     given = first.json["kv_transfer_params"] | changed
     ids = first.json["prompt_token_ids"] if chat else first.json["choices"][0]["prompt_token_ids"]
     body = {"model": MODEL, "temperature": 0, "max_tokens": 4, "kv_transfer_params": given}
@@ -162,7 +168,7 @@ def _id() -> str:
 
 @pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
 async def test_a_request(pair: Pair, inbox: Inbox, chat: bool) -> None:
-    """Ready, loaded, released, in this order, under the id that we made for P's leg; ready is all of P's answer that D needs."""
+    """Ready, loaded and released arrive under the id of P's leg; ready contains everything of P's answer that D needs."""
     request_id, before = _id(), pair.decode.counters().sum("vllm:nixl_bytes_transferred_sum")
     first = await prefilled(pair, request_id, chat)
     _, ready = await inbox.when(Event.READY, request_id)
@@ -182,7 +188,7 @@ async def test_a_request(pair: Pair, inbox: Inbox, chat: bool) -> None:
     assert json.loads(ready.token_ids) == ids
     assert ready.tokens == usage["prompt_tokens"] == loaded.tokens
     assert ready.cached_tokens == usage["prompt_tokens_details"]["cached_tokens"]
-    if chat:  # completions don't tell
+    if chat:  # completions don't report it
         assert ready.created_cache_tokens == usage["prompt_tokens_details"]["created_cache_tokens"]
     assert ready.blocks == loaded.blocks == len(given["remote_block_ids"][0])
     assert {notice.remote_request_id for notice in (ready, loaded, released)} == {given["remote_request_id"]}
@@ -192,14 +198,14 @@ async def test_a_request(pair: Pair, inbox: Inbox, chat: bool) -> None:
     assert 0 < loaded.seconds < 20
     assert released.seconds is not None
     assert 0 < released.seconds < LEASE
-    await asyncio.sleep(0.5)  # the engine's own figures come with a later step
+    await asyncio.sleep(0.5)  # the engine updates its own counters in a later step
     assert loaded.moved_bytes == pair.decode.counters().sum("vllm:nixl_bytes_transferred_sum") - before > 0
 
 
 async def test_ready_comes_before_the_answer(
     pair: Pair, inbox: Inbox, record_property: Callable[[str, object], None]
 ) -> None:
-    """The notice is here before P's answer is: the API server has still to write that."""
+    """The notice arrives before P's answer, which the API server still has to write."""
     ahead = []
     for _ in range(50):
         request_id = _id()
@@ -215,19 +221,19 @@ async def test_ready_comes_before_the_answer(
 
 
 async def test_found_in_decodes_own_cache(pair: Pair, inbox: Inbox) -> None:
-    """The same prompt again: D pulls nothing or nearly so, and says that it has the KV all the same."""
-    text, said = story(secrets.token_hex(6)), []
+    """The same prompt again: D pulls almost nothing, and still reports that it has the KV."""
+    text, notices = story(secrets.token_hex(6)), []
     for _ in range(2):
         request_id = _id()
         await both(pair, await prefilled(pair, request_id, prompt=text))
-        said.append((await inbox.when(Event.LOADED, request_id))[1])
+        notices.append((await inbox.when(Event.LOADED, request_id))[1])
         await inbox.when(Event.RELEASED, request_id)
-    assert (said[0].cached_tokens, said[1].cached_tokens) == (0, said[0].tokens - said[1].tokens)
-    assert said[1].cached_tokens > 0
+    assert (notices[0].cached_tokens, notices[1].cached_tokens) == (0, notices[0].tokens - notices[1].tokens)
+    assert notices[1].cached_tokens > 0
 
 
-async def test_given_back(pair: Pair, inbox: Inbox) -> None:
-    """D refuses a request with `max_tokens` 0: P's blocks are released, and nobody has loaded them."""
+async def test_release(pair: Pair, inbox: Inbox) -> None:
+    """D refuses a request with `max_tokens` 0: P's blocks are released without being loaded."""
     request_id = _id()
     first = await prefilled(pair, request_id)
     body = {"model": MODEL, "prompt": "x", "max_tokens": 0, "kv_transfer_params": first.json["kv_transfer_params"]}
@@ -236,8 +242,8 @@ async def test_given_back(pair: Pair, inbox: Inbox) -> None:
     assert inbox.about(request_id) == [Event.READY, Event.RELEASED]
 
 
-async def test_nobody_comes(pair: Pair, inbox: Inbox) -> None:
-    """The lease runs out, and it is told at once: D would pull other KV now."""
+async def test_an_expired_lease(pair: Pair, inbox: Inbox) -> None:
+    """The lease ends, and P reports it at once: D would pull other KV now."""
     request_id = _id()
     await prefilled(pair, request_id)
     began, _ = await inbox.when(Event.READY, request_id)
@@ -250,7 +256,7 @@ async def test_nobody_comes(pair: Pair, inbox: Inbox) -> None:
 
 
 async def test_a_pull_that_fails(pair: Pair, inbox: Inbox) -> None:
-    """P can't be reached by D: failed, a 500, and later P's lease runs out."""
+    """D can't reach P: a failed notice, a 500, and later P's lease ends."""
     request_id = _id()
     first = await prefilled(pair, request_id)
     answer = await both(pair, first, remote_engine_id="nobody", remote_port=free_port())
@@ -261,13 +267,13 @@ async def test_a_pull_that_fails(pair: Pair, inbox: Inbox) -> None:
     assert inbox.about(request_id) == [Event.READY, Event.FAILED, Event.EXPIRED]
 
 
-async def test_a_prefill_that_is_given_up(pair: Pair, inbox: Inbox) -> None:
-    """Whoever leaves while P works learns which of the two it was: P holds nothing, or the handle that was never read."""
+async def test_an_abandoned_prefill(pair: Pair, inbox: Inbox) -> None:
+    """After a client has left during the prefill, a notice shows that P holds nothing, or contains the unread handle."""
     seen = set()
-    for patience in (0.005, 0.01, 0.02, 0.03, 0.05, 0.08):
+    for delay in (0.005, 0.01, 0.02, 0.03, 0.05, 0.08):
         request_id = _id()
         asked = asyncio.create_task(prefilled(pair, request_id, prompt=story(secrets.token_hex(6)) * 6))
-        await asyncio.sleep(patience)
+        await asyncio.sleep(delay)
         asked.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asked
@@ -286,14 +292,14 @@ async def test_a_prefill_that_is_given_up(pair: Pair, inbox: Inbox) -> None:
     assert seen
 
 
-async def test_nobody_listens(pair: Pair) -> None:
-    """Engines serve as ever; who listens then hears what comes from now on, and how much went before."""
+async def test_without_a_listener(pair: Pair) -> None:
+    """Engines serve as usual; a later listener gets all further notices, and the number of dropped ones."""
     for _ in range(5):
         assert (await both(pair, await prefilled(pair, _id()))).status == 200
     async with listening(pair) as inbox:
         for role in ("P", "D"):
             first = next(notice for _, notice in inbox.seen if notice.role == role)
-            assert first.dropped >= 3  # one that was on its way when its reader left is lost, and not counted
+            assert first.dropped >= 3  # a notice that was in transit when its reader left is lost, and not counted
         assert [notice.dropped for _, notice in inbox.seen].count(0) == len(inbox.seen) - 2
     assert "pdproxy: " in (logs := Path(pair.prefill.log).read_text() + Path(pair.decode.log).read_text())
-    assert "failed; if it does again" not in logs  # what failed in vLLM is vLLM's to log
+    assert "failed; if it does again" not in logs  # vLLM itself logs what failed in vLLM

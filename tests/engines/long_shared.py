@@ -1,6 +1,6 @@
-"""KV in storage that both engines reach (contract `shared`), by vLLM's ExampleConnector: two engines of their own.
+"""KV in storage that both engines reach (contract `shared`), with vLLM's ExampleConnector; starts two engines.
 
-The connector keeps whole blocks, and looks for those before the prompt's last two tokens: the rest the decode engine computes.
+The connector stores whole blocks, and looks for blocks before the prompt's last two tokens. The decode engine computes the rest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .client import ask
 from .compare import differs
 from .connected import by_files, pair
 from .engine import BLOCK, MODEL, Engine
-from .equality import SOURCE, Rose, equal
+from .equality import SOURCE, Increases, equal
 from .fleet import Fleet
 from .launcher import Launcher
 from .prompts import ids
@@ -24,18 +24,18 @@ from .shapes import CHAT, COMPLETIONS, SHAPES, Shape, question
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
 
 FEW = {"completion-block", "completion-block-and-one"}
-"""Prompts too short for a whole block before their last two tokens."""
+"""Prompts that have no whole block before their last two tokens."""
 ANSWERED = [shape for shape in SHAPES if not shape.alone and shape.status == 200 and shape.name not in FEW]
 RACES = {"error-one-of-a-list-too-long"}
-"""The list's other prompts may have moved before the one that is refused was read."""
+"""The list's other prompts may move before the refused one is read."""
 ALONE = [shape for shape in SHAPES if (shape.alone or shape.status != 200) and shape.name not in RACES]
 
 
 @pytest.fixture(scope="module")
 def sharers(launcher: Launcher, plain: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A prefill and a decode engine with one folder between them."""
-    told = by_files(tmp_path_factory.mktemp("kv"))
-    with pair(launcher, plain, "shared", told, {}) as fleet:
+    """A prefill and a decode engine that share one folder."""
+    options = by_files(tmp_path_factory.mktemp("kv"))
+    with pair(launcher, plain, "shared", options, {}) as fleet:
         yield fleet
 
 
@@ -49,30 +49,30 @@ def proxy(sharers: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     assert proxy.stop() == 0, proxy.tail()
 
 
-def whole_blocks(rose: Rose) -> bool:
-    """Whether the decode engine was given whole blocks of the prompts, and computed the rest.
+def whole_blocks(increases: Increases) -> bool:
+    """Return whether the decode engine got whole blocks of the prompts, and computed the rest.
 
-    Of a prompt with one token more than whole blocks, the connector writes a block that it doesn't look for.
+    If a prompt has one token more than whole blocks, the connector writes a block that it doesn't look for.
     """
-    given, missed = rose["pulled"], rose["prompt"] % BLOCK == 1
-    return rose["prompt"] == given + rose["computed"] and given % BLOCK == 0 and (given > 0 or missed)
+    given, missed = increases["pulled"], increases["prompt"] % BLOCK == 1
+    return increases["prompt"] == given + increases["computed"] and given % BLOCK == 0 and (given > 0 or missed)
 
 
 @pytest.mark.parametrize("shape", ANSWERED[::7], ids=str)
 async def test_answer_is_the_plain_engines(sharers: Fleet, proxy: Proxy, shape: Shape) -> None:
-    """Status, body and events are the plain engine's, usage with what it says of caches included; the KV came from storage."""
+    """Status, body and events equal the plain engine's, including cached tokens in the usage; the KV came from storage."""
     await equal(sharers, proxy, shape, moved=whole_blocks)
 
 
 @pytest.mark.parametrize("shape", ALONE[::16], ids=str)
 async def test_what_is_not_split_is_the_plain_engines_too(sharers: Fleet, proxy: Proxy, shape: Shape) -> None:
-    """As with NIXL: for one engine alone, or refused."""
+    """As with NIXL: served by one engine alone, or refused."""
     await equal(sharers, proxy, shape)
 
 
 @pytest.mark.parametrize("length", [66, 200, 640])
-async def test_whole_blocks_are_given(sharers: Fleet, proxy: Proxy, length: int) -> None:
-    """All whole blocks before the prompt's last two tokens, and nothing else."""
+async def test_whole_blocks_move(sharers: Fleet, proxy: Proxy, length: int) -> None:
+    """All whole blocks before the prompt's last two tokens move, and nothing else."""
     (decode,) = sharers.decodes
     body = {"model": MODEL, "prompt": ids(secrets.token_hex(6), length), "temperature": 0, "max_tokens": 4}
     before = decode.counters()
@@ -87,8 +87,8 @@ async def test_whole_blocks_are_given(sharers: Fleet, proxy: Proxy, length: int)
     assert given == {"external_kv_transfer": blocks, "local_compute": length - blocks}
 
 
-async def test_again(sharers: Fleet, proxy: Proxy) -> None:
-    """Asked again, a prompt is cached for the client as on the plain engine: what the decode engine was given is not."""
+async def test_cached_tokens_of_a_repeated_prompt(sharers: Fleet, proxy: Proxy) -> None:
+    """A repeated prompt counts as cached, as on the plain engine; KV that the decode engine received does not."""
     body = {"model": MODEL, "messages": question(secrets.token_hex(6)), "temperature": 0, "max_tokens": 5}
     cached = []
     for _ in range(2):
@@ -99,8 +99,8 @@ async def test_again(sharers: Fleet, proxy: Proxy) -> None:
     assert cached[1] >= 2 * BLOCK
 
 
-async def test_the_engines_have_something_to_share(sharers: Fleet) -> None:
-    """The above is no empty promise: without the prefill engine, the decode engine computes all."""
+async def test_without_the_prefill_engine_no_kv_is_found(sharers: Fleet) -> None:
+    """Control: without the prefill engine, the decode engine computes the whole prompt."""
     (decode,) = sharers.decodes
     before = decode.counters().sum(SOURCE, source="external_kv_transfer")
     await ask(decode.url, COMPLETIONS, {"model": MODEL, "prompt": ids(secrets.token_hex(6), 200), "max_tokens": 2})

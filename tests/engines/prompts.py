@@ -1,7 +1,7 @@
-"""What requests are made of: their prompts, what the table's rows share, and how a row is written.
+"""The parts of requests: their prompts, the common fields of the table's rows, and functions that make a row.
 
-A body is made from a nonce that stands first in its prompt, so that no prefix cache of any engine hides a mistake. The chat
-template puts tools behind the messages for the same reason: a prompt without a common head moves as a whole.
+A body is made from a nonce that comes first in its prompt, so that no engine's prefix cache hides an error. The chat
+template puts tools behind the messages for the same reason: a prompt without a common beginning moves as a whole.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from .engine import MODEL
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 Body = dict[str, Any]
 
-# The values of `reason` in pdproxy_alone_total. The one place to adjust.
+# The values of `reason` in pdproxy_alone_total.
 ALONE_N, ALONE_ECHO, ALONE_PROMPT_LOGPROBS = "n", "echo", "prompt_logprobs"
 ALONE_SHORT, ALONE_CONTENT = "short_prompt", "non_text"
 ALONE_BEAM, ALONE_UNUSUAL = "beam_search", "unusual"
-ABSENT: Any = object()  # a field that the base has and this row leaves out
+ABSENT: Any = object()  # removes a field of the base from a row
 
 STORY = (
     "The harbour master kept two ledgers. In the first she wrote every ship that came in, its cargo and its draught; "
@@ -37,9 +37,12 @@ TOOLS = [
 ]
 CALL = r'<tool_call>\n\{"name": "forecast", "arguments": \{"city": "(Oslo|Rome)", "days": [1-9]\}\}\n</tool_call>'
 GRAMMAR = 'root ::= ship " " ship\nship ::= "brig" | "sloop" | "ketch"\n'
-# Ids of the tokenizer's that tests/engines/make_model.py makes.
+# Token ids of the tokenizer that tests/engines/make_model.py makes.
 EOS, IM_START, IF = "1", "3", 300  # IF: " if"
-FIRST_BYTE_OF_TWO, FIRST_BYTE_OF_FOUR = 132, 177  # 0xC3, 0xF0: what is cut after one of them is no character
+FIRST_BYTE_OF_TWO, FIRST_BYTE_OF_FOUR = (
+    132,
+    177,
+)  # 0xC3, 0xF0: text that ends after one of them has an incomplete character
 SHIPS = {"regex": "🚢{6}"}
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
@@ -56,17 +59,17 @@ FORGED = {
 
 @dataclass(frozen=True)
 class Shape:
-    """One row: how the body is made from a nonce, and what is to be expected beside equality."""
+    """One row: how the body is made from a nonce, and what to expect besides equality."""
 
     name: str
     path: str
     make: Callable[[str], Body]
-    alone: str = ""  # the reason why one engine serves it, or a prompt of its list
+    alone: str = ""  # the reason why one engine serves it, or one prompt of its list
     times: int = 1  # how often the proxy counts that reason
     partly: bool = False  # the list's other prompts are split
     status: int = 200
     header_id: bool = False  # send the nonce as X-Request-Id
-    pinned_id: bool = False  # the answer's id must be the client's, so that it is compared too
+    pinned_id: bool = False  # the answer's id must be the client's, so it is compared, too
 
     def __str__(self) -> str:
         return self.name
@@ -76,67 +79,67 @@ OWN = {field.name for field in fields(Shape)} - {"name", "path", "make"}
 
 
 def _row(given: Body) -> tuple[Body, Body]:
-    """What is said of a shape, and the fields of its bodies but for the prompt."""
+    """Return the attributes of a shape, and the fields of its bodies without the prompt."""
     own = {key: given.pop(key) for key in OWN if key in given}
     base = {"model": MODEL, "temperature": 0, "max_tokens": 12} | given
     return own, {key: value for key, value in base.items() if value is not ABSENT}
 
 
 def completion(name: str, /, prompt: Callable[[str], Any] | None = None, **given: Any) -> Shape:
-    """A row of completions: greedy, twelve tokens of a story's continuation, unless the fields say otherwise."""
+    """Make a row of completions: greedy, twelve tokens, prompt `story`, unless the arguments change it."""
     own, base = _row(given)
     return Shape(name, COMPLETIONS, lambda nonce: base | {"prompt": (prompt or story)(nonce)}, **own)
 
 
 def chat(name: str, /, messages: Callable[[str], Any] | None = None, **given: Any) -> Shape:
-    """A row of chats, with the same rules."""
+    """Make a row of chats, with the same rules."""
     own, base = _row(given)
     return Shape(name, CHAT, lambda nonce: base | {"messages": (messages or question)(nonce)}, **own)
 
 
 def story(nonce: str) -> str:
-    """A prompt of some 200 tokens."""
+    """Return a prompt of about 200 tokens."""
     return f"{nonce} {STORY}"
 
 
 def question(nonce: str) -> list[Body]:
-    """A chat of one message."""
+    """Return a chat of one message."""
     return [{"role": "user", "content": story(nonce)}]
 
 
 def ids(nonce: str, length: int = 150) -> list[int]:
-    """Token ids that depend on the nonce from the first one on; none of them is special."""
+    """Return token ids that all depend on the nonce; none of them is special."""
     seed = int.from_bytes(nonce.encode()[-6:], "big")
     return [5 + (seed * (at + 1) * 2654435761 >> 7) % 4000 for at in range(length)]
 
 
 def exactly(length: int) -> Callable[[str], list[int]]:
-    """Prompts of so many token ids."""
+    """Return a function that makes prompts of `length` token ids."""
     return lambda nonce: ids(nonce, length)
 
 
 def times(count: int) -> Callable[[str], str]:
-    """Prompts of so many stories, some 130 tokens each."""
+    """Return a function that makes prompts of `count` stories, about 130 tokens each."""
     return lambda nonce: f"{nonce} {STORY * count}"
 
 
 def talk(count: int) -> Callable[[str], list[Body]]:
-    """Chats of one message with so many stories."""
+    """Return a function that makes chats of one message with `count` stories."""
     return lambda nonce: [{"role": "user", "content": times(count)(nonce)}]
 
 
 def begun(nonce: str) -> list[Body]:
-    """A chat whose last message the model is to continue."""
+    """Return a chat whose last message the model must continue."""
     return [*question(nonce), {"role": "assistant", "content": "It was"}]
 
 
 def several(nonce: str) -> list[str]:
-    """Three prompts of different lengths."""
+    """Return three prompts of different lengths."""
     return [f"{number} {nonce} {STORY[: 150 + 120 * number]}" for number in range(3)]
 
 
 def conversation(nonce: str) -> list[Body]:
-    """Four turns, one of them in parts, one in several scripts."""
+    """Return four turns: one of them in parts, one in several scripts."""
     return [
         {"role": "system", "content": f"{nonce} You keep the ledgers."},
         {"role": "user", "content": [{"type": "text", "text": STORY}, {"type": "text", "text": "What was missing?"}]},
@@ -146,7 +149,7 @@ def conversation(nonce: str) -> list[Body]:
 
 
 def tool_result(nonce: str) -> list[Body]:
-    """A chat in which a tool was called and answered."""
+    """Return a chat in which a tool was called and has answered."""
     call = {
         "id": "call_1",
         "type": "function",
@@ -160,7 +163,7 @@ def tool_result(nonce: str) -> list[Body]:
 
 
 def image(nonce: str) -> list[Body]:
-    """A chat with a picture, which these engines can't see."""
+    """Return a chat with an image, which these engines don't support."""
     pixel = (
         "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5Er"
         "kJggg=="

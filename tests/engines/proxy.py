@@ -1,4 +1,4 @@
-"""`pdproxy serve` as a subprocess, the way an operator runs it."""
+"""`pdproxy serve` as a subprocess, as an operator runs it."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ class Proxy:
         port: int = 0,
         ready: bool = True,
     ) -> "Proxy":
-        """Start it in front of these engines. `settings`: a tree for --config, beside the nodes that flags name."""
+        """Start it in front of these engines. `settings`: a tree for --config; flags name the nodes."""
         port = port or free_port()
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "pdproxy.cli.main", "serve", "--port", str(port)]
@@ -59,7 +59,7 @@ class Proxy:
         with log.open("wb") as out:
             process = subprocess.Popen(
                 command,
-                env={name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")},  # ours
+                env={name: value for name, value in os.environ.items() if not name.startswith("PDPROXY_")},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -76,11 +76,11 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """The proxy's base URL, without a slash at the end."""
+        """The proxy's base URL without a trailing slash."""
         return f"http://127.0.0.1:{self.port}"
 
     def wait_ready(self, timeout: float = READY_TIMEOUT) -> None:
-        """Return once /ready answers 200."""
+        """Return when /ready answers 200."""
         deadline = time.monotonic() + timeout
         while self.ready() != 200:
             if self.process.poll() is not None:
@@ -90,7 +90,7 @@ class Proxy:
             time.sleep(0.1)
 
     def ready(self) -> int:
-        """The status of /ready, 0 where nothing listens."""
+        """Return the status of /ready; 0 if nothing listens."""
         try:
             with urllib.request.urlopen(f"{self.url}/ready", timeout=5) as answer:
                 return answer.status
@@ -100,12 +100,12 @@ class Proxy:
             return 0
 
     def counters(self) -> Counters:
-        """The proxy's own metrics of this moment."""
+        """Return the proxy's current metrics."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
             return Counters.parse(answer.read().decode())
 
     def stop(self) -> int:
-        """SIGTERM, as an orchestrator does it; the exit code."""
+        """Send SIGTERM, as an orchestrator does; return the exit code."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -116,7 +116,7 @@ class Proxy:
             raise ProxyFailed(f"pdproxy didn't stop within {STOP_TIMEOUT:.0f} s of SIGTERM\n{self.tail()}") from None
 
     def tail(self, lines: int = 40) -> str:
-        """The end of the proxy's log."""
+        """Return the end of the proxy's log."""
         with contextlib.suppress(OSError):
             return f"--- {self.log}\n" + "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
         return f"--- {self.log}: no log"

@@ -1,6 +1,6 @@
-"""The table of requests whose answers must be a plain engine's: whatever changes a prompt, a token or a byte.
+"""The table of requests whose answers must equal a plain engine's: it covers what changes a prompt, a token or a byte.
 
-A shape that the proxy sends to one engine alone says why; all others must move their prompt's KV from P to D.
+A shape that the proxy sends to one engine alone names the reason; all others must move their prompt's KV from P to D.
 """
 
 from .prompts import CALL, CHAT, COMPLETIONS, TOOLS, USAGE, Body, Shape, question, story

@@ -1,4 +1,4 @@
-"""Chats: messages and templates, how the answer goes and ends, tools and grammars."""
+"""Chats: messages and templates, form and end of the answer, tools and grammars."""
 
 from .prompts import (
     ABSENT,
@@ -39,7 +39,7 @@ CALLED_TWICE = {"tools": TOOLS, "structured_outputs": {"regex": CALL + r"\n" + C
 CALLED_AFTER_WORDS = {"tools": TOOLS, "structured_outputs": {"regex": "Let me see\\. " + CALL}, "max_tokens": 140}
 
 CHAT_SHAPES = [
-    # How the prompt comes.
+    # Forms of the prompt.
     chat("chat"),
     chat("chat-model-absent", model=ABSENT, **USAGE),
     chat("chat-conversation", conversation),
@@ -69,7 +69,7 @@ CHAT_SHAPES = [
     chat("chat-cache-salt", cache_salt="of-one-tenant", stream=True),
     chat("chat-short", lambda nonce: [{"role": "user", "content": nonce[-3:]}], alone=ALONE_SHORT),
     chat("chat-image", image, alone=ALONE_CONTENT, status=400),
-    # How the answer goes.
+    # Form and end of the answer.
     chat("chat-streamed", stream=True),
     chat("chat-streamed-usage", **USAGE),
     chat("chat-streamed-continuous-usage", **CONTINUOUS),
@@ -107,7 +107,7 @@ CHAT_SHAPES = [
     chat("chat-logprobs-of-half-characters", allowed_token_ids=[177], logprobs=True, top_logprobs=1, max_tokens=3),
     chat("chat-token-ids-returned", return_token_ids=True),
     chat("chat-token-ids-returned-streamed", return_token_ids=True, **USAGE),
-    # One engine alone.
+    # Served by one engine alone.
     chat("chat-echo", begun, echo=True, alone=ALONE_ECHO),
     chat("chat-prompt-text", return_prompt_text=True, alone=ALONE_ECHO),
     chat("chat-prompt-text-streamed", return_prompt_text=True, stream=True, alone=ALONE_ECHO),
@@ -117,7 +117,7 @@ CHAT_SHAPES = [
     chat("chat-n-streamed", n=2, temperature=0.8, seed=7, alone=ALONE_N, **USAGE),
     chat("chat-n-tools", n=2, temperature=0.7, seed=2, alone=ALONE_N, **CALLED),
     chat("chat-beam", use_beam_search=True, max_tokens=4, alone=ALONE_BEAM),
-    # How tokens are chosen, what stands beside.
+    # Sampling, and other fields of the answer.
     chat("chat-seed-streamed", temperature=1.0, seed=5, stream=True),
     chat("chat-sampling", temperature=1.1, seed=6, top_k=20, top_p=0.9, min_p=0.05, n=1),
     chat("chat-logit-bias", logit_bias={"400": 100, "401": 99}, stream=True),

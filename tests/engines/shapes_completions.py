@@ -1,4 +1,4 @@
-"""Completions: how the prompt comes, how the answer goes and ends, how tokens are chosen, what is said beside them."""
+"""Completions: forms of the prompt, form and end of the answer, sampling, and other fields of the answer."""
 
 from .engine import BLOCK, CONTEXT
 from .prompts import (
@@ -33,7 +33,7 @@ FIRST_IS_IF = {"logit_bias": {str(IF): 100}}
 FIRST_IS_EOS = {"logit_bias": {EOS: 100}}
 
 COMPLETION_SHAPES = [
-    # How the prompt comes.
+    # Forms of the prompt.
     completion("completion"),
     completion("completion-no-model-named", model=None),
     completion("completion-model-absent", model=ABSENT),
@@ -68,7 +68,7 @@ COMPLETION_SHAPES = [
     completion("completion-one-over-the-context", exactly(CONTEXT - 1), max_tokens=2, stream=True),
     completion("completion-to-the-context", exactly(CONTEXT - 20), max_tokens=20, ignore_eos=True, **USAGE),
     completion("completion-without-special-tokens", add_special_tokens=False),
-    # What is kept is the end: the nonce stands where its first block begins.
+    # The end is kept: the nonce is at the beginning of its first block.
     completion("completion-truncated-prompt", lambda nonce: f"{STORY}{nonce}{STORY[:150]}", truncate_prompt_tokens=70),
     completion("completion-truncated-to-its-head", truncate_prompt_tokens=70, truncation_side="right"),
     completion("completion-truncated-to-the-context", lambda nonce: ids(nonce, 3000), truncate_prompt_tokens=-1),
@@ -77,7 +77,7 @@ COMPLETION_SHAPES = [
         "completion-many-scripts", lambda nonce: f"{nonce} Où ça? 在哪里? 🚢👩‍👩‍👧 {STORY[:99]} שלום \ud83d\ude00"
     ),
     completion("completion-cache-salt", cache_salt="of-one-tenant"),
-    # How the answer goes.
+    # Form and end of the answer.
     completion("completion-streamed", stream=True),
     completion("completion-streamed-usage", **USAGE),
     completion("completion-streamed-continuous-usage", **CONTINUOUS),
@@ -139,7 +139,7 @@ COMPLETION_SHAPES = [
     completion("completion-logprobs-of-half-characters", allowed_token_ids=[177], logprobs=1, max_tokens=3),
     completion("completion-token-ids-returned", return_token_ids=True),
     completion("completion-token-ids-returned-streamed", return_token_ids=True, **USAGE),
-    # One engine alone.
+    # Served by one engine alone.
     completion("completion-echo", echo=True, alone=ALONE_ECHO),
     completion("completion-echo-streamed", echo=True, alone=ALONE_ECHO, **USAGE),
     completion("completion-echo-logprobs", echo=True, logprobs=1, max_tokens=1, alone=ALONE_ECHO),
@@ -156,7 +156,7 @@ COMPLETION_SHAPES = [
     ),
     completion("completion-beam", use_beam_search=True, max_tokens=4, alone=ALONE_BEAM),
     completion("completion-beams", use_beam_search=True, n=2, max_tokens=4, alone=ALONE_N),
-    # How tokens are chosen.
+    # Sampling.
     completion("completion-n-of-one", n=1, best_of=1),
     completion("completion-seed", temperature=0.9, seed=11, top_p=0.95, top_k=50),
     completion("completion-seed-streamed", temperature=0.9, seed=12, stream=True),
@@ -193,7 +193,7 @@ COMPLETION_SHAPES = [
     completion("completion-json-schema", response_format=JSON_SCHEMA, max_tokens=60),
     completion("completion-json-object", response_format={"type": "json_object"}, max_tokens=40, **USAGE),
     completion("completion-text-format", response_format={"type": "text"}),
-    # Ids and what a client must not reach.
+    # Ids, and fields that a client must not use.
     completion("completion-header-id", header_id=True, pinned_id=True),
     completion("completion-forged-handle", kv_transfer_params=FORGED),
     completion("completion-extra-arguments", vllm_xargs={"own": 1}),

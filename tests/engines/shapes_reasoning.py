@@ -1,6 +1,6 @@
-"""Chats with engines that tell reasoning from content (`--reasoning-parser`), a grammar and tools behind the thoughts.
+"""Chats with engines that separate reasoning from content (`--reasoning-parser`), with a grammar and tools after the reasoning.
 
-The thoughts of random weights never end by themselves: `thinking_token_budget` ends them after so many tokens.
+The reasoning of random weights never ends by itself: `thinking_token_budget` ends it after a number of tokens.
 """
 
 from .prompts import CALL, EOS, IF, JSON_SCHEMA, TOOLS, USAGE, Body, chat, question
@@ -9,7 +9,7 @@ THINK_END = "4095"  # the id of </think> in tests/engines/make_model.py
 
 
 def thinking(nonce: str) -> list[Body]:
-    """A chat whose next token is a thought's first."""
+    """Return a chat whose next token is the first of the reasoning."""
     return [*question(nonce), {"role": "assistant", "content": "<think>"}]
 
 

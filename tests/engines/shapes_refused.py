@@ -1,4 +1,4 @@
-"""What an engine refuses, it refuses in its own words."""
+"""Requests that an engine refuses: the error text is the engine's own."""
 
 from .engine import CONTEXT
 from .prompts import ABSENT, TOOLS, USAGE, begun, chat, completion, exactly, ids, story
@@ -86,7 +86,7 @@ REFUSED_SHAPES = [
 
 REFUSED_IN_THE_STREAM = [
     completion("grammar", structured_outputs={"regex": "[unclosed"}, stream=True),
-    chat("echoed-chat", begun, echo=True, stream=True),  # the renderer made its text a list of parts
+    chat("echoed-chat", begun, echo=True, stream=True),  # the renderer turned its text into a list of parts
     chat("cut-to-nothing-streamed", truncate_prompt_tokens=0, **USAGE),
     chat("logit-bias-out-of-range-streamed", logit_bias={"999999": 1}, **USAGE),
     completion("stop-ids-out-of-range-streamed", stop_token_ids=[999999], **USAGE),
@@ -95,4 +95,4 @@ REFUSED_IN_THE_STREAM = [
     chat("choice-empty-streamed", structured_outputs={"choice": []}, stream=True),
     chat("thinking-budget-streamed", thinking_token_budget=5, stream=True),
 ]
-"""What the engine itself refuses, not the handler before it: it answers 200 and an error event."""
+"""Requests that the engine refuses after its HTTP handler has accepted them: it answers 200 and an error event."""

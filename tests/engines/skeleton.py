@@ -1,7 +1,8 @@
-"""The shape of an answer: all that must be alike where two models say different words.
+"""The structure of an answer: everything that must be equal if two models generate different text.
 
-Statuses, content types, keys in their order, types, nulls, error bodies to the byte; of a stream the kinds of its events in the
-order in which they first come. Masked: texts, ids, times, numbers, and whether chance ended an answer by length or by a stop.
+Statuses, content types, keys in their order, types, nulls, error bodies to the byte; for a stream the kinds of its events in
+the order of their first appearance. Masked: texts, ids, times, numbers, and whether an answer ended by length or by a stop,
+which is random.
 """
 
 import json
@@ -16,7 +17,7 @@ _FREE = {"top_logprobs"}  # of completions: its keys are texts
 
 
 def view(answer: Answer) -> dict[str, Any]:
-    """What a client sees of an answer, words and numbers aside."""
+    """Return the structure of an answer, without texts and numbers."""
     seen: dict[str, Any] = {"status": answer.status, "broken": bool(answer.broken)}
     kind = answer.headers.get("Content-Type", "")
     seen["type"] = kind
@@ -29,13 +30,13 @@ def view(answer: Answer) -> dict[str, Any]:
 
 
 def shape(value: Any, key: str = "") -> Any:
-    """A value as its types; maps keep their keys in order, lists are their first item's shape."""
+    """Return a value as its types; maps keep their keys in order, lists become the distinct shapes of their items."""
     if isinstance(value, dict):
         if key in _FREE or (value and all(name.isdigit() for name in value)):
             return ["map of", shape(next(iter(value.values()), None))]
         found = {name: shape(item, name) for name, item in value.items()}
         if value.get("finish_reason") and "delta" in found:
-            found["delta"] = "delta"  # text, a call, or nothing: what the last token was is chance
+            found["delta"] = "delta"  # text, a call, or nothing: the last token is random
         return found
     if key == "bytes":
         return "bytes"
@@ -54,7 +55,7 @@ def shape(value: Any, key: str = "") -> Any:
 
 
 def _silent(event: str) -> bool:
-    """Whether a chat's event has ids or probabilities and no text: half a character, which is chance."""
+    """Return whether a chat's event has ids or probabilities but no text: half a character, which is random."""
     return '"delta":{},' in event and '"finish_reason":null' in event
 
 
@@ -69,7 +70,7 @@ def _event(event: str) -> Any:
 
 
 def _error(body: Any) -> Any:
-    """An error as it is, but for numbers and ids inside its words."""
+    """Return an error body with the ids in its text masked."""
     return json.loads(_HEX.sub("*", json.dumps(body)))
 
 
@@ -81,8 +82,8 @@ def _distinct(items: list[Any]) -> list[Any]:
     return found
 
 
-def unlike(simulated: Any, real: Any, place: str = "$") -> str:
-    """The first place where two views differ, keys and their order included; empty where there is none."""
+def structure_difference(simulated: Any, real: Any, place: str = "$") -> str:
+    """Return the first place where two views differ, keys and their order included; empty if there is none."""
     if isinstance(simulated, dict) and isinstance(real, dict):
         if list(simulated) != list(real):
             return f"{place}: keys {list(simulated)}, real ones have {list(real)}"
@@ -94,4 +95,4 @@ def unlike(simulated: Any, real: Any, place: str = "$") -> str:
             less, more = [one for one in real if one not in simulated], [one for one in simulated if one not in real]
             return f"{place}: lacks {less}, has {more} beyond the real ones'"
         return "" if simulated == real else f"{place}: {simulated!r}, real: {real!r}"
-    return next((why for one, two, where in pairs if (why := unlike(one, two, where))), "")
+    return next((why for one, two, where in pairs if (why := structure_difference(one, two, where))), "")

@@ -1,4 +1,4 @@
-"""`pdproxy check` against real engines: nothing to say about good ones, the right thing about a wrong one."""
+"""`pdproxy check` with real engines: no findings for good engines, the right finding for a wrong one."""
 
 import asyncio
 import json
@@ -17,14 +17,14 @@ async def _check(*arguments: str) -> dict[str, Any]:
         sys.executable, "-m", "pdproxy", "check", "--json", *arguments, stdout=asyncio.subprocess.PIPE
     )
     async with asyncio.timeout(200):
-        said, _ = await process.communicate()
-    report: dict[str, Any] = json.loads(said)
+        output, _ = await process.communicate()
+    report: dict[str, Any] = json.loads(output)
     assert report["exit_code"] == process.returncode
     return report
 
 
 async def test_good_engines_pass(fleet: Fleet) -> None:
-    """Two of each, every pair proven to move KV, nothing left on a prefill engine."""
+    """Two engines of each role: every pair moves KV, and no KV is left on a prefill engine."""
     fleet.heal()
     prefills, decodes = [one.url for one in fleet.prefills], [one.url for one in fleet.decodes]
     report = await _check("--prefill", *prefills, "--decode", *decodes)
@@ -35,7 +35,7 @@ async def test_good_engines_pass(fleet: Fleet) -> None:
 
 
 async def test_a_decode_engine_without_a_connector_is_named(fleet: Fleet) -> None:
-    """It recomputes and answers right: only its counters tell, and the remedy is a flag."""
+    """It recomputes and answers correctly: only its counters show it, and the remedy is a flag."""
     fleet.heal()
     report = await _check("--prefill", fleet.prefills[0].url, "--decode", fleet.plain.url)
     assert report["exit_code"] == 1
@@ -44,7 +44,7 @@ async def test_a_decode_engine_without_a_connector_is_named(fleet: Fleet) -> Non
 
 
 async def test_swapped_roles_are_named(fleet: Fleet) -> None:
-    """NIXL takes no notice of them; the metrics of a consumer do."""
+    """NIXL ignores the roles; the metrics of a consumer show them."""
     fleet.heal()
     report = await _check("--prefill", fleet.decodes[0].url, "--decode", fleet.prefills[0].url)
     assert any("kv_producer" in json.dumps(one) for one in report["findings"]), report["findings"]

@@ -1,4 +1,4 @@
-"""What people really use against an OpenAI server: OpenAI's Python library, curl, and vLLM's serving benchmark."""
+"""Common clients of an OpenAI server: OpenAI's Python library, curl, and vLLM's serving benchmark."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
 
 @pytest.fixture
 def openai(proxy_2p2d: Proxy) -> OpenAI:
-    """OpenAI's client, pointed at the proxy; it must not paper over our errors by asking again."""
+    """OpenAI's client for the proxy, without retries, which could hide the proxy's errors."""
     return OpenAI(base_url=f"{proxy_2p2d.url}/v1", api_key="unused", max_retries=0, timeout=120)
 
 
@@ -56,7 +56,7 @@ async def test_openai_chat(fleet: Fleet, openai: OpenAI) -> None:
 
 
 async def test_openai_async_completions(fleet: Fleet, proxy_2p2d: Proxy) -> None:
-    """Eight asynchronous streams at once: each text is that of its own prompt."""
+    """Eight asynchronous streams at once: each text belongs to its own prompt."""
     bodies = [
         {"model": MODEL, "prompt": story(secrets.token_hex(6)), "temperature": 0, "max_tokens": 12} for _ in range(8)
     ]
@@ -71,7 +71,7 @@ async def test_openai_async_completions(fleet: Fleet, proxy_2p2d: Proxy) -> None
 
 
 async def test_openai_tools(openai: OpenAI) -> None:
-    """A tool call comes out as one, whole and streamed."""
+    """A tool call arrives as a tool call, whole and streamed."""
     body: dict[str, Any] = {
         "model": MODEL,
         "messages": question(secrets.token_hex(6)),
@@ -94,14 +94,14 @@ async def test_openai_tools(openai: OpenAI) -> None:
 
 
 class Trip(BaseModel):
-    """What the model must answer in."""
+    """The class that the answer must have."""
 
     abroad: bool
     city: Literal["Oslo", "Rome"]
 
 
 async def test_openai_structured_output(openai: OpenAI) -> None:
-    """`parse` gets an object of the asked class: the grammar reached the engine that decodes."""
+    """`parse` returns an object of the class: the grammar reached the decode engine."""
     answer = await asyncio.to_thread(
         openai.chat.completions.parse,
         model=MODEL,
@@ -114,7 +114,7 @@ async def test_openai_structured_output(openai: OpenAI) -> None:
 
 
 async def test_openai_error(openai: OpenAI) -> None:
-    """An engine's 404 arrives as the library's own exception, with the engine's words."""
+    """An engine's 404 arrives as the library's own exception, with the engine's text."""
     with pytest.raises(NotFoundError, match="no-such-model"):
         await asyncio.to_thread(
             openai.chat.completions.create, model="no-such-model", messages=[{"role": "user", "content": "hello"}]
@@ -129,7 +129,7 @@ async def test_openai_models(openai: OpenAI) -> None:
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl isn't installed")
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 async def test_curl(fleet: Fleet, proxy_2p2d: Proxy, streamed: bool) -> None:
-    """curl sees status 200, the right text and, streamed, events up to [DONE]; it ends by itself with code 0."""
+    """curl gets status 200, the right text and, if streamed, events up to [DONE]; it ends by itself with code 0."""
     body = {
         "model": MODEL,
         "prompt": story(secrets.token_hex(6)),
@@ -151,7 +151,7 @@ async def test_curl(fleet: Fleet, proxy_2p2d: Proxy, streamed: bool) -> None:
 
 
 async def test_vllm_bench_serve(fleet: Fleet, proxy_2p2d: Proxy, tmp_path: Path) -> None:
-    """vLLM's own load generator finishes 30 random requests through the proxy, none failed, all tokens there."""
+    """vLLM's own load generator finishes 30 random requests through the proxy; none fails, all tokens arrive."""
     built = fleet.launcher.built
     measured = await bench_serve(built, proxy_2p2d.url, COMPLETIONS, tmp_path, requests=30, tokens=16, clients=8)
     assert (measured["completed"], measured["total_output_tokens"]) == (30, 30 * 16)

@@ -1,4 +1,4 @@
-"""Through the proxy, every request is answered as by one plain engine, and its prompt's KV really moved from P to D."""
+"""Through the proxy, every request is answered as by one plain engine, and its prompt's KV moves from P to D."""
 
 import asyncio
 import json
@@ -23,28 +23,28 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
 
 @pytest.fixture(params=["1p1d", "2p2d"])
 def proxy(request: pytest.FixtureRequest) -> Proxy:
-    """One proxy after the other: a pair alone, and two of each to choose from."""
+    """Both proxies in turn: one with one pair, one with two engines of each role."""
     return request.getfixturevalue(f"proxy_{request.param}")
 
 
 EVERY = 1 if os.environ.get("PDPROXY_TEST_SHAPES") == "all" else 3
-"""The gate takes every third shape, streamed and whole by turns; `.ci/full` takes all."""
+"""The gate takes every third shape, which includes streamed and whole ones; `.ci/full` takes all."""
 
 
 @pytest.mark.parametrize("shape", SHAPES[::EVERY], ids=str)
 async def test_answer_is_the_plain_engines(fleet: Fleet, proxy_1p1d: Proxy, shape: Shape) -> None:
-    """Status, body and events are the plain engine's; the KV moved, or the proxy says why it went alone; P is clean."""
+    """Status, body and events equal the plain engine's; the KV moved, or the proxy counts why one engine served it; P is free."""
     await equal(fleet, proxy_1p1d, shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES[::8], ids=str)
 async def test_answer_of_one_of_two_pairs_is_too(fleet: Fleet, proxy_2p2d: Proxy, shape: Shape) -> None:
-    """The same of every eighth shape, with two of each to choose from."""
+    """The same for every eighth shape, with two engines of each role."""
     await equal(fleet, proxy_2p2d, shape, pairs=2)
 
 
 async def test_cached_prompt_is_reported_as_cached(fleet: Fleet, proxy_1p1d: Proxy) -> None:
-    """Asked again, a prompt counts as cached on P just as on the plain engine: usage says the same both times."""
+    """A repeated prompt counts as cached on P as on the plain engine: the usage is equal both times."""
     nonce = secrets.token_hex(6)
     body = {"model": MODEL, "messages": question(nonce), "temperature": 0, "max_tokens": 5}
     seen = []
@@ -58,9 +58,9 @@ async def test_cached_prompt_is_reported_as_cached(fleet: Fleet, proxy_1p1d: Pro
 
 @pytest.mark.parametrize("shape", REFUSED_IN_THE_STREAM, ids=str)
 async def test_streamed_refusal_gets_a_status(fleet: Fleet, proxy_1p1d: Proxy, shape: Shape) -> None:
-    """What the plain engine refuses with 200 and an error event, the proxy refuses with a status and the same error.
+    """The plain engine refuses with 200 and an error event; the proxy refuses with an error status and the same error.
 
-    Nothing was generated yet, so an honest status is still possible, and clients only look for errors there.
+    Nothing was generated yet, so an error status is still possible, and clients check only the status.
     """
     body = shape.make(secrets.token_hex(6))
     plain, other = await asyncio.gather(*(ask(one.url, shape.path, body) for one in (fleet.plain, proxy_1p1d)))
@@ -70,7 +70,7 @@ async def test_streamed_refusal_gets_a_status(fleet: Fleet, proxy_1p1d: Proxy, s
 
 
 def _refusal(answer: Answer) -> dict[str, Any]:
-    """An error body less its words and the place they speak of."""
+    """Return an error body without its text and `param`."""
     body = answer.json
     if "error" not in body:
         return {"detail": body["detail"]}
@@ -93,7 +93,7 @@ RAW: dict[str, tuple[bytes, dict[str, str]]] = {
 async def test_unreadable_body_is_refused_alike(
     fleet: Fleet, proxy: Proxy, raw: tuple[bytes, dict[str, str]], path: str
 ) -> None:
-    """What isn't a request at all is refused as by an engine, in OpenAI's form; the words may be the proxy's."""
+    """A body that is not a request is refused as by an engine, in OpenAI's form; the text may be the proxy's own."""
     plain, other = await ask(fleet.plain.url, path, *raw), await ask(proxy.url, path, *raw)
     assert plain.status >= 400
     assert other.status == plain.status
@@ -111,7 +111,7 @@ async def test_unreadable_body_is_refused_alike(
 async def test_other_routes_answer_alike(
     fleet: Fleet, proxy: Proxy, method: str, path: str, body: dict[str, Any] | None
 ) -> None:
-    """The routes around generating say what the plain engine says; ids of permissions are minted anew each time."""
+    """The other routes answer as the plain engine does, except for ids of permissions, which are new each time."""
     answers = []
     async with aiohttp.ClientSession() as session:
         for url in (fleet.plain.url, proxy.url):
@@ -121,7 +121,7 @@ async def test_other_routes_answer_alike(
 
 
 def _without_minted(value: Any) -> Any:
-    """A model list's cards carry a fresh permission id and a time."""
+    """Return a model list without the permission ids and times of its cards."""
     if isinstance(value, dict):
         return {key: _without_minted(item) for key, item in value.items() if key not in {"created", "permission"}}
     return [_without_minted(item) for item in value] if isinstance(value, list) else value

@@ -1,7 +1,7 @@
-"""Engines that die or freeze at the worst moments, and what a client sees of it: the right answer, or an honest error soon.
+"""Engines that die or freeze at the worst times: a client gets the right answer, or soon a correct error.
 
-Each test restarts what an earlier one killed (a few seconds an engine) and runs a proxy of its own with short deadlines.
-A prompt that was tried twice may be cached on P, so cached tokens aren't compared here.
+Each test restarts what an earlier one killed (a few seconds per engine) and runs its own proxy with short deadlines.
+A prompt that was tried twice may be cached on P, so cached tokens are not compared here.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ START = Callable[[list[Engine], list[Engine]], Proxy]
 
 @pytest.fixture
 def serve(fleet: Fleet, tmp_path: Path) -> Iterator[START]:
-    """Start proxies in front of engines that are all well; the proxies end with the test."""
+    """Start proxies in front of healthy engines; the proxies end with the test."""
     fleet.heal()
     started: list[Proxy] = []
 
@@ -57,7 +57,7 @@ def _body(**fields: Any) -> dict[str, Any]:
 
 
 async def _prefilled(engines: list[Engine], before: list[float]) -> Engine:
-    """The engine that has just computed a prompt and finished with it."""
+    """Return the engine that has just finished a prompt."""
     deadline = time.monotonic() + PREFILL
     while time.monotonic() < deadline:
         for engine, old in zip(engines, before, strict=True):
@@ -72,7 +72,7 @@ def _successes(engines: list[Engine]) -> list[float]:
 
 
 def _broke_honestly(plain: Answer, seen: Answer) -> None:
-    """A stream that ended in an error event: what came before is right, nothing claims success after it."""
+    """Check a stream that ended in an error event: the text before it is right, and nothing after it signals success."""
     assert (seen.status, seen.streamed) == (200, True)
     assert "error" in seen.chunks[-1], seen.events[-3:]
     error = seen.chunks[-1]["error"]
@@ -80,21 +80,21 @@ def _broke_honestly(plain: Answer, seen: Answer) -> None:
     assert error["message"]
     assert error["code"] in {500, 502, 503, 504}
     assert "[DONE]" not in seen.events
-    words = [chunk for chunk in seen.chunks[:-1] if chunk["choices"]]
-    assert words
-    assert not any(chunk["choices"][0]["finish_reason"] for chunk in words)
-    assert plain.text.startswith("".join(chunk["choices"][0]["text"] for chunk in words))
+    chunks = [chunk for chunk in seen.chunks[:-1] if chunk["choices"]]
+    assert chunks
+    assert not any(chunk["choices"][0]["finish_reason"] for chunk in chunks)
+    assert plain.text.startswith("".join(chunk["choices"][0]["text"] for chunk in chunks))
 
 
 @pytest.mark.parametrize("fields", [{}, USAGE], ids=["whole", "streamed"])
 async def test_prefill_killed_between_the_legs(fleet: Fleet, serve: START, fields: dict[str, Any]) -> None:
-    """P dies with the KV before D has fetched it: the client gets the whole right answer by way of the other P."""
+    """P dies with the KV before D has fetched it: the client gets the whole right answer through the other P."""
     proxy = serve(fleet.prefills, fleet.decodes[:1])
     body, decode = _body(**fields), fleet.decodes[0]
     plain = await ask(fleet.plain.url, COMPLETIONS, body)
     await ask(proxy.url, COMPLETIONS, _body())
     before = _successes(fleet.prefills)
-    decode.signal(signal.SIGSTOP)  # D's leg is accepted by the kernel and not answered
+    decode.signal(signal.SIGSTOP)  # the kernel accepts D's leg, and D does not answer
     try:
         asked = asyncio.create_task(ask(proxy.url, COMPLETIONS, body))
         victim = await _prefilled(fleet.prefills, before)
@@ -108,7 +108,7 @@ async def test_prefill_killed_between_the_legs(fleet: Fleet, serve: START, field
 
 
 async def test_prefill_killed_before(fleet: Fleet, serve: START) -> None:
-    """P is gone and the proxy doesn't know yet: every client is served by the other P. Once P is back it works again."""
+    """P is killed before the proxy notices: the other P serves every client. After its restart, P gets work again."""
     proxy = serve(fleet.prefills, fleet.decodes)
     bodies = [_body(max_tokens=5) for _ in range(6)]
     plain = [await ask(fleet.plain.url, COMPLETIONS, body) for body in bodies]
@@ -127,7 +127,7 @@ async def test_prefill_killed_before(fleet: Fleet, serve: START) -> None:
 
 
 async def test_decode_killed_before_its_first_token(fleet: Fleet, serve: START) -> None:
-    """D freezes with a request and dies: the other D answers it, and nobody sees more than a delay."""
+    """D freezes with a request and dies: the other D answers it, and clients see only a delay."""
     proxy = serve(fleet.prefills, fleet.decodes)
     bodies = [_body(**USAGE) for _ in range(2)]  # least load gives one to each D
     plain = [await ask(fleet.plain.url, COMPLETIONS, body) for body in bodies]
@@ -144,7 +144,7 @@ async def test_decode_killed_before_its_first_token(fleet: Fleet, serve: START) 
 
 
 async def test_decode_killed_mid_stream(fleet: Fleet, serve: START) -> None:
-    """The only D dies while it streams: at once an error event in OpenAI's form, then the end, and no [DONE]."""
+    """The only D dies while it streams: at once an error event in OpenAI's form, then the end, without [DONE]."""
     proxy = serve(fleet.prefills[:1], fleet.decodes[1:])
     body = _body(stream=True, ignore_eos=True, max_tokens=400)
     plain = await ask(fleet.plain.url, COMPLETIONS, body)
@@ -159,9 +159,9 @@ async def test_decode_killed_mid_stream(fleet: Fleet, serve: START) -> None:
 
 @pytest.mark.parametrize("end", [Engine.kill, Engine.terminate], ids=["killed", "terminated"])
 async def test_decode_ends_before_the_whole_answer(fleet: Fleet, serve: START, end: Callable[[Engine], None]) -> None:
-    """Nothing of an answer that isn't streamed has been sent when D dies: the other D gives all of it.
+    """D dies before it has answered a request that is not streamed: the other D gives the whole answer.
 
-    A terminated engine may answer 200 with the half it has and `finish_reason: "abort"`, or never: it has closed its port
+    A terminated engine may answer 200 with half the text and `finish_reason: "abort"`, or not at all: it closes its port
     and leaves the connection open.
     """
     proxy = serve(fleet.prefills, fleet.decodes)
@@ -179,10 +179,10 @@ async def test_decode_ends_before_the_whole_answer(fleet: Fleet, serve: START, e
 
 
 async def test_decode_terminated_mid_stream(fleet: Fleet, serve: START) -> None:
-    """However vLLM leaves an open stream behind at SIGTERM, the client sees an error event.
+    """However vLLM ends an open stream after SIGTERM, the client gets an error event.
 
-    It is a race with three ends, all seen: `finish_reason: "abort"` and [DONE] as if it were a success; an error event;
-    or nothing more at all, and the deadline between tokens has to end it.
+    It is a race with three outcomes, all observed: `finish_reason: "abort"` and [DONE] as for a success; an error event;
+    or no more data, and the deadline between tokens ends the stream.
     """
     proxy = serve(fleet.prefills[:1], fleet.decodes[:1])
     body = _body(stream=True, ignore_eos=True, max_tokens=400)
@@ -197,7 +197,7 @@ async def test_decode_terminated_mid_stream(fleet: Fleet, serve: START) -> None:
 
 
 async def test_decode_frozen_mid_stream(fleet: Fleet, serve: START) -> None:
-    """The only D freezes while it streams: the deadline between tokens turns silence into an error event, not sooner."""
+    """The only D freezes while it streams: after the deadline between tokens, and not earlier, the client gets an error event."""
     proxy = serve(fleet.prefills[:1], fleet.decodes[1:])
     body = _body(stream=True, ignore_eos=True, max_tokens=400)
     plain = await ask(fleet.plain.url, COMPLETIONS, body)
@@ -214,9 +214,9 @@ async def test_decode_frozen_mid_stream(fleet: Fleet, serve: START) -> None:
 
 
 async def test_refusal_at_first_contact(fleet: Fleet, serve: START) -> None:
-    """The first thing a fresh D gets is a request that it refuses: P's blocks are free soon all the same.
+    """A new D refuses its first request: P's blocks are still freed soon.
 
-    Before D has pulled from a P once, what it has to tell P of a refused request waits for a later step of D.
+    Before D has pulled from a P once, D's message to P about a refused request waits for a later step of D.
     """
     await asyncio.to_thread(fleet.restart, "d1", meet=False)
     prefill = fleet.prefills[0]
@@ -230,7 +230,7 @@ async def test_refusal_at_first_contact(fleet: Fleet, serve: START) -> None:
 
 
 async def test_prefill_frozen(fleet: Fleet, serve: START) -> None:
-    """P freezes with the prompt: after the prefill deadline the other P takes it, and the frozen one is well when it wakes."""
+    """P freezes with the prompt: after the prefill deadline the other P takes it; the frozen one works again when it resumes."""
     proxy = serve(fleet.prefills, fleet.decodes)
     bodies = [_body() for _ in range(2)]
     plain = [await ask(fleet.plain.url, COMPLETIONS, body) for body in bodies]

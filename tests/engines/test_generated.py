@@ -1,7 +1,7 @@
-"""Requests that nobody thought of, on real engines: 1P1D behind the proxy against the plain one.
+"""Generated requests on real engines: 1P1D behind the proxy, compared with the plain engine.
 
-`PDPROXY_TEST_GENERATED_REAL` says how many, drawn anew at each run; without it the same few are asked every time. The
-generator is that of the simulated engines, where thousands are asked and bytes compared.
+`PDPROXY_TEST_GENERATED_REAL` is their number, and each run generates new ones; without it each run sends the same few. The
+generator is that of the simulated engines, where thousands are sent and compared as bytes.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ def _dialect(fleet: Fleet) -> Dialect:
 
 
 def test_generated_requests_are_answered_as_by_the_plain_engine(fleet: Fleet, proxy_1p1d: Proxy) -> None:
-    """Whatever is asked, the proxy's answer is the plain engine's."""
+    """For each request the proxy's answer equals the plain engine's."""
 
     @settings(
         max_examples=COUNT,
@@ -53,12 +53,12 @@ def test_generated_requests_are_answered_as_by_the_plain_engine(fleet: Fleet, pr
         print_blob=True,
     )
     @given(wanted=requests(_dialect(fleet)))
-    def alike(wanted: Generated) -> None:
+    def check(wanted: Generated) -> None:
         why = asyncio.run(_difference(fleet.plain.url, proxy_1p1d.url, wanted))
         if why:
             pytest.fail(f"{wanted!r}\n{why}")
 
-    alike()
+    check()
 
 
 async def _difference(plain_url: str, proxy_url: str, wanted: Generated) -> str:
@@ -66,13 +66,13 @@ async def _difference(plain_url: str, proxy_url: str, wanted: Generated) -> str:
         *(ask(url, wanted.path, wanted.body.encode(), dict(wanted.headers)) for url in (plain_url, proxy_url))
     )
     if plain.status == 500 and "kv_transfer_params" in wanted.body:
-        # A handle that is no object breaks in an engine; a client's is taken out here before (docs/differences.md).
+        # A handle that is no object causes a 500 in an engine; the proxy removes a client's handle before (docs/differences.md).
         return "" if other.status == 200 else f"{other.status} {other.body!r}"
     if (error := _streamed_error(plain)) is not None:
         several = isinstance(json.loads(wanted.body).get("prompt"), list)
         if other.status == 200 and (several or plain.chunks[0] != error):
-            # What one engine calls whole with an error in it ends with the error here (docs/differences.md). Which of several
-            # prompts speaks first is chance.
+            # One engine ends such a stream with [DONE] after the error, the proxy ends it with the error
+            # (docs/differences.md). Which of several prompts sends its data first is random.
             said = mask(other.chunks[-1]) == mask(error) and not other.body.rstrip().endswith(b"[DONE]")
         else:
             said = (other.status, mask(other.json)) == (error["error"]["code"], mask(error))
@@ -81,6 +81,6 @@ async def _difference(plain_url: str, proxy_url: str, wanted: Generated) -> str:
 
 
 def _streamed_error(plain: Answer) -> dict | None:
-    """The error that an engine put into a stream, None where there is none."""
+    """Return the error event of a stream; None if there is none."""
     chunks = plain.chunks if plain.streamed and plain.status == 200 else []
     return next((chunk for chunk in chunks if "error" in chunk), None)

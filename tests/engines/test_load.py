@@ -1,4 +1,4 @@
-"""Many clients at once: each gets its own right answer, and those that walk away leave nothing behind."""
+"""Many clients at once: each gets its own right answer, and clients that disconnect leave no KV behind."""
 
 import asyncio
 import json
@@ -26,14 +26,14 @@ SECONDS = float(os.environ.get("PDPROXY_TEST_LOAD_SECONDS", "30"))
 CLIENTS, DISTINCT = 16, 150
 EVALUATORS, EVALUATED = 50, int(os.environ.get("PDPROXY_TEST_EVALUATED", "60"))
 LEAVERS, LEAVERS_AT_ONCE = 200, 16
-LEASE = 30.0  # seconds P keeps blocks that nobody fetches
+LEASE = 30.0  # seconds for which P keeps blocks that nobody fetches
 EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 USED = "vllm:kv_cache_usage_perc"
 COMPUTED = ("vllm:prompt_tokens_by_source_total", {"source": "local_compute"})
 
 
 async def _leave(proxy: Proxy, chance: random.Random) -> str:
-    """Ask, and leave at a random moment: with a FIN, a reset, or after all in the end. Says how it went."""
+    """Send a request and disconnect at a random time, with a FIN or a reset, or stay until the end. Return what happened."""
     nonce = secrets.token_hex(6)
     prompt = story(nonce) * chance.randint(1, 6)
     chat, streamed = chance.random() < 0.5, chance.random() < 0.5
@@ -45,7 +45,7 @@ async def _leave(proxy: Proxy, chance: random.Random) -> str:
     reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
     writer.write(head.encode() + data)
     await writer.drain()
-    # From within the first parse to long into decoding; under this load a prefill takes 0.1 to 2 s.
+    # From the first parse until late in decoding; under this load a prefill takes 0.1 to 2 s.
     delay = chance.choice(
         [chance.uniform(0, 0.02), chance.uniform(0, 0.5), chance.uniform(0, 2), chance.uniform(1, 6), 90]
     )
@@ -65,7 +65,7 @@ async def _leave(proxy: Proxy, chance: random.Random) -> str:
 
 @dataclass
 class Leases:
-    """What had expired before clients began to leave, and when the last of them was gone (monotonic)."""
+    """Expired leases before clients began to leave, and the time when the last client had left (monotonic)."""
 
     expired: list[float]
     quiet: float = 0.0
@@ -73,7 +73,7 @@ class Leases:
 
 @pytest.fixture(scope="module")
 def leases(fleet: Fleet) -> Leases:
-    """For the first test below and the last. What other tests left on purpose is over first."""
+    """For the first and the last test below. Waits until KV that other tests left on purpose has expired."""
     deadline = time.monotonic() + LEASE + 5
     while any(engine.counters().sum(USED) for engine in fleet.prefills):
         assert time.monotonic() < deadline, "KV is held for longer than a lease"
@@ -83,7 +83,7 @@ def leases(fleet: Fleet) -> Leases:
 
 @pytest.mark.timeout(500, func_only=True)
 async def test_leaving_clients_leave_nothing_behind(fleet: Fleet, proxy_1p1d: Proxy, leases: Leases) -> None:
-    """200 clients leave in every phase: the KV of both engines is free within 2 s of quiet."""
+    """200 clients leave in every phase: the KV of both engines is free within 2 s after the last work."""
     chance = random.Random(200)
     engines = [fleet.prefills[0], fleet.decodes[0]]
     gate = asyncio.Semaphore(LEAVERS_AT_ONCE)
@@ -113,14 +113,14 @@ async def test_leaving_clients_leave_nothing_behind(fleet: Fleet, proxy_1p1d: Pr
 
 @pytest.mark.timeout(SECONDS + 400, func_only=True)
 async def test_every_answer_under_load_is_right(fleet: Fleet, proxy_2p2d: Proxy) -> None:
-    """16 clients with mixed shapes for a minute: not one answer differs from the plain engine's, no D computes a prompt."""
+    """16 clients with mixed shapes: no answer differs from the plain engine's, and no D computes a prompt."""
     chance = random.Random(20)
     split = [shape for shape in SHAPES if not shape.alone and shape.status == 200 and not shape.pinned_id]
-    # Which alternatives an engine names besides (token 0 among them) depends on who else is in the batch.
+    # Which alternative tokens an engine reports (token 0 among them) depends on the other requests in the batch.
     split = [shape for shape in split if "logprobs" not in shape.make("")]
-    # A seeded draw whose prompt takes two steps, as a crowd makes some do, kills an engine on a CPU ("CPU Generator does not use
+    # Under load some prompts take two steps; with a seed, such a request kills an engine on a CPU ("CPU Generator does not use
     # offset", gpu_model_runner.py of vLLM 0.32.0).
-    split = [shape for shape in split if not draws(shape.make(""))]
+    split = [shape for shape in split if not samples_with_seed(shape.make(""))]
     asked: list[tuple[Shape, Body]] = []
     for number in range(DISTINCT):
         shape = split[number % len(split)]
@@ -158,15 +158,15 @@ async def test_every_answer_under_load_is_right(fleet: Fleet, proxy_2p2d: Proxy)
     assert proxy_2p2d.counters().sum("pdproxy_alone_total") == alone
 
 
-def draws(body: Body) -> bool:
-    """Tell whether tokens are drawn by chance, from a seed of the request's own."""
+def samples_with_seed(body: Body) -> bool:
+    """Return whether a request samples with its own seed."""
     return "seed" in body and body.get("temperature", 1) != 0
 
 
 def _evaluation(number: int) -> tuple[str, Body]:
-    """What lm-evaluation-harness sends: by turns a log-likelihood, a completion up to a stop string, a chat up to one.
+    """Return a request as lm-evaluation-harness sends it: in turn a log-likelihood, a completion and a chat with stop strings.
 
-    Completions come as a list of one prompt of token ids, log-likelihoods as an echo with logprobs and one token more.
+    Completions are a list of one prompt of token ids, log-likelihoods an echo with logprobs and one more token.
     """
     nonce = secrets.token_hex(6)
     common = {"model": "tiny", "temperature": 0, "seed": 1234}
@@ -181,7 +181,7 @@ def _evaluation(number: int) -> tuple[str, Body]:
 
 @pytest.mark.timeout(900, func_only=True)
 async def test_an_evaluation_scores_as_on_one_engine(fleet: Fleet, proxy_1p1d: Proxy) -> None:
-    """50 clients evaluate a model at once through one pair: every answer is the plain engine's, log-likelihoods too."""
+    """50 clients evaluate a model through one pair: every answer equals the plain engine's, log-likelihoods included."""
     asked = [_evaluation(number) for number in range(EVALUATED)]
     alone = proxy_1p1d.counters().sum("pdproxy_alone_total")
 
@@ -204,9 +204,9 @@ async def test_an_evaluation_scores_as_on_one_engine(fleet: Fleet, proxy_1p1d: P
 
 
 @pytest.mark.timeout(600, func_only=True)
-async def test_no_lease_of_those_who_left_ran_out(fleet: Fleet, proxy_1p1d: Proxy, leases: Leases) -> None:
-    """Not then, and not while the others were served."""
-    if not leases.quiet:  # asked for alone
+async def test_no_lease_of_clients_that_left_expired(fleet: Fleet, proxy_1p1d: Proxy, leases: Leases) -> None:
+    """No lease expired, neither then nor while the others were served."""
+    if not leases.quiet:  # this test runs alone
         await test_leaving_clients_leave_nothing_behind(fleet, proxy_1p1d, leases)
     await asyncio.sleep(leases.quiet + LEASE + 3 - time.monotonic())
     assert [engine.counters().sum(EXPIRED) for engine in fleet.prefills] == leases.expired

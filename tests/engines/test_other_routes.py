@@ -1,4 +1,4 @@
-"""The routes that one engine serves whole: through the proxy they answer as one plain engine does."""
+"""The routes that one engine serves: through the proxy they answer as one plain engine does."""
 
 import json
 import re
@@ -16,53 +16,53 @@ from .shapes import story
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
 
 TEXT = story("other routes")
-SAID = {"role": "user", "content": TEXT}
+MESSAGE = {"role": "user", "content": TEXT}
 RESPONSES = {"model": MODEL, "input": TEXT, "max_output_tokens": 12, "temperature": 0}
-MESSAGES = {"model": MODEL, "messages": [SAID], "max_tokens": 12, "temperature": 0}
+MESSAGES = {"model": MODEL, "messages": [MESSAGE], "max_tokens": 12, "temperature": 0}
 POOLING = ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
 SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"model": MODEL, "prompt": TEXT}),
-    ("/tokenize", {"model": MODEL, "messages": [SAID], "return_token_strs": True}),
+    ("/tokenize", {"model": MODEL, "messages": [MESSAGE], "return_token_strs": True}),
     ("/tokenize", {"model": "nope", "prompt": TEXT}),
     ("/tokenize", {"model": MODEL}),
     ("/detokenize", {"model": MODEL, "tokens": [5, 6, 7]}),
     ("/v1/responses", RESPONSES),
     ("/v1/responses", {**RESPONSES, "stream": True}),
-    ("/v1/responses", {**RESPONSES, "instructions": "Be brief.", "input": [SAID]}),
+    ("/v1/responses", {**RESPONSES, "instructions": "Be brief.", "input": [MESSAGE]}),
     ("/v1/responses", {**RESPONSES, "model": "nope"}),
     ("/v1/responses", {**RESPONSES, "max_output_tokens": "x"}),
     ("/v1/messages", MESSAGES),
     ("/v1/messages", {**MESSAGES, "stream": True}),
     ("/v1/messages", {**MESSAGES, "system": "Be brief."}),
     ("/v1/messages", {**MESSAGES, "model": "nope"}),
-    ("/v1/messages", {"model": MODEL, "messages": [SAID]}),
-    ("/v1/messages/count_tokens", {"model": MODEL, "messages": [SAID]}),
+    ("/v1/messages", {"model": MODEL, "messages": [MESSAGE]}),
+    ("/v1/messages/count_tokens", {"model": MODEL, "messages": [MESSAGE]}),
     *((path, {"model": MODEL, "input": "x"}) for path in POOLING),
 ]
 _MADE = re.compile(r"^(resp|msg|chatcmpl|rs)[-_][0-9a-f-]{8,}$")
 _TIMES = {"created_at", "created", "completed_at"}
 
 
-def still(value: Any) -> Any:
-    """A value without what differs from one request to the next: ids, times, how much was cached."""
+def masked(value: Any) -> Any:
+    """Return a value with ids, times and cached tokens masked, which differ between requests."""
     if isinstance(value, dict):
         return {
-            k: "*" if k in _TIMES or k.startswith(("cached_tokens", "cache_", "input_tokens_per")) else still(v)
+            k: "*" if k in _TIMES or k.startswith(("cached_tokens", "cache_", "input_tokens_per")) else masked(v)
             for k, v in value.items()
         }
     if isinstance(value, list):
-        return [still(one) for one in value]
+        return [masked(one) for one in value]
     return "*" if isinstance(value, str) and _MADE.match(value) else value
 
 
-def told(answer: Answer) -> Any:
-    """What an answer says: a stream as its events, pieces of text in a row as one, since a busy engine cuts otherwise."""
+def content_of(answer: Answer) -> Any:
+    """Return an answer's content: a stream as its events with consecutive text deltas joined, since a busy engine joins them."""
     if not answer.streamed:
-        return still(answer.json)
+        return masked(answer.json)
     events: list[tuple[str, Any]] = []
     for event in answer.events:
         name, _, data = event.partition("\ndata: ")
-        body = still(json.loads(data))
+        body = masked(json.loads(data))
         body.pop("sequence_number", None)
         if name.endswith("delta") and events and events[-1][0] == name and "delta" in body:
             before = events[-1][1]["delta"]
@@ -78,11 +78,11 @@ def told(answer: Answer) -> Any:
 
 @pytest.mark.parametrize(("path", "body"), SHAPES, ids=[f"{n}{path}" for n, (path, _) in enumerate(SHAPES)])
 async def test_as_one_plain_engine(fleet: Fleet, proxy_1p1d: Proxy, path: str, body: dict[str, Any]) -> None:
-    """Status, content type and content are the plain engine's."""
+    """Status, content type and content equal the plain engine's."""
     plain = await ask(fleet.plain.url, path, body)
     ours = await ask(proxy_1p1d.url, path, body)
     assert (ours.status, ours.headers.get("Content-Type")) == (plain.status, plain.headers.get("Content-Type"))
-    assert told(ours) == told(plain)
+    assert content_of(ours) == content_of(plain)
     assert ours.broken == plain.broken == ""
 
 
@@ -106,8 +106,8 @@ async def test_as_one_plain_engine(fleet: Fleet, proxy_1p1d: Proxy, path: str, b
         ),
     ],
 )
-async def test_manners(fleet: Fleet, proxy_1p1d: Proxy, method: str, path: str, headers: dict[str, str]) -> None:
-    """Odd requests get the plain engine's status, headers and body, but for its `server` header."""
+async def test_http_details(fleet: Fleet, proxy_1p1d: Proxy, method: str, path: str, headers: dict[str, str]) -> None:
+    """Unusual requests get the plain engine's status, headers and body, except for its `server` header."""
 
     async def one(url: str) -> tuple[int, dict[str, str], bytes]:
         async with (

@@ -1,6 +1,6 @@
-"""One script of requests and faults, told to real engines and to simulated ones: a client must see the same of both.
+"""One script of requests and faults, for real and for simulated engines: a client must get the same from both.
 
-The simulator is what all other tests believe. Here it is held to what it stands for, directly, no proxy between.
+All other tests rely on the simulator. Here it is compared with real engines directly, without a proxy.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from .engine import BLOCK, CONTEXT, MODEL
 from .fleet import Fleet
 from .shapes import CHAT, COMPLETIONS, SHAPES, Shape, story
 from .shapes_refused import REFUSED_IN_THE_STREAM
-from .skeleton import unlike, view
+from .skeleton import structure_difference, view
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600, func_only=True)]
 
@@ -35,31 +35,31 @@ PREFILL = {
     "remote_host": None,
     "remote_port": None,
 }
-# What a random model does with an image, a grammar's complaint or a tool is its own affair.
-UNLIKE = {
-    "chat-image": "the words depend on the model's modalities",
-    "error-schema": "xgrammar's own words",
-    "error-regex": "xgrammar's own words",
-    "grammar": "xgrammar's own words",
-    "echoed-chat": "a template that takes lists makes a text of parts, which the stream then refuses",
-    "error-bad-role": "the words are the chat template's and pydantic's union of message types",
+# Answers that depend on the model, the tokenizer or the grammar library, and what the simulator leaves out.
+NOT_COMPARED = {
+    "chat-image": "the text depends on the model's modalities",
+    "error-schema": "xgrammar's own text",
+    "error-regex": "xgrammar's own text",
+    "grammar": "xgrammar's own text",
+    "echoed-chat": "a template that takes lists turns a text into parts, which the stream then refuses",
+    "error-bad-role": "the text comes from the chat template and pydantic's union of message types",
     "error-token-out-of-range": "the vocabularies differ in size",
-    "completion-stop-streamed": "whether there is an event before the stop is chance",
-    "completion-stop-included": "whether there is an event before the stop is chance",
-    "chat-stop-included-streamed": "whether there is an event before the stop is chance",
-    "chat-stop-streamed": "whether there is an event before the stop is chance",
+    "completion-stop-streamed": "whether there is an event before the stop is random",
+    "completion-stop-included": "whether there is an event before the stop is random",
+    "chat-stop-included-streamed": "whether there is an event before the stop is random",
+    "chat-stop-streamed": "whether there is an event before the stop is random",
     "chat-tools-required": "a random model's arguments are cut off, and then no call",
     "chat-tools-named": "a random model's arguments are cut off, and then no call",
-    "chat-tools-auto": "a random model calls no tool of its own accord",
-    "chat-tools-auto-streamed": "a random model calls no tool of its own accord",
+    "chat-tools-auto": "a random model calls no tool by itself",
+    "chat-tools-auto-streamed": "a random model calls no tool by itself",
     "chat-tools-auto-called": "the forced text is the grammar's, not the model's",
     "chat-tools-auto-called-streamed": "the forced text is the grammar's, not the model's",
-    "completion-stop-first-streamed": "whether there is an event before the stop is chance",
+    "completion-stop-first-streamed": "whether there is an event before the stop is random",
     "completion-beam": "beam search is not simulated",
     "completion-beams": "beam search is not simulated",
     "chat-max-tokens-absent": "the tokenizers count differently, and the prompt is as long as fits",
-    "chat-stop-first-streamed": "whether there is an event before the stop is chance",
-    "chat-eos-after-two": "the simulated model has a vocabulary of its own",
+    "chat-stop-first-streamed": "whether there is an event before the stop is random",
+    "chat-eos-after-two": "the simulated model has another vocabulary",
     "chat-n-tools": "the forced text is the grammar's, not the model's",
     "chat-beam": "beam search is not simulated",
     "chat-reasoning-asked": "reasoning is not simulated",
@@ -79,7 +79,7 @@ UNLIKE = {
     "error-cache-salt-empty": "the simulator is not as strict",
     "error-n-greedy": "the simulator is not as strict",
     "error-n-greedy-streamed": "the simulator is not as strict",
-    "error-grammar": "xgrammar's own words",
+    "error-grammar": "xgrammar's own text",
     "error-choice-empty": "the simulator is not as strict",
     "error-thinking-budget": "the simulator is not as strict",
     "error-template-in-the-request": "the simulator is not as strict",
@@ -95,16 +95,16 @@ class Side(Protocol):
         """Send one request."""
 
     async def counters(self, role: str) -> Counters:
-        """The engine's metrics."""
+        """Return the engine's metrics."""
 
     async def kill(self, role: str) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
 
     async def freeze(self, role: str) -> None:
-        """SIGSTOP."""
+        """Send SIGSTOP."""
 
     async def heal(self) -> None:
-        """Everything lives again."""
+        """Resume or restart all engines."""
 
 
 class Real:
@@ -190,10 +190,10 @@ EVERY = 2 if os.environ.get("PDPROXY_TEST_SHAPES") == "all" else 5
 
 
 @pytest.mark.parametrize(
-    "shape", [shape for shape in (*ANSWERED[::EVERY], *REFUSALS) if shape.name not in UNLIKE], ids=str
+    "shape", [shape for shape in (*ANSWERED[::EVERY], *REFUSALS) if shape.name not in NOT_COMPARED], ids=str
 )
 async def test_a_plain_engine_answers_alike(shape: Shape, fleet: Fleet) -> None:
-    """Every fifth request shape of the equality suite (`.ci/full`: every second), whole and streamed, and all that is refused."""
+    """Every fifth shape of the equality suite (`.ci/full`: every second), whole and streamed, and all refused ones."""
     body = {k: v for k, v in shape.make(secrets.token_hex(6)).items() if k != "kv_transfer_params"}
     if shape.status == 200:
         body.setdefault("ignore_eos", True)
@@ -201,15 +201,15 @@ async def test_a_plain_engine_answers_alike(shape: Shape, fleet: Fleet) -> None:
         real, sim = await asyncio.gather(
             Real(fleet).ask("plain", shape.path, body), simulated.ask("plain", shape.path, body)
         )
-    assert not unlike(view(sim), view(real))
+    assert not structure_difference(view(sim), view(real))
 
 
 def test_what_is_not_compared_exists() -> None:
-    """A shape that was renamed must not be left out in silence."""
-    assert set(UNLIKE) <= {shape.name for shape in (*SHAPES, *REFUSED_IN_THE_STREAM)}
+    """A renamed shape must not be left out unnoticed."""
+    assert set(NOT_COMPARED) <= {shape.name for shape in (*SHAPES, *REFUSED_IN_THE_STREAM)}
 
 
-# -- the script of P, D and their faults: each step returns what was seen
+# -- the script of P, D and their faults: each step returns its observations
 
 Step = Callable[[Side], Awaitable[list[Any]]]
 
@@ -246,7 +246,7 @@ async def _usage_falls(side: Side, within: float) -> bool:
 
 
 async def handed_over(side: Side) -> list[Any]:
-    """P, then D, on both routes, whole and streamed; the prompt's KV comes from P, and P is free again."""
+    """P, then D, on both routes, whole and streamed; the prompt's KV comes from P, and P's KV is freed."""
     seen: list[Any] = []
     for path, said in (
         (COMPLETIONS, {}),
@@ -265,7 +265,7 @@ async def handed_over(side: Side) -> list[Any]:
 
 
 async def given_back(side: Side) -> list[Any]:
-    """D refuses a handle with max_tokens 0: P is free. A schema error releases nothing; the next refusal does."""
+    """D refuses a handle with max_tokens 0: P frees the KV. A schema error releases nothing; the next refusal does."""
     _, handle = await _prefilled(side, COMPLETIONS, _body())
     refused = await side.ask("d", COMPLETIONS, _body(prompt="x", max_tokens=0, kv_transfer_params=handle))
     free = await _usage_falls(side, 5)
@@ -277,7 +277,7 @@ async def given_back(side: Side) -> list[Any]:
 
 
 async def recomputed(side: Side) -> list[Any]:
-    """Without do_remote_prefill D computes the prompt itself, and nobody says so."""
+    """Without do_remote_prefill D computes the prompt itself, and the answer does not show it."""
     body = _body()
     _, handle = await _prefilled(side, COMPLETIONS, body)
     before = await _external(side)
@@ -303,7 +303,7 @@ async def wrong_engine(side: Side) -> list[Any]:
 
 
 async def killed_prefill(side: Side) -> list[Any]:
-    """P dies after it has answered, D knew it: 500 at once, streamed as an error event."""
+    """P dies after its answer, when D is already connected to it: 500 at once, or an error event if streamed."""
     body = _body()
     await side.ask("d", COMPLETIONS, body | {"kv_transfer_params": (await _prefilled(side, COMPLETIONS, body))[1]})
     handles = [(await _prefilled(side, COMPLETIONS, one := _body()))[1] | {"body": one} for _ in range(2)]
@@ -317,7 +317,7 @@ async def killed_prefill(side: Side) -> list[Any]:
 
 
 async def killed_decode(side: Side) -> list[Any]:
-    """D dies in the middle of a stream: the connection ends, nothing is said."""
+    """D dies in the middle of a stream: the connection ends without an error."""
     progress = Progress(3)
     asking = asyncio.create_task(side.ask("d", COMPLETIONS, _body(stream=True, max_tokens=1500), progress))
     await progress.wait()
@@ -328,7 +328,7 @@ async def killed_decode(side: Side) -> list[Any]:
 
 
 async def longer_prompt(side: Side) -> list[Any]:
-    """A prompt that needs more blocks than the handle holds: the core dies, all fails, /health is 503 or nothing."""
+    """A prompt that needs more blocks than the handle has: the core dies, and all requests fail."""
     _, handle = await _prefilled(side, COMPLETIONS, _body(prompt="short " * 20))
     answer = await side.ask("d", COMPLETIONS, _body(kv_transfer_params=handle))
     after = await side.ask("d", COMPLETIONS, _body())
@@ -340,10 +340,10 @@ STEPS: list[Step] = [handed_over, given_back, recomputed, wrong_engine, killed_p
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-async def test_prefill_and_decode_fare_alike(step: Step, fleet: Fleet, simulated: Simulated) -> None:
-    """What a client sees of each step is the same of real engines and of simulated ones."""
+async def test_prefill_and_decode_behave_as_real_ones(step: Step, fleet: Fleet, simulated: Simulated) -> None:
+    """In each step a client gets the same from real and from simulated engines."""
     real = Real(fleet)
     await real.heal()
     wanted = await step(real)
-    await handed_over(simulated)  # the real ones have met, too
-    assert not unlike(await step(simulated), wanted)
+    await handed_over(simulated)  # the real engines have already exchanged a prompt, too
+    assert not structure_difference(await step(simulated), wanted)

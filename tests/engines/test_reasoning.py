@@ -1,7 +1,7 @@
-"""Engines with a reasoning parser: thoughts, answers and calls come through the proxy as from one plain engine.
+"""Engines with a reasoning parser: reasoning, answers and calls are the same through the proxy as from one plain engine.
 
-Three engines of their own, since the parser changes what all the other shapes prove: it withholds deltas and lets a grammar
-begin only behind the thoughts.
+Starts three engines, since the parser would change what all other shapes prove: it withholds deltas and starts a grammar
+only after the reasoning.
 """
 
 import secrets
@@ -17,7 +17,7 @@ from .fleet import Fleet
 from .proxy import Proxy
 from .shapes import CHAT, Shape
 from .shapes_reasoning import BRIEFLY, REASONING_SHAPES, thinking
-from .skeleton import unlike, view
+from .skeleton import structure_difference, view
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
 
@@ -27,7 +27,7 @@ NAMES: dict[str, Role] = {"thinker": "plain", "thinker-p": "prefill", "thinker-d
 
 @pytest.fixture(scope="module")
 def thinkers(fleet: Fleet) -> Iterator[Fleet]:
-    """A plain engine, one that prefills and one that decodes, all with `--reasoning-parser deepseek_r1`."""
+    """A plain, a prefill and a decode engine, all with `--reasoning-parser deepseek_r1`."""
     thinkers = Fleet(fleet.launcher, flags="--reasoning-parser deepseek_r1")
     try:
         thinkers.launch(NAMES)
@@ -46,12 +46,12 @@ def proxy(thinkers: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.mark.parametrize("shape", REASONING_SHAPES, ids=str)
 async def test_thoughts_are_the_plain_engines(thinkers: Fleet, proxy: Proxy, shape: Shape) -> None:
-    """Status, body and events are the plain engine's, and the KV moved."""
+    """Status, body and events equal the plain engine's, and the KV moved."""
     await equal(thinkers, proxy, shape)
 
 
 def _recorded(path: Path) -> tuple[bytes, Answer]:
-    """The request and the answer of a recorded exchange."""
+    """Return the request and the answer of a recorded exchange."""
     request, _, answer = path.read_bytes().partition(b"\n\n<<< ")
     head, _, body = answer.partition(b"\n\n")
     line, *headers = head.decode().split("\n")
@@ -60,19 +60,19 @@ def _recorded(path: Path) -> tuple[bytes, Answer]:
 
 
 @pytest.mark.parametrize("path", sorted(RECORDED.glob("*.txt")), ids=lambda path: path.stem)
-async def test_recorded_thoughts_are_what_an_engine_says(thinkers: Fleet, path: Path) -> None:
-    """The recordings that a simulator can be taught by are of these engines: asked again they answer in the same shape."""
+async def test_recorded_reasoning_is_what_an_engine_sends(thinkers: Fleet, path: Path) -> None:
+    """The recordings are of these engines: for the same request they answer with the same structure."""
     sent, recorded = _recorded(path)
     why = "not asked"
-    for _ in range(3):  # an engine that lags behind itself puts two tokens into an event
-        why = unlike(view(await ask(thinkers.plain.url, CHAT, sent)), view(recorded))
+    for _ in range(3):  # a late engine puts two tokens into one event
+        why = structure_difference(view(await ask(thinkers.plain.url, CHAT, sent)), view(recorded))
         if not why:
             break
     assert not why
 
 
-async def test_the_engines_do_tell_thoughts_from_answers(thinkers: Fleet) -> None:
-    """The shapes are no empty promise: a plain engine's answer has a reasoning and a content."""
+async def test_the_engines_separate_reasoning_from_content(thinkers: Fleet) -> None:
+    """Control: a plain engine's answer has reasoning and content."""
     body = {"model": "tiny", "messages": thinking(secrets.token_hex(6)), "temperature": 0} | BRIEFLY
     message = (await ask(thinkers.plain.url, CHAT, body)).json["choices"][0]["message"]
     assert message["reasoning"]

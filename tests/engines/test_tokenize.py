@@ -1,7 +1,7 @@
-"""Token ids made at the proxy are the engines': of every shape of the equality suite, and at work.
+"""Token ids made by the proxy equal the engines', for every shape of the equality suite, and while serving.
 
-A plain engine says in its answers which ids it served; the same body is tokenized here. Then a proxy with `--tokenize always`
-answers shapes as the plain engine does, while P and D get ids in place of texts.
+A plain engine reports in its answers which ids it served; the test tokenizes the same body. Then a proxy with `--tokenize always`
+answers shapes as the plain engine does, while P and D get ids instead of texts.
 """
 
 import json
@@ -31,18 +31,18 @@ from .shapes import SHAPES, Shape
 AGREE_WITHIN = 60.0
 _ALL = [shape for shape in SHAPES if not shape.alone and shape.status == 200]
 SPLIT = _ALL if os.environ.get("PDPROXY_TEST_SHAPES") == "all" else _ALL[::20]
-"""All of them take some minutes: `.ci/full` asks for that."""
+"""All shapes take some minutes: only `.ci/full` runs them."""
 
 
 @pytest.fixture(scope="module")
 def tokenizer(fleet: Fleet) -> Tokenizer:
-    """That of the engines' model."""
+    """The tokenizer of the engines' model."""
     return load(str(fleet.launcher.built.model))
 
 
 @pytest.fixture(scope="module")
 def agreement(fleet: Fleet, tokenizer: Tokenizer) -> Agreement:
-    """What the canaries say of it and the plain engine."""
+    """The result of the canaries for this tokenizer and the plain engine."""
     answers: dict[str, Answer] = {}
     for canary in CANARIES:
         try:
@@ -55,13 +55,13 @@ def agreement(fleet: Fleet, tokenizer: Tokenizer) -> Agreement:
 
 
 def test_canaries_agree(agreement: Agreement) -> None:
-    """All of them, with the form of content that vLLM finds in the template."""
+    """All canaries agree, with the content format that vLLM detects in the template."""
     assert agreement == Agreement(True, True, {False: "openai", True: "openai"})
 
 
 @pytest.mark.parametrize("shape", SPLIT, ids=str)
 async def test_ids_of_each_shape(fleet: Fleet, tokenizer: Tokenizer, agreement: Agreement, shape: Shape) -> None:
-    """What is made here, and what `/tokenize` is asked for in our words, is the prompt that the engine serves."""
+    """The proxy's ids, and the answer to its `/tokenize` request, equal the prompt that the engine serves."""
     body = shape.make("0a1b2c")
     plain = await ask(fleet.plain.url, shape.path, _one_token(body), None)
     assert plain.status == 200, plain.body
@@ -79,14 +79,14 @@ async def test_ids_of_each_shape(fleet: Fleet, tokenizer: Tokenizer, agreement: 
         assert ours == from_numbers(ids)
         try:
             asked = question(parsed, prompt)
-        except UnsureError:  # there is no field for it
+        except UnsureError:  # `/tokenize` has no field for it
             assert {"response_format", "tool_choice"} & parsed.fields.keys()
             continue
         assert _tokenized(fleet, asked) == ours
 
 
 def _one_token(body: dict[str, Any]) -> dict[str, Any]:
-    """The body whose answer says the prompt's ids, and little else."""
+    """Return a body whose answer contains the prompt's ids and one token."""
     dropped = (
         "stream",
         "stream_options",
@@ -110,13 +110,13 @@ def _tokenized(fleet: Fleet, body: bytes) -> TokenIds:
 
 
 def _unsure(body: dict[str, Any]) -> bool:
-    """Whether a prompt depends on more than can be known here, and is left to the engines."""
+    """Return whether the proxy leaves a prompt to the engines, because it can't know the result."""
     return "truncate_prompt_tokens" in body or ("tools" in body and body.get("tool_choice") == "none")
 
 
 @pytest.fixture(scope="module")
 def proxy(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
-    """pdproxy that tokenizes whatever it can."""
+    """pdproxy with `tokenize: always`."""
     folder: Path = tmp_path_factory.mktemp("tokenize")
     made = Proxy.start(fleet.prefills[:1], fleet.decodes[:1], folder, settings={"pools": [{"tokenize": "always"}]})
     deadline = time.monotonic() + AGREE_WITHIN
@@ -129,7 +129,7 @@ def proxy(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pr
 
 @pytest.mark.parametrize("shape", SPLIT, ids=str)
 async def test_answers_are_equal(fleet: Fleet, proxy: Proxy, shape: Shape) -> None:
-    """With ids in place of texts on both legs: answer, events and the KV's way as of a plain engine."""
+    """With ids instead of texts on both legs, answer and events equal the plain engine's, and the KV moves."""
     result = {"source": "here", "result": "ok"}
     before = proxy.counters().sum("pdproxy_tokenize_total", **result)
     await equal(fleet, proxy, shape)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.client import Answer, ask
-from tests.engines.skeleton import unlike, view
+from tests.engines.skeleton import structure_difference, view
 from tests.fakes.books import Books
 from tests.fakes.engine import FakeEngine
 
@@ -31,7 +31,7 @@ async def test_thoughts_are_told_as_recorded(path: Path) -> None:
     engine = FakeEngine("aggregated", Books(), reasoning_parser="deepseek_r1", enable_prompt_tokens_details=True)
     await engine.listen()
     try:
-        why = unlike(view(await ask(engine.url, CHAT, sent)), view(wanted))
+        why = structure_difference(view(await ask(engine.url, CHAT, sent)), view(wanted))
         assert bool(why) is (path.stem in NOT_SIMULATED), why
     finally:
         await engine.close()

@@ -1,6 +1,6 @@
-"""What is shipped for operators agrees with the program: the files of `configs/`, `compose.yaml` and the Dockerfile.
+"""The files for operators agree with the program: `configs/`, `compose.yaml` and the Dockerfile.
 
-No Docker here: the files are read, and their command lines are given to the real parsers.
+The tests use no Docker: they read the files, and pass their command lines to the real parsers.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ from pdproxy.sim.server import SimServer
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 PROXIES = {"proxy": "", "gpu-proxy": "gpu-"}
-"""Each proxy, and how the names of its engines begin."""
+"""Each proxy, with the prefix of its engines' names."""
 VARIABLE = re.compile(r"\$(?:\$|\{(?P<name>\w+):-(?P<default>[^}]*)\})")
 
 
 @pytest.fixture(autouse=True)
-def _no_variables_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_pdproxy_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PDPROXY_")]:
         monkeypatch.delenv(name)
 
@@ -64,12 +64,12 @@ def the(name: str) -> str:
 
 
 def image_environment() -> dict[str, str]:
-    """The variables that the image sets, but for the PATH."""
+    """Return the variables that the image sets, without PATH."""
     return {name: value for name, _, value in (word.partition("=") for word in the("ENV").split()) if name != "PATH"}
 
 
 def interpolated(value: Any) -> Any:
-    """As Compose does it where no variable is set. A `$` of another form is an error."""
+    """Interpolate as Compose does if no variable is set. A `$` of another form is an error."""
     if isinstance(value, dict):
         return {key: interpolated(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -97,7 +97,7 @@ def environment(service: dict[str, Any]) -> dict[str, str]:
 
 @contextmanager
 def captured(monkeypatch: pytest.MonkeyPatch, command: Any) -> Iterator[list[Any]]:
-    """What a command would run with, in place of running it."""
+    """Yield the arguments that a command would run with, instead of running it."""
     seen: list[Any] = []
 
     def run(arguments: Any) -> int:
@@ -110,7 +110,7 @@ def captured(monkeypatch: pytest.MonkeyPatch, command: Any) -> Iterator[list[Any
 
 
 def served(monkeypatch: pytest.MonkeyPatch, service: dict[str, Any]) -> Settings:
-    """The settings that a proxy of compose.yaml would run with."""
+    """Return the settings that a proxy of compose.yaml would run with."""
     with captured(monkeypatch, serve) as seen:
         assert main(shlex.split(service["command"])) == 0
     with monkeypatch.context() as patch:
@@ -120,7 +120,7 @@ def served(monkeypatch: pytest.MonkeyPatch, service: dict[str, Any]) -> Settings
 
 
 def simulated(monkeypatch: pytest.MonkeyPatch, service: dict[str, Any]) -> tuple[Facts, str, int]:
-    """The engine that a service would simulate, its host and its port."""
+    """Return the engine that a service would simulate, its host and its port."""
     with captured(monkeypatch, sim) as seen:
         assert main(shlex.split(service["command"])) == 0
     return sim.facts_from(seen[0]), seen[0].host, int(seen[0].port)
@@ -185,7 +185,7 @@ def test_a_proxy_of_compose_names_its_engines_and_waits_for_them(name: str, monk
 
 
 @pytest.mark.parametrize("name", PROXIES)
-def test_a_proxy_of_compose_is_published_on_the_loopback_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_of_compose_is_published_only_on_the_loopback(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = served(monkeypatch, SERVICES[name])
     assert settings.listen.host == "0.0.0.0"
     (published,) = SERVICES[name]["ports"]
@@ -238,7 +238,7 @@ def test_the_gpu_proxy_of_compose_has_the_limits_of_the_gpu_configuration(monkey
     assert (settings.deadlines, settings.limits) == (written.deadlines, written.limits)
 
 
-def test_services_of_compose_depend_on_their_own_half_alone() -> None:
+def test_services_of_compose_depend_only_on_their_own_half() -> None:
     for one in SERVICES.values():
         shared = [
             one[key].removeprefix("service:") for key in ("pid", "ipc") if one.get(key, "").startswith("service:")
@@ -256,9 +256,9 @@ def test_our_services_of_compose_run_the_image_of_our_dockerfile_without_rights(
 def test_the_comments_of_compose_name_each_variable_with_its_default() -> None:
     text = (ROOT / "compose.yaml").read_text()
     used = {(match["name"], match["default"]) for match in VARIABLE.finditer(text) if match["name"]}
-    told = set(re.findall(r"\b([A-Z_0-9]+)=(\S*)", text.split("# Variables")[1].split("\nname:")[0]))
-    assert {name for name, _ in used} - {f"GPU_{number}" for number in (1, 2)} == {name for name, _ in told}
-    assert told <= used
+    documented = set(re.findall(r"\b([A-Z_0-9]+)=(\S*)", text.split("# Variables")[1].split("\nname:")[0]))
+    assert {name for name, _ in used} - {f"GPU_{number}" for number in (1, 2)} == {name for name, _ in documented}
+    assert documented <= used
 
 
 # -- the Dockerfile
@@ -290,7 +290,7 @@ def test_the_build_context_holds_what_the_dockerfile_copies() -> None:
     assert all((ROOT / name).exists() for name in kept)
 
 
-def test_the_image_is_not_root_and_says_so_in_numbers() -> None:
+def test_the_image_does_not_run_as_root_and_names_its_user_by_number() -> None:
     uid, gid = the("USER").split(":")
     assert int(uid) > 0
     assert int(gid) > 0
@@ -312,7 +312,7 @@ async def health_check(port: int) -> int:
     command = json.loads(the("HEALTHCHECK").partition(" CMD ")[2])
     assert command[0] == "python"
     env = os.environ | image_environment() | {"PDPROXY_LISTEN__PORT": str(port)}
-    # An HTTP proxy of the environment must not be asked.
+    # The check must not use an HTTP proxy of the environment.
     env |= {"http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
     process = await asyncio.create_subprocess_exec(
         sys.executable, *command[1:], env=env, stderr=asyncio.subprocess.DEVNULL
@@ -320,7 +320,7 @@ async def health_check(port: int) -> int:
     return await asyncio.wait_for(process.wait(), 30)
 
 
-async def test_the_health_check_tells_a_healthy_process_from_one_that_is_dead_or_gone() -> None:
+async def test_the_health_check_detects_a_process_that_is_down_or_gone() -> None:
     async with SimServer() as engine:
         assert await health_check(engine.port) == 0
         engine.engine.kill_core()

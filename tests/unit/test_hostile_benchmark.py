@@ -1,4 +1,4 @@
-"""The instruments of benchmarks/hostile.py: honest clients know a wrong answer, hostile ones keep their bounds."""
+"""The parts of benchmarks/hostile.py: honest clients detect a wrong answer, hostile ones keep their limits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHUNKS = 4
 
 @asynccontextmanager
 async def engine(page: bytes | None = None) -> AsyncIterator[str]:
-    """One mock engine that may turn hostile; its URL."""
+    """Run one mock engine that may be hostile; yield its URL."""
     loop = asyncio.get_running_loop()
     made = mock_engine.Engine(0, CHUNKS, 0.0, 0.0)
     server = await loop.create_server(functools.partial(hostile_engine.Connection, made, page), "127.0.0.1", 0)
@@ -38,7 +38,7 @@ async def engine(page: bytes | None = None) -> AsyncIterator[str]:
 
 
 def client(url: str, **options: Any) -> hostile_clients.Client:
-    """A hostile client that sends little for a short while."""
+    """Return a hostile client that sends little for a short time."""
     given = {"seconds": 0.5, "bytes": 1 << 20, "largest": 1 << 14, "connections": 1, "address": "127.0.1.1", **options}
     made = hostile_clients.Client(argparse.Namespace(**given))
     made.at = "127.0.0.1", int(url.rpartition(":")[2])
@@ -46,7 +46,7 @@ def client(url: str, **options: Any) -> hostile_clients.Client:
 
 
 async def post(url: str, **body: Any) -> tuple[bytes, asyncio.StreamReader, asyncio.StreamWriter]:
-    """Ask for a completion, return the head of the answer."""
+    """Send a completion; return the status line of the answer and the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
     data = json.dumps({"prompt": "x", **body}, separators=(",", ":")).encode()
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data))
@@ -54,7 +54,7 @@ async def post(url: str, **body: Any) -> tuple[bytes, asyncio.StreamReader, asyn
 
 
 async def test_honest_clients_take_right_answers() -> None:
-    """Streamed and whole, chats and completions: what the mock engine says is right."""
+    """Streamed and whole, chats and completions: the mock engine's answers count as right."""
     async with engine() as url:
         found = await honest.clients(url, 4, CHUNKS, 0.5)
     assert found["right"] > 4
@@ -62,15 +62,15 @@ async def test_honest_clients_take_right_answers() -> None:
     assert found["first_p99_ms"] is not None
 
 
-async def test_honest_clients_know_wrong_answers() -> None:
-    """A text that is one word too short is wrong, on each kind of request."""
+async def test_honest_clients_detect_wrong_answers() -> None:
+    """A text that is one word too short counts as wrong, for each kind of request."""
     async with engine() as url:
         found = await honest.clients(url, 4, CHUNKS + 1, 0.3)
     assert {"WrongError another text", "WrongError another text in a stream"} <= set(found["wrong"])
 
 
-async def test_a_watcher_counts_what_it_could_not_ask() -> None:
-    """An answer that is 0.2 s late delays ten questions, not one."""
+async def test_delayed_health_requests_count() -> None:
+    """An answer that is 0.2 s late delays ten requests, not one."""
 
     async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.readuntil(b"\r\n\r\n"):
@@ -87,10 +87,10 @@ async def test_a_watcher_counts_what_it_could_not_ask() -> None:
 
 @pytest.mark.parametrize("kind", hostile_clients.KINDS)
 async def test_a_hostile_client_keeps_its_bounds(kind: str) -> None:
-    """Each kind ends by itself, and sends no more bytes than it may."""
+    """Each kind ends by itself, and sends no more bytes than its limit."""
     sent = 0
     async with engine() as url:
-        for seconds in (0.5, 2.0, 8.0):  # a busy machine may not come to sending in half a second
+        for seconds in (0.5, 2.0, 8.0):  # on a busy machine half a second may be too short to send anything
             one = client(url, seconds=seconds)
             await hostile_clients.run(one, hostile_clients.KINDS[kind](one))
             sent = one.sent
@@ -100,7 +100,7 @@ async def test_a_hostile_client_keeps_its_bounds(kind: str) -> None:
 
 
 @pytest.mark.parametrize("way", hostile_engine.WAYS)
-async def test_an_engine_is_hostile_to_who_asks_for_it(way: bytes) -> None:
+async def test_an_engine_is_hostile_to_marked_requests(way: bytes) -> None:
     """A marked request gets its hostile answer, from the leg that it names; others get a plain one."""
     async with engine() as url:
         _, reader, writer = await post(url, user=f"hostile:{way.decode()}")
@@ -115,13 +115,13 @@ async def test_an_engine_is_hostile_to_who_asks_for_it(way: bytes) -> None:
 
 
 def test_every_kind_has_its_client() -> None:
-    """The rows name clients that there are, and each client is in a row."""
+    """The rows name existing clients, and each client is in a row."""
     named = {name for kind in hostile.KINDS.values() for name in kind.clients}
     assert named == set(hostile_clients.KINDS)
 
 
-def test_the_proxys_own_lateness_is_read_of_its_histogram() -> None:
-    """The 99th percentile of what came between two readings, in its bucket, and the last bucket that has any."""
+def test_the_proxys_own_lateness_is_read_from_its_histogram() -> None:
+    """The 99th percentile of the counts between two readings, and the last bucket with a count."""
     before = [(0.01, 100.0), (0.1, 100.0), (1.0, 100.0), (float("inf"), 100.0)]
     after = [(0.01, 190.0), (0.1, 200.0), (1.0, 200.0), (float("inf"), 200.0)]
     assert hostile.own_lateness(before, after) == (pytest.approx(91.0), pytest.approx(100.0))
@@ -130,8 +130,8 @@ def test_the_proxys_own_lateness_is_read_of_its_histogram() -> None:
     assert hostile.own_lateness(before, beyond) == (pytest.approx(1000.0), float("inf"))
 
 
-async def test_hostile_clients_ask_from_addresses_of_their_own() -> None:
-    """Or shares would not tell them from the honest ones."""
+async def test_hostile_clients_use_their_own_addresses() -> None:
+    """Otherwise they would share with the honest ones."""
     peers: set[str] = set()
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -147,7 +147,7 @@ async def test_hostile_clients_ask_from_addresses_of_their_own() -> None:
     assert peers == {"127.0.1.7", "127.0.2.3"}
 
 
-async def test_honest_clients_tell_why_they_were_refused() -> None:
+async def test_honest_clients_report_why_they_were_refused() -> None:
     """The first and the last refusal, with their times."""
 
     async def full(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -158,4 +158,4 @@ async def test_honest_clients_tell_why_they_were_refused() -> None:
     found = await honest.clients(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 2, CHUNKS, 0.4, "a key")
     server.close()
     assert found["refused"] > 2
-    assert [said for _, said in found["refusals"]] == ["full", "full"]
+    assert [text for _, text in found["refusals"]] == ["full", "full"]

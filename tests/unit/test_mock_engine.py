@@ -1,4 +1,4 @@
-"""The benchmarks' mock engine speaks like recorded ones: the same bytes, but for ids, times, counts and words."""
+"""The benchmarks' mock engine sends the bytes of recorded engines, except for ids, times, counts and texts."""
 
 import asyncio
 import importlib.util
@@ -43,8 +43,8 @@ def head(data):
     return re.sub(rb"(content-length|date): [^\r]+", rb"\1: ", data)
 
 
-async def spoken(sent, chunks):
-    """The head that the mock answers with, and the body without its framing."""
+async def answer_of(sent, chunks):
+    """Return the head of the mock engine's answer, and the body without its chunk framing."""
     engine = mock().Engine(8100, chunks, 0.0, 0.0)
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: mock().Connection(engine), "127.0.0.1", 0)
@@ -80,9 +80,9 @@ def recorded_head(seen):
         ("agg_chat_return_token_ids", 24),
     ],
 )
-async def test_the_mock_engine_speaks_like_recorded_ones(name, chunks):
+async def test_the_mock_engine_answers_like_recorded_ones(name, chunks):
     exchange = read(name)
-    start, body = await spoken(exchange.sent, chunks)
+    start, body = await answer_of(exchange.sent, chunks)
     assert masked(body) == masked(exchange.answer.body)
     assert head(start) == head(recorded_head(exchange.answer))
 
@@ -93,7 +93,7 @@ async def test_token_ids_are_in_the_stream_if_asked_for_and_usage_is_not(name):
     asked = Sent(sent.method, sent.path, sent.headers).saying(
         sent.json | {"return_token_ids": True, "stream_options": None}
     )
-    _, body = await spoken(asked, 4)
+    _, body = await answer_of(asked, 4)
     assert re.findall(rb'"token_ids":(\S+?)\}', body) == [b"[2000]", b"[2001]", b"[2002]", b"[2003]"]
     assert re.search(rb'"prompt_token_ids":\[1000,1001', body)
     assert b'"usage"' not in body

@@ -1,11 +1,11 @@
-"""What LMCache lacks on a CPU: the way between its chunks and vLLM's blocks. Imported in the engines' environment alone.
+"""Copies KV between LMCache's chunks and vLLM's blocks on a CPU. Imported only in the engines' environment.
 
-LMCache 0.5.6 copies KV between vLLM's blocks and its own chunks by code for each accelerator, and has none for CPUs: there it
-starts, answers, and never stores or sends anything. This is that code in plain torch, and nothing else is changed.
+LMCache 0.5.6 copies KV between vLLM's blocks and its own chunks with code for each accelerator, and has none for CPUs: there it
+starts and answers, but never stores or sends anything. This module is that code in plain torch; nothing else is changed.
 
-A chunk is [keys or values, layer, token, heads x head size]. vLLM hands out each layer as [block, head, token, 2 x head size],
-but its CPU attention puts in there, for each block and head, all keys, one column a token, and then all values, one row a token
-(vLLM 0.32.0 on x86-64, `cpu_attn_reshape_and_cache`). A block's last tokens can't be told apart without knowing that.
+A chunk is [keys or values, layer, token, heads x head size]. vLLM declares each layer as [block, head, token, 2 x head size],
+but its CPU attention stores, for each block and head, all keys with one column per token, and then all values with one row per
+token (vLLM 0.32.0 on x86-64, `cpu_attn_reshape_and_cache`). Only this layout separates the last tokens of a block correctly.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from lmcache.v1.memory_management import MemoryFormat
 
 
 def keys_and_values(layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of one layer: keys as [block, head, head size, token], values as [block, head, token, head size]."""
+    """Return views of one layer: keys as [block, head, head size, token], values as [block, head, token, head size]."""
     blocks, heads, tokens, both = layer.shape
     parts = layer.view(blocks, heads, 2, -1)
     return parts[:, :, 0].unflatten(-1, (both // 2, tokens)), parts[:, :, 1].unflatten(-1, (tokens, both // 2))
@@ -29,7 +29,7 @@ class CpuConnector(MockGPUConnector):
     """Copies tokens [start, end) of a request from vLLM's blocks to a chunk, and back."""
 
     def _places(self, start: int, end: int, given: dict[str, Any]) -> Iterator[tuple[int, torch.Tensor, Any, Any]]:
-        """Each place of the tokens: its layer's number, keys or values with the token behind the head, block and offset."""
+        """Yield for each layer: its number, keys or values as [block, head, token, head size], the tokens' blocks and offsets."""
         layers = given.get("kvcaches") or self.kvcaches
         slots = given["slot_mapping"][start:end].to("cpu", torch.long)
         for number, layer in enumerate(layers):
@@ -64,7 +64,7 @@ class CpuConnector(MockGPUConnector):
             self.to_gpu(chunk, start, end, **given)
 
     def get_shape(self, num_tokens: int | None = None) -> torch.Size:
-        """The shape of a chunk of so many tokens."""
+        """Return the shape of a chunk of `num_tokens` tokens."""
         return torch.Size([2, self.num_layers, num_tokens, self.kv_shape[3] * self.kv_shape[4]])
 
 
@@ -78,5 +78,5 @@ def _create_for_cpu(config: Any, metadata: Any, engine: Any, layout_hints: Any =
 
 
 def supply() -> None:
-    """Put it in LMCache's place. Whoever imports the name later gets ours; LMCache does so when it makes an engine."""
+    """Replace LMCache's function. LMCache imports the name when it makes an engine, so it gets this one."""
     lmcache_connectors.CreateGPUConnector = _create_for_cpu

@@ -1,7 +1,7 @@
-"""LMCache's connector for engines on a CPU; loaded by `kv_connector_module_path`, in the engines' environment alone.
+"""LMCache's connector for engines on a CPU; loaded by `kv_connector_module_path`, only in the engines' environment.
 
-It imports LMCache when it is made and not before: LMCache imports numba, and vLLM, which looks into every module while it puts
-its CPU kernels in place, stumbles over one of numba's.
+It imports LMCache in its constructor and not before: LMCache imports numba, and vLLM inspects every module while it installs
+its CPU kernels, and fails on one of numba's modules.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCac
 
 
 class CpuLMCacheConnector(LMCacheConnectorV1):
-    """vLLM's own, after LMCache has got what it lacks."""
+    """vLLM's own connector, with the code that LMCache lacks on a CPU."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         import cpu_chunks

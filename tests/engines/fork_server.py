@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Import vLLM once and fork an engine off it for each order: a start then costs five seconds of a core and not thirty.
+"""Import vLLM once and fork an engine for each order: a start then takes five seconds of a core instead of thirty.
 
 Runs with the engines' own Python. An order is a line of JSON on stdin: `argv` for the API server, `env` to add, `log` to
-write to; the answer on stdout is `{"pid": ...}`. The engine leads a session of its own and outlives the nursery, which
-ends when stdin closes. Nothing here has started a thread before a fork: imports don't.
+write to; the answer on stdout is `{"pid": ...}`. The engine leads its own session and keeps running after the fork server, which
+ends when stdin closes. No thread runs before a fork: the imports start none.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ SERVER = "vllm.entrypoints.openai.api_server"
 
 
 def preload() -> None:
-    """Import all that an engine needs in any of its processes."""
+    """Import everything that an engine needs in any of its processes."""
     import vllm.distributed.kv_transfer.kv_connector.v1.nixl
     import vllm.entrypoints.openai.api_server
     import vllm.model_executor.models.llama
@@ -26,9 +26,9 @@ def preload() -> None:
 
 
 def take_orders() -> dict[str, Any] | None:
-    """Fork for each order. Returns the order in the child, None in the nursery at the end of stdin."""
+    """Fork for each order. Returns the order in the child, None in the fork server at the end of stdin."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever an import prints mustn't look like an answer
+    os.dup2(2, 1)  # output of imports must not look like an answer
     print(json.dumps({"pid": os.getpid()}), file=answers, flush=True)
     while line := sys.stdin.readline():
         with contextlib.suppress(ChildProcessError):
@@ -49,7 +49,7 @@ def become_engine(order: dict[str, Any]) -> None:
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     os.environ.update(order["env"])
-    # Python reads it when it starts, which was the nursery's start.
+    # Python reads PYTHONPATH only at its start, which was the fork server's start.
     sys.path[:0] = filter(None, order["env"].get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = [SERVER, *order["argv"]]
     runpy.run_module(SERVER, run_name="__main__", alter_sys=True)
