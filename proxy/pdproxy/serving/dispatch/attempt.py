@@ -85,17 +85,9 @@ class Attempt:
         lease = self.assignment.leases[0]
         return lease.node.url if lease.node.role is Role.PREFILL else None
 
-    def lease_of(self, role: Role) -> Lease:
-        """Take the lease of one role. The leg that takes it closes it."""
-        return self._taken(self.assignment[role])
-
-    def answering_lease(self) -> Lease:
-        """Take the lease of the engine that answers the client. The leg that takes it closes it."""
-        return self._taken(self.assignment.leases[-1])
-
-    def _taken(self, lease: Lease) -> Lease:
+    def take(self, lease: Lease) -> None:
+        """Leave one of the leases to the leg that uses it. That leg closes it."""
         self._unused.remove(lease)
-        return lease
 
     # -- notices
 

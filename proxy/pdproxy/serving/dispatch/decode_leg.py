@@ -38,7 +38,7 @@ class DecodeLeg:
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
         self._custody = attempt.custody
-        self._lease = attempt.answering_lease()
+        self._lease = attempt.assignment.leases[-1]
         self._url = self._lease.node.url
         self._client: EngineClient = attempt.resources.clients[self._url]
         self._leg: Leg | None = None
@@ -56,6 +56,7 @@ class DecodeLeg:
         verdict = Verdict.NEUTRAL
         data_came = whole = False
         relay = new_relay(attempt)
+        attempt.take(self._lease)
         try:
             if custody is not None:
                 custody.asked(url)

@@ -50,7 +50,7 @@ class PrefillLeg:
     def __init__(self, attempt: Attempt) -> None:
         resources, request = attempt.resources, attempt.request
         self._attempt = attempt
-        self._lease = attempt.lease_of(Role.PREFILL)
+        self._lease = attempt.assignment[Role.PREFILL]
         self._url = self._lease.node.url
         self._client: EngineClient = resources.clients[self._url]
         self._pending: Pending | None = None
@@ -76,6 +76,7 @@ class PrefillLeg:
         """
         resources = self._attempt.resources
         seconds = resources.deadlines.prefill
+        self._attempt.take(self._lease)
         try:
             async with resources.clock.within(seconds):
                 answer = await self._answer_or_notice()
