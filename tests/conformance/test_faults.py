@@ -15,7 +15,7 @@ from pdproxy.lab.conformance.checks import CHECKS
 from pdproxy.lab.conformance.results import Result
 from pdproxy.lab.conformance.runner import run
 from pdproxy.serving.dispatch import exchange
-from pdproxy.serving.dispatch.attempt import Handover
+from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.kv.ready import KvReady
 from pdproxy.serving.request import service
 from pdproxy.serving.stream.relay import Relay
@@ -92,10 +92,10 @@ def two_tokens(engines: Rig, patch: pytest.MonkeyPatch) -> None:
 def does_not_wait(engines: Rig, patch: pytest.MonkeyPatch) -> None:
     """The proxy asks D at once."""
 
-    async def kv_ready(self: Handover) -> None:
+    async def kv_ready(self: Attempt) -> None:
         return None
 
-    patch.setattr(Handover, "kv_ready", kv_ready)
+    patch.setattr(Attempt, "kv_ready", kv_ready)
 
 
 def waits_for_ever(engines: Rig, patch: pytest.MonkeyPatch) -> None:

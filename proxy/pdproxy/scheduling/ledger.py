@@ -14,6 +14,7 @@ from operator import attrgetter
 import msgspec
 
 from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
+from pdproxy.scheduling.policy import Ask
 
 _LOAD_BITS = 48
 """More than the lesser of two loads ever needs."""
@@ -41,6 +42,13 @@ class Pair(msgspec.Struct, frozen=True):
 
     prefill: Lease
     decode: Lease
+
+
+class Assignment(msgspec.Struct, frozen=True):
+    leases: tuple[Lease, ...]
+
+    def __getitem__(self, role: Role) -> Lease:
+        return next(lease for lease in self.leases if lease.node.role is role)
 
 
 class _Group:
@@ -162,6 +170,13 @@ class Ledger:
         # One that serves the model before one that doesn't, a sound one before one that its breaker has shut out.
         best.sort(key=lambda n: (model is not None and not n.serves(model), not n.usable(now)))
         return self._lease(best[0], prompt_bytes)
+
+    def assign(self, roles: object, ask: Ask, *, without: Collection[str] = ()) -> Assignment | None:
+        pair = self.pair(ask.model, ask.prompt_bytes, ask.now, without=without)
+        return None if pair is None else Assignment((pair.prefill, pair.decode))
+
+    def assign_alone(self, ask: Ask, *, without: Collection[str] = ()) -> Lease | None:
+        return self.alone(ask.model, ask.prompt_bytes, ask.now, without=without)
 
     def releaser(self, prefill: str, model: str | None, now: float, *, prefer_not: str | None = None) -> Node | None:
         """Return the decode engine to give a handle of a prefill engine back through, not leased: a release is no load."""

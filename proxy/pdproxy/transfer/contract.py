@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
 import msgspec
 
@@ -18,12 +17,6 @@ from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.notices import Notice
 from pdproxy.wire.request import Alone, Parsed, Prompt, Route
-
-
-class Order(Enum):
-    """When the decode leg starts."""
-
-    PREFILL_THEN_DECODE = "prefill_then_decode"
 
 
 class Receiver(msgspec.Struct, frozen=True):
@@ -139,6 +132,8 @@ def no_notices(_dispatch: Dispatch) -> int | None:
 class Contract:
     """The choreography of one KV transfer contract. All functions are pure.
 
+    `order` names the order in which its legs run: a module of `serving.dispatch.orders`.
+
     What goes on the wire:
         - `prefill(parsed, prompt, dispatch)`: what the prefill engine is asked.
         - `handle(parsed, answer, dispatch)`: what its answer hands over; a str says why it hands over nothing usable.
@@ -167,7 +162,7 @@ class Contract:
     prefill: Callable[[Parsed, Prompt, Dispatch], LegRequest]
     handle: Callable[[Parsed, PrefillAnswer, Dispatch], Handle | str]
     decode: Callable[[Parsed, Prompt, Handle, Dispatch], LegRequest]
-    order: Order = Order.PREFILL_THEN_DECODE
+    order: str = "prefill_then_decode"
     notices: Callable[[Dispatch], int | None] = no_notices
     handle_from_notice: Callable[[Notice], Handle | None] | None = None
     early: bool = False

@@ -1,157 +1,232 @@
-"""One prompt's dispatch to one pair of engines: what is taken and minted for it before its first leg.
+"""One attempt to serve a prompt: the engines that are leased for it, and what is taken for it before its first leg.
 
-Owns the leases of both engines until their legs end them, the room in the decode engine's receive buffer, and the wait for
-notices. Every further try has a handover of its own; each is closed once, whatever became of it.
+Owns the leases that no leg has taken, space in the decode engine's receive buffer, the wait for notices, and custody of the
+KV. Every retry is another attempt. Each attempt is closed once, however it ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.kit.ids import mint
-from pdproxy.scheduling.ledger import Pair, Verdict
+from pdproxy.scheduling.ledger import Assignment, Lease, Verdict
+from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.policy import Ask
+from pdproxy.serving.dispatch.prompt_request import PromptRequest
+from pdproxy.serving.dispatch.recovery import CannotSplit, Failed, Outcome
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.kv.buffers import BufferSpace
-from pdproxy.serving.kv.custody import Custody
-from pdproxy.serving.kv.orphans import PrefillLeg
+from pdproxy.serving.kv.custody import Custody, End
+from pdproxy.serving.kv.orphans import PrefillLeg as PrefillRecord
 from pdproxy.serving.kv.ready import Expected
-from pdproxy.tokens.ids import TokenIds
+from pdproxy.serving.stream.relay import Relay
 from pdproxy.transfer.contract import NO_DISPATCH, Dispatch
-from pdproxy.wire.request import Alone, Parsed, Prompt
+from pdproxy.wire.request import Alone
 
 
-def why_not(engines: ExchangeResources, parsed: Parsed, tokens: TokenIds | None) -> Alone | None:
-    """Return why a prompt can't be handed over, as far as its tokens tell; None if nothing is against it."""
-    if tokens is None:
-        return Alone.NO_TOKENS
-    if tokens.count < engines.transfer.contract.min_tokens(parsed):
-        return Alone.SHORT_PROMPT
-    buffers = engines.transfer.buffers
-    return Alone.KV_BUFFER if buffers.bounded and not buffers.fits(tokens.count) else None
+class Attempt:
+    """See the module. `assignment` holds the leased engines: the last one answers the client."""
 
+    __slots__ = (
+        "_expected",
+        "_expected_is_custodys",
+        "_space",
+        "_unused",
+        "assignment",
+        "custody",
+        "dispatch",
+        "kv_s",
+        "prefill_s",
+        "relay",
+        "request",
+        "resources",
+    )
 
-async def begin(
-    engines: ExchangeResources, parsed: Parsed, prompt: Prompt, tokens: TokenIds | None, without: Sequence[str]
-) -> Handover | None:
-    """Lease a pair and take what its contract needs; wait for room in a receive buffer if need be. None: there is no pair.
-
-    Raises:
-        OverloadedError: no decode engine had room in time.
-    """
-    transfer = engines.transfer
-    size = prompt.text_bytes or parsed.body_bytes
-    slots: BufferSpace | None = None
-
-    def choose(full: tuple[str, ...]) -> Pair | None:
-        nonlocal slots
-        pair = engines.ledger.pair(parsed.model, size, engines.now(), without=(*without, *full))
-        if pair is not None and transfer.buffers.bounded:
-            slots = transfer.buffers.take(pair.decode.node.url, count)
-        return pair
-
-    def possible() -> bool:
-        pair = engines.ledger.pair(parsed.model, size, engines.now(), without=without)
-        if pair is not None:
-            engines.close(pair.prefill, Verdict.NEUTRAL)
-            engines.close(pair.decode, Verdict.NEUTRAL)
-        return pair is not None
-
-    count = 0 if tokens is None else transfer.buffers.slots(tokens.count)
-    pair = await transfer.buffers.when_room(count, choose, possible) if transfer.buffers.bounded else choose(())
-    if pair is None:
-        return None
-    dispatch = NO_DISPATCH
-    if transfer.contract.needs_leg_id:
-        dispatch = Dispatch(mint(), tokens, receiver=transfer.receivers.get(pair.decode.node.url))
-    elif tokens is not None:
-        dispatch = Dispatch(ids=tokens)
-    return Handover(engines, pair, dispatch, slots)
-
-
-class PrefillFailedError(Exception):
-    """There is no KV to decode from. `alone` is the reason if one engine must now do it; `another`: a pair may be left to try.
-
-    `shun`: an engine that should not be asked next; None: the prefill engine.
-    """
-
-    def __init__(self, alone: Alone, *, another: bool, shun: str | None = None) -> None:
-        super().__init__(alone.value)
-        self.alone = alone
-        self.another = another
-        self.shun = shun
-
-
-class Handover:
-    """See the module. Made by `begin`."""
-
-    __slots__ = ("_engines", "_expected", "_held", "_slots", "dispatch", "pair")
-
-    def __init__(self, engines: ExchangeResources, pair: Pair, dispatch: Dispatch, slots: BufferSpace | None) -> None:
-        self._engines = engines
-        self._slots = slots
-        self._expected: Expected | None = None
-        self._held = False  # custody closes the wait
-        self.pair = pair
+    def __init__(
+        self,
+        resources: ExchangeResources,
+        request: PromptRequest,
+        assignment: Assignment,
+        dispatch: Dispatch = NO_DISPATCH,
+        space: BufferSpace | None = None,
+    ) -> None:
+        self.resources = resources
+        self.request = request
+        self.assignment = assignment
         self.dispatch = dispatch
-        contract = engines.transfer.contract
+        self.custody: Custody | None = None
+        self.relay: Relay | None = None
+        self.prefill_s: float | None = None
+        self.kv_s: float | None = None
+        self._unused = list(assignment.leases)
+        self._space = space
+        self._expected: Expected | None = None
+        self._expected_is_custodys = False
+        contract = resources.transfer.contract
         if dispatch.leg_id is not None:
             ranks = 1 if contract.early else contract.notices(dispatch)
             if ranks != 0:
-                self._expected = engines.transfer.ready.expect(dispatch.leg_id, ranks)
+                self._expected = resources.transfer.ready.expect(dispatch.leg_id, ranks)
 
     def __repr__(self) -> str:
-        return (
-            f"<Handover {self.pair.prefill.node.url} -> {self.pair.decode.node.url}, {self._expected or 'no notices'}>"
-        )
+        urls = " -> ".join(lease.node.url for lease in self.assignment.leases)
+        return f"<Attempt {urls}, {self.relay!r}, {self._expected or 'no notices'}>"
 
     @property
-    def told(self) -> Expected | None:
-        """The wait for a notice that may bring the handle before the answer, None if none may."""
-        return self._expected if self._engines.transfer.contract.early else None
+    def answering_url(self) -> str:
+        """The engine that answers the client."""
+        return self.assignment.leases[-1].node.url
 
-    def hand_on(self, leg: PrefillLeg) -> PrefillLeg:
-        """Return the leg with the wait for notices and the room, which whoever adopts it ends: P may still push."""
-        handed = replace(leg, expected=self._expected, slots=self._slots)
-        self._expected = self._slots = None
+    @property
+    def prefill_url(self) -> str | None:
+        """The prefill engine, None where one engine serves alone."""
+        lease = self.assignment.leases[0]
+        return lease.node.url if lease.node.role is Role.PREFILL else None
+
+    def take(self, lease: Lease) -> None:
+        """Leave one of the leases to the leg that uses it. That leg closes it."""
+        self._unused.remove(lease)
+
+    # -- notices
+
+    @property
+    def handle_notice(self) -> Expected | None:
+        """The wait for a notice that may bring the handle before the prefill engine's answer, None if none may."""
+        return self._expected if self.resources.transfer.contract.early else None
+
+    async def kv_ready(self) -> Outcome | None:
+        """Wait until each rank has reported that the KV is there.
+
+        Return None then, and where the decode engine may go without.
+        """
+        resources, contract = self.resources, self.resources.transfer.contract
+        if self._expected is None or contract.early:
+            return None
+        prefill_url, timeout = self.prefill_url or "", resources.deadlines.kv_ready
+        if await resources.transfer.ready.wait(self._expected, timeout, prefill_url):
+            return None
+        if not resources.transfer.recomputes:
+            message = f"{prefill_url} did not report in {timeout:g} s that the KV is ready"
+            return Failed(EngineTimeoutError(message, wait=Wait.KV_READY))
+        if not contract.pushes:
+            return None
+        # A part of what was pushed may be there, and must not be read: another decode engine computes the prompt.
+        if self.custody is not None:
+            self.custody.end(End.LOST)
+        return CannotSplit(Alone.KV_LATE, exclude=self.answering_url)
+
+    # -- custody
+
+    def hand_on(self, record: PrefillRecord) -> PrefillRecord:
+        """Return the record with the wait for notices and the space. Whoever adopts the leg ends both: P may still push."""
+        handed = replace(record, expected=self._expected, slots=self._space)
+        self._expected = self._space = None
         return handed
 
-    async def kv_ready(self) -> None:
-        """Wait until each rank has told that the KV is there. What if not is the operator's choice.
-
-        Raises:
-            EngineTimeoutError: they didn't, and the request is to fail then.
-            PrefillFailedError: they didn't, and what was pushed so far must not be read: another decode engine computes it.
-        """
-        engines = self._engines
-        if self._expected is None or engines.transfer.contract.early:
-            return
-        url, timeout = self.pair.prefill.node.url, engines.deadlines.kv_ready
-        if await engines.transfer.ready.wait(self._expected, timeout, url):
-            return
-        if not engines.transfer.recomputes:
-            raise EngineTimeoutError(f"{url} did not tell in {timeout:g} s that the KV is ready", wait=Wait.KV_READY)
-        if engines.transfer.contract.pushes:
-            raise PrefillFailedError(Alone.KV_LATE, another=False, shun=self.pair.decode.node.url)
-
-    def in_custody(self, custody: Custody) -> None:
-        """The KV is made: what room it takes is free again when its custody ends."""
-        slots, self._slots = self._slots, None
-        if slots is not None:
-            custody.when_over(slots.give_back)
+    def keep(self, custody: Custody) -> None:
+        """The KV is made. The space that it takes is free again when its custody ends."""
+        self.custody = custody
+        space, self._space = self._space, None
+        if space is not None:
+            custody.when_over(space.give_back)
         if custody.state is not None:
             custody.expected = self._expected
-            self._held = True
+            self._expected_is_custodys = True
 
-    def loaded(self) -> None:
-        """The decode engine has shown data: the prompt's ids, which may be long, are not needed any more."""
+    def stream_flows(self) -> None:
+        """Drop what only another attempt would need: the client's request, and the prompt's ids."""
+        self.request.drop()
         self.dispatch = NO_DISPATCH
 
     def close(self) -> None:
-        """End the wait, give back the room, and the decode engine's lease where its leg hasn't. Closing twice changes nothing."""
-        self._engines.close(self.pair.decode, Verdict.NEUTRAL)
-        if self._expected is not None and not self._held:
+        """End what no leg and no custody has taken over."""
+        for lease in self._unused:
+            self.resources.close(lease, Verdict.NEUTRAL)
+        if self._expected is not None and not self._expected_is_custodys:
             self._expected.close()
-        if self._slots is not None:
-            self._slots.give_back()
+        if self._space is not None:
+            self._space.give_back()
+        if self.custody is not None:
+            self.custody.release()  # whatever has not ended by now
+
+
+Stage = Callable[[Attempt], Awaitable[Outcome | None]]
+"""One step of an attempt, a leg or a wait. None: the next stage goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Which engines an attempt takes, and in which order its legs run: the stages, one after the other, until one has an outcome.
+
+    `roles`: one engine of each is leased together; the last one answers the client. None of them: any engine that can serve
+    alone.
+    """
+
+    roles: tuple[Role, ...]
+    stages: tuple[Stage, ...]
+
+
+async def begin(
+    resources: ExchangeResources, request: PromptRequest, order: Order, without: Sequence[str]
+) -> Attempt | None:
+    """Lease engines and take what the contract needs for them; wait for space in a receive buffer if need be.
+
+    `without` are URLs of engines that must not get the prompt, if there are others. None: there are no engines for it.
+
+    Raises:
+        OverloadedError: no decode engine had space in time.
+    """
+    if not order.roles:
+        return _alone(resources, request, without)
+    transfer, ids, prompt = resources.transfer, request.ids, request.prompt
+    assert prompt is not None
+    size = prompt.text_bytes or request.parsed.body_bytes
+    buffers = transfer.buffers
+    count = 0 if ids is None else buffers.slots(ids.count)
+    space: BufferSpace | None = None
+
+    def ask() -> Ask:
+        return Ask(request.parsed.model, size, resources.now(), ids, request.parsed)
+
+    def choose(full: tuple[str, ...]) -> Assignment | None:
+        nonlocal space
+        chosen = resources.ledger.assign(order.roles, ask(), without=(*without, *full))
+        if chosen is not None and buffers.bounded:
+            space = buffers.take(chosen.leases[-1].node.url, count)
+        return chosen
+
+    def possible() -> bool:
+        chosen = resources.ledger.assign(order.roles, ask(), without=without)
+        for lease in chosen.leases if chosen is not None else ():
+            resources.close(lease, Verdict.NEUTRAL)
+        return chosen is not None
+
+    assignment = await buffers.when_room(count, choose, possible) if buffers.bounded else choose(())
+    if assignment is None:
+        return None
+    dispatch = NO_DISPATCH
+    if transfer.contract.needs_leg_id:
+        dispatch = Dispatch(mint(), ids, receiver=transfer.receivers.get(assignment.leases[-1].node.url))
+    elif ids is not None:
+        dispatch = Dispatch(ids=ids)
+    return Attempt(resources, request, assignment, dispatch, space)
+
+
+def _alone(resources: ExchangeResources, request: PromptRequest, without: Sequence[str]) -> Attempt | None:
+    ask = Ask(request.parsed.model, request.parsed.body_bytes, resources.now(), request.ids, request.parsed)
+    ledger = resources.ledger
+    # An engine that failed is better than no answer.
+    lease = ledger.assign_alone(ask, without=without) or ledger.assign_alone(ask)
+    return None if lease is None else Attempt(resources, request, Assignment((lease,)))
+
+
+def why_not_split(resources: ExchangeResources, request: PromptRequest) -> Alone | None:
+    """Return why a prompt can't be split, as far as its token ids show; None if nothing is against it."""
+    ids, transfer = request.ids, resources.transfer
+    if ids is None:
+        return Alone.NO_TOKENS
+    if ids.count < transfer.contract.min_tokens(request.parsed):
+        return Alone.SHORT_PROMPT
+    return Alone.KV_BUFFER if transfer.buffers.bounded and not transfer.buffers.fits(ids.count) else None

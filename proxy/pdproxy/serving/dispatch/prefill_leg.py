@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -15,20 +16,21 @@ from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionE
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.scheduling.ledger import Verdict
-from pdproxy.serving.dispatch.attempt import Handover, PrefillFailedError
+from pdproxy.scheduling.nodes import Role
+from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.failure_class import is_clients_fault, refused, verdict_of
-from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
+from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, PrefillFailed
 from pdproxy.serving.kv.custody import Custody
-from pdproxy.serving.kv.orphans import PrefillLeg
-from pdproxy.serving.kv.ready import Expected
-from pdproxy.transfer.contract import Contract, Handle
-from pdproxy.upstream.client import Answer, Pending
+from pdproxy.serving.kv.orphans import PrefillLeg as PrefillRecord
+from pdproxy.tokens.ids import TokenIds
+from pdproxy.transfer.contract import Contract, Dispatch, Handle
+from pdproxy.upstream.client import Answer, EngineClient, Pending
 from pdproxy.upstream.connection import Message
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
-from pdproxy.wire.request import Alone, Parsed, Prompt
+from pdproxy.wire.request import Alone, Parsed
 
-_ROOM = 256 << 10
-_ROOM_PER_BYTE = 16
+_MAX_ANSWER = 256 << 10
+_MAX_ANSWER_PER_BYTE = 16
 """Bytes of a prefill's answer, and for each byte of the request. A token id has up to 8 bytes and stands for a byte of the prompt
 at least; block ids of eight groups take half of that. A larger answer is not about this prompt."""
 
@@ -40,126 +42,178 @@ class Prefilled(msgspec.Struct, frozen=True):
     body: bytes = b""
 
 
-async def prefill(
-    engines: ExchangeResources, handover: Handover, parsed: Parsed, prompt: Prompt, heading: LegHeaders
-) -> Prefilled | Answer:
-    """Have a prompt prefilled by the leased engine. Return custody of its KV, or an answer that is the client's own fault.
+class PrefillLeg:
+    """One prefill leg of an attempt. Run once."""
 
-    Where a notice may bring the handle, whatever comes first counts; the answer is then awaited in the background.
+    __slots__ = ("_adopted", "_attempt", "_client", "_dispatch", "_lease", "_pending", "_sent_ids", "_url", "_verdict")
 
-    Raises:
-        PrefillFailedError: the engine failed, was late, or gave no handle that may be used. It has been told.
+    def __init__(self, attempt: Attempt) -> None:
+        resources, request = attempt.resources, attempt.request
+        self._attempt = attempt
+        self._lease = attempt.assignment[Role.PREFILL]
+        self._url = self._lease.node.url
+        self._client: EngineClient = resources.clients[self._url]
+        self._pending: Pending | None = None
+        self._verdict = Verdict.NEUTRAL
+        self._adopted = False
+        self._dispatch = dispatch = attempt.dispatch
+        self._sent_ids: TokenIds | None = (
+            dispatch.ids
+            if resources.transfer.contract.needs_ids
+            else resources.ids_to_send(self._url, request.parsed, dispatch.ids)
+        )
+        if self._sent_ids is None and dispatch.ids is not None:
+            self._dispatch = msgspec.structs.replace(dispatch, prefill_takes_ids=False)
+
+    def __repr__(self) -> str:
+        return f"<PrefillLeg {self._url}, {self._verdict.value}>"
+
+    async def run(self) -> Prefilled | Answered | CannotSplit | PrefillFailed:
+        """Have the prompt prefilled. Return custody of its KV, or why there is none.
+
+        Where a notice may bring the handle, whichever of notice and answer comes first counts; the answer is then awaited in
+        the background.
+        """
+        resources = self._attempt.resources
+        seconds = resources.deadlines.prefill
+        self._attempt.take(self._lease)
+        try:
+            async with resources.clock.within(seconds):
+                answer = await self._answer_or_notice()
+                if answer is None and (handle := self._handle_in_notice()) is not None:
+                    return self._noticed(handle)
+                if answer is None:
+                    assert self._pending is not None
+                    answer = await self._pending.answered()
+            return self._read(answer)
+        except asyncio.CancelledError:
+            self._adopt(partial(resources.close, self._lease, self._verdict))
+            raise
+        except TimeoutError:
+            self._verdict = Verdict.FAILED
+            self._adopt(lambda: None)  # it may be just finishing: its answer is the only way to its KV
+            self._adopted = False  # the lease ends now
+            self._pending = None
+            return self._failed(EngineTimeoutError(f"{self._url} did not prefill in {seconds:g} s", wait=Wait.PREFILL))
+        except EngineError as error:
+            self._verdict = verdict_of(error)
+            return self._failed(error)
+        finally:
+            if not self._adopted:
+                if self._pending is not None:
+                    self._pending.close()
+                resources.close(self._lease, self._verdict)
+
+    # -- asking
+
+    def _message(self) -> Message:
+        """Return the leg's request.
+
+        It is made again where it is sent again, which is rare: keeping it would keep one more body.
+        """
+        request, contract = self._attempt.request, self._attempt.resources.transfer.contract
+        assert request.prompt is not None
+        asked = contract.prefill(request.parsed, request.prompt, self._dispatch)
+        leg_id, headers = self._dispatch.leg_id, request.headers
+        return self._client.request(
+            asked.route.value, headers.headers if leg_id is None else headers.named(leg_id), asked.body
+        )
+
+    async def _answer_or_notice(self) -> Answer | None:
+        """Send the request. Return the answer, None if a notice with the handle came first."""
+        most = _MAX_ANSWER + _MAX_ANSWER_PER_BYTE * self._attempt.request.parsed.body_bytes
+        self._pending = await self._client.ask(self._message, most=most)
+        try:
+            return await self._first()
+        except StaleConnectionError as stale:
+            drop_traceback(stale)
+            self._pending = await self._client.ask(self._message, fresh=True, most=most)
+            return await self._first()
+
+    async def _first(self) -> Answer | None:
+        assert self._pending is not None
+        notice = self._attempt.handle_notice
+        return await self._pending.answered() if notice is None else await self._pending.answered_or(notice.done)
+
+    def _handle_in_notice(self) -> Handle | None:
+        expected, contract = self._attempt.handle_notice, self._attempt.resources.transfer.contract
+        if expected is None or expected.notice is None or contract.handle_from_notice is None:
+            return None
+        return contract.handle_from_notice(expected.notice)
+
+    # -- what came of it
+
+    def _noticed(self, handle: Handle) -> Prefilled:
+        """Take custody of a handle that a notice brought. The answer reports nothing new: its engine is left to finish it."""
+        resources = self._attempt.resources
+        assert self._pending is not None
+        self._verdict = Verdict.GOOD
+        end = partial(resources.close, self._lease, self._verdict)
+        resources.custodian.orphans.outlive(self._pending, resources.deadlines.prefill, end)
+        self._adopted = True
+        return Prefilled(self._take(handle))
+
+    def _read(self, answer: Answer) -> Prefilled | Answered | CannotSplit | PrefillFailed:
+        url, request = self._url, self._attempt.request
+        if answer.status != 200:
+            if not is_clients_fault(answer):
+                raise refused(url, answer)
+            self._verdict = Verdict.GOOD
+            if answer.status != 400:
+                return Answered(answer)
+            # The prefill leg is not the client's request: which of its faults comes first, and whether it is one, only an
+            # engine that reads it as it came can say.
+            return CannotSplit(Alone.PREFILL_REFUSED, exclude=url)
+        read = prefill_answer(answer.body)
+        if read is None:
+            raise EngineError(f"{url} answered a prefill with something that is not a completion")
+        if "abort" in [choice.finish_reason for choice in read.choices]:
+            raise EngineError(f"{url} gave the prefill up")
+        handle = self._attempt.resources.transfer.contract.handle(request.parsed, read, self._dispatch)
+        if isinstance(handle, str):  # the engine works, and gave nothing to decode from
+            return self._failed(EngineError(f"{url} gave no usable KV handle: {handle}"), Alone.NO_HANDLE)
+        self._verdict = Verdict.GOOD
+        finished = handle.first is not None and handle.first.finish_reason is not None
+        return Prefilled(self._take(handle), answer.body if finished else b"")
+
+    def _failed(self, error: EngineError, reason: Alone = Alone.PREFILL_FAILED) -> PrefillFailed:
+        if isinstance(wait := getattr(error, "wait", None), Wait):
+            self._attempt.resources.observers.notify(DeadlinePassed(wait.value, self._url))
+        return PrefillFailed(self._url, reason, error)
+
+    # -- custody
+
+    def _record(self) -> PrefillRecord:
+        attempt, contract = self._attempt, self._attempt.resources.transfer.contract
+        request = attempt.request
+        receiver = attempt.answering_url if contract.pushes else None
+        read = _reader(contract, request.parsed, self._dispatch)
+        return PrefillRecord(
+            self._url, request.parsed.model, request.headers.authorization, read, receiver, self._dispatch.leg_id
+        )
+
+    def _take(self, handle: Handle) -> Custody:
+        attempt = self._attempt
+        attempt.resources.ids_served(
+            self._url, attempt.request.parsed, self._dispatch.ids, self._sent_ids, handle.token_ids
+        )
+        return attempt.resources.custodian.take(handle, self._record())
+
+    def _adopt(self, end: Callable[[], None]) -> None:
+        """Hand the leg to the custodian, which awaits its answer and releases what it holds."""
+        if self._pending is not None:
+            record = self._attempt.hand_on(self._record())
+            self._attempt.resources.custodian.orphans.adopt(self._pending, record, end)
+            self._adopted = True
+
+
+def _reader(contract: Contract, parsed: Parsed, dispatch: Dispatch) -> Callable[[PrefillAnswer], Handle | str]:
+    """Return what finds the handle in an answer.
+
+    It outlives the attempt where the client has left, and keeps nothing else of it.
     """
-    lease, dispatch, told = handover.pair.prefill, handover.dispatch, handover.told
-    node = lease.node
-    client = engines.clients[node.url]
-    contract = engines.transfer.contract
-    verdict = Verdict.NEUTRAL
-    adopted = False
-    pending: Pending | None = None
-    sent = dispatch.ids if contract.needs_ids else engines.ids_to_send(node.url, parsed, dispatch.ids)
-    if sent is None and dispatch.ids is not None:
-        dispatch = msgspec.structs.replace(dispatch, prefill_takes_ids=False)
-
-    def request() -> Message:  # made anew where it is sent anew, which is rare: to keep one is a body more
-        asked = contract.prefill(parsed, prompt, dispatch)
-        headers = heading.headers if dispatch.leg_id is None else heading.named(dispatch.leg_id)
-        return client.request(asked.route.value, headers, asked.body)
 
     def read(answer: PrefillAnswer) -> Handle | str:
         return contract.handle(parsed, answer, dispatch)
 
-    most = _ROOM + _ROOM_PER_BYTE * parsed.body_bytes
-    receiver = handover.pair.decode.node.url if contract.pushes else None
-    leg = PrefillLeg(node.url, parsed.model, heading.authorization, read, receiver, dispatch.leg_id)
-
-    def end() -> None:
-        engines.close(lease, verdict)
-
-    def failed(error: EngineError) -> PrefillFailedError:
-        if isinstance(wait := getattr(error, "wait", None), Wait):
-            engines.observers.notify(DeadlinePassed(wait.value, node.url))
-        engines.tell(heading, node.url, "prefill", error, will_retry=True)
-        return PrefillFailedError(
-            Alone.NO_HANDLE if isinstance(error, _NoHandleError) else Alone.PREFILL_FAILED, another=True
-        )
-
-    try:
-        async with engines.clock.within(engines.deadlines.prefill):
-            pending = await client.ask(request, most=most)
-            try:
-                answer = await _first(pending, told)
-            except StaleConnectionError as stale:
-                drop_traceback(stale)
-                pending = await client.ask(request, fresh=True, most=most)
-                answer = await _first(pending, told)
-            if answer is None and (handle := _handle_told(contract, told)) is not None:
-                verdict = Verdict.GOOD
-                engines.custodian.orphans.outlive(pending, engines.deadlines.prefill, end)
-                adopted = True
-                custody = engines.custodian.take(handle, leg)
-                engines.ids_served(node.url, parsed, dispatch.ids, sent, handle.token_ids)
-                return Prefilled(custody)
-            if answer is None:
-                answer = await pending.answered()
-        got = _read(read, node.url, answer)
-        verdict = Verdict.GOOD
-        if isinstance(got, Answer):
-            return got
-        engines.ids_served(node.url, parsed, dispatch.ids, sent, got.token_ids)
-        custody = engines.custodian.take(got, leg)
-        finished = got.first is not None and got.first.finish_reason is not None
-        return Prefilled(custody, answer.body if finished else b"")
-    except asyncio.CancelledError:
-        if pending is not None:
-            engines.custodian.orphans.adopt(pending, handover.hand_on(leg), end)
-            adopted = True
-        raise
-    except TimeoutError:
-        verdict = Verdict.FAILED
-        if pending is not None:  # it may be just finishing: its answer is the only way to its KV
-            engines.custodian.orphans.adopt(pending, handover.hand_on(leg), lambda: None)
-            pending = None
-        message = f"{node.url} did not prefill in {engines.deadlines.prefill:g} s"
-        raise failed(EngineTimeoutError(message, wait=Wait.PREFILL)) from None
-    except _NoHandleError as error:
-        raise failed(error) from None
-    except EngineError as error:
-        verdict = verdict_of(error)
-        raise failed(error) from None
-    finally:
-        if not adopted:
-            if pending is not None:
-                pending.close()
-            end()
-
-
-async def _first(pending: Pending, told: Expected | None) -> Answer | None:
-    """Return the answer, None if a notice came first."""
-    return await pending.answered() if told is None else await pending.answered_or(told.done)
-
-
-def _handle_told(contract: Contract, told: Expected | None) -> Handle | None:
-    if told is None or told.notice is None or contract.handle_from_notice is None:
-        return None
-    return contract.handle_from_notice(told.notice)
-
-
-class _NoHandleError(EngineError):
-    """The engine works, and gave nothing to decode from."""
-
-
-def _read(handle_in: Callable[[PrefillAnswer], Handle | str], url: str, answer: Answer) -> Handle | Answer:
-    if answer.status != 200:
-        if is_clients_fault(answer):
-            return answer
-        raise refused(url, answer)
-    read = prefill_answer(answer.body)
-    if read is None:
-        raise EngineError(f"{url} answered a prefill with something that is not a completion")
-    if "abort" in [choice.finish_reason for choice in read.choices]:
-        raise EngineError(f"{url} gave the prefill up")
-    handle = handle_in(read)
-    if isinstance(handle, str):
-        raise _NoHandleError(f"{url} gave no usable KV handle: {handle}")
-    return handle
+    return read

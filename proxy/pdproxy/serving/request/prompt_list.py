@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from pdproxy.kit.errors import EngineRefusedError
-from pdproxy.serving.dispatch.exchange import Exchange
-from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
+from pdproxy.serving.dispatch.exchange import Dispatcher
+from pdproxy.serving.dispatch.resources import LegHeaders
 from pdproxy.serving.request.merged_answer import MergedAnswer, MergedStream
 from pdproxy.serving.request.totals import RequestTotals
 from pdproxy.serving.stream.relay import Relay
@@ -29,7 +29,7 @@ class PromptList:
 
     def __init__(
         self,
-        engines: ExchangeResources,
+        dispatcher: Dispatcher,
         parsed: Parsed,
         heading: LegHeaders,
         output: ResponseWriter,
@@ -37,10 +37,10 @@ class PromptList:
         tally: RequestTotals,
     ) -> None:
         self.parts = Parts()
-        self.answer = MergedAnswer(engines.room.share(what="the engines sent answers"))
+        self.answer = MergedAnswer(dispatcher.resources.room.share(what="the engines sent answers"))
         self.usage_events: dict[int, bytes] = {}
         """Of streams, by their prompt's place in the list."""
-        self._engines = engines
+        self._dispatcher = dispatcher
         self._parsed = parsed
         self._heading = heading
         self._begin = begin
@@ -55,8 +55,8 @@ class PromptList:
             self._stream.over()
 
     async def _one(self, index: int) -> None:
-        exchange = Exchange(
-            self._engines, self._parsed, self._parsed.prompts[index], self._heading, lambda: self._relay(index)
+        exchange = self._dispatcher.exchange(
+            self._parsed, self._parsed.prompts[index], self._heading, lambda: self._relay(index)
         )
         channel = self._stream.channel()
 
@@ -85,7 +85,7 @@ class PromptList:
             keeps_usage=self._parsed.wants_usage,
             parts=self.parts,
             takes_ids=self._parsed.adds_ids,
-            room=self._engines.room,
+            room=self._dispatcher.resources.room,
         )
 
 

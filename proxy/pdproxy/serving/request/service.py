@@ -26,7 +26,7 @@ from pdproxy.kit.ids import mint, usable
 from pdproxy.observe.events import DeadlinePassed, RequestEnded
 from pdproxy.serving.access.clients import Client
 from pdproxy.serving.access.keys import CHALLENGE, Keys
-from pdproxy.serving.dispatch.exchange import Exchange
+from pdproxy.serving.dispatch.exchange import Dispatcher, Exchange
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
@@ -69,6 +69,7 @@ class Service:
 
     def __init__(self, engines: ExchangeResources, admission: Admission, keys: Keys, bodies: BodyReader) -> None:
         self._engines = engines
+        self._dispatcher = Dispatcher(engines)
         self._admission = admission
         self.keys = keys
         self._bodies = bodies
@@ -137,7 +138,7 @@ class Service:
         new_relay = partial(
             Relay, wants_usage=not parsed.adds_usage, takes_ids=parsed.adds_ids, room=self._engines.room
         )
-        report.exchange = Exchange(self._engines, parsed, prompt, heading, new_relay)
+        report.exchange = self._dispatcher.exchange(parsed, prompt, heading, new_relay)
         return self._serve_one
 
     async def _serve_one(self, output: ResponseWriter, report: _Report) -> None:
@@ -164,7 +165,7 @@ class Service:
                 report.status = 200
                 output.begin(self._headers(headers, report))
 
-        prompts = PromptList(self._engines, parsed, heading, output, begin, report.tally)
+        prompts = PromptList(self._dispatcher, parsed, heading, output, begin, report.tally)
         await prompts.run()
         if output.gone:
             return

@@ -1,0 +1,235 @@
+"""The leg that answers the client: a decode engine with the KV in our custody, or one engine alone.
+
+Owns the leg, the engine's lease, and from its request on the end of the custody. Nothing reaches the client before the engine
+has sent data, so that until then another engine can be asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, StaleConnectionError, Wait
+from pdproxy.kit.frames import drop_traceback
+from pdproxy.observe.events import DeadlinePassed
+from pdproxy.scheduling.ledger import Verdict
+from pdproxy.serving.dispatch.attempt import Attempt
+from pdproxy.serving.dispatch.decode_start import accepted, first_data
+from pdproxy.serving.dispatch.failure_class import error_kind, is_clients_fault, refused, verdict_of
+from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, DecodeFailed
+from pdproxy.serving.kv.custody import End
+from pdproxy.serving.stream.relay import Relay, StreamStarted
+from pdproxy.serving.stream.splice_sink import SpliceSink
+from pdproxy.transfer.bodies import alone_body
+from pdproxy.transfer.splice import Splice
+from pdproxy.upstream.client import Answer, EngineClient
+from pdproxy.upstream.connection import Leg, Message, Sink
+from pdproxy.wire import sse
+from pdproxy.wire.request import Alone
+
+FINISH_GRACE = 1.0
+"""Seconds that an engine may take from its end mark to the end of its HTTP answer before the connection is dropped."""
+
+
+class DecodeLeg:
+    """The answering leg of an attempt. Run once. Without custody of any KV, the engine serves the request alone."""
+
+    __slots__ = ("_attempt", "_client", "_custody", "_lease", "_leg", "_url")
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._custody = attempt.custody
+        self._lease = attempt.assignment.leases[-1]
+        self._url = self._lease.node.url
+        self._client: EngineClient = attempt.resources.clients[self._url]
+        self._leg: Leg | None = None
+
+    def __repr__(self) -> str:
+        return f"<DecodeLeg {self._url}, {self._attempt.relay!r}>"
+
+    async def run(self) -> Answered | CannotSplit | DecodeFailed:
+        """Have the engine answer, and pass a stream on to its end. The lease and the custody end here.
+
+        Closing the leg makes an engine that has the request free the KV on both sides; else the custody is released.
+        """
+        attempt, resources, custody, url = self._attempt, self._attempt.resources, self._custody, self._url
+        started = resources.now()
+        verdict = Verdict.NEUTRAL
+        data_came = whole = False
+        relay = new_relay(attempt)
+        attempt.take(self._lease)
+        try:
+            if custody is not None:
+                custody.asked(url)
+                custody.on_expired = self._lease_on_kv_expired
+                resources.auditor.asked(url, custody.handle.prompt_tokens)
+            first = await self._first_data()
+            data_came = True
+            attempt.kv_s = resources.now() - started
+            if isinstance(first, Answer):
+                whole = True
+                if (refusal := self._judge(first)) is not None:
+                    return refusal
+                verdict = Verdict.GOOD
+                self._compare()
+                return Answered(first)
+            await self._pass_on()
+            whole = True
+            verdict = Verdict.GOOD
+            self._compare()
+            return Answered(None)
+        except asyncio.CancelledError:
+            if not data_came:
+                await self._end_if_accepted(started)
+            raise  # a handle that has not ended is released below, once the leg is closed
+        except EngineError as error:
+            verdict = verdict_of(error, with_kv=custody is not None)
+            relay = attempt.relay or relay
+            if isinstance(error, EngineTimeoutError) and relay.status == 200 and custody is not None:
+                # It took the request and may be loading: closing the leg makes it free both sides.
+                custody.end(End.ABORTED)
+            if (
+                isinstance(error, EngineTimeoutError | EngineUnreachableError)
+                and error.wait is not None
+                and not data_came
+            ):
+                resources.observers.notify(DeadlinePassed(error.wait.value, url))
+            return DecodeFailed(url, error, data_sent=data_came and not whole)
+        finally:
+            if self._leg is not None:
+                if whole:
+                    self._leg.let_finish(FINISH_GRACE)
+                else:
+                    self._leg.close()
+            if custody is not None:
+                resources.auditor.over(url, custody.handle.prompt_tokens, loaded=custody.how is End.LOADED)
+                custody.release()  # whatever has not ended by now
+            resources.close(self._lease, verdict)
+
+    # -- asking
+
+    def _message(self) -> Message:
+        """Return the leg's request.
+
+        It is made again where it is sent again, which is rare: keeping it would keep one more body.
+        """
+        request, custody = self._attempt.request, self._custody
+        headers = request.headers
+        if custody is None:
+            return self._client.request(headers.path, headers.headers, alone_body(request.parsed, request.prompt))
+        assert request.prompt is not None
+        contract = self._attempt.resources.transfer.contract
+        leg = contract.decode(request.parsed, request.prompt, custody.handle, self._attempt.dispatch)
+        return self._client.request(leg.route.value, headers.headers, leg.body)
+
+    def _sink(self, relay: Relay) -> Sink:
+        custody, request = self._custody, self._attempt.request
+        if custody is None or custody.handle.first is None:
+            return relay
+        return SpliceSink(relay, Splice(request.parsed, custody.handle, request.headers.request_id))
+
+    async def _first_data(self) -> Answer | StreamStarted:
+        """Send the request, and wait for its first data: once more on a new connection where a kept one was closed already.
+
+        Raises:
+            EngineError: the leg failed before its first data.
+        """
+        attempt, resources = self._attempt, self._attempt.resources
+        in_silence = attempt.request.parsed.starts_in_silence
+        timeout = resources.deadlines.total if in_silence else resources.deadlines.first_token
+        relay, node = attempt.relay, self._lease.node
+        assert relay is not None
+        try:
+            async with resources.clock.within(timeout):
+                self._leg = await self._client.send(self._message, self._sink(relay))
+                try:
+                    return await first_data(resources, relay, node, in_silence=in_silence)
+                except StaleConnectionError as stale:
+                    drop_traceback(stale)
+                    relay = new_relay(attempt)
+                    self._leg = await self._client.send(self._message, self._sink(relay), fresh=True)
+                    return await first_data(resources, relay, node, in_silence=in_silence)
+        except TimeoutError:
+            raise EngineTimeoutError(f"{self._url} sent no data in {timeout:g} s", wait=Wait.FIRST_TOKEN) from None
+
+    async def _pass_on(self) -> None:
+        """Pass a stream on to the client until it is over.
+
+        Raises:
+            EngineError: it failed after its first data.
+        """
+        attempt, custody = self._attempt, self._custody
+        resources, relay, stream_to = attempt.resources, attempt.relay, attempt.request.stream_to
+        assert relay is not None
+        direct = custody is None or custody.handle.first is None
+        if custody is not None:
+            custody.end(End.LOADED)
+        attempt.stream_flows()
+        relay.flow(stream_to(relay), self._leg, direct=direct)
+        del stream_to
+        await relay.watch(resources.clock, resources.deadlines.between_tokens, self._deadline_passed)
+
+    def _deadline_passed(self, wait: Wait) -> None:
+        self._attempt.resources.observers.notify(DeadlinePassed(wait.value, self._url))
+
+    # -- what came of it
+
+    def _judge(self, answer: Answer) -> CannotSplit | None:
+        """Decide what a whole answer means for the KV. Return why it can't go to the client, None if it can.
+
+        Raises:
+            EngineError: another engine may do better.
+        """
+        custody, relay = self._custody, self._attempt.relay
+        if answer.status == 200:
+            if sse.is_aborted(answer.body):
+                raise EngineError(f"{self._url} gave the answer up half-way")
+            if relay is not None and relay.usage is None:
+                raise EngineError(f"{self._url} answered 200 with something that is no completion")
+            if custody is not None:
+                custody.end(End.LOADED)
+            return None
+        if not is_clients_fault(answer):
+            raise refused(self._url, answer)
+        if custody is None:
+            return None
+        if custody.handle.first is not None:
+            # It was asked something else than the client asked: only one that is asked the same can say what is wrong.
+            return CannotSplit(Alone.PREFILL_REFUSED, exclude=custody.prefill)
+        # 401 and 404 come from before the handler that releases KV.
+        if answer.status == 400:
+            error_type, param = error_kind(answer.body)
+            if self._attempt.resources.transfer.contract.refusal_released(error_type, param):
+                custody.end(End.REFUSED)
+        return None
+
+    def _compare(self) -> None:
+        """Have the prompt's length by both engines compared."""
+        custody, relay = self._custody, self._attempt.relay
+        if custody is not None and relay is not None and relay.usage is not None:
+            self._attempt.resources.auditor.compared(
+                custody.prefill, self._url, custody.handle.prompt_tokens, relay.usage.prompt_tokens
+            )
+
+    async def _end_if_accepted(self, started: float) -> None:
+        """The client has left before any data: if the engine has the request, closing the leg makes it free the KV."""
+        custody, parsed, relay = self._custody, self._attempt.request.parsed, self._attempt.relay
+        if self._leg is None or custody is None or custody.state is None or relay is None:
+            return
+        if await accepted(self._attempt.resources, parsed, relay, started):
+            custody.end(End.ABORTED, in_silence=parsed.starts_in_silence)
+
+    def _lease_on_kv_expired(self) -> None:
+        """The lease on the KV ended before the decode engine sent data: what it reads may be another prompt's."""
+        relay = self._attempt.relay
+        if relay is not None and not relay.first.done():
+            message = f"the lease on the KV at {self._attempt.prefill_url} ended before it was loaded"
+            relay.failed(EngineError(message))
+
+
+def new_relay(attempt: Attempt) -> Relay:
+    """Return a relay for an attempt's answer, and keep it as the attempt's. What it says of caches is the prefill engine's."""
+    relay = attempt.relay = attempt.request.new_relay()
+    if attempt.custody is not None:
+        relay.cached_tokens = attempt.custody.handle.cached_tokens
+        relay.created_cache_tokens = attempt.custody.handle.created_cache_tokens
+    return relay

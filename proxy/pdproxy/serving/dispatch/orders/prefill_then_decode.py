@@ -1,0 +1,57 @@
+"""The prefill engine first, then the decode engine that goes on from its KV."""
+
+from __future__ import annotations
+
+from pdproxy.scheduling.nodes import Role
+from pdproxy.serving.dispatch.attempt import Attempt, Order
+from pdproxy.serving.dispatch.decode_leg import DecodeLeg, new_relay
+from pdproxy.serving.dispatch.prefill_leg import Prefilled, PrefillLeg
+from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, Outcome
+from pdproxy.serving.stream.splice_sink import tell_finished
+from pdproxy.transfer.splice import Splice
+from pdproxy.upstream.client import Answer
+
+
+async def prefill(attempt: Attempt) -> Outcome | None:
+    """Have the prompt prefilled, and take custody of its KV."""
+    resources = attempt.resources
+    started = resources.now()
+    got = await PrefillLeg(attempt).run()
+    attempt.prefill_s = resources.now() - started
+    if not isinstance(got, Prefilled):
+        return got
+    custody = got.custody
+    attempt.keep(custody)
+    if (reason := custody.handle.alone) is not None:
+        # Released before the engine that serves alone could take a part of it.
+        released = await custody.given_back(resources.deadlines.first_token)
+        return CannotSplit(reason, exclude=custody.prefill if released else attempt.answering_url)
+    return await _finished(attempt, got.body) if got.body else None
+
+
+async def kv_ready(attempt: Attempt) -> Outcome | None:
+    """Wait for the notices of the prefill engine's ranks, where the contract has any."""
+    return await attempt.kv_ready()
+
+
+async def decode(attempt: Attempt) -> Outcome | None:
+    """Have the decode engine answer."""
+    return await DecodeLeg(attempt).run()
+
+
+async def _finished(attempt: Attempt, body: bytes) -> Answered:
+    """Answer with the prefill engine's token, which is the last one: no decode engine is asked."""
+    request, resources, custody = attempt.request, attempt.resources, attempt.custody
+    assert custody is not None
+    relay = new_relay(attempt)
+    splice = Splice(request.parsed, custody.handle, request.headers.request_id)
+    tell_finished(relay, splice, body, stream=request.parsed.stream)
+    first = await relay.first
+    if isinstance(first, Answer):
+        return Answered(first)
+    relay.flow(request.stream_to(relay), None)
+    await relay.watch(resources.clock, resources.deadlines.between_tokens, lambda _: None)
+    return Answered(None)
+
+
+ORDER = Order(roles=(Role.PREFILL, Role.DECODE), stages=(prefill, kv_ready, decode))

@@ -1,0 +1,54 @@
+"""One prompt as each attempt to serve it needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdproxy.serving.dispatch.resources import LegHeaders
+from pdproxy.serving.stream.relay import Relay
+from pdproxy.serving.stream.response_writer import ResponseWriter
+from pdproxy.tokens.ids import TokenIds
+from pdproxy.wire.request import Parsed, Prompt, Route
+
+
+class PromptRequest:
+    """One prompt (or, with `prompt` None, a whole request for one engine alone), and where its answer goes.
+
+    `ids` are the prompt's token ids, None while they are not known; `stream_to` returns the writer for a relay's stream. A
+    stream that flows needs nothing of it any more, since no other engine can take over: `drop` frees the client's body then.
+    So nobody else keeps a reference to its parts.
+    """
+
+    __slots__ = ("headers", "ids", "new_relay", "parsed", "prompt", "stream_to")
+
+    def __init__(
+        self,
+        parsed: Parsed,
+        prompt: Prompt | None,
+        headers: LegHeaders,
+        new_relay: Callable[[], Relay],
+    ) -> None:
+        self.parsed = parsed
+        self.prompt = prompt
+        self.headers = headers
+        self.new_relay = new_relay
+        self.stream_to: Callable[[Relay], ResponseWriter] = _no_writer
+        self.ids: TokenIds | None = None
+
+    def __repr__(self) -> str:
+        return f"<PromptRequest {self.headers.request_id}{' (dropped)' if self.parsed is _DROPPED else ''}>"
+
+    def drop(self) -> None:
+        """Drop all but the headers. Nothing may be asked in its name any more."""
+        self.parsed, self.prompt, self.new_relay, self.stream_to, self.ids = _DROPPED, None, _no_relay, _no_writer, None
+
+
+_DROPPED = Parsed(Route.COMPLETIONS, {}, None, True, False, False, (), None, 0)
+
+
+def _no_relay() -> Relay:
+    raise RuntimeError("the request was dropped")
+
+
+def _no_writer(_: Relay) -> ResponseWriter:
+    raise RuntimeError("the request was dropped")
