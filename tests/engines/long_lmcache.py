@@ -359,7 +359,7 @@ class TestNoNotices:
             assert (answer.status, answer.headers["Content-Type"]) == (504, "application/json")
             error = answer.json["error"]
             assert (error["code"], error["type"]) == (504, "GatewayTimeoutError")
-            assert "did not tell in 1 s that the KV is ready" in error["message"]
+            assert "did not report in 1 s that the KV is ready" in error["message"]
             assert proxy.counters().sum("pdproxy_deadline_total", wait="kv_ready") == 1
             assert decode.counters().sum(SOURCE) == before
         finally:
