@@ -19,6 +19,10 @@ from pdproxy.settings.load import POOL, Engine, Flag, load
 from pdproxy.settings.schema import Pool
 from pdproxy.settings.stage_checks import bootstrap, check, pairs
 from pdproxy.settings.stages import Reader, Stage
+from pdproxy.transfer import registry
+from pdproxy.transfer.contract import Capabilities
+from pdproxy.transfer.entry import Entry
+from pdproxy.transfer.shared import SHARED
 
 Tree = dict[str, Any]
 KV = "engine_args.kv_transfer_config"
@@ -91,10 +95,17 @@ def refused(*stages: object, connector: str | None = None) -> str:
 
 @pytest.fixture
 def all_contracts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if pdproxy spoke every contract that an engine may."""
-    monkeypatch.setattr(
-        stage_checks, "get_args", lambda _: tuple(c for many in stage_checks.CONTRACTS.values() for c in many)
+    """As if pdproxy supported every contract that an engine may run."""
+    more = tuple(
+        Entry(
+            name=name,
+            build=lambda _: SHARED,
+            capabilities=Capabilities(mixed_parallel_sizes=name != "p2p-nccl"),
+            kv_connectors=(kv_connector,),
+        )
+        for kv_connector, name in stage_checks.UNSUPPORTED.items()
     )
+    monkeypatch.setattr(registry, "ENTRIES", (*registry.ENTRIES, *more))
 
 
 # -- which stages are a pair
@@ -435,7 +446,9 @@ def test_an_engine_id_is_one_engine_s(at: tuple[int, int]) -> None:
     for index in at:
         stages[index]["engine_args"]["kv_transfer_config"]["engine_id"] = "same"
     says = refused(*stages)
-    assert says.startswith(f"stage_args[{at[1]}].{KV}.engine_id: same is stage_args[{at[0]}].{KV}.engine_id's already")
+    assert says.startswith(
+        f"stage_args[{at[1]}].{KV}.engine_id: same is the value of stage_args[{at[0]}].{KV}.engine_id, too"
+    )
 
 
 # -- which contract
@@ -471,14 +484,14 @@ def test_a_contract_that_can_t_be_had() -> None:
         stage("prefill", **kv(kv_connector="TeleportConnector")),
         stage("decode", **kv(kv_connector="TeleportConnector")),
     )
-    assert refused(*mooncake).endswith("TeleportConnector tells no contract: name one by --connector")
+    assert refused(*mooncake).endswith("it is not known which contract TeleportConnector runs: name one by --connector")
     p2p = (
         stage("prefill", **kv(kv_connector="P2pNcclConnector")),
         stage("decode", **kv(kv_connector="P2pNcclConnector")),
     )
-    assert "P2pNcclConnector speaks p2p-nccl, pdproxy speaks nixl" in refused(*p2p)
+    assert "P2pNcclConnector needs contract p2p-nccl, pdproxy supports nixl" in refused(*p2p)
     says = refused(stage("prefill"), stage("decode"), connector="shared")
-    assert says.endswith("NixlConnector speaks nixl, but the pool's connector is shared")
+    assert says.endswith("NixlConnector runs nixl, but the pool's connector is shared")
 
 
 # -- where Mooncake is found
@@ -679,7 +692,7 @@ def test_the_stages_connector_is_the_pool_s(tmp_path: Path) -> None:
 def test_the_operator_s_connector_must_fit(tmp_path: Path) -> None:
     stages = stage("prefill", **kv(kv_connector="OwnConnector")), stage("decode", **kv(kv_connector="OwnConnector"))
     path = write(tmp_path, *stages)
-    assert "tells no contract" in refusal(lambda: pool(path, P, D))
+    assert "it is not known which contract OwnConnector runs" in refusal(lambda: pool(path, P, D))
     assert pool(path, P, D, flags=(Flag("--connector", f"{POOL}connector", "nixl"),)).connector == "nixl"
 
 

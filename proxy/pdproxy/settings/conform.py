@@ -14,6 +14,7 @@ import msgspec
 from msgspec import inspect
 
 from pdproxy.settings.errors import KeyPath, SettingsError, did_you_mean, spell_key, spell_value
+from pdproxy.settings.section import NAMES
 
 
 def conform(value: object, kind: Any, where: str, path: KeyPath = ()) -> Any:
@@ -39,6 +40,8 @@ def conform(value: object, kind: Any, where: str, path: KeyPath = ()) -> Any:
         }
     if value is False and get_origin(kind) is Literal and "off" in get_args(kind):
         value = "off"  # which is how YAML reads that word
+    if (names := _names(kind)) is not None and value not in names:
+        raise _unexpected(value, kind, where, path)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
@@ -104,6 +107,8 @@ def expectation(kind: Any) -> str:
     """Say in words what a type of the schema takes."""
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
+    if (names := _names(kind)) is not None:
+        return " or ".join(names)
     if get_origin(kind) in (Union, types.UnionType):
         return " or ".join("null" if one is type(None) else expectation(one) for one in get_args(kind))
     match inspect.type_info(kind):
@@ -123,6 +128,12 @@ def expectation(kind: Any) -> str:
             return "true or false"
         case _:
             return "a mapping"
+
+
+def _names(kind: Any) -> tuple[str, ...] | None:
+    """Return the names that a type made with `names_of` takes, None for another type."""
+    extra = next((meta.extra for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, msgspec.Meta)), None)
+    return tuple(extra[NAMES]()) if extra is not None and NAMES in extra else None
 
 
 def _bounds(number: inspect.IntType | inspect.FloatType) -> str:

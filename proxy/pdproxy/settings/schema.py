@@ -6,13 +6,14 @@ no single field can, and `configs/reference.yaml` shows all of it to operators: 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pdproxy.settings.limits import Deadlines, Limits
-from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Section, Text
+from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Section, Text, names_of
+from pdproxy.transfer import registry
 
 Role = Literal["prefill", "decode", "aggregated"]
-Connector = Literal["nixl", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys"]
+Connector = Annotated[str, names_of(registry.names)]
 FirstTokenFrom = Literal["prefill", "decode"]
 OnTimeout = Literal["recompute", "fail"]
 VLLM_BOOTSTRAP_PORT = 8998

@@ -5,6 +5,7 @@ Owns the bounds of units. A value of the wrong kind is refused with its key befo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Annotated
 
 import msgspec
@@ -19,6 +20,15 @@ Key = Annotated[str, Meta(pattern=r"\A[\x21-\x7e]+\Z", description="a key of vis
 File = Annotated[str, Meta(min_length=1, pattern=r"\A[^\x00]+\Z", description="a file's name")]
 Host = Annotated[str, Meta(pattern=r"\A[^\s/\[\]]+\Z", description="a host name or a bare address")]
 Port = Annotated[int, Meta(ge=1, le=65_535)]
+
+
+def names_of(table: Callable[[], Iterable[str]]) -> Meta:
+    """Return what makes a type of text that must be one of a table's names. The table is asked each time a value is checked."""
+    return Meta(extra={NAMES: table})
+
+
+NAMES = "names"
+"""The key of that table in a type's `Meta.extra`."""
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -132,7 +132,7 @@ class Handover:
             return
         if not engines.transfer.recomputes:
             raise EngineTimeoutError(f"{url} did not tell in {timeout:g} s that the KV is ready", wait=Wait.KV_READY)
-        if engines.transfer.contract.pushes:
+        if not engines.transfer.contract.holder.late_kv_may_be_read:
             raise PrefillFailedError(Alone.KV_LATE, another=False, shun=self.pair.decode.node.url)
 
     def in_custody(self, custody: Custody) -> None:

@@ -371,7 +371,7 @@ class Exchange:
             # 401 and 404 come from before the handler that gives KV back.
             if custody is not None and answer.status == 400:
                 error_type, param = error_kind(answer.body)
-                if self._contract.refusal_released(error_type, param):
+                if self._contract.holder.refusal_released(error_type, param):
                     custody.end(End.REFUSED)
             return
         raise refused(url, answer)

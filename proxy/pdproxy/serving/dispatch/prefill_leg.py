@@ -70,7 +70,7 @@ async def prefill(
         return contract.handle(parsed, answer, dispatch)
 
     most = _ROOM + _ROOM_PER_BYTE * parsed.body_bytes
-    receiver = handover.pair.decode.node.url if contract.pushes else None
+    receiver = contract.holder.pushed_to(handover.pair.decode.node.url)
     leg = PrefillLeg(node.url, parsed.model, heading.authorization, read, receiver, dispatch.leg_id)
 
     def end() -> None:

@@ -82,7 +82,9 @@ async def missing(bench: Bench) -> str:
             return await _refused(bench, alone)
         asked, begun = bench.question(COMPLETION), time.monotonic()
         # What was pushed but not told of must not be read: then an engine computes the prompt, alone.
-        split = await bench.split(asked, alone, Alone.KV_LATE.value if bench.contract.pushes else None)
+        split = await bench.split(
+            asked, alone, None if bench.contract.holder.late_kv_may_be_read else Alone.KV_LATE.value
+        )
         took = time.monotonic() - begun
         if bench.contract.handle_from_notice is None and not [
             wait for wait in alone.tap.events(KvWaited, 0) if wait.result == "timeout"
