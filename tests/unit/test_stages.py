@@ -219,7 +219,7 @@ def test_a_config_in_many_shapes(config: object) -> None:
     [
         (..., "missing: a {role} stage needs one, with kv_connector and kv_role"),
         (None, "missing: a {role} stage needs one, with kv_connector and kv_role"),
-        ({}, "an empty mapping (dict) says nothing: give kv_connector and kv_role"),
+        ({}, "an empty mapping (dict): expected kv_connector and kv_role"),
         ([], "can't be read: expected a mapping, got list"),
         ([1], "can't be read: expected a mapping, got list"),
         (5, "can't be read: expected a mapping, got int"),
@@ -271,7 +271,7 @@ def test_roles(role: Any) -> None:
         ({"is_prefill_only": "true"}, 'stage_args[0].is_prefill_only: expected true or false, got "true"'),
         ({"is_decode_only": True}, "stage_args[0]: is_prefill_only and is_decode_only exclude each other"),
         ({"stage_id": True}, "stage_args[0].stage_id: expected a stage's number or name, got true"),
-        ({"stage_id": 1}, "stage_args[1].stage_id: 1 is stage_args[0]'s already"),
+        ({"stage_id": 1}, "stage_args[1].stage_id: 1 is the id of stage_args[0], too"),
         ({"stage_id": []}, "stage_args[0].stage_id: expected a stage's number or name, got a list"),
         ({"engine_input_source": 0}, "stage_args[0].engine_input_source: expected a list of stages, got 0"),
         ({"engine_input_source": "0"}, 'stage_args[0].engine_input_source: expected a list of stages, got "0"'),
@@ -627,7 +627,7 @@ def test_a_stage_s_own_url(tmp_path: Path, changes: Tree, url: str) -> None:
             {"runtime__url": "x:1", "engine_args__port": 1},
             "stage_args[0].runtime.url: excludes engine_args.host and engine_args.port: give one",
         ),
-        ({"engine_args__host": "x"}, "stage_args[0].engine_args.host: is of no use without engine_args.port"),
+        ({"engine_args__host": "x"}, "stage_args[0].engine_args.host: has no effect without engine_args.port"),
         (
             {"engine_args__host": "0.0.0.0", "engine_args__port": 1},
             "stage_args[0].engine_args.host: 0.0.0.0 is an address to listen on: give runtime.url",
@@ -717,7 +717,9 @@ def test_one_port_is_not_bound_twice(tmp_path: Path) -> None:
     flags = (Flag("--connector", f"{POOL}connector", "nixl"),)
     path = write(tmp_path, *mooncake({}, {}))
     says = refusal(lambda: pool(path, P, Engine("prefill", "p:3"), D, flags=flags))
-    assert says.startswith("stage_args[1]: its Mooncake bootstrap server would be at http://p:8998, as stage_args[0]'s")
+    assert says.startswith(
+        "stage_args[1]: its Mooncake bootstrap server would be at http://p:8998, like that of stage_args[0]"
+    )
     nodes = pool(path, P, Engine("prefill", "q:3"), D, flags=flags).nodes
     assert [node.facts.bootstrap for node in nodes] == ["http://p:8998", "http://q:8998", None]
 

@@ -50,15 +50,15 @@ def posted(settings: Settings) -> bool:
     return entry_of(settings.pool.connector).capabilities.notices_over is Channel.HTTP
 
 
-def settings_for(settings: Settings, prefill: Node, decode: Node, key: str, *, told: bool) -> Settings:
+def settings_for(settings: Settings, prefill: Node, decode: Node, key: str, *, notices: bool) -> Settings:
     """Return an operator's settings for a proxy of this kind.
 
     One pair of engines, no TLS, a key of its own (so the proxy sends the engines' keys), and no breaker: a failed check must
     not exclude an engine from the next one. It listens on the address of the settings only if engines post notices there. With
-    `told` False it receives no notice.
+    `notices` False it receives no notice.
     """
-    where = settings.listen if told and posted(settings) else Listen(host=LOOPBACK)
-    kv_ready = settings.kv_ready if told else structs.replace(settings.kv_ready, host=LOOPBACK, port=0)
+    where = settings.listen if notices and posted(settings) else Listen(host=LOOPBACK)
+    kv_ready = settings.kv_ready if notices else structs.replace(settings.kv_ready, host=LOOPBACK, port=0)
     return structs.replace(
         settings,
         listen=structs.replace(where, tls=ListenTls(), cors=Cors()),
@@ -69,8 +69,8 @@ def settings_for(settings: Settings, prefill: Node, decode: Node, key: str, *, t
     )
 
 
-def silent(settings: Settings, seconds: float) -> Settings:
-    """Return settings of a proxy that waits at most so long for notices."""
+def with_wait(settings: Settings, seconds: float) -> Settings:
+    """Return the settings with another limit of the wait for notices, in seconds."""
     return structs.replace(settings, deadlines=structs.replace(settings.deadlines, kv_ready=seconds))
 
 

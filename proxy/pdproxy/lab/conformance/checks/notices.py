@@ -74,7 +74,7 @@ async def missing(bench: Bench) -> str:
     prefill, decode = (
         next(node for node in pool.nodes if node.url == engine.url) for engine in (bench.prefill, bench.decode)
     )
-    deaf = stand.silent(stand.settings_for(bench.settings, prefill, decode, bench.stand.key, told=False), seconds)
+    deaf = stand.with_wait(stand.settings_for(bench.settings, prefill, decode, bench.stand.key, notices=False), seconds)
     async with stand.stand(deaf, bench.stand.key, any_port=True) as alone:
         if (reason := await stand.ready(alone, bench.options.settle)) is not None:
             raise FailedError(f"a second proxy does not pair the engines: {reason}")
