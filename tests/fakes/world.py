@@ -237,7 +237,7 @@ async def world(
     if before is not None:
         before(made)
     if not strangers:
-        proxy.custodian.met = lambda prefill, decode: True  # type: ignore[method-assign]
+        proxy.custodian.contacts.met = lambda prefill, decode: True  # type: ignore[method-assign]
         for one in made.prefill:
             for other in (*made.decode, *made.aggregated):
                 other.meet(one)

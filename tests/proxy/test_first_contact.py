@@ -11,7 +11,7 @@ from tests.fakes.world import COMPLETIONS, completion, world
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdproxy.serving.kv.custody.FIRST_CONTACT", 0.05)
+    monkeypatch.setattr("pdproxy.serving.kv.release.FIRST_CONTACT", 0.05)
 
 
 def refuses() -> scripts.Script:

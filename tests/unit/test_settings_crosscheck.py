@@ -178,19 +178,19 @@ def test_trusted_proxies_as_networks() -> None:
     assert [str(one) for one in found] == ["10.0.0.1/32", "10.0.0.0/8", "fd00::/8"]
 
 
-@pytest.mark.parametrize(("room", "fits"), [(1143, True), (1142, False), (500, False)])
-def test_the_largest_body_has_room(room: int, fits: bool) -> None:
-    """An eighth of the room is kept for small bodies: the largest one must fit into the rest, or it could never be served."""
-    settings = Settings(limits=Limits(max_body_bytes=1000, max_buffered_bytes=room))
+@pytest.mark.parametrize(("space", "fits"), [(1143, True), (1142, False), (500, False)])
+def test_the_largest_body_has_space(space: int, fits: bool) -> None:
+    """An eighth of the space is kept for small bodies: the largest one must fit into the rest, or it could never be served."""
+    settings = Settings(limits=Limits(max_body_bytes=1000, max_buffered_bytes=space))
     if fits:
         assert crosscheck(settings, need_engines=False).limits == settings.limits
         return
-    with pytest.raises(SettingsError, match=r"limits\.max_buffered_bytes = \d+ has no room .*expected at least 1143"):
+    with pytest.raises(SettingsError, match=r"limits\.max_buffered_bytes = \d+ has no space .*expected at least 1143"):
         crosscheck(settings, need_engines=False)
 
 
-def test_the_largest_answer_has_room() -> None:
+def test_the_largest_answer_has_space() -> None:
     """A bound for all answers below that of one would refuse what the other allows."""
     settings = Settings(limits=Limits(max_answer_bytes=1000, max_buffered_answer_bytes=999))
-    with pytest.raises(SettingsError, match=r"limits\.max_buffered_answer_bytes = 999 has no room"):
+    with pytest.raises(SettingsError, match=r"limits\.max_buffered_answer_bytes = 999 has no space"):
         crosscheck(settings, need_engines=False)

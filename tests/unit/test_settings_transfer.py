@@ -81,11 +81,11 @@ def test_a_receiver_is_where_its_engine_is() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"pd_buffer_size": 1 << 30}, "are of use together alone"),
-        ({"kv_bytes_per_token": 1 << 10}, "are of use together alone"),
+        ({"pd_buffer_size": 1 << 30}, "must be given together"),
+        ({"kv_bytes_per_token": 1 << 10}, "must be given together"),
         (
             {"pd_buffer_size": 1000, "kv_bytes_per_token": 100, "chunk_size": 256},
-            "1000 bytes hold no chunk of 25600 bytes",
+            "1000 bytes are less than one chunk of 25600 bytes",
         ),
     ],
 )

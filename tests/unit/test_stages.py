@@ -19,6 +19,10 @@ from pdproxy.settings.load import POOL, Engine, Flag, load
 from pdproxy.settings.schema import Pool
 from pdproxy.settings.stage_checks import bootstrap, check, pairs
 from pdproxy.settings.stages import Reader, Stage
+from pdproxy.transfer import registry
+from pdproxy.transfer.contract import Capabilities
+from pdproxy.transfer.entry import Entry
+from pdproxy.transfer.shared import SHARED
 
 Tree = dict[str, Any]
 KV = "engine_args.kv_transfer_config"
@@ -91,10 +95,17 @@ def refused(*stages: object, connector: str | None = None) -> str:
 
 @pytest.fixture
 def all_contracts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if pdproxy spoke every contract that an engine may."""
-    monkeypatch.setattr(
-        stage_checks, "get_args", lambda _: tuple(c for many in stage_checks.CONTRACTS.values() for c in many)
+    """As if pdproxy supported every contract that an engine may run."""
+    more = tuple(
+        Entry(
+            name=name,
+            build=lambda _: SHARED,
+            capabilities=Capabilities(mixed_parallel_sizes=name != "p2p-nccl"),
+            kv_connectors=(kv_connector,),
+        )
+        for kv_connector, name in stage_checks.UNSUPPORTED.items()
     )
+    monkeypatch.setattr(registry, "ENTRIES", (*registry.ENTRIES, *more))
 
 
 # -- which stages are a pair
@@ -208,7 +219,7 @@ def test_a_config_in_many_shapes(config: object) -> None:
     [
         (..., "missing: a {role} stage needs one, with kv_connector and kv_role"),
         (None, "missing: a {role} stage needs one, with kv_connector and kv_role"),
-        ({}, "an empty mapping (dict) says nothing: give kv_connector and kv_role"),
+        ({}, "an empty mapping (dict): expected kv_connector and kv_role"),
         ([], "can't be read: expected a mapping, got list"),
         ([1], "can't be read: expected a mapping, got list"),
         (5, "can't be read: expected a mapping, got int"),
@@ -260,7 +271,7 @@ def test_roles(role: Any) -> None:
         ({"is_prefill_only": "true"}, 'stage_args[0].is_prefill_only: expected true or false, got "true"'),
         ({"is_decode_only": True}, "stage_args[0]: is_prefill_only and is_decode_only exclude each other"),
         ({"stage_id": True}, "stage_args[0].stage_id: expected a stage's number or name, got true"),
-        ({"stage_id": 1}, "stage_args[1].stage_id: 1 is stage_args[0]'s already"),
+        ({"stage_id": 1}, "stage_args[1].stage_id: 1 is the id of stage_args[0], too"),
         ({"stage_id": []}, "stage_args[0].stage_id: expected a stage's number or name, got a list"),
         ({"engine_input_source": 0}, "stage_args[0].engine_input_source: expected a list of stages, got 0"),
         ({"engine_input_source": "0"}, 'stage_args[0].engine_input_source: expected a list of stages, got "0"'),
@@ -435,7 +446,9 @@ def test_an_engine_id_is_one_engine_s(at: tuple[int, int]) -> None:
     for index in at:
         stages[index]["engine_args"]["kv_transfer_config"]["engine_id"] = "same"
     says = refused(*stages)
-    assert says.startswith(f"stage_args[{at[1]}].{KV}.engine_id: same is stage_args[{at[0]}].{KV}.engine_id's already")
+    assert says.startswith(
+        f"stage_args[{at[1]}].{KV}.engine_id: same is the value of stage_args[{at[0]}].{KV}.engine_id, too"
+    )
 
 
 # -- which contract
@@ -471,14 +484,14 @@ def test_a_contract_that_can_t_be_had() -> None:
         stage("prefill", **kv(kv_connector="TeleportConnector")),
         stage("decode", **kv(kv_connector="TeleportConnector")),
     )
-    assert refused(*mooncake).endswith("TeleportConnector tells no contract: name one by --connector")
+    assert refused(*mooncake).endswith("it is not known which contract TeleportConnector runs: name one by --connector")
     p2p = (
         stage("prefill", **kv(kv_connector="P2pNcclConnector")),
         stage("decode", **kv(kv_connector="P2pNcclConnector")),
     )
-    assert "P2pNcclConnector speaks p2p-nccl, pdproxy speaks nixl" in refused(*p2p)
+    assert "P2pNcclConnector needs contract p2p-nccl, pdproxy supports nixl" in refused(*p2p)
     says = refused(stage("prefill"), stage("decode"), connector="shared")
-    assert says.endswith("NixlConnector speaks nixl, but the pool's connector is shared")
+    assert says.endswith("NixlConnector runs nixl, but the pool's connector is shared")
 
 
 # -- where Mooncake is found
@@ -614,7 +627,7 @@ def test_a_stage_s_own_url(tmp_path: Path, changes: Tree, url: str) -> None:
             {"runtime__url": "x:1", "engine_args__port": 1},
             "stage_args[0].runtime.url: excludes engine_args.host and engine_args.port: give one",
         ),
-        ({"engine_args__host": "x"}, "stage_args[0].engine_args.host: is of no use without engine_args.port"),
+        ({"engine_args__host": "x"}, "stage_args[0].engine_args.host: has no effect without engine_args.port"),
         (
             {"engine_args__host": "0.0.0.0", "engine_args__port": 1},
             "stage_args[0].engine_args.host: 0.0.0.0 is an address to listen on: give runtime.url",
@@ -679,7 +692,7 @@ def test_the_stages_connector_is_the_pool_s(tmp_path: Path) -> None:
 def test_the_operator_s_connector_must_fit(tmp_path: Path) -> None:
     stages = stage("prefill", **kv(kv_connector="OwnConnector")), stage("decode", **kv(kv_connector="OwnConnector"))
     path = write(tmp_path, *stages)
-    assert "tells no contract" in refusal(lambda: pool(path, P, D))
+    assert "it is not known which contract OwnConnector runs" in refusal(lambda: pool(path, P, D))
     assert pool(path, P, D, flags=(Flag("--connector", f"{POOL}connector", "nixl"),)).connector == "nixl"
 
 
@@ -704,7 +717,9 @@ def test_one_port_is_not_bound_twice(tmp_path: Path) -> None:
     flags = (Flag("--connector", f"{POOL}connector", "nixl"),)
     path = write(tmp_path, *mooncake({}, {}))
     says = refusal(lambda: pool(path, P, Engine("prefill", "p:3"), D, flags=flags))
-    assert says.startswith("stage_args[1]: its Mooncake bootstrap server would be at http://p:8998, as stage_args[0]'s")
+    assert says.startswith(
+        "stage_args[1]: its Mooncake bootstrap server would be at http://p:8998, like that of stage_args[0]"
+    )
     nodes = pool(path, P, Engine("prefill", "q:3"), D, flags=flags).nodes
     assert [node.facts.bootstrap for node in nodes] == ["http://p:8998", "http://q:8998", None]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pdproxy.tokens.ids import from_numbers
-from pdproxy.transfer.contract import Dispatch, Handle
+from pdproxy.transfer.contract import NOT_HELD, Dispatch, Handle
 from pdproxy.transfer.kvstore_keys import KVSTORE_KEYS, why_not_stored
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
 from pdproxy.wire.kvparams import read, store_keys
@@ -92,5 +92,6 @@ def test_ids_that_p_says_otherwise(body: dict[str, Any], stored: bool) -> None:
 
 def test_nothing_is_to_be_given_back() -> None:
     """P keeps nothing for us."""
-    assert not KVSTORE_KEYS.holds
-    assert KVSTORE_KEYS.release_body("tiny", HANDLE) is None
+    assert KVSTORE_KEYS.holder is NOT_HELD
+    assert KVSTORE_KEYS.holder.pushed_to("http://d") is None
+    assert not KVSTORE_KEYS.holder.refusal_released("BadRequestError", "temperature")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from pdproxy.tokens.ids import TokenIds, from_numbers
-from pdproxy.transfer.contract import Dispatch, Handle, Receiver
-from pdproxy.transfer.lmcache_pd import lmcache_pd, may_begin_on_prefill
+from pdproxy.transfer.contract import Contract, Dispatch, Handle, HeldByDecode, Receiver
+from pdproxy.transfer.lmcache_pd import Options, lmcache_pd, may_begin_on_prefill
 from pdproxy.wire.engine import prefill_answer
 from pdproxy.wire.request import Alone, Parsed, Route, parse
 
@@ -32,6 +33,12 @@ def answer(first: int | None = 42, **choice: Any) -> bytes:
     choices = [{"index": 0, "text": " x", "finish_reason": "length", "stop_reason": None, **choice}]
     usage = {"prompt_tokens": 3, "total_tokens": 4, "completion_tokens": 1}
     return json.dumps({"id": "cmpl-1", "choices": choices, "usage": usage, "kv_transfer_params": params}).encode()
+
+
+def released_by(contract: Contract) -> Callable[[str | None, Handle], bytes]:
+    """What makes the completion that releases a handle."""
+    assert isinstance(contract.holder, HeldByDecode)
+    return contract.holder.release_body
 
 
 def handle(request: Parsed, body: bytes, contract: Any = PD) -> Handle:
@@ -185,7 +192,7 @@ def test_what_looks_back_is_decoded_from_the_first_token_on(fields: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("fields", "contract"), [({"logprobs": 1}, PD), ({"seed": 1}, PD), ({}, lmcache_pd(first_on_prefill=False))]
+    ("fields", "contract"), [({"logprobs": 1}, PD), ({"seed": 1}, PD), ({}, lmcache_pd(Options(first_token="decode")))]
 )
 def test_nothing_is_pushed_that_the_decode_engine_will_not_look_for(fields: dict[str, Any], contract: Any) -> None:
     """It looks for its prompt less the last token, and an unfull chunk is found by its very tokens."""
@@ -216,7 +223,7 @@ def test_what_says_nothing_is_no_reason(fields: dict[str, Any]) -> None:
 def test_the_decode_engine_makes_the_first_token_where_the_operator_says_so() -> None:
     """With `first_token: decode` the chat goes on untouched."""
     request = parsed(Route.CHAT, max_tokens=4)
-    contract = lmcache_pd(first_on_prefill=False)
+    contract = lmcache_pd(Options(first_token="decode"))
     given = handle(request, answer(), contract)
     assert given.first is None
     leg = contract.decode(request, request.prompts[0], given, DISPATCH)
@@ -229,7 +236,7 @@ def test_the_decode_engine_makes_the_first_token_where_the_operator_says_so() ->
     [
         ({}, 256, 2),
         ({}, 255, 0),
-        ({"unfull_chunks": True}, 3, 2),
+        ({"save_unfull_chunk": True}, 3, 2),
         ({"first_rank_only": True}, 300, 1),
         ({"chunk_size": 32}, 32, 2),
     ],
@@ -237,7 +244,7 @@ def test_the_decode_engine_makes_the_first_token_where_the_operator_says_so() ->
 def test_how_many_ranks_tell(options: dict[str, Any], tokens: int, notices: int) -> None:
     """One notice a receiving rank, one in all where the first stores alone, none where nothing is pushed."""
     dispatch = Dispatch("leg-1", TokenIds(b"[]", tokens), receiver=DISPATCH.receiver)
-    assert lmcache_pd(**options).notices(dispatch) == notices
+    assert lmcache_pd(Options(**options)).notices(dispatch) == notices
 
 
 @pytest.mark.parametrize("body", [answer(None), b'{"choices":[],"kv_transfer_params":{"first_tok":"x"}}'])
@@ -250,7 +257,7 @@ def test_an_engine_without_lmcache_is_found_out(body: bytes) -> None:
 
 def test_a_prompt_that_is_decoded_as_it_came_is_pushed_without_its_last_token() -> None:
     """The decode engine looks for what is before its last token: anything else would stay in its buffer for ever."""
-    contract = lmcache_pd(first_on_prefill=False, chunk_size=32)
+    contract = lmcache_pd(Options(first_token="decode", chunk_size=32))
     request = parsed(max_tokens=4)
     dispatch = Dispatch("leg-1", from_numbers(list(range(40))), receiver=DISPATCH.receiver)
     body = json.loads(contract.prefill(request, request.prompts[0], dispatch).body)
@@ -263,14 +270,15 @@ def test_a_prompt_that_is_decoded_as_it_came_is_pushed_without_its_last_token() 
     assert isinstance(given, Handle)
     assert given.prompt_tokens == 40
     assert contract.min_tokens(request) == 33
-    body = json.loads(contract.release_body("tiny", given) or b"")
+    body = json.loads(released_by(contract)("tiny", given))
     assert (body["prompt"], body["max_tokens"]) == ([*range(39), 7], 1)
 
 
 def test_what_nobody_decodes_is_read_by_us() -> None:
     """With the first token behind it, as a decode leg would have."""
     given = handle(parsed(max_tokens=1), answer())
-    body = json.loads(PD.release_body(None, given) or b"")
+    body = json.loads(released_by(PD)(None, given))
     assert body == {"prompt": [5, 6, 7, 42], "max_tokens": 1, "stream": False, "temperature": 0}
-    assert PD.pushes
-    assert PD.ends_whole
+    assert PD.holder.pushed_to("http://d") == "http://d"
+    assert not PD.holder.late_kv_may_be_read
+    assert not PD.holder.refusal_released("BadRequestError", "temperature")

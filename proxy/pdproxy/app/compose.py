@@ -38,6 +38,7 @@ from pdproxy.serving.request.service import Service
 from pdproxy.settings.crosscheck import parsed_networks
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
+from pdproxy.transfer.contract import Channel
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
@@ -244,7 +245,7 @@ class Proxy:
         Raises:
             SettingsError: the socket for notices can't be bound.
         """
-        if self.transfer.contract.needs_receiver or self.transfer.contract.handle_from_notice is not None:
+        if self.transfer.contract.has_notices_over(Channel.ZMQ):
             kv_ready = self.settings.kv_ready
             try:
                 self.notices.bind(kv_ready.host, kv_ready.port)
@@ -274,9 +275,7 @@ class Proxy:
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
-        patience = deadlines.abandoned_prefill + deadlines.release
-        if self.transfer.contract.ends_whole:  # closing such a prefill would cost its engine its life
-            patience = deadlines.prefill + deadlines.kv_ready + deadlines.first_token
+        patience = self.custodian.drain_timeout
         if lost := await self.custodian.settle(patience):
             logger.warning("%d prefills and handles could not be seen home in %g s", lost, patience)
 
@@ -341,7 +340,7 @@ class Proxy:
             self.metrics.page,
             passing,
             self.settings.listen.cors,
-            self._telemetry if self.settings.pool.connector == "lmcache-mp" else None,
+            self._telemetry if self.transfer.contract.has_notices_over(Channel.HTTP) else None,
         )
 
     def _telemetry(self, body: bytes) -> bool:

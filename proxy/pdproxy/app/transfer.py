@@ -1,4 +1,4 @@
-"""Wiring of KV transfer: the pool's contract with what its settings say of it."""
+"""Wiring of KV transfer: the pool's contract, built from its settings, with its receivers and buffers."""
 
 from __future__ import annotations
 
@@ -12,29 +12,14 @@ from pdproxy.serving.kv.ready import KvReady
 from pdproxy.settings.schema import Settings
 from pdproxy.settings.transfer_checks import receiver_host
 from pdproxy.transfer.contract import Receiver
-from pdproxy.transfer.kvstore_keys import KVSTORE_KEYS
-from pdproxy.transfer.lmcache_mp import LMCACHE_MP
-from pdproxy.transfer.lmcache_pd import lmcache_pd
-from pdproxy.transfer.nixl import nixl
-from pdproxy.transfer.shared import SHARED
+from pdproxy.transfer.registry import entry_of
 
 
 def build_transfer(settings: Settings, clock: Clock, observers: Observers) -> KvTransfer:
     """Return how KV gets from one engine to another under these settings."""
     pool = settings.pool
     lmcache = pool.lmcache
-    contracts = {
-        "nixl": nixl(notifier=settings.kv_ready.notifier, early=settings.kv_ready.early),
-        "shared": SHARED,
-        "lmcache-mp": LMCACHE_MP,
-        "kvstore-keys": KVSTORE_KEYS,
-        "lmcache-pd": lmcache_pd(
-            first_on_prefill=lmcache.first_token == "prefill",  # noqa: S105 - a token of text
-            chunk_size=lmcache.chunk_size,
-            unfull_chunks=lmcache.save_unfull_chunk,
-            first_rank_only=lmcache.first_rank_only,
-        ),
-    }
+    contract = entry_of(pool.connector).contract(settings)
     decodes = [node for node in pool.nodes if node.role == "decode"]
     receivers = {
         node.url: Receiver(receiver_host(node), node.receiver.init_ports, node.receiver.alloc_ports)
@@ -46,7 +31,7 @@ def build_transfer(settings: Settings, clock: Clock, observers: Observers) -> Kv
         slots = lmcache.pd_buffer_size // (lmcache.kv_bytes_per_token * lmcache.chunk_size)
         capacity = dict.fromkeys(receivers, slots)
     return KvTransfer(
-        contracts[pool.connector],
+        contract,
         KvReady(clock, observers, time.monotonic),
         ReceiveBuffers(capacity, lmcache.chunk_size, clock, observers, settings.deadlines.queue),
         receivers,

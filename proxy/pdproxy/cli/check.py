@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pdproxy.cli.options import add_settings_options, settings_from
 from pdproxy.cli.reading import can_print, seconds
 from pdproxy.settings.errors import SettingsError
+from pdproxy.transfer.nixl import NIXL
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
@@ -46,10 +47,10 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check the engines of the settings and print what was found."""
     settings = settings_from(arguments)
-    if settings.pool.connector != "nixl":
-        # It asks prefill engines for what LMCache's sender dies of.
+    if settings.pool.connector != NIXL.name:
+        # Its requests to prefill engines make LMCache's sender crash.
         raise SettingsError(
-            f"pools[0].connector: `check` knows nixl alone, got {settings.pool.connector}: use `pdproxy conformance`"
+            f"pools[0].connector: `check` knows {NIXL.name} alone, got {settings.pool.connector}: use `pdproxy conformance`"
         )
     # Imported here: the libraries take a while to load, and wrong settings should be told at once.
     from pdproxy.lab.check import report

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
 from pdproxy.settings.load import POOL, Engine, Flag, load
 from pdproxy.settings.receivers import ReceiverFlag
-from pdproxy.settings.schema import Connector, LogFormat, LogLevel, Role, Settings, Tokenize
+from pdproxy.settings.schema import LogFormat, LogLevel, Pool, Role, Settings, Tokenize
+from pdproxy.transfer import registry
 
-_OPTIONS = (
+_Option = tuple[str | tuple[str, ...], str, str, str | Callable[[], str]]
+"""Its names, its value's name, the setting that it sets, and its help: a function if that lists contracts."""
+
+_OPTIONS: tuple[_Option, ...] = (
     ("--host", "HOST", "listen.host", "address to listen on (default: 127.0.0.1)"),
     ("--port", "PORT", "listen.port", "port to listen on (default: 8000)"),
     ("--ssl-certfile", "FILE", "listen.tls.certificate", "certificate for TLS with clients, PEM (default: no TLS)"),
@@ -41,7 +46,7 @@ _OPTIONS = (
         "--connector",
         "NAME",
         f"{POOL}connector",
-        f"how KV is transferred: {', '.join(get_args(Connector))} (default: nixl)",
+        lambda: f"how KV is transferred: {', '.join(registry.names())} (default: {Pool().connector})",
     ),
     (
         "--tokenize",
@@ -60,19 +65,19 @@ _OPTIONS = (
         "--kv-notifier",
         "BOOL",
         "kv_ready.notifier",
-        "engines of connector nixl carry `pdproxy notifier` (default: false)",
+        lambda: f"engines of connector {_with_notifier()} carry `pdproxy notifier` (default: false)",
     ),
     (("--kv-ready-port", "--nixl-proxy-port"), "PORT", "kv_ready.port", "its port (default: 7500)"),
     ("--max-inflight", "N", "limits.max_inflight", "requests served at once; others wait (default: 1024)"),
     ("--log-level", "LEVEL", "observe.log_level", f"{', '.join(get_args(LogLevel))} (default: info)"),
     ("--log-format", "FORMAT", "observe.log_format", f"{', '.join(get_args(LogFormat))} (default: text)"),
 )
-_RECEIVERS = (
+_RECEIVERS: tuple[_Option, ...] = (
     (
         ("--receiver-host", "--nixl-peer-host"),
         "HOST",
         "host",
-        "where the decode engine receives KV (lmcache-pd; default: its URL's host)",
+        lambda: f"where the decode engine receives KV ({_with_receivers()}; default: its URL's host)",
     ),
     (
         ("--receiver-init-port", "--nixl-peer-init-port"),
@@ -97,20 +102,34 @@ _ENGINES: dict[Role, str] = {
 def add_settings_options(parser: argparse.ArgumentParser) -> None:
     """Give a command all options that are settings."""
     engines = parser.add_argument_group("engines", "added to those of the file; host:port is enough")
-    for role, words in _ENGINES.items():
-        engines.add_argument(f"--{role}", metavar="URL", nargs="+", action="extend", default=[], help=words)
+    for role, purpose in _ENGINES.items():
+        engines.add_argument(f"--{role}", metavar="URL", nargs="+", action="extend", default=[], help=purpose)
     group = parser.add_argument_group("settings", "stronger than PDPROXY_* variables, which are stronger than the file")
     group.add_argument("--config", metavar="FILE", type=Path, help="YAML file (default: PDPROXY_CONFIG, else none)")
     for names, metavar, key, words in _OPTIONS:
-        group.add_argument(*_names(names), metavar=metavar, dest=key, help=words)
+        group.add_argument(*_names(names), metavar=metavar, dest=key, help=_text(words))
     for names, metavar, field, words in _RECEIVERS:
-        group.add_argument(*names, metavar=metavar, dest=f"receiver.{field}", action="append", help=words)
+        group.add_argument(*names, metavar=metavar, dest=f"receiver.{field}", action="append", help=_text(words))
     group.add_argument(
         "--stage-config",
         metavar="FILE",
         type=Path,
         help="vllm-omni's stage YAML: its prefill and decode stages are engines, at URLs of its own or those given here",
     )
+
+
+def _text(words: str | Callable[[], str]) -> str:
+    return words if isinstance(words, str) else words()
+
+
+def _with_notifier() -> str:
+    """Return the names of the contracts whose engines may carry the notifier."""
+    return ", ".join(entry.name for entry in registry.ENTRIES if "notifier" in entry.options.__struct_fields__)
+
+
+def _with_receivers() -> str:
+    """Return the names of the contracts that need to know where decode engines receive KV."""
+    return ", ".join(entry.name for entry in registry.ENTRIES if entry.capabilities.needs_receiver)
 
 
 def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""Holds a tree of plain values against the schema and names the first key that doesn't fit.
+"""Checks a tree of plain values against the schema and names the first key that is wrong.
 
-msgspec would say it too, but with its own paths and type names, and without what we know: where the value was read,
-which key was probably meant, and which values must not be shown. Owns the wording of expectations.
+msgspec would find it too, but its errors have its own paths and type names, and lack what is known here: where the value was
+read, which key was probably meant, and which values must not be shown. Owns the texts of what is expected.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import msgspec
 from msgspec import inspect
 
 from pdproxy.settings.errors import KeyPath, SettingsError, did_you_mean, spell_key, spell_value
+from pdproxy.settings.section import NAMES
 
 
 def conform(value: object, kind: Any, where: str, path: KeyPath = ()) -> Any:
-    """Return `value` as the schema's `kind` wants it, still plain: sections left empty in YAML are dropped.
+    """Return `value` as the schema's `kind` needs it, still plain: sections left empty in YAML are dropped.
 
-    `kind` is a type of the schema, `where` says where the value was read.
+    `kind` is a type of the schema, `where` names the source of the value.
 
     Raises:
-        SettingsError: naming the first key that doesn't fit.
+        SettingsError: naming the first key that is wrong.
     """
     if _is_section(kind):
         return _section(value, kind, where, path)
@@ -38,7 +39,9 @@ def conform(value: object, kind: Any, where: str, path: KeyPath = ()) -> Any:
             for name, item in value.items()
         }
     if value is False and get_origin(kind) is Literal and "off" in get_args(kind):
-        value = "off"  # which is how YAML reads that word
+        value = "off"  # YAML reads that word as false
+    if (names := _names(kind)) is not None and value not in names:
+        raise _unexpected(value, kind, where, path)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
@@ -46,7 +49,7 @@ def conform(value: object, kind: Any, where: str, path: KeyPath = ()) -> Any:
 
 
 def parse(text: str, kind: Any) -> object:
-    """Read the text of a variable or a flag as `kind`; a text that doesn't fit is returned for `conform` to refuse."""
+    """Read the text of a variable or a flag as `kind`. A text that is not of that kind is returned, and `conform` refuses it."""
     text = text.strip()
     if get_origin(kind) is tuple:
         return [part.strip() for part in text.split(",")]
@@ -57,7 +60,7 @@ def parse(text: str, kind: Any) -> object:
 
 
 def leaves(kind: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield path and type of every setting that a text can give: all but lists of sections and what is in them."""
+    """Yield path and type of every setting that a text can set: all but lists of sections and what is in them."""
     for field in msgspec.structs.fields(kind):
         here = (*path, field.name)
         if _is_section(field.type):
@@ -76,7 +79,7 @@ def _section(value: object, kind: Any, where: str, path: KeyPath) -> dict[str, o
         if name not in fields:
             hint = did_you_mean(name, fields)
             raise SettingsError(f"{spell_key((*path, name))}: unknown key{hint}{where}")
-        # A heading whose keys are all commented out reads as null: that means its defaults.
+        # A section whose keys are all commented out is null in YAML: it has its defaults.
         if item is None and _is_section(fields[name].type):
             continue
         tree[name] = conform(item, fields[name].type, where, (*path, name))
@@ -101,9 +104,11 @@ def _is_section(kind: Any) -> bool:
 
 
 def expectation(kind: Any) -> str:
-    """Say in words what a type of the schema takes."""
+    """Return in words what a type of the schema accepts."""
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
+    if (names := _names(kind)) is not None:
+        return " or ".join(names)
     if get_origin(kind) in (Union, types.UnionType):
         return " or ".join("null" if one is type(None) else expectation(one) for one in get_args(kind))
     match inspect.type_info(kind):
@@ -113,16 +118,20 @@ def expectation(kind: Any) -> str:
             return f"a whole number{_bounds(number)}"
         case inspect.FloatType() as number:
             return f"a number{_bounds(number)}"
-        case inspect.StrType(min_length=least):
-            return "text that isn't empty" if least else "text"
+        case inspect.StrType(min_length=minimum):
+            return "text that isn't empty" if minimum else "text"
         case inspect.BoolType():
             return "true or false"
         case inspect.VarTupleType():
             return "a list"
-        case inspect.BoolType():
-            return "true or false"
         case _:
             return "a mapping"
+
+
+def _names(kind: Any) -> tuple[str, ...] | None:
+    """Return the names that a type made with `names_of` takes, None for another type."""
+    extra = next((meta.extra for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, msgspec.Meta)), None)
+    return tuple(extra[NAMES]()) if extra is not None and NAMES in extra else None
 
 
 def _bounds(number: inspect.IntType | inspect.FloatType) -> str:

@@ -1,6 +1,6 @@
-"""What no single field can tell: whether the engines make a pool that could serve anything, and what excludes what.
+"""Checks of fields against each other: whether the engines form a pool that can serve requests, and what excludes what.
 
-Owns the spelling of an engine's URL: one engine has one, so that naming it twice is noticed and metrics agree.
+Owns the normal spelling of an engine's URL: one engine has one, so that naming it twice is noticed and metrics agree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _USER = re.compile(r"//[^/]*@")
 
 
 def crosscheck(settings: Settings, *, need_engines: bool = True) -> Settings:
-    """Return the settings with every URL in its one spelling. `need_engines` False: having no engine at all is fine.
+    """Return the settings with every URL in its normal spelling. `need_engines` False: a pool without engines is allowed.
 
     Raises:
         SettingsError: naming the key or the engine.
@@ -36,7 +36,7 @@ def crosscheck(settings: Settings, *, need_engines: bool = True) -> Settings:
         raise SettingsError("auth: engine_api_key and engine_api_key_file exclude each other: give one")
     _refuse_stray_files(settings.listen.tls, ("listen", "tls"), ("key", "key_password_file", "client_ca"))
     parsed_networks(settings.listen.trusted_proxies)
-    _refuse_bodies_without_room(settings.limits)
+    _refuse_bodies_without_space(settings.limits)
     if len(settings.pools) > 1:
         names = ", ".join(quote(pool.name) for pool in settings.pools[:4])
         raise SettingsError(f"pools: {len(settings.pools)} are configured ({names}), but only one is supported for now")
@@ -61,16 +61,16 @@ def _checked(pool: Pool, path: KeyPath, need_engines: bool) -> Pool:
     return msgspec.structs.replace(pool, nodes=nodes)
 
 
-def _refuse_bodies_without_room(limits: Limits) -> None:
-    least = limits.max_body_bytes + -(-limits.max_body_bytes // 7)  # an eighth of the room is kept for small bodies
-    if limits.max_buffered_bytes < least:
+def _refuse_bodies_without_space(limits: Limits) -> None:
+    minimum = limits.max_body_bytes + -(-limits.max_body_bytes // 7)  # an eighth of it is kept for small bodies
+    if limits.max_buffered_bytes < minimum:
         raise SettingsError(
-            f"limits.max_buffered_bytes = {limits.max_buffered_bytes} has no room for a body of limits.max_body_bytes = "
-            f"{limits.max_body_bytes}: expected at least {least}"
+            f"limits.max_buffered_bytes = {limits.max_buffered_bytes} has no space for a body of limits.max_body_bytes = "
+            f"{limits.max_body_bytes}: expected at least {minimum}"
         )
     if limits.max_buffered_answer_bytes < limits.max_answer_bytes:
         raise SettingsError(
-            f"limits.max_buffered_answer_bytes = {limits.max_buffered_answer_bytes} has no room for an answer of "
+            f"limits.max_buffered_answer_bytes = {limits.max_buffered_answer_bytes} has no space for an answer of "
             f"limits.max_answer_bytes = {limits.max_answer_bytes}"
         )
 
@@ -92,7 +92,7 @@ def parsed_networks(texts: Iterable[str]) -> tuple[IPv4Network | IPv6Network, ..
 
 
 def engine_url(url: str, path: KeyPath) -> str:
-    """Return an engine's URL in its one spelling, `http://host:port` or `https://host:port`.
+    """Return an engine's URL in its normal spelling, `http://host:port` or `https://host:port`.
 
     Raises:
         SettingsError: naming `path` and the URL; a password in it is not shown.
@@ -124,7 +124,7 @@ def engine_url(url: str, path: KeyPath) -> str:
 
 
 def _with_sources(node: Node, nodes: Iterable[Node], path: KeyPath) -> Node:
-    """Return the node with its sources in their one spelling; each must be a prefill engine of the pool."""
+    """Return the node with its sources in their normal spelling. Each must be a prefill engine of the pool."""
     if node.sources and node.role != "decode":
         raise SettingsError(f"{spell_key(path)}: only a decode engine takes KV")
     prefills = {other.url for other in nodes if other.role == "prefill"}
@@ -142,20 +142,22 @@ def _refuse_contradictions(node: Node, path: KeyPath) -> None:
     if node.api_key is not None and node.api_key_file is not None:
         raise SettingsError(f"{key}: api_key and api_key_file exclude each other: give one")
     if node.tls != EngineTls() and node.url.startswith("http:"):
-        raise SettingsError(f"{key}.tls: {node.url} speaks no TLS: expected an https:// URL")
+        raise SettingsError(f"{key}.tls: {node.url} is without TLS: expected an https:// URL")
     _refuse_stray_files(node.tls, (*path, "tls"), ("key",))
 
 
 def _refuse_stray_files(tls: ListenTls | EngineTls, path: KeyPath, names: Iterable[str]) -> None:
     for name in names:
         if tls.certificate is None and getattr(tls, name) is not None:
-            raise SettingsError(f"{spell_key((*path, name))}: is of no use without {spell_key((*path, 'certificate'))}")
+            raise SettingsError(
+                f"{spell_key((*path, name))}: has no effect without {spell_key((*path, 'certificate'))}"
+            )
 
 
 def _refuse_duplicates(nodes: Iterable[Node], path: KeyPath) -> None:
     first: dict[str, int] = {}
     for index, node in enumerate(nodes):
-        place = node.url.partition("://")[2]  # one port speaks TLS or does not
+        place = node.url.partition("://")[2]  # one port is either with TLS or without
         if place in first:
             both = " and ".join(spell_key((*path, "nodes", at)) for at in (first[place], index))
             raise SettingsError(

@@ -1,4 +1,4 @@
-"""The settings as YAML, for an operator who asks what is in force. Owns the mask that stands for a key."""
+"""The settings as YAML, for `pdproxy config print`. Owns the mask that replaces a key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def dump(settings: Settings) -> str:
 
 
 def _lists(tree: object) -> object:
-    # PyYAML writes a tuple with a Python tag, which no safe loader takes.
+    # PyYAML writes a tuple with a Python tag, which no safe loader accepts.
     match tree:
         case dict():
             return {name: _lists(value) for name, value in tree.items()}

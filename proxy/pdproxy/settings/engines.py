@@ -1,4 +1,4 @@
-"""Engines as the command line names them: a role and a URL, or less than one."""
+"""Engines as the command line names them: a role, and a URL or only host and port."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ class Engine(NamedTuple):
 
 
 def with_scheme(url: str) -> str:
-    """Return the URL, with `http://` before a bare `host:port`."""
+    """Return the URL, with `http://` added to a plain `host:port`."""
     return url if "://" in url else f"http://{url}"

@@ -1,7 +1,7 @@
 """Reads settings from `PDPROXY_*` variables: `PDPROXY_DEADLINES__FIRST_TOKEN=5` is `deadlines.first_token: 5`.
 
-Lists are comma separated. Nodes can't be given this way: flags and YAML do. Owns which variables with our prefix are no
-settings: everything else that starts with it and isn't known is an error, so that a misspelt variable is noticed.
+Lists are comma separated. Nodes can't be given in this way, only by flags and YAML. Owns which variables with our prefix are
+no settings. All other unknown variables with the prefix are errors, so that a misspelt one is noticed.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pdproxy.settings.schema import Settings
 
 PREFIX = "PDPROXY_"
 CONFIG = "PDPROXY_CONFIG"
-"""Names the YAML file where no `--config` does."""
+"""Names the YAML file if there is no `--config`."""
 
 RESERVED = re.compile(r"PDPROXY_(CONFIG|REQUIRE_ENGINES|TORCH_INDEX|ENGINES_\w*|TEST_\w*)")
-"""No settings: the file's name, and what tests and tools of the source tree read."""
+"""Not settings: the file's name, and what tests and tools of the source tree read."""
 
-# Kubernetes puts a service's address into the environment of every pod beside it. For a service named `pdproxy`, or
-# `pdproxy-something`, those variables carry our prefix, and a proxy that refused to start over them would be a riddle.
+# Kubernetes puts each service's address into the environment of all pods in its namespace. For a service named `pdproxy`, or
+# `pdproxy-something`, these variables have our prefix. They are not mistakes of the operator.
 _SERVICE_LINK = re.compile(
     r"PDPROXY_([A-Z0-9_]+_)??"
     r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?|(?P<port>PORT))"
@@ -31,14 +31,14 @@ _LINK_VALUE = re.compile(r"(tcp|udp|sctp)://.*")
 
 
 class Setting(NamedTuple):
-    """One leaf of the tree with its value, already held against the schema."""
+    """One leaf of the tree with its value, already checked against the schema."""
 
     path: tuple[str, ...]
     value: object
 
 
 def read_environment(env: Mapping[str, str]) -> Iterator[Setting]:
-    """Yield the settings that variables give, in the order of their names.
+    """Yield the settings that variables set, in the order of their names.
 
     Raises:
         SettingsError: a variable with our prefix is unknown, empty or holds what its setting can't be.
@@ -55,12 +55,12 @@ def read_environment(env: Mapping[str, str]) -> Iterator[Setting]:
 
 
 def variable(path: tuple[str, ...]) -> str:
-    """Return the variable of a setting."""
+    """Return the name of a setting's variable."""
     return PREFIX + "__".join(path).upper()
 
 
 def refuse_empty(name: str, value: str) -> None:
-    """Refuse a variable without a value: `API_KEYS=$UNSET` would otherwise open a proxy that should ask for keys."""
+    """Refuse a variable without a value: otherwise `API_KEYS=$UNSET` would open a proxy that should check keys."""
     if not value.strip():
         raise SettingsError(f"{name}: is empty: unset the environment variable or give it a value")
 

@@ -1,6 +1,6 @@
-"""How a mistake in the settings is told: one line that names the key, what it should be and where it was read.
+"""Errors of settings: one line that names the key, what was expected and where it was read.
 
-Owns `SettingsError` and the spelling of keys and values in it. Values of secrets are not spelled at all.
+Owns `SettingsError` and how it shows keys and values. Values of secrets are not shown.
 """
 
 from __future__ import annotations
@@ -13,26 +13,28 @@ from difflib import get_close_matches
 KeyPath = tuple[str | int, ...]
 
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
-_LONGEST = 80  # characters of a value or a key in an error
+_MAX_SHOWN = 80  # characters of a value or a key in an error
 
 
 class SettingsError(ValueError):
-    """The settings are wrong. Its text is one line, fit for the operator who wrote them."""
+    """The settings are wrong. Its text is one line for the operator who wrote them."""
 
 
 def spell_key(path: KeyPath) -> str:
-    """Spell a key's path the way people write it: `pools[0].nodes[1].url`."""
+    """Return a key's path as people write it: `pools[0].nodes[1].url`."""
     text = ""
     for step in path:
         if isinstance(step, int):
             text += f"[{step}]"
         else:
-            text += ("." if text else "") + (step if _PLAIN.fullmatch(step) and len(step) <= _LONGEST else quote(step))
+            text += ("." if text else "") + (
+                step if _PLAIN.fullmatch(step) and len(step) <= _MAX_SHOWN else quote(step)
+            )
     return text or "the top level"
 
 
 def spell_value(path: KeyPath, value: object) -> str:
-    """Spell a value as an error may show it: collections by their kind, keys and anything under `auth` not at all."""
+    """Return a value as an error may show it: only the kind of a collection; nothing of API keys or of values under `auth`."""
     match value:
         case None:
             return "null"
@@ -44,7 +46,7 @@ def spell_value(path: KeyPath, value: object) -> str:
             return "something else (not shown)"
         case bool():
             return "true" if value else "false"
-        case int() if abs(value) < 10**_LONGEST:
+        case int() if abs(value) < 10**_MAX_SHOWN:
             return str(value)
         case int():
             return "a huge number"
@@ -57,8 +59,8 @@ def spell_value(path: KeyPath, value: object) -> str:
 
 
 def quote(text: str) -> str:
-    """Put a text in quotes on one line, whatever it holds: no line breaks, no terminal escapes, no novel."""
-    return json.dumps(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")
+    """Return a text in quotes, on one line and at most 80 characters long, without line breaks and terminal escapes."""
+    return json.dumps(text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "...")
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:

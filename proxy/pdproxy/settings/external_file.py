@@ -1,7 +1,7 @@
-"""Reads values of a file whose schema is another project's: only some keys are ours to judge, the rest is none of our business.
+"""Reads values of a file whose schema is another project's: only some keys are checked, all others are ignored.
 
-Owns the errors for it: each names the key, what it should hold, what it holds instead, and the file. Beside `conform`, which
-knows a whole schema and refuses what is not in it.
+Owns the errors for it: each names the key, what was expected, what was found, and the file. `conform` is for files whose whole
+schema is known, and refuses unknown keys.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pdproxy.transfer.mappings import NotAMappingError, as_mapping
 
 
 class ForeignFile:
-    """Reads one file's values. `where` ends each error: it names the file.
+    """Reads one file's values. `where` names the file, at the end of each error.
 
-    Each method takes the path of what it reads and raises SettingsError; a key that is absent or null is None.
+    Each method takes the path of what it reads, and raises SettingsError. A key that is absent or null is None.
     """
 
     def __init__(self, where: str) -> None:
@@ -29,7 +29,7 @@ class ForeignFile:
         return SettingsError(f"{spell_key(path)}: {why}{self.where}")
 
     def mapping(self, value: object, path: KeyPath, *, may_be_null: bool = False) -> dict[str, Any]:
-        """Return a mapping, or anything that describes itself as one. A section left empty may be null."""
+        """Return a mapping from a value that is or describes one. With `may_be_null`, null is an empty one."""
         if value is None and may_be_null:
             return {}
         try:
@@ -48,20 +48,20 @@ class ForeignFile:
             raise self.wrong(path, f"can't be read: expected a mapping or its JSON, got {quote(text)}") from None
 
     def bool(self, value: object, path: KeyPath) -> bool:
-        """Return a truth value, False for none."""
+        """Return true or false; null is false."""
         if value is None or isinstance(value, bool):
             return bool(value)
         raise self.wrong(path, f"expected true or false, got {spell(path, value)}")
 
     def text(self, section: Mapping[str, Any], name: str, path: KeyPath) -> str | None:
-        """Return a key's text; one that is empty says nothing: None."""
+        """Return a key's text, None if it is empty."""
         value = section.get(name)
         if value is None or isinstance(value, str):
             return value or None
         raise self.wrong((*path, name), f"expected text, got {spell(path, value)}")
 
     def number(self, section: Mapping[str, Any], name: str, path: KeyPath) -> float | None:
-        """Return a key's number; a text that is one will do, since YAML reads `1e9` as text."""
+        """Return a key's number. A text with a number is accepted, since YAML reads `1e9` as text."""
         value = section.get(name)
         if isinstance(value, str):
             with suppress(ValueError):
@@ -78,7 +78,7 @@ class ForeignFile:
         raise self.wrong((*path, name), f"expected a whole number >= 1, got {spell(path, value)}")
 
     def port(self, section: Mapping[str, Any], name: str, path: KeyPath) -> int | None:
-        """Return a key's TCP port; a text that is one will do, as environments have it."""
+        """Return a key's TCP port. A text with a port is accepted, since environments hold texts."""
         value = section.get(name)
         if value is None:
             return None
@@ -90,6 +90,6 @@ class ForeignFile:
 
 
 def spell(path: KeyPath, value: object) -> str:
-    """Spell a value as an error may show it; what is no plain value by its type."""
+    """Return a value as an error may show it: only the type of what is no plain value."""
     plain = value is None or isinstance(value, bool | int | float | str | dict | list | tuple)
     return spell_value(path, value) if plain else type(value).__name__

@@ -1,4 +1,4 @@
-"""Reads the files that settings name: keys and passwords. Each failure is one line with the setting and the file, and no key."""
+"""Reads the files that settings name: keys and passwords. Each error is one line with the setting and the file, and no key."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.section import Key
 from pdproxy.settings.yaml_file import spell_file
 
-_LARGEST = 1_048_576
-"""Bytes. A million of keys is a mistake in the name, and a device never ends."""
+_MAX_BYTES = 1_048_576
+"""A larger file is not a file of keys: its name is wrong, or it is a device that never ends."""
 
 
 def read_keys(setting: str, path: str) -> tuple[str, ...]:
-    """Return the keys of a file, one a line; blank lines and lines that begin with `#` are skipped.
+    """Return the keys of a file, one per line; blank lines and lines that begin with `#` are skipped.
 
     Raises:
-        SettingsError: it can't be read, a line is no key, or it holds none.
+        SettingsError: it can't be read, a line is not a key, or there is no key.
     """
     keys: list[str] = []
     for number, line in enumerate(_lines(setting, path), 1):
@@ -69,11 +69,11 @@ def read_file(setting: str, path: str) -> bytes:
     name = spell_file(Path(path))
     try:
         with Path(path).open("rb") as file:
-            content = file.read(_LARGEST + 1)
+            content = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise SettingsError(f"{setting}: {name}: can't be read: {error.strerror or type(error).__name__}") from None
-    if len(content) > _LARGEST:
-        raise SettingsError(f"{setting}: {name}: is larger than {_LARGEST} bytes")
+    if len(content) > _MAX_BYTES:
+        raise SettingsError(f"{setting}: {name}: is larger than {_MAX_BYTES} bytes")
     return content
 
 

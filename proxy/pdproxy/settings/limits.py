@@ -1,4 +1,4 @@
-"""How long each wait may last, and how much is taken on: the sections `deadlines` and `limits`.
+"""How long each wait may last, and how much is accepted at once: the sections `deadlines` and `limits`.
 
 Owns their names, units, bounds and defaults, each with the reason for it.
 """
@@ -13,114 +13,114 @@ from pdproxy.settings.section import Count, Seconds, Section
 
 
 class Deadlines(Section, frozen=True):
-    """How long each wait may last, in seconds. No wait is without one."""
+    """How long each wait may last, in seconds. Every wait has a limit."""
 
     connect: Seconds = 2.0
-    """TCP connection to an engine, TLS handshake included. One that takes longer inside a data center is down or drowning."""
+    """TCP connection to an engine, TLS handshake included. If it takes longer, the engine is down or overloaded."""
 
     client_head: Seconds = 30.0
-    """A request's line and headers, from their first byte, or from the connection on where nothing comes at all."""
+    """A request's line and headers, from their first byte, or from the connection on if nothing comes at all."""
 
     client_body: Seconds = 60.0
-    """A request's body, once its head is here. A body is sent at once; a client that drips one holds a connection."""
+    """A request's body, after its head has come. Clients send a body at once; one that sends it slowly holds a connection."""
 
     read_body: Seconds = 10.0
     """Reading a large body in a reader process, the wait for one included. 64 MiB of images take a fifth of a second."""
 
     queue: Seconds = 30.0
-    """A request's wait for a place (`limits.max_inflight`). Clients give up at about this time."""
+    """A request's wait for a place (`limits.max_inflight`). Clients time out at about this time."""
 
     tokenize: Seconds = 2.0
-    """Making the token ids of a prompt. Past it the engines make them, unless the connector needs them first."""
+    """Making the token ids of a prompt. After that the engines make them, unless the connector needs them before."""
 
     prefill: Seconds = 120.0
-    """The prefill leg, from its request to its whole answer. Long prompts behind others take a minute."""
+    """The prefill leg, from its request to its whole answer. Long prompts in an engine's queue take a minute."""
 
     kv_ready: Seconds = 10.0
-    """Notices that KV is ready, from the prefill's answer on. They come within milliseconds of it, or not at all."""
+    """Notices that KV is ready, from the prefill's answer on. They come within milliseconds, or not at all."""
 
     first_token: Seconds = 60.0
     """From the decode leg's request to its first data: KV transfer, and waiting for a place in its batch."""
 
     between_tokens: Seconds = 30.0
-    """Between two pieces of a stream. A batch that was preempted pauses for seconds; more is a hang."""
+    """Between two pieces of a stream. A batch that was preempted pauses for seconds; a longer pause is a failure."""
 
     client_write: Seconds = 60.0
-    """A client that reads less than `limits.min_read_rate` of an answer that waits, before it is dropped: its stream
-    holds KV on an engine."""
+    """A client that reads less than `limits.min_read_rate` while data waits for it, before it is dropped: its stream holds KV
+    on an engine."""
 
     abandoned_prefill: Seconds = 10.0
-    """Grace for a prefill answer that nobody waits for any more: without it its KV can't be given back at once."""
+    """A prefill's answer after its client has left: only the answer names the KV that has to be released."""
 
     release: Seconds = 5.0
-    """Giving KV back to a prefill engine. Past it, the engine's own lease ends the matter."""
+    """Releasing KV at a prefill engine. After that, the engine's own lease frees it."""
 
     drain: Seconds = 60.0
-    """Running requests after a request to stop. Keep it below the orchestrator's grace period."""
+    """Running requests, after the proxy was asked to stop. Keep it below the orchestrator's grace period."""
 
     total: Seconds = 3600.0
-    """A whole request, whatever it waits for: the net under all others."""
+    """A whole request, whatever it waits for."""
 
     probe: Seconds = 2.0
     """One probe of an engine. A health route that answers later is not healthy."""
 
 
 class Limits(Section, frozen=True):
-    """How much is taken on, and how often something is tried."""
+    """How much is accepted at once, and how often something is tried."""
 
     max_inflight: Count = 1024
-    """Requests being served at once. Above what a few engines batch, below what would hurt the proxy."""
+    """Requests that are served at once. More than a few engines batch, less than would overload the proxy."""
 
     max_queue: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 1024
-    """Requests waiting for a place; one more is refused with 503. 0: nobody waits."""
+    """Requests that wait for a place; one more is refused with 503. 0: none waits."""
 
     max_connections: Count = 8192
-    """Connections of clients at once: several for each request in service. Less where `ulimit -n` allows less. Beyond
-    it, an idle one of the client that has the most is closed for a new one; where there is none, the new one gets
-    503."""
+    """Connections of clients at once: several for each request that is served. Fewer if `ulimit -n` allows fewer. If there are
+    more, an idle one of the client that has the most is closed for a new one; if there is none, the new one gets 503."""
 
     max_body_bytes: Count = 67_108_864
-    """Largest request body in bytes, 64 MiB: a few images in base64, or more text than any context holds."""
+    """Largest request body in bytes, 64 MiB: a few images in base64, or more text than any context can hold."""
 
     max_body_items: Annotated[int, Meta(ge=40_000, le=2**31 - 1)] = 500_000
-    """Strings (names included), arrays and objects in a body; more is refused with 400. Numbers don't count. Each takes an engine
-    the time of a hundred bytes of text. The longest conversations have 50,000, a `logit_bias` for a whole vocabulary 250,000."""
+    """Strings (names included), arrays and objects in a body; more are refused with 400. Numbers are not counted. Each takes an
+    engine as much time as a hundred bytes of text. The longest conversations have 50,000, a `logit_bias` for a whole vocabulary
+    250,000."""
 
     max_prompts: Count = 2048
-    """Prompts of one completion, or texts of one embedding, classification, score or ranking; more is refused with 400. What
-    OpenAI's own server takes of texts to embed."""
+    """Prompts of one completion, or texts of one embedding, classification, score or ranking; more are refused with 400. OpenAI's
+    own server accepts as many texts to embed."""
 
     body_readers: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Processes that read bodies which would hold up other clients: above 512 KiB, or of very many small parts. Started
-    when needed, 20 MB each and several times the body. One reads 64 MiB of images in a fifth of a second; clients take turns."""
+    """Processes that read bodies which would delay other clients: larger than 512 KiB, or of very many small parts. Started when
+    needed. Each takes 20 MB and several times the body. One reads 64 MiB of images in a fifth of a second; clients take turns."""
 
     max_buffered_bytes: Count = 268_435_456
-    """Bytes of all requests' bodies that are held at once, 256 MiB: until an engine streams, or has answered whole.
-    That is room for `max_inflight` prompts of 64,000 tokens each. One more is refused with 503; a client with less than
-    its share goes before others."""
+    """Bytes of all requests' bodies that are held at once, 256 MiB: until an engine streams, or has sent its whole answer.
+    That is enough for `max_inflight` prompts of 64,000 tokens each. What exceeds it is refused with 503; a client with less than
+    its share is served before others."""
 
     max_answer_bytes: Count = 134_217_728
-    """Largest answer of an engine that is held whole, in bytes, 128 MiB: more than answers with logprobs or embeddings have."""
+    """Largest answer of an engine that is held whole, in bytes, 128 MiB: answers with logprobs or embeddings are smaller."""
 
     max_buffered_answer_bytes: Count = 268_435_456
-    """Bytes of engines' answers that are held at once, 256 MiB. One more is given up, and its client gets a 503. As much again
-    may wait for clients to read it."""
+    """Bytes of engines' answers that are held at once, 256 MiB. An answer that exceeds it is dropped, and its client gets a 503.
+    The same number again may wait for clients to read them."""
 
     max_header_bytes: Count = 65_536
-    """Largest request line with headers in bytes, 64 KiB: several times what other servers take."""
+    """Largest request line with headers in bytes, 64 KiB: several times what other servers accept."""
 
     min_read_rate: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 1024
-    """Bytes per second that a client must read while bytes wait to be sent to it: a slow line has more. One that reads less for
-    `deadlines.client_write` is dropped, earlier where others wait for its place. 0: it must read something."""
+    """Bytes per second that a client must read while bytes wait for it: slow connections have more. A client that reads less for
+    `deadlines.client_write` is dropped, or earlier if others wait for its place. 0: it must read something."""
 
     attempts: Annotated[int, Meta(ge=1, le=100)] = 3
-    """Tries of one request before its first data, the first included. After data nothing is tried again."""
+    """Tries of one request before its first data, the first try included. After data nothing is tried again."""
 
     engine_keepalive: Seconds = 4.0
-    """Seconds an idle engine connection may be used again. vLLM closes it after 5: a second is left for the race."""
+    """Seconds for which an idle connection to an engine may be used again. vLLM closes it after 5; the margin is one second."""
 
     breaker_failures: Count = 3
-    """Failures of an engine in a row that shut it out. One may be chance, three are not."""
+    """Failures of an engine in a row after which it is excluded. One may be chance, three are not."""
 
     breaker_cooldown: Seconds = 5.0
-    """Seconds an engine stays shut out. Long enough for a restart to be noticed, short enough to come back soon."""
+    """Seconds for which an engine stays excluded: long enough to notice a restart, short enough to use it again soon."""

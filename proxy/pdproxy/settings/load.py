@@ -1,7 +1,7 @@
-"""Where settings come from: flags over environment over YAML over defaults.
+"""Where settings come from: flags override the environment, which overrides YAML, which overrides defaults.
 
-Owns that order. Each source is held against the schema by itself, so that an error names the source that is wrong even
-where a stronger one would have hidden it.
+Owns that order. Each source is checked against the schema by itself, so that an error names the source that is wrong, even
+if another source overrides its value.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["POOL", "Engine", "Flag", "load", "with_scheme"]
 
 
 class Flag(NamedTuple):
-    """A setting from the command line: the option's name for errors, the dotted key, the text as typed."""
+    """A setting from the command line: the option's name for errors, the dotted key, the text as it was typed."""
 
     option: str
     key: str
@@ -34,7 +34,7 @@ class Flag(NamedTuple):
 
 
 POOL = "pool."
-"""What the key of a `Flag` begins with that sets a field of the first pool."""
+"""The beginning of a `Flag`'s key, if it sets a field of the first pool."""
 
 
 def load(
@@ -47,12 +47,13 @@ def load(
     stage_config: Path | None = None,
     need_engines: bool = True,
 ) -> Settings:
-    """Return the settings in force. Neither the process's environment nor its arguments are looked at.
+    """Return the settings in force. The process's own environment and arguments are not read.
 
-    `config` is the YAML file (None: the one that PDPROXY_CONFIG names, if any), `engines` are added to the first pool,
-    behind the stages of `stage_config`, a file of vllm-omni's: `pdproxy.settings.stage_nodes` says what becomes of those.
-    `receivers` are then set on its decode engines.
-    `need_engines` False leaves a pool without any engine alone.
+    - `config`: the YAML file. None: the one that PDPROXY_CONFIG names, if any.
+    - `stage_config`: a file of vllm-omni's, whose stages are added to the first pool (`pdproxy.settings.stage_nodes`).
+    - `engines` are added after these.
+    - `receivers` are then set on the decode engines.
+    - `need_engines` False: a pool without engines is allowed.
 
     Raises:
         SettingsError: one line that names the key, the variable, the flag or the engine.
@@ -90,7 +91,7 @@ def _read_file(config: Path) -> dict[str, Any]:
 
 
 def _add_stages(pool: dict[str, Any], stage_config: Path, engines: Iterable[Engine]) -> Iterable[Engine]:
-    """Add the stages' engines to a pool, and their contract; return the engines that are none of them."""
+    """Add the stages' engines to a pool, and set its contract. Return the engines that belong to no stage."""
     port = pool.get("bootstrap_port", VLLM_BOOTSTRAP_PORT)
     found = read_stages(stage_config, engines, pool.get("connector"), port)
     if found.connector is not None:

@@ -1,7 +1,7 @@
-"""The flags that say where decode engines receive KV, spread over the decode engines of the first pool.
+"""The flags for where decode engines receive KV, applied to the decode engines of the first pool.
 
-Owns how the flags are read: given once, a flag is for every decode engine; given several times, or as a list of hosts, it is
-for each in turn. `0.0.0.0` is an address to bind, not one to send to: it stands for the host of the engine's URL.
+Owns how the flags are read: a flag that is given once is for every decode engine; given several times, or as a list of hosts,
+it is for each in turn. `0.0.0.0` is an address to bind, not one to send to: it means the host of the engine's URL.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pdproxy.settings.conform import conform, parse
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.section import Port
 
-ANYWHERE = ("0.0.0.0", "::", "[::]")  # noqa: S104 - nothing is bound to it here
+ANY_ADDRESS = ("0.0.0.0", "::", "[::]")  # noqa: S104 - nothing is bound to it here
 
 
 class ReceiverFlag(NamedTuple):
-    """A flag as typed, each time it was given: its name for errors, the field of `Receiver` that it sets, the texts."""
+    """A flag: its name for errors, the field of `Receiver` that it sets, and a text for each time it was given."""
 
     option: str
     field: str
@@ -50,7 +50,7 @@ def _values(flag: ReceiverFlag) -> list[object]:
     where = f" ({flag.option})"
     if flag.field == "host":
         hosts = [host.strip() for text in flag.texts for host in text.split(",")]
-        return [None if host in ANYWHERE else host for host in hosts]
+        return [None if host in ANY_ADDRESS else host for host in hosts]
     kind = tuple[Port, ...]
     path = ("receiver", flag.field)
     lists = [[parse(part.strip(), Port) for part in text.split(",")] for text in flag.texts]

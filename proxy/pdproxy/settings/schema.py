@@ -1,22 +1,23 @@
-"""The settings as one typed tree, so that every room is handed values that are already right.
+"""The settings as one typed tree, so that all packages get values that are already checked.
 
-Owns names, units, bounds and defaults. `pdproxy.settings.load` fills the tree, `pdproxy.settings.crosscheck` says what
-no single field can, and `configs/reference.yaml` shows all of it to operators: a new field is added there as well.
+Owns names, units, bounds and defaults. `pdproxy.settings.load` fills the tree, `pdproxy.settings.crosscheck` checks fields
+against each other, and `configs/reference.yaml` shows all of it to operators: a new field is added there as well.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pdproxy.settings.limits import Deadlines, Limits
-from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Section, Text
+from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Section, Text, names_of
+from pdproxy.transfer import registry
 
 Role = Literal["prefill", "decode", "aggregated"]
-Connector = Literal["nixl", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys"]
+Connector = Annotated[str, names_of(registry.names)]
 FirstTokenFrom = Literal["prefill", "decode"]
 OnTimeout = Literal["recompute", "fail"]
 VLLM_BOOTSTRAP_PORT = 8998
-"""vLLM's default for VLLM_MOONCAKE_BOOTSTRAP_PORT. vllm-omni assumes 25201 where its stages name none."""
+"""vLLM's default for VLLM_MOONCAKE_BOOTSTRAP_PORT. vllm-omni assumes 25201 if its stages name none."""
 Policy = Literal["least_load"]
 Tokenize = Literal["off", "auto", "always"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -30,164 +31,164 @@ class ListenTls(Section, frozen=True):
     """The server's certificate with its chain. None: plain HTTP."""
 
     key: File | None = None
-    """Its private key. None: the certificate's file holds it, too."""
+    """Its private key. None: it is in the certificate's file, too."""
 
     key_password_file: File | None = None
     """The key's password, on the first line of a file. None: the key is not encrypted."""
 
     client_ca: File | None = None
-    """Authorities of client certificates. With it, a client without such a certificate gets no connection."""
+    """Authorities of client certificates. If set, a client without such a certificate gets no connection."""
 
 
 class Cors(Section, frozen=True):
-    """What browsers of other sites may do. Names and defaults of vLLM's flags."""
+    """What browsers on pages of other sites may do. Names and defaults of vLLM's flags."""
 
     allowed_origins: tuple[Text, ...] = ()
-    """Origins whose pages may read answers; `*` is every one. None by default."""
+    """Origins whose pages may read answers; `*` means all. None by default."""
 
     allow_credentials: bool = False
     """Whether such pages may send cookies and the like."""
 
     allowed_methods: tuple[Text, ...] = ("*",)
-    """Methods that they may use; `*` is every one."""
+    """Methods that they may use; `*` means all."""
 
     allowed_headers: tuple[Text, ...] = ("*",)
-    """Headers that they may send; `*` is every one."""
+    """Headers that they may send; `*` means all."""
 
 
 class Listen(Section, frozen=True):
     """Where clients reach the proxy."""
 
     host: Host = "127.0.0.1"
-    """Address to bind. The loopback, because a proxy that is open to a network should have been asked to be."""
+    """Address to bind. The loopback by default, so that a proxy is open to a network only if the operator wants it."""
 
     port: Port = 8000
-    """TCP port. The one that `vllm serve` takes too, so that clients need no change."""
+    """TCP port. The default of `vllm serve`, so that clients need no change."""
 
     trusted_proxies: tuple[Text, ...] = ()
-    """Addresses or networks of proxies in front of this one. Of a request from there, the last address in
-    `X-Forwarded-For` that is none of theirs is the client's. Anybody else's header is not read: a client could name any
-    address."""
+    """Addresses or networks of proxies in front of this one. For a request from there, the client's address is the last one in
+    `X-Forwarded-For` that is not a proxy's. Other senders' headers are not read: a client could name any address."""
 
     tls: ListenTls = ListenTls()
     """TLS for clients."""
     cors: Cors = Cors()
-    """What browsers of other sites may do."""
+    """What browsers on pages of other sites may do."""
 
 
 class Auth(Section, frozen=True):
-    """Who may use the proxy, and who the proxy is to the engines."""
+    """Keys of clients, and the proxy's keys for the engines."""
 
     api_keys: tuple[Key, ...] = ()
-    """Keys of clients. With any set, a client's `Authorization` is checked and consumed; without, it goes on to the
-    engines, which then decide."""
+    """Keys of clients. If any is set, a client's `Authorization` is checked and not forwarded. If none is, it is forwarded to
+    the engines, which then decide."""
 
     api_keys_file: File | None = None
-    """More keys of clients, one a line; blank lines and lines that begin with `#` are skipped. Read again when it changes."""
+    """More keys of clients, one per line; blank lines and lines that begin with `#` are skipped. Read again when it changes."""
 
     engine_api_key: Key | None = None
-    """Key for the engines, sent as a bearer token by probes, and for clients that brought one of `api_keys`. Without
-    those, a client's own `Authorization` goes on instead. None: the engines want none."""
+    """Key for the engines, sent as a bearer token by probes, and for clients that sent one of `api_keys`. Without those, a
+    client's own `Authorization` is forwarded instead. None: the engines need none."""
 
     engine_api_key_file: File | None = None
     """A file that holds the engines' key, in place of `engine_api_key`. Read again when it changes."""
 
     def __repr__(self) -> str:
-        # Settings end up in logs and tracebacks; keys must not.
+        # Settings appear in logs and tracebacks; keys must not.
         key = "set" if self.engine_api_key or self.engine_api_key_file else "not set"
         return f"Auth(<{len(self.api_keys)} api_keys>, <engine_api_key {key}>)"
 
 
 class Facts(Section, frozen=True):
-    """What an engine is known to be before it has been asked."""
+    """What is known of an engine before it has been asked."""
 
     block_size: Count | None = None
     """Tokens in a KV block. None: read from the engine's metrics."""
 
     tensor_parallel_size: Count | None = None
-    """GPUs that share its weights. None: not known. Nothing asks for it but the checks of a stage configuration."""
+    """GPUs that share its weights. None: not known. Only the checks of a stage configuration read it."""
 
     engine_id: Text | None = None
-    """The `engine_id` of its `--kv-transfer-config`. None: it makes one up at each start."""
+    """The `engine_id` of its `--kv-transfer-config`. None: it chooses one at each start."""
 
     bootstrap: Text | None = None
-    """A prefill engine's Mooncake bootstrap server, `http://host:port`. None: its own host, at the pool's `bootstrap_port`."""
+    """A prefill engine's Mooncake bootstrap server, `http://host:port`. None: at its own host and the pool's `bootstrap_port`."""
 
 
 class EngineTls(Section, frozen=True):
     """TLS towards engines with an `https://` URL. Files are PEM, and are read again when they change."""
 
     ca: File | None = None
-    """Authorities that engines' certificates are trusted by. None: those of the system."""
+    """Authorities that must have signed engines' certificates. None: those of the system."""
 
     certificate: File | None = None
-    """Our own certificate, for engines that ask for one. None: we have none."""
+    """The proxy's certificate, for engines that require one. None: it has none."""
 
     key: File | None = None
     """Its private key. None: the certificate's file holds it, too."""
 
     verify: bool | None = None
-    """False trusts any certificate of any host: whoever is in between reads prompts and keys. None: true."""
+    """False: any certificate of any host is trusted, and anybody in between can read prompts and keys. None: true."""
 
 
 class Receiver(Section, frozen=True):
-    """Where a decode engine's ranks receive KV. LMCache's `pd_peer_init_port` and `pd_peer_alloc_port`, a port a rank."""
+    """Where a decode engine's ranks receive KV. LMCache's `pd_peer_init_port` and `pd_peer_alloc_port`, one port per rank."""
 
     host: Host | None = None
     """LMCache's `pd_peer_host`. None: the host of the engine's URL."""
 
     init_ports: tuple[Port, ...] = ()
-    """For setting a transfer up, in the order of ranks."""
+    """Ports at which a transfer is set up, in the order of ranks."""
 
     alloc_ports: tuple[Port, ...] = ()
-    """For asking for room, in the order of ranks."""
+    """Ports at which space for a transfer is requested, in the order of ranks."""
 
 
 class LMCache(Section, frozen=True):
-    """What LMCache's PD mode must be known to do. Names and defaults of its configuration."""
+    """How LMCache's PD mode is configured. Names and defaults are its own."""
 
     first_token: FirstTokenFrom = "prefill"  # noqa: S105 - a token of text
-    """Whose token is the answer's first. `prefill` saves a step; requests that need the parsers or look back at their own
-    output get it from the decode engine all the same. `decode`: all do."""
+    """Which engine makes the answer's first token. `prefill` saves a step; requests that need parsers or depend on their own
+    output so far still get it from the decode engine. `decode`: all do."""
 
     chunk_size: Count = 256
     """Tokens in a chunk."""
 
     save_unfull_chunk: bool = False
-    """Whether prompts under a chunk are worth two engines. LMCache 0.5.6's PD mode moves unfull chunks whatever its own setting
-    says, unless its `discard_partial_chunks` is on: then nobody would tell of such a prompt, and it would wait in vain."""
+    """Whether prompts shorter than a chunk are split between two engines. LMCache 0.5.6's PD mode moves partial chunks whatever
+    its own setting of this name is, unless its `discard_partial_chunks` is on: then no notice of such a prompt comes, and it
+    waits until `deadlines.kv_ready`."""
 
     first_rank_only: bool = False
-    """Whether the first rank stores for all (models with one latent KV for all heads), and sends the only notice."""
+    """Whether only the first rank stores KV and sends a notice (models with one latent KV for all heads)."""
 
     pd_buffer_size: Count | None = None
-    """Bytes of a decode engine's receive buffer. With it and `kv_bytes_per_token`, a prompt waits for room in it before it
+    """Bytes of a decode engine's receive buffer. With this and `kv_bytes_per_token`, a prompt waits for space in it before it
     is prefilled. None: no bound is known."""
 
     kv_bytes_per_token: Count | None = None
-    """Bytes of KV a token, on one rank: 2 x layers x KV heads x head size x bytes of the type, over the ranks."""
+    """Bytes of KV per token, on one rank: 2 x layers x KV heads x head size x bytes of the type, divided by the ranks."""
 
 
 class Node(Section, frozen=True):
-    """One engine: a vLLM server with an HTTP port of its own."""
+    """One engine: a vLLM server with its own HTTP port."""
 
     url: str
     """Where it listens, `http://host:port` or `https://host:port`. Also its name in logs and metrics."""
 
     role: Role
-    """What it does for a request: make the KV, use it, or both by itself."""
+    """What it does for a request: make the KV, use it, or both."""
 
     sources: tuple[Text, ...] = ()
-    """URLs of the prefill engines whose KV a decode engine takes. None given: every one's in the pool."""
+    """URLs of the prefill engines whose KV a decode engine takes. None given: of all in the pool."""
 
     labels: dict[str, str] = {}  # noqa: RUF012 - a struct copies its defaults
-    """Free text by name, for the operator. Nothing is decided by it yet."""
+    """Free text by name, for the operator. Nothing depends on it yet."""
 
     facts: Facts = Facts()
-    """What is known beforehand."""
+    """What is known of it before it has been asked."""
 
     receiver: Receiver = Receiver()
-    """Where it receives KV, for connectors whose prefill engines push it (lmcache-pd)."""
+    """Where it receives KV, for connectors that need to know (lmcache-pd)."""
 
     api_key: Key | None = None
     """This engine's key, in place of `auth.engine_api_key`."""
@@ -196,7 +197,7 @@ class Node(Section, frozen=True):
     """A file that holds it. Read again when it changes."""
 
     tls: EngineTls = EngineTls()
-    """TLS towards this engine: what is set here is stronger than what the pool says."""
+    """TLS towards this engine. What is set here overrides the pool's settings."""
 
     def __repr__(self) -> str:
         key = "set" if self.api_key or self.api_key_file else "not set"
@@ -204,13 +205,13 @@ class Node(Section, frozen=True):
 
 
 class PoolPolicy(Section, frozen=True):
-    """How an engine is chosen among those that are fit for a request."""
+    """How an engine is chosen among those that can serve a request."""
 
     prefill: Policy = "least_load"
-    """For the prefill leg. Least outstanding prompt bytes: what a prefill engine's time goes into."""
+    """For the prefill leg. Fewest outstanding prompt bytes: a prefill engine's time depends on them."""
 
     decode: Policy = "least_load"
-    """For the decode leg. Fewest active streams: what a decode engine's step time grows with."""
+    """For the decode leg. Fewest active streams: a decode engine's step time grows with them."""
 
 
 class Pool(Section, frozen=True):
@@ -220,22 +221,22 @@ class Pool(Section, frozen=True):
     """The pool's name in logs."""
 
     connector: Connector = "nixl"
-    """How KV gets from prefill to decode engines: the `kv_connector` they were started with."""
+    """How KV gets from prefill to decode engines: depends on the `kv_connector` that they were started with."""
 
     lmcache: LMCache = LMCache()
-    """What the connector lmcache-pd must know."""
+    """For the connector lmcache-pd."""
 
     bootstrap_port: Port = VLLM_BOOTSTRAP_PORT
-    """Where a prefill engine's Mooncake bootstrap server listens, if nothing more is known. vLLM's own default; vllm-omni's
-    files assume 25201."""
+    """Port of a prefill engine's Mooncake bootstrap server, if nothing else names it. vLLM's own default; vllm-omni's files
+    assume 25201."""
 
     tokenize: Tokenize = "auto"
-    """Whether prompts become token ids here: never, only where the connector needs them, or wherever that spares an
-    engine the same work."""
+    """Whether the proxy makes prompts' token ids: never, only if the connector needs them, or whenever that saves an engine
+    the same work."""
 
     tokenizer: File | None = None
-    """A model's folder with its tokenizer and chat template. None: the one that the engines say they loaded, if it is on
-    this machine."""
+    """A model's folder with its tokenizer and chat template. None: the one that the engines report as theirs, if it is on this
+    machine."""
 
     policy: PoolPolicy = PoolPolicy()
     """How engines are chosen."""
@@ -244,52 +245,52 @@ class Pool(Section, frozen=True):
     """TLS towards the engines."""
 
     nodes: tuple[Node, ...] = ()
-    """The engines. Those named by flags are added behind these."""
+    """The engines. Those named by flags are added after these."""
 
 
 class KvReady(Section, frozen=True):
-    """The ZMQ socket on which engines tell that KV is ready. It is bound where the connector has such notices."""
+    """The ZMQ socket to which engines send notices that KV is ready. It is bound if the connector has such notices."""
 
     host: Host = "127.0.0.1"
-    """Address to bind: one that every prefill rank reaches. Whoever reaches it can send notices."""
+    """Address to bind: one that every prefill rank can reach. Anybody who can reach it can send notices."""
 
     port: Port = 7500
     """TCP port: LMCache's `pd_proxy_port`. Its own example proxy takes 8500."""
 
     notifier: bool = False
-    """Whether engines of connector nixl carry pdproxy's notifier (`pdproxy notifier`). Then the socket is bound for them, too."""
+    """Whether engines of connector nixl carry pdproxy's notifier (`pdproxy notifier`). If so, the socket is bound for them."""
 
     early: bool = False
-    """With the notifier: ask the decode engine on the prefill engine's notice, without waiting for its HTTP answer. That was
-    not measurably faster between engines on CPUs."""
+    """With the notifier: ask the decode engine at the prefill engine's notice, without waiting for its HTTP answer. Between
+    engines on CPUs that was not measurably faster."""
 
     on_timeout: OnTimeout = "recompute"
-    """What becomes of a prompt whose notices don't come in `deadlines.kv_ready`: the decode engine computes what it lacks,
-    or the request fails with 504."""
+    """What happens to a prompt whose notices do not come within `deadlines.kv_ready`: an engine computes what is missing, or
+    the request fails with 504."""
 
 
 class Probes(Section, frozen=True):
-    """How often engines are asked how they are, in seconds."""
+    """How often engines are probed, in seconds."""
 
     interval: Seconds = 2.0
-    """Between two probes of an engine's health: the time a dead engine can go unnoticed without traffic."""
+    """Between two probes of an engine's health: without traffic, it takes that long until an engine that is down is noticed."""
 
     scrape_interval: Seconds = 5.0
-    """Between two readings of an engine's metrics, which cost it more than a probe."""
+    """Between two scrapes of an engine's metrics, which cost it more than a probe."""
 
 
 class Observe(Section, frozen=True):
-    """What the proxy says about itself."""
+    """Logs."""
 
     log_level: LogLevel = "info"
-    """Least severe record that is written. Prompts and keys are in none."""
+    """Least severe record that is written. No record holds prompts or keys."""
 
     log_format: LogFormat = "text"
-    """`text` for eyes, `json` for a log collector: one object a line."""
+    """`text` for people, `json` for a log collector: one object per line."""
 
 
 class Settings(Section, frozen=True):
-    """Everything that can be configured."""
+    """All settings."""
 
     listen: Listen = Listen()
     """Where clients reach the proxy."""
@@ -298,22 +299,22 @@ class Settings(Section, frozen=True):
     """Keys of clients and of engines."""
 
     pools: tuple[Pool, ...] = ()
-    """The engines. One pool for now, and after `load` always exactly one."""
+    """The engines. Only one pool is supported for now; after `load` there is always exactly one."""
 
     deadlines: Deadlines = Deadlines()
     """How long each wait may last."""
 
     limits: Limits = Limits()
-    """How much is taken on."""
+    """How much is accepted at once."""
 
     kv_ready: KvReady = KvReady()
-    """Where engines tell that KV is ready."""
+    """Where engines send notices that KV is ready."""
 
     probes: Probes = Probes()
-    """How often engines are asked."""
+    """How often engines are probed."""
 
     observe: Observe = Observe()
-    """What the proxy says about itself."""
+    """Logs."""
 
     @property
     def pool(self) -> Pool:

@@ -1,25 +1,35 @@
-"""What every section of the settings is made of: its base class, and the types of single values.
+"""The base class of all sections of the settings, and the types of single values.
 
 Owns the bounds of units. A value of the wrong kind is refused with its key before anything is built of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-# A week is longer than any wait that makes sense, and keeps infinity away from the event loop's timers.
+# No useful wait is longer than a week. The bound also keeps infinity out of the event loop's timers.
 Seconds = Annotated[float, Meta(gt=0, le=604_800)]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Text = Annotated[str, Meta(min_length=1)]
-# A key travels in a header: a blank, a line break or a letter beyond ASCII in it could never match, or would split it.
+# A key is sent in a header: a blank, a line break or a letter beyond ASCII in it could never match, or would split it.
 Key = Annotated[str, Meta(pattern=r"\A[\x21-\x7e]+\Z", description="a key of visible ASCII characters without blanks")]
 File = Annotated[str, Meta(min_length=1, pattern=r"\A[^\x00]+\Z", description="a file's name")]
 Host = Annotated[str, Meta(pattern=r"\A[^\s/\[\]]+\Z", description="a host name or a bare address")]
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 
 
+def names_of(table: Callable[[], Iterable[str]]) -> Meta:
+    """Return the annotation of a text that must be one of a table's names. `table` is called for each value that is checked."""
+    return Meta(extra={NAMES: table})
+
+
+NAMES = "names"
+"""The key of that table in a type's `Meta.extra`."""
+
+
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What all sections share: immutable, filled by name, no field that the schema doesn't know."""
+    """A section: immutable, filled by name, without unknown fields."""

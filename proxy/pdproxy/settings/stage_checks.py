@@ -1,38 +1,27 @@
 """What stages of vllm-omni must have in common before a request's KV is sent from one to the other.
 
-Source: vllm-omni's `pd_utils` (PR 1303), where one pair is the limit; vLLM 0.32.0's connectors for what each allows. Here any
-number of pairs may be in a file, as long as one contract runs all of them. What two engines would find out at the first
-request, or never, is told at the start.
+Source: vllm-omni's `pd_utils` (PR 1303), which allows one pair; vLLM 0.32.0's connectors for what each allows. Here a file may
+have any number of pairs, if one contract can run all of them. Mistakes that engines would find at the first request, or never,
+are reported at the start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from pdproxy.settings.errors import spell_key
 from pdproxy.settings.external_file import ForeignFile
-from pdproxy.settings.schema import Connector
 from pdproxy.settings.stages import Stage, StageId
+from pdproxy.transfer import registry
 
-CONTRACTS: Mapping[str, tuple[str, ...]] = {
-    "NixlConnector": ("nixl",),
-    "NixlPullConnector": ("nixl",),
-    "NixlPushConnector": ("nixl-push",),
-    "MooncakeConnector": ("mooncake",),
-    "MoRIIOConnector": ("moriio",),
-    "LMCacheConnectorV1": ("lmcache-pd", "shared"),
-    "LMCacheConnectorV1Dynamic": ("lmcache-pd", "shared"),
-    "LMCacheMPConnector": ("lmcache-mp", "shared"),
-    "ExampleConnector": ("shared",),
-    "SharedStorageConnector": ("shared",),
-    "MooncakeStoreConnector": ("shared", "kvstore-keys"),
-    "P2pNcclConnector": ("p2p-nccl",),
+UNSUPPORTED: Mapping[str, str] = {
+    "NixlPushConnector": "nixl-push",
+    "MooncakeConnector": "mooncake",
+    "MoRIIOConnector": "moriio",
+    "P2pNcclConnector": "p2p-nccl",
 }
-"""The contracts that an engine with this `kv_connector` can speak, its usual one first. Others are the operator's to name."""
-
-_SPLITS = frozenset({"nixl", "nixl-push", "mooncake", "moriio"})
-"""Contracts whose engines cut KV heads anew between different tensor-parallel sizes, if one is a multiple of the other."""
+"""The contract of engines with this `kv_connector`, where pdproxy does not support it yet. For an error that names it."""
 
 
 class Pair(NamedTuple):
@@ -43,9 +32,9 @@ class Pair(NamedTuple):
 
 
 def pairs(stages: tuple[Stage, ...], file: ForeignFile) -> tuple[Pair, ...]:
-    """Return the pairs that decode stages name in `engine_input_source`, by a stage's id or, where it is none, its place.
+    """Return the pairs that decode stages name in `engine_input_source`, by a stage's id or, if no stage has it, by its index.
 
-    No stage flagged: no pairs. A source that is no prefill stage is another matter of vllm-omni's, and passed over.
+    No stage flagged: no pairs. A source that is no prefill stage has another meaning in vllm-omni, and is ignored.
 
     Raises:
         SettingsError: a flagged stage is in no pair.
@@ -68,10 +57,10 @@ def pairs(stages: tuple[Stage, ...], file: ForeignFile) -> tuple[Pair, ...]:
 
 
 def check(found: tuple[Pair, ...], file: ForeignFile, connector: str | None = None) -> str | None:
-    """Return the contract that all pairs can be run by, None without pairs. `connector` is the operator's choice, if any.
+    """Return the contract that can run all pairs, None without pairs. `connector` is the operator's choice, if any.
 
     Raises:
-        SettingsError: naming the keys of two stages that don't go together, or a contract that can't be had.
+        SettingsError: naming the keys of two stages that do not match, or a contract that is not possible.
     """
     for pair in found:
         _same_connector(pair, file)
@@ -86,8 +75,7 @@ def check(found: tuple[Pair, ...], file: ForeignFile, connector: str | None = No
 def bootstrap(prefill: Stage, engine_host: str, port: int) -> str | None:
     """Return the address of a prefill stage's Mooncake bootstrap server, None for another connector.
 
-    `engine_host` is where its engine serves HTTP, which is where it binds if the file says nothing else; `port` is the
-    one to assume if the file says none.
+    `engine_host`: the host of its engine's HTTP server, used if the file names no other. `port`: used if the file names none.
     """
     if "mooncake" not in prefill.kv.connector.lower() or "store" in prefill.kv.connector.lower():
         return None
@@ -110,22 +98,19 @@ def _contract(stages: list[Stage], file: ForeignFile, connector: str | None) -> 
     first = stages[0]
     for stage in stages:
         if stage.kv.connector != first.kv.connector:
-            says = f"{stage.kv.connector}, but {spell_key((*first.path, *_KV, 'kv_connector'))} is {first.kv.connector}"
-            raise file.wrong((*stage.path, *_KV, "kv_connector"), f"{says}: a pool has one contract")
-    path, spoken = (*first.path, *_KV, "kv_connector"), get_args(Connector)
-    able = CONTRACTS.get(first.kv.connector)
-    if able is None:
-        if connector is None:
-            raise file.wrong(path, f"{first.kv.connector} tells no contract: name one by --connector")
-        return connector
-    if connector is not None and connector not in able:
+            text = f"{stage.kv.connector}, but {spell_key((*first.path, *_KV, 'kv_connector'))} is {first.kv.connector}"
+            raise file.wrong((*stage.path, *_KV, "kv_connector"), f"{text}: a pool has one contract")
+    path, name = (*first.path, *_KV, "kv_connector"), first.kv.connector
+    able = registry.serving(name)
+    if not able and name in UNSUPPORTED:
         raise file.wrong(
-            path, f"{first.kv.connector} speaks {' or '.join(able)}, but the pool's connector is {connector}"
+            path, f"{name} needs contract {UNSUPPORTED[name]}, pdproxy supports {', '.join(registry.names())}"
         )
-    chosen = connector or next((one for one in able if one in spoken), None)
-    if chosen is None:
-        raise file.wrong(path, f"{first.kv.connector} speaks {able[0]}, pdproxy speaks {', '.join(spoken)}")
-    return chosen
+    if not able and connector is None:
+        raise file.wrong(path, f"it is not known which contract {name} runs: name one by --connector")
+    if able and connector is not None and connector not in able:
+        raise file.wrong(path, f"{name} runs {' or '.join(able)}, but the pool's connector is {connector}")
+    return connector or able[0]
 
 
 def _same_buffers(pair: Pair, file: ForeignFile) -> None:
@@ -137,35 +122,34 @@ def _same_buffers(pair: Pair, file: ForeignFile) -> None:
 
 def _parallel_sizes(pair: Pair, file: ForeignFile, contract: str | None) -> None:
     sizes = [stage.tensor_parallel_size for stage in pair]
-    least, most = sorted(sizes)
-    if least == most:
+    smaller, larger = sorted(sizes)
+    if smaller == larger or contract is None:
         return
     path = (*pair.decode.path, "engine_args", "tensor_parallel_size")
     prefill = f"stage {pair.prefill.id} prefills with {sizes[0]}"
-    if contract in _SPLITS:
-        if most % least:
+    if registry.entry_of(contract).capabilities.mixed_parallel_sizes:
+        if larger % smaller:
             raise file.wrong(path, f"{sizes[1]}, but {prefill}: one must be a multiple of the other")
     elif not all(_first_rank_stores(stage.kv.extra) for stage in pair):
         raise file.wrong(path, f"{sizes[1]}, but {prefill}: {contract} needs the same")
 
 
 def _first_rank_stores(extra: Mapping[str, Any]) -> bool:
-    """Tell whether LMCache was told that its first rank holds all KV, as it does for MLA: then sizes don't matter."""
+    """Return whether LMCache is configured so that its first rank holds all KV, as for MLA: then sizes don't matter."""
     inner = extra.get("lmcache.extra_config")
     return (inner if isinstance(inner, Mapping) else {}).get("save_only_first_rank") is True
 
 
 def _one_each(stages: Mapping[int, Stage], file: ForeignFile) -> None:
-    """What two engines of one fleet may not share: the id that their KV goes by, a port to bind."""
+    """Check what two engines may not share: the `engine_id` that their KV is named by."""
     ids: dict[str, Stage] = {}
     for _, stage in sorted(stages.items()):
         if (engine_id := stage.kv.engine_id) is None:
             continue
         if engine_id in ids:
             other = spell_key((*ids[engine_id].path, *_KV, "engine_id"))
-            raise file.wrong(
-                (*stage.path, *_KV, "engine_id"), f"{engine_id} is {other}'s already: each engine needs its own"
-            )
+            text = f"{engine_id} is the value of {other}, too: each engine needs its own"
+            raise file.wrong((*stage.path, *_KV, "engine_id"), text)
         ids[engine_id] = stage
 
 

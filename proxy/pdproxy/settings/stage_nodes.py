@@ -1,7 +1,7 @@
-"""Makes engines of a pool out of vllm-omni's stages: each flagged stage is an engine with that role, at one URL.
+"""Makes engines of a pool from vllm-omni's stages: each flagged stage is an engine with that role, at one URL.
 
-vllm-omni starts its stages itself and reaches them by queues, so its files have no URLs. A stage gets one by `runtime.url`,
-by `engine_args.host` and `port`, or else from --prefill and --decode in the order of the file. Owns that rule.
+vllm-omni starts its stages itself and reaches them by queues, so its files have no URLs. A stage gets one from `runtime.url`,
+from `engine_args.host` and `port`, or else from --prefill and --decode in the order of the file. Owns that rule.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pdproxy.settings.yaml_file import read_yaml, spell_file
 
 
 class StageNodes(NamedTuple):
-    """What a stage configuration adds to a pool: its contract (None without pairs), nodes as the schema wants them, and the
-    engines of the command line that are no stage's."""
+    """What a stage configuration adds to a pool: its contract (None without pairs), nodes in the schema's form, and the
+    engines of the command line that belong to no stage."""
 
     connector: str | None
     nodes: list[dict[str, Any]]
@@ -33,10 +33,10 @@ class StageNodes(NamedTuple):
 def read_stages(
     config: Path, engines: Iterable[Engine], connector: str | None = None, port: int = VLLM_BOOTSTRAP_PORT
 ) -> StageNodes:
-    """Read a stage configuration and make engines of it.
+    """Read a stage configuration and make engines from it.
 
-    `engines` are those of the command line, `connector` the operator's own choice, `port` the Mooncake bootstrap port of
-    prefill stages whose file names none.
+    `engines` are those of the command line, `connector` is the operator's choice, `port` the Mooncake bootstrap port of prefill
+    stages for which the file names none.
 
     Raises:
         SettingsError: one line that names the key and the file.
@@ -52,21 +52,21 @@ def read_stages(
 
 
 def _urls(stages: tuple[Stage, ...], engines: list[Engine], file: ForeignFile) -> tuple[dict[int, str], list[Engine]]:
-    """Return each stage's URL by its place, and the engines that are none of them."""
+    """Return each stage's URL by its index, and the engines that belong to no stage."""
     if not stages:
         return {}, engines
     urls = {stage.index: _own_url(stage, file) for stage in stages if stage.url is not None}
     roles: tuple[Role, ...] = ("prefill", "decode")
     for role in roles:
-        bare = [stage for stage in stages if stage.role == role and stage.url is None]
+        without = [stage for stage in stages if stage.role == role and stage.url is None]
         given = [engine.url for engine in engines if engine.role == role]
-        if len(bare) != len(given):
-            missing = ", ".join(spell_key(stage.path) for stage in bare) or "none"
+        if len(without) != len(given):
+            missing = ", ".join(spell_key(stage.path) for stage in without) or "none"
             raise SettingsError(
-                f"--{role}: {len(given)} given, expected {len(bare)}: one for each {role} stage without a URL of its own "
+                f"--{role}: {len(given)} given, expected {len(without)}: one for each {role} stage without a URL of its own "
                 f"({missing}){file.where}"
             )
-        for stage, url in zip(bare, given, strict=True):
+        for stage, url in zip(without, given, strict=True):
             urls[stage.index] = engine_url(with_scheme(url), (*stage.path, "runtime", "url"))
     return urls, [engine for engine in engines if engine.role not in roles]
 
@@ -104,5 +104,5 @@ def _nodes(
 
 def _bind(bound: dict[str, Stage], address: str, stage: Stage, file: ForeignFile) -> None:
     if (other := bound.setdefault(address, stage)) is not stage:
-        says = f"its Mooncake bootstrap server would be at {address}, as {spell_key(other.path)}'s: give each its own"
-        raise file.wrong(stage.path, f"{says} mooncake_bootstrap_port")
+        text = f"its Mooncake bootstrap server would be at {address}, like that of {spell_key(other.path)}: give each its own"
+        raise file.wrong(stage.path, f"{text} mooncake_bootstrap_port")

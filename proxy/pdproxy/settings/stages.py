@@ -1,9 +1,9 @@
-"""Reads vllm-omni's stage configuration: which of its stages prefill, which decode, and what their engines were told of KV.
+"""Reads vllm-omni's stage configuration: which of its stages prefill, which decode, and how their engines transfer KV.
 
-Source: vllm-omni's stage YAML and its `pd_utils` (PR 1303). A file has dozens of keys that are its engines' own affair; only
-those that decide a pair are looked at, and those are held to what they must be. Values are plain, or anything that
-describes itself by names (`pdproxy.transfer.mappings`). Owns the shape of a stage here; what stages must have in common to be
-a pair is `stagechecks`, what becomes of them in a pool `stagenodes`.
+Source: vllm-omni's stage YAML and its `pd_utils` (PR 1303). A file has dozens of keys that only its engines need. Only the keys
+that decide a pair are read and checked. Values are plain, or anything that describes itself by names
+(`pdproxy.transfer.mappings`). Owns the shape of a stage; `stage_checks` checks what makes two stages a pair, `stage_nodes` makes
+engines of them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ STAGES = "stage_args"
 """The key of the list of stages."""
 
 BOOTSTRAP_ENV = "VLLM_MOONCAKE_BOOTSTRAP_PORT"
-"""The variable by which vLLM is told its Mooncake bootstrap port; a stage sets it under `runtime.env`."""
+"""The variable that sets vLLM's Mooncake bootstrap port; a stage sets it under `runtime.env`."""
 
 StageId = int | str
 
 
 class KvConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage's `kv_transfer_config`, as far as a pair depends on it. None: it doesn't say."""
+    """The part of a stage's `kv_transfer_config` that a pair depends on. None: the file does not set it."""
 
     role: str
     connector: str
@@ -39,10 +39,10 @@ class KvConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """A stage that only prefills or only decodes. `index` is its place in the file, `id` its `stage_id`.
+    """A stage that only prefills or only decodes. `index` is its index in the file, `id` its `stage_id`.
 
-    `sources` are the stages whose output it takes, by id or by place. `bootstrap_port` is what its Mooncake listens on, if
-    the file says it; `url` where its engine serves HTTP, if the file says it.
+    `sources` are the stages whose output it takes, by id or by index. `bootstrap_port` is the port of its Mooncake bootstrap
+    server, `url` the URL of its engine's HTTP server; None if the file does not name them.
     """
 
     index: int
@@ -56,7 +56,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def path(self) -> KeyPath:
-        """Where the stage stands in the file."""
+        """The key of the stage in the file."""
         return (STAGES, self.index)
 
 
@@ -67,10 +67,10 @@ class Reader:
         self._file = file
 
     def stages(self, tree: object) -> tuple[Stage, ...]:
-        """Return the stages that are flagged as prefill or decode, in the file's order; none flagged: none.
+        """Return the stages that are flagged as prefill or decode, in the file's order.
 
         Raises:
-            SettingsError: one line that names the stage's key and what it holds instead of what it should.
+            SettingsError: one line that names the stage's key, what was expected and what was found.
         """
         stages = self._file.mapping(tree, ()).get(STAGES)
         if isinstance(stages, str | bytes) or not isinstance(stages, Sequence):
@@ -82,7 +82,9 @@ class Reader:
             stage = self._file.mapping(item, path)
             ident = self._id(stage.get("stage_id", index), (*path, "stage_id"))
             if ident in known:
-                raise self._file.wrong((*path, "stage_id"), f"{ident} is {spell_key((STAGES, known[ident]))}'s already")
+                raise self._file.wrong(
+                    (*path, "stage_id"), f"{ident} is the id of {spell_key((STAGES, known[ident]))}, too"
+                )
             known[ident] = index
             role = self._role(stage, path)
             if role is not None:
@@ -119,20 +121,20 @@ class Reader:
         given = engine.get("kv_transfer_config")
         if given is None:
             raise self._file.wrong(path, f"missing: a {role} stage needs one, with kv_connector and kv_role")
-        if isinstance(given, str):  # as the engine's own flag takes it
+        if isinstance(given, str):  # JSON, as for the engine's own flag
             given = self._file.json(given, path)
         config = self._file.mapping(given, path)
         if not config:
             raise self._file.wrong(
-                path, f"an empty mapping ({type(given).__name__}) says nothing: give kv_connector and kv_role"
+                path, f"an empty mapping ({type(given).__name__}): expected kv_connector and kv_role"
             )
-        connector, wanted = self._file.text(config, "kv_connector", path), _ROLES[role]
+        connector, allowed = self._file.text(config, "kv_connector", path), _ROLES[role]
         if not connector:
             raise self._file.wrong((*path, "kv_connector"), f"missing: a {role} stage needs one")
         kv_role = config.get("kv_role")
-        if kv_role not in wanted:
-            says = f"a {role} stage needs {' or '.join(wanted)}, got {spell((), kv_role)}"
-            raise self._file.wrong((*path, "kv_role"), says)
+        if kv_role not in allowed:
+            text = f"a {role} stage needs {' or '.join(allowed)}, got {spell((), kv_role)}"
+            raise self._file.wrong((*path, "kv_role"), text)
         return KvConfig(
             role=kv_role,
             connector=connector,
@@ -146,16 +148,16 @@ class Reader:
         )
 
     def _bootstrap_port(self, runtime: Mapping[str, Any], kv: KvConfig, path: KeyPath) -> int | None:
-        """The engine obeys its environment; vllm-omni told its own orchestrator by the other key. They must agree."""
+        """Return the port. The engine reads its environment, vllm-omni's orchestrator the other key: they must agree."""
         env_path = (*path, "runtime", "env")
         env = self._file.mapping(runtime.get("env", {}), env_path, may_be_null=True)
         given = self._file.port(env, BOOTSTRAP_ENV, env_path)
         extra_path = (*path, "engine_args", "kv_transfer_config", "kv_connector_extra_config")
-        said = self._file.port(kv.extra, "mooncake_bootstrap_port", extra_path)
-        if given is not None and said is not None and given != said:
+        extra = self._file.port(kv.extra, "mooncake_bootstrap_port", extra_path)
+        if given is not None and extra is not None and given != extra:
             other = spell_key((*extra_path, "mooncake_bootstrap_port"))
-            raise self._file.wrong((*env_path, BOOTSTRAP_ENV), f"{given}, but {other} is {said}")
-        return said if given is None else given
+            raise self._file.wrong((*env_path, BOOTSTRAP_ENV), f"{given}, but {other} is {extra}")
+        return extra if given is None else given
 
     def _url(self, engine: Mapping[str, Any], runtime: Mapping[str, Any], path: KeyPath) -> str | None:
         """`runtime.url` is pdproxy's own key; `host` and `port` are those of `vllm serve`."""
@@ -172,7 +174,7 @@ class Reader:
             return url
         if port is None:
             if host is not None:
-                raise self._file.wrong((*path, "engine_args", "host"), "is of no use without engine_args.port")
+                raise self._file.wrong((*path, "engine_args", "host"), "has no effect without engine_args.port")
             return None
         if host in _ANY_ADDRESS:
             raise self._file.wrong(

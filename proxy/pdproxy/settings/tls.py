@@ -1,6 +1,6 @@
-"""TLS contexts made of the settings: one side for clients, one for engines.
+"""TLS contexts from the settings: one for clients, one per engine.
 
-Owns how a certificate that can't be used is told: one line that names the setting and the file.
+Owns the errors of certificates that can't be used: one line that names the setting and the file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pdproxy.settings.yaml_file import spell_file
 
 
 def listen_context(tls: ListenTls) -> ssl.SSLContext:
-    """Return the context that clients are met with. TLS 1.2 at least, which is Python's own floor.
+    """Return the context for connections of clients: TLS 1.2 or newer, as is Python's default.
 
     Raises:
         SettingsError: a file can't be read, or is not what it should be.
@@ -33,17 +33,17 @@ def listen_context(tls: ListenTls) -> ssl.SSLContext:
     if tls.client_ca is not None:
         _load_authorities(context, "listen.tls.client_ca", tls.client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
-        # A ticket would let a client in again whose authority has been taken out since.
+        # With a ticket a client could connect again after its authority has been removed.
         context.num_tickets = 0
         context.options |= ssl.OP_NO_TICKET
     return context
 
 
 def following(newest: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
-    """Return a context for a listener that hands each handshake to the newest one; open connections keep theirs.
+    """Return a context for a listener that uses the newest context for each handshake; open connections keep theirs.
 
-    Loading a renewed certificate into a context that is in use can't take an authority back, and half of it stays if the
-    key does not fit.
+    Loading a renewed certificate into a context that is in use can't remove an authority, and changes half of the context if
+    the key does not match.
     """
 
     def pick(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, first: ssl.SSLContext) -> None:
@@ -52,7 +52,7 @@ def following(newest: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     started = newest()
     context.set_alpn_protocols(["http/1.1"])
-    # These are the connection's own before it has a name to pick by; authorities and certificates are the newest's.
+    # A connection has these before `pick` is called; authorities and certificates are those of the newest context.
     context.verify_mode, context.num_tickets, context.options = (
         started.verify_mode,
         started.num_tickets,
@@ -63,7 +63,7 @@ def following(newest: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
 
 
 def engine_context(setting: str, tls: EngineTls) -> ssl.SSLContext:
-    """Return the context that engines are asked with. `setting` is where `tls` stands.
+    """Return the context for connections to an engine. `setting` is the name of `tls` in the settings.
 
     Raises:
         SettingsError: a file can't be read, or is not what it should be.
@@ -83,7 +83,7 @@ def engine_context(setting: str, tls: EngineTls) -> ssl.SSLContext:
 
 
 def merged(pool: EngineTls, node: EngineTls) -> EngineTls:
-    """Return what is in force for an engine: its own certificate and key go together, everything else is one by one."""
+    """Return the settings for an engine: each its own or the pool's, but certificate and key come from the same place."""
     own = node if node.certificate is not None else pool
     return EngineTls(
         ca=node.ca if node.ca is not None else pool.ca,
@@ -102,7 +102,7 @@ def _load_own(context: ssl.SSLContext, setting: str, certificate: str, key: str 
         context.load_cert_chain(certificate, key, password=lambda: password)
     except (OSError, ValueError) as error:
         files = " with ".join(spell_file(Path(path)) for path in (certificate, key) if path is not None)
-        raise SettingsError(f"{setting}: {files}: {_load_words(error, locked=b'ENCRYPTED' in held)}") from None
+        raise SettingsError(f"{setting}: {files}: {_reason_of(error, locked=b'ENCRYPTED' in held)}") from None
 
 
 def _load_authorities(context: ssl.SSLContext, setting: str, path: str) -> None:
@@ -110,10 +110,10 @@ def _load_authorities(context: ssl.SSLContext, setting: str, path: str) -> None:
     try:
         context.load_verify_locations(path)
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{setting}: {spell_file(Path(path))}: {_load_words(error)}") from None
+        raise SettingsError(f"{setting}: {spell_file(Path(path))}: {_reason_of(error)}") from None
 
 
-def _load_words(error: Exception, *, locked: bool = False) -> str:
+def _reason_of(error: Exception, *, locked: bool = False) -> str:
     match getattr(error, "reason", None):
         case "KEY_VALUES_MISMATCH":
             return "the key is not the certificate's"

@@ -1,7 +1,7 @@
-"""Reads a YAML file into plain values, with every failure told in one line.
+"""Reads a YAML file into plain values. Each error is one line.
 
-PyYAML lets a later key overwrite an earlier one and quotes the file in its messages. Both are wrong for settings: the
-first hides half of an edit, the second may print a key of `auth`.
+PyYAML lets a later key overwrite an earlier one, and its messages quote the file. Both are wrong for settings: the first
+hides half of an edit, the second may print a key of `auth`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _construct(loader: yaml.SafeLoader, root: yaml.Node, name: str) -> object:
     except (yaml.YAMLError, RecursionError):
         raise
     except Exception:
-        # A month 13, a number of 5000 digits, `!!int ''`: PyYAML lets through whatever its constructors run into.
+        # A month 13, a number of 5000 digits, `!!int ''`: PyYAML does not catch what its constructors raise.
         raise SettingsError(f"{name}: holds a date, a number or a tagged value that can't be read") from None
 
 
@@ -60,7 +60,7 @@ def spell_file(path: Path) -> str:
 
 
 def _refuse_duplicates(node: yaml.Node, path: KeyPath, seen: set[int], name: str) -> None:
-    if id(node) in seen:  # an alias: looked at where it was defined
+    if id(node) in seen:  # an alias: checked where it was defined
         return
     seen.add(id(node))
     if isinstance(node, yaml.SequenceNode):

@@ -1,1 +1,1 @@
-"""One small module a KV transfer contract: what to say to each engine, and in which order. Pure."""
+"""KV transfer contracts, one module each: what each engine is sent, and who holds KV afterwards. Pure."""

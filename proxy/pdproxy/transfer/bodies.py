@@ -1,7 +1,7 @@
 """The parts of the legs' bodies that all contracts of vLLM share.
 
-Source: vLLM 0.32.0 `entrypoints/openai/*/protocol.py`. What the prefill leg must not carry is refused by the engine
-(`stream_options` without a stream, `min_tokens` over `max_tokens`) or costs work on a token that is thrown away.
+Source: vLLM 0.32.0 `entrypoints/openai/*/protocol.py`. A prefill leg must not carry some fields: the engine refuses them
+(`stream_options` without a stream, `min_tokens` over `max_tokens`), or they cost work on a token that is not used.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _TRUE = raw(b"true")
 _USAGE_AT_THE_END = raw(b'{"include_usage":true,"continuous_usage_stats":false}')
 
 DROPPED_ON_PREFILL = tuple(name for name in UNSEEN_BY_PREFILL if name != "response_format")
-"""Fields the prefill leg does without. None of them changes the prompt."""
+"""Fields that the prefill leg does not carry. None of them changes the prompt."""
 
 
 def prefill_fields(parsed: Parsed, prompt: Prompt) -> Fields:
-    """Return the fields of a prefill leg: one token, whole, with the prompt's ids, the client's object untouched.
+    """Return the fields of a prefill leg: one token, not streamed, with the prompt's ids. The client's fields do not change.
 
     `response_format` stays on chats, since some chat templates print it; completions have no template. `tools` and
     `tool_choice` stay, since they change the prompt.
@@ -36,7 +36,7 @@ def prefill_fields(parsed: Parsed, prompt: Prompt) -> Fields:
     if "max_completion_tokens" in fields:
         fields["max_completion_tokens"] = _ONE
     if "min_tokens" in fields:
-        # 1 masks EOS and the stop ids for that token, as the client's larger number would have.
+        # 1 masks EOS and the stop ids for that token, as the client's larger number does.
         fields["min_tokens"] = _ONE if bytes(fields["min_tokens"]) not in (b"0", b"null") else fields["min_tokens"]
     if "n" in fields:
         fields["n"] = _ONE
@@ -46,7 +46,7 @@ def prefill_fields(parsed: Parsed, prompt: Prompt) -> Fields:
 
 
 def decode_fields(parsed: Parsed, prompt: Prompt) -> Fields:
-    """Return the fields of a decode leg: the client's own, and on streams a usage event at the end and token ids, for us."""
+    """Return the fields of a decode leg: the client's, and for the proxy itself the usage and the token ids that it needs."""
     fields = dict(parsed.fields)
     _set_prompt(fields, prompt)
     if parsed.adds_usage:
@@ -57,8 +57,8 @@ def decode_fields(parsed: Parsed, prompt: Prompt) -> Fields:
 
 
 def alone_body(parsed: Parsed, prompt: Prompt | None) -> bytes:
-    """Return the body for one engine that serves the request, or one prompt of it, without KV transfer."""
-    if prompt is None:  # the whole request as it came
+    """Return the body for one engine that serves the request, or one of its prompts, without KV transfer."""
+    if prompt is None:  # the whole request as it was received
         fields = dict(parsed.fields)
         if parsed.adds_usage:
             fields["stream_options"] = _USAGE_AT_THE_END
@@ -67,9 +67,9 @@ def alone_body(parsed: Parsed, prompt: Prompt | None) -> bytes:
 
 
 def with_ids(fields: Fields, route: Route, ids: TokenIds) -> None:
-    """Have an engine take a prompt's ids in place of tokenizing it. A chat keeps its messages: they are still validated.
+    """Add a prompt's ids, so that an engine need not tokenize it. A chat keeps its messages: they are still validated.
 
-    Source: vLLM 0.32.0 `renderers/online_renderer.py`, which reads a chat's ids in `kv_transfer_params` of any leg.
+    Source: vLLM 0.32.0 `renderers/online_renderer.py`, which reads a chat's ids from `kv_transfer_params` of any leg.
     """
     if route is Route.COMPLETIONS:
         fields["prompt"] = raw(ids.json)

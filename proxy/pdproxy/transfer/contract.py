@@ -1,14 +1,14 @@
 """What a KV transfer contract declares, so that one exchange can run all of them.
 
-Owns the vocabulary between `serving` and the contracts: what each leg is sent and in which order, what tells that the KV
-is ready, where the first token comes from, and who holds KV afterwards. Another contract is another module with one
-`Contract`; nothing in `serving` asks for a contract's name.
+Owns the vocabulary between `serving` and the contracts: what each leg is sent, what shows that the KV is ready, where the
+first token comes from, and who holds the KV afterwards. `serving` asks a contract for these things, never for its name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 import msgspec
 
@@ -20,7 +20,7 @@ from pdproxy.wire.request import Alone, Parsed, Prompt, Route
 
 
 class Receiver(msgspec.Struct, frozen=True):
-    """Where a decode engine receives KV: a host, and a port a tensor-parallel rank for each of two purposes."""
+    """Where a decode engine receives KV: a host, and for each of two purposes one port per tensor-parallel rank."""
 
     host: str
     init_ports: tuple[int, ...]
@@ -28,11 +28,11 @@ class Receiver(msgspec.Struct, frozen=True):
 
 
 class Dispatch(msgspec.Struct, frozen=True):
-    """What is known of one prompt's dispatch to one pair before its first leg. Every further try has one of its own.
+    """What is known of one prompt's dispatch to one pair before its first leg. Every further try has its own.
 
-    `leg_id` is minted for the prefill leg: two clients may use one id, two dispatches never do. None where nothing goes by it.
-    `ids` are the prompt's token ids, None if they are not known; `prefill_takes_ids`: the prefill engine may take them
-    for the prompt.
+    `leg_id` is made for the prefill leg: two clients may use the same id, two dispatches never do. None if nothing uses it.
+    `ids` are the prompt's token ids, None if they are not known. `prefill_takes_ids`: the prefill engine may be sent them
+    in place of the prompt's text.
     """
 
     leg_id: str | None = None
@@ -46,14 +46,14 @@ NO_DISPATCH = Dispatch()
 
 
 class LegRequest(msgspec.Struct, frozen=True):
-    """What one engine is asked: a generating route, and a body."""
+    """What one engine is sent: a generating route and a body."""
 
     route: Route
     body: bytes
 
 
 class FirstToken(msgspec.Struct, frozen=True):
-    """The first token of the answer, where the prefill engine made it: its id, its text, and its finish if it was the last.
+    """The first token of the answer, if the prefill engine made it: its id, its text, and its finish if it was the last.
 
     `stop_reason` is JSON, as the engine wrote it.
     """
@@ -65,14 +65,16 @@ class FirstToken(msgspec.Struct, frozen=True):
 
 
 class Handle(msgspec.Struct, frozen=True):
-    """A claim on KV that a prefill engine made for us. Where it is kept there, exactly one party may end it.
+    """What a prefill engine returned of a prompt's KV. If the KV is held for us, exactly one party must end that.
 
-    `params` is the engine's `kv_transfer_params` verbatim, `token_ids` the prompt's ids as a JSON array (None if the
-    engine did not say them), `prompt_tokens` the prompt's length, `created_cache_tokens` how many of them were new to the
-    prefill engine's prefix cache, if it tells. `cached_tokens` is how many were found there, where it tells and the decode
-    engine can't know: for that one all KV that it was given is cached. `first` is the answer's first token where the decode
-    engine goes on behind it. `alone`: why the request must be served by one engine although the KV is there; the handle only
-    has to be given back.
+    - `params`: the engine's `kv_transfer_params`, unchanged.
+    - `token_ids`: the prompt's ids as a JSON array, None if the engine did not return them.
+    - `prompt_tokens`: the prompt's length in tokens.
+    - `created_cache_tokens`: how many of them were new to the prefill engine's prefix cache, None if it does not report it.
+    - `cached_tokens`: how many of them it found there. Set only where the decode engine can't know: all the KV that it
+      received counts as cached there.
+    - `first`: the answer's first token, if the decode engine continues behind it.
+    - `alone`: why one engine must serve the request although the KV is there. The KV then only has to be released.
     """
 
     params: bytes
@@ -93,33 +95,117 @@ def unclaimed(
     *,
     more: int = 0,
 ) -> Handle:
-    """Return a handle that nobody has to end: what the prefill engine counted, and how the decode engine goes on.
+    """Return a handle without `params`: what the prefill engine counted, and how the decode engine continues.
 
-    `more`: how many tokens of the prompt the prefill engine wasn't asked to see.
+    `more`: how many tokens of the prompt the prefill engine was not sent.
     """
-    said = answer.details()
+    details = answer.details()
     return Handle(
         params=b"",
         token_ids=token_ids,
         prompt_tokens=answer.usage.prompt_tokens + more,
         remote_request_id=remote_request_id,
-        created_cache_tokens=said.created_cache_tokens,
-        cached_tokens=said.cached_tokens,
+        created_cache_tokens=details.created_cache_tokens,
+        cached_tokens=details.cached_tokens,
         first=first,
     )
 
 
-def nothing_to_release(_model: str | None, _handle: Handle) -> bytes | None:
-    """Return no body: the contract's KV is not kept for anybody."""
+class Holder:
+    """Who holds a prompt's KV after the prefill, and what follows for the legs. See the three classes below."""
+
+    def pushed_to(self, decode: str) -> str | None:
+        """Return the engine that a leg's KV is pushed to, None if it stays at the prefill engine. `decode`: the leased one."""
+        return None
+
+    @property
+    def late_kv_may_be_read(self) -> bool:
+        """Whether a decode engine may be asked although notices of the KV are missing: it computes what it does not find."""
+        return True
+
+    def refusal_released(self, error_type: str, param: str | None) -> bool:
+        """Return whether a decode engine that refused a request with a 400 of this kind has released its KV by that."""
+        return False
 
 
-def never_released(_error_type: str, _param: str | None) -> bool:
-    """Tell that no refusal gives a handle back."""
-    return False
+@dataclass(frozen=True, slots=True)
+class NotHeld(Holder):
+    """Nobody holds KV for a request. Nothing has to be released."""
 
 
-def anything(_parsed: Parsed) -> int:
-    """Return the least tokens of a prompt: no more than one has."""
+@dataclass(frozen=True, slots=True)
+class HeldByPrefill(Holder):
+    """The prefill engine holds the KV until a decode engine has read it or reports that it will not, or until a lease ends.
+
+    `release_body(model, handle)`: a completion that any compatible decode engine refuses with 400, after it has reported to
+    the prefill engine that the KV may be freed. `refused(error_type, param)`: whether a client's request that was refused
+    in this way has had the same effect.
+    """
+
+    release_body: Callable[[str | None, Handle], bytes]
+    refused: Callable[[str, str | None], bool]
+
+    def refusal_released(self, error_type: str, param: str | None) -> bool:
+        """Return whether a decode engine that refused a request with a 400 of this kind has released its KV by that."""
+        return self.refused(error_type, param)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldByDecode(Holder):
+    """The prefill engine pushes the KV into a buffer of one decode engine, where it stays until that engine reads it.
+
+    So only that engine can release it. KV must not be read before all its notices have come: parts of it may not be written
+    yet. A prefill leg must not be closed before its answer: the engine may fail while it pushes.
+
+    `release_body(model, handle)`: a completion that makes the decode engine read the KV, answered with 200.
+    """
+
+    release_body: Callable[[str | None, Handle], bytes]
+
+    def pushed_to(self, decode: str) -> str | None:
+        """Return the engine that a leg's KV is pushed to."""
+        return decode
+
+    @property
+    def late_kv_may_be_read(self) -> bool:
+        """Whether a decode engine may be asked although notices of the KV are missing."""
+        return False
+
+
+NOT_HELD = NotHeld()
+
+
+class Channel(Enum):
+    """How engines send notices that KV is ready."""
+
+    HTTP = "http"  # as POST requests to the port on which clients reach the proxy
+    ZMQ = "zmq"  # to the socket of `kv_ready`
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a contract before it is built. Settings are checked against it."""
+
+    needs_ids: bool = False
+    """The prefill leg can't be made without the prompt's token ids."""
+
+    takes_ids: bool = False
+    """Legs differ where the proxy knows the prompt's token ids. True for all that need them."""
+
+    needs_receiver: bool = False
+    """The prefill leg names the address at which the decode engine receives KV."""
+
+    notices_over: Channel | None = None
+    """How engines send notices, if they send any. None: there are none."""
+
+    mixed_parallel_sizes: bool = False
+    """A pair may have different tensor-parallel sizes, if one is a multiple of the other."""
+
+
+NO_CAPABILITIES = Capabilities()
+
+
+def any_length(_parsed: Parsed) -> int:
+    """Return the minimum of tokens in a prompt: every prompt has it."""
     return 1
 
 
@@ -130,52 +216,56 @@ def no_notices(_dispatch: Dispatch) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """The choreography of one KV transfer contract. All functions are pure.
+    """How KV is transferred: what each engine is sent, and what the proxy waits for in between. All functions are pure.
 
-    `order` names the order in which its legs run: a module of `serving.dispatch.orders`.
+    `order` names the order in which the legs run: a module of `serving.dispatch.orders`. The legs:
+        - `prefill(parsed, prompt, dispatch)` returns the prefill leg.
+        - `handle(parsed, answer, dispatch)` reads the prefill engine's answer. It returns the handle of the KV, or a text: why
+          the answer can't be used.
+        - `decode(parsed, prompt, handle, dispatch)` returns the decode leg.
 
-    What goes on the wire:
-        - `prefill(parsed, prompt, dispatch)`: what the prefill engine is asked.
-        - `handle(parsed, answer, dispatch)`: what its answer hands over; a str says why it hands over nothing usable.
-        - `decode(parsed, prompt, handle, dispatch)`: what the decode engine is asked.
+    What the prefill leg needs, besides what `capabilities` says:
+        - `needs_leg_id`: an id of its own, because notices or engines name the leg by it.
+        - `min_tokens(parsed)`: shorter prompts are served by one engine.
 
-    What it takes, and what it leaves behind:
-        - `notices(dispatch)`: how many ranks tell that the KV is where the decode engine looks for it, besides the prefill
-          engine's answer; None: as many as the notices say.
-        - `handle_from_notice(notice)`: the handle in a prefill engine's notice, None if it holds none. None: engines send
-          no such notices.
-        - `early`: such a handle counts before the answer does.
-        - `needs_ids`: the prompt's token ids are part of the prefill leg.
-        - `needs_receiver`: so is the address at which the decode engine receives.
-        - `needs_leg_id`: the prefill leg gets an id of its own, by which notices or engines name it.
-        - `min_tokens(parsed)`: tokens of the shortest prompt that is worth a handover, besides one of the engines' KV blocks.
-        - `holds`: the KV is kept for us until somebody ends the handle; by the prefill engine, or, where it `pushes`, by the
-          decode engine that got it: then that one alone can give it back, and KV of which no notice came must not be read.
-        - `ends_whole`: the prefill leg must not be closed before its answer.
-        - `release_body(model, handle)`: the body of a completion that makes a decode engine give the handle back, None if there
-          is none; `releases` is the status that says that it has.
-        - `refusal_released(error_type, param)`: whether a decode engine that refused a request with a 4xx has given
-          its handle back by itself.
+    Notices, which engines send when KV is ready:
+        - `notices(dispatch)` returns how many of them the decode leg waits for, besides the prefill engine's answer. None: each
+          notice says how many there are. 0: the decode leg waits for none.
+        - `handle_from_notice(notice)` returns the handle that a notice of the prefill engine carries, None if it carries none.
+          The field itself is None if no notice can carry one.
+        - `early`: the handle of such a notice is used before the prefill engine's answer has come.
+
+    Afterwards:
+        - `holder`: who holds the KV until it is read or released.
     """
 
     name: str
     prefill: Callable[[Parsed, Prompt, Dispatch], LegRequest]
     handle: Callable[[Parsed, PrefillAnswer, Dispatch], Handle | str]
     decode: Callable[[Parsed, Prompt, Handle, Dispatch], LegRequest]
+    capabilities: Capabilities = NO_CAPABILITIES
+    needs_leg_id: bool = False
+    min_tokens: Callable[[Parsed], int] = any_length
     order: str = "prefill_then_decode"
     notices: Callable[[Dispatch], int | None] = no_notices
     handle_from_notice: Callable[[Notice], Handle | None] | None = None
     early: bool = False
-    needs_ids: bool = False
-    needs_receiver: bool = False
-    needs_leg_id: bool = False
-    min_tokens: Callable[[Parsed], int] = anything
-    holds: bool = False
-    pushes: bool = False
-    ends_whole: bool = False
-    release_body: Callable[[str | None, Handle], bytes | None] = nothing_to_release
-    releases: int = 400
-    refusal_released: Callable[[str, str | None], bool] = never_released
+    holder: Holder = NOT_HELD
+
+    @property
+    def needs_ids(self) -> bool:
+        """Whether the prefill leg can't be made without the prompt's token ids."""
+        return self.capabilities.needs_ids
+
+    @property
+    def needs_receiver(self) -> bool:
+        """Whether the prefill leg names the address at which the decode engine receives KV."""
+        return self.capabilities.needs_receiver
+
+    def has_notices_over(self, channel: Channel) -> bool:
+        """Return whether engines send notices in this way."""
+        some = self.notices is not no_notices or self.handle_from_notice is not None
+        return some and self.capabilities.notices_over is channel
 
 
 def raw(value: bytes) -> msgspec.Raw:
@@ -184,5 +274,5 @@ def raw(value: bytes) -> msgspec.Raw:
 
 
 def encode(fields: Fields) -> bytes:
-    """Put a body together again: a copy of each field's bytes, nothing is parsed."""
+    """Return the JSON of a body: a copy of each field's bytes, nothing is parsed."""
     return msgspec.json.encode(fields)

@@ -1,11 +1,11 @@
 """A KV store between the engines, under keys that the proxy makes: P stores a prompt's KV, D loads it.
 
-Source: vLLM PR 12957, its `KVStoreConnector` and its proxy. Both legs carry the prompt's ids and its key: P to store under it,
-D to load by it. P's answer hands over nothing, so nothing has to be given back; what the store keeps, and how long, is its own
-affair. D computes the prompt itself where the store has nothing under the key, or something shorter than the prompt.
+Source: vLLM PR 12957, its `KVStoreConnector` and its proxy. Both legs carry the prompt's ids and its key: P stores under it,
+D loads by it. P's answer holds no claim on KV, so nothing has to be released. The store itself decides what it keeps, and how
+long. D computes the prompt itself if the store has nothing under the key, or something shorter than the prompt.
 
-The ids must be those that the engines see, special tokens included: they are asked for before P is. The key is made from them
-and from the model's name, since one store may serve several models.
+The ids must be those that the engines use, special tokens included: the proxy gets them before it asks P. The key is made from
+them and from the model's name, since one store may serve several models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import msgspec
 
 from pdproxy.transfer.bodies import decode_fields, prefill_fields
-from pdproxy.transfer.contract import Contract, Dispatch, Handle, LegRequest, encode, raw, unclaimed
+from pdproxy.transfer.contract import Capabilities, Contract, Dispatch, Handle, LegRequest, encode, raw, unclaimed
+from pdproxy.transfer.entry import Entry
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.kvparams import KVTransferParams, store_keys
 from pdproxy.wire.request import Parsed, Prompt
@@ -24,7 +25,7 @@ _ids_decoder = msgspec.json.Decoder(list[int])
 
 
 def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
-    """Return the prefill leg: the prompt's KV is to be stored under its key, and none to be loaded."""
+    """Return the prefill leg: store the prompt's KV under its key, load none."""
     fields = prefill_fields(parsed, prompt)
     ids = _numbers(dispatch)
     params = KVTransferParams(prefix_prompt_ids=ids, kvcache_store_keys=store_keys(ids, parsed.model or ""))
@@ -33,7 +34,7 @@ def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
 
 
 def handle(_parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle | str:
-    """Return a handle without a claim, or why the decode engine should not be sent the key."""
+    """Return a handle without `params`, or why the decode engine should not be sent the key."""
     return why_not_stored(answer, _numbers(dispatch)) or unclaimed(answer)
 
 
@@ -54,20 +55,25 @@ def _numbers(dispatch: Dispatch) -> list[int]:
 def why_not_stored(answer: PrefillAnswer, ids: Sequence[int]) -> str | None:
     """Return why D should not be sent the key although P answered, None if it should.
 
-    An engine that says the prompt's ids, or their number, and says other ones, has stored something that is no prefix of
-    what D will see. Engines of the pull request's time say the number alone.
+    If an engine returns other ids than these, or another number of them, it has stored something that is no prefix of what D
+    will look for. Engines with the pull request's version of vLLM return the number only.
     """
-    said = answer.token_ids()
-    if said is not None:
+    returned = answer.token_ids()
+    if returned is not None:
         try:
-            same = _ids_decoder.decode(said) == list(ids)
+            same = _ids_decoder.decode(returned) == list(ids)
         except msgspec.MsgspecError:
             same = False
-        return None if same else "P saw other token ids than those that the key was made from"
+        return None if same else "P used other token ids than those that the key was made from"
     counted = answer.usage.prompt_tokens
     if counted not in (0, len(ids)):
         return f"P counted {counted} prompt tokens, the key was made from {len(ids)}"
     return None
 
 
-KVSTORE_KEYS = Contract(name="kvstore-keys", prefill=prefill, handle=handle, decode=decode, needs_ids=True)
+NAME = "kvstore-keys"
+CAPABILITIES = Capabilities(needs_ids=True, takes_ids=True)
+KVSTORE_KEYS = Contract(name=NAME, prefill=prefill, handle=handle, decode=decode, capabilities=CAPABILITIES)
+ENTRY = Entry(
+    name=NAME, build=lambda _: KVSTORE_KEYS, capabilities=CAPABILITIES, kv_connectors=("MooncakeStoreConnector",)
+)

@@ -1,19 +1,29 @@
-"""LMCache as a process of its own (multi-process mode): both engines share its store; a notice tells when it has the KV.
+"""LMCache as a process of its own (multi-process mode): both engines share its store; a notice says when it has the KV.
 
 Source: LMCache 0.5.6, `examples/disagg_prefill_mp`. The legs are those of `shared`, but the prefill engine answers before its KV
-is stored. Each of its ranks then posts `request_store_finished` with the engine's internal id, in which ours is found again.
+is stored. Each of its ranks then posts `request_store_finished` with the engine's internal id, which contains ours.
 """
 
 from __future__ import annotations
 
-from pdproxy.transfer.contract import Contract, Dispatch
+from pdproxy.transfer.contract import Capabilities, Channel, Contract, Dispatch
+from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.shared import decode, handle, prefill
 
 
-def _of_each_rank(_dispatch: Dispatch) -> int | None:
+def _from_each_rank(_dispatch: Dispatch) -> int | None:
     return None
 
 
+NAME = "lmcache-mp"
+CAPABILITIES = Capabilities(notices_over=Channel.HTTP)
 LMCACHE_MP = Contract(
-    name="lmcache-mp", prefill=prefill, handle=handle, decode=decode, notices=_of_each_rank, needs_leg_id=True
+    name=NAME,
+    prefill=prefill,
+    handle=handle,
+    decode=decode,
+    capabilities=CAPABILITIES,
+    needs_leg_id=True,
+    notices=_from_each_rank,
 )
+ENTRY = Entry(name=NAME, build=lambda _: LMCACHE_MP, capabilities=CAPABILITIES, kv_connectors=("LMCacheMPConnector",))

@@ -1,26 +1,29 @@
-"""LMCache's own PD: the prefill engine pushes KV to the decode engine chosen beforehand, and each rank tells us when it has.
+"""LMCache's own PD: the prefill engine pushes KV to the decode engine that was chosen before, and each rank sends a notice.
 
 Source: LMCache 0.5.6 `v1/storage_backend/pd_backend.py`, `examples/disagg_prefill`; production-stack's pull requests 841 and 913.
 The prefill leg is a completion of token ids with a `disagg_spec`: where the decode engine's ranks receive, and an id of ours
-that the notices repeat. The answer's first token may be the prefill engine's: then the decode engine goes on behind
-it, as a completion too, and `transfer.splice` makes one answer of both. Or it may be the decode engine's, which gets the client's
-own request and computes one token more.
+that the notices repeat. The answer's first token may be the prefill engine's. Then the decode engine continues behind it, as a
+completion too, and `transfer.splice` makes one answer of both. Or it may be the decode engine's, which gets the client's own
+request and computes one token more.
 
-What was pushed stays in the decode engine's buffer until that engine reads it: so a prompt that no decode leg will read is read
-by one of ours. The prefill leg is never closed before its answer: an abort before the first token kills the engine, which looks
-for that token all the same. And where no notice came, the chunks may have their names and not yet their KV: nothing is decoded
-from them.
+What was pushed stays in the decode engine's buffer until that engine reads it. So if no decode leg will read a prompt, the
+proxy has it read by a completion of its own. The prefill leg is never closed before its answer: if the request is aborted
+before its first token, the engine crashes, since it looks for that token anyway. And where no notice came, the chunks may have
+names but no KV yet: nothing is decoded from them.
 
-The first way is only for requests that a change of engines after one token can't change. Whatever looks back at the output, or
-parses it from its beginning (penalties, stop strings, seeds, grammars, tools, reasoning), is decoded from its first token on.
+The first way is used only for requests whose answer does not change if another engine continues after one token. If anything
+depends on the output so far, or parses it from its beginning (penalties, stop strings, seeds, grammars, tools, reasoning), one
+engine decodes all of it.
 
-A decode engine's buffer has room again for what it was pushed once it has looked for that, and for nothing else, ever. It looks
-for its prompt less the last token (`skip_last_n_tokens`: 1, as in LMCache's examples), in chunks of which the last may be
-unfull and is found by its very tokens. So what it is pushed is never more than that: where it makes the first token itself, the
-prefill engine gets the prompt less the last token.
+A decode engine frees space in its buffer only when it looks for what was pushed. It looks for its prompt without the last token
+(`skip_last_n_tokens`: 1, as in LMCache's examples), in chunks; the last chunk may be partial, and is found only by exactly its
+tokens. So no more than that is pushed: where the decode engine makes the first token, the prefill engine gets the prompt
+without its last token.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 from msgspec import structs
@@ -28,21 +31,23 @@ from msgspec import structs
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.bodies import decode_fields
 from pdproxy.transfer.contract import (
+    Capabilities,
+    Channel,
     Contract,
     Dispatch,
     FirstToken,
     Handle,
+    HeldByDecode,
     LegRequest,
     encode,
     raw,
     unclaimed,
 )
+from pdproxy.transfer.entry import Entry
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.request import Alone, Parsed, Prompt, Route
 
-DEFAULT_CHUNK = 256
-"""Tokens in a chunk of LMCache, unless its `chunk_size` says otherwise."""
 COMPLETION_TOKENS = 16
 """`max_tokens` of a completion that names none (vLLM 0.32.0)."""
 
@@ -67,7 +72,7 @@ _PASSED = (
     "priority",
     "cache_salt",
 )
-"""Fields that mean the same in a completion as in a chat, and the same behind a first token as before it."""
+"""Fields with the same meaning in a completion as in a chat, and the same behind a first token as before it."""
 _PROMPT_ONLY = (
     "prompt",
     "messages",
@@ -83,7 +88,7 @@ _PROMPT_ONLY = (
     "request_id",
     "n",
 )
-"""Fields that only shape the prompt, or are dealt with one by one."""
+"""Fields that only shape the prompt, or are handled one by one."""
 _NEUTRAL = {
     "frequency_penalty": (b"0", b"0.0"),
     "presence_penalty": (b"0", b"0.0"),
@@ -97,7 +102,7 @@ _NEUTRAL = {
     "continue_final_message": (b"false",),
     "parallel_tool_calls": (b"true", b"false"),
 }
-"""Values that say what is so anyway."""
+"""Values that change nothing."""
 
 
 class _Params(msgspec.Struct, frozen=True):
@@ -121,7 +126,7 @@ class _Ask(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def may_begin_on_prefill(parsed: Parsed) -> bool:
-    """Tell whether the prefill engine's token can be the answer's first, with nobody able to tell the difference."""
+    """Return whether the answer stays the same if the prefill engine makes its first token."""
     if b"continuous_usage_stats" in bytes(parsed.fields.get("stream_options", _NULL)):
         return False
     for name, value in parsed.fields.items():
@@ -140,7 +145,8 @@ def _passed(parsed: Parsed) -> Fields:
 def _limit(parsed: Parsed) -> int | None:
     """Return how many tokens the answer may have, None if only an engine knows.
 
-    A chat without a limit may fill the context. A completion's null is its default or the context, as its version has it.
+    A chat without a limit may fill the context. A completion with null may have the default or fill the context: that depends
+    on vLLM's version.
     """
     names = ("max_completion_tokens", "max_tokens") if parsed.route is Route.CHAT else ("max_tokens",)
     for name in names:
@@ -151,8 +157,8 @@ def _limit(parsed: Parsed) -> int | None:
     return None
 
 
-def release_body(model: str | None, given: Handle) -> bytes | None:
-    """Return a completion that makes the decode engine read what was pushed: a read is what frees its buffer."""
+def release_body(model: str | None, given: Handle) -> bytes:
+    """Return a completion that makes the decode engine read what was pushed: only a read frees its buffer."""
     fields = {"prompt": raw(given.params), "max_tokens": _ONE, "stream": _FALSE, "temperature": raw(b"0")}
     if model is not None:
         fields["model"] = raw(msgspec.json.encode(model))
@@ -160,37 +166,47 @@ def release_body(model: str | None, given: Handle) -> bytes | None:
 
 
 def _with(ids: bytes, token: int) -> bytes:
-    """Return a JSON array of ids with one more."""
+    """Return a JSON array of ids with one more at its end."""
     return ids[: ids.rindex(b"]")] + b",%d]" % token
 
 
-def lmcache_pd(
-    *,
-    first_on_prefill: bool = True,
-    chunk_size: int = DEFAULT_CHUNK,
-    unfull_chunks: bool = False,
-    first_rank_only: bool = False,
-) -> Contract:
-    """Return the contract. `chunk_size` in tokens and `unfull_chunks` are LMCache's `chunk_size` and `save_unfull_chunk`, which
-    its PD mode turns on by itself.
+class Options(msgspec.Struct, frozen=True):
+    """What LMCache's PD mode is configured to do. Names and defaults are its own.
 
-    `first_on_prefill`: whether the prefill engine's token is the answer's first where it can be. `first_rank_only`: whether
-    the first rank alone stores (models with one latent KV for all heads), and so sends the only notice.
+    `first_token`: whose token is the answer's first, where it can be the prefill engine's. `chunk_size`: tokens in a chunk.
+    `save_unfull_chunk`: partial chunks are moved, too. `first_rank_only`: only the first rank stores (models with one latent KV
+    for all heads), and so sends the only notice.
     """
 
+    first_token: Literal["prefill", "decode"] = "prefill"  # noqa: S105 - a token of text
+    chunk_size: int = 256
+    save_unfull_chunk: bool = False
+    first_rank_only: bool = False
+
+
+_DEFAULTS = Options()
+NAME = "lmcache-pd"
+CAPABILITIES = Capabilities(needs_ids=True, takes_ids=True, needs_receiver=True, notices_over=Channel.ZMQ)
+
+
+def lmcache_pd(options: Options = _DEFAULTS) -> Contract:
+    """Return the contract with these options."""
+    first_on_prefill = options.first_token == "prefill"  # noqa: S105 - a token of text
+    chunk_size = options.chunk_size
+
     def begins(parsed: Parsed) -> bool:
-        # A completion goes on behind the first token: there is no way to tell one to fill the context.
+        # A completion continues behind the first token, and no value of its limit means the whole context.
         return first_on_prefill and _limit(parsed) is not None and may_begin_on_prefill(parsed)
 
     def pushed(parsed: Parsed, ids: TokenIds) -> TokenIds:
-        """Return the ids whose KV is pushed: what the decode engine looks for, which is all but the last of what it is given."""
+        """Return the ids whose KV is pushed: what the decode engine looks for, all but the last of what it is sent."""
         return ids if begins(parsed) else ids.less_one()
 
     def min_tokens(parsed: Parsed) -> int:
-        return (1 if unfull_chunks else chunk_size) + (0 if begins(parsed) else 1)
+        return (1 if options.save_unfull_chunk else chunk_size) + (0 if begins(parsed) else 1)
 
     def prefill(parsed: Parsed, _prompt: Prompt, dispatch: Dispatch) -> LegRequest:
-        """Return the prefill leg: one token behind the prompt's ids, KV to the receiver."""
+        """Return the prefill leg: one token behind the prompt's ids, with the KV pushed to the receiver."""
         assert dispatch.leg_id is not None
         assert dispatch.ids is not None
         assert dispatch.receiver is not None
@@ -206,38 +222,40 @@ def lmcache_pd(
         return LegRequest(Route.COMPLETIONS, encode(fields))
 
     def handle(parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle | str:
-        """Return what the answer hands over: its first token, if it is to be the client's first."""
+        """Return the handle: the ids to read the KV by, and the first token, if it is to be the client's first."""
         try:
             token = _params_decoder.decode(answer.kv_transfer_params).first_tok
         except UNREADABLE:
-            # Without the token there is nothing to go on behind; and an engine without LMCache pushes nothing.
+            # Without the token there is nothing to continue behind; and an engine without LMCache pushes nothing.
             return "the answer has no first_tok: is the engine started with LMCache's connector and pd_role sender?"
         ids = dispatch.ids
         assert ids is not None
         leg_id = dispatch.leg_id or ""
-        read = _with(pushed(parsed, ids).json, token)  # what the decode engine must be given, to look for all of it
-        if not begins(parsed):  # what it was asked is a token less than the prompt
+        read = _with(
+            pushed(parsed, ids).json, token
+        )  # what the decode engine must be sent, so that it looks for all of it
+        if not begins(parsed):  # the prefill engine was sent one token less than the prompt
             return structs.replace(unclaimed(answer, ids.json, leg_id, more=1), params=read)
         choice = answer.choices[0] if answer.choices else None
         ended = None
         if choice is not None and (choice.finish_reason != "length" or _limit(parsed) == 1):
             ended = choice.finish_reason
         if choice is None or (ended is None and (not choice.text or "\ufffd" in choice.text)):
-            # A piece of a letter, or a token without a text, is shown by what comes behind it: that must be one engine.
+            # A part of a letter, or a token without text, becomes text with the next token: one engine must make both.
             return structs.replace(unclaimed(answer, ids.json, leg_id), params=read, alone=Alone.FIRST_TOKEN)
         first = FirstToken(token, choice.text, ended, bytes(choice.stop_reason))
         return structs.replace(unclaimed(answer, ids.json, leg_id, first), params=read)
 
     def decode(parsed: Parsed, prompt: Prompt, given: Handle, _dispatch: Dispatch) -> LegRequest:
-        """Return the decode leg: the rest behind the first token, or the client's own request."""
+        """Return the decode leg: what comes behind the first token, or the client's own request."""
         if given.first is None:
             return LegRequest(parsed.route, encode(decode_fields(parsed, prompt)))
         fields = _passed(parsed)
         for name in ("stream", "return_token_ids"):
             if name in parsed.fields:
                 fields[name] = parsed.fields[name]
-        if (least := _int_decoder.decode(fields.get("min_tokens", _NULL))) is not None:
-            fields["min_tokens"] = raw(b"%d" % max(0, least - 1))
+        if (minimum := _int_decoder.decode(fields.get("min_tokens", _NULL))) is not None:
+            fields["min_tokens"] = raw(b"%d" % max(0, minimum - 1))
         limit = _limit(parsed)
         assert limit is not None
         fields["max_tokens"] = raw(b"%d" % (limit - 1))
@@ -250,23 +268,28 @@ def lmcache_pd(
 
     def notices(dispatch: Dispatch) -> int | None:
         assert dispatch.receiver is not None
-        if not unfull_chunks and dispatch.ids is not None and dispatch.ids.count < chunk_size:
+        if not options.save_unfull_chunk and dispatch.ids is not None and dispatch.ids.count < chunk_size:
             return 0
-        return 1 if first_rank_only else len(dispatch.receiver.init_ports)
+        return 1 if options.first_rank_only else len(dispatch.receiver.init_ports)
 
     return Contract(
-        name="lmcache-pd",
+        name=NAME,
         prefill=prefill,
         handle=handle,
         decode=decode,
-        notices=notices,
-        needs_ids=True,
-        needs_receiver=True,
+        capabilities=CAPABILITIES,
         needs_leg_id=True,
-        holds=True,
-        pushes=True,
-        ends_whole=True,
-        release_body=release_body,
-        releases=200,
         min_tokens=min_tokens,
+        notices=notices,
+        holder=HeldByDecode(release_body),
     )
+
+
+ENTRY = Entry(
+    name=NAME,
+    build=lmcache_pd,
+    options=Options,
+    section="pool.lmcache",
+    capabilities=CAPABILITIES,
+    kv_connectors=("LMCacheConnectorV1", "LMCacheConnectorV1Dynamic"),
+)

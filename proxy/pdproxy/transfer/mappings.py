@@ -1,7 +1,7 @@
-"""Whatever describes KV transfer, as a plain mapping: what YAML or JSON gave, a dataclass, a struct, a pydantic model.
+"""Objects that describe KV transfer, as plain mappings: values from YAML or JSON, dataclasses, structs, pydantic models.
 
-Owns the one rule for it: None stays None, and what can't be read is an error that says what it was. An empty mapping in its
-place would mean "nothing was said", and the engines would recompute every prompt without a word.
+Owns the rule for them: None stays None, and what can't be read is an error that names its type. An empty mapping in its place
+would mean that nothing was configured, and the engines would silently recompute every prompt.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import msgspec
 
 
 class NotAMappingError(TypeError):
-    """Something can't be read as names with values. Its text is the type that it was."""
+    """An object can't be read as names with values. The error's text is the object's type."""
 
 
 def as_mapping(value: object) -> dict[str, Any] | None:
-    """Return a mapping of names to values as it was given (a dict is the same object), None for None.
+    """Return a mapping of names to values (a dict is returned itself), None for None.
 
-    Taken: dicts and other mappings, instances of dataclasses, msgspec structs, pydantic models old and new, sequences of
+    Accepted: dicts and other mappings, instances of dataclasses, msgspec structs, pydantic models old and new, sequences of
     pairs, and plain objects with attributes.
 
     Raises:
-        NotAMappingError: it is none of these, or says it is and can't be read; or a name in it is no text.
+        NotAMappingError: it is none of these, or can't be read as one; or a name in it is no text.
     """
     if value is None or (isinstance(value, dict) and all(isinstance(name, str) for name in value)):
         return value
@@ -54,7 +54,7 @@ def _read(value: object) -> dict[Any, Any] | None:
             dumped = dump()
             return dict(dumped) if isinstance(dumped, Mapping) else None
     if callable(getattr(value, "items", None)) and isinstance(value, Iterable):
-        return dict(value)  # a mapping that doesn't say so, as OmegaConf's
+        return dict(value)  # not registered as a Mapping, such as OmegaConf's
     if isinstance(value, Iterable):
         pairs = list(value)
         return dict(pairs) if all(isinstance(pair, tuple) for pair in pairs) and pairs else None

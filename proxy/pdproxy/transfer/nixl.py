@@ -1,9 +1,9 @@
 """NIXL, pull: the prefill engine keeps the blocks, the decode engine reads them.
 
 Source: vLLM 0.32.0 `nixl/pull_scheduler.py`, `nixl/pull_worker.py`, `renderers/online_renderer.py`. The prefill answer's
-`kv_transfer_params` go to the decode engine verbatim, with the prompt's ids beside them, so that both engines see one
-prompt whatever their templates say. A handle that is incomplete, or holds no blocks, kills a decode engine's core:
-such a one is never sent on.
+`kv_transfer_params` go to the decode engine unchanged, with the prompt's ids beside them: so both engines work on the same
+prompt, whatever their templates are. A handle that is incomplete, or names no blocks, makes a decode engine's core crash: it
+is never sent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ import msgspec
 
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.bodies import DROPPED_ON_PREFILL, decode_fields, prefill_fields, with_ids
-from pdproxy.transfer.contract import Contract, Dispatch, Handle, LegRequest, encode, raw
+from pdproxy.transfer.contract import (
+    Capabilities,
+    Channel,
+    Contract,
+    Dispatch,
+    Handle,
+    HeldByPrefill,
+    LegRequest,
+    encode,
+    raw,
+)
+from pdproxy.transfer.entry import Entry
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.notices import Notice
 from pdproxy.wire.request import Parsed, Prompt, Route
@@ -26,7 +37,7 @@ _ASK = raw(
 
 
 class _Params(msgspec.Struct, frozen=True):
-    """What must be there before a decode engine may see a handle."""
+    """The fields that a handle must have before a decode engine may be sent it."""
 
     do_remote_prefill: bool
     remote_engine_id: str
@@ -41,7 +52,7 @@ _params_decoder = msgspec.json.Decoder(_Params)
 
 
 def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
-    """Return the prefill leg: it asks the engine to keep the KV for a remote decode. With ids it need not tokenize."""
+    """Return the prefill leg: it asks the engine to hold the KV for another engine. With ids it need not tokenize."""
     fields = prefill_fields(parsed, prompt)
     fields["kv_transfer_params"] = _ASK
     if dispatch.ids is not None and dispatch.prefill_takes_ids:
@@ -50,7 +61,7 @@ def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
 
 
 def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handle | str:
-    """Return the handle in a prefill answer, or the reason why there is none that may be used."""
+    """Return the handle in a prefill answer, or why there is none that may be used."""
     params_json = bytes(answer.kv_transfer_params)
     if params_json == b"null":
         return (
@@ -69,7 +80,7 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handl
 
 
 def handle_from_notice(notice: Notice) -> Handle | None:
-    """Return the handle in a notice of the prefill engine's scheduler, None if it doesn't hold all of one."""
+    """Return the handle in a notice of the prefill engine's scheduler, None if the notice has no complete one."""
     if notice.params is None or notice.token_ids is None or notice.tokens is None:
         return None
     found = _params_of(notice.params)
@@ -79,7 +90,7 @@ def handle_from_notice(notice: Notice) -> Handle | None:
 
 
 def _params_of(params_json: bytes) -> _Params | str:
-    """Return params that a decode engine may see, or why these may not be seen."""
+    """Return params that a decode engine may be sent, or why these may not be sent."""
     try:
         params = _params_decoder.decode(params_json)
     except UNREADABLE as error:
@@ -92,22 +103,22 @@ def _params_of(params_json: bytes) -> _Params | str:
 
 
 def _holds_blocks(block_ids: bytes) -> bool:
-    """Tell whether each group has blocks. Of a long prompt they are thousands: they are not read, only looked through."""
+    """Return whether each group has blocks. A long prompt has thousands: they are searched as bytes, not decoded."""
     plain = block_ids.translate(None, b" \t\r\n")
     return plain.startswith(b"[") and plain.find(b"[]") < 0 and plain.find(b"null") < 0
 
 
 def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) -> LegRequest:
-    """Return the decode leg: the client's request with the handle, and the prompt's ids as the prefill engine said them.
+    """Return the decode leg: the client's request with the handle, and the prompt's ids as the prefill engine returned them.
 
-    vLLM 0.32.0 reads ids beside a handle for chats alone, whatever its documents say. A completion's prompt becomes those ids
-    where ids were made here, too; without, both engines tokenize one text, for which there is no template that could differ.
+    vLLM 0.32.0 reads ids beside a handle for chats only, though its documents say otherwise. A completion's prompt becomes
+    those ids if the proxy made ids, too. If not, both engines tokenize the same text, and no template can differ.
     """
     fields = decode_fields(parsed, prompt)
     params = given.params
     if given.token_ids is not None:
         if dispatch.ids is not None and parsed.route is Route.COMPLETIONS:
-            # Never ours: a prompt that is not the handle's kills a decode engine.
+            # Never our own ids: a decode engine crashes if its prompt is not the handle's.
             with_ids(fields, parsed.route, TokenIds(given.token_ids, given.prompt_tokens))
         else:
             params = params[: params.rindex(b"}")] + b',"prompt_token_ids":' + given.token_ids + b"}"
@@ -116,9 +127,9 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
 
 
 def release_body(model: str | None, given: Handle) -> bytes:
-    """Return a completion that the decode engine's handler refuses (`max_tokens` 0), which frees the prefill's blocks.
+    """Return a completion that the decode engine's handler refuses (`max_tokens` 0), which frees the prefill engine's blocks.
 
-    It must pass the schema and fail in the handler: vLLM gives a rejected request's KV back only from there.
+    It must pass the schema and fail in the handler: only from there does vLLM release a refused request's KV.
     """
     fields = {"prompt": raw(b'"x"'), "max_tokens": raw(b"0"), "stream": raw(b"false")}
     if model is not None:
@@ -128,11 +139,11 @@ def release_body(model: str | None, given: Handle) -> bytes:
 
 
 def refusal_released(error_type: str, param: str | None) -> bool:
-    """Tell whether a 4xx of the decode engine has already given the handle back.
+    """Return whether a 400 of the decode engine has already released the handle.
 
-    A refusal by the handler has; one by the schema has not. The schema's own errors have the type "Bad Request"; its
-    validators speak as "BadRequestError" like the handler, but can only name what the prefill leg did not carry. In
-    doubt the answer is no: a second release is a log line on the prefill engine, a forgotten one holds blocks for a lease.
+    A refusal by the handler has; one by the schema has not. The schema's own errors have the type "Bad Request". Its
+    validators use "BadRequestError" like the handler, but can only name fields that the prefill leg did not carry. In doubt
+    the answer is no: a second release is a log line on the prefill engine, a missing one holds blocks for a lease.
     """
     if error_type == "Bad Request":
         return False
@@ -140,22 +151,40 @@ def refusal_released(error_type: str, param: str | None) -> bool:
     return field not in (*DROPPED_ON_PREFILL, "response_format", "")
 
 
+class Options(msgspec.Struct, frozen=True):
+    """`notifier`: the engines carry pdproxy's notifier, which reports handles and loads. `early`: use its handles at once."""
+
+    notifier: bool = False
+    early: bool = False
+
+
+NAME = "nixl"
+CAPABILITIES = Capabilities(takes_ids=True, notices_over=Channel.ZMQ, mixed_parallel_sizes=True)
 NIXL = Contract(
-    name="nixl",
+    name=NAME,
     prefill=prefill,
     handle=handle,
     decode=decode,
-    holds=True,
-    release_body=release_body,
-    refusal_released=refusal_released,
+    capabilities=CAPABILITIES,
+    holder=HeldByPrefill(release_body, refusal_released),
 )
 
 
-def nixl(*, notifier: bool = False, early: bool = False) -> Contract:
-    """Return the contract. `notifier`: the engines carry pdproxy's, so that custody is known; `early`: its handle counts."""
+def nixl(options: Options) -> Contract:
+    """Return the contract with these options."""
     return dataclasses.replace(
         NIXL,
-        needs_leg_id=notifier,
-        handle_from_notice=handle_from_notice if notifier else None,
-        early=notifier and early,
+        needs_leg_id=options.notifier,
+        handle_from_notice=handle_from_notice if options.notifier else None,
+        early=options.notifier and options.early,
     )
+
+
+ENTRY = Entry(
+    name=NAME,
+    build=nixl,
+    options=Options,
+    section="kv_ready",
+    capabilities=CAPABILITIES,
+    kv_connectors=("NixlConnector", "NixlPullConnector"),
+)

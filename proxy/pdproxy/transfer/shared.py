@@ -1,14 +1,15 @@
 """Storage that both engines reach: the prefill engine writes KV there, the decode engine finds it by the prompt itself.
 
-Source: vLLM 0.32.0 `example_connector.py`; Mooncake's store and LMCache's shared storage work alike. Nothing of it is in any
-request, and nothing is kept for anybody: the legs are the client's request with one token, then the client's request. The
-answer tells that the KV is stored, since ExampleConnector writes it before the step ends.
+Source: vLLM 0.32.0 `example_connector.py`; Mooncake's store and LMCache's shared storage work in the same way. No request
+mentions the storage, and nothing is held for anybody: the legs are the client's request with one token, then the client's
+request. The prefill engine's answer shows that the KV is stored, since ExampleConnector writes it before the step ends.
 """
 
 from __future__ import annotations
 
 from pdproxy.transfer.bodies import decode_fields, prefill_fields
 from pdproxy.transfer.contract import Contract, Dispatch, Handle, LegRequest, encode, unclaimed
+from pdproxy.transfer.entry import Entry
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.request import Parsed, Prompt
 
@@ -19,7 +20,7 @@ def prefill(parsed: Parsed, prompt: Prompt, _dispatch: Dispatch) -> LegRequest:
 
 
 def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handle | str:
-    """Return a handle without a claim: what the prefill engine counted, to be compared with the decode engine's count."""
+    """Return a handle without `params`: what the prefill engine counted, to compare it with the decode engine's count."""
     return unclaimed(answer)
 
 
@@ -28,4 +29,17 @@ def decode(parsed: Parsed, prompt: Prompt, _given: Handle, _dispatch: Dispatch) 
     return LegRequest(parsed.route, encode(decode_fields(parsed, prompt)))
 
 
-SHARED = Contract(name="shared", prefill=prefill, handle=handle, decode=decode)
+NAME = "shared"
+SHARED = Contract(name=NAME, prefill=prefill, handle=handle, decode=decode)
+ENTRY = Entry(
+    name=NAME,
+    build=lambda _: SHARED,
+    kv_connectors=(
+        "ExampleConnector",
+        "SharedStorageConnector",
+        "MooncakeStoreConnector",
+        "LMCacheConnectorV1",
+        "LMCacheConnectorV1Dynamic",
+        "LMCacheMPConnector",
+    ),
+)

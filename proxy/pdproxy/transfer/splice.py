@@ -1,8 +1,8 @@
 """One answer of two engines: the prefill engine's first token, then the decode engine's completion behind it.
 
-Owns the state of one such answer: whether its opening has gone out. The decode engine was asked for a completion whose prompt
-holds the first token; the client is to see the answer of one engine that was asked for what the client asked: a chat, if it
-was one, with the token in the text, in the ids and in the usage. Source of the shapes: vLLM 0.32.0 `entrypoints/openai/*`.
+Owns the state of one such answer: whether its opening has been sent. The decode engine gets a completion whose prompt ends with
+the first token. The client gets the same answer as from one engine that served its own request: a chat if it was one, with the
+token in the text, in the ids and in the usage. Source of the shapes: vLLM 0.32.0 `entrypoints/openai/*`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _text_decoder = msgspec.json.Decoder(str | None)
 
 
 def _without_nulls(value: object) -> object:
-    """Return a whole answer's object as a stream has it, down to its last field."""
+    """Return an object of a whole answer in the form of streams: without fields that are null, at every level."""
     if not isinstance(value, dict):
         return value
     return {name: _without_nulls(item) for name, item in value.items() if item is not None}
 
 
 class NotACompletionError(Exception):
-    """The decode engine sent something that can't be put behind a first token."""
+    """An engine sent something that can't be made part of such an answer."""
 
 
 class Splice:
-    """Rewrites the decode engine's completion as the client's answer. `request_id` names the answer."""
+    """Rewrites the decode engine's completion as the client's answer. The answer's id contains `request_id`."""
 
     def __init__(self, parsed: Parsed, given: Handle, request_id: str) -> None:
         assert given.first is not None
@@ -48,7 +48,7 @@ class Splice:
         self._opened = False
 
     def events(self, payload: bytes) -> list[bytes]:
-        """Return the client's events (JSON) for one of the decode engine's; the opening comes before the first.
+        """Return the client's events (JSON) for one of the decode engine's. The first of them are preceded by the opening.
 
         Raises:
             NotACompletionError: it is no event of a completion.
@@ -69,10 +69,10 @@ class Splice:
         except (*UNREADABLE, KeyError) as error:
             raise NotACompletionError(str(error)) from None
 
-    # -- where the first token is the last, too
+    # -- if the first token is also the last
 
     def finished_events(self, body: bytes) -> list[bytes]:
-        """Return the events (JSON) of a stream that the prefill engine's whole answer makes up, its usage at the end.
+        """Return the prefill engine's whole answer as the events (JSON) of a stream, with its usage at the end.
 
         Raises:
             NotACompletionError: it is no completion.
@@ -111,7 +111,7 @@ class Splice:
 
     def _events(self, event: Fields) -> list[bytes]:
         if "choices" not in event:
-            return [msgspec.json.encode(event)]  # an error, which others look at
+            return [msgspec.json.encode(event)]  # an error: the relay handles it
         event["id"], event["object"] = self._id, self._object(chunk=True)
         if bytes(event.get("usage", _NULL)) != b"null":
             event["usage"] = self._usage(event["usage"])
@@ -125,7 +125,7 @@ class Splice:
         return [*opening, msgspec.json.encode(event)]
 
     def _opening(self, top: Fields, like: Fields, first: FirstToken) -> list[bytes]:
-        """Return the events up to the first token. `top` is what all events share, `like` a choice of the same stream."""
+        """Return the events up to the first token. `top`: the fields of all events, `like`: a choice of the same stream."""
         self._opened = True
         index = like.get("index", raw(b"0"))
         prompt_ids = raw(self._prompt_ids) if self._wants_ids else _NULL
@@ -149,7 +149,7 @@ class Splice:
         return [msgspec.json.encode(role), msgspec.json.encode(top | {"choices": raw(msgspec.json.encode([choice]))})]
 
     def _choice(self, choice: Fields) -> Fields:
-        """Return one choice of an event behind the opening."""
+        """Return one choice of an event after the opening."""
         if "prompt_token_ids" in choice:
             choice["prompt_token_ids"] = _NULL  # the opening has them
         if not self._is_chat:
@@ -169,7 +169,7 @@ class Splice:
         return found
 
     def _usage(self, usage_json: msgspec.Raw) -> msgspec.Raw:
-        """Return a usage as of one engine: the first token belongs to the answer, not to the prompt."""
+        """Return the usage as one engine would count it: the first token belongs to the answer, not to the prompt."""
         usage = _usage_decoder.decode(usage_json)
         for name, by in (("prompt_tokens", -1), ("completion_tokens", 1)):
             if (count := _int_decoder.decode(usage.get(name, _NULL))) is not None:

@@ -18,7 +18,7 @@ from pdproxy.lab.check.ask import Asker
 from pdproxy.lab.check.engines import resolve, scrape
 from pdproxy.lab.check.facts import EngineFacts, Reach, Side, Trouble
 from pdproxy.lab.check.options import Options
-from pdproxy.transfer.contract import NO_DISPATCH, Contract, Handle
+from pdproxy.transfer.contract import NO_DISPATCH, Contract, Handle, HeldByPrefill
 from pdproxy.wire.engine import prefill_answer
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.request import Parsed
@@ -68,8 +68,10 @@ class Handles:
 
         Told twice if nothing happens: a decode engine that has never met P may say so only after their handshake.
         """
-        if (body := self.contract.release_body(model, handle)) is None:
+        holder = self.contract.holder
+        if not isinstance(holder, HeldByPrefill):
             return False
+        body = holder.release_body(model, handle)
         for _ in range(2):
             reply = await self._asker.post(decode, prompts.PATH, body, f"pdproxy-check-release-{mint()[:12]}")
             if isinstance(reply, Trouble):

@@ -53,7 +53,7 @@ async def run(settings: Settings, options: Options, checks: Sequence[Check] = CH
         # LMCache's sender dies of a request that names no receiver: a prefill engine is asked for nothing by itself.
         facts = await asyncio.gather(*(ask_engine(asker, node, _mark(), generates=False) for node in (prefill, decode)))
         key = mint()
-        narrowed = settings_for(settings, prefill, decode, key, told=True)
+        narrowed = settings_for(settings, prefill, decode, key, notices=True)
         async with stand(narrowed, key, any_port=not posted(settings)) as running:
             bench = Bench(running, facts[0], facts[1], settings, options, client, asker, at, _mark)
             bench.model = model_of(facts[0], facts[1])

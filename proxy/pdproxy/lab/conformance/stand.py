@@ -1,6 +1,6 @@
 """The proxy itself, on a port of the loopback, in front of one pair of engines: built and served as `pdproxy serve` does it.
 
-What is changed of the operator's settings is said in `settings_for`, and nothing else is.
+`settings_for` lists all that is changed in the operator's settings.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from pdproxy.app.server import listen, uvicorn_config
 from pdproxy.lab.conformance.tap import Tap
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Cors, Listen, ListenTls, Node, Settings
+from pdproxy.transfer.contract import Channel
+from pdproxy.transfer.registry import entry_of
 
 LOOPBACK = "127.0.0.1"
 _NEVER = 2**31 - 1
@@ -35,7 +37,7 @@ class Stand:
     key: str
 
     def busy(self) -> list[str]:
-        """Return in words what is not over yet."""
+        """Return in words what has not ended yet."""
         proxy = self.proxy
         found = [f"{node.requests} legs to {node.url}" for node in proxy.ledger.nodes if node.requests]
         found += [f"{count} handles {state}" for state, (count, _) in proxy.custodian.snapshot().items() if count]
@@ -44,19 +46,19 @@ class Stand:
 
 
 def posted(settings: Settings) -> bool:
-    """Tell whether engines post notices to where the proxy listens for clients."""
-    return settings.pool.connector == "lmcache-mp"
+    """Return whether engines post notices to the port on which the proxy listens for clients."""
+    return entry_of(settings.pool.connector).capabilities.notices_over is Channel.HTTP
 
 
-def settings_for(settings: Settings, prefill: Node, decode: Node, key: str, *, told: bool) -> Settings:
+def settings_for(settings: Settings, prefill: Node, decode: Node, key: str, *, notices: bool) -> Settings:
     """Return an operator's settings for a proxy of this kind.
 
-    One pair of engines, no TLS, a key of its own (then the engines' keys are ours to bring), and no breaker: a failed check must
-    not shut an engine out of the next one. It listens where the settings say only if engines post notices there; with `told`
-    False no notice can come.
+    One pair of engines, no TLS, a key of its own (so the proxy sends the engines' keys), and no breaker: a failed check must
+    not exclude an engine from the next one. It listens on the address of the settings only if engines post notices there. With
+    `notices` False it receives no notice.
     """
-    where = settings.listen if told and posted(settings) else Listen(host=LOOPBACK)
-    kv_ready = settings.kv_ready if told else structs.replace(settings.kv_ready, host=LOOPBACK, port=0)
+    where = settings.listen if notices and posted(settings) else Listen(host=LOOPBACK)
+    kv_ready = settings.kv_ready if notices else structs.replace(settings.kv_ready, host=LOOPBACK, port=0)
     return structs.replace(
         settings,
         listen=structs.replace(where, tls=ListenTls(), cors=Cors()),
@@ -67,14 +69,14 @@ def settings_for(settings: Settings, prefill: Node, decode: Node, key: str, *, t
     )
 
 
-def silent(settings: Settings, seconds: float) -> Settings:
-    """Return settings of a proxy that waits so long for notices."""
+def with_wait(settings: Settings, seconds: float) -> Settings:
+    """Return the settings with another limit of the wait for notices, in seconds."""
     return structs.replace(settings, deadlines=structs.replace(settings.deadlines, kv_ready=seconds))
 
 
 @asynccontextmanager
 async def stand(settings: Settings, key: str, *, any_port: bool) -> AsyncIterator[Stand]:
-    """Run a proxy. `any_port`: not where the settings say, but on any free port there.
+    """Run a proxy. `any_port`: on any free port of the settings' host, not on the settings' port.
 
     Raises:
         SettingsError: a port is taken, or a file can't be used.
@@ -108,7 +110,7 @@ async def stand(settings: Settings, key: str, *, any_port: bool) -> AsyncIterato
 
 
 async def ready(one: Stand, within: float) -> str | None:
-    """Wait until a proxy would split a request; return why it wouldn't, None if it would."""
+    """Wait until a proxy would split a request. Return why it would not, None if it would."""
     ledger = one.proxy.ledger
     end = time.monotonic() + within
     while True:

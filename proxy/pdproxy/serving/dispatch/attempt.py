@@ -110,7 +110,7 @@ class Attempt:
         if not resources.transfer.recomputes:
             message = f"{prefill_url} did not report in {timeout:g} s that the KV is ready"
             return Failed(EngineTimeoutError(message, wait=Wait.KV_READY))
-        if not contract.pushes:
+        if contract.holder.late_kv_may_be_read:
             return None
         # A part of what was pushed may be there, and must not be read: another decode engine computes the prompt.
         if self.custody is not None:

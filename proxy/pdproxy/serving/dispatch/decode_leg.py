@@ -198,7 +198,7 @@ class DecodeLeg:
         # 401 and 404 come from before the handler that releases KV.
         if answer.status == 400:
             error_type, param = error_kind(answer.body)
-            if self._attempt.resources.transfer.contract.refusal_released(error_type, param):
+            if self._attempt.resources.transfer.contract.holder.refusal_released(error_type, param):
                 custody.end(End.REFUSED)
         return None
 

@@ -186,7 +186,7 @@ class PrefillLeg:
     def _record(self) -> PrefillRecord:
         attempt, contract = self._attempt, self._attempt.resources.transfer.contract
         request = attempt.request
-        receiver = attempt.answering_url if contract.pushes else None
+        receiver = contract.holder.pushed_to(attempt.answering_url)
         read = _reader(contract, request.parsed, self._dispatch)
         return PrefillRecord(
             self._url, request.parsed.model, request.headers.authorization, read, receiver, self._dispatch.leg_id

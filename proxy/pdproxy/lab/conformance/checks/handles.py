@@ -12,7 +12,7 @@ from pdproxy.lab.conformance.bench import Bench, Usage
 from pdproxy.lab.conformance.check import Check
 from pdproxy.lab.conformance.questions import COMPLETION
 from pdproxy.lab.conformance.results import FailedError, NotJudgedError
-from pdproxy.transfer.contract import Handle
+from pdproxy.transfer.contract import Handle, HeldByDecode, HeldByPrefill
 
 _NOTHING = 1e-9
 
@@ -69,11 +69,13 @@ async def _expired(bench: Bench, before: Usage) -> bool:
 
 
 def _nothing_held(bench: Bench) -> str | None:
-    if bench.contract.pushes:
-        return f"with {bench.contract.name} the decode engine keeps it, in a buffer of which no counter tells"
-    if bench.contract.holds:
-        return None
-    return f"with {bench.contract.name} the prefill engine keeps nothing for anybody"
+    match bench.contract.holder:
+        case HeldByPrefill():
+            return None
+        case HeldByDecode():
+            return f"with {bench.contract.name} the decode engine holds it, in a buffer that no counter shows"
+        case _:
+            return f"with {bench.contract.name} the prefill engine holds nothing for anybody"
 
 
 def _not_watched(bench: Bench) -> str | None:

@@ -74,7 +74,7 @@ async def missing(bench: Bench) -> str:
     prefill, decode = (
         next(node for node in pool.nodes if node.url == engine.url) for engine in (bench.prefill, bench.decode)
     )
-    deaf = stand.silent(stand.settings_for(bench.settings, prefill, decode, bench.stand.key, told=False), seconds)
+    deaf = stand.with_wait(stand.settings_for(bench.settings, prefill, decode, bench.stand.key, notices=False), seconds)
     async with stand.stand(deaf, bench.stand.key, any_port=True) as alone:
         if (reason := await stand.ready(alone, bench.options.settle)) is not None:
             raise FailedError(f"a second proxy does not pair the engines: {reason}")
@@ -82,7 +82,9 @@ async def missing(bench: Bench) -> str:
             return await _refused(bench, alone)
         asked, begun = bench.question(COMPLETION), time.monotonic()
         # What was pushed but not told of must not be read: then an engine computes the prompt, alone.
-        split = await bench.split(asked, alone, Alone.KV_LATE.value if bench.contract.pushes else None)
+        split = await bench.split(
+            asked, alone, None if bench.contract.holder.late_kv_may_be_read else Alone.KV_LATE.value
+        )
         took = time.monotonic() - begun
         if bench.contract.handle_from_notice is None and not [
             wait for wait in alone.tap.events(KvWaited, 0) if wait.result == "timeout"

@@ -1,0 +1,234 @@
+"""Releasing KV that no decode leg will read. Who holds it decides how:
+
+- `ReleaseByRefusal`: the prefill engine holds it. Any compatible decode engine refuses a request with the handle, and reports
+  to the prefill engine that the KV may be freed. If that fails, a lease at the prefill engine frees it.
+- `ReleaseByReading`: one decode engine holds it. That engine is made to read it by a completion of one token. If that fails,
+  the KV stays in its buffer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdproxy.kit.clock import Clock
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, OverloadedError, Wait
+from pdproxy.kit.ids import mint
+from pdproxy.observe.events import DeadlinePassed, Observers
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.serving.kv.ready import Expected
+from pdproxy.settings.limits import Deadlines
+from pdproxy.transfer.contract import Handle, HeldByDecode, HeldByPrefill, Holder
+from pdproxy.upstream.client import EngineClient
+
+RELEASE_PATH = "/v1/completions"
+_MAX_TRIES = 3
+FIRST_CONTACT = 1.0
+"""Seconds. A decode engine that has never pulled from a prefill engine begins a handshake when it is to free KV there. It
+reports the release only in a later step of its own, and an idle engine has none. So it is asked again after the handshake."""
+
+
+class Kept(Protocol):
+    """What is needed of a custody to release its KV."""
+
+    handle: Handle
+    prefill: str
+    decode: str | None
+    model: str | None
+    authorization: tuple[tuple[bytes, bytes], ...]
+    expected: Expected | None
+
+
+class Contacts:
+    """Pairs of engines between which KV has moved since both of them started."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._pairs: set[tuple[tuple[str, int], tuple[str, int]]] = set()
+
+    def __repr__(self) -> str:
+        return f"<Contacts {len(self._pairs)} pairs>"
+
+    def met(self, prefill: str, decode: str | None) -> bool:
+        """Return whether KV has moved between two engines."""
+        return decode is not None and (self._ledger.life(prefill), self._ledger.life(decode)) in self._pairs
+
+    def add(self, prefill: str, decode: str) -> None:
+        """Record that KV has moved between two engines."""
+        if not self.met(prefill, decode):
+            self._pairs.add((self._ledger.life(prefill), self._ledger.life(decode)))
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseResources:
+    """What releasing works with."""
+
+    ledger: Ledger
+    clients: dict[str, EngineClient]
+    deadlines: Deadlines
+    observers: Observers
+    now: Callable[[], float]
+    clock: Clock
+    contacts: Contacts
+
+
+class Release(ABC):
+    """One way of releasing KV."""
+
+    def __init__(self, resources: ReleaseResources) -> None:
+        self._resources = resources
+
+    @property
+    @abstractmethod
+    def abandoned_timeout(self) -> float:
+        """Seconds that the answer of a prefill leg is awaited after its client has left."""
+
+    @property
+    @abstractmethod
+    def drain_timeout(self) -> float:
+        """Seconds that the end of the process waits for prefill legs and for KV that is being released."""
+
+    @abstractmethod
+    def decode_releases(self, prefill: str, decode: str | None, *, in_silence: bool) -> bool:
+        """Return whether a decode engine releases a request's KV by itself when it refuses or aborts the request.
+
+        `in_silence`: it shows nothing before its whole answer, so it may have read the KV without showing it.
+        """
+
+    @abstractmethod
+    async def release(self, kept: Kept) -> bool:
+        """Have KV released. Return whether it was."""
+
+    @abstractmethod
+    def lost(self, kept: Kept) -> str:
+        """Return what becomes of KV that could not be released, for a log line."""
+
+    async def _ask(self, kept: Kept, decode: str, body: bytes, timeout: float) -> int | None:
+        """Send a decode engine the completion that releases KV. Return the answer's status, 0 for none, None if it was late."""
+        client = self._resources.clients[decode]
+        headers = ((b"x-request-id", b"release-" + mint().encode()), *kept.authorization)
+        try:
+            answer = await client.whole(client.request(RELEASE_PATH, headers, body), timeout, Wait.RELEASE)
+        except (EngineError, OverloadedError) as error:
+            if isinstance(error, EngineTimeoutError | EngineUnreachableError) and error.wait is not None:
+                self._resources.observers.notify(DeadlinePassed(error.wait.value, decode))
+            return None if isinstance(error, EngineTimeoutError) else 0
+        return answer.status
+
+    async def _before_try(self, number: int) -> None:
+        """Wait before every try but the first."""
+        if number:
+            await asyncio.sleep(self._resources.deadlines.release / _MAX_TRIES)
+
+
+class ReleaseByRefusal(Release):
+    """The prefill engine holds the KV: any compatible decode engine can release it by refusing a request."""
+
+    def __init__(self, resources: ReleaseResources, holder: HeldByPrefill) -> None:
+        super().__init__(resources)
+        self._holder = holder
+
+    @property
+    def abandoned_timeout(self) -> float:
+        """Seconds that the answer of a prefill leg is awaited after its client has left."""
+        return self._resources.deadlines.abandoned_prefill
+
+    @property
+    def drain_timeout(self) -> float:
+        """Seconds for such an answer, and for a release."""
+        return self._resources.deadlines.abandoned_prefill + self._resources.deadlines.release
+
+    def decode_releases(self, prefill: str, decode: str | None, *, in_silence: bool) -> bool:
+        """Return whether the decode engine has had contact with the prefill engine: before that, its report may not come."""
+        return self._resources.contacts.met(prefill, decode)
+
+    async def release(self, kept: Kept) -> bool:
+        """Have decode engines refuse a request with the handle, until one has. Return whether one has."""
+        body = self._holder.release_body(kept.model, kept.handle)
+        resources, refused = self._resources, 400  # 401 and 404 come from before the handler that releases KV
+        timeout = resources.deadlines.release
+        for number in range(_MAX_TRIES):
+            await self._before_try(number)
+            node = resources.ledger.releaser(kept.prefill, kept.model, resources.now(), prefer_not=kept.decode)
+            if node is None or await self._ask(kept, node.url, body, timeout) != refused:
+                continue
+            if not resources.contacts.met(kept.prefill, node.url):
+                await asyncio.sleep(FIRST_CONTACT)
+                await self._ask(kept, node.url, body, timeout)
+            return True
+        return False
+
+    def lost(self, kept: Kept) -> str:
+        """Return what becomes of KV that could not be released."""
+        return f"{kept.prefill} frees it when its lease ends"
+
+
+class ReleaseByReading(Release):
+    """One decode engine holds the KV in its buffer: only that engine can release it, by reading it."""
+
+    def __init__(self, resources: ReleaseResources, holder: HeldByDecode) -> None:
+        super().__init__(resources)
+        self._holder = holder
+
+    @property
+    def abandoned_timeout(self) -> float:
+        """Seconds that the answer of a prefill leg is awaited after its client has left: such a leg is not closed early."""
+        return self._resources.deadlines.total
+
+    @property
+    def drain_timeout(self) -> float:
+        """Seconds for a prefill, its notices and a completion: closing the prefill leg earlier may crash its engine."""
+        deadlines = self._resources.deadlines
+        return deadlines.prefill + deadlines.kv_ready + deadlines.first_token
+
+    def decode_releases(self, prefill: str, decode: str | None, *, in_silence: bool) -> bool:
+        """Return whether the engine has probably read the KV. An engine that was aborted before that still holds it."""
+        return in_silence
+
+    async def release(self, kept: Kept) -> bool:
+        """Have the decode engine read the KV, once all of it is there. Return whether it has."""
+        body, done = self._holder.release_body(kept.model, kept.handle), 200
+        if not await self._all_written(kept):
+            return False
+        for number in range(_MAX_TRIES):
+            await self._before_try(number)
+            if kept.decode is None:
+                continue
+            # The engine reads it when the request's turn comes. A request that is given up before leaves the KV there.
+            status = await self._ask(kept, kept.decode, body, self._resources.deadlines.total)
+            if status == done:
+                return True
+            if status is None:
+                return False  # it may have read it after all: a second read would take another prompt's KV
+        return False
+
+    async def _all_written(self, kept: Kept) -> bool:
+        """Wait until all of the KV is there: a later part would stay, and what is not written yet must not be read."""
+        if kept.expected is None:
+            return True
+        resources = self._resources
+        try:
+            async with resources.clock.within(resources.deadlines.kv_ready):
+                await asyncio.shield(kept.expected.done)
+        except TimeoutError:
+            resources.observers.notify(DeadlinePassed(Wait.KV_READY.value, kept.prefill))
+            return False
+        return True
+
+    def lost(self, kept: Kept) -> str:
+        """Return what becomes of KV that could not be released."""
+        return f"it stays in the buffer of {kept.decode}"
+
+
+def release_for(holder: Holder, resources: ReleaseResources) -> Release | None:
+    """Return the way of releasing KV for a holder, None if nothing is held."""
+    match holder:
+        case HeldByPrefill():
+            return ReleaseByRefusal(resources, holder)
+        case HeldByDecode():
+            return ReleaseByReading(resources, holder)
+        case _:
+            return None

@@ -1,0 +1,48 @@
+"""One entry of the registry: what is known of a contract before it is built, and how it is built from settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pdproxy.transfer.contract import NO_CAPABILITIES, Capabilities, Contract
+
+
+class NoOptions(msgspec.Struct, frozen=True):
+    """For contracts that have no options."""
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """A contract in the registry. Each contract's module declares its own."""
+
+    name: str
+    """What `pools[].connector` is set to."""
+
+    build: Callable[[Any], Contract]
+    """Returns the contract for an instance of `options`."""
+
+    options: type[msgspec.Struct] = NoOptions
+    """The contract's options. Each field is filled from the setting of the same name in `section`."""
+
+    section: str = ""
+    """Where these settings are, as a dotted path from `Settings`: `kv_ready`, `pool.lmcache`. Empty: it has no options."""
+
+    capabilities: Capabilities = NO_CAPABILITIES
+    """What the contract needs and can do."""
+
+    kv_connectors: tuple[str, ...] = ()
+    """The `kv_connector` names of vLLM's engines that can run this contract."""
+
+    def contract(self, settings: object) -> Contract:
+        """Build the contract with the options that settings give.
+
+        Raises:
+            AttributeError: the settings have no such section, or it has no setting of an option's name.
+        """
+        section = settings
+        for name in self.section.split(".") if self.section else ():
+            section = getattr(section, name)
+        fields = msgspec.structs.fields(self.options)
+        return self.build(self.options(**{field.name: getattr(section, field.name) for field in fields}))

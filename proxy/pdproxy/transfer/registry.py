@@ -1,0 +1,40 @@
+"""All contracts that the proxy can run. A new one is a module with an `ENTRY`, and a line here.
+
+The order matters in one place: where several contracts serve one `kv_connector`, the first is chosen if the operator names
+none.
+"""
+
+from __future__ import annotations
+
+from pdproxy.transfer import kvstore_keys, lmcache_mp, lmcache_pd, nixl, shared
+from pdproxy.transfer.entry import Entry
+
+ENTRIES: tuple[Entry, ...] = (
+    nixl.ENTRY,
+    lmcache_pd.ENTRY,
+    lmcache_mp.ENTRY,
+    shared.ENTRY,
+    kvstore_keys.ENTRY,
+)
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all contracts."""
+    return tuple(entry.name for entry in ENTRIES)
+
+
+def entry_of(name: str) -> Entry:
+    """Return the entry of a contract.
+
+    Raises:
+        KeyError: there is no contract of that name.
+    """
+    for entry in ENTRIES:
+        if entry.name == name:
+            return entry
+    raise KeyError(name)
+
+
+def serving(kv_connector: str) -> tuple[str, ...]:
+    """Return the names of the contracts that engines with this `kv_connector` can run, the usual one first."""
+    return tuple(entry.name for entry in ENTRIES if kv_connector in entry.kv_connectors)
