@@ -27,6 +27,7 @@ from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import NodeSpec, Role
+from pdproxy.scheduling.policies import POLICIES
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
 from pdproxy.serving.kv.custody import Custodian
@@ -130,6 +131,7 @@ class Proxy:
             [NodeSpec(node.url, Role(node.role), frozenset(node.sources)) for node in pool.nodes],
             breaker_failures=limits.breaker_failures,
             breaker_cooldown=limits.breaker_cooldown,
+            policies={Role.PREFILL: POLICIES[pool.policy.prefill], Role.DECODE: POLICIES[pool.policy.decode]},
         )
         metrics, probe_soon, changes = Metrics(partial(_lists, ledger)), _ProbeSoon(), ChangeHeard()
         observers = Observers([metrics, LogObserver(log), probe_soon, changes, *watch.observers])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pdproxy.scheduling.policies import PolicyName as Policy
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Section, Text
 
@@ -17,7 +18,6 @@ FirstTokenFrom = Literal["prefill", "decode"]
 OnTimeout = Literal["recompute", "fail"]
 VLLM_BOOTSTRAP_PORT = 8998
 """vLLM's default for VLLM_MOONCAKE_BOOTSTRAP_PORT. vllm-omni assumes 25201 where its stages name none."""
-Policy = Literal["least_load"]
 Tokenize = Literal["off", "auto", "always"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]

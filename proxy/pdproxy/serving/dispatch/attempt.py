@@ -11,7 +11,9 @@ from dataclasses import replace
 
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.kit.ids import mint
-from pdproxy.scheduling.ledger import Pair, Verdict
+from pdproxy.scheduling.leases import Assignment, Verdict
+from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.kv.buffers import BufferSpace
 from pdproxy.serving.kv.custody import Custody
@@ -20,6 +22,9 @@ from pdproxy.serving.kv.ready import Expected
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import NO_DISPATCH, Dispatch
 from pdproxy.wire.request import Alone, Parsed, Prompt
+
+SPLIT = (Role.PREFILL, Role.DECODE)
+"""The roles that serve a prompt together."""
 
 
 def why_not(engines: ExchangeResources, parsed: Parsed, tokens: TokenIds | None) -> Alone | None:
@@ -44,18 +49,21 @@ async def begin(
     size = prompt.text_bytes or parsed.body_bytes
     slots: BufferSpace | None = None
 
-    def choose(full: tuple[str, ...]) -> Pair | None:
+    def ask() -> Ask:
+        return Ask(parsed.model, size, engines.now(), tokens, parsed)
+
+    def choose(full: tuple[str, ...]) -> Assignment | None:
         nonlocal slots
-        pair = engines.ledger.pair(parsed.model, size, engines.now(), without=(*without, *full))
+        pair = engines.ledger.assign(SPLIT, ask(), without=(*without, *full))
         if pair is not None and transfer.buffers.bounded:
-            slots = transfer.buffers.take(pair.decode.node.url, count)
+            slots = transfer.buffers.take(pair[Role.DECODE].node.url, count)
         return pair
 
     def possible() -> bool:
-        pair = engines.ledger.pair(parsed.model, size, engines.now(), without=without)
+        pair = engines.ledger.assign(SPLIT, ask(), without=without)
         if pair is not None:
-            engines.close(pair.prefill, Verdict.NEUTRAL)
-            engines.close(pair.decode, Verdict.NEUTRAL)
+            for lease in pair.leases:
+                engines.close(lease, Verdict.NEUTRAL)
         return pair is not None
 
     count = 0 if tokens is None else transfer.buffers.slots(tokens.count)
@@ -64,7 +72,7 @@ async def begin(
         return None
     dispatch = NO_DISPATCH
     if transfer.contract.needs_leg_id:
-        dispatch = Dispatch(mint(), tokens, receiver=transfer.receivers.get(pair.decode.node.url))
+        dispatch = Dispatch(mint(), tokens, receiver=transfer.receivers.get(pair[Role.DECODE].node.url))
     elif tokens is not None:
         dispatch = Dispatch(ids=tokens)
     return Handover(engines, pair, dispatch, slots)
@@ -88,7 +96,9 @@ class Handover:
 
     __slots__ = ("_engines", "_expected", "_held", "_slots", "dispatch", "pair")
 
-    def __init__(self, engines: ExchangeResources, pair: Pair, dispatch: Dispatch, slots: BufferSpace | None) -> None:
+    def __init__(
+        self, engines: ExchangeResources, pair: Assignment, dispatch: Dispatch, slots: BufferSpace | None
+    ) -> None:
         self._engines = engines
         self._slots = slots
         self._expected: Expected | None = None
@@ -102,9 +112,8 @@ class Handover:
                 self._expected = engines.transfer.ready.expect(dispatch.leg_id, ranks)
 
     def __repr__(self) -> str:
-        return (
-            f"<Handover {self.pair.prefill.node.url} -> {self.pair.decode.node.url}, {self._expected or 'no notices'}>"
-        )
+        urls = " -> ".join(lease.node.url for lease in self.pair.leases)
+        return f"<Handover {urls}, {self._expected or 'no notices'}>"
 
     @property
     def told(self) -> Expected | None:
@@ -127,13 +136,13 @@ class Handover:
         engines = self._engines
         if self._expected is None or engines.transfer.contract.early:
             return
-        url, timeout = self.pair.prefill.node.url, engines.deadlines.kv_ready
+        url, timeout = self.pair[Role.PREFILL].node.url, engines.deadlines.kv_ready
         if await engines.transfer.ready.wait(self._expected, timeout, url):
             return
         if not engines.transfer.recomputes:
             raise EngineTimeoutError(f"{url} did not tell in {timeout:g} s that the KV is ready", wait=Wait.KV_READY)
         if engines.transfer.contract.pushes:
-            raise PrefillFailedError(Alone.KV_LATE, another=False, shun=self.pair.decode.node.url)
+            raise PrefillFailedError(Alone.KV_LATE, another=False, shun=self.pair[Role.DECODE].node.url)
 
     def in_custody(self, custody: Custody) -> None:
         """The KV is made: what room it takes is free again when its custody ends."""
@@ -150,7 +159,7 @@ class Handover:
 
     def close(self) -> None:
         """End the wait, give back the room, and the decode engine's lease where its leg hasn't. Closing twice changes nothing."""
-        self._engines.close(self.pair.decode, Verdict.NEUTRAL)
+        self._engines.close(self.pair[Role.DECODE], Verdict.NEUTRAL)
         if self._expected is not None and not self._held:
             self._expected.close()
         if self._slots is not None:

@@ -28,7 +28,9 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed, LegTimes, ServedAlone
-from pdproxy.scheduling.ledger import Lease, Verdict
+from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.dispatch.attempt import Handover, PrefillFailedError, begin, why_not
 from pdproxy.serving.dispatch.decode_start import accepted, first_data
@@ -163,9 +165,9 @@ class Exchange:
 
     async def _alone(self, why: Alone, stream_to: Callable[[Relay], ResponseWriter]) -> Answer | None:
         engines = self._engines
-        lease = engines.ledger.alone(
-            self._parsed.model, self._parsed.body_bytes, engines.now(), without=self._without
-        ) or engines.ledger.alone(self._parsed.model, self._parsed.body_bytes, engines.now())
+        ask = Ask(self._parsed.model, self._parsed.body_bytes, engines.now(), self._ids, self._parsed)
+        lease = engines.ledger.assign_alone(ask, without=self._without) or engines.ledger.assign_alone(ask)
+        del ask  # see `_let_go`
         if lease is None:
             raise OverloadedError("no engine can serve this request: see /ready")
         if self._why_alone is not why:
@@ -185,7 +187,7 @@ class Exchange:
         pair = handover.pair
         custody: Custody | None = None
         try:
-            self._prefill_url, self._decode_url, self._why_alone = pair.prefill.node.url, None, None
+            self._prefill_url, self._decode_url, self._why_alone = pair[Role.PREFILL].node.url, None, None
             started = engines.now()
             got = await prefill(engines, handover, self._parsed, prompt, self._heading)
             self._prefill_s = engines.now() - started
@@ -200,14 +202,14 @@ class Exchange:
             if (alone := custody.handle.alone) is not None:
                 # Before an engine that holds it could take a part of it.
                 freed = await custody.given_back(engines.deadlines.first_token)
-                raise PrefillFailedError(alone, another=False, shun=None if freed else pair.decode.node.url)
+                raise PrefillFailedError(alone, another=False, shun=None if freed else pair[Role.DECODE].node.url)
             if got.body:
                 return await self._finished(got, stream_to)
             del got, prompt  # see `_let_go`
             await handover.kv_ready()
-            return await self._decode(pair.decode, pair.prefill.node.url, custody, stream_to)
+            return await self._decode(pair[Role.DECODE], pair[Role.PREFILL].node.url, custody, stream_to)
         except PrefillFailedError as failed:
-            self._without += (failed.shun or pair.prefill.node.url,)
+            self._without += (failed.shun or pair[Role.PREFILL].node.url,)
             self._prefill_lost = failed.alone
             if failed.alone is Alone.KV_LATE and custody is not None:
                 custody.end(End.LOST)  # whether anything was pushed, nobody knows

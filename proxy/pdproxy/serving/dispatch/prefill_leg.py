@@ -14,7 +14,8 @@ import msgspec
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionError, Wait
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed
-from pdproxy.scheduling.ledger import Verdict
+from pdproxy.scheduling.leases import Verdict
+from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.dispatch.attempt import Handover, PrefillFailedError
 from pdproxy.serving.dispatch.failure_class import is_clients_fault, refused, verdict_of
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
@@ -50,7 +51,7 @@ async def prefill(
     Raises:
         PrefillFailedError: the engine failed, was late, or gave no handle that may be used. It has been told.
     """
-    lease, dispatch, told = handover.pair.prefill, handover.dispatch, handover.told
+    lease, dispatch, told = handover.pair[Role.PREFILL], handover.dispatch, handover.told
     node = lease.node
     client = engines.clients[node.url]
     contract = engines.transfer.contract
@@ -70,7 +71,7 @@ async def prefill(
         return contract.handle(parsed, answer, dispatch)
 
     most = _ROOM + _ROOM_PER_BYTE * parsed.body_bytes
-    receiver = handover.pair.decode.node.url if contract.pushes else None
+    receiver = handover.pair[Role.DECODE].node.url if contract.pushes else None
     leg = PrefillLeg(node.url, parsed.model, heading.authorization, read, receiver, dispatch.leg_id)
 
     def end() -> None:
