@@ -154,6 +154,9 @@ def test_the_least_loaded_is_taken(without: tuple[str, ...]) -> None:
     assert third is not None
     assert second[Role.PREFILL].node is third[Role.PREFILL].node
     assert second[Role.PREFILL].node is not first[Role.PREFILL].node
+    fourth = made.assign(SPLIT, Ask("m", 10, 0), without=without)
+    assert fourth is not None
+    assert fourth[Role.PREFILL].node is second[Role.PREFILL].node, "three short prompts are less work than a long one"
     assert {first[Role.DECODE].node.url, second[Role.DECODE].node.url} == {"d1", "d2"}
 
 

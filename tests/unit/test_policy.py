@@ -154,12 +154,13 @@ def urls(leases: Sequence[Lease] | None) -> list[str] | None:
 
 ACTS = ("pair alone good " * 2 + "pair release failed unreachable lost saw eject wait").split()
 NUMBERS = st.integers(0, 40)
+MODELS = st.sampled_from(["m", "m", "n", "x", None])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.integers(1, 6), st.integers(1, 6), st.integers(0, 2), st.booleans(),
-    st.lists(st.tuples(st.sampled_from(ACTS), NUMBERS, NUMBERS, st.sampled_from(["m", "m", "n", "x", None])), max_size=80),
+    st.lists(st.tuples(st.sampled_from(ACTS), NUMBERS, NUMBERS, MODELS), min_size=20, max_size=80),
 )  # fmt: skip
 def test_choices_are_those_of_the_reference(
     prefills: int, decodes: int, others: int, sources: bool, steps: list[tuple[str, int, int, str | None]]

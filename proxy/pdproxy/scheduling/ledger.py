@@ -133,8 +133,10 @@ class Ledger:
         """Lease one engine that serves a request by itself, an aggregated one before a decode engine, None if there is none."""
         node: Node | None = None
         if not without and not self._breakers.opened:
-            best = self._best_of_each(self._alone_roles, ask, together=False)
-            node = best[0] if best else None
+            choosers = [self._eligibility.best_of(role, ask.model) for role in self._alone_roles]
+            if choosers and None not in choosers:
+                # All roles choose, as they do where all are ranked: turns move on in the same way.
+                node, *_ = [choose(ask) for choose in choosers if choose is not None]
         if node is None:
             ranked = [self._eligibility.ranked(role, ask, without) for role in _ALONE]
             # One that serves the model before one that doesn't, then one whose breaker is not open before one whose is.
@@ -174,7 +176,7 @@ class Ledger:
             return self.lost(node.url, "connection refused", now)
         return False
 
-    def _best_of_each(self, roles: Sequence[Role], ask: Ask, *, together: bool = True) -> tuple[Node, ...] | None:
+    def _best_of_each(self, roles: Sequence[Role], ask: Ask) -> tuple[Node, ...] | None:
         """Return the best engine of each role, None if a role has none that serves the model, or if they are not compatible."""
         best: list[Node] = []
         for role in roles:
@@ -182,9 +184,7 @@ class Ledger:
             if choose is not None:
                 best.append(choose(ask))
         nodes = tuple(best)
-        if len(nodes) < len(roles) or (together and not self._compatibility.compatible(nodes)):
-            return None
-        return nodes
+        return nodes if len(nodes) == len(roles) and self._compatibility.compatible(nodes) else None
 
     def _open(self, node: Node, prompt_bytes: int, ask: Ask) -> Lease:
         node.requests += 1
