@@ -301,7 +301,7 @@ def test_any_roles_can_be_assigned() -> None:
     best = made.assign(roles, Ask("m", 7, 0.0))
     assert best is not None
     assert urls(best.leases) == ["a1", "p1", "d1"]
-    assert list(best) == list(roles)
+    assert [best[role] for role in roles] == list(best.leases)
     assert [lease.prompt_bytes for lease in best.leases] == [7, 7, 0]
     made.eject("p1", "d1")
     for order, wanted in ((roles, ["a1", "p1", "d2"]), (roles[::-1], ["d1", "p2", "a1"])):
@@ -315,7 +315,9 @@ def test_any_roles_can_be_assigned() -> None:
     assert [node.requests for node in made.nodes] == before, "an engine was leased for a request that got none"
     only = made.assign((Role.DECODE,), Ask("m", 7, 0.0))
     assert only is not None
-    assert [lease.prompt_bytes for lease in only.leases] == [7], "it reads the prompt itself"
+    assert only[Role.DECODE].prompt_bytes == 7, "it reads the prompt itself"
+    with pytest.raises(KeyError):
+        only[Role.PREFILL]
 
 
 class Counting(Favourite):

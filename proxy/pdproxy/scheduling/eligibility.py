@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from pdproxy.scheduling.nodes import Node, Role
 from pdproxy.scheduling.policy import Ask, Best, Policy
 
 
 class Eligibility:
-    """Finds the engines that may serve a request, and has the role's policy rank them."""
+    """Finds the engines that may serve a request, and has the role's policy rank them.
 
-    def __init__(self, nodes: Sequence[Node], policies: Mapping[Role, Policy]) -> None:
+    `nodes` is the ledger's view of its engines: it may change before a call of `changed`.
+    """
+
+    def __init__(self, nodes: Collection[Node], policies: Mapping[Role, Policy]) -> None:
         self._nodes = nodes
         self._policies = policies
         self._best: dict[tuple[Role, str | None], Best] = {}

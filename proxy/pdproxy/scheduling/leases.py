@@ -29,12 +29,18 @@ class Lease(msgspec.Struct, eq=False):
     closed: bool = False
 
 
-class Assignment(dict[Role, Lease]):
-    """One lease for each role that was asked for, in that order: `assignment[Role.PREFILL]`."""
+class Assignment(msgspec.Struct, frozen=True, eq=False):
+    """The leases that serve one request, in the order of the roles that were asked for."""
 
-    __slots__ = ()
+    leases: tuple[Lease, ...]
 
-    @property
-    def leases(self) -> tuple[Lease, ...]:
-        """The leases, in the order of the roles."""
-        return tuple(self.values())
+    def __getitem__(self, role: Role) -> Lease:
+        """Return the lease of a role.
+
+        Raises:
+            KeyError: this role was not asked for.
+        """
+        for lease in self.leases:
+            if lease.node.role is role:
+                return lease
+        raise KeyError(role)

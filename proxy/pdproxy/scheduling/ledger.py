@@ -39,7 +39,7 @@ class Ledger:
         self._nodes = {spec.url: Node(spec) for spec in specs}
         self._policies = make_policies(policies)
         self._breakers = Breakers(breaker_failures, breaker_cooldown)
-        self._eligibility = Eligibility(self.nodes, self._policies)
+        self._eligibility = Eligibility(self._nodes.values(), self._policies)
         self._compatibility = Compatibility()
         self._alone_roles: list[Role] = []
         """Those of `_ALONE` that have an engine that is up."""
@@ -122,12 +122,12 @@ class Ledger:
         if nodes is None:
             return None
         alone = len(nodes) == 1
-        assignment = Assignment()
+        leases: list[Lease] = []
         for node in nodes:
             # A decode engine that gets the prompt's KV has no work with the prompt.
             prompt_bytes = ask.prompt_bytes if alone or node.role is not Role.DECODE else 0
-            assignment[node.role] = self._open(node, prompt_bytes, ask)
-        return assignment
+            leases.append(self._open(node, prompt_bytes, ask))
+        return Assignment(tuple(leases))
 
     def assign_alone(self, ask: Ask, *, without: Collection[str] = ()) -> Lease | None:
         """Lease one engine that serves a request by itself, an aggregated one before a decode engine, None if there is none."""
