@@ -15,6 +15,7 @@ from pdproxy.kit.errors import EngineRefusedError, EngineTimeoutError, Wait
 from pdproxy.observe.events import DeadlinePassed, Event, Observers, Tokenized
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.dispatch import tokenizing
 from pdproxy.serving.dispatch.tokenizing import Tokenizing
 from pdproxy.tokens.errors import RejectedError
@@ -152,7 +153,7 @@ async def test_an_engine_is_asked_for_ids_that_are_needed() -> None:
     """The least loaded one that serves the model, with the client's own header and all fields that change the prompt."""
     async with stage(required=True) as s:
         s.trust = None
-        lease = s.ledger.alone("tiny", 1, 0.0)
+        lease = s.ledger.assign_alone(Ask("tiny", 1, 0.0))
         assert lease is not None
         assert lease.node.url == "http://d:1"
         assert await s.ids(add_special_tokens=False) == THEIRS

@@ -25,6 +25,7 @@ from pdproxy.kit.text import cut
 from pdproxy.observe.events import DeadlinePassed, Event, LegFailed, Observers
 from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Metrics
+from pdproxy.scheduling import policies
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.serving.access.clients import Clients
@@ -131,6 +132,10 @@ class Proxy:
             [NodeSpec(node.url, Role(node.role), frozenset(node.sources)) for node in pool.nodes],
             breaker_failures=limits.breaker_failures,
             breaker_cooldown=limits.breaker_cooldown,
+            policies={
+                Role.PREFILL: policies.POLICIES[pool.policy.prefill],
+                Role.DECODE: policies.POLICIES[pool.policy.decode],
+            },
         )
         metrics, probe_soon, changes = Metrics(partial(_lists, ledger)), _ProbeSoon(), ChangeHeard()
         observers = Observers([metrics, LogObserver(log), probe_soon, changes, *watch.observers])

@@ -1,4 +1,4 @@
-"""What the scheduler knows of an engine: what was configured, what was seen, and what is in flight."""
+"""What the scheduler knows about an engine: its configuration, what probes found, and what it is doing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Role(Enum):
     DECODE = "decode"
     AGGREGATED = "aggregated"
 
-    __hash__ = object.__hash__  # its members are one of a kind; Enum's own costs a call in Python at each lookup
+    __hash__ = object.__hash__  # each member exists once; Enum's own hash is a Python call at each lookup
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
     """An engine as configured. `url` is `http://host:port` and the engine's identity.
 
-    `sources` are the prefill engines whose KV a decode engine takes, by url; empty: every one's.
+    `sources` are the URLs of the prefill engines whose KV a decode engine takes; empty: all of them.
     """
 
     url: str
@@ -30,18 +30,18 @@ class NodeSpec:
     sources: frozenset[str] = frozenset()
 
     def takes_from(self, prefill: NodeSpec) -> bool:
-        """Tell whether the two were configured to work together."""
+        """Return whether the two are configured to work together."""
         return not self.sources or prefill.url in self.sources
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What an engine said of itself when it was last asked.
+    """What an engine reported about itself at its last full probe.
 
-    `models` are the names it serves (adapters included), `roots` what its base models were loaded from,
-    `block_size` tokens a KV block, `canary` the token ids of a fixed prompt and chat for each base model,
-    `template_tokens` how many tokens its chat template adds to one message at the most, `started` the engine's start in
-    Unix seconds (a change means a restart), 0 where it doesn't say.
+    `models`: the names that it serves, adapters included. `block_size`: tokens in a KV block, None where unknown.
+    `canary`: the token ids of a fixed prompt and a fixed chat, for each base model. `template_tokens`: the largest number of
+    tokens that its chat template adds to one message. `started`: when it was started, in Unix seconds (another value means a
+    restart); 0 where it reports none.
     """
 
     models: frozenset[str]
@@ -52,13 +52,16 @@ class Evidence:
     started: float
 
     def same_run(self, later: Evidence, *, was_down: bool) -> bool:
-        """Tell whether one run of the engine said both. Where no start tells, only if nothing changed and it was never down."""
+        """Return whether both come from one run of the engine.
+
+        Without start times: only if nothing changed and the engine was not down in between.
+        """
         if self.started and later.started:
             return self.started == later.started
         return self == later and not was_down
 
     def difference(self, other: Evidence) -> str | None:
-        """Return why two engines may not share a prompt's KV, None if they are alike."""
+        """Return why two engines may not share a prompt's KV, None if they may."""
         if not self.models & other.models:
             return f"no model in common ({_names(self.models)} / {_names(other.models)})"
         if self.version != other.version:
@@ -74,49 +77,52 @@ def _names(models: frozenset[str]) -> str:
     return cut(",".join(sorted(models))) or "none"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Node:
-    """An engine's mutable state. Owned by the Ledger: nothing else writes to it."""
+    """An engine's mutable state. Only the ledger writes to it; policies read it."""
 
     spec: NodeSpec
+    url: str = field(init=False, repr=False)
+    """The engine's identity."""
+    role: Role = field(init=False, repr=False)
+    """What the engine is for."""
     evidence: Evidence | None = None
+    """What its last full probe found, also while it is down. None: never probed with success."""
     runs: int = 0
-    """How many runs of the engine were seen."""
+    """How many runs of the engine were seen. A restart begins another one."""
     down_because: str | None = "not probed yet"
+    """Why it is down, None while it is up."""
     down_since: float = 0.0
+    """When it went down, in monotonic seconds."""
     probed: bool = False
+    """Whether any probe has ended, with success or not."""
     requests: int = 0
+    """Open leases."""
     prompt_bytes: int = 0
+    """The sum of the open leases' prompt bytes."""
     failures: int = 0
-    closed_until: float = 0.0
+    """Failed legs since the last good one."""
+    open_until: float = 0.0
+    """When its breaker's cooldown ends, in monotonic seconds; 0 while the breaker is closed."""
     ejected: set[str] = field(default_factory=set)
-    load: int = 0
-    """What its role is ranked by, less is better: a prefill engine by prompt bytes, others by requests; then by the other."""
-    places: list[tuple[list[int], int]] = field(default_factory=list, repr=False)
-    """Where the ledger keeps `load` beside those of others, for choosing."""
+    """URLs of engines that it must not work with."""
 
-    @property
-    def url(self) -> str:
-        """The engine's identity."""
-        return self.spec.url
-
-    @property
-    def role(self) -> Role:
-        """What the engine is for."""
-        return self.spec.role
+    def __post_init__(self) -> None:
+        # Attributes, not properties: every request reads them several times.
+        self.url, self.role = self.spec.url, self.spec.role
 
     def serves(self, model: str) -> bool:
-        """Tell whether the engine named a model when it was last asked."""
+        """Return whether the engine named a model at its last full probe."""
         return self.evidence is not None and model in self.evidence.models
 
     @property
     def alive(self) -> bool:
-        """Whether the engine was well when it was last probed."""
+        """Whether the engine was up at its last probe."""
         return self.down_because is None and self.evidence is not None
 
     def usable(self, now: float) -> bool:
-        """Tell whether a request should be sent to the engine: alive, and its breaker not open."""
-        return self.alive and now >= self.closed_until
+        """Return whether a request should be sent to the engine: it is up, and its breaker is not open."""
+        return self.alive and now >= self.open_until
 
     def down_for(self, now: float) -> float:
         """Return for how many seconds the engine has been down, 0 if it is up."""

@@ -1,18 +1,65 @@
-"""Shim."""
+"""What a scheduling policy is: it ranks the engines that may serve a request.
+
+The ledger decides which engines may serve it, and does all the bookkeeping. A policy belongs to one role. All its methods are
+called in the event loop and must return at once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
 import msgspec
 
+from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.nodes import Node, Role
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.request import Parsed
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """Shim."""
+    """What a request asks of the scheduler. Made for each choice, and not kept: `parsed` holds the whole request.
+
+    `model`: None matches every engine. `prompt_bytes`: the prompt's size, as prefill load. `now`: monotonic seconds.
+    `ids`: the prompt's token ids, None while unknown. `parsed`: the request, None where it is not parsed.
+    """
 
     model: str | None
     prompt_bytes: int
     now: float
     ids: TokenIds | None = None
     parsed: Parsed | None = None
+
+
+Best = Callable[[Ask], Node]
+"""Returns the best of a fixed set of engines for a request."""
+
+
+class Policy(Protocol):
+    """Ranks engines of one role. Subclasses must define `rank`; everything else has a default.
+
+    Engines are read only. Their counters (`requests`, `prompt_bytes`) are up to date in every call.
+    """
+
+    def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
+        """Return `nodes`, two or more, with the best for this request first."""
+
+    def best_of(self, nodes: Sequence[Node]) -> Best:
+        """Return a function whose result is what `rank` would put first among `nodes`, two or more.
+
+        It serves most requests, and is in use until `engines_changed`: a policy can prepare what makes it fast.
+        """
+        return lambda ask: self.rank(ask, nodes)[0]
+
+    def engines_changed(self) -> None:
+        """An engine came up, went down or changed. No function that `best_of` returned before is called again."""
+
+    def opened(self, lease: Lease, ask: Ask) -> None:
+        """A lease was opened on an engine of this role, whether this policy chose it or not."""
+
+    def closed(self, lease: Lease, verdict: Verdict, now: float) -> None:
+        """A lease on an engine of this role was closed, at `now` in monotonic seconds."""
+
+
+PolicyFactory = Callable[[Role], Policy]
+"""Makes the policy for a role."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pdproxy.scheduling import policies
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Section, Text, names_of
 from pdproxy.transfer import registry
@@ -15,10 +16,10 @@ from pdproxy.transfer import registry
 Role = Literal["prefill", "decode", "aggregated"]
 Connector = Annotated[str, names_of(registry.names)]
 FirstTokenFrom = Literal["prefill", "decode"]
+Policy = Annotated[str, names_of(policies.names)]
 OnTimeout = Literal["recompute", "fail"]
 VLLM_BOOTSTRAP_PORT = 8998
 """vLLM's default for VLLM_MOONCAKE_BOOTSTRAP_PORT. vllm-omni assumes 25201 if its stages name none."""
-Policy = Literal["least_load"]
 Tokenize = Literal["off", "auto", "always"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]

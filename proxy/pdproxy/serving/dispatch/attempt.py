@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.kit.ids import mint
-from pdproxy.scheduling.ledger import Assignment, Lease, Verdict
+from pdproxy.scheduling.leases import Assignment, Lease, Verdict
 from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.dispatch.prompt_request import PromptRequest

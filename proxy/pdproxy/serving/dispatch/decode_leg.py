@@ -11,7 +11,7 @@ import asyncio
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, StaleConnectionError, Wait
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed
-from pdproxy.scheduling.ledger import Verdict
+from pdproxy.scheduling.leases import Verdict
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.decode_start import accepted, first_data
 from pdproxy.serving.dispatch.failure_class import error_kind, is_clients_fault, refused, verdict_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineUnreachableError, NoAnswerRoomError
-from pdproxy.scheduling.ledger import Verdict
+from pdproxy.scheduling.leases import Verdict
 from pdproxy.upstream.client import Answer
 from pdproxy.wire.engine import error_of
 

@@ -15,7 +15,7 @@ import msgspec
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionError, Wait
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed
-from pdproxy.scheduling.ledger import Verdict
+from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.failure_class import is_clients_fault, refused, verdict_of

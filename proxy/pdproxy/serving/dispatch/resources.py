@@ -11,7 +11,8 @@ from pdproxy.fleet.audit import Auditor
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError
 from pdproxy.observe.events import LegFailed, NodeChanged, Observers
-from pdproxy.scheduling.ledger import Lease, Ledger, Verdict
+from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.dispatch.tokenizing import Tokenizing
 from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.custody import Custodian

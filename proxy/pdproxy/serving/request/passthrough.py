@@ -28,7 +28,8 @@ from pdproxy.kit.errors import (
 from pdproxy.kit.frames import drop_traceback, frames
 from pdproxy.kit.ids import mint, usable
 from pdproxy.observe.events import DeadlinePassed, Gaps, LegTimes, RequestEnded
-from pdproxy.scheduling.ledger import Lease, Verdict
+from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.access.clients import Client
 from pdproxy.serving.access.keys import CHALLENGE, Keys
 from pdproxy.serving.access.routes import Entry
@@ -173,8 +174,8 @@ class Passthrough:
         heading = LegHeaders(report.request_id, request.entry.path, headers, authorization)
         without: set[str] = set()
         while True:
-            lease = engines.ledger.alone(body.model, size, engines.now(), without=without)
-            lease = lease or engines.ledger.alone(body.model, size, engines.now())
+            ask = Ask(body.model, size, engines.now())
+            lease = engines.ledger.assign_alone(ask, without=without) or engines.ledger.assign_alone(ask)
             if lease is None:
                 raise OverloadedError("no engine can serve this request: see /ready")
             url = report.node = lease.node.url

@@ -1,0 +1,61 @@
+"""Which engines may serve one request together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations, product
+
+from pdproxy.scheduling.nodes import Node, Role
+
+
+def prefill_and_decode(prefill: Node, decode: Node) -> str | None:
+    """Return why a decode engine may not take a prefill engine's KV, None if it may."""
+    if not decode.spec.takes_from(prefill.spec):
+        return "not configured as a pair"
+    if prefill.evidence is None or decode.evidence is None:
+        return "not probed yet"
+    if decode.url in prefill.ejected:
+        return "ejected: they counted different prompt lengths for one request"
+    return prefill.evidence.difference(decode.evidence)
+
+
+_RULES: dict[tuple[Role, Role], Callable[[Node, Node], str | None]] = {
+    (Role.PREFILL, Role.DECODE): prefill_and_decode,
+}
+"""The rule for two roles. Engines of two roles without a rule exchange nothing, and are always compatible."""
+
+
+def why_incompatible(one: Node, other: Node) -> str | None:
+    """Return why two engines, in any order, may not serve one request together, None if they may."""
+    if (rule := _RULES.get((one.role, other.role))) is not None:
+        return rule(one, other)
+    if (rule := _RULES.get((other.role, one.role))) is not None:
+        return rule(other, one)
+    return None
+
+
+class Compatibility:
+    """Remembers which engines are compatible, until `changed`: every request asks."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Node, ...], bool] = {}
+
+    def compatible(self, nodes: tuple[Node, ...]) -> bool:
+        """Return whether every two of these engines are compatible."""
+        known = self._known.get(nodes)
+        if known is None:
+            pairs = combinations(nodes, 2)
+            known = why_incompatible(*nodes) is None if len(nodes) == 2 else all(map(self.compatible, pairs))
+            self._known[nodes] = known
+        return known
+
+    def first(self, ranked: Sequence[Sequence[Node]]) -> tuple[Node, ...] | None:
+        """Return one engine of each ranking, all compatible, None if there are none.
+
+        The first ranking counts most: its best engine that has compatible partners is taken.
+        """
+        return next(filter(self.compatible, product(*ranked)), None)
+
+    def changed(self) -> None:
+        """Forget everything: an engine came up, went down or changed."""
+        self._known.clear()

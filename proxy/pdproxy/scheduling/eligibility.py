@@ -1,0 +1,61 @@
+"""Which engines of a role may serve a request."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.policy import Ask, Best, Policy
+
+
+class Eligibility:
+    """Finds the engines that may serve a request, and has the role's policy rank them.
+
+    `nodes` is the ledger's view of its engines: it may change before a call of `changed`.
+    """
+
+    def __init__(self, nodes: Collection[Node], policies: Mapping[Role, Policy]) -> None:
+        self._nodes = nodes
+        self._policies = policies
+        self._best: dict[tuple[Role, str | None], Best] = {}
+        self._sets: list[tuple[list[Node], Best]] = []
+
+    def best_of(self, role: Role, model: str | None) -> Best | None:
+        """Return what chooses among the engines of a role that are up and serve a model, None if there are none.
+
+        For requests that exclude no engine, while no breaker was opened.
+        """
+        return self._best.get((role, model)) or self._prepare(role, model)
+
+    def ranked(self, role: Role, ask: Ask, without: Collection[str]) -> list[Node]:
+        """Return the engines of a role that may serve a request, best first.
+
+        A model that no engine serves matches all but prefill engines: the engine's own 404 is the answer. Engines whose
+        breaker is open are left out if there are others, and used if not: they are better than no answer.
+        """
+        up = [node for node in self._nodes if node.role is role and node.url not in without and node.alive]
+        serving = [node for node in up if ask.model is None or node.serves(ask.model)]
+        fitting = serving or (up if role is not Role.PREFILL else [])
+        eligible = [node for node in fitting if node.usable(ask.now)] or fitting
+        return self._policies[role].rank(ask, eligible) if len(eligible) > 1 else eligible
+
+    def changed(self) -> None:
+        """Forget what was prepared: an engine came up, went down or changed."""
+        self._best.clear()
+        self._sets.clear()
+        for policy in self._policies.values():
+            policy.engines_changed()
+
+    def _prepare(self, role: Role, model: str | None) -> Best | None:
+        nodes = [
+            node for node in self._nodes if node.role is role and node.alive and (model is None or node.serves(model))
+        ]
+        if not nodes:
+            return None  # not remembered: a client can name any number of models
+        # Hundreds of adapters are mostly served by the same engines, and each set costs time whenever a load changes.
+        best = next((best for same, best in self._sets if same == nodes), None)
+        if best is None:
+            best = self._policies[role].best_of(nodes) if len(nodes) > 1 else lambda _: nodes[0]
+            self._sets.append((nodes, best))
+        self._best[role, model] = best
+        return best

@@ -1,0 +1,46 @@
+"""What a request holds of the engines while its legs run."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+from pdproxy.scheduling.nodes import Node, Role
+
+
+class Verdict(Enum):
+    """What the end of one leg shows about its engine's health."""
+
+    GOOD = "good"
+    NEUTRAL = "neutral"  # the client left, or the request was refused: this shows nothing
+    FAILED = "failed"
+    UNREACHABLE = "unreachable"  # it refused the connection: nothing more is sent until a probe succeeds
+
+
+class Lease(msgspec.Struct, eq=False):
+    """One leg's share of an engine's load. Close it once, with `Ledger.close`.
+
+    `prompt_bytes` is 0 where the leg gets the prompt's KV from another engine.
+    """
+
+    node: Node
+    prompt_bytes: int
+    closed: bool = False
+
+
+class Assignment(msgspec.Struct, frozen=True, eq=False):
+    """The leases that serve one request, in the order of the roles that were asked for."""
+
+    leases: tuple[Lease, ...]
+
+    def __getitem__(self, role: Role) -> Lease:
+        """Return the lease of a role.
+
+        Raises:
+            KeyError: this role was not asked for.
+        """
+        for lease in self.leases:
+            if lease.node.role is role:
+                return lease
+        raise KeyError(role)

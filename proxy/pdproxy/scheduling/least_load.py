@@ -1,0 +1,78 @@
+"""The policy `least_load`: the engine with the least work comes first, and equal engines take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.policy import Ask, Best, Policy
+
+_LOAD_BITS = 48
+"""More bits than the second of two measures ever needs."""
+
+
+class LeastLoad(Policy):
+    """Prefill engines by outstanding prompt bytes, then by requests; others by requests, then by prompt bytes.
+
+    Every request asks, so each set of engines has its loads in a list that `opened` and `closed` keep up to date: a choice is
+    two passes over integers, in C.
+    """
+
+    def __init__(self, role: Role) -> None:
+        measures = ("prompt_bytes", "requests") if role is Role.PREFILL else ("requests", "prompt_bytes")
+        self._by_bytes = role is Role.PREFILL
+        self._measures = attrgetter(*measures)
+        self._turn = 0
+        self._places: dict[Node, list[tuple[list[int], int]]] = {}
+        """Where an engine's load stands: lists of loads, and its index in each."""
+
+    def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
+        """See `Policy`."""
+        self._turn += 1
+        turn = self._turn % len(nodes)
+        ranked = [*nodes[turn:], *nodes[:turn]]
+        ranked.sort(key=self._measures)
+        return ranked
+
+    def best_of(self, nodes: Sequence[Node]) -> Best:
+        """See `Policy`."""
+        count = len(nodes)
+        loads = [0] * count
+        for at, node in enumerate(nodes):
+            self._places.setdefault(node, []).append((loads, at))
+            self._write(node)
+
+        def best(ask: Ask) -> Node:
+            self._turn += 1
+            turn = self._turn % count
+            least = min(loads)
+            if loads[turn] == least:
+                return nodes[turn]
+            try:
+                return nodes[loads.index(least, turn)]
+            except ValueError:
+                return nodes[loads.index(least)]
+
+        return best
+
+    def engines_changed(self) -> None:
+        """See `Policy`."""
+        self._places.clear()
+
+    def opened(self, lease: Lease, ask: Ask) -> None:
+        """See `Policy`."""
+        self._write(lease.node)
+
+    def closed(self, lease: Lease, verdict: Verdict, now: float) -> None:
+        """See `Policy`."""
+        self._write(lease.node)
+
+    def _write(self, node: Node) -> None:
+        if self._by_bytes:
+            load = (node.prompt_bytes << _LOAD_BITS) + node.requests
+        else:
+            load = (node.requests << _LOAD_BITS) + node.prompt_bytes
+        for loads, at in self._places.get(node, ()):
+            loads[at] = load

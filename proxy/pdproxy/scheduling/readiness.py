@@ -1,0 +1,37 @@
+"""What an operator is shown about the engines: whether requests can be served, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdproxy.scheduling.compatibility import why_incompatible
+from pdproxy.scheduling.nodes import Node, Role
+
+
+def not_ready(nodes: Sequence[Node]) -> str | None:
+    """Return why no request could be served, None if one could."""
+    waiting = [node.url for node in nodes if not node.probed]
+    if waiting:
+        return f"starting: not probed yet: {', '.join(waiting)}"
+    answering = [node for node in nodes if node.role is not Role.PREFILL]
+    if not any(node.alive for node in answering):
+        return "no decode or aggregated engine is up: " + "; ".join(f"{n.url} {n.down_because}" for n in answering)
+    return None
+
+
+def shortcomings(nodes: Sequence[Node], now: float) -> list[str]:
+    """Return what is wrong although requests are served, a sentence each."""
+    found = [f"{node.role.value} {node.url}: {node.down_because}" for node in nodes if node.down_because]
+    up = [node for node in nodes if node.down_because is None]
+    found += [
+        f"{node.role.value} {node.url}: failed {node.failures} times in a row, shut out for {node.open_until - now:.1f} s"
+        for node in up
+        if now < node.open_until
+    ]
+    for prefill in (node for node in up if node.role is Role.PREFILL):
+        for decode in (node for node in up if node.role is Role.DECODE):
+            if not decode.spec.takes_from(prefill.spec):
+                continue  # the operator wants it so
+            if (why := why_incompatible(prefill, decode)) is not None:
+                found.append(f"{prefill.url} and {decode.url} are not paired: {why}")
+    return found
