@@ -1,1 +1,1 @@
-"""Which engines serve a request. Pure: time is passed in, nothing here waits or talks."""
+"""Chooses the engines that serve a request. Pure: the time is passed in, and nothing here waits or sends."""

@@ -24,7 +24,8 @@ def shortcomings(nodes: Sequence[Node], now: float) -> list[str]:
     found = [f"{node.role.value} {node.url}: {node.down_because}" for node in nodes if node.down_because]
     up = [node for node in nodes if node.down_because is None]
     found += [
-        f"{node.role.value} {node.url}: failed {node.failures} times in a row, shut out for {node.open_until - now:.1f} s"
+        f"{node.role.value} {node.url}: failed {node.failures} times in a row,"
+        f" its breaker is open for {node.open_until - now:.1f} s"
         for node in up
         if now < node.open_until
     ]

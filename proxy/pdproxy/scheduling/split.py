@@ -1,7 +1,7 @@
-"""Split or alone: whether a prompt gains from two engines. Everything not named here is split.
+"""Split or alone: whether two engines serve a prompt. It is split where no rule is against it.
 
-Rules that the request itself decides are in `wire.request.Parsed.alone`; this module adds the one that needs to know the
-engines: a prompt under one KV block has no whole block to move.
+Rules that need only the request are in `wire.request.Parsed.alone`. This module adds the one that needs the engines: a prompt
+shorter than a KV block has no whole block to move.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ _SPECIALS = 2
 
 
 def why_alone(parsed: Parsed, prompt: Prompt, *, block_size: int | None, template_tokens: int) -> Alone | None:
-    """Return the rule by which one engine serves this prompt, None to split it.
+    """Return the rule by which one engine serves this prompt alone, None to split it.
 
-    A text's length in tokens is not known before an engine has seen it, but a byte-level tokenizer never makes more
-    tokens than bytes: a text is sent alone only if it is under a block for certain.
+    `block_size`: the smallest KV block in tokens, None while unknown. `template_tokens`: the largest number of tokens that a
+    chat template adds to one message. How many tokens a text has is not known here, but a byte-level tokenizer never makes
+    more tokens than bytes: a text is sent alone only if it is certainly shorter than a block.
     """
     if parsed.alone is not None:
         return parsed.alone
     if block_size is None or "tools" in parsed.fields:
         return None
-    most = prompt.tokens
-    if most is None:
-        most = prompt.text_bytes + _SPECIALS + prompt.messages * template_tokens
-    return Alone.SHORT_PROMPT if most < block_size else None
+    max_tokens = prompt.tokens
+    if max_tokens is None:
+        max_tokens = prompt.text_bytes + _SPECIALS + prompt.messages * template_tokens
+    return Alone.SHORT_PROMPT if max_tokens < block_size else None
