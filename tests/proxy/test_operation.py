@@ -135,12 +135,12 @@ async def test_an_early_probe_waits_for_its_gap(monkeypatch: pytest.MonkeyPatch)
 
         async def health(reply: Reply) -> None:
             asked.append(time.monotonic())
-            w.proxy.prober.soon(w.decode[0].url)
+            w.proxy.prober.soon(w.proxy.engines[w.decode[0].url])
             await reply.whole(b"")
 
         w.decode[0].admin["/health"] = health
         for _ in range(50):
-            w.proxy.prober.soon(w.decode[0].url)
+            w.proxy.prober.soon(w.proxy.engines[w.decode[0].url])
         await until(lambda: len(asked) >= 3)
         assert min(b - a for a, b in pairwise(asked)) > 0.15
 

@@ -50,7 +50,9 @@ class Read:
         for path in ("/metrics", "/ready", "/version", "/health", "/openapi.json", "/nothing"):
             answer = await w.get(path)
             self.texts.append((path, answer.body.decode() + str(answer.headers)))
-        self.texts.append(("repr", repr(w.proxy.settings) + repr(w.proxy.service.keys) + repr(w.proxy.clients)))
+        self.texts.append(
+            ("repr", repr(w.proxy.settings) + repr(w.proxy.service.keys) + repr(list(w.proxy.engines.values())))
+        )
         self.texts.append(("config print", dump(w.proxy.settings)))
 
     def nothing_secret(self) -> None:

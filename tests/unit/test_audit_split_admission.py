@@ -10,16 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.engine import Engine
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError
 from pdproxy.observe.events import Event, KvCounted, KvShortfall, Observers
-from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.request.admission import Admission
 from pdproxy.upstream.metrics_page import Scrape, read_metrics
 from pdproxy.wire.request import Alone, Route, parse
+from tests.fakes.registry import registry
 from tests.unit.test_transfer_nixl import recorded
 
 
@@ -33,12 +34,12 @@ class Heard:
         self.events.append(event)
 
 
-def books() -> tuple[Auditor, Ledger, Heard]:
+def books() -> tuple[Auditor, Engine, Heard]:
     """An auditor of one decode engine with blocks of 16."""
-    ledger = Ledger([NodeSpec("d", Role.DECODE)], breaker_failures=3, breaker_cooldown=5)
+    engines, ledger = registry(NodeSpec("d", Role.DECODE))
     ledger.saw("d", Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
     heard = Heard()
-    return Auditor(ledger, Observers([heard])), ledger, heard
+    return Auditor(engines, ledger, Observers([heard])), engines["d"], heard
 
 
 def scrape(external: float, local: float = 0.0, started: float = 1.0) -> Scrape:
@@ -61,8 +62,8 @@ def moved(auditor: Auditor, tokens: int) -> None:
 @settings(deadline=None)
 def test_no_alarm_while_everything_arrives(legs: list[tuple[int, int, int, str]]) -> None:
     """However many scrapes a leg lasts, and whenever in it (or up to two scrapes behind) the engine counts: no alarm."""
-    auditor, ledger, heard = books()
-    auditor.scraped(ledger.nodes[0], scrape(1000))
+    auditor, engine, heard = books()
+    auditor.scraped(engine, scrape(1000))
     external = 1000
     for now in range(len(legs) + 12):
         for begin, (tokens, lasts, lag, how) in enumerate(legs):
@@ -72,7 +73,7 @@ def test_no_alarm_while_everything_arrives(legs: list[tuple[int, int, int, str]]
                 external += tokens
             if now == begin + lasts:
                 auditor.over("d", tokens, loaded=how == "ok")
-        auditor.scraped(ledger.nodes[0], scrape(external))
+        auditor.scraped(engine, scrape(external))
     assert not [event for event in heard.events if isinstance(event, KvShortfall)]
     found = sum(event.moved for event in heard.events if isinstance(event, KvCounted))
     assert found == sum(tokens // 16 * 16 for tokens, _, _, how in legs if how == "ok")
@@ -82,13 +83,13 @@ def test_no_alarm_while_everything_arrives(legs: list[tuple[int, int, int, str]]
 @given(st.lists(st.integers(16, 500), min_size=1, max_size=20))
 def test_what_never_arrives_is_counted_in_full(sent: list[int]) -> None:
     """Counters that stand still: after three scrapes all of it is missing, each token reported once."""
-    auditor, ledger, heard = books()
-    auditor.scraped(ledger.nodes[0], scrape(0))
+    auditor, engine, heard = books()
+    auditor.scraped(engine, scrape(0))
     for tokens in sent:
         moved(auditor, tokens)
-        auditor.scraped(ledger.nodes[0], scrape(0))
+        auditor.scraped(engine, scrape(0))
     for _ in range(2):
-        auditor.scraped(ledger.nodes[0], scrape(0))
+        auditor.scraped(engine, scrape(0))
     total = sum(tokens // 16 * 16 for tokens in sent)
     assert auditor.missing() == {"d": total}
     assert sum(event.tokens for event in heard.events if isinstance(event, KvShortfall)) == total
@@ -98,26 +99,26 @@ def test_what_never_arrives_is_counted_in_full(sent: list[int]) -> None:
 
 def test_a_surplus_does_not_hide_a_shortfall_for_ever() -> None:
     """What an engine counted beyond our requests is written off after two scrapes; a later shortfall shows."""
-    auditor, ledger, _ = books()
-    auditor.scraped(ledger.nodes[0], scrape(0))
+    auditor, engine, _ = books()
+    auditor.scraped(engine, scrape(0))
     for _ in range(3):
-        auditor.scraped(ledger.nodes[0], scrape(10_000))
+        auditor.scraped(engine, scrape(10_000))
     moved(auditor, 160)
     for _ in range(3):
-        auditor.scraped(ledger.nodes[0], scrape(10_000))
+        auditor.scraped(engine, scrape(10_000))
     assert auditor.missing() == {"d": 160}
 
 
 def test_an_unstreamed_answer_of_many_scrapes_is_no_surplus() -> None:
     """What an engine counted at a leg's begin is not written off before the leg's end, however long that takes."""
-    auditor, ledger, heard = books()
-    auditor.scraped(ledger.nodes[0], scrape(0))
+    auditor, engine, heard = books()
+    auditor.scraped(engine, scrape(0))
     auditor.asked("d", 160)
     for _ in range(20):
-        auditor.scraped(ledger.nodes[0], scrape(160))
+        auditor.scraped(engine, scrape(160))
     auditor.over("d", 160, loaded=True)
     for _ in range(5):
-        auditor.scraped(ledger.nodes[0], scrape(160))
+        auditor.scraped(engine, scrape(160))
     assert [type(event) for event in heard.events] == [KvCounted]
     assert auditor.missing() == {"d": 0}
 
@@ -125,22 +126,22 @@ def test_an_unstreamed_answer_of_many_scrapes_is_no_surplus() -> None:
 @pytest.mark.parametrize("again", [scrape(0, started=2.0), scrape(10), scrape(10, started=2.0)])
 def test_cached_prompts_need_not_move_and_a_restart_starts_over(again: Scrape) -> None:
     """The engine's own cache hits count as arrived; a new start time, or counters that fall, begin a new account."""
-    auditor, ledger, heard = books()
-    auditor.scraped(ledger.nodes[0], scrape(0))
+    auditor, engine, heard = books()
+    auditor.scraped(engine, scrape(0))
     moved(auditor, 160)
     for _ in range(3):
-        auditor.scraped(ledger.nodes[0], scrape(60, local=100))
+        auditor.scraped(engine, scrape(60, local=100))
     moved(auditor, 160)
     auditor.asked("d", 320)
     for _ in range(3):
-        auditor.scraped(ledger.nodes[0], again)
+        auditor.scraped(engine, again)
     auditor.over("d", 320, loaded=False)
     for _ in range(3):
-        auditor.scraped(ledger.nodes[0], again)
+        auditor.scraped(engine, again)
     assert not [event for event in heard.events if isinstance(event, KvShortfall)]
     moved(auditor, 160)
     for _ in range(3):
-        auditor.scraped(ledger.nodes[0], again)
+        auditor.scraped(engine, again)
     assert auditor.missing() == {"d": 160}, "the new account counts"
 
 

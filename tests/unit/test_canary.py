@@ -12,7 +12,6 @@ from pdproxy.fleet import canary
 from pdproxy.fleet.canary import Canaries
 from pdproxy.kit.errors import EngineRefusedError, EngineTimeoutError, Wait
 from pdproxy.observe.events import Event, Observers, TokenizerJudged
-from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.tokens.canaries import CANARIES
 from pdproxy.tokens.errors import UnusableError
@@ -20,6 +19,7 @@ from pdproxy.tokens.ids import TokenIds
 from pdproxy.tokens.tokenizer import ids_of
 from pdproxy.upstream.admin import ModelCard
 from pdproxy.wire.request import Route
+from tests.fakes.registry import registry, unused_client
 from tests.fakes.tokenizer import SimTokenizer
 from tests.fakes.world import until
 
@@ -39,12 +39,10 @@ class Engines:
         self.fails: dict[str, Callable[[], Exception]] = {}
         self.makes: dict[str, SimTokenizer] = {}
         self.finds: dict[str, SimTokenizer] = {}
-        self.ledger = Ledger(
-            [NodeSpec(P, Role.PREFILL), NodeSpec(D, Role.DECODE)], breaker_failures=3, breaker_cooldown=5
-        )
+        self.registry, self.ledger = registry(NodeSpec(P, Role.PREFILL), NodeSpec(D, Role.DECODE))
         self.threads = ThreadPoolExecutor(2)
         self.canaries = Canaries(
-            self.ledger,
+            self.registry,
             self,
             Observers([self]),
             self.threads,
@@ -268,3 +266,25 @@ async def test_a_named_tokenizer_is_for_all() -> None:
     assert trusted.tokenizer is named
     assert engines.roots == []
     engines.threads.shutdown()
+
+
+async def test_an_engine_that_was_removed_has_no_say(engines: Engines) -> None:
+    """Nor have its old answers, if it is added again: it may be another one."""
+    engines.makes[D] = SimTokenizer("plain")
+    engines.up(P)
+    engines.up(D)
+    await engines.canaries.look()
+    assert engines.canaries.trusted("tiny", Route.CHAT) is None
+    engines.registry.remove(D)
+    assert engines.canaries.trusted("tiny", Route.CHAT) is not None
+    assert (engines.canaries.shortcomings(), dict(engines.canaries.agreements())) == ([], {(P, "tiny"): 1.0})
+    engines.canaries.refuted(D, "tiny", Route.CHAT, "a leg that was under way")
+    assert engines.canaries.trusted("tiny", Route.CHAT) is not None
+    engines.registry.add(NodeSpec(D, Role.DECODE), unused_client(D))
+    assert engines.canaries.trusted("tiny", Route.CHAT) is not None, "not up yet"
+    engines.makes.clear()
+    engines.up(D)
+    assert engines.canaries.trusted("tiny", Route.CHAT) is None, "not asked yet"
+    await engines.canaries.look()
+    assert engines.canaries.trusted("tiny", Route.CHAT) is not None
+    assert engines.asked.count(D) == 2

@@ -1,4 +1,4 @@
-"""Room in receive buffers: taken before a prompt is prefilled, given back once, waited for in turn."""
+"""Space in receive buffers: taken before a prompt is prefilled, released once, waited for in turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError
 from pdproxy.observe.events import DeadlinePassed, Event, Observers
+from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.serving.kv.buffers import ReceiveBuffers
+from tests.fakes.registry import registry, unused_client
 
 
 class _Recorder:
@@ -20,9 +22,13 @@ class _Recorder:
         self.events.append(event)
 
 
-def buffers(patience: float = 10.0, recorder: _Recorder | None = None, **capacity: int) -> ReceiveBuffers:
-    """Buffers with slots for 256 tokens each."""
-    return ReceiveBuffers(capacity, 256, Clock(), Observers([recorder] if recorder else []), patience)
+def buffers(timeout: float = 10.0, recorder: _Recorder | None = None, **capacity: int) -> ReceiveBuffers:
+    """Buffers of chunks of 256 tokens each."""
+    engines, _ = registry()
+    made = ReceiveBuffers(engines, 256, Clock(), Observers([recorder] if recorder else []), timeout)
+    for url, chunks in capacity.items():
+        engines.add(NodeSpec(url, Role.DECODE), unused_client(url), buffer_capacity=chunks)
+    return made
 
 
 def first_of(*urls: str):
@@ -57,8 +63,10 @@ async def test_engines_without_room_are_left_out() -> None:
 async def test_an_engine_without_a_bound_is_never_full() -> None:
     """Nothing is counted for it."""
     room = buffers(a=1)
+    room._engines.add(NodeSpec("b", Role.DECODE), unused_client("b"))  # type: ignore[attr-defined]
+    room.take("b", 100).give_back()
     room.take("elsewhere", 100).give_back()
-    assert room.taken == {"a": 0}
+    assert (room.taken, room.full(1)) == ({"a": 0}, ())
 
 
 async def test_who_finds_no_room_waits_in_turn() -> None:
@@ -99,7 +107,7 @@ async def test_the_wait_has_a_deadline() -> None:
     recorder = _Recorder()
     room = buffers(0.05, recorder, a=1)
     room.take("a", 1)
-    with pytest.raises(OverloadedError, match="room for the prompt's KV"):
+    with pytest.raises(OverloadedError, match="space for the prompt's KV"):
         await room.when_room(1, first_of("a"), always)
     assert recorder.events == [DeadlinePassed("queue")]
     assert room.taken == {"a": 1}
@@ -117,3 +125,31 @@ async def test_who_leaves_the_line_takes_nothing() -> None:
     held.give_back()
     assert await staying == "a"
     assert room.taken == {"a": 0}
+
+
+async def test_an_engine_that_is_added_has_space_for_who_waits() -> None:
+    """And who waits for an engine that is removed finds that there is none left."""
+    engines, _ = registry()
+    space = ReceiveBuffers(engines, 256, Clock(), Observers([]), 10.0)
+    assert not space.bounded
+    engines.add(NodeSpec("a", Role.DECODE), unused_client("a"), buffer_capacity=1)
+    assert space.bounded
+    held = space.take("a", 1)
+    waiting = asyncio.create_task(
+        space.when_room(1, lambda full: next((u for u in engines if u not in full), None), always)
+    )
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    engines.add(NodeSpec("b", Role.DECODE), unused_client("b"), buffer_capacity=1)
+    assert await waiting == "b"
+    space.take("b", 1)
+    waiting = asyncio.create_task(
+        space.when_room(1, lambda full: next((u for u in engines if u not in full), None), lambda: bool(engines))
+    )
+    engines.remove("b")
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    engines.remove("a")
+    assert await asyncio.wait_for(waiting, 1) is None
+    held.give_back()
+    assert (space.taken, space.bounded) == ({}, False)

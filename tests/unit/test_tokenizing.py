@@ -13,13 +13,13 @@ from pdproxy.fleet.canary import Trusted
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineRefusedError, EngineTimeoutError, Wait
 from pdproxy.observe.events import DeadlinePassed, Event, Observers, Tokenized
-from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.serving.dispatch import tokenizing
 from pdproxy.serving.dispatch.tokenizing import Tokenizing
 from pdproxy.tokens.errors import RejectedError
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.request import Parsed, Route, parse
+from tests.fakes.registry import registry
 from tests.fakes.tokenizer import SimTokenizer
 from tests.fakes.world import until
 
@@ -36,13 +36,13 @@ class Stage:
         self.trust: Trusted | None = Trusted(SimTokenizer(), {False: "string", True: "string"})
         self.answer: Callable[[], TokenIds] = lambda: THEIRS
         nodes = [NodeSpec("http://p:1", Role.PREFILL), NodeSpec("http://d:1", Role.DECODE)]
-        self.ledger = Ledger(nodes, breaker_failures=3, breaker_cooldown=5)
+        self.engines, self.ledger = registry(*nodes)
         for node in nodes:
             self.ledger.saw(node.url, Evidence(frozenset({"tiny"}), "1", 16, (), 0, 1.0))
         self.tokenizing = Tokenizing(
             self,
             self._ask,
-            self.ledger,
+            self.engines,
             Observers([self]),
             Clock(),
             lambda: asyncio.get_running_loop().time(),
@@ -321,7 +321,7 @@ async def test_a_chat_of_very_many_parts_is_left_to_the_engines() -> None:
     """Its JSON would be read in a thread, which holds up the event loop all the same; nor is an engine's question made of it."""
     for required in (False, True):
         async with stage(required=required) as s:
-            parsed = msgspec.structs.replace(s.parsed(Route.CHAT), items=tokenizing.MOST_ITEMS + 1)
+            parsed = msgspec.structs.replace(s.parsed(Route.CHAT), items=tokenizing.MAX_ITEMS + 1)
             assert await s.tokenizing.ids(parsed, parsed.prompts[0]) is None
             assert not s.asked
             assert {event.result for event in s.events if isinstance(event, Tokenized)} == {"long"}

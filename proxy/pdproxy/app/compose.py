@@ -10,23 +10,24 @@ from dataclasses import dataclass
 from functools import partial
 
 from pdproxy.app.credentials import Credentials
+from pdproxy.app.engines import EngineSetup, no_key
 from pdproxy.app.gauges import gauges
 from pdproxy.app.heartbeat import Heartbeat
 from pdproxy.app.models import models
-from pdproxy.app.tokens import TRANSFORMERS, ChangeHeard, Library, Tokens, tokens
+from pdproxy.app.tokens import TRANSFORMERS, Library, Tokens, build_tokens
 from pdproxy.app.transfer import build_transfer
 from pdproxy.app.watch import UNWATCHED, Watch
 from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.prober import Prober
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import Wait
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.kit.text import cut
-from pdproxy.observe.events import DeadlinePassed, Event, LegFailed, Observers
+from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
 from pdproxy.serving.kv.custody import Custodian
@@ -40,7 +41,6 @@ from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.upstream.answer_budget import AnswerBudget
-from pdproxy.upstream.client import EngineClient
 from pdproxy.upstream.notices import NoticeSocket
 from pdproxy.upstream.passthrough import PassthroughLegs
 from pdproxy.web.app import Answers, Readiness
@@ -67,17 +67,6 @@ MAX_REASON = 20_000
 """Characters of the reason for not being ready, which names engines."""
 
 
-class _ProbeSoon:
-    """An observer that has an engine probed at once when a leg to it failed."""
-
-    def __init__(self) -> None:
-        self.prober: Prober | None = None
-
-    def notify(self, event: Event) -> None:
-        if isinstance(event, LegFailed) and self.prober is not None:
-            self.prober.soon(event.node)
-
-
 @dataclass(slots=True)
 class Proxy:
     """All parts of one running proxy. Start it inside an event loop, stop it there."""
@@ -85,7 +74,8 @@ class Proxy:
     settings: Settings
     credentials: Credentials
     ledger: Ledger
-    clients: dict[str, EngineClient]
+    engines: EngineRegistry
+    setup: EngineSetup
     admin: EngineAdmin
     auditor: Auditor
     prober: Prober
@@ -126,48 +116,31 @@ class Proxy:
         credentials = Credentials(settings)
         pool = settings.pools[0]
         limits, deadlines = settings.limits, settings.deadlines
-        ledger = Ledger(
-            [NodeSpec(node.url, Role(node.role), frozenset(node.sources)) for node in pool.nodes],
-            breaker_failures=limits.breaker_failures,
-            breaker_cooldown=limits.breaker_cooldown,
-        )
-        metrics, probe_soon, changes = Metrics(partial(_lists, ledger)), _ProbeSoon(), ChangeHeard()
-        observers = Observers([metrics, LogObserver(log), probe_soon, changes, *watch.observers])
+        ledger = Ledger([], breaker_failures=limits.breaker_failures, breaker_cooldown=limits.breaker_cooldown)
+        engines = EngineRegistry(ledger)
+        metrics = Metrics(partial(_lists, ledger))
+        observers = Observers([metrics, LogObserver(log)])
         tasks = TaskOwner("fleet")
-        # Without keys of clients, theirs go on: ours would open the engines to everybody.
-        engine_key = credentials.engine_key if credentials.keys.wanted else _no_key
         clock = Clock(tasks.watch("deadlines").failed)
         answers = AnswerBudget(limits.max_answer_bytes, limits.max_buffered_answer_bytes)
-        clients = {
-            node.url: watch.client(
-                node.url,
-                connect_timeout=deadlines.connect,
-                keepalive=limits.engine_keepalive,
-                clock=clock,
-                room=answers,
-                key=partial(engine_key, node.url),
-                tls=partial(credentials.engine_tls, node.url),
-            )
-            for node in pool.nodes
-        }
-        admin = EngineAdmin(timeout=deadlines.probe, key=credentials.engine_key, tls=credentials.engine_tls)
-        auditor = Auditor(ledger, observers)
-        block_sizes = {node.url: node.facts.block_size for node in pool.nodes if node.facts.block_size is not None}
-        prober = probe_soon.prober = Prober(
+        admin = EngineAdmin(timeout=deadlines.probe, key=engines.key, tls=engines.tls)
+        auditor = Auditor(engines, ledger, observers)
+        prober = Prober(
+            engines,
             ledger,
             admin,
             auditor,
             observers,
+            tasks,
             interval=settings.probes.interval,
             scrape_interval=settings.probes.scrape_interval,
-            block_sizes=block_sizes,
         )
-        transfer = build_transfer(settings, clock, observers)
+        transfer = build_transfer(settings, engines, clock, observers)
         contract = transfer.contract
-        custodian = Custodian(contract, ledger, clients, deadlines, observers, time.monotonic, clock)
-        tokenized = tokens(
+        custodian = Custodian(contract, ledger, engines.known, deadlines, observers, time.monotonic, clock)
+        tokenized = build_tokens(
             pool,
-            ledger,
+            engines,
             admin,
             observers,
             clock,
@@ -177,11 +150,12 @@ class Proxy:
             own_keys=credentials.keys.wanted,
             library=library,
         )
-        changes.canaries = tokenized.canaries if tokenized is not None else None
-        engines = ExchangeResources(
+        observers.add(prober, *([tokenized.canaries] if tokenized is not None else []), *watch.observers)
+        setup = EngineSetup(settings, credentials, engines, clock, answers, watch.client)
+        resources = ExchangeResources(
             transfer,
             ledger,
-            clients,
+            engines,
             custodian,
             deadlines,
             limits.attempts,
@@ -197,16 +171,20 @@ class Proxy:
         bounds = BodyBounds(limits.max_prompts, limits.max_body_items)
         workers = readers(limits.body_readers, limits.max_body_bytes)
         bodies = BodyReader(workers, clock, observers, seconds=deadlines.read_body, bounds=bounds)
-        service = Service(engines, admission, credentials.keys, bodies)
+        service = Service(resources, admission, credentials.keys, bodies)
         passed_legs = PassthroughLegs(
-            connect_timeout=deadlines.connect, room=answers, key=engine_key, tls=credentials.engine_tls
+            connect_timeout=deadlines.connect,
+            room=answers,
+            key=engines.key if credentials.keys.wanted else no_key,
+            tls=engines.tls,
         )
-        passthrough = Passthrough(engines, admission, service.keys, passed_legs, bodies)
+        passthrough = Passthrough(resources, admission, service.keys, passed_legs, bodies)
         proxy = cls(
             settings,
             credentials,
             ledger,
-            clients,
+            engines,
+            setup,
             admin,
             auditor,
             prober,
@@ -233,6 +211,8 @@ class Proxy:
             Heartbeat(observers),
             log,
         )
+        for node in pool.nodes:
+            setup.add(node)
         metrics.add_gauges(gauges(proxy))
         if tokenized is not None:
             metrics.add_gauges(tokenized.gauges())
@@ -254,12 +234,10 @@ class Proxy:
                 raise SettingsError(f"can't bind kv_ready.host:kv_ready.port = {place}: {why}") from None
             logger.info("KV-ready notices are awaited on %s", self.notices.address)
         self.heartbeat.start()
-        if self.credentials.follows:
-            self.tasks.keep(self.credentials.follow, "follow files")
+        self.credentials.start(self.tasks)
         if self.tokens is not None:
             self.tasks.keep(self.tokens.canaries.run, "canaries")
-        for node in self.ledger.nodes:
-            self.tasks.keep(partial(self.prober.run, node), f"probe {node.url}")
+        self.prober.start()
 
     async def drain(self, requests: Collection[asyncio.Task[object]]) -> None:
         """Refuse new requests, wait for those in flight, cut off what is left at the deadline, and see the KV home."""
@@ -287,8 +265,8 @@ class Proxy:
         self.notices.close()
         if self.tokens is not None:
             self.tokens.stop()
-        for client in self.clients.values():
-            client.close()
+        for engine in self.engines.known.values():
+            engine.client.close()
         await self.bodies.workers.close()
         await self.admin.close()
         await self.legs.close()
@@ -377,7 +355,3 @@ def _lists(ledger: Ledger, model: str) -> bool:
 def _heard(ready: KvReady, custodian: Custodian, notice: Notice) -> None:
     if notice.event is not NoticeEvent.READY or not custodian.orphans.heard(notice):
         (ready if notice.event is NoticeEvent.READY else custodian).heard(notice)
-
-
-def _no_key(url: str) -> None:
-    """Return the key of an engine whose clients bring it themselves."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def gauges(proxy: Proxy) -> Iterable[Gauge]:
     """Return the gauges of a proxy. Each is read whenever somebody scrapes."""
-    nodes, readers = proxy.ledger.nodes, proxy.bodies.workers
+    ledger, readers = proxy.ledger, proxy.bodies.workers
 
     def handles() -> Iterable[tuple[tuple[str, ...], float]]:
         return [((state,), count) for state, (count, _) in proxy.custodian.snapshot().items()]
@@ -31,13 +31,13 @@ def gauges(proxy: Proxy) -> Iterable[Gauge]:
             "pdproxy_node_inflight",
             "Legs in flight on an engine",
             node_labels,
-            lambda: [((n.url, n.role.value), n.requests) for n in nodes],
+            lambda: [((n.url, n.role.value), n.requests) for n in ledger.nodes],
         ),
         Gauge(
             "pdproxy_node_up",
             "Whether an engine may be used",
             node_labels,
-            lambda: [((n.url, n.role.value), float(n.usable(time.monotonic()))) for n in nodes],
+            lambda: [((n.url, n.role.value), float(n.usable(time.monotonic()))) for n in ledger.nodes],
         ),
         Gauge("pdproxy_kv_handles", "KV handles that are not over, by state", ("state",), handles),
         Gauge("pdproxy_kv_handle_age_seconds", "Age of the oldest KV handle in a state", ("state",), ages),

@@ -7,6 +7,7 @@ verdict on an engine (the breaker) are written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from enum import Enum
 from operator import attrgetter
@@ -60,6 +61,8 @@ class Ledger:
 
     def __init__(self, specs: Iterable[NodeSpec], *, breaker_failures: int, breaker_cooldown: float) -> None:
         self._nodes = {spec.url: Node(spec) for spec in specs}
+        self._past_runs: dict[str, int] = {}
+        """How many runs were seen of engines that were removed."""
         self._breaker_failures = breaker_failures
         self._breaker_cooldown = breaker_cooldown
         self._turns = dict.fromkeys(Role, 0)
@@ -99,7 +102,8 @@ class Ledger:
 
     def lost(self, url: str, reason: str, now: float) -> bool:
         """Note that an engine can't serve. Return whether it could before."""
-        node = self._nodes[url]
+        if (node := self._nodes.get(url)) is None:
+            return False  # it was removed
         was_up = node.down_because is None
         if was_up or not node.probed:
             node.down_since = now
@@ -109,6 +113,8 @@ class Ledger:
 
     def eject(self, prefill: str, decode: str) -> None:
         """Never pair these two again, until one of them changes."""
+        if prefill not in self._nodes or decode not in self._nodes:
+            return  # it was removed
         self._nodes[prefill].ejected.add(decode)
         self._nodes[decode].ejected.add(prefill)
         self._changed()
@@ -120,7 +126,24 @@ class Ledger:
 
     def life(self, url: str) -> tuple[str, int]:
         """Return what identifies one run of an engine: its url, and how many runs of it were seen so far."""
-        return url, self._nodes[url].runs
+        node = self._nodes.get(url)
+        return url, self._past_runs[url] if node is None else node.runs
+
+    def add(self, spec: NodeSpec) -> Node:
+        """Take in an engine. Nothing is sent to it before it has answered a probe."""
+        # One that was here before may be another one now: what was learned of its runs must not count for it.
+        node = self._nodes[spec.url] = Node(spec, runs=self._past_runs.pop(spec.url, -1) + 1)
+        self._changed()
+        return node
+
+    def remove(self, url: str) -> None:
+        """Take an engine out: nobody gets a lease on it any more. Open leases are closed as ever, without effect on others."""
+        node = self._nodes.pop(url)
+        self._past_runs[url] = node.runs
+        self._forgive(node)
+        node.closed_until = math.inf  # so that no leg that is under way opens or closes its breaker
+        node.places.clear()
+        self._changed()
 
     # -- what a request asks
 

@@ -64,7 +64,7 @@ async def begin(
         return None
     dispatch = NO_DISPATCH
     if transfer.contract.needs_leg_id:
-        dispatch = Dispatch(mint(), tokens, receiver=transfer.receivers.get(pair.decode.node.url))
+        dispatch = Dispatch(mint(), tokens, receiver=engines.engines.known[pair.decode.node.url].receiver)
     elif tokens is not None:
         dispatch = Dispatch(ids=tokens)
     return Handover(engines, pair, dispatch, slots)

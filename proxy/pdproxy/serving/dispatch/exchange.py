@@ -256,7 +256,7 @@ class Exchange:
         """Have an engine decode, with the KV in `custody` or alone. The lease and the custody end here."""
         engines = self._engines
         url = self._decode_url = lease.node.url
-        client = engines.clients[url]
+        client = engines.engines.known[url].client
         started = engines.now()
         verdict = Verdict.NEUTRAL
         leg: Leg | None = None

@@ -52,7 +52,7 @@ async def prefill(
     """
     lease, dispatch, told = handover.pair.prefill, handover.dispatch, handover.told
     node = lease.node
-    client = engines.clients[node.url]
+    client = engines.engines.known[node.url].client
     contract = engines.transfer.contract
     verdict = Verdict.NEUTRAL
     adopted = False

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
 
+from pdproxy.fleet.engine import Engine
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, OverloadedError, Wait
 from pdproxy.kit.ids import mint
@@ -21,7 +22,7 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.kv.orphans import Orphans, PrefillLeg
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
-from pdproxy.upstream.client import Answer, EngineClient
+from pdproxy.upstream.client import Answer
 from pdproxy.wire.notices import Event as NoticeEvent
 from pdproxy.wire.notices import Notice
 
@@ -168,7 +169,7 @@ class Custodian:
         self,
         contract: Contract,
         ledger: Ledger,
-        clients: dict[str, EngineClient],
+        engines: Mapping[str, Engine],
         deadlines: Deadlines,
         observers: Observers,
         now: Callable[[], float],
@@ -176,7 +177,7 @@ class Custodian:
     ) -> None:
         self._contract = contract
         self._ledger = ledger
-        self._clients = clients
+        self._engines = engines
         self._deadlines = deadlines
         self._observers = observers
         self.now = now
@@ -326,7 +327,9 @@ class Custodian:
 
     async def _told(self, custody: Custody, decode: str, body: bytes) -> bool | None:
         """Ask a decode engine to free it. Return whether it did; None if it did not answer in time."""
-        client = self._clients[decode]
+        if (engine := self._engines.get(decode)) is None:
+            return False  # it was removed
+        client = engine.client
         headers = ((b"x-request-id", b"release-" + mint().encode()), *custody.authorization)
         try:
             # A push is given back by reading it, when its turn comes: given up before, it would stay where it is.
