@@ -44,11 +44,11 @@ async def test_every_rank_is_waited_for() -> None:
     """The wait is over with the last one; a rank that speaks twice counts once."""
     heard = Heard()
     expected = heard.ready.expect("leg", 2)
-    heard.ready.heard(notice(rank=1))
-    heard.ready.heard(notice(rank=1))
+    heard.ready.receive(notice(rank=1))
+    heard.ready.receive(notice(rank=1))
     assert not expected.done.done()
     assert expected.missing() == ["0"]
-    heard.ready.heard(notice(rank=0))
+    heard.ready.receive(notice(rank=0))
     assert await heard.ready.wait(expected, 5, "http://p")
     assert expected.missing() == []
     assert heard.results() == {"awaited": 2, "double": 1}
@@ -60,10 +60,10 @@ async def test_ranks_without_a_name_are_counted() -> None:
     heard = Heard()
     expected = heard.ready.expect("leg", 3)
     for _ in range(2):
-        heard.ready.heard(notice())
+        heard.ready.receive(notice())
     assert not expected.done.done()
     assert expected.missing() == ["unnamed"]
-    heard.ready.heard(notice())
+    heard.ready.receive(notice())
     assert expected.done.done()
 
 
@@ -71,12 +71,12 @@ async def test_the_notices_say_how_many_ranks_there_are() -> None:
     """Where nobody else knows."""
     heard = Heard()
     expected = heard.ready.expect("leg", None)
-    heard.ready.heard(notice(rank=0, world=2))
+    heard.ready.receive(notice(rank=0, world=2))
     assert not expected.done.done()
-    heard.ready.heard(notice(rank=1, world=2))
+    heard.ready.receive(notice(rank=1, world=2))
     assert expected.done.done()
     alone = heard.ready.expect("other", None)
-    heard.ready.heard(notice("other"))
+    heard.ready.receive(notice("other"))
     assert alone.done.done()
 
 
@@ -84,7 +84,7 @@ async def test_a_silent_rank_is_named_at_the_deadline() -> None:
     """The wait ends by its deadline, which is counted, and the metric gets the rank."""
     heard = Heard()
     expected = heard.ready.expect("leg", 2)
-    heard.ready.heard(notice(rank=0))
+    heard.ready.receive(notice(rank=0))
     assert not await heard.ready.wait(expected, 0.05, "http://p")
     assert DeadlinePassed("kv_ready", "http://p") in heard.events
     (waited,) = [event for event in heard.events if isinstance(event, KvWaited)]
@@ -94,7 +94,7 @@ async def test_a_silent_rank_is_named_at_the_deadline() -> None:
 async def test_an_early_notice_is_kept() -> None:
     """It counts once somebody waits for it."""
     heard = Heard()
-    heard.ready.heard(notice(rank=0))
+    heard.ready.receive(notice(rank=0))
     assert heard.ready.kept == 1
     expected = heard.ready.expect("leg", 1)
     assert expected.done.done()
@@ -106,13 +106,13 @@ async def test_a_late_notice_is_told_from_an_unknown_one() -> None:
     """An id whose wait is over is known for a while."""
     heard = Heard()
     heard.ready.expect("leg", 2).close()
-    heard.ready.heard(notice())
+    heard.ready.receive(notice())
     assert heard.results() == {"late": 1}
     heard.now += KEPT_FOR + 1
-    heard.ready.heard(notice("leg"))
+    heard.ready.receive(notice("leg"))
     assert heard.results() == {"late": 1, "early": 1}
     heard.now += KEPT_FOR + 1
-    heard.ready.heard(notice("another"))
+    heard.ready.receive(notice("another"))
     assert heard.results() == {"late": 1, "early": 2, "unknown": 1}
     assert heard.ready.kept == 1
 
@@ -124,7 +124,7 @@ async def test_a_wait_that_is_over_frees_its_id_alone() -> None:
     new = heard.ready.expect("leg", 1)
     old.close()
     old.close()
-    heard.ready.heard(notice())
+    heard.ready.receive(notice())
     assert new.done.done()
     assert not old.done.done()
 
@@ -141,7 +141,7 @@ async def test_any_order_of_notices_and_waits(said: list[tuple[int, int | None]]
             else:
                 waits[name] = heard.ready.expect(str(name), 4)
         else:
-            heard.ready.heard(notice(str(name), rank))
+            heard.ready.receive(notice(str(name), rank))
     spoken = sum(rank is not None for _, rank in said)
     assert sum(heard.results().values()) == spoken
     assert heard.ready.waiting == len(waits)
@@ -152,7 +152,7 @@ async def test_ten_thousand_unknown_ids_take_a_bounded_place() -> None:
     """The oldest go first, and are counted as unknown."""
     heard = Heard()
     for number in range(10_000):
-        heard.ready.heard(notice(f"nobody-{number}"))
+        heard.ready.receive(notice(f"nobody-{number}"))
     assert heard.ready.kept == KEPT
     assert heard.results() == {"early": 10_000, "unknown": 10_000 - KEPT}
     assert heard.ready.expect("nobody-9999", 1).done.done()
@@ -164,8 +164,8 @@ async def test_ids_whose_wait_is_over_take_a_bounded_place() -> None:
     heard = Heard()
     for number in range(KEPT + 10):
         heard.ready.expect(f"leg-{number}", 1).close()
-    heard.ready.heard(notice("leg-0"))
-    heard.ready.heard(notice(f"leg-{KEPT}"))
+    heard.ready.receive(notice("leg-0"))
+    heard.ready.receive(notice(f"leg-{KEPT}"))
     assert heard.results() == {"early": 1, "late": 1}
 
 
@@ -275,7 +275,7 @@ def test_missing_ranks_of_a_great_world_are_not_all_named() -> None:
         ready = KvReady(Clock(), Observers([]), lambda: 0.0)
         expected = ready.expect("leg", None)
         expected.ranks = 1 << 53
-        expected.heard(Notice(event=notices.Event.READY, request_id="leg", rank=3))
+        expected.receive(Notice(event=notices.Event.READY, request_id="leg", rank=3))
         assert len(expected.missing()) <= 64
 
     asyncio.run(check())

@@ -153,8 +153,8 @@ def uvicorn_config(proxy: Proxy) -> uvicorn.Config:
     """Return how uvicorn serves a proxy: the data path's protocol class, no log lines and no signals of its own."""
     tls = proxy.credentials.listen
     return uvicorn.Config(
-        create_app(proxy.answers()),
-        http=proxy.protocol(),
+        create_app(proxy.front.answers()),
+        http=proxy.front.protocol(),
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -101,6 +101,10 @@ class EngineRegistry(Mapping[str, Engine]):
         self._drop_idle()
         return engine
 
+    def lists(self, model: str) -> bool:
+        """Return whether any engine lists a model."""
+        return any(engine.node.serves(model) for engine in self._engines.values())
+
     def key(self, url: str) -> str | None:
         """Return an engine's bearer token, None where it needs none. Raises EngineError if the engine was removed."""
         return self._leased(url).credentials.key()

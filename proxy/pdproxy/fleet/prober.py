@@ -23,6 +23,7 @@ from pdproxy.kit.text import cut
 from pdproxy.observe.events import DeadlinePassed, Event, LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence
+from pdproxy.settings.schema import Probes
 from pdproxy.upstream.admin import EngineAdmin, ModelCard
 from pdproxy.upstream.metrics_page import NO_METRICS, Scrape
 
@@ -44,7 +45,7 @@ MAX_LATE = 3
 
 
 class Prober:
-    """Probes every engine of a pool each `interval` seconds, and reads its metrics each `scrape_interval` seconds.
+    """Probes every engine of a pool, and reads its metrics, at the intervals of `probes`.
 
     An observer: an engine to which a leg has failed is probed at once. `tasks` runs a task for each engine.
     """
@@ -57,9 +58,7 @@ class Prober:
         auditor: Auditor,
         observers: Observers,
         tasks: TaskOwner,
-        *,
-        interval: float,
-        scrape_interval: float,
+        probes: Probes,
     ) -> None:
         self._engines = engines
         self._ledger = ledger
@@ -67,8 +66,8 @@ class Prober:
         self._auditor = auditor
         self._observers = observers
         self._tasks = tasks
-        self._interval = interval
-        self._scrape_every = max(1, round(scrape_interval / interval))
+        self._interval = probes.interval
+        self._scrape_every = max(1, round(probes.scrape_interval / probes.interval))
         self._started = False
         engines.watch(self)
 
