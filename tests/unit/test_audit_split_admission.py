@@ -24,7 +24,7 @@ from tests.fakes.registry import registry
 from tests.unit.test_transfer_nixl import recorded
 
 
-class Heard:
+class Recorder:
     """Remembers events."""
 
     def __init__(self) -> None:
@@ -34,12 +34,12 @@ class Heard:
         self.events.append(event)
 
 
-def books() -> tuple[Auditor, Engine, Heard]:
+def books() -> tuple[Auditor, Engine, Recorder]:
     """An auditor of one decode engine with blocks of 16."""
     engines, ledger = registry(NodeSpec("d", Role.DECODE))
     ledger.saw("d", Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
-    heard = Heard()
-    return Auditor(engines, ledger, Observers([heard])), engines["d"], heard
+    recorder = Recorder()
+    return Auditor(engines, ledger, Observers([recorder])), engines["d"], recorder
 
 
 def scrape(external: float, local: float = 0.0, started: float = 1.0) -> Scrape:
@@ -62,7 +62,7 @@ def moved(auditor: Auditor, tokens: int) -> None:
 @settings(deadline=None)
 def test_no_alarm_while_everything_arrives(legs: list[tuple[int, int, int, str]]) -> None:
     """However many scrapes a leg lasts, and whenever in it (or up to two scrapes behind) the engine counts: no alarm."""
-    auditor, engine, heard = books()
+    auditor, engine, recorder = books()
     auditor.scraped(engine, scrape(1000))
     external = 1000
     for now in range(len(legs) + 12):
@@ -74,8 +74,8 @@ def test_no_alarm_while_everything_arrives(legs: list[tuple[int, int, int, str]]
             if now == begin + lasts:
                 auditor.over("d", tokens, loaded=how == "ok")
         auditor.scraped(engine, scrape(external))
-    assert not [event for event in heard.events if isinstance(event, KvShortfall)]
-    found = sum(event.moved for event in heard.events if isinstance(event, KvCounted))
+    assert not [event for event in recorder.events if isinstance(event, KvShortfall)]
+    found = sum(event.moved for event in recorder.events if isinstance(event, KvCounted))
     assert found == sum(tokens // 16 * 16 for tokens, _, _, how in legs if how == "ok")
     assert auditor.shortcomings() == []
 
@@ -83,7 +83,7 @@ def test_no_alarm_while_everything_arrives(legs: list[tuple[int, int, int, str]]
 @given(st.lists(st.integers(16, 500), min_size=1, max_size=20))
 def test_what_never_arrives_is_counted_in_full(sent: list[int]) -> None:
     """Counters that stand still: after three scrapes all of it is missing, each token reported once."""
-    auditor, engine, heard = books()
+    auditor, engine, recorder = books()
     auditor.scraped(engine, scrape(0))
     for tokens in sent:
         moved(auditor, tokens)
@@ -92,9 +92,9 @@ def test_what_never_arrives_is_counted_in_full(sent: list[int]) -> None:
         auditor.scraped(engine, scrape(0))
     total = sum(tokens // 16 * 16 for tokens in sent)
     assert auditor.missing() == {"d": total}
-    assert sum(event.tokens for event in heard.events if isinstance(event, KvShortfall)) == total
-    assert sum(event.missing for event in heard.events if isinstance(event, KvCounted)) == total
-    assert sum(event.moved for event in heard.events if isinstance(event, KvCounted)) == 0
+    assert sum(event.tokens for event in recorder.events if isinstance(event, KvShortfall)) == total
+    assert sum(event.missing for event in recorder.events if isinstance(event, KvCounted)) == total
+    assert sum(event.moved for event in recorder.events if isinstance(event, KvCounted)) == 0
 
 
 def test_a_surplus_does_not_hide_a_shortfall_for_ever() -> None:
@@ -111,7 +111,7 @@ def test_a_surplus_does_not_hide_a_shortfall_for_ever() -> None:
 
 def test_an_unstreamed_answer_of_many_scrapes_is_no_surplus() -> None:
     """What an engine counted at a leg's begin is not written off before the leg's end, however long that takes."""
-    auditor, engine, heard = books()
+    auditor, engine, recorder = books()
     auditor.scraped(engine, scrape(0))
     auditor.asked("d", 160)
     for _ in range(20):
@@ -119,14 +119,14 @@ def test_an_unstreamed_answer_of_many_scrapes_is_no_surplus() -> None:
     auditor.over("d", 160, loaded=True)
     for _ in range(5):
         auditor.scraped(engine, scrape(160))
-    assert [type(event) for event in heard.events] == [KvCounted]
+    assert [type(event) for event in recorder.events] == [KvCounted]
     assert auditor.missing() == {"d": 0}
 
 
 @pytest.mark.parametrize("again", [scrape(0, started=2.0), scrape(10), scrape(10, started=2.0)])
 def test_cached_prompts_need_not_move_and_a_restart_starts_over(again: Scrape) -> None:
     """The engine's own cache hits count as arrived; a new start time, or counters that fall, begin a new account."""
-    auditor, engine, heard = books()
+    auditor, engine, recorder = books()
     auditor.scraped(engine, scrape(0))
     moved(auditor, 160)
     for _ in range(3):
@@ -138,7 +138,7 @@ def test_cached_prompts_need_not_move_and_a_restart_starts_over(again: Scrape) -
     auditor.over("d", 320, loaded=False)
     for _ in range(3):
         auditor.scraped(engine, again)
-    assert not [event for event in heard.events if isinstance(event, KvShortfall)]
+    assert not [event for event in recorder.events if isinstance(event, KvShortfall)]
     moved(auditor, 160)
     for _ in range(3):
         auditor.scraped(engine, again)
@@ -236,7 +236,7 @@ def test_admission_keeps_its_bounds(steps: list[str], places: int, queue: int) -
 
 
 async def test_a_place_given_to_one_that_is_just_cancelled_goes_on() -> None:
-    """A place handed to a waiter in the moment of its cancellation is not lost."""
+    """A place handed to a waiter while it is cancelled is not lost."""
     admission = Admission(1, 5, 60, Observers([]), Clock(), Clients())
     one = Client("one")
     await admission.enter(one)

@@ -96,7 +96,7 @@ def engines() -> Any:
     made.threads.shutdown()
 
 
-async def test_each_engine_is_asked_once_in_its_life(engines: Engines) -> None:
+async def test_each_engine_is_asked_once_in_each_run(engines: Engines) -> None:
     """And nothing is trusted before all that are up and serve a model have agreed."""
     engines.up(P)
     assert await engines.canaries.look()
@@ -125,7 +125,7 @@ async def _same(engines: Engines, model: str | None) -> Any:
 
 
 async def test_an_adapter_that_is_loaded_later(engines: Engines) -> None:
-    """Its base was compared: it is looked up what it adapts, and no canary is asked anew."""
+    """Its base was compared: only its base model is looked up, and no canary is asked again."""
     engines.up(P)
     await engines.canaries.look()
     engines.cards.append(ModelCard("later", "/l", "tiny"))
@@ -140,8 +140,8 @@ async def test_an_adapter_that_is_loaded_later(engines: Engines) -> None:
     assert (engines.judged(), engines.asked) == ([(P, "tiny", True)], [P] * 3)
 
 
-async def test_one_that_went_down_has_no_say(engines: Engines) -> None:
-    """Its model is tokenized here as long as the others agree; back in the same life, it isn't asked again."""
+async def test_one_that_went_down_does_not_count(engines: Engines) -> None:
+    """Its model is tokenized here as long as the others agree; back in the same run, it isn't asked again."""
     engines.makes[D] = SimTokenizer("plain")
     engines.up(P)
     engines.up(D)
@@ -163,7 +163,7 @@ async def test_one_that_went_down_has_no_say(engines: Engines) -> None:
     )
 
 
-async def test_one_that_tells_no_start_is_asked_whenever_it_comes_back(engines: Engines) -> None:
+async def test_one_that_reports_no_start_is_asked_whenever_it_comes_back(engines: Engines) -> None:
     """Several API servers show no start of theirs: it may have been restarted with another template."""
     engines.up(P, started=0.0)
     await engines.canaries.look()
@@ -224,7 +224,7 @@ async def test_several_models(engines: Engines) -> None:
 
 
 async def test_a_tokenizer_that_comes_later(engines: Engines) -> None:
-    """What isn't here when an engine comes up is looked for again in its next life, and once for all engines of one look."""
+    """What isn't here when an engine comes up is looked for again in its next run, and once for all engines."""
     engines.cards = [ModelCard("tiny", "/later", None)]
     engines.up(P)
     engines.up(D)
@@ -268,7 +268,7 @@ async def test_a_named_tokenizer_is_for_all() -> None:
     engines.threads.shutdown()
 
 
-async def test_an_engine_that_was_removed_has_no_say(engines: Engines) -> None:
+async def test_an_engine_that_was_removed_does_not_count(engines: Engines) -> None:
     """Nor have its old answers, if it is added again: it may be another one."""
     engines.makes[D] = SimTokenizer("plain")
     engines.up(P)

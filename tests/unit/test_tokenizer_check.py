@@ -56,7 +56,7 @@ def test_none_before_the_first_proof(stage: Stage) -> None:
     "other", [request(Route.COMPLETIONS), request(tools=[]), request(model="n")], ids=["route", "tools", "model"]
 )
 def test_each_kind_is_proven_by_itself(stage: Stage, other: Parsed) -> None:
-    """By route, model, and with tools or without: templates go other ways there. And each engine, and each of its lives."""
+    """By route, model, and with tools or without: they may be tokenized in other ways. Also each engine, and each of its runs."""
     stage.proofs.served(P, request(), IDS, None, b"[1,2]")
     assert stage.proofs.sent(P, request(), IDS) == IDS
     assert stage.proofs.sent(P, other, IDS) is None

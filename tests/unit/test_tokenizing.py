@@ -113,7 +113,7 @@ async def test_everything_counts_that_is_read_for_a_prompt(
     monkeypatch: pytest.MonkeyPatch, route: Route, fields: dict[str, Any], result: str
 ) -> None:
     """Wherever the bytes are, to parse them holds up everybody. The other prompts of a list have their own turn."""
-    monkeypatch.setattr(tokenizing, "LONGEST", 500)
+    monkeypatch.setattr(tokenizing, "MAX_BYTES", 500)
     async with stage() as s:
         await s.ids(route, **fields)
         assert s.results == [("here", result)]
@@ -248,7 +248,7 @@ async def test_an_engine_that_gives_none(error: Exception, result: str) -> None:
 
 
 async def test_what_a_template_rejects_is_not_asked_again() -> None:
-    """The engine's would reject it, too: it will say so in its own words."""
+    """The engine's would reject it, too: its own error goes to the client."""
 
     class Rejecting(SimTokenizer):
         def chat(self, chat: Any, form: Any) -> TokenIds:
@@ -302,7 +302,7 @@ async def test_a_thread_that_is_late(required: bool) -> None:
 async def test_too_many_and_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would only be late is not begun: prompts behind a full queue, and those that take too long by themselves."""
     monkeypatch.setattr(tokenizing, "WAITING", 2)
-    monkeypatch.setattr(tokenizing, "LONGEST", 50)
+    monkeypatch.setattr(tokenizing, "MAX_BYTES", 50)
     async with stage() as s:
         tokenizer = SimTokenizer()
         tokenizer.gate.clear()
@@ -329,7 +329,7 @@ async def test_a_chat_of_very_many_parts_is_left_to_the_engines() -> None:
 
 async def test_very_many_ids_of_a_client_are_not_made_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a contract would compute with them: such a prompt is served by one engine."""
-    monkeypatch.setattr(tokenizing, "LONGEST", 20)
+    monkeypatch.setattr(tokenizing, "MAX_BYTES", 20)
     async with stage(required=True) as s:
         assert await s.ids(prompt=[1, 2, 3]) is not None
         assert await s.ids(prompt=[11111, 22222, 33333, 44444]) is None

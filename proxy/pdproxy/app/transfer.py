@@ -1,4 +1,4 @@
-"""Wiring of KV transfer: the pool's contract with what its settings say of it."""
+"""Wiring of KV transfer: the pool's contract, and what engines need for it, from the settings."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Canaries: would the engines make the same token ids of a prompt as we do?
 
-Owns what is known of that, for each run of each engine, and the tokenizers that were found for their models. Every engine, P and
-D, is asked for the ids of `tokens.canaries` when it comes up and each time that it has changed. Prompts of a model are tokenized
-here while all engines that are up and serve it agree with us; one that differs switches that off, loudly.
+Owns the judgements in each `EngineRun`, and the tokenizers that were found for the engines' models. Every engine, P and D, is
+asked for the ids of `tokens.canaries` when it comes up and each time that it has changed. Prompts of a model are tokenized here
+while all engines that are up and serve it agree with the tokenizer here. One that differs switches that off, with a warning.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_BASES = 16
 MAX_ANSWER = 64 << 10
 """Bytes of an engine's ids of one canary."""
 MAX_NAMES = 16_384
-"""Names of models that are remembered; then those are forgotten that no engine has."""
+"""Names of models that are remembered. Beyond that, names that no engine lists are forgotten."""
 _NO_ROUTE = (403, 404, 405, 501)
 _NOTHING: Mapping[bool, ContentFormat] = {False: "string", True: "string"}
 
@@ -55,10 +55,10 @@ class Trusted:
 
 
 class Canaries:
-    """Asks engines, and remembers what they said.
+    """Asks engines, and judges their answers.
 
-    `tokenizer`: the one that the settings name, for all models; None: `find` gives one for what an engine calls its model's
-    root, in a thread of `threads`, or raises UnusableError.
+    `tokenizer`: the one that the settings name, for all models. None: `find` returns one for the root that an engine reports for
+    its model, or raises UnusableError; it runs in a thread of `threads`. An observer and a watcher of engines.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class Canaries:
     # -- what requests ask
 
     def trusted(self, model: str | None, route: Route) -> Trusted | None:
-        """Return what makes the ids of a model's prompts here, None if they are not made here."""
+        """Return the tokenizer for a model's prompts, None if they are not tokenized here."""
         key = model, route
         if key not in self._trusted:
             found = self._agreed(model, route)
             if found is None and (model is None or model not in self._bases):
-                return None  # nor kept: models are words of clients
+                return None  # not kept either: clients choose these names
             self._trusted[key] = found
         return self._trusted[key]
 
@@ -189,6 +189,8 @@ class Canaries:
         except Exception as error:
             logger.error("canaries of %s failed in pdproxy itself: %s", url, frames(error))  # noqa: TRY400
             return False
+        if self._engines.get(url) is not engine:
+            return True  # it was removed meanwhile
         run.judgements = judged
         self._trusted.clear()
         for model, judgement in judged.items():
@@ -197,7 +199,7 @@ class Canaries:
         return True
 
     async def _cards(self, url: str) -> list[ModelCard]:
-        """Return an engine's models, and note whose adapters they are."""
+        """Return an engine's models, and remember the base models of adapters."""
         cards = await self._admin.models(url)
         self._bases |= {card.id: card.parent or card.id for card in cards}
         if len(self._bases) > MAX_NAMES:
@@ -238,18 +240,18 @@ class Canaries:
             off = " and ".join(name for name, on in kinds if not on)
             why = f"other token ids than the engine's for {_list(agreement.differs)}: {off} are left to the engines"
         elif agreement.unsure:
-            why = f"no ids of our own for {_list(agreement.unsure)}"
+            why = f"no ids were made here for {_list(agreement.unsure)}"
         return Judgement(tokenizer, agreement, why, answers)
 
     async def _tokenizer_of(self, root: str) -> LocalTokenizer:
         found = self._found.get(root)
-        if found is None:  # engines are asked at the same time, and share what is found
+        if found is None:  # engines are asked at the same time, and share the tokenizer
             found = self._found[root] = asyncio.ensure_future(self._thread(lambda: self._find(root)))
         try:
             return await asyncio.shield(found)
         except Exception:
             if self._found.get(root) is found:
-                del self._found[root]  # it may be there when an engine comes up the next time
+                del self._found[root]  # it may be there when an engine comes up again
             raise
 
     async def _thread(self, work: Callable[[], _T]) -> _T:

@@ -55,14 +55,14 @@ class ExchangeResources:
     tokenizing: Tokenizing | None = None
 
     async def ids(self, parsed: Parsed, prompt: Prompt, heading: LegHeaders) -> TokenIds | None:
-        """Return a prompt's token ids, None where they are not wanted or can't be had."""
+        """Return a prompt's token ids, None where they are not wanted or can't be made."""
         if self.tokenizing is None:
             return None
         own = next((value for _, value in heading.authorization), None)
         return await self.tokenizing.ids(parsed, prompt, own)
 
     def ids_to_send(self, url: str, parsed: Parsed, ids: TokenIds | None) -> TokenIds | None:
-        """Return the ids that a prefill engine is sent, None where it makes them."""
+        """Return the ids that a prefill engine is sent, None where it makes them itself."""
         return ids if self.tokenizing is None else self.tokenizing.proofs.sent(url, parsed, ids)
 
     def ids_served(

@@ -32,7 +32,7 @@ THREADS = 2
 """More would only wait for each other: the interpreter's lock lets one thread at a time render templates and write ids."""
 WAITING = 64
 """Prompts that may wait for a thread. One more goes to the engines at once, without ids, rather than after its deadline."""
-LONGEST = 4 * 2**20
+MAX_BYTES = 4 * 2**20
 """Bytes that are read here for a prompt: more would take longer than its deadline."""
 MAX_ITEMS = 20_000
 """Strings, arrays and objects of a body that is read here: parsing holds the interpreter's lock and stops the event loop."""
@@ -125,7 +125,7 @@ class Tokenizing:
     def _given(parsed: Parsed, prompt: Prompt) -> TokenIds | None:
         if prompt.raw is None or not absent(parsed.fields, "truncate_prompt_tokens"):
             return None
-        if memoryview(prompt.raw).nbytes > LONGEST:
+        if memoryview(prompt.raw).nbytes > MAX_BYTES:
             return None  # parsing them would stop the event loop
         try:
             ids = _ids_decoder.decode(prompt.raw)
@@ -184,7 +184,7 @@ class Tokenizing:
 
 def _is_long(parsed: Parsed, prompt: Prompt) -> bool:
     """Return whether it would take long to parse what a prompt's ids are made of."""
-    return _bytes_to_read(parsed, prompt) > LONGEST or (parsed.route is Route.CHAT and parsed.items > MAX_ITEMS)
+    return _bytes_to_read(parsed, prompt) > MAX_BYTES or (parsed.route is Route.CHAT and parsed.items > MAX_ITEMS)
 
 
 def _bytes_to_read(parsed: Parsed, prompt: Prompt) -> int:
