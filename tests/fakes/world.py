@@ -118,7 +118,7 @@ class World:
 
     async def probe(self) -> None:
         """Have every engine probed and its counters read, now."""
-        await asyncio.gather(*(self.proxy.prober.probe(node, scrape=True) for node in self.proxy.ledger.nodes))
+        await asyncio.gather(*(self.proxy.prober.probe(engine, scrape=True) for engine in self.proxy.engines.values()))
 
     def events(self, kind: type[_E]) -> list[_E]:
         """The events of one kind so far."""

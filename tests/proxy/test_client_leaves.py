@@ -268,7 +268,7 @@ async def test_between_prefill_and_decode() -> None:
     async with world(decode=2) as w:
         blocked = [True]
         for engine in w.decode:
-            client_of = w.proxy.clients[engine.url]
+            client_of = w.proxy.engines[engine.url].client
 
             async def connect(original: Callable[[], Awaitable[object]] = client_of._connect) -> object:
                 if blocked and blocked.pop():

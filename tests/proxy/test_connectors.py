@@ -248,13 +248,13 @@ async def test_a_client_that_leaves_its_prefill_does_not_kill_the_engine() -> No
         ended = await pair.world.ended()
         assert ended.outcome == "client_left"
         assert not asked.over, "P was at work when its client left"
-        taken = pair.world.proxy.transfer.buffers.taken
-        assert sum(taken.values()) > 0, "what is still pushed has its place in the buffer"
+        buffers = pair.world.proxy.transfer.buffers
+        assert sum(buffers.taken.values()) > 0, "what is still pushed has its place in the buffer"
         await until(lambda: not pair.world.busy(), 10)
         assert asked.over
         assert not asked.left.is_set()
         assert not pair.p.engine.dead
-        await until(lambda: not any(taken.values()), 10)
+        await until(lambda: not any(buffers.taken.values()), 10)
         await same(pair, COMPLETIONS, completion())
 
 

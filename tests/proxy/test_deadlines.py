@@ -142,7 +142,7 @@ async def test_probe() -> None:
         w.decode[0].admin["/health"] = scripts.stall
         for late in range(1, 4):
             assert (await w.get("/ready")).status == 200
-            await w.proxy.prober.probe(w.proxy.ledger.nodes[1], scrape=False)
+            await w.proxy.prober.probe(w.proxy.engines[w.decode[0].url], scrape=False)
             assert w.metric("pdproxy_deadline_total", wait="probe") == late
         ready = await w.get("/ready")
         assert ready.status == 503

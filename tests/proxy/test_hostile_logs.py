@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pdproxy.app.compose import MAX_DETAIL
+from pdproxy.app.readiness import MAX_DETAIL
 from pdproxy.observe.formats import MAX_LINE, TextFormatter
 from pdproxy.wire.model import LONGEST_MODEL
 from tests.fakes import answers, scripts

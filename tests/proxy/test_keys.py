@@ -292,9 +292,9 @@ async def seen_by_probes(w: World) -> list[str | None]:
         seen.append(reply.request.header("authorization"))
         await reply.whole(b"")
 
-    for engine, node in zip(w.engines, w.proxy.ledger.nodes, strict=True):
+    for engine in w.engines:
         engine.admin["/health"] = health
-        await w.proxy.prober.probe(node, scrape=False)
+        await w.proxy.prober.probe(w.proxy.engines[engine.url], scrape=False)
     return seen
 
 

@@ -80,9 +80,9 @@ async def test_an_engine_that_is_not_healthy_is_down_at_once() -> None:
 
 
 @pytest.mark.parametrize("path", ABOUT)
-@pytest.mark.parametrize("bad", [scripts.whole(b"{nonsense", 500), scripts.reset, scripts.stall])
+@pytest.mark.parametrize("bad", [scripts.whole(b"{invalid", 500), scripts.reset, scripts.stall])
 async def test_a_healthy_engine_stays_up_whatever_else_fails(path: str, bad: Script) -> None:
-    """A busy engine may have no time to tell of itself: what is known of it stands, even if it has just restarted."""
+    """A busy engine may have no time to answer: what is known of it stays, even if it has just restarted."""
     async with world(deadlines={"probe": 1.5}) as w:
         engine = w.decode[0]
         engine.started += 1
@@ -94,8 +94,8 @@ async def test_a_healthy_engine_stays_up_whatever_else_fails(path: str, bad: Scr
 
 
 @pytest.mark.parametrize("path", ABOUT)
-async def test_an_engine_that_was_down_is_asked_anew(path: str) -> None:
-    """It is used again only once it has told everything; a failure that may pass is not taken for an answer."""
+async def test_an_engine_that_was_down_is_asked_again(path: str) -> None:
+    """It is used again only once it has answered everything; a failure that may pass is not taken for an answer."""
     async with world(decode=2) as w:
         engine, other = w.decode
         engine.admin["/health"] = scripts.whole(b"", 500)
@@ -135,12 +135,12 @@ async def test_an_early_probe_waits_for_its_gap(monkeypatch: pytest.MonkeyPatch)
 
         async def health(reply: Reply) -> None:
             asked.append(time.monotonic())
-            w.proxy.prober.soon(w.decode[0].url)
+            w.proxy.prober.soon(w.proxy.engines[w.decode[0].url])
             await reply.whole(b"")
 
         w.decode[0].admin["/health"] = health
         for _ in range(50):
-            w.proxy.prober.soon(w.decode[0].url)
+            w.proxy.prober.soon(w.proxy.engines[w.decode[0].url])
         await until(lambda: len(asked) >= 3)
         assert min(b - a for a, b in pairwise(asked)) > 0.15
 
@@ -148,11 +148,11 @@ async def test_an_early_probe_waits_for_its_gap(monkeypatch: pytest.MonkeyPatch)
 async def test_an_engine_without_metrics_is_used() -> None:
     """An engine that shows no metrics can serve; /ready says that its KV can't be audited."""
 
-    def mute(w: World) -> None:
+    def without_routes(w: World) -> None:
         for engine in w.engines:
             engine.admin["/metrics"] = scripts.whole(b"", 404)
 
-    async with world(before=mute) as w:
+    async with world(before=without_routes) as w:
         assert (await w.ask(COMPLETIONS, completion())).status == 200
         assert len(w.prefill[0].requests) == 1
         ready = (await w.get("/ready")).json
@@ -162,7 +162,7 @@ async def test_an_engine_without_metrics_is_used() -> None:
         ]
 
 
-async def test_an_engine_that_wants_a_key_is_said_to() -> None:
+async def test_an_engine_that_wants_a_key_is_reported() -> None:
     """A probe that is answered 401 names the setting that is missing."""
 
     def locked(w: World) -> None:
@@ -175,11 +175,11 @@ async def test_an_engine_that_wants_a_key_is_said_to() -> None:
 async def test_an_engine_without_version_or_tokenizer_routes_is_used() -> None:
     """What an engine does not say is left open; it can still serve."""
 
-    def mute(w: World) -> None:
+    def without_routes(w: World) -> None:
         for engine in w.engines:
             engine.admin |= {"/version": scripts.whole(b"", 404), "/tokenize": scripts.whole(b"", 404)}
 
-    async with world(before=mute) as w:
+    async with world(before=without_routes) as w:
         assert (await w.get("/ready")).json["details"] == []
         assert (await w.ask(COMPLETIONS, completion())).status == 200
 
@@ -187,7 +187,7 @@ async def test_an_engine_without_version_or_tokenizer_routes_is_used() -> None:
 @pytest.mark.parametrize(
     "body", [b'{"data":[{"no":"id"}]}', b'{"data":[{"id":"\xff"}]}', b"[", b'{"data":' + b"[" * 5000]
 )
-async def test_an_engines_nonsense_leaves_the_models_of_others(body: bytes) -> None:
+async def test_an_engines_invalid_list_leaves_the_models_of_others(body: bytes) -> None:
     """A list that can't be read is left out; where there is no other, the error says so."""
     async with world(decode=2) as w:
         w.decode[0].admin["/v1/models"] = scripts.whole(body)
@@ -205,7 +205,7 @@ async def test_models_are_asked_for_with_the_clients_key() -> None:
 
 
 async def test_models_are_merged() -> None:
-    """Each model of any engine that serves by itself is listed once, in the engine's own words."""
+    """Each model of any engine that serves by itself is listed once, as the engine describes it."""
 
     def models(w: World) -> None:
         w.prefill[0].models = ["only-prefill", "tiny"]

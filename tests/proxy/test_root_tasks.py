@@ -67,7 +67,7 @@ async def test_each_task_is_started_again(which: str, tmp_path: Path, caplog: py
     def before(w: World) -> None:
         w.proxy.tasks._pauses = Pauses(first=0.001, longest=0.004, well=1.0)
         name = next(name for name in owners(w) if name.startswith(which))
-        only = w.proxy.ledger.nodes[0] if which == "probe" else None
+        only = next(iter(w.proxy.engines.values())) if which == "probe" else None
         made.append((name, Failing(*owners(w)[name], only)))
 
     settings: dict[str, Any] = {"adjust": tokenizing, "library": Shelf(model=SimTokenizer())}
@@ -100,15 +100,15 @@ async def test_no_other_task_must_always_run(tmp_path: Path) -> None:
 
 
 async def test_a_notice_that_can_not_be_handled() -> None:
-    """What fails at one message leaves those behind it: they are heard, and the failure is in /ready."""
+    """What fails at one message leaves those behind it: they are received, and the failure is in /ready."""
     async with pool("lmcache-pd") as p:
         proxy = p.world.proxy
-        heard: list[str] = []
+        received: list[str] = []
 
         def fail_once(then: Callable[[Notice], None]) -> Callable[[Notice], None]:
             def take(notice: Notice) -> None:
-                heard.append(notice.request_id)
-                if len(heard) == 1:
+                received.append(notice.request_id)
+                if len(received) == 1:
                     raise ValueError(SECRET)
                 then(notice)
 
@@ -121,7 +121,7 @@ async def test_a_notice_that_can_not_be_handled() -> None:
             sender.connect(proxy.notices.address)
             for number in range(3):
                 sender.send(msgspec.msgpack.encode({"req_id": f"leg-{number}"}))
-            await until(lambda: len(heard) == 3)
+            await until(lambda: len(received) == 3)
         assert p.world.metric("pdproxy_task_restarts_total", task="notices") == 1
         (detail,) = [line for line in (await p.world.get("/ready")).json["details"] if "background task" in line]
         assert "background task notices has failed 1 times, the last time by ValueError, and goes on" in detail

@@ -50,7 +50,9 @@ class Read:
         for path in ("/metrics", "/ready", "/version", "/health", "/openapi.json", "/nothing"):
             answer = await w.get(path)
             self.texts.append((path, answer.body.decode() + str(answer.headers)))
-        self.texts.append(("repr", repr(w.proxy.settings) + repr(w.proxy.service.keys) + repr(w.proxy.clients)))
+        self.texts.append(
+            ("repr", repr(w.proxy.settings) + repr(w.proxy.service.keys) + repr(list(w.proxy.engines.values())))
+        )
         self.texts.append(("config print", dump(w.proxy.settings)))
 
     def nothing_secret(self) -> None:
@@ -79,7 +81,7 @@ def with_node_key(settings: Settings) -> Settings:
 
 
 async def test_through_good_and_bad_ends(read: Read, tmp_path: Path) -> None:
-    """Wrong keys, engines that refuse, fail, hang up and talk nonsense, bad bodies: no marker is read anywhere."""
+    """Wrong keys, engines that refuse, fail, hang up and send invalid data, bad bodies: no marker is read anywhere."""
     path = tmp_path / "keys"
     path.write_text(FILE_KEY)
     auth = {"api_keys": (PROXY_KEY,), "api_keys_file": str(path), "engine_api_key": ENGINE_KEY}
@@ -150,14 +152,14 @@ async def test_a_crash_of_our_own_quotes_nothing(read: Read, monkeypatch: pytest
         assert await read.ask(w, COMPLETIONS, completion(prompt=PROMPT), bearer(PROXY_KEY)) == 500
         await read.pages(w)
     read.nothing_secret()
-    (told,) = [r.getMessage() for r in read.caplog.records if "failed in pdproxy itself" in r.getMessage()]
-    assert "RuntimeError at " in told
-    assert "ValueError at " in told
-    assert "crash" in told
+    (line,) = [r.getMessage() for r in read.caplog.records if "failed in pdproxy itself" in r.getMessage()]
+    assert "RuntimeError at " in line
+    assert "ValueError at " in line
+    assert "crash" in line
 
 
 async def test_engines_that_want_another_key(read: Read) -> None:
-    """Probes that are refused are told without the key that was refused."""
+    """Probes that are refused are reported without the key that was refused."""
 
     def locked(w: World) -> None:
         async def refuse(reply: Reply) -> None:
@@ -174,7 +176,7 @@ async def test_engines_that_want_another_key(read: Read) -> None:
 
 
 async def test_engines_that_are_not_trusted(read: Read, tmp_path: Path) -> None:
-    """TLS that fails sends nothing, and tells nothing but the reason."""
+    """TLS that fails sends nothing, and reports nothing but the reason."""
     ca, other = trustme.CA(), tmp_path / "other.pem"
     one = ca.issue_cert("127.0.0.1")
     one.private_key_and_cert_chain_pem.write_to_path(tmp_path / "cert.pem")

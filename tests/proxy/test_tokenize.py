@@ -119,7 +119,7 @@ async def test_an_engine_that_serves_other_ids_than_it_tokenizes(caplog: pytest.
 
 
 async def test_now_and_then_an_engine_shows_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was proven once is proven again by one prompt in so many; each life of an engine begins anew."""
+    """What was proven once is proven again by one prompt in so many; each run of an engine begins again."""
     monkeypatch.setattr(tokenizer_check, "EVERY", 3)
     async with world(adjust=always(), library=Shelf(model=SimTokenizer())) as w:
         await judged(w)

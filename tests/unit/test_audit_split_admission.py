@@ -10,20 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.engine import Engine
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError
 from pdproxy.observe.events import Event, KvCounted, KvShortfall, Observers
-from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.request.admission import Admission
 from pdproxy.upstream.metrics_page import Scrape, read_metrics
 from pdproxy.wire.request import Alone, Route, parse
+from tests.fakes.registry import registry
 from tests.unit.test_transfer_nixl import recorded
 
 
-class Heard:
+class Recorder:
     """Remembers events."""
 
     def __init__(self) -> None:
@@ -33,12 +34,12 @@ class Heard:
         self.events.append(event)
 
 
-def books() -> tuple[Auditor, Ledger, Heard]:
+def books() -> tuple[Auditor, Engine, Recorder]:
     """An auditor of one decode engine with blocks of 16."""
-    ledger = Ledger([NodeSpec("d", Role.DECODE)], breaker_failures=3, breaker_cooldown=5)
+    engines, ledger = registry(NodeSpec("d", Role.DECODE))
     ledger.saw("d", Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
-    heard = Heard()
-    return Auditor(ledger, Observers([heard])), ledger, heard
+    recorder = Recorder()
+    return Auditor(engines, ledger, Observers([recorder])), engines["d"], recorder
 
 
 def scrape(external: float, local: float = 0.0, started: float = 1.0) -> Scrape:
@@ -61,8 +62,8 @@ def moved(auditor: Auditor, tokens: int) -> None:
 @settings(deadline=None)
 def test_no_alarm_while_everything_arrives(legs: list[tuple[int, int, int, str]]) -> None:
     """However many scrapes a leg lasts, and whenever in it (or up to two scrapes behind) the engine counts: no alarm."""
-    auditor, ledger, heard = books()
-    auditor.scraped(ledger.nodes[0], scrape(1000))
+    auditor, engine, recorder = books()
+    auditor.scraped(engine, scrape(1000))
     external = 1000
     for now in range(len(legs) + 12):
         for begin, (tokens, lasts, lag, how) in enumerate(legs):
@@ -72,9 +73,9 @@ def test_no_alarm_while_everything_arrives(legs: list[tuple[int, int, int, str]]
                 external += tokens
             if now == begin + lasts:
                 auditor.over("d", tokens, loaded=how == "ok")
-        auditor.scraped(ledger.nodes[0], scrape(external))
-    assert not [event for event in heard.events if isinstance(event, KvShortfall)]
-    found = sum(event.moved for event in heard.events if isinstance(event, KvCounted))
+        auditor.scraped(engine, scrape(external))
+    assert not [event for event in recorder.events if isinstance(event, KvShortfall)]
+    found = sum(event.moved for event in recorder.events if isinstance(event, KvCounted))
     assert found == sum(tokens // 16 * 16 for tokens, _, _, how in legs if how == "ok")
     assert auditor.shortcomings() == []
 
@@ -82,65 +83,65 @@ def test_no_alarm_while_everything_arrives(legs: list[tuple[int, int, int, str]]
 @given(st.lists(st.integers(16, 500), min_size=1, max_size=20))
 def test_what_never_arrives_is_counted_in_full(sent: list[int]) -> None:
     """Counters that stand still: after three scrapes all of it is missing, each token reported once."""
-    auditor, ledger, heard = books()
-    auditor.scraped(ledger.nodes[0], scrape(0))
+    auditor, engine, recorder = books()
+    auditor.scraped(engine, scrape(0))
     for tokens in sent:
         moved(auditor, tokens)
-        auditor.scraped(ledger.nodes[0], scrape(0))
+        auditor.scraped(engine, scrape(0))
     for _ in range(2):
-        auditor.scraped(ledger.nodes[0], scrape(0))
+        auditor.scraped(engine, scrape(0))
     total = sum(tokens // 16 * 16 for tokens in sent)
     assert auditor.missing() == {"d": total}
-    assert sum(event.tokens for event in heard.events if isinstance(event, KvShortfall)) == total
-    assert sum(event.missing for event in heard.events if isinstance(event, KvCounted)) == total
-    assert sum(event.moved for event in heard.events if isinstance(event, KvCounted)) == 0
+    assert sum(event.tokens for event in recorder.events if isinstance(event, KvShortfall)) == total
+    assert sum(event.missing for event in recorder.events if isinstance(event, KvCounted)) == total
+    assert sum(event.moved for event in recorder.events if isinstance(event, KvCounted)) == 0
 
 
 def test_a_surplus_does_not_hide_a_shortfall_for_ever() -> None:
     """What an engine counted beyond our requests is written off after two scrapes; a later shortfall shows."""
-    auditor, ledger, _ = books()
-    auditor.scraped(ledger.nodes[0], scrape(0))
+    auditor, engine, _ = books()
+    auditor.scraped(engine, scrape(0))
     for _ in range(3):
-        auditor.scraped(ledger.nodes[0], scrape(10_000))
+        auditor.scraped(engine, scrape(10_000))
     moved(auditor, 160)
     for _ in range(3):
-        auditor.scraped(ledger.nodes[0], scrape(10_000))
+        auditor.scraped(engine, scrape(10_000))
     assert auditor.missing() == {"d": 160}
 
 
 def test_an_unstreamed_answer_of_many_scrapes_is_no_surplus() -> None:
     """What an engine counted at a leg's begin is not written off before the leg's end, however long that takes."""
-    auditor, ledger, heard = books()
-    auditor.scraped(ledger.nodes[0], scrape(0))
+    auditor, engine, recorder = books()
+    auditor.scraped(engine, scrape(0))
     auditor.asked("d", 160)
     for _ in range(20):
-        auditor.scraped(ledger.nodes[0], scrape(160))
+        auditor.scraped(engine, scrape(160))
     auditor.over("d", 160, loaded=True)
     for _ in range(5):
-        auditor.scraped(ledger.nodes[0], scrape(160))
-    assert [type(event) for event in heard.events] == [KvCounted]
+        auditor.scraped(engine, scrape(160))
+    assert [type(event) for event in recorder.events] == [KvCounted]
     assert auditor.missing() == {"d": 0}
 
 
 @pytest.mark.parametrize("again", [scrape(0, started=2.0), scrape(10), scrape(10, started=2.0)])
 def test_cached_prompts_need_not_move_and_a_restart_starts_over(again: Scrape) -> None:
     """The engine's own cache hits count as arrived; a new start time, or counters that fall, begin a new account."""
-    auditor, ledger, heard = books()
-    auditor.scraped(ledger.nodes[0], scrape(0))
+    auditor, engine, recorder = books()
+    auditor.scraped(engine, scrape(0))
     moved(auditor, 160)
     for _ in range(3):
-        auditor.scraped(ledger.nodes[0], scrape(60, local=100))
+        auditor.scraped(engine, scrape(60, local=100))
     moved(auditor, 160)
     auditor.asked("d", 320)
     for _ in range(3):
-        auditor.scraped(ledger.nodes[0], again)
+        auditor.scraped(engine, again)
     auditor.over("d", 320, loaded=False)
     for _ in range(3):
-        auditor.scraped(ledger.nodes[0], again)
-    assert not [event for event in heard.events if isinstance(event, KvShortfall)]
+        auditor.scraped(engine, again)
+    assert not [event for event in recorder.events if isinstance(event, KvShortfall)]
     moved(auditor, 160)
     for _ in range(3):
-        auditor.scraped(ledger.nodes[0], again)
+        auditor.scraped(engine, again)
     assert auditor.missing() == {"d": 160}, "the new account counts"
 
 
@@ -235,7 +236,7 @@ def test_admission_keeps_its_bounds(steps: list[str], places: int, queue: int) -
 
 
 async def test_a_place_given_to_one_that_is_just_cancelled_goes_on() -> None:
-    """A place handed to a waiter in the moment of its cancellation is not lost."""
+    """A place handed to a waiter while it is cancelled is not lost."""
     admission = Admission(1, 5, 60, Observers([]), Clock(), Clients())
     one = Client("one")
     await admission.enter(one)

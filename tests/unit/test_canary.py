@@ -12,7 +12,6 @@ from pdproxy.fleet import canary
 from pdproxy.fleet.canary import Canaries
 from pdproxy.kit.errors import EngineRefusedError, EngineTimeoutError, Wait
 from pdproxy.observe.events import Event, Observers, TokenizerJudged
-from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.tokens.canaries import CANARIES
 from pdproxy.tokens.errors import UnusableError
@@ -20,6 +19,7 @@ from pdproxy.tokens.ids import TokenIds
 from pdproxy.tokens.tokenizer import ids_of
 from pdproxy.upstream.admin import ModelCard
 from pdproxy.wire.request import Route
+from tests.fakes.registry import registry, unused_client
 from tests.fakes.tokenizer import SimTokenizer
 from tests.fakes.world import until
 
@@ -39,12 +39,10 @@ class Engines:
         self.fails: dict[str, Callable[[], Exception]] = {}
         self.makes: dict[str, SimTokenizer] = {}
         self.finds: dict[str, SimTokenizer] = {}
-        self.ledger = Ledger(
-            [NodeSpec(P, Role.PREFILL), NodeSpec(D, Role.DECODE)], breaker_failures=3, breaker_cooldown=5
-        )
+        self.registry, self.ledger = registry(NodeSpec(P, Role.PREFILL), NodeSpec(D, Role.DECODE))
         self.threads = ThreadPoolExecutor(2)
         self.canaries = Canaries(
-            self.ledger,
+            self.registry,
             self,
             Observers([self]),
             self.threads,
@@ -98,7 +96,7 @@ def engines() -> Any:
     made.threads.shutdown()
 
 
-async def test_each_engine_is_asked_once_in_its_life(engines: Engines) -> None:
+async def test_each_engine_is_asked_once_in_each_run(engines: Engines) -> None:
     """And nothing is trusted before all that are up and serve a model have agreed."""
     engines.up(P)
     assert await engines.canaries.look()
@@ -127,7 +125,7 @@ async def _same(engines: Engines, model: str | None) -> Any:
 
 
 async def test_an_adapter_that_is_loaded_later(engines: Engines) -> None:
-    """Its base was compared: it is looked up what it adapts, and no canary is asked anew."""
+    """Its base was compared: only its base model is looked up, and no canary is asked again."""
     engines.up(P)
     await engines.canaries.look()
     engines.cards.append(ModelCard("later", "/l", "tiny"))
@@ -142,8 +140,8 @@ async def test_an_adapter_that_is_loaded_later(engines: Engines) -> None:
     assert (engines.judged(), engines.asked) == ([(P, "tiny", True)], [P] * 3)
 
 
-async def test_one_that_went_down_has_no_say(engines: Engines) -> None:
-    """Its model is tokenized here as long as the others agree; back in the same life, it isn't asked again."""
+async def test_one_that_went_down_does_not_count(engines: Engines) -> None:
+    """Its model is tokenized here as long as the others agree; back in the same run, it isn't asked again."""
     engines.makes[D] = SimTokenizer("plain")
     engines.up(P)
     engines.up(D)
@@ -165,7 +163,7 @@ async def test_one_that_went_down_has_no_say(engines: Engines) -> None:
     )
 
 
-async def test_one_that_tells_no_start_is_asked_whenever_it_comes_back(engines: Engines) -> None:
+async def test_one_that_reports_no_start_is_asked_whenever_it_comes_back(engines: Engines) -> None:
     """Several API servers show no start of theirs: it may have been restarted with another template."""
     engines.up(P, started=0.0)
     await engines.canaries.look()
@@ -226,7 +224,7 @@ async def test_several_models(engines: Engines) -> None:
 
 
 async def test_a_tokenizer_that_comes_later(engines: Engines) -> None:
-    """What isn't here when an engine comes up is looked for again in its next life, and once for all engines of one look."""
+    """What isn't here when an engine comes up is looked for again in its next run, and once for all engines."""
     engines.cards = [ModelCard("tiny", "/later", None)]
     engines.up(P)
     engines.up(D)
@@ -268,3 +266,25 @@ async def test_a_named_tokenizer_is_for_all() -> None:
     assert trusted.tokenizer is named
     assert engines.roots == []
     engines.threads.shutdown()
+
+
+async def test_an_engine_that_was_removed_does_not_count(engines: Engines) -> None:
+    """Nor have its old answers, if it is added again: it may be another one."""
+    engines.makes[D] = SimTokenizer("plain")
+    engines.up(P)
+    engines.up(D)
+    await engines.canaries.look()
+    assert engines.canaries.trusted("tiny", Route.CHAT) is None
+    engines.registry.remove(D)
+    assert engines.canaries.trusted("tiny", Route.CHAT) is not None
+    assert (engines.canaries.shortcomings(), dict(engines.canaries.agreements())) == ([], {(P, "tiny"): 1.0})
+    engines.canaries.refuted(D, "tiny", Route.CHAT, "a leg that was under way")
+    assert engines.canaries.trusted("tiny", Route.CHAT) is not None
+    engines.registry.add(NodeSpec(D, Role.DECODE), unused_client(D))
+    assert engines.canaries.trusted("tiny", Route.CHAT) is not None, "not up yet"
+    engines.makes.clear()
+    engines.up(D)
+    assert engines.canaries.trusted("tiny", Route.CHAT) is None, "not asked yet"
+    await engines.canaries.look()
+    assert engines.canaries.trusted("tiny", Route.CHAT) is not None
+    assert engines.asked.count(D) == 2

@@ -1,4 +1,4 @@
-"""Room in receive buffers: taken before a prompt is prefilled, given back once, waited for in turn."""
+"""Space in receive buffers: taken before a prompt is prefilled, released once, waited for in turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError
 from pdproxy.observe.events import DeadlinePassed, Event, Observers
+from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.serving.kv.buffers import ReceiveBuffers
+from tests.fakes.registry import registry, unused_client
 
 
 class _Recorder:
@@ -20,9 +22,13 @@ class _Recorder:
         self.events.append(event)
 
 
-def buffers(patience: float = 10.0, recorder: _Recorder | None = None, **capacity: int) -> ReceiveBuffers:
-    """Buffers with slots for 256 tokens each."""
-    return ReceiveBuffers(capacity, 256, Clock(), Observers([recorder] if recorder else []), patience)
+def buffers(timeout: float = 10.0, recorder: _Recorder | None = None, **capacity: int) -> ReceiveBuffers:
+    """Buffers of chunks of 256 tokens each."""
+    engines, _ = registry()
+    made = ReceiveBuffers(engines, 256, Clock(), Observers([recorder] if recorder else []), timeout)
+    for url, chunks in capacity.items():
+        engines.add(NodeSpec(url, Role.DECODE), unused_client(url), buffer_capacity=chunks)
+    return made
 
 
 def first_of(*urls: str):
@@ -31,47 +37,49 @@ def first_of(*urls: str):
 
 
 def always() -> bool:
-    """There is an engine, if only it had room."""
+    """There is an engine, once it has space."""
     return True
 
 
 async def test_slots_are_whole_chunks() -> None:
     """A token more takes a slot more."""
-    room = buffers(a=4)
-    assert [room.slots(tokens) for tokens in (1, 256, 257, 1024)] == [1, 1, 2, 4]
-    assert room.fits(1024)
-    assert not room.fits(1025)
+    space = buffers(a=4)
+    assert [space.slots(tokens) for tokens in (1, 256, 257, 1024)] == [1, 1, 2, 4]
+    assert space.fits(1024)
+    assert not space.fits(1025)
 
 
-async def test_engines_without_room_are_left_out() -> None:
-    """Until their slots are given back, which counts once."""
-    room = buffers(a=2, b=1)
-    taken = room.take("a", 2)
-    assert room.full(1) == ("a",)
-    assert room.full(2) == ("a", "b")
+async def test_engines_without_space_are_left_out() -> None:
+    """Until their chunks are released, which counts once."""
+    space = buffers(a=2, b=1)
+    taken = space.take("a", 2)
+    assert space.full(1) == ("a",)
+    assert space.full(2) == ("a", "b")
     taken.give_back()
     taken.give_back()
-    assert room.taken == {"a": 0, "b": 0}
+    assert space.taken == {"a": 0, "b": 0}
 
 
 async def test_an_engine_without_a_bound_is_never_full() -> None:
     """Nothing is counted for it."""
-    room = buffers(a=1)
-    room.take("elsewhere", 100).give_back()
-    assert room.taken == {"a": 0}
+    space = buffers(a=1)
+    space._engines.add(NodeSpec("b", Role.DECODE), unused_client("b"))  # type: ignore[attr-defined]
+    space.take("b", 100).give_back()
+    space.take("elsewhere", 100).give_back()
+    assert (space.taken, space.full(1)) == ({"a": 0}, ())
 
 
-async def test_who_finds_no_room_waits_in_turn() -> None:
+async def test_who_finds_no_space_waits_in_turn() -> None:
     """A large prompt is not overtaken by small ones that would fit."""
-    room = buffers(a=2)
-    held = [room.take("a", 1), room.take("a", 1)]
+    space = buffers(a=2)
+    held = [space.take("a", 1), space.take("a", 1)]
     order: list[str] = []
 
     async def come(name: str, count: int) -> None:
-        chosen = await room.when_room(count, first_of("a"), always)
+        chosen = await space.when_room(count, first_of("a"), always)
         assert chosen == "a"
         order.append(name)
-        held.append(room.take("a", count))
+        held.append(space.take("a", count))
 
     large = asyncio.create_task(come("large", 2))
     await asyncio.sleep(0)
@@ -89,7 +97,7 @@ async def test_who_finds_no_room_waits_in_turn() -> None:
     assert order == ["large", "small"]
 
 
-async def test_nothing_waits_where_room_would_not_help() -> None:
+async def test_nothing_waits_where_space_would_not_help() -> None:
     """No engine at all is not a full one."""
     assert await buffers(a=2).when_room(1, lambda full: None, always) is None
 
@@ -97,23 +105,51 @@ async def test_nothing_waits_where_room_would_not_help() -> None:
 async def test_the_wait_has_a_deadline() -> None:
     """It is an overload, and is counted."""
     recorder = _Recorder()
-    room = buffers(0.05, recorder, a=1)
-    room.take("a", 1)
-    with pytest.raises(OverloadedError, match="room for the prompt's KV"):
-        await room.when_room(1, first_of("a"), always)
+    space = buffers(0.05, recorder, a=1)
+    space.take("a", 1)
+    with pytest.raises(OverloadedError, match="space for the prompt's KV"):
+        await space.when_room(1, first_of("a"), always)
     assert recorder.events == [DeadlinePassed("queue")]
-    assert room.taken == {"a": 1}
+    assert space.taken == {"a": 1}
 
 
-async def test_who_leaves_the_line_takes_nothing() -> None:
-    """The next one gets the room."""
-    room = buffers(a=1)
-    held = room.take("a", 1)
-    leaving = asyncio.create_task(room.when_room(1, first_of("a"), always))
+async def test_who_leaves_the_queue_takes_nothing() -> None:
+    """The next one gets the space."""
+    space = buffers(a=1)
+    held = space.take("a", 1)
+    leaving = asyncio.create_task(space.when_room(1, first_of("a"), always))
     await asyncio.sleep(0)
-    staying = asyncio.create_task(room.when_room(1, first_of("a"), always))
+    staying = asyncio.create_task(space.when_room(1, first_of("a"), always))
     await asyncio.sleep(0)
     leaving.cancel()
     held.give_back()
     assert await staying == "a"
-    assert room.taken == {"a": 0}
+    assert space.taken == {"a": 0}
+
+
+async def test_an_engine_that_is_added_has_space_for_who_waits() -> None:
+    """And who waits for an engine that is removed finds that there is none left."""
+    engines, _ = registry()
+    space = ReceiveBuffers(engines, 256, Clock(), Observers([]), 10.0)
+    assert not space.bounded
+    engines.add(NodeSpec("a", Role.DECODE), unused_client("a"), buffer_capacity=1)
+    assert space.bounded
+    held = space.take("a", 1)
+    waiting = asyncio.create_task(
+        space.when_room(1, lambda full: next((u for u in engines if u not in full), None), always)
+    )
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    engines.add(NodeSpec("b", Role.DECODE), unused_client("b"), buffer_capacity=1)
+    assert await waiting == "b"
+    space.take("b", 1)
+    waiting = asyncio.create_task(
+        space.when_room(1, lambda full: next((u for u in engines if u not in full), None), lambda: bool(engines))
+    )
+    engines.remove("b")
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    engines.remove("a")
+    assert await asyncio.wait_for(waiting, 1) is None
+    held.give_back()
+    assert (space.taken, space.bounded) == ({}, False)

@@ -1,4 +1,4 @@
-"""Waits for notices: every rank counted, early and late ones told apart, nothing that grows."""
+"""Waits for notices: every rank counted, early and late ones distinguished, memory bounded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pdproxy.wire import notices
 from pdproxy.wire.notices import MAX_BYTES, Notice
 
 
-class Heard:
+class Stage:
     """Events, and a clock that stands still."""
 
     def __init__(self) -> None:
@@ -42,89 +42,89 @@ def notice(name: str = "leg", rank: int | None = None, world: int | None = None)
 
 async def test_every_rank_is_waited_for() -> None:
     """The wait is over with the last one; a rank that speaks twice counts once."""
-    heard = Heard()
-    expected = heard.ready.expect("leg", 2)
-    heard.ready.heard(notice(rank=1))
-    heard.ready.heard(notice(rank=1))
+    stage = Stage()
+    expected = stage.ready.expect("leg", 2)
+    stage.ready.receive(notice(rank=1))
+    stage.ready.receive(notice(rank=1))
     assert not expected.done.done()
     assert expected.missing() == ["0"]
-    heard.ready.heard(notice(rank=0))
-    assert await heard.ready.wait(expected, 5, "http://p")
+    stage.ready.receive(notice(rank=0))
+    assert await stage.ready.wait(expected, 5, "http://p")
     assert expected.missing() == []
-    assert heard.results() == {"awaited": 2, "double": 1}
-    assert [event.result for event in heard.events if isinstance(event, KvWaited)] == ["ready"]
+    assert stage.results() == {"awaited": 2, "double": 1}
+    assert [event.result for event in stage.events if isinstance(event, KvWaited)] == ["ready"]
 
 
 async def test_ranks_without_a_name_are_counted() -> None:
     """LMCache's notices name no rank: as many as there are ranks."""
-    heard = Heard()
-    expected = heard.ready.expect("leg", 3)
+    stage = Stage()
+    expected = stage.ready.expect("leg", 3)
     for _ in range(2):
-        heard.ready.heard(notice())
+        stage.ready.receive(notice())
     assert not expected.done.done()
     assert expected.missing() == ["unnamed"]
-    heard.ready.heard(notice())
+    stage.ready.receive(notice())
     assert expected.done.done()
 
 
 async def test_the_notices_say_how_many_ranks_there_are() -> None:
     """Where nobody else knows."""
-    heard = Heard()
-    expected = heard.ready.expect("leg", None)
-    heard.ready.heard(notice(rank=0, world=2))
+    stage = Stage()
+    expected = stage.ready.expect("leg", None)
+    stage.ready.receive(notice(rank=0, world=2))
     assert not expected.done.done()
-    heard.ready.heard(notice(rank=1, world=2))
+    stage.ready.receive(notice(rank=1, world=2))
     assert expected.done.done()
-    alone = heard.ready.expect("other", None)
-    heard.ready.heard(notice("other"))
+    alone = stage.ready.expect("other", None)
+    stage.ready.receive(notice("other"))
     assert alone.done.done()
 
 
 async def test_a_silent_rank_is_named_at_the_deadline() -> None:
     """The wait ends by its deadline, which is counted, and the metric gets the rank."""
-    heard = Heard()
-    expected = heard.ready.expect("leg", 2)
-    heard.ready.heard(notice(rank=0))
-    assert not await heard.ready.wait(expected, 0.05, "http://p")
-    assert DeadlinePassed("kv_ready", "http://p") in heard.events
-    (waited,) = [event for event in heard.events if isinstance(event, KvWaited)]
+    stage = Stage()
+    expected = stage.ready.expect("leg", 2)
+    stage.ready.receive(notice(rank=0))
+    assert not await stage.ready.wait(expected, 0.05, "http://p")
+    assert DeadlinePassed("kv_ready", "http://p") in stage.events
+    (waited,) = [event for event in stage.events if isinstance(event, KvWaited)]
     assert (waited.node, waited.result, list(waited.missing)) == ("http://p", "timeout", ["1"])
 
 
 async def test_an_early_notice_is_kept() -> None:
     """It counts once somebody waits for it."""
-    heard = Heard()
-    heard.ready.heard(notice(rank=0))
-    assert heard.ready.kept == 1
-    expected = heard.ready.expect("leg", 1)
+    stage = Stage()
+    stage.ready.receive(notice(rank=0))
+    assert stage.ready.kept == 1
+    expected = stage.ready.expect("leg", 1)
     assert expected.done.done()
-    assert heard.ready.kept == 0
-    assert heard.results() == {"early": 1}
+    assert stage.ready.kept == 0
+    assert stage.results() == {"early": 1}
 
 
 async def test_a_late_notice_is_told_from_an_unknown_one() -> None:
     """An id whose wait is over is known for a while."""
-    heard = Heard()
-    heard.ready.expect("leg", 2).close()
-    heard.ready.heard(notice())
-    assert heard.results() == {"late": 1}
-    heard.now += KEPT_FOR + 1
-    heard.ready.heard(notice("leg"))
-    assert heard.results() == {"late": 1, "early": 1}
-    heard.now += KEPT_FOR + 1
-    heard.ready.heard(notice("another"))
-    assert heard.results() == {"late": 1, "early": 2, "unknown": 1}
-    assert heard.ready.kept == 1
+    stage = Stage()
+    stage.ready.expect("leg", 2).close()
+    stage.ready.receive(notice())
+    assert stage.results() == {"late": 1}
+    stage.now += KEPT_FOR + 1
+    stage.ready.receive(notice("leg"))
+    assert stage.results() == {"late": 1, "early": 1}
+    stage.now += KEPT_FOR + 1
+    stage.ready.receive(notice("another"))
+    assert stage.results() == {"late": 1, "early": 2, "unknown": 1}
+    assert stage.ready.kept == 1
 
 
 async def test_a_wait_that_is_over_frees_its_id_alone() -> None:
     """Closing an old wait doesn't end a new one of the same id."""
-    heard = Heard()
-    old = heard.ready.expect("leg", 1)
-    new = heard.ready.expect("leg", 1)
+    stage = Stage()
+    old = stage.ready.expect("leg", 1)
+    new = stage.ready.expect("leg", 1)
     old.close()
     old.close()
-    heard.ready.heard(notice())
+    stage.ready.receive(notice())
     assert new.done.done()
     assert not old.done.done()
 
@@ -132,41 +132,41 @@ async def test_a_wait_that_is_over_frees_its_id_alone() -> None:
 @given(st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0, 3))), max_size=60))
 async def test_any_order_of_notices_and_waits(said: list[tuple[int, int | None]]) -> None:
     """What is kept is what came early and was not taken; each notice has one fate."""
-    heard = Heard()
+    stage = Stage()
     waits = {}
     for name, rank in said:
         if rank is None:
             if name in waits:
                 waits.pop(name).close()
             else:
-                waits[name] = heard.ready.expect(str(name), 4)
+                waits[name] = stage.ready.expect(str(name), 4)
         else:
-            heard.ready.heard(notice(str(name), rank))
+            stage.ready.receive(notice(str(name), rank))
     spoken = sum(rank is not None for _, rank in said)
-    assert sum(heard.results().values()) == spoken
-    assert heard.ready.waiting == len(waits)
-    assert 0 <= heard.ready.kept <= heard.results()["early"]
+    assert sum(stage.results().values()) == spoken
+    assert stage.ready.waiting == len(waits)
+    assert 0 <= stage.ready.kept <= stage.results()["early"]
 
 
 async def test_ten_thousand_unknown_ids_take_a_bounded_place() -> None:
     """The oldest go first, and are counted as unknown."""
-    heard = Heard()
+    stage = Stage()
     for number in range(10_000):
-        heard.ready.heard(notice(f"nobody-{number}"))
-    assert heard.ready.kept == KEPT
-    assert heard.results() == {"early": 10_000, "unknown": 10_000 - KEPT}
-    assert heard.ready.expect("nobody-9999", 1).done.done()
-    assert not heard.ready.expect("nobody-0", 1).done.done()
+        stage.ready.receive(notice(f"nobody-{number}"))
+    assert stage.ready.kept == KEPT
+    assert stage.results() == {"early": 10_000, "unknown": 10_000 - KEPT}
+    assert stage.ready.expect("nobody-9999", 1).done.done()
+    assert not stage.ready.expect("nobody-0", 1).done.done()
 
 
 async def test_ids_whose_wait_is_over_take_a_bounded_place() -> None:
     """They are forgotten, oldest first."""
-    heard = Heard()
+    stage = Stage()
     for number in range(KEPT + 10):
-        heard.ready.expect(f"leg-{number}", 1).close()
-    heard.ready.heard(notice("leg-0"))
-    heard.ready.heard(notice(f"leg-{KEPT}"))
-    assert heard.results() == {"early": 1, "late": 1}
+        stage.ready.expect(f"leg-{number}", 1).close()
+    stage.ready.receive(notice("leg-0"))
+    stage.ready.receive(notice(f"leg-{KEPT}"))
+    assert stage.results() == {"early": 1, "late": 1}
 
 
 # -- the socket
@@ -269,13 +269,13 @@ async def test_a_taken_port_is_told() -> None:
 
 
 def test_missing_ranks_of_a_great_world_are_not_all_named() -> None:
-    """How many ranks there are is an engine's word."""
+    """The number of ranks comes from an engine, so it is bounded."""
 
     async def check() -> None:
         ready = KvReady(Clock(), Observers([]), lambda: 0.0)
         expected = ready.expect("leg", None)
         expected.ranks = 1 << 53
-        expected.heard(Notice(event=notices.Event.READY, request_id="leg", rank=3))
+        expected.receive(Notice(event=notices.Event.READY, request_id="leg", rank=3))
         assert len(expected.missing()) <= 64
 
     asyncio.run(check())

@@ -19,6 +19,7 @@ from pdproxy.settings.transfer_checks import receiver_host
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Dispatch, Handle
 from pdproxy.wire.request import Route, parse
+from tests.fakes.registry import registry
 
 P = Node(url="http://p:8100", role="prefill")
 
@@ -184,7 +185,7 @@ def test_what_may_always_be_tokenized() -> None:
 
 
 def _legs(settings: Settings, ids: TokenIds | None) -> list[bytes]:
-    contract = build_transfer(settings, Clock(), Observers([])).contract
+    contract = build_transfer(settings, registry()[0], Clock(), Observers([])).contract
     parsed = parse(Route.COMPLETIONS, b'{"prompt":"hello"}')
     (prompt,) = parsed.prompts
     dispatch = Dispatch(ids=ids)

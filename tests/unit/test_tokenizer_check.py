@@ -5,11 +5,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.serving.dispatch.tokenizer_check import EVERY, TokenizerCheck
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.request import Parsed, Route, parse
+from tests.fakes.registry import registry, unused_client
 
 P, OTHER = "http://p:1", "http://p:2"
 IDS = TokenIds(b"[1,2]", 2)
@@ -25,11 +25,9 @@ class Stage:
     """Proofs, and what they refuted."""
 
     def __init__(self) -> None:
-        self.ledger = Ledger(
-            [NodeSpec(url, Role.PREFILL) for url in (P, OTHER)], breaker_failures=3, breaker_cooldown=5
-        )
+        self.engines, self.ledger = registry(*(NodeSpec(url, Role.PREFILL) for url in (P, OTHER)))
         self.refutations: list[tuple[str, Route]] = []
-        self.proofs = TokenizerCheck(self.ledger, self)
+        self.proofs = TokenizerCheck(self.engines, self)
 
     def refuted(self, url: str, model: str | None, route: Route, why: str) -> None:
         """Hear of it."""
@@ -58,7 +56,7 @@ def test_none_before_the_first_proof(stage: Stage) -> None:
     "other", [request(Route.COMPLETIONS), request(tools=[]), request(model="n")], ids=["route", "tools", "model"]
 )
 def test_each_kind_is_proven_by_itself(stage: Stage, other: Parsed) -> None:
-    """By route, model, and with tools or without: templates go other ways there. And each engine, and each of its lives."""
+    """By route, model, and with tools or without: they may be tokenized in other ways. Also each engine, and each of its runs."""
     stage.proofs.served(P, request(), IDS, None, b"[1,2]")
     assert stage.proofs.sent(P, request(), IDS) == IDS
     assert stage.proofs.sent(P, other, IDS) is None
@@ -81,4 +79,14 @@ def test_other_ids_refute(stage: Stage, served: bytes) -> None:
     stage.proofs.served(P, request(), IDS, None, b"[1,2]")
     stage.proofs.served(P, request(), IDS, None, served)
     assert stage.refutations == [(P, Route.CHAT)]
+    assert stage.proofs.sent(P, request(), IDS) is None
+
+
+def test_an_engine_that_was_removed(stage: Stage) -> None:
+    """A leg that was under way proves nothing, and what was proven before does not count when it is added again."""
+    stage.proofs.served(P, request(), IDS, None, b"[1,2]")
+    stage.engines.remove(P)
+    stage.proofs.served(P, request(), IDS, None, b"[9]")
+    assert (stage.proofs.sent(P, request(), IDS), stage.refutations) == (None, [])
+    stage.engines.add(NodeSpec(P, Role.PREFILL), unused_client(P))
     assert stage.proofs.sent(P, request(), IDS) is None

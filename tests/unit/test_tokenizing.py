@@ -13,7 +13,6 @@ from pdproxy.fleet.canary import Trusted
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineRefusedError, EngineTimeoutError, Wait
 from pdproxy.observe.events import DeadlinePassed, Event, Observers, Tokenized
-from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.dispatch import tokenizing
@@ -21,6 +20,7 @@ from pdproxy.serving.dispatch.tokenizing import Tokenizing
 from pdproxy.tokens.errors import RejectedError
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.request import Parsed, Route, parse
+from tests.fakes.registry import registry
 from tests.fakes.tokenizer import SimTokenizer
 from tests.fakes.world import until
 
@@ -37,13 +37,13 @@ class Stage:
         self.trust: Trusted | None = Trusted(SimTokenizer(), {False: "string", True: "string"})
         self.answer: Callable[[], TokenIds] = lambda: THEIRS
         nodes = [NodeSpec("http://p:1", Role.PREFILL), NodeSpec("http://d:1", Role.DECODE)]
-        self.ledger = Ledger(nodes, breaker_failures=3, breaker_cooldown=5)
+        self.engines, self.ledger = registry(*nodes)
         for node in nodes:
             self.ledger.saw(node.url, Evidence(frozenset({"tiny"}), "1", 16, (), 0, 1.0))
         self.tokenizing = Tokenizing(
             self,
             self._ask,
-            self.ledger,
+            self.engines,
             Observers([self]),
             Clock(),
             lambda: asyncio.get_running_loop().time(),
@@ -114,7 +114,7 @@ async def test_everything_counts_that_is_read_for_a_prompt(
     monkeypatch: pytest.MonkeyPatch, route: Route, fields: dict[str, Any], result: str
 ) -> None:
     """Wherever the bytes are, to parse them holds up everybody. The other prompts of a list have their own turn."""
-    monkeypatch.setattr(tokenizing, "LONGEST", 500)
+    monkeypatch.setattr(tokenizing, "MAX_BYTES", 500)
     async with stage() as s:
         await s.ids(route, **fields)
         assert s.results == [("here", result)]
@@ -249,7 +249,7 @@ async def test_an_engine_that_gives_none(error: Exception, result: str) -> None:
 
 
 async def test_what_a_template_rejects_is_not_asked_again() -> None:
-    """The engine's would reject it, too: it will say so in its own words."""
+    """The engine's would reject it, too: its own error goes to the client."""
 
     class Rejecting(SimTokenizer):
         def chat(self, chat: Any, form: Any) -> TokenIds:
@@ -303,7 +303,7 @@ async def test_a_thread_that_is_late(required: bool) -> None:
 async def test_too_many_and_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would only be late is not begun: prompts behind a full queue, and those that take too long by themselves."""
     monkeypatch.setattr(tokenizing, "WAITING", 2)
-    monkeypatch.setattr(tokenizing, "LONGEST", 50)
+    monkeypatch.setattr(tokenizing, "MAX_BYTES", 50)
     async with stage() as s:
         tokenizer = SimTokenizer()
         tokenizer.gate.clear()
@@ -322,7 +322,7 @@ async def test_a_chat_of_very_many_parts_is_left_to_the_engines() -> None:
     """Its JSON would be read in a thread, which holds up the event loop all the same; nor is an engine's question made of it."""
     for required in (False, True):
         async with stage(required=required) as s:
-            parsed = msgspec.structs.replace(s.parsed(Route.CHAT), items=tokenizing.MOST_ITEMS + 1)
+            parsed = msgspec.structs.replace(s.parsed(Route.CHAT), items=tokenizing.MAX_ITEMS + 1)
             assert await s.tokenizing.ids(parsed, parsed.prompts[0]) is None
             assert not s.asked
             assert {event.result for event in s.events if isinstance(event, Tokenized)} == {"long"}
@@ -330,7 +330,7 @@ async def test_a_chat_of_very_many_parts_is_left_to_the_engines() -> None:
 
 async def test_very_many_ids_of_a_client_are_not_made_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a contract would compute with them: such a prompt is served by one engine."""
-    monkeypatch.setattr(tokenizing, "LONGEST", 20)
+    monkeypatch.setattr(tokenizing, "MAX_BYTES", 20)
     async with stage(required=True) as s:
         assert await s.ids(prompt=[1, 2, 3]) is not None
         assert await s.ids(prompt=[11111, 22222, 33333, 44444]) is None

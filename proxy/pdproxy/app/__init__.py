@@ -1,1 +1,1 @@
-"""The composition root: settings in, a running server out."""
+"""The composition root: makes a running server from the settings."""

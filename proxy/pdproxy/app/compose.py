@@ -1,4 +1,4 @@
-"""Wiring: the only place where rooms are put together and observers are chosen."""
+"""The composition root: makes all parts of a proxy from the settings, and starts and stops them."""
 
 from __future__ import annotations
 
@@ -10,28 +10,33 @@ from dataclasses import dataclass
 from functools import partial
 
 from pdproxy.app.credentials import Credentials
-from pdproxy.app.gauges import gauges
+from pdproxy.app.drain import drain
+from pdproxy.app.engines import EngineSetup, no_key
+from pdproxy.app.front import Front
+from pdproxy.app.gauges import memory_gauges, process_gauges, request_gauges
 from pdproxy.app.heartbeat import Heartbeat
-from pdproxy.app.models import models
-from pdproxy.app.tokens import TRANSFORMERS, ChangeHeard, Library, Tokens, tokens
+from pdproxy.app.readiness import ReadinessCheck, ledger_source
+from pdproxy.app.tokens import TRANSFORMERS, Library, Tokens, build_tokens
 from pdproxy.app.transfer import build_transfer
 from pdproxy.app.watch import UNWATCHED, Watch
 from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.gauges import engine_gauges
+from pdproxy.fleet.models import models
 from pdproxy.fleet.prober import Prober
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import Wait
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.kit.text import cut
-from pdproxy.observe.events import DeadlinePassed, Event, LegFailed, Observers
+from pdproxy.observe.events import Observers
 from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling import policies
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import NodeSpec, Role
+from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
 from pdproxy.serving.kv.custody import Custodian
-from pdproxy.serving.kv.ready import KvReady
+from pdproxy.serving.kv.gauges import kv_gauges
+from pdproxy.serving.kv.notices import NoticeRouter
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader, readers
 from pdproxy.serving.request.passthrough import Passthrough
@@ -42,75 +47,46 @@ from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Channel
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.upstream.answer_budget import AnswerBudget
-from pdproxy.upstream.client import EngineClient
 from pdproxy.upstream.notices import NoticeSocket
 from pdproxy.upstream.passthrough import PassthroughLegs
-from pdproxy.web.app import Answers, Readiness
 from pdproxy.web.body_budget import BodyBudget
-from pdproxy.web.connection_bounds import Bounds
 from pdproxy.web.connections import Connections
-from pdproxy.web.cors import CorsHeaders
-from pdproxy.web.cycle import FORWARDED, DataPath
-from pdproxy.web.identify import Identify
-from pdproxy.web.passthrough_asgi import PassthroughAsgi
-from pdproxy.web.protocol import DataPathProtocol, protocol_class
-from pdproxy.web.slow_readers import Floor
 from pdproxy.web.unread_answers import Unread
-from pdproxy.wire import lmcache_telemetry
 from pdproxy.wire.body_bounds import Bounds as BodyBounds
-from pdproxy.wire.notices import Event as NoticeEvent
-from pdproxy.wire.notices import Notice
 
 logger = logging.getLogger("pdproxy")
 
-MAX_DETAIL, MOST_DETAILS = 1000, 200
-"""Characters of a sentence in `/ready`, which may hold an engine's words, and how many of them there are."""
-MAX_REASON = 20_000
-"""Characters of the reason for not being ready, which names engines."""
 
-
-class _ProbeSoon:
-    """An observer that has an engine probed at once when a leg to it failed."""
-
-    def __init__(self) -> None:
-        self.prober: Prober | None = None
-
-    def notify(self, event: Event) -> None:
-        if isinstance(event, LegFailed) and self.prober is not None:
-            self.prober.soon(event.node)
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Proxy:
-    """All parts of one running proxy. Start it inside an event loop, stop it there."""
+    """All parts of one running proxy. Start it inside an event loop, and stop it there."""
 
     settings: Settings
     credentials: Credentials
     ledger: Ledger
-    clients: dict[str, EngineClient]
+    engines: EngineRegistry
+    setup: EngineSetup
     admin: EngineAdmin
-    auditor: Auditor
     prober: Prober
+    transfer: KvTransfer
     custodian: Custodian
+    notices: NoticeSocket
+    tokens: Tokens | None
+    askers: Clients
     admission: Admission
     bodies: BodyReader
     service: Service
     legs: PassthroughLegs
-    passthrough: Passthrough
-    askers: Clients
+    front: Front
     room: BodyBudget
     answer_room: AnswerBudget
     unread: Unread
     connections: Connections
-    clock: Clock
+    readiness: ReadinessCheck
     metrics: Metrics
     observers: Observers
     tasks: TaskOwner
-    transfer: KvTransfer
-    notices: NoticeSocket
-    tokens: Tokens | None
     heartbeat: Heartbeat
-    log: Log | None
 
     @classmethod
     def build(
@@ -120,16 +96,17 @@ class Proxy:
         watch: Watch = UNWATCHED,
         log: Log | None = None,
     ) -> Proxy:
-        """Wire a proxy. Nothing is sent yet. `log`: where access lines go; None: they are records of the logging package.
+        """Make a proxy. Nothing is sent yet. `log`: where access lines go; None: they are records of the logging package.
 
         Raises:
             SettingsError: a file of keys or certificates, or the tokenizer, can't be used.
         """
+        pool, limits, deadlines, now = settings.pool, settings.limits, settings.deadlines, time.monotonic
         credentials = Credentials(settings)
-        pool = settings.pools[0]
-        limits, deadlines = settings.limits, settings.deadlines
+        own_keys = credentials.keys.wanted
+
         ledger = Ledger(
-            [NodeSpec(node.url, Role(node.role), frozenset(node.sources)) for node in pool.nodes],
+            [],
             breaker_failures=limits.breaker_failures,
             breaker_cooldown=limits.breaker_cooldown,
             policies={
@@ -137,251 +114,165 @@ class Proxy:
                 Role.DECODE: policies.POLICIES[pool.policy.decode],
             },
         )
-        metrics, probe_soon, changes = Metrics(partial(_lists, ledger)), _ProbeSoon(), ChangeHeard()
-        observers = Observers([metrics, LogObserver(log), probe_soon, changes, *watch.observers])
+        engines = EngineRegistry(ledger)
+        metrics = Metrics(engines.lists)
+        observers = Observers([metrics, LogObserver(log)])
         tasks = TaskOwner("fleet")
-        # Without keys of clients, theirs go on: ours would open the engines to everybody.
-        engine_key = credentials.engine_key if credentials.keys.wanted else _no_key
         clock = Clock(tasks.watch("deadlines").failed)
-        answers = AnswerBudget(limits.max_answer_bytes, limits.max_buffered_answer_bytes)
-        clients = {
-            node.url: watch.client(
-                node.url,
-                connect_timeout=deadlines.connect,
-                keepalive=limits.engine_keepalive,
-                clock=clock,
-                room=answers,
-                key=partial(engine_key, node.url),
-                tls=partial(credentials.engine_tls, node.url),
-            )
-            for node in pool.nodes
-        }
-        admin = EngineAdmin(timeout=deadlines.probe, key=credentials.engine_key, tls=credentials.engine_tls)
-        auditor = Auditor(ledger, observers)
-        block_sizes = {node.url: node.facts.block_size for node in pool.nodes if node.facts.block_size is not None}
-        prober = probe_soon.prober = Prober(
-            ledger,
-            admin,
-            auditor,
-            observers,
-            interval=settings.probes.interval,
-            scrape_interval=settings.probes.scrape_interval,
-            block_sizes=block_sizes,
-        )
-        transfer = build_transfer(settings, clock, observers)
-        contract = transfer.contract
-        custodian = Custodian(contract, ledger, clients, deadlines, observers, time.monotonic, clock)
-        tokenized = tokens(
+
+        answer_room = AnswerBudget(limits.max_answer_bytes, limits.max_buffered_answer_bytes)
+        setup = EngineSetup(settings, credentials, engines, clock, answer_room, watch.client)
+        admin = EngineAdmin(timeout=deadlines.probe, key=engines.key, tls=engines.tls)
+        auditor = Auditor(engines, ledger, observers)
+        prober = Prober(engines, ledger, admin, auditor, observers, tasks, settings.probes)
+
+        transfer = build_transfer(settings, engines, clock, observers)
+        custodian = Custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
+        router = NoticeRouter(transfer.ready, custodian)
+        notices = NoticeSocket(router.receive, transfer.ready.undecodable, tasks.watch("notices").failed)
+        tokens = build_tokens(
             pool,
-            ledger,
+            engines,
             admin,
             observers,
             clock,
-            time.monotonic,
+            now,
             deadline=deadlines.tokenize,
-            needed=contract.needs_ids,
-            own_keys=credentials.keys.wanted,
+            needed=transfer.contract.needs_ids,
+            own_keys=own_keys,
             library=library,
         )
-        changes.canaries = tokenized.canaries if tokenized is not None else None
-        engines = ExchangeResources(
-            transfer,
-            ledger,
-            clients,
-            custodian,
-            deadlines,
-            limits.attempts,
-            observers,
-            auditor,
-            time.monotonic,
-            clock,
-            answers,
-            tokenized.tokenizing if tokenized is not None else None,
+        observers.add(prober, *([tokens.canaries] if tokens is not None else []), *watch.observers)
+
+        resources = ExchangeResources(
+            transfer=transfer,
+            ledger=ledger,
+            engines=engines,
+            custodian=custodian,
+            deadlines=deadlines,
+            attempts=limits.attempts,
+            observers=observers,
+            auditor=auditor,
+            now=now,
+            clock=clock,
+            room=answer_room,
+            tokenizing=tokens.tokenizing if tokens is not None else None,
         )
         askers = Clients(parsed_networks(settings.listen.trusted_proxies))
         admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers, clock, askers)
-        bounds = BodyBounds(limits.max_prompts, limits.max_body_items)
-        workers = readers(limits.body_readers, limits.max_body_bytes)
-        bodies = BodyReader(workers, clock, observers, seconds=deadlines.read_body, bounds=bounds)
-        service = Service(engines, admission, credentials.keys, bodies)
-        passed_legs = PassthroughLegs(
-            connect_timeout=deadlines.connect, room=answers, key=engine_key, tls=credentials.engine_tls
-        )
-        passthrough = Passthrough(engines, admission, service.keys, passed_legs, bodies)
-        proxy = cls(
-            settings,
-            credentials,
-            ledger,
-            clients,
-            admin,
-            auditor,
-            prober,
-            custodian,
-            admission,
-            bodies,
-            service,
-            passed_legs,
-            passthrough,
-            askers,
-            BodyBudget(limits.max_buffered_bytes, observers),
-            answers,
-            Unread(limits.max_buffered_answer_bytes, observers),
-            Connections(limits.max_connections, observers),
+        bodies = BodyReader(
+            readers(limits.body_readers, limits.max_body_bytes),
             clock,
-            metrics,
             observers,
-            tasks,
-            transfer,
-            NoticeSocket(
-                partial(_heard, transfer.ready, custodian), transfer.ready.undecodable, tasks.watch("notices").failed
-            ),
-            tokenized,
-            Heartbeat(observers),
-            log,
+            seconds=deadlines.read_body,
+            bounds=BodyBounds(limits.max_prompts, limits.max_body_items),
         )
-        metrics.add_gauges(gauges(proxy))
-        if tokenized is not None:
-            metrics.add_gauges(tokenized.gauges())
-        return proxy
+        legs = PassthroughLegs(
+            connect_timeout=deadlines.connect,
+            room=answer_room,
+            key=engines.key if own_keys else no_key,
+            tls=engines.tls,
+        )
+        room = BodyBudget(limits.max_buffered_bytes, observers)
+        unread = Unread(limits.max_buffered_answer_bytes, observers)
+        connections = Connections(limits.max_connections, observers)
+
+        wrong = [tasks.shortcomings, ledger_source(ledger), auditor.shortcomings, credentials.shortcomings]
+        metrics.add_gauges(engine_gauges(engines, auditor))
+        metrics.add_gauges(kv_gauges(custodian, transfer.ready, transfer.buffers))
+        metrics.add_gauges(request_gauges(admission, bodies))
+        metrics.add_gauges(memory_gauges(connections, room, answer_room, unread))
+        metrics.add_gauges(process_gauges(tasks, log))
+        if tokens is not None:
+            wrong.append(tokens.canaries.shortcomings)
+            metrics.add_gauges(tokens.gauges())
+
+        service = Service(resources, admission, credentials.keys, bodies)
+        readiness = ReadinessCheck(admission, ledger, wrong)
+        front = Front(
+            settings=settings,
+            keys=credentials.keys,
+            clients=askers,
+            admission=admission,
+            service=service,
+            passthrough=Passthrough(resources, admission, credentials.keys, legs, bodies),
+            bodies=room,
+            unread=unread,
+            connections=connections,
+            clock=clock,
+            observers=observers,
+            readiness=readiness,
+            models=partial(models, engines, admin, own_keys=own_keys),
+            metrics=metrics,
+            telemetry=router.telemetry if transfer.contract.has_notices_over(Channel.HTTP) else None,
+        )
+        for node in pool.nodes:
+            setup.add(node)
+        return cls(
+            settings=settings,
+            credentials=credentials,
+            ledger=ledger,
+            engines=engines,
+            setup=setup,
+            admin=admin,
+            prober=prober,
+            transfer=transfer,
+            custodian=custodian,
+            notices=notices,
+            tokens=tokens,
+            askers=askers,
+            admission=admission,
+            bodies=bodies,
+            service=service,
+            legs=legs,
+            front=front,
+            room=room,
+            answer_room=answer_room,
+            unread=unread,
+            connections=connections,
+            readiness=readiness,
+            metrics=metrics,
+            observers=observers,
+            tasks=tasks,
+            heartbeat=Heartbeat(observers),
+        )
 
     def start(self) -> None:
-        """Begin to hear notices, to probe the engines, and to look at files of keys and certificates.
+        """Bind the socket for notices, and start all background tasks.
 
         Raises:
             SettingsError: the socket for notices can't be bound.
         """
         if self.transfer.contract.has_notices_over(Channel.ZMQ):
-            kv_ready = self.settings.kv_ready
-            try:
-                self.notices.bind(kv_ready.host, kv_ready.port)
-            except OSError as error:
-                place = f"{kv_ready.host}:{kv_ready.port}"
-                why = error.strerror or error
-                raise SettingsError(f"can't bind kv_ready.host:kv_ready.port = {place}: {why}") from None
-            logger.info("KV-ready notices are awaited on %s", self.notices.address)
+            self._bind_notices()
         self.heartbeat.start()
-        if self.credentials.follows:
-            self.tasks.keep(self.credentials.follow, "follow files")
+        self.credentials.start(self.tasks)
         if self.tokens is not None:
             self.tasks.keep(self.tokens.canaries.run, "canaries")
-        for node in self.ledger.nodes:
-            self.tasks.keep(partial(self.prober.run, node), f"probe {node.url}")
+        self.prober.start()
+
+    def _bind_notices(self) -> None:
+        host, port = self.settings.kv_ready.host, self.settings.kv_ready.port
+        try:
+            self.notices.bind(host, port)
+        except OSError as error:
+            why = error.strerror or error
+            raise SettingsError(f"can't bind kv_ready.host:kv_ready.port = {host}:{port}: {why}") from None
+        logger.info("KV-ready notices are expected on %s", self.notices.address)
 
     async def drain(self, requests: Collection[asyncio.Task[object]]) -> None:
-        """Refuse new requests, wait for those in flight, cut off what is left at the deadline, and see the KV home."""
-        deadlines = self.settings.deadlines
-        try:
-            async with asyncio.timeout(deadlines.drain):
-                await self.admission.close()
-        except TimeoutError:
-            self.observers.notify(DeadlinePassed(Wait.DRAIN.value))
-            logger.warning("%d requests were cut off after %g s", self.admission.inflight, deadlines.drain)
-            left = list(requests)
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
-        patience = self.custodian.drain_timeout
-        if lost := await self.custodian.settle(patience):
-            logger.warning("%d prefills and handles could not be seen home in %g s", lost, patience)
+        """Refuse new requests, and wait for those in flight and for the release of their KV. See `app.drain`."""
+        await drain(requests, self.admission, self.custodian, self.settings.deadlines.drain, self.observers)
 
     async def stop(self) -> None:
-        """Stop probing and drop all connections."""
+        """End all background tasks, and drop all connections."""
         self.heartbeat.stop()
         await self.tasks.settle(0)
         self.notices.close()
         if self.tokens is not None:
             self.tokens.stop()
-        for client in self.clients.values():
-            client.close()
+        for engine in self.engines.known.values():
+            engine.client.close()
         await self.bodies.workers.close()
         await self.admin.close()
         await self.legs.close()
-
-    # -- what the web room asks
-
-    def protocol(self) -> type[DataPathProtocol]:
-        """Return the protocol class for uvicorn."""
-        limits, deadlines = self.settings.limits, self.settings.deadlines
-        path = DataPath(
-            self.service.generate,
-            Identify(self.askers, self.service.keys),
-            self.observers,
-            Bounds(
-                deadlines.client_head,
-                deadlines.client_body,
-                limits.max_header_bytes,
-                Floor(
-                    limits.min_read_rate,
-                    deadlines.client_write,
-                    self.clock,
-                    self.askers,
-                    self.observers,
-                    self.admission.crowds_out,
-                ),
-                self.askers,
-                self.connections,
-                self.unread,
-            ),
-            CorsHeaders(self.settings.listen.cors),
-            self.room,
-            max_body=limits.max_body_bytes,
-        )
-        return protocol_class(path)
-
-    def answers(self) -> Answers:
-        """Return what the FastAPI routes answer with."""
-        passing = PassthroughAsgi(
-            self.passthrough.serve,
-            Identify(self.askers, self.service.keys),
-            self.askers,
-            self.room,
-            FORWARDED,
-            max_body=self.settings.limits.max_body_bytes,
-        )
-        return Answers(
-            self.service.keys.check,
-            self.readiness,
-            partial(models, self.ledger, self.admin, own_keys=self.credentials.keys.wanted),
-            self.metrics.page,
-            passing,
-            self.settings.listen.cors,
-            self._telemetry if self.transfer.contract.has_notices_over(Channel.HTTP) else None,
-        )
-
-    def _telemetry(self, body: bytes) -> bool:
-        found = lmcache_telemetry.notices(body)
-        if found is None:
-            self.transfer.ready.undecodable()
-            return False
-        for notice in found:
-            self.transfer.ready.heard(notice)
-        return True
-
-    def readiness(self) -> Readiness:
-        """Tell whether a request could be served now."""
-        now = time.monotonic()
-        details = [
-            *self.tasks.shortcomings(),
-            *self.ledger.shortcomings(now),
-            *self.auditor.shortcomings(),
-            *self.credentials.shortcomings(),
-            *(self.tokens.canaries.shortcomings() if self.tokens is not None else ()),
-        ]
-        reason = "shutting down" if self.admission.closed else self.ledger.not_ready()
-        shown = [cut(detail, MAX_DETAIL) for detail in details[:MOST_DETAILS]]
-        if len(details) > MOST_DETAILS:
-            shown.append(f"and {len(details) - MOST_DETAILS} more")
-        return Readiness(cut(reason, MAX_REASON) if reason is not None else None, shown)
-
-
-def _lists(ledger: Ledger, model: str) -> bool:
-    return any(node.serves(model) for node in ledger.nodes)
-
-
-def _heard(ready: KvReady, custodian: Custodian, notice: Notice) -> None:
-    if notice.event is not NoticeEvent.READY or not custodian.orphans.heard(notice):
-        (ready if notice.event is NoticeEvent.READY else custodian).heard(notice)
-
-
-def _no_key(url: str) -> None:
-    """Return the key of an engine whose clients bring it themselves."""

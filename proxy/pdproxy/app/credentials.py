@@ -1,7 +1,7 @@
-"""Keys and certificates in force: made of the settings, and of files that are followed while the process runs.
+"""Keys and certificates in force: read from the settings, and from files that are checked while the process runs.
 
-Owns the one task that looks at those files, once a second. Not the requests themselves: a key file on a disk that hangs must
-cost nobody an answer, certificates have no moment of their own, and a file gone bad is told without any traffic.
+Owns the one task that checks those files, once a second. Requests don't check them: a key file on a slow disk must not delay
+an answer, certificates are used without any request, and a file that can't be read must be reported without traffic.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pdproxy.fleet.engine import EngineCredentials
 from pdproxy.kit.reloading_file import ReloadingFile
+from pdproxy.kit.tasks import TaskOwner
 from pdproxy.serving.access.keys import Keys, digest
 from pdproxy.settings.files import read_key, read_keys
-from pdproxy.settings.schema import EngineTls, ListenTls, Node, Pool, Settings
+from pdproxy.settings.schema import EngineTls, ListenTls, Node, Settings
 from pdproxy.settings.tls import engine_context, following, listen_context, merged
 
 LOOK_EVERY = 1.0
@@ -22,7 +24,7 @@ LOOK_EVERY = 1.0
 
 
 class Credentials:
-    """What the settings say of keys and TLS, ready for use. Reads all files at once."""
+    """Keys and TLS contexts of the settings, ready for use. Reads all files at once."""
 
     def __init__(self, settings: Settings) -> None:
         """Read everything.
@@ -31,54 +33,79 @@ class Credentials:
             SettingsError: a file can't be read, or does not hold what it should.
         """
         self._followed: list[ReloadingFile[Any]] = []
+        self._tasks: TaskOwner | None = None
+        self._following = False
         auth, pool, listen = settings.auth, settings.pool, settings.listen.tls
         self.keys = Keys(self._client_keys(auth.api_keys, auth.api_keys_file))
-        common = self._key("auth.engine_api_key_file", auth.engine_api_key, auth.engine_api_key_file)
-        self._keys: dict[str, Callable[[], str | None]] = {}
-        self._tls: dict[str, Callable[[], ssl.SSLContext | None]] = {}
+        self._common_key = self._key("auth.engine_api_key_file", auth.engine_api_key, auth.engine_api_key_file)
+        self._pool_tls = pool.tls
         self._contexts: dict[EngineTls, Callable[[], ssl.SSLContext]] = {}
         self._unverified: list[str] = []
+        self._engines: dict[str, EngineCredentials] = {}
         for index, node in enumerate(pool.nodes):
-            where = f"pools[0].nodes[{index}]"
-            own = node.api_key is not None or node.api_key_file is not None
-            self._keys[node.url] = (
-                self._key(f"{where}.api_key_file", node.api_key, node.api_key_file) if own else common
-            )
-            self._tls[node.url] = self._engine_tls(where, pool, node)
+            self._read_engine(node, f"pools[0].nodes[{index}]")
         self.listen = self._listen_tls(listen) if listen.certificate is not None else None
         """The context for clients; None: plain HTTP."""
 
+    def __repr__(self) -> str:
+        return f"<Credentials of {len(self._engines)} engines, {len(self._followed)} files>"
+
+    def of_engine(self, node: Node) -> EngineCredentials:
+        """Return an engine's key and TLS context. One that the settings did not hold at the start is read now.
+
+        Raises:
+            SettingsError: a file can't be read, or does not hold what it should.
+        """
+        if node.url not in self._engines:
+            self._read_engine(node, node.url)
+            self._follow_files()
+        return self._engines[node.url]
+
+    def forget(self, url: str) -> None:
+        """Check the files of an engine that was removed no more, unless others use them."""
+        removed = self._engines.pop(url)
+        self._unverified = [other for other in self._unverified if other != url]
+        used = {id(one) for left in self._engines.values() for one in (left.key, left.tls)} | {id(self._common_key)}
+        for unused in [one for one in (removed.key, removed.tls) if id(one) not in used]:
+            self._followed = [one for one in self._followed if one is not unused]
+            self._contexts = {tls: one for tls, one in self._contexts.items() if one is not unused}
+
     def engine_key(self, url: str) -> str | None:
         """Return the key of an engine."""
-        return self._keys[url]()
+        return self._engines[url].key()
 
     def engine_tls(self, url: str) -> ssl.SSLContext | None:
-        """Return the context to ask an engine with, None for one without TLS."""
-        return self._tls[url]()
+        """Return the context of connections to an engine, None for one without TLS."""
+        return self._engines[url].tls()
 
     def warnings(self) -> list[str]:
-        """Return what an operator should be told at the start."""
+        """Return what an operator should know at the start."""
         return [f"{url}: tls.verify is false: anybody in between can read prompts and keys" for url in self._unverified]
 
     def shortcomings(self) -> Sequence[str]:
-        """Return what is wrong with files now, although what they held before is still in force."""
+        """Return what is wrong with files now, although their last good content is still in force."""
         return [f"{one.name} can't be read again: {one.failure}" for one in self._followed if one.failure is not None]
 
-    @property
-    def follows(self) -> bool:
-        """Whether there are files to look at."""
-        return bool(self._followed)
+    def start(self, tasks: TaskOwner) -> None:
+        """Check the files from now on, in a task of this owner. Without files there is no task."""
+        self._tasks = tasks
+        self._follow_files()
 
     def look(self) -> None:
-        """Look at all files, now."""
+        """Check all files, now."""
         for one in self._followed:
             one.look()
 
     async def follow(self) -> None:
-        """Look at all files for ever."""
+        """Check all files once a second until cancelled."""
         while True:
             await asyncio.sleep(LOOK_EVERY)
             self.look()
+
+    def _follow_files(self) -> None:
+        if self._tasks is not None and self._followed and not self._following:
+            self._following = True
+            self._tasks.keep(self.follow, "follow files")
 
     def _client_keys(self, keys: Sequence[str], path: str | None) -> Callable[[], Sequence[bytes]] | None:
         fixed = [digest(key.encode()) for key in keys]
@@ -94,16 +121,21 @@ class Credentials:
             return lambda: key
         return self._follow(setting, [path], lambda: read_key(setting, path))
 
-    def _engine_tls(self, where: str, pool: Pool, node: Node) -> Callable[[], ssl.SSLContext | None]:
+    def _read_engine(self, node: Node, where: str) -> None:
+        own = node.api_key is not None or node.api_key_file is not None
+        key = self._key(f"{where}.api_key_file", node.api_key, node.api_key_file) if own else self._common_key
+        self._engines[node.url] = EngineCredentials(key, self._engine_tls(where, node))
+
+    def _engine_tls(self, where: str, node: Node) -> Callable[[], ssl.SSLContext | None]:
         if not node.url.startswith("https:"):
             return lambda: None
-        tls = merged(pool.tls, node.tls)
-        if tls.verify is False:
-            self._unverified.append(node.url)
+        tls = merged(self._pool_tls, node.tls)
         if tls not in self._contexts:  # engines that share the files share the context
             setting = f"{where}.tls" if node.tls != EngineTls() else "pools[0].tls"
             files = [tls.ca, tls.certificate, tls.key]
             self._contexts[tls] = self._follow(setting, files, lambda: engine_context(setting, tls))
+        if tls.verify is False:
+            self._unverified.append(node.url)
         return self._contexts[tls]
 
     def _listen_tls(self, tls: ListenTls) -> ssl.SSLContext:

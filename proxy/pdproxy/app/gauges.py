@@ -1,101 +1,58 @@
-"""The gauges of one running proxy: what `/metrics` reads of its parts at each scrape.
-
-Owns their names and texts. Counts of what happened are `observe.metrics`', but for those that their owners keep.
-"""
+"""The gauges of the process itself: requests, connections, memory, reader processes, tasks and the log."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.logs import Log
 from pdproxy.observe.metrics import Gauge
+from pdproxy.serving.request.admission import Admission
+from pdproxy.serving.request.body_reader import BodyReader
+from pdproxy.upstream.answer_budget import AnswerBudget
+from pdproxy.web.body_budget import BodyBudget
+from pdproxy.web.connections import Connections
+from pdproxy.web.unread_answers import Unread
 
-if TYPE_CHECKING:
-    from pdproxy.app.compose import Proxy
+
+def request_gauges(admission: Admission, bodies: BodyReader) -> list[Gauge]:
+    """Return the gauges of requests. Each is read at every scrape."""
+
+    def readers() -> list[tuple[tuple[str, ...], float]]:
+        workers = bodies.workers
+        return [(("busy",), workers.busy), (("idle",), workers.idle), (("awaited",), workers.waiting)]
+
+    text = "Reader processes, and large bodies that wait for one, by state"
+    return [
+        Gauge("pdproxy_inflight", "Requests being served", (), lambda: [((), admission.inflight)]),
+        Gauge("pdproxy_queue", "Requests waiting for a place", (), lambda: [((), admission.waiting)]),
+        Gauge("pdproxy_body_readers", text, ("state",), readers),
+    ]
 
 
-def gauges(proxy: Proxy) -> Iterable[Gauge]:
-    """Return the gauges of a proxy. Each is read whenever somebody scrapes."""
-    nodes, readers = proxy.ledger.nodes, proxy.bodies.workers
+def memory_gauges(connections: Connections, bodies: BodyBudget, answers: AnswerBudget, unread: Unread) -> list[Gauge]:
+    """Return the gauges of connections, and of memory that is held for clients and engines."""
 
-    def handles() -> Iterable[tuple[tuple[str, ...], float]]:
-        return [((state,), count) for state, (count, _) in proxy.custodian.snapshot().items()]
+    def held() -> list[tuple[tuple[str, ...], float]]:
+        return [(("bodies",), bodies.held), (("answers",), answers.held), (("unread",), unread.held)]
 
-    def ages() -> Iterable[tuple[tuple[str, ...], float]]:
-        return [((state,), age) for state, (_, age) in proxy.custodian.snapshot().items()]
+    text = "Bytes that are held: bodies of requests, answers on their way from engines, whole answers that are not read yet"
+    return [
+        Gauge("pdproxy_connections", "Open connections of clients", (), lambda: [((), connections.open)]),
+        Gauge("pdproxy_held_bytes", text, ("what",), held),
+    ]
 
-    node_labels = ("node", "role")
-    return (
-        Gauge(
-            "pdproxy_node_inflight",
-            "Legs in flight on an engine",
-            node_labels,
-            lambda: [((n.url, n.role.value), n.requests) for n in nodes],
-        ),
-        Gauge(
-            "pdproxy_node_up",
-            "Whether an engine may be used",
-            node_labels,
-            lambda: [((n.url, n.role.value), float(n.usable(time.monotonic()))) for n in nodes],
-        ),
-        Gauge("pdproxy_kv_handles", "KV handles that are not over, by state", ("state",), handles),
-        Gauge("pdproxy_kv_handle_age_seconds", "Age of the oldest KV handle in a state", ("state",), ages),
-        Gauge("pdproxy_inflight", "Requests being served", (), lambda: [((), proxy.admission.inflight)]),
-        Gauge(
-            "pdproxy_kv_ready_waits",
-            "Prompts that wait for notices",
-            (),
-            lambda: [((), proxy.transfer.ready.waiting)],
-        ),
-        Gauge(
-            "pdproxy_kv_notices_kept",
-            "Notices that nobody has waited for yet",
-            (),
-            lambda: [((), proxy.transfer.ready.kept)],
-        ),
-        Gauge(
-            "pdproxy_kv_buffer_slots",
-            "Chunks of KV that may be in a decode engine's receive buffer",
-            ("node",),
-            lambda: [((url,), taken) for url, taken in proxy.transfer.buffers.taken.items()],
-        ),
-        Gauge(
-            "pdproxy_body_readers",
-            "Reader processes, and large bodies that wait for one, by state",
-            ("state",),
-            lambda: [(("busy",), readers.busy), (("idle",), readers.idle), (("awaited",), readers.waiting)],
-        ),
-        Gauge("pdproxy_connections", "Open connections of clients", (), lambda: [((), proxy.connections.open)]),
-        Gauge(
-            "pdproxy_held_bytes",
-            "Bytes that are held: bodies of requests, answers that engines' legs have, whole answers that are not read yet",
-            ("what",),
-            lambda: [
-                (("bodies",), proxy.room.held),
-                (("answers",), proxy.answer_room.held),
-                (("unread",), proxy.unread.held),
-            ],
-        ),
-        Gauge("pdproxy_queue", "Requests waiting for a place", (), lambda: [((), proxy.admission.waiting)]),
-        Gauge(
-            "pdproxy_kv_missing_tokens",
-            "Prompt tokens that never arrived by KV transfer since the engine's start",
-            ("node",),
-            lambda: [((url,), missing) for url, missing in proxy.auditor.missing().items()],
-        ),
-        Gauge(
-            "pdproxy_task_restarts",
-            "Failures of background tasks that must always run, and that were started again",
-            ("task",),
-            lambda: [((task,), count) for task, count in proxy.tasks.failures()],
-            counts=True,
-        ),
-        Gauge(
-            "pdproxy_log_lines_dropped",
-            "Log lines that were dropped, since standard error was not read or could not be written",
-            (),
-            lambda: [((), proxy.log.dropped if proxy.log is not None else 0)],
-            counts=True,
-        ),
-    )
+
+def process_gauges(tasks: TaskOwner, log: Log | None) -> list[Gauge]:
+    """Return the counts of failed tasks and dropped log lines."""
+
+    def failures() -> list[tuple[tuple[str, ...], float]]:
+        return [((task,), count) for task, count in tasks.failures()]
+
+    def dropped() -> list[tuple[tuple[str, ...], float]]:
+        return [((), log.dropped if log is not None else 0)]
+
+    failed = "Failures of background tasks that must always run, and that were started again"
+    lost = "Log lines that were dropped, since standard error was not read or could not be written"
+    return [
+        Gauge("pdproxy_task_restarts", failed, ("task",), failures, counts=True),
+        Gauge("pdproxy_log_lines_dropped", lost, (), dropped, counts=True),
+    ]

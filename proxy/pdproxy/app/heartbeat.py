@@ -1,6 +1,6 @@
 """How late the event loop is: a callback at fixed times, and by how much each of them missed its time.
 
-Owns that callback. What holds the loop up, holds up all requests: an operator should see it before clients do.
+Owns that callback. What blocks the loop delays all requests: an operator should see it before clients do.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pdproxy.observe.events import LoopBeat, Observers
 
 EVERY = 0.1
 """Seconds between two beats."""
-MOST_MISSED = 100
-"""Beats of one hold-up that are reported: each that it swallowed is late, too, by what was left of it then."""
+MAX_MISSED = 100
+"""Beats that are reported for one delay of the loop: each beat in that time is late, too, by the rest of the delay."""
 
 
 class Heartbeat:
@@ -33,14 +33,14 @@ class Heartbeat:
         self._next = loop.call_at(self._due, self._beat, loop)
 
     def stop(self) -> None:
-        """Report no more."""
+        """End the reports."""
         if self._next is not None:
             self._next.cancel()
             self._next = None
 
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
         late = max(0.0, loop.time() - self._due)
-        for missed in range(min(int(late / EVERY) + 1, MOST_MISSED)):
+        for missed in range(min(int(late / EVERY) + 1, MAX_MISSED)):
             self._observers.notify(LoopBeat(late - missed * EVERY, swallowed=missed > 0))
         self._due += EVERY * (int(late / EVERY) + 1)
         self._next = loop.call_at(self._due, self._beat, loop)

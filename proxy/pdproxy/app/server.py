@@ -1,7 +1,8 @@
 """The server process: limits checked, signals taken, drained in order, one exit code.
 
-Owns the order of the end. The first SIGTERM or SIGINT turns `/ready` to 503, refuses new requests, lets streams end and KV be
-given back, and ends with 0; a second SIGINT ends at once. SIGHUP is ignored: its default would end all streams with the process.
+Owns the order of the end. At the first SIGTERM or SIGINT `/ready` becomes 503 and new requests are refused; when streams have
+ended and KV is released, the process ends with 0. A second SIGINT ends it at once. SIGHUP is ignored: by default it would end the
+process, and all streams with it.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ logger = logging.getLogger("pdproxy")
 
 FILES_FOR_ENGINES = 2
 """Open files per request in service besides its client's: a connection to a prefill engine and one to a decode engine."""
-FILES_BESIDES = 64
+OTHER_FILES = 64
 """Open files for everything else: the listener, the log, refused connections on their way out."""
 INTERRUPTED = 130
 GC_THRESHOLDS = (1000, 5, 400)
-"""A request leaves nothing to the garbage collector (a test sees to that), so it is for what libraries leave. A collection takes
-about a millisecond for every 10,000 objects that it looks at, and holds the event loop as long: often it looks at the newest
-thousand, or at five times as many, seldom at all of them, and there are 100 of these to an open stream."""
+"""A request leaves nothing to the garbage collector (there is a test for that), only libraries do. A collection takes
+about a millisecond for every 10,000 objects that it looks at, and blocks the event loop for that time. With these numbers it
+often looks at the newest thousand or five thousand objects, and seldom at all of them; an open stream has 100."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers: shutting down has an order that only we know."""
+    """uvicorn's server without its signal handlers: this module has an order of its own for the end."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # Modules and what was built of them stay until the end: no collection need look at their 200,000 objects again.
+        # Modules and the parts of the proxy stay until the end: collections need not look at their 200,000 objects again.
         gc.collect()
         gc.freeze()
 
@@ -58,13 +59,13 @@ class _Server(uvicorn.Server):
 
 
 def run(settings: Settings) -> int:
-    """Serve until told to stop. Return the exit code: 0, 1 if it died, 2 if it can't start, 130 at a second Ctrl-C."""
+    """Serve until asked to stop. Return the exit code: 0, 1 after a failure, 2 if it can't start, 130 at a second Ctrl-C."""
     log = configure(settings.observe.log_level, settings.observe.log_format)
     uncaught.install()
     try:
         return _run(settings, log)
     except SettingsError:
-        raise  # an operator's mistake, which the command line tells
+        raise  # an operator's mistake, which the command line reports
     except Exception as error:
         logger.critical("pdproxy failed: %s", frames(error))
         return 1
@@ -93,7 +94,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket; port 0 is any free one.
 
     Raises:
-        OSError: the port is taken, or the address is not ours.
+        OSError: the port is taken, or the address is not of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -109,19 +110,19 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def files_needed(settings: Settings) -> int:
-    """Return how many open files the limits on connections and requests allow for."""
+    """Return how many open files are needed to reach the limits on connections and requests."""
     limits = settings.limits
-    return limits.max_connections + FILES_FOR_ENGINES * limits.max_inflight + _files_besides(settings)
+    return limits.max_connections + FILES_FOR_ENGINES * limits.max_inflight + _other_files(settings)
 
 
-def _files_besides(settings: Settings) -> int:
-    return FILES_BESIDES + 2 * len(settings.pool.nodes)  # probes of each engine, and one connection to spare
+def _other_files(settings: Settings) -> int:
+    return OTHER_FILES + 2 * len(settings.pool.nodes)  # probes of each engine, and one more connection
 
 
 def fit_files(settings: Settings) -> Settings:
-    """Raise the soft limit on open files as far as needed and allowed. Return the settings with the limits that it is enough for.
+    """Raise the soft limit on open files as far as needed and allowed. Return the settings, with limits that fit it.
 
-    Clients' connections give way first: without open files for engines nobody is served.
+    The number of clients' connections is lowered first: without open files for engines nobody is served.
     """
     limits, need = settings.limits, files_needed(settings)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -132,7 +133,7 @@ def fit_files(settings: Settings) -> Settings:
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft == resource.RLIM_INFINITY or soft >= need:
         return settings
-    left = max(FILES_FOR_ENGINES + 1, soft - _files_besides(settings))
+    left = max(FILES_FOR_ENGINES + 1, soft - _other_files(settings))
     inflight = min(limits.max_inflight, left // (FILES_FOR_ENGINES + 1))
     connections = min(limits.max_connections, left - FILES_FOR_ENGINES * inflight)
     logger.warning(
@@ -153,8 +154,8 @@ def uvicorn_config(proxy: Proxy) -> uvicorn.Config:
     """Return how uvicorn serves a proxy: the data path's protocol class, no log lines and no signals of its own."""
     tls = proxy.credentials.listen
     return uvicorn.Config(
-        create_app(proxy.answers()),
-        http=proxy.protocol(),
+        create_app(proxy.front.answers()),
+        http=proxy.front.protocol(),
         log_config=None,
         access_log=False,
         lifespan="off",

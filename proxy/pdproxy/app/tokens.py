@@ -1,4 +1,4 @@
-"""Wiring of what tokenizes here, or of nothing at all: who doesn't want it has no thread, no library and no question for it."""
+"""Wiring of tokenizing in this process. Where it is not wanted, there are no threads, no library and no requests for it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdproxy.fleet.canary import Canaries
+from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
-from pdproxy.observe.events import Event, NodeChanged, Observers
+from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Gauge
-from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.dispatch.tokenizing import THREADS, Tokenizing
 from pdproxy.settings.errors import SettingsError, quote
 from pdproxy.settings.schema import Pool
@@ -23,13 +23,13 @@ from pdproxy.upstream.admin import EngineAdmin
 
 
 class Library(Protocol):
-    """Where tokenizers come from: the module `pdproxy.tokens.tokenizer`, or a test's own."""
+    """Where tokenizers come from: the module `pdproxy.tokens.tokenizer`, or a stand-in in tests."""
 
     def load(self, path: str) -> LocalTokenizer:
-        """Load that of a model's folder; UnusableError if it can't be."""
+        """Load the tokenizer in a model's folder. Raises UnusableError if it can't be loaded."""
 
     def find(self, name: str) -> LocalTokenizer:
-        """Find that of a model by what an engine calls its root; UnusableError if there is none here."""
+        """Find a tokenizer by the root that an engine reports for its model. Raises UnusableError if there is none here."""
 
 
 class _Transformers:
@@ -43,39 +43,27 @@ class _Transformers:
 TRANSFORMERS: Library = _Transformers()
 
 
-class ChangeHeard:
-    """An observer that has the canaries asked again when an engine has changed."""
-
-    def __init__(self) -> None:
-        self.canaries: Canaries | None = None
-
-    def notify(self, event: Event) -> None:
-        """Take note."""
-        if isinstance(event, NodeChanged) and self.canaries is not None:
-            self.canaries.changed()
-
-
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What tokenizes here."""
+    """The parts that tokenize in this process."""
 
     canaries: Canaries
     tokenizing: Tokenizing
     threads: ThreadPoolExecutor
 
     def gauges(self) -> list[Gauge]:
-        """Return what the metrics page shows of it."""
+        """Return the gauges of tokenizing."""
         text = "Whether prompts may become token ids here, as the engine would make them"
         return [Gauge("pdproxy_tokenize_agrees", text, ("node", "model"), self.canaries.agreements)]
 
     def stop(self) -> None:
-        """Let go of the threads; what they are at work on ends by itself."""
+        """End the threads. Each one finishes the prompt that it is at work on."""
         self.threads.shutdown(wait=False, cancel_futures=True)
 
 
-def tokens(
+def build_tokens(
     pool: Pool,
-    ledger: Ledger,
+    engines: EngineRegistry,
     admin: EngineAdmin,
     observers: Observers,
     clock: Clock,
@@ -86,9 +74,9 @@ def tokens(
     own_keys: bool,
     library: Library = TRANSFORMERS,
 ) -> Tokens | None:
-    """Return what tokenizes for a pool, None if nothing is to be.
+    """Return what tokenizes for a pool, None if nothing does.
 
-    `needed`: the connector can do nothing without ids; `own_keys`: clients bring keys of ours, so an engine is asked with ours.
+    `needed`: the connector needs ids; `own_keys`: clients send keys of the proxy, so engines are asked with the proxy's key.
 
     Raises:
         SettingsError: the tokenizer that the settings name can't be used.
@@ -102,12 +90,12 @@ def tokens(
         except UnusableError as error:
             raise SettingsError(f"pools[0].tokenizer: {quote(pool.tokenizer)}: {error}") from None
     threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
-    canaries = Canaries(ledger, admin, observers, threads, tokenizer=named, find=library.find)
+    canaries = Canaries(engines, admin, observers, threads, tokenizer=named, find=library.find)
 
     async def ask(url: str, body: bytes, authorization: bytes | None) -> TokenIds:
-        # As on the data path: without keys of clients, theirs go on, and ours would open the engines to everybody.
+        # As on the data path: without keys of clients, their own header goes on. Our key would open the engines to everybody.
         own = None if own_keys else (authorization or b"").decode("latin-1")
         return await admin.token_ids(url, body, timeout=deadline, authorization=own)
 
-    tokenizing = Tokenizing(canaries, ask, ledger, observers, clock, now, threads, deadline=deadline, required=needed)
+    tokenizing = Tokenizing(canaries, ask, engines, observers, clock, now, threads, deadline=deadline, required=needed)
     return Tokens(canaries, tokenizing, threads)

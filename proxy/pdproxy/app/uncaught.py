@@ -18,14 +18,14 @@ logger = logging.getLogger("pdproxy")
 
 
 def install() -> None:
-    """Have this process log them. The event loop is told separately, with `log_failure`."""
+    """Log uncaught exceptions of this process. For an event loop, set `log_failure` as its exception handler."""
     sys.unraisablehook, threading.excepthook = log_unraisable, log_thread
 
 
 def log_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Log what failed in a callback, or in a task that nobody waits for: asyncio's own handler would quote the exception."""
     error = context.get("exception")
-    # Of its message what comes before a callback's arguments, or what else may hold a client's words.
+    # The part of the message before a callback's arguments: what follows may hold text of clients.
     what = re.split(r"[<(\n]", str(context.get("message", "")), maxsplit=1)[0].strip() or "a callback failed"
     logger.error("%s%s", what, f": {frames(error)}" if isinstance(error, BaseException) else "")
 

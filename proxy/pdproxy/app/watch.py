@@ -1,4 +1,4 @@
-"""Who looks on while a proxy works: what an instrument of `lab` puts into one when it is built. Serving needs none of it."""
+"""How an instrument of `lab` observes a proxy: given when the proxy is built. Serving needs none of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdproxy.upstream.client import EngineClient
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """`observers` hear all events, behind the proxy's own; `client` makes the engines' clients, and may note what they send."""
+    """`observers` get all events, after the proxy's own; `client` makes the engines' clients, and may record what they send."""
 
     observers: Sequence[Observer] = ()
     client: Callable[..., EngineClient] = EngineClient

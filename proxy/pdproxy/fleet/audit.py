@@ -1,93 +1,73 @@
-"""The audit: did the KV that we sent to each decode engine really arrive, or was it silently computed again?
+"""The audit: did the KV that was sent to each decode engine arrive, or was it silently computed again?
 
-Owns two sums for each decode engine: the prompt tokens that split requests should have moved (counted when their first data
+Compares two sums for each decode engine: the prompt tokens that split requests should have moved (counted when their first data
 came), and what the engine's own counters say since the same moment. A decode engine that never pulls answers rightly and
-slowly; only its `vllm:prompt_tokens_by_source_total` tells.
+slowly; only its `vllm:prompt_tokens_by_source_total` shows it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from pdproxy.fleet.engine import Account, Engine
+from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.observe.events import KvCounted, KvShortfall, Observers, PairEjected
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.nodes import Role
 from pdproxy.upstream.metrics_page import Scrape
 
 EXTERNAL = "external_kv_transfer"
 LOCAL_HIT = "local_cache_hit"
 
 
-@dataclass(slots=True)
-class _Account:
-    """One decode engine's books, in prompt tokens.
-
-    `loading` is under way; `expected` has shown data; `due` is what `expected` was two scrapes before, so that an engine has
-    at least that time to count what it was just sent. `surplus` is what the engine counted beyond `expected`: requests whose
-    clients left before the first data, or another proxy's. What stays over for two scrapes is written off, lest it hide a
-    later shortfall.
-    """
-
-    started: float
-    base_external: float
-    base_local: float
-    expected: int = 0
-    loading: int = 0
-    due: int = 0
-    next_due: int = 0
-    last_external: float = 0.0
-    settled: int = 0
-    missing: int = 0
-    surplus: int = 0
-
-
 class Auditor:
     """Compares what was sent with what arrived, for every decode engine."""
 
-    def __init__(self, ledger: Ledger, observers: Observers) -> None:
+    def __init__(self, engines: EngineRegistry, ledger: Ledger, observers: Observers) -> None:
+        self._engines = engines
         self._ledger = ledger
         self._observers = observers
-        self._accounts: dict[str, _Account] = {}
-        self._blind: set[str] = set()
 
     def asked(self, decode: str, prompt_tokens: int) -> None:
-        """A decode engine was given the KV of a prompt. It may count it at once, long before we see any data."""
-        if (account := self._accounts.get(decode)) is not None:
+        """Count a prompt whose KV a decode engine was given. It may count the KV at once, long before it sends data."""
+        if (account := self._account(decode)) is not None:
             account.loading += self._blocks(prompt_tokens)
 
     def over(self, decode: str, prompt_tokens: int, *, loaded: bool) -> None:
-        """That leg is over; `loaded`: the engine has shown data for it, so the KV must have arrived."""
-        if (account := self._accounts.get(decode)) is not None:
+        """Count the end of that leg. `loaded`: the engine has sent data for it, so the KV must have arrived."""
+        if (account := self._account(decode)) is not None:
             account.loading = max(0, account.loading - self._blocks(prompt_tokens))
             account.expected += self._blocks(prompt_tokens) if loaded else 0
+
+    def _account(self, url: str) -> Account | None:
+        engine = self._engines.known.get(url)
+        return engine.audit.account if engine is not None else None
 
     def _blocks(self, prompt_tokens: int) -> int:
         block = self._ledger.block_size() or 1
         return prompt_tokens // block * block
 
     def compared(self, prefill: str, decode: str, prefill_tokens: int, decode_tokens: int) -> None:
-        """A split answer is whole: its prompt's length by both engines. Different lengths mean different prompts."""
+        """Compare a split prompt's length by both engines. Different lengths mean different prompts: the pair is ejected."""
         if prefill_tokens and decode_tokens and prefill_tokens != decode_tokens:
             self._ledger.eject(prefill, decode)
             self._observers.notify(PairEjected(prefill, decode, prefill_tokens, decode_tokens))
 
-    def scraped(self, node: Node, scrape: Scrape) -> None:
-        """An engine's counters have been read."""
-        if node.role is not Role.DECODE:
+    def scraped(self, engine: Engine, scrape: Scrape) -> None:
+        """Take an engine's counters, which have just been read."""
+        state, url = engine.audit, engine.url
+        if engine.node.role is not Role.DECODE:
             return
-        if not scrape.by_source:
-            self._blind.add(node.url)
+        state.blind = not scrape.by_source
+        if state.blind:
             return
-        self._blind.discard(node.url)
         external = scrape.by_source.get(EXTERNAL, 0.0)
         local = scrape.by_source.get(LOCAL_HIT, 0.0)
-        account = self._accounts.get(node.url)
+        account = state.account
         restarted = account is None or account.started != scrape.started or external < account.last_external
         if account is None or restarted:
-            self._accounts[node.url] = _Account(scrape.started, external, local, last_external=external)
+            state.account = Account(scrape.started, external, local, last_external=external)
             return
         account.last_external = external
-        # Prompts that the decode engine had cached need not move; its own hits are all it can have had.
+        # Prompts that the decode engine had cached need not move; it can't have had more of them than its own hits.
         arrived = int(external - account.base_external) + int(local - account.base_local)
         surplus = max(0, arrived - account.expected - account.loading)
         account.base_external += min(surplus, account.surplus)
@@ -97,23 +77,28 @@ class Auditor:
         fresh = due - account.settled
         if fresh > 0 or missing > account.missing:
             new_missing = missing - account.missing
-            self._observers.notify(KvCounted(node.url, moved=max(0, fresh - new_missing), missing=new_missing))
+            self._observers.notify(KvCounted(url, moved=max(0, fresh - new_missing), missing=new_missing))
             account.settled = max(account.settled, due)
         if missing > account.missing:
-            self._observers.notify(KvShortfall(node.url, missing - account.missing, fresh))
+            self._observers.notify(KvShortfall(url, missing - account.missing, fresh))
             account.missing = missing
 
     def missing(self) -> dict[str, int]:
         """Return for each decode engine how many prompt tokens never arrived since it started."""
-        return {url: account.missing for url, account in self._accounts.items()}
+        return {url: account.missing for url, account in self._accounts()}
 
     def shortcomings(self) -> list[str]:
         """Return what an operator must know, a sentence each."""
         found = [
             f"decode {url}: {account.missing} of {account.settled} prompt tokens never arrived by KV transfer: it computes "
             "them again (is its --kv-transfer-config right, can it reach the prefill engine's side channel?)"
-            for url, account in self._accounts.items()
+            for url, account in self._accounts()
             if account.missing
         ]
-        found += [f"decode {url}: its /metrics do not say where prompt tokens come from" for url in sorted(self._blind)]
+        blind = sorted(url for url, engine in self._engines.items() if engine.audit.blind)
+        found += [f"decode {url}: its /metrics do not say where prompt tokens come from" for url in blind]
         return found
+
+    def _accounts(self) -> list[tuple[str, Account]]:
+        accounts = ((url, engine.audit.account) for url, engine in self._engines.items())
+        return [(url, account) for url, account in accounts if account is not None]

@@ -1,6 +1,6 @@
-"""Probing: is each engine alive, and is it still the engine that it was?
+"""Probing: is each engine up, and is it still the engine that it was?
 
-Owns the rhythm of the questions; what they find is written to the ledger. An engine is asked for its full identity when it
+Owns the tasks that ask, and how often; what they find is written to the ledger. An engine is asked for its full identity when it
 is new or has restarted (its start time changed), and for its health alone otherwise.
 """
 
@@ -10,15 +10,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable
+from functools import partial
 from typing import TypeVar
 
 from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.engine import Engine
+from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError, OverloadedError
 from pdproxy.kit.frames import frames
+from pdproxy.kit.tasks import TaskOwner
 from pdproxy.kit.text import cut
-from pdproxy.observe.events import DeadlinePassed, NodeChanged, Observers
+from pdproxy.observe.events import DeadlinePassed, Event, LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Evidence, Node
+from pdproxy.scheduling.nodes import Evidence
+from pdproxy.settings.schema import Probes
 from pdproxy.upstream.admin import EngineAdmin, ModelCard
 from pdproxy.upstream.metrics_page import NO_METRICS, Scrape
 
@@ -32,49 +37,72 @@ _T = TypeVar("_T")
 
 
 MIN_GAP = 1.0
-"""Seconds between two probes of an engine at the least."""
-MOST_BASES = 16
+"""Least seconds between two probes of an engine."""
+MAX_BASES = 16
 """Base models of an engine that are asked for the canary: an engine has one, under some names."""
-PATIENCE = 3
-"""Health questions in a row that may time out before an engine counts as down: a busy one answers late."""
+MAX_LATE = 3
+"""An engine counts as down when so many health questions in a row have timed out: a busy one answers late."""
 
 
 class Prober:
-    """Probes every engine of a pool each `interval` seconds, and reads its metrics each `scrape_interval` seconds."""
+    """Probes every engine of a pool, and reads its metrics, at the intervals of `probes`.
+
+    An observer: an engine to which a leg has failed is probed at once. `tasks` runs a task for each engine.
+    """
 
     def __init__(
         self,
+        engines: EngineRegistry,
         ledger: Ledger,
         admin: EngineAdmin,
         auditor: Auditor,
         observers: Observers,
-        *,
-        interval: float,
-        scrape_interval: float,
-        block_sizes: dict[str, int],
+        tasks: TaskOwner,
+        probes: Probes,
     ) -> None:
+        self._engines = engines
         self._ledger = ledger
         self._admin = admin
         self._auditor = auditor
         self._observers = observers
-        self._interval = interval
-        self._scrape_every = max(1, round(scrape_interval / interval))
-        self._block_sizes = block_sizes
-        self._late = {node.url: 0 for node in ledger.nodes}
-        self._wake: dict[str, asyncio.Event] = {node.url: asyncio.Event() for node in ledger.nodes}
+        self._tasks = tasks
+        self._interval = probes.interval
+        self._scrape_every = max(1, round(probes.scrape_interval / probes.interval))
+        self._started = False
+        engines.watch(self)
 
-    async def run(self, node: Node) -> None:
-        """Probe one engine for ever."""
-        beat = 0
+    def start(self) -> None:
+        """Probe all engines from now on, and those that are added later. Needs a running event loop."""
+        self._started = True
+        for engine in self._engines.values():
+            self.added(engine)
+
+    def added(self, engine: Engine) -> None:
+        """Probe one more engine."""
+        if self._started:
+            self._tasks.keep(partial(self.run, engine), _task_name(engine))
+
+    def removed(self, engine: Engine) -> None:
+        """Probe an engine no more."""
+        self._tasks.end(_task_name(engine))
+
+    def notify(self, event: Event) -> None:
+        """Have an engine probed at once when a leg to it failed."""
+        if isinstance(event, LegFailed) and (engine := self._engines.get(event.node)) is not None:
+            self.soon(engine)
+
+    async def run(self, engine: Engine) -> None:
+        """Probe one engine until cancelled."""
+        count = 0
         while True:
             try:
-                await self.probe(node, scrape=beat % self._scrape_every == 0)
+                await self.probe(engine, scrape=count % self._scrape_every == 0)
             except OverloadedError as error:
-                logger.warning("%s was not probed: %s", node.url, error.message)  # which says nothing of the engine
-            except Exception as error:  # the next may not
-                logger.error("a probe of %s failed in pdproxy itself: %s", node.url, frames(error))  # noqa: TRY400
-            beat += 1
-            wake = self._wake[node.url]
+                logger.warning("%s was not probed: %s", engine.url, error.message)  # which shows nothing of the engine
+            except Exception as error:  # the next probe may succeed
+                logger.error("a probe of %s failed in pdproxy itself: %s", engine.url, frames(error))  # noqa: TRY400
+            count += 1
+            wake = engine.probes.wake
             try:
                 async with asyncio.timeout(self._interval):
                     await wake.wait()
@@ -82,67 +110,69 @@ class Prober:
                 pass
             if wake.is_set():
                 wake.clear()
-                beat = 0
-                await asyncio.sleep(MIN_GAP)  # many legs may fail at once, and the engine be drowning
+                count = 0
+                await asyncio.sleep(MIN_GAP)  # many legs may fail at once while the engine is overloaded
 
-    def soon(self, url: str) -> None:
+    def soon(self, engine: Engine) -> None:
         """Probe an engine now: something about it has just changed."""
-        self._wake[url].set()
+        engine.probes.wake.set()
 
-    async def probe(self, node: Node, *, scrape: bool) -> None:
-        """Ask one engine how it is, once, and write down the answer."""
+    async def probe(self, engine: Engine, *, scrape: bool) -> None:
+        """Ask one engine how it is, once, and write the answer to the ledger. `scrape`: read its metrics, too."""
+        node, probes = engine.node, engine.probes
         try:
-            await self._admin.healthy(node.url)
-            self._late[node.url] = 0
+            await self._admin.healthy(engine.url)
+            probes.late = 0
         except EngineError as error:
-            self._count_late(node, error)
-            self._late[node.url] = self._late[node.url] + 1 if isinstance(error, EngineTimeoutError) else PATIENCE
-            if not node.alive or self._late[node.url] >= PATIENCE:
-                self._lost(node, error)
+            self._count_late(engine, error)
+            probes.late = probes.late + 1 if isinstance(error, EngineTimeoutError) else MAX_LATE
+            if not node.alive or probes.late >= MAX_LATE:
+                self._lost(engine, error)
             return
         if not scrape and node.alive:
             return
         try:
-            metrics = await self._scraped(node)
-            evidence = await self._evidence(node, metrics)
+            metrics = await self._scraped(engine)
+            evidence = await self._evidence(engine, metrics)
         except EngineError as error:
-            self._count_late(node, error)
+            self._count_late(engine, error)
             if not node.alive:  # a healthy engine keeps what is known of it until it has time to answer
-                self._lost(node, error)
+                self._lost(engine, error)
             return
-        if self._ledger.saw(node.url, evidence):
+        if self._ledger.saw(engine.url, evidence):
             reason = f"{cut(','.join(sorted(evidence.models)))} on vLLM {evidence.version or '?'}"
-            self._observers.notify(NodeChanged(node.url, node.role.value, up=True, reason=reason))
-        self._auditor.scraped(node, metrics)
+            self._observers.notify(NodeChanged(engine.url, node.role.value, up=True, reason=reason))
+        self._auditor.scraped(engine, metrics)
 
-    def _count_late(self, node: Node, error: EngineError) -> None:
+    def _count_late(self, engine: Engine, error: EngineError) -> None:
         if isinstance(error, EngineTimeoutError):
-            self._observers.notify(DeadlinePassed(error.wait.value, node.url))
+            self._observers.notify(DeadlinePassed(error.wait.value, engine.url))
 
-    def _lost(self, node: Node, error: EngineError) -> None:
-        if self._ledger.lost(node.url, error.message, time.monotonic()):
-            self._observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=error.message))
+    def _lost(self, engine: Engine, error: EngineError) -> None:
+        if self._ledger.lost(engine.url, error.message, time.monotonic()):
+            role = engine.node.role.value
+            self._observers.notify(NodeChanged(engine.url, role, up=False, reason=error.message))
 
-    async def _scraped(self, node: Node) -> Scrape:
-        """Return the engine's metrics, empty ones if it has none to show: they are no condition for serving."""
-        return await self._or_default(self._admin.scrape(node.url), NO_METRICS)
+    async def _scraped(self, engine: Engine) -> Scrape:
+        """Return the engine's metrics, empty ones if it shows none: they are no condition for serving."""
+        return await self._or_default(self._admin.scrape(engine.url), NO_METRICS)
 
-    async def _evidence(self, node: Node, metrics: Scrape) -> Evidence:
-        known = node.evidence if node.alive else None  # one that was down may be another one now
-        cards = await self._admin.models(node.url)
+    async def _evidence(self, engine: Engine, metrics: Scrape) -> Evidence:
+        known = engine.node.evidence if engine.node.alive else None  # one that was down may be another one now
+        cards = await self._admin.models(engine.url)
         names = frozenset(card.id for card in cards)
         if known is not None and known.started == metrics.started and known.models == names:
             return known
-        version = await self._or_default(self._admin.version(node.url), "")
-        canary, template_tokens = await self._canaries(node.url, cards)
-        block_size = self._block_sizes.get(node.url) or metrics.block_size
+        version = await self._or_default(self._admin.version(engine.url), "")
+        canary, template_tokens = await self._canaries(engine.url, cards)
+        block_size = engine.block_size or metrics.block_size
         return Evidence(names, version, block_size, canary, template_tokens, metrics.started)
 
     async def _canaries(self, url: str, cards: list[ModelCard]) -> tuple[tuple[tuple[int, ...], ...], int]:
         """Return the ids of the canary as a prompt and as a chat for each base model, and the template's own length."""
         found: list[tuple[int, ...]] = []
         overhead = 0
-        for card in sorted((c for c in cards if c.parent is None), key=lambda c: c.id)[:MOST_BASES]:
+        for card in sorted((c for c in cards if c.parent is None), key=lambda c: c.id)[:MAX_BASES]:
             plain = await self._ids(url, {"model": card.id, "prompt": CANARY})
             chat = await self._ids(url, {"model": card.id, "messages": [{"role": "user", "content": CANARY}]})
             found += [plain, chat]
@@ -150,11 +180,11 @@ class Prober:
         return tuple(found), overhead
 
     async def _ids(self, url: str, body: dict[str, object]) -> tuple[int, ...]:
-        # A base model without a chat template answers 400: that is its identity, too.
+        # A base model without a chat template answers 400, which tells it apart as well.
         return await self._or_default(self._admin.tokenize(url, body), ())
 
     async def _or_default(self, question: Awaitable[_T], default: _T) -> _T:
-        """Return the default where the engine has no such route or refuses it; any other failure may pass and is raised."""
+        """Return the default where the engine has no such route or refuses it; raise other failures, which may be temporary."""
         try:
             return await question
         except EngineRefusedError as error:
@@ -162,3 +192,7 @@ class Prober:
                 raise
             logger.debug("left open: %s", error.message)
             return default
+
+
+def _task_name(engine: Engine) -> str:
+    return f"probe {engine.url}"

@@ -109,7 +109,7 @@ class TaskOwner:
 
     def spawn(self, coroutine: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
         """Run a coroutine in the background; a failure is logged with its name."""
-        task = asyncio.get_running_loop().create_task(coroutine, name=f"{self._name}:{cut(name, MAX_NAME)}")
+        task = asyncio.get_running_loop().create_task(coroutine, name=self._full_name(name))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -123,6 +123,16 @@ class TaskOwner:
     def keep(self, run: Callable[[], Coroutine[object, object, None]], name: str) -> asyncio.Task[None]:
         """Run what must always run. When it ends, it is started again after a pause, until it is cancelled."""
         return self.spawn(self._kept(run, self.watch(name)), name)
+
+    def end(self, name: str) -> None:
+        """End a task that was kept running, and forget its failures."""
+        for task in self._tasks:
+            if task.get_name() == self._full_name(name):
+                task.cancel()
+        self._failures = [failures for failures in self._failures if failures.name != cut(name, MAX_NAME)]
+
+    def _full_name(self, name: str) -> str:
+        return f"{self._name}:{cut(name, MAX_NAME)}"
 
     def watch(self, name: str) -> Failures:
         """Return where the failures of something that must always run are to be reported."""

@@ -225,6 +225,10 @@ class Observers:
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
 
+    def add(self, *observers: Observer) -> None:
+        """Pass events to more observers, after those that are there."""
+        self._observers += observers
+
     def notify(self, event: Event) -> None:
         """Tell every observer."""
         for observer in self._observers:

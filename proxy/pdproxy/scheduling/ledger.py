@@ -6,6 +6,7 @@ see the same free engine. A lease is closed once, and only this closing changes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -37,6 +38,8 @@ class Ledger:
         policies: Mapping[Role, PolicyFactory] = MappingProxyType({}),
     ) -> None:
         self._nodes = {spec.url: Node(spec) for spec in specs}
+        self._past_runs: dict[str, int] = {}
+        """How many runs were seen of engines that were removed."""
         self._policies = make_policies(policies)
         self._breakers = Breakers(breaker_failures, breaker_cooldown)
         self._eligibility = Eligibility(self._nodes.values(), self._policies)
@@ -75,7 +78,8 @@ class Ledger:
 
     def lost(self, url: str, reason: str, now: float) -> bool:
         """Note that an engine can't serve. Return whether it could before."""
-        node = self._nodes[url]
+        if (node := self._nodes.get(url)) is None:
+            return False  # it was removed
         was_up = node.down_because is None
         if was_up or not node.probed:
             node.down_since = now
@@ -85,6 +89,8 @@ class Ledger:
 
     def eject(self, prefill: str, decode: str) -> None:
         """Never pair these two again, until one of them changes."""
+        if prefill not in self._nodes or decode not in self._nodes:
+            return  # it was removed
         self._nodes[prefill].ejected.add(decode)
         self._nodes[decode].ejected.add(prefill)
         self._changed()
@@ -96,7 +102,24 @@ class Ledger:
 
     def life(self, url: str) -> tuple[str, int]:
         """Return what identifies one run of an engine: its URL, and how many runs of it were seen so far."""
-        return url, self._nodes[url].runs
+        node = self._nodes.get(url)
+        return url, self._past_runs[url] if node is None else node.runs
+
+    def add(self, spec: NodeSpec) -> Node:
+        """Add an engine. Nothing is sent to it before it has answered a probe."""
+        # One that was here before may be another one now: what was learned of its runs must not count for it.
+        node = self._nodes[spec.url] = Node(spec, runs=self._past_runs.pop(spec.url, -1) + 1)
+        self._changed()
+        return node
+
+    def remove(self, url: str) -> None:
+        """Remove an engine: it gets no more leases. Open leases are closed as usual, without effect on others."""
+        node = self._nodes.pop(url)
+        self._past_runs[url] = node.runs
+        self._pardon(node)
+        self._breakers.reset(node)
+        node.open_until = math.inf  # so that no leg that is under way opens or closes its breaker
+        self._changed()
 
     # -- what a request asks
 

@@ -238,6 +238,12 @@ class EngineClient:
         for connection in list(self._all):
             connection.close()
 
+    def retire(self) -> None:
+        """Close idle connections, and from now on every connection once its answer is whole. Legs under way go on."""
+        self._keepalive = -1.0  # all are too old
+        for connection in list(self._idle):
+            connection.close()
+
     def _kept(self) -> Connection | None:
         oldest = asyncio.get_running_loop().time() - self._keepalive
         while self._idle:
@@ -278,9 +284,8 @@ class EngineClient:
         now = asyncio.get_running_loop().time()
         connection.idle_since = now
         self._idle.append(connection)
-        while (
-            self._idle[0].idle_since < now - self._keepalive
-        ):  # the oldest is the first, and no engine may have closed it
+        # The oldest is the first, and its engine may not have closed it.
+        while self._idle and self._idle[0].idle_since < now - self._keepalive:
             self._idle.pop(0).close()
 
     def _lost(self, connection: Connection) -> None:

@@ -208,7 +208,7 @@ async def begin(
         return None
     dispatch = NO_DISPATCH
     if transfer.contract.needs_leg_id:
-        dispatch = Dispatch(mint(), ids, receiver=transfer.receivers.get(assignment.leases[-1].node.url))
+        dispatch = Dispatch(mint(), ids, receiver=resources.engines.known[assignment.leases[-1].node.url].receiver)
     elif ids is not None:
         dispatch = Dispatch(ids=ids)
     return Attempt(resources, request, assignment, dispatch, space)

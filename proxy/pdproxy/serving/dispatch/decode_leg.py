@@ -40,7 +40,7 @@ class DecodeLeg:
         self._custody = attempt.custody
         self._lease = attempt.assignment.leases[-1]
         self._url = self._lease.node.url
-        self._client: EngineClient = attempt.resources.clients[self._url]
+        self._client: EngineClient = attempt.resources.engines.known[self._url].client
         self._leg: Leg | None = None
 
     def __repr__(self) -> str:

@@ -52,7 +52,7 @@ class PrefillLeg:
         self._attempt = attempt
         self._lease = attempt.assignment[Role.PREFILL]
         self._url = self._lease.node.url
-        self._client: EngineClient = resources.clients[self._url]
+        self._client: EngineClient = resources.engines.known[self._url].client
         self._pending: Pending | None = None
         self._verdict = Verdict.NEUTRAL
         self._adopted = False

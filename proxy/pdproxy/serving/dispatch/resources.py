@@ -1,13 +1,14 @@
-"""What every exchange works with: the engines' clients, the ledger and the custodian; and what it reports to whom."""
+"""What every exchange works with: the engines, the ledger, the custodian and others; and the reports that exchanges share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
 from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError
 from pdproxy.observe.events import LegFailed, NodeChanged, Observers
@@ -19,24 +20,21 @@ from pdproxy.serving.kv.custody import Custodian
 from pdproxy.serving.kv.ready import KvReady
 from pdproxy.settings.limits import Deadlines
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.transfer.contract import Contract, Receiver
+from pdproxy.transfer.contract import Contract
 from pdproxy.upstream.answer_budget import AnswerBudget
-from pdproxy.upstream.client import EngineClient
 from pdproxy.wire.request import Parsed, Prompt
 
 
 @dataclass(frozen=True, slots=True)
 class KvTransfer:
-    """How KV gets from one engine to another, and what that takes besides the legs.
+    """How KV gets from one engine to another, and what that needs besides the legs.
 
-    `receivers` by the decode engine's URL, where the contract needs them; `recomputes`: a decode engine is asked even if no
-    notice came in time, and computes what it lacks.
+    `recomputes`: a decode engine is asked even if no notice came in time, and computes the KV that did not arrive.
     """
 
     contract: Contract
     ready: KvReady
     buffers: ReceiveBuffers
-    receivers: Mapping[str, Receiver]
     recomputes: bool
 
 
@@ -46,7 +44,7 @@ class ExchangeResources:
 
     transfer: KvTransfer
     ledger: Ledger
-    clients: dict[str, EngineClient]
+    engines: EngineRegistry
     custodian: Custodian
     deadlines: Deadlines
     attempts: int
@@ -58,32 +56,32 @@ class ExchangeResources:
     tokenizing: Tokenizing | None = None
 
     async def ids(self, parsed: Parsed, prompt: Prompt, heading: LegHeaders) -> TokenIds | None:
-        """Return a prompt's token ids, None where they are not wanted or can't be had."""
+        """Return a prompt's token ids, None where they are not wanted or can't be made."""
         if self.tokenizing is None:
             return None
         own = next((value for _, value in heading.authorization), None)
         return await self.tokenizing.ids(parsed, prompt, own)
 
     def ids_to_send(self, url: str, parsed: Parsed, ids: TokenIds | None) -> TokenIds | None:
-        """Return the ids that a prefill engine is sent, None where it makes them."""
+        """Return the ids that a prefill engine is sent, None where it makes them itself."""
         return ids if self.tokenizing is None else self.tokenizing.proofs.sent(url, parsed, ids)
 
     def ids_served(
         self, url: str, parsed: Parsed, ids: TokenIds | None, sent: TokenIds | None, served: bytes | None
     ) -> None:
-        """A prefill engine has answered with the ids of the prompt that it served."""
+        """Check the ids of the prompt that a prefill engine has served, by its own answer."""
         if self.tokenizing is not None:
             self.tokenizing.proofs.served(url, parsed, ids, sent, served)
 
     def close(self, lease: Lease, verdict: Verdict) -> None:
-        """End a lease, and tell if that shut its engine out."""
+        """End a lease, and report if that shut its engine out."""
         node = lease.node
         if self.ledger.close(lease, verdict, self.now()):
             reason = node.down_because or f"failed {node.failures} times in a row, shut out for a while"
             self.observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=reason))
 
     def tell(self, heading: LegHeaders, node: str, phase: str, error: EngineError, *, will_retry: bool) -> None:
-        """Tell of a leg that failed."""
+        """Report a leg that failed."""
         self.observers.notify(LegFailed(heading.request_id, node, phase, error.message, will_retry))
 
 

@@ -1,7 +1,7 @@
-"""One prompt's token ids before an engine sees it: made here, off the event loop, or asked of an engine.
+"""One prompt's token ids before an engine gets it: made here, off the event loop, or asked of an engine.
 
-Owns the threads that tokenize, and how many prompts wait for them. Ids spare work, so where nothing needs them every failure
-means that the request goes on without: a deadline, a full queue, a request that only an engine understands. Where the contract
+Owns the threads that tokenize, and how many prompts wait for them. Ids save work. Where nothing needs them, a request goes on
+without them after every failure: a deadline, a full queue, a request that only an engine understands. Where the contract
 needs them, an engine's `/tokenize` is asked next.
 """
 
@@ -16,10 +16,10 @@ from typing import Protocol
 import msgspec
 
 from pdproxy.fleet.canary import Trusted
+from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError, Wait
 from pdproxy.observe.events import DeadlinePassed, Observers, Tokenized
-from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.dispatch.tokenizer_check import TokenizerCheck
 from pdproxy.tokens.errors import RejectedError, UnsureError
 from pdproxy.tokens.ids import TokenIds, from_numbers
@@ -29,43 +29,43 @@ from pdproxy.wire.fields import absent
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 THREADS = 2
-"""More would only wait for each other: templates are rendered, and ids written down, by one at a time."""
+"""More would only wait for each other: the interpreter's lock lets one thread at a time render templates and write ids."""
 WAITING = 64
-"""Prompts that may wait for a thread. One more is left to the engines at once, rather than after its deadline."""
-LONGEST = 4 * 2**20
-"""Bytes that are read here for a prompt: more would take all of its deadline, and a thread for longer than that."""
-MOST_ITEMS = 20_000
-"""Strings, arrays and objects of a body that is read here: a JSON parser holds the interpreter's lock, and so the event loop."""
+"""Prompts that may wait for a thread. One more goes to the engines at once, without ids, rather than after its deadline."""
+MAX_BYTES = 4 * 2**20
+"""Bytes that are read here for a prompt: more would take longer than its deadline."""
+MAX_ITEMS = 20_000
+"""Strings, arrays and objects of a body that is read here: parsing holds the interpreter's lock and stops the event loop."""
 NO_ID = 2**32
-"""Token ids are below: engines keep them in 32 bits, and refuse others by themselves."""
+"""Token ids are below this: engines keep them in 32 bits, and refuse others by themselves."""
 
 Ask = Callable[[str, bytes, bytes | None], Awaitable[TokenIds]]
 """Asks the engine with this URL: a body for `/tokenize`, and the client's own `Authorization`."""
 
 _Result = tuple[str, TokenIds | None]
-"""What became of a prompt, in the words of `Tokenized`, and its ids."""
+"""The `result` of the event `Tokenized`, and the prompt's ids."""
 
 _ids_decoder = msgspec.json.Decoder(list[int])
 
 
 class Trust(Protocol):
-    """Says which tokenizer makes a model's ids: `fleet.canary.Canaries`."""
+    """Knows which tokenizer makes a model's ids: `fleet.canary.Canaries`."""
 
     def trusted(self, model: str | None, route: Route) -> Trusted | None:
         """Return it, None if there is none."""
 
     def refuted(self, url: str, model: str | None, route: Route, why: str) -> None:
-        """Take note that an engine serves other ids than ours."""
+        """Stop using the tokenizer: an engine serves other ids."""
 
 
 class Tokenizing:
-    """Makes prompts' ids. `required`: the contract can do nothing without them. `deadline` in seconds, for all of it."""
+    """Makes prompts' ids. `required`: the contract needs them. `deadline`: seconds for one prompt in all."""
 
     def __init__(
         self,
         trust: Trust,
         ask: Ask,
-        ledger: Ledger,
+        engines: EngineRegistry,
         observers: Observers,
         clock: Clock,
         now: Callable[[], float],
@@ -74,10 +74,10 @@ class Tokenizing:
         deadline: float,
         required: bool,
     ) -> None:
-        self.proofs = TokenizerCheck(ledger, trust)
+        self.proofs = TokenizerCheck(engines, trust)
         self._trust = trust
         self._ask = ask
-        self._ledger = ledger
+        self._engines = engines
         self._observers = observers
         self._clock = clock
         self._now = now
@@ -85,7 +85,7 @@ class Tokenizing:
         self._deadline = deadline
         self._required = required
         self._waiting = 0
-        self._forsaken: set[Future[_Result]] = set()
+        self._abandoned: set[Future[_Result]] = set()
         """What threads are at work on and nobody waits for any more."""
 
     def __repr__(self) -> str:
@@ -94,21 +94,19 @@ class Tokenizing:
     async def ids(self, parsed: Parsed, prompt: Prompt, authorization: bytes | None = None) -> TokenIds | None:
         """Return a prompt's ids, None if there are none: then a request whose contract needs them can't be split.
 
-        `authorization` is the client's own header, for engines that see to keys themselves.
+        `authorization` is the client's own header, for engines that check keys themselves.
         """
-        if prompt.tokens is not None:
-            return (
-                self._given(parsed, prompt) if self._required else None
-            )  # the engines get the client's own ids anyway
+        if prompt.tokens is not None:  # the client sent ids, and the engines get them with the request
+            return self._given(parsed, prompt) if self._required else None
         source, started = "here", self._now()
-        # Half of the time is an engine's, where it has to be asked if threads are late.
+        # Where ids are required, half of the time is kept for asking an engine.
         seconds = self._deadline / 2 if self._required else self._deadline
         result, ids = await self._in_time(seconds, self._here(parsed, prompt))
-        self._tell(source, result, started, ids)
+        self._report(source, result, started, ids)
         if ids is None and self._required and result != "rejected":
             source, started = "engine", self._now()
             result, ids = await self._in_time(seconds, self._engine(parsed, prompt, authorization))
-            self._tell(source, result, started, ids)
+            self._report(source, result, started, ids)
         return ids
 
     async def _in_time(self, seconds: float, work: Awaitable[_Result]) -> _Result:
@@ -119,7 +117,7 @@ class Tokenizing:
             self._observers.notify(DeadlinePassed(Wait.TOKENIZE.value))
             return "late", None
 
-    def _tell(self, source: str, result: str, started: float, ids: TokenIds | None) -> None:
+    def _report(self, source: str, result: str, started: float, ids: TokenIds | None) -> None:
         seconds = self._now() - started
         self._observers.notify(Tokenized(source, result, seconds, ids.count if ids is not None else 0))
 
@@ -127,8 +125,8 @@ class Tokenizing:
     def _given(parsed: Parsed, prompt: Prompt) -> TokenIds | None:
         if prompt.raw is None or not absent(parsed.fields, "truncate_prompt_tokens"):
             return None
-        if memoryview(prompt.raw).nbytes > LONGEST:
-            return None  # they are made numbers here, in the event loop
+        if memoryview(prompt.raw).nbytes > MAX_BYTES:
+            return None  # parsing them would stop the event loop
         try:
             ids = _ids_decoder.decode(prompt.raw)
         except msgspec.MsgspecError:
@@ -141,7 +139,7 @@ class Tokenizing:
             return "off", None
         if _is_long(parsed, prompt):
             return "long", None
-        if self._waiting >= WAITING or len(self._forsaken) >= THREADS:
+        if self._waiting >= WAITING or len(self._abandoned) >= THREADS:
             return "busy", None
         loop = asyncio.get_running_loop()
 
@@ -156,26 +154,23 @@ class Tokenizing:
             return await asyncio.wrap_future(work)
         except asyncio.CancelledError:
             if not work.cancel() and not work.done():
-                self._forsaken.add(work)
+                self._abandoned.add(work)
             raise
 
     def _over(self, work: Future[_Result]) -> None:
         self._waiting -= 1
-        self._forsaken.discard(work)
+        self._abandoned.discard(work)
 
     async def _engine(self, parsed: Parsed, prompt: Prompt, authorization: bytes | None) -> _Result:
         if parsed.route is Route.CHAT and _is_long(parsed, prompt):
-            return "long", None  # parts of it would be read for the question
+            return "long", None  # parts of it would be parsed to ask
         try:
             body = question(parsed, prompt)
         except UnsureError:
             return "unsure", None
         now = self._now()
-        able = [
-            node
-            for node in self._ledger.nodes
-            if node.usable(now) and (parsed.model is None or node.serves(parsed.model))
-        ]
+        nodes = [engine.node for engine in self._engines.values()]
+        able = [node for node in nodes if node.usable(now) and (parsed.model is None or node.serves(parsed.model))]
         if not able:
             return "failed", None
         node = min(able, key=lambda one: one.requests)
@@ -188,19 +183,19 @@ class Tokenizing:
 
 
 def _is_long(parsed: Parsed, prompt: Prompt) -> bool:
-    """Tell whether it would take long to read what a prompt's ids are made of."""
-    return _bytes_to_read(parsed, prompt) > LONGEST or (parsed.route is Route.CHAT and parsed.items > MOST_ITEMS)
+    """Return whether it would take long to parse what a prompt's ids are made of."""
+    return _bytes_to_read(parsed, prompt) > MAX_BYTES or (parsed.route is Route.CHAT and parsed.items > MAX_ITEMS)
 
 
 def _bytes_to_read(parsed: Parsed, prompt: Prompt) -> int:
-    """Return how much is parsed for a prompt's ids: any field of a chat may be long; of a list, the other prompts don't count."""
+    """Return how many bytes are parsed for a prompt's ids: all of a chat's; of a list of prompts, the others don't count."""
     if parsed.route is Route.CHAT:
         return parsed.body_bytes
     return parsed.body_bytes - memoryview(parsed.fields["prompt"]).nbytes + prompt.text_bytes
 
 
 def _made(trusted: Trusted, parsed: Parsed, prompt: Prompt) -> _Result:
-    """In a thread: what becomes of a prompt. Nothing of a client's words is raised, lest it be logged."""
+    """Tokenize a prompt. Runs in a thread. Raises nothing: exceptions may quote the prompt, and would be logged."""
     try:
         return "ok", ids_of(trusted.tokenizer, parsed, prompt, trusted.forms)
     except UnsureError:

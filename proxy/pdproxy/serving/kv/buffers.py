@@ -1,15 +1,17 @@
-"""Room in the decode engines' receive buffers: what a prefill engine pushes must have a place before it is asked.
+"""Space in the decode engines' receive buffers: a prefill engine is asked only once there is space for what it will push.
 
-Owns the count of taken slots of each decode engine, and the line of those who wait. A slot is one chunk of KV. LMCache's
-receiver makes a sender wait while its buffer is full, and all that the prefill engine has in that step: so the wait is here.
+Owns the count of taken chunks in each `Engine.buffer`, and the queue of those who wait for space. LMCache's receiver makes a
+sender wait while its buffer is full, together with everything that the prefill engine has in that step: so the wait is here.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
+from pdproxy.fleet.engine import Engine, ReceiveBuffer
+from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError, Wait
 from pdproxy.observe.events import DeadlinePassed, Observers
@@ -18,85 +20,98 @@ _T = TypeVar("_T")
 
 
 class BufferSpace:
-    """Some slots of one engine's buffer. Given back once; giving back again changes nothing."""
+    """Some chunks of one engine's buffer. Released once; releasing again changes nothing."""
 
-    __slots__ = ("_buffers", "count", "url")
+    __slots__ = ("_buffer", "_freed", "count")
 
-    def __init__(self, buffers: ReceiveBuffers, url: str, count: int) -> None:
-        self._buffers: ReceiveBuffers | None = buffers
-        self.url = url
+    def __init__(self, buffer: ReceiveBuffer | None, count: int, freed: asyncio.Event) -> None:
+        self._buffer = buffer
+        self._freed = freed
         self.count = count
+        if buffer is not None:
+            buffer.taken += count
 
     def give_back(self) -> None:
-        """The KV has left the buffer, or will never come."""
-        if self._buffers is not None:
-            buffers, self._buffers = self._buffers, None
-            buffers.given_back(self)
+        """Release the chunks: the KV has left the buffer, or will never come."""
+        if self._buffer is not None:
+            self._buffer.taken -= self.count
+            self._buffer = None
+            self._freed.set()
 
 
 class ReceiveBuffers:
-    """The receive buffers of all decode engines: `capacity` in slots by URL, a slot for `unit` tokens.
+    """The receive buffers of all engines, in chunks of `unit` tokens. Engines without `Engine.buffer` have no bound.
 
-    Engines that it doesn't name have no bound.
+    `timeout` in seconds bounds a wait for space.
     """
 
-    def __init__(
-        self, capacity: Mapping[str, int], unit: int, clock: Clock, observers: Observers, patience: float
-    ) -> None:
-        self._capacity = dict(capacity)
+    def __init__(self, engines: EngineRegistry, unit: int, clock: Clock, observers: Observers, timeout: float) -> None:
+        self._engines = engines
         self._unit = unit
         self._clock = clock
         self._observers = observers
-        self._patience = patience
-        self.taken: dict[str, int] = dict.fromkeys(self._capacity, 0)
-        self._line = asyncio.Lock()
+        self._timeout = timeout
+        self._queue = asyncio.Lock()
         self._freed = asyncio.Event()
+        self.bounded = False
+        """Whether any engine's buffer has a bound."""
+        self._count_bounded()
+        engines.watch(self)
 
     def __repr__(self) -> str:
-        return f"<ReceiveBuffers {', '.join(f'{url}: {n} of {self._capacity[url]}' for url, n in self.taken.items())}>"
+        buffers = (f"{url}: {buffer.taken} of {buffer.capacity}" for url, buffer in self._buffers())
+        return f"<ReceiveBuffers {', '.join(buffers)}>"
+
+    def added(self, engine: Engine) -> None:
+        """Take in one more engine, which may have space for who waits."""
+        self._count_bounded()
+
+    def removed(self, engine: Engine) -> None:
+        """Wait for space in this engine no more."""
+        self._count_bounded()
+
+    def _count_bounded(self) -> None:
+        self.bounded = bool(self._buffers())
+        self._freed.set()
+
+    def _buffers(self) -> list[tuple[str, ReceiveBuffer]]:
+        return [(url, engine.buffer) for url, engine in self._engines.items() if engine.buffer is not None]
 
     @property
-    def bounded(self) -> bool:
-        """Whether any engine's buffer has a bound."""
-        return bool(self._capacity)
+    def taken(self) -> dict[str, int]:
+        """Taken chunks by the engine's URL."""
+        return {url: buffer.taken for url, buffer in self._buffers()}
 
     def slots(self, tokens: int) -> int:
-        """Return how many slots the KV of so many tokens takes."""
+        """Return how many chunks the KV of so many tokens takes."""
         return -(-tokens // self._unit)
 
     def fits(self, tokens: int) -> bool:
-        """Tell whether any buffer is large enough for so many tokens, once it is empty."""
-        return self.slots(tokens) <= max(self._capacity.values(), default=0)
+        """Return whether any buffer is large enough for so many tokens, once it is empty."""
+        return self.slots(tokens) <= max((buffer.capacity for _, buffer in self._buffers()), default=0)
 
     def full(self, count: int) -> tuple[str, ...]:
-        """Return the engines that have no room for so many slots."""
-        return tuple(url for url, taken in self.taken.items() if taken + count > self._capacity[url])
+        """Return the engines that have no space for so many chunks."""
+        return tuple(url for url, buffer in self._buffers() if buffer.taken + count > buffer.capacity)
 
     def take(self, url: str, count: int) -> BufferSpace:
-        """Take slots of an engine's buffer."""
-        if url in self.taken:
-            self.taken[url] += count
-        return BufferSpace(self, url, count)
-
-    def given_back(self, slots: BufferSpace) -> None:
-        """Count slots as free. Called by `BufferSpace.give_back` alone."""
-        if slots.url in self.taken:
-            self.taken[slots.url] -= slots.count
-            self._freed.set()
+        """Take chunks of an engine's buffer."""
+        engine = self._engines.known.get(url)
+        return BufferSpace(engine.buffer if engine is not None else None, count, self._freed)
 
     async def when_room(
         self, count: int, choose: Callable[[tuple[str, ...]], _T | None], possible: Callable[[], bool]
     ) -> _T | None:
-        """Return what `choose` chooses besides the engines that it is given as full; wait while it finds nothing but those.
+        """Return what `choose` chooses; wait while it finds nothing but engines without space, whose URLs it is given.
 
-        `possible` tells whether it would choose anything if none were full: else there is nothing to wait for. First come, first
-        served: a large prompt is not overtaken by small ones for ever.
+        `possible` returns whether it would choose anything if none were full: otherwise there is nothing to wait for. First come,
+        first served, so that small prompts can't overtake a large one without end.
 
         Raises:
-            OverloadedError: there was no room in `deadlines.queue`.
+            OverloadedError: there was no space in `timeout` seconds.
         """
         try:
-            async with self._clock.within(self._patience), self._line:
+            async with self._clock.within(self._timeout), self._queue:
                 while True:
                     self._freed.clear()
                     full = self.full(count)
@@ -106,5 +121,5 @@ class ReceiveBuffers:
                     await self._freed.wait()
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.QUEUE.value))
-            message = f"no decode engine had room for the prompt's KV in {self._patience:g} s"
+            message = f"no decode engine had space for the prompt's KV in {self._timeout:g} s"
             raise OverloadedError(message) from None

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum
 
+from pdproxy.fleet.engine import Engine
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import HandleEnded, KvNoticed, KvTransferred, Observers
@@ -20,7 +21,6 @@ from pdproxy.serving.kv.orphans import Orphans, PrefillLeg
 from pdproxy.serving.kv.release import Contacts, ReleaseResources, release_for
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
-from pdproxy.upstream.client import EngineClient
 from pdproxy.wire.notices import Event as NoticeEvent
 from pdproxy.wire.notices import Notice
 
@@ -161,7 +161,7 @@ class Custodian:
         self,
         contract: Contract,
         ledger: Ledger,
-        clients: dict[str, EngineClient],
+        engines: Mapping[str, Engine],
         deadlines: Deadlines,
         observers: Observers,
         now: Callable[[], float],
@@ -176,7 +176,7 @@ class Custodian:
         self._named: dict[str, Custody] = {}  # the same by the engines' own ids, if engines send notices with them
         self._tasks = TaskOwner("custody")
         self.contacts = Contacts(ledger)
-        resources = ReleaseResources(ledger, clients, deadlines, observers, now, clock, self.contacts)
+        resources = ReleaseResources(ledger, engines, deadlines, observers, now, clock, self.contacts)
         self._release = release_for(contract.holder, resources)
         awaited = self._release.abandoned_timeout if self._release is not None else None
         self.orphans = Orphans(contract, awaited, observers, self._tasks, clock, self._release_at_once)

@@ -1,8 +1,8 @@
 """KV-ready: who waits for which notice, and what became of every notice.
 
-Owns the waits and the notices that nobody waits for yet. A wait is for one prefill leg, named by an id that we minted for
-it, and is over once each of the engine's ranks has been heard. Notices that come early are kept, bounded in time and number;
-those of an id whose wait is over are late; all others expire as unknown. Nothing here grows with what senders send.
+Owns the waits and the notices that nobody waits for yet. A wait is for one prefill leg, named by an id that was minted for
+it, and is over once each of the engine's ranks has sent its notice. Notices that come early are kept, bounded in time and number;
+those of an id whose wait is over are late; all others expire as unknown. Senders can't make anything here grow without bound.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pdproxy.wire.notices import Event, Notice
 
 KEPT = 4096
 """Early notices that are kept, and ids whose wait is over that are remembered."""
-MOST_MISSING = 64
-"""Silent ranks that are named: how many there are is an engine's word."""
+MAX_MISSING = 64
+"""Missing ranks that are named: their number comes from an engine."""
 KEPT_FOR = 30.0
 """Seconds that they are kept. A notice comes milliseconds before or after the prefill's answer."""
 
 
 class Expected:
-    """One wait for the notices of a prefill leg's ranks. Over at the latest when it is closed.
+    """One wait for the notices of a prefill leg's ranks. It is over when all have come, or when it is closed.
 
-    `ranks` is how many ranks send one; None: as many as the notices say, one if they don't. Ranks that name themselves count
-    once, however often they are heard; of those that don't, each notice counts.
+    `ranks` is how many ranks send one; None: as many as the notices say, one if they don't. A rank that gives its number counts
+    once, however many notices it sends. Notices without a number count each.
     """
 
     __slots__ = ("_named", "_unnamed", "_where", "done", "leg_id", "notice", "ranks", "since")
@@ -47,10 +47,10 @@ class Expected:
         self._unnamed = 0
 
     def __repr__(self) -> str:
-        return f"<Expected {self.leg_id}, {len(self._named) + self._unnamed} of {self.ranks or '?'} ranks heard>"
+        return f"<Expected {self.leg_id}, {len(self._named) + self._unnamed} of {self.ranks or '?'} ranks received>"
 
-    def heard(self, notice: Notice) -> bool:
-        """Count a notice. Return whether it told anything new."""
+    def receive(self, notice: Notice) -> bool:
+        """Count a notice. Return whether it was new."""
         self.notice = notice
         if self.ranks is None and notice.world is not None:
             self.ranks = notice.world
@@ -65,15 +65,15 @@ class Expected:
         return True
 
     def missing(self) -> list[str]:
-        """Return the first ranks that were not heard: by number where they name themselves, else "unnamed" for each."""
-        ranks = min(self.ranks or 1, len(self._named) + self._unnamed + MOST_MISSING)
-        silent = max(0, ranks - len(self._named) - self._unnamed)
+        """Return the first missing ranks: by number where notices give numbers, else "unnamed" for each."""
+        ranks = min(self.ranks or 1, len(self._named) + self._unnamed + MAX_MISSING)
+        missing = max(0, ranks - len(self._named) - self._unnamed)
         if self._unnamed or (not self._named and ranks > 1):
-            return ["unnamed"] * silent
+            return ["unnamed"] * missing
         return [str(rank) for rank in range(ranks) if rank not in self._named]
 
     def close(self) -> None:
-        """Wait no longer. What comes from now on is late. Closing twice changes nothing."""
+        """End the wait. Notices that come from now on are late. Closing twice changes nothing."""
         self._where.over(self)
 
 
@@ -94,12 +94,12 @@ class KvReady:
 
     @property
     def waiting(self) -> int:
-        """How many waits there are."""
+        """Number of waits."""
         return len(self._expected)
 
     @property
     def kept(self) -> int:
-        """How many notices are kept that nobody waits for."""
+        """Number of notices that are kept and that nobody waits for."""
         return self._early_count
 
     def expect(self, leg_id: str, ranks: int | None) -> Expected:
@@ -108,11 +108,11 @@ class KvReady:
         _, early = self._early.pop(leg_id, (0.0, ()))
         self._early_count -= len(early)
         for notice in early:
-            expected.heard(notice)
+            expected.receive(notice)
         return expected
 
     async def wait(self, expected: Expected, timeout: float, node: str) -> bool:
-        """Wait until all ranks of `node` were heard, `timeout` seconds at most. Return whether they were."""
+        """Wait until all ranks of `node` have sent their notice, `timeout` seconds at most. Return whether they have."""
         begun = self._now()
         try:
             if not expected.done.done():
@@ -125,27 +125,27 @@ class KvReady:
         self._observers.notify(KvWaited(node, "ready", self._now() - begun))
         return True
 
-    def heard(self, notice: Notice) -> None:
+    def receive(self, notice: Notice) -> None:
         """Take a notice that KV is ready."""
         expected = self._expected.get(notice.request_id)
         if expected is not None:
-            self._tell("awaited" if expected.heard(notice) else "double")
+            self._report("awaited" if expected.receive(notice) else "double")
             return
         now = self._now()
         self._expire(now)
         if notice.request_id in self._over:
-            self._tell("late")
+            self._report("late")
             return
-        self._tell("early")
+        self._report("early")
         _, kept = self._early.setdefault(notice.request_id, (now, []))
-        # Whoever reaches the port can send them: what may be long is not kept.
+        # Anyone who reaches the port can send them: fields that may be long are not kept.
         kept.append(msgspec.structs.replace(notice, params=None, token_ids=None))
         self._early_count += 1
         while self._early_count > KEPT:
             self._forget_oldest()
 
     def undecodable(self) -> None:
-        """Take note of a message that is no notice."""
+        """Count a message that is no notice."""
         self._observers.notify(KvNoticed("unknown", "undecodable"))
 
     def over(self, expected: Expected) -> None:
@@ -166,7 +166,7 @@ class KvReady:
         _, (_, notices) = self._early.popitem(last=False)
         self._early_count -= len(notices)
         for _ in notices:
-            self._tell("unknown")
+            self._report("unknown")
 
-    def _tell(self, result: str) -> None:
+    def _report(self, result: str) -> None:
         self._observers.notify(KvNoticed(Event.READY.value, result))

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from pdproxy.fleet.engine import Engine
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, OverloadedError, Wait
 from pdproxy.kit.ids import mint
@@ -22,7 +23,6 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.kv.ready import Expected
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Handle, HeldByDecode, HeldByPrefill, Holder
-from pdproxy.upstream.client import EngineClient
 
 RELEASE_PATH = "/v1/completions"
 _MAX_TRIES = 3
@@ -67,7 +67,7 @@ class ReleaseResources:
     """What releasing works with."""
 
     ledger: Ledger
-    clients: dict[str, EngineClient]
+    engines: Mapping[str, Engine]
     deadlines: Deadlines
     observers: Observers
     now: Callable[[], float]
@@ -108,7 +108,9 @@ class Release(ABC):
 
     async def _ask(self, kept: Kept, decode: str, body: bytes, timeout: float) -> int | None:
         """Send a decode engine the completion that releases KV. Return the answer's status, 0 for none, None if it was late."""
-        client = self._resources.clients[decode]
+        if (engine := self._resources.engines.get(decode)) is None:
+            return 0  # it was removed
+        client = engine.client
         headers = ((b"x-request-id", b"release-" + mint().encode()), *kept.authorization)
         try:
             answer = await client.whole(client.request(RELEASE_PATH, headers, body), timeout, Wait.RELEASE)

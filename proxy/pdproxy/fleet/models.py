@@ -1,4 +1,4 @@
-"""The answer to `GET /v1/models`: what the engines that can serve by themselves say of their models, each once."""
+"""The answer to `GET /v1/models`: the models of all engines that can serve by themselves, each listed once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import time
 
 import msgspec
 
+from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.errors import EngineError, OverloadedError
-from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Role
 from pdproxy.upstream.admin import EngineAdmin
 
@@ -21,28 +21,30 @@ class _ModelName(msgspec.Struct):
     id: str
 
 
-async def models(ledger: Ledger, admin: EngineAdmin, authorization: bytes | None, *, own_keys: bool) -> bytes:
-    """Return the models of all engines that can serve by themselves, each once, in the engines' own words.
+async def models(engines: EngineRegistry, admin: EngineAdmin, authorization: bytes | None, *, own_keys: bool) -> bytes:
+    """Return the models of all engines that can serve by themselves, each once, as the engines describe them.
 
-    Asked with the client's own key, or with ours for clients that brought a key of ours.
+    `own_keys`: clients send keys of the proxy, so engines are asked with the proxy's key; else with the client's `authorization`.
+
+    Raises:
+        OverloadedError: no engine is up.
+        EngineError: no engine that is up gave a list that can be read.
     """
     own = None if own_keys else (authorization or b"").decode("latin-1")
     cards: dict[str, msgspec.Raw] = {}
     failed: EngineError | None = None
     now = time.monotonic()
-    for node in ledger.nodes:
-        if (
-            node.role is Role.PREFILL
-            or not node.usable(now)
-            or node.evidence is None
-            or node.evidence.models <= set(cards)
-        ):
+    for url, engine in list(engines.items()):
+        node = engine.node
+        if node.role is Role.PREFILL or not node.usable(now) or node.evidence is None:
+            continue
+        if node.evidence.models <= cards.keys():
             continue
         try:
-            listed = msgspec.json.decode(await admin.models_body(node.url, own), type=_ModelList)
+            listed = msgspec.json.decode(await admin.models_body(url, own), type=_ModelList)
             named = [(msgspec.json.decode(card, type=_ModelName).id, card) for card in listed.data]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            failed = EngineError(f"{node.url}: /v1/models answered something else: {error}")
+            failed = EngineError(f"{url}: /v1/models answered something else: {error}")
             continue
         except EngineError as error:
             failed = error

@@ -1,0 +1,39 @@
+"""The order in which a proxy stops: no new requests, the end of those in flight, then the release of their KV."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection
+
+from pdproxy.kit.errors import Wait
+from pdproxy.observe.events import DeadlinePassed, Observers
+from pdproxy.serving.kv.custody import Custodian
+from pdproxy.serving.request.admission import Admission
+
+logger = logging.getLogger("pdproxy")
+
+
+async def drain(
+    requests: Collection[asyncio.Task[object]],
+    admission: Admission,
+    custodian: Custodian,
+    timeout: float,
+    observers: Observers,
+) -> None:
+    """Refuse new requests, wait for those in flight, cut off what is left at the deadline, and wait until all KV is released.
+
+    `timeout`: seconds for the requests in flight. How long KV may take is the custodian's to say.
+    """
+    try:
+        async with asyncio.timeout(timeout):
+            await admission.close()
+    except TimeoutError:
+        observers.notify(DeadlinePassed(Wait.DRAIN.value))
+        logger.warning("%d requests were cut off after %g s", admission.inflight, timeout)
+        left = list(requests)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+    if lost := await custodian.settle(custodian.drain_timeout):
+        logger.warning("%d prefills and handles did not end in %g s", lost, custodian.drain_timeout)

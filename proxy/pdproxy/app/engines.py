@@ -1,0 +1,79 @@
+"""Adds engines from the settings to the registry and removes them, at the start and while requests are served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdproxy.app.credentials import Credentials
+from pdproxy.app.transfer import buffer_capacity, receiver_of
+from pdproxy.fleet.engine import Engine
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.kit.clock import Clock
+from pdproxy.scheduling.nodes import NodeSpec, Role
+from pdproxy.settings.schema import Node, Settings
+from pdproxy.upstream.answer_budget import AnswerBudget
+from pdproxy.upstream.client import EngineClient
+
+
+class EngineSetup:
+    """Adds engines with all that belongs to them. `client` makes an engine's client."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        credentials: Credentials,
+        engines: EngineRegistry,
+        clock: Clock,
+        answers: AnswerBudget,
+        client: Callable[..., EngineClient],
+    ) -> None:
+        self._settings = settings
+        self._credentials = credentials
+        self._engines = engines
+        self._clock = clock
+        self._answers = answers
+        self._client = client
+
+    def add(self, node: Node) -> Engine:
+        """Add an engine. It gets requests once it has answered a probe.
+
+        Raises:
+            SettingsError: a file of its key or certificates can't be used.
+            ValueError: there is an engine with this URL.
+        """
+        if node.url in self._engines:
+            raise ValueError(f"{node.url} is there already")
+        credentials = self._credentials.of_engine(node)
+        receiver = receiver_of(node)
+        client = self._client(
+            node.url,
+            connect_timeout=self._settings.deadlines.connect,
+            keepalive=self._settings.limits.engine_keepalive,
+            clock=self._clock,
+            room=self._answers,
+            # Without keys of clients, their own header goes on: our key would open the engines to everybody.
+            key=credentials.key if self._credentials.keys.wanted else no_key,
+            tls=credentials.tls,
+        )
+        return self._engines.add(
+            NodeSpec(node.url, Role(node.role), frozenset(node.sources)),
+            client,
+            credentials,
+            block_size=node.facts.block_size,
+            receiver=receiver,
+            buffer_capacity=buffer_capacity(self._settings.pool.lmcache) if receiver is not None else None,
+        )
+
+    def remove(self, url: str) -> Engine:
+        """Remove an engine. Legs to it that are under way go on.
+
+        Raises:
+            KeyError: there is no engine with this URL.
+        """
+        engine = self._engines.remove(url)
+        self._credentials.forget(url)
+        return engine
+
+
+def no_key(url: str = "") -> None:
+    """Return the key of an engine whose clients send it themselves: none."""

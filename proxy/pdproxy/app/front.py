@@ -1,0 +1,99 @@
+"""What clients meet, wired for uvicorn: the data path's protocol class, and the answers of all other routes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from pdproxy.kit.clock import Clock
+from pdproxy.observe.events import Observers
+from pdproxy.observe.metrics import Metrics
+from pdproxy.serving.access.clients import Clients
+from pdproxy.serving.access.keys import Keys
+from pdproxy.serving.request.admission import Admission
+from pdproxy.serving.request.passthrough import Passthrough
+from pdproxy.serving.request.service import Service
+from pdproxy.settings.schema import Settings
+from pdproxy.web.app import Answers, Readiness
+from pdproxy.web.body_budget import BodyBudget
+from pdproxy.web.connection_bounds import Bounds
+from pdproxy.web.connections import Connections
+from pdproxy.web.cors import CorsHeaders
+from pdproxy.web.cycle import FORWARDED, DataPath
+from pdproxy.web.identify import Identify
+from pdproxy.web.passthrough_asgi import PassthroughAsgi
+from pdproxy.web.protocol import DataPathProtocol, protocol_class
+from pdproxy.web.slow_readers import Floor
+from pdproxy.web.unread_answers import Unread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """The parts that serve clients. `readiness`, `models` and `telemetry`: see `web.app.Answers`."""
+
+    settings: Settings
+    keys: Keys
+    clients: Clients
+    admission: Admission
+    service: Service
+    passthrough: Passthrough
+    bodies: BodyBudget
+    unread: Unread
+    connections: Connections
+    clock: Clock
+    observers: Observers
+    readiness: Callable[[], Readiness]
+    models: Callable[[bytes | None], Awaitable[bytes]]
+    metrics: Metrics
+    telemetry: Callable[[bytes], bool] | None
+
+    def protocol(self) -> type[DataPathProtocol]:
+        """Return the protocol class for uvicorn."""
+        limits, deadlines = self.settings.limits, self.settings.deadlines
+        floor = Floor(
+            limits.min_read_rate,
+            deadlines.client_write,
+            self.clock,
+            self.clients,
+            self.observers,
+            self.admission.crowds_out,
+        )
+        bounds = Bounds(
+            deadlines.client_head,
+            deadlines.client_body,
+            limits.max_header_bytes,
+            floor,
+            self.clients,
+            self.connections,
+            self.unread,
+        )
+        path = DataPath(
+            self.service.generate,
+            Identify(self.clients, self.keys),
+            self.observers,
+            bounds,
+            CorsHeaders(self.settings.listen.cors),
+            self.bodies,
+            max_body=limits.max_body_bytes,
+        )
+        return protocol_class(path)
+
+    def answers(self) -> Answers:
+        """Return what the FastAPI routes answer with."""
+        passing = PassthroughAsgi(
+            self.passthrough.serve,
+            Identify(self.clients, self.keys),
+            self.clients,
+            self.bodies,
+            FORWARDED,
+            max_body=self.settings.limits.max_body_bytes,
+        )
+        return Answers(
+            self.keys.check,
+            self.readiness,
+            self.models,
+            self.metrics.page,
+            passing,
+            self.settings.listen.cors,
+            self.telemetry,
+        )

@@ -1,0 +1,137 @@
+"""One engine and all that the proxy knows of it: the one object that every part of the proxy looks up.
+
+Owns no behaviour. Each part of the state has one writer, which its docstring names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pdproxy.scheduling.nodes import Node
+from pdproxy.tokens.canaries import Agreement, Answer
+from pdproxy.tokens.tokenizer import LocalTokenizer
+from pdproxy.transfer.contract import Receiver
+from pdproxy.upstream.client import EngineClient
+from pdproxy.wire.request import Route
+
+PromptKind = tuple[str | None, Route, bool]
+"""Model, route, and whether there are tools: prompts of one kind are tokenized in the same way."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCredentials:
+    """The bearer token for an engine, and the TLS context for its connections. Both may change: call them at each use."""
+
+    key: Callable[[], str | None] = lambda: None
+    tls: Callable[[], ssl.SSLContext | None] = lambda: None
+
+
+@dataclass(slots=True)
+class ProbeState:
+    """Written by the `Prober`. `late`: health questions in a row that timed out; `wake`: set when a probe is wanted now."""
+
+    late: int = 0
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True)
+class Account:
+    """The audit of one run of a decode engine, in prompt tokens. Written by the `Auditor`.
+
+    `loading` is under way; `expected` has shown data; `due` is what `expected` was two scrapes before, so that an engine has
+    at least that time to count what it was sent last. `surplus` is what the engine counted beyond `expected`: requests whose
+    clients left before the first data, or another proxy's requests. A surplus that lasts for two scrapes is written off,
+    so that it can't hide a later shortfall.
+    """
+
+    started: float
+    base_external: float
+    base_local: float
+    expected: int = 0
+    loading: int = 0
+    due: int = 0
+    next_due: int = 0
+    last_external: float = 0.0
+    settled: int = 0
+    missing: int = 0
+    surplus: int = 0
+
+
+@dataclass(slots=True)
+class AuditState:
+    """Written by the `Auditor`. `account` is None until the first scrape; `blind`: the engine's metrics show no sources."""
+
+    account: Account | None = None
+    blind: bool = False
+
+
+@dataclass(slots=True)
+class ReceiveBuffer:
+    """A decode engine's receive buffer, in chunks of KV. Written by `serving.kv.buffers`."""
+
+    capacity: int
+    taken: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What one run of an engine answered for one base model. `why`: why nothing is tokenized here for it, "" if it is.
+
+    `answers`: the engine's own ids, by the canaries' names.
+    """
+
+    tokenizer: LocalTokenizer | None
+    agreement: Agreement
+    why: str
+    answers: Mapping[str, Answer] = field(default_factory=dict)
+
+    def compatible(self, other: Judgement) -> bool:
+        """Return whether a tokenizer that agrees with one agrees with both: they share it, or gave the same answers."""
+        return self.tokenizer is other.tokenizer or self.answers == other.answers
+
+
+@dataclass(slots=True)
+class EngineRun:
+    """What was learned of one run of an engine. A restart begins another one.
+
+    `judgements` by base model, None until the engine has answered; written by `Canaries`. `proven`: how many prompts of a kind
+    were sent since the engine has shown the same ids; written by `TokenizerCheck`.
+    """
+
+    number: int
+    judgements: dict[str, Judgement] | None = None
+    proven: dict[PromptKind, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One engine. Made by `EngineRegistry.add`.
+
+    `node` is the ledger's entry. `block_size`: tokens in a KV block as configured, None: as its metrics show. `receiver`: where
+    it receives KV that is pushed; `buffer`: its bounded receive buffer. Both are None where there is none.
+    """
+
+    node: Node
+    client: EngineClient
+    credentials: EngineCredentials = EngineCredentials()
+    block_size: int | None = None
+    receiver: Receiver | None = None
+    buffer: ReceiveBuffer | None = None
+    probes: ProbeState = field(default_factory=ProbeState)
+    audit: AuditState = field(default_factory=AuditState)
+    _run: EngineRun = field(default_factory=lambda: EngineRun(0), repr=False)
+
+    @property
+    def url(self) -> str:
+        """The engine's identity."""
+        return self.node.spec.url
+
+    @property
+    def run(self) -> EngineRun:
+        """What was learned of the engine's present run."""
+        if self._run.number != self.node.runs:
+            self._run = EngineRun(self.node.runs)
+        return self._run

@@ -1,0 +1,127 @@
+"""The registry of engines: the one place where an engine becomes known to the proxy, and where it is taken out again.
+
+Owns every `Engine`. Who has to act when engines come and go watches the registry.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+from pdproxy.fleet.engine import Engine, EngineCredentials, ReceiveBuffer
+from pdproxy.kit.errors import EngineError
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import NodeSpec
+from pdproxy.transfer.contract import Receiver
+from pdproxy.upstream.client import EngineClient
+
+
+class EngineWatcher(Protocol):
+    """Is called when engines come and go."""
+
+    def added(self, engine: Engine) -> None:
+        """Take in an engine. It has not been probed yet."""
+
+    def removed(self, engine: Engine) -> None:
+        """Stop all work for an engine. Legs to it may still be under way."""
+
+
+class EngineRegistry(Mapping[str, Engine]):
+    """All engines of one pool by URL, in the order in which they were added.
+
+    `known` holds the same engines, and those removed ones that legs may still be under way to: who has a lease finds its engine
+    there. It is a plain dict for the data path; only the registry writes to it.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._engines: dict[str, Engine] = {}
+        self.known: dict[str, Engine] = {}
+        self._leaving: list[Engine] = []
+        self._watchers: list[EngineWatcher] = []
+
+    def __repr__(self) -> str:
+        return f"<EngineRegistry {', '.join(self._engines) or 'without engines'}>"
+
+    def __getitem__(self, url: str) -> Engine:
+        return self._engines[url]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._engines)
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def watch(self, watcher: EngineWatcher) -> None:
+        """Call a watcher for each engine that is added or removed from now on."""
+        self._watchers.append(watcher)
+
+    def add(
+        self,
+        spec: NodeSpec,
+        client: EngineClient,
+        credentials: EngineCredentials | None = None,
+        *,
+        block_size: int | None = None,
+        receiver: Receiver | None = None,
+        buffer_capacity: int | None = None,
+    ) -> Engine:
+        """Make an engine known to the ledger and to all watchers. It gets requests once it has answered a probe.
+
+        `buffer_capacity`: chunks of KV that its receive buffer holds, None: no bound is known.
+
+        Raises:
+            ValueError: there is an engine with this URL.
+        """
+        if spec.url in self._engines:
+            raise ValueError(f"{spec.url} is there already")
+        self._drop_idle()
+        buffer = ReceiveBuffer(buffer_capacity) if buffer_capacity is not None else None
+        engine = Engine(
+            self._ledger.add(spec), client, credentials or EngineCredentials(), block_size, receiver, buffer
+        )
+        self._engines[spec.url] = self.known[spec.url] = engine
+        for watcher in self._watchers:
+            watcher.added(engine)
+        return engine
+
+    def remove(self, url: str) -> Engine:
+        """Take an engine out. It gets no new request; legs under way go on, and their leases are closed as ever.
+
+        Raises:
+            KeyError: there is no engine with this URL.
+        """
+        engine = self._engines.pop(url)
+        self._ledger.remove(url)
+        engine.client.retire()
+        self._leaving.append(engine)
+        for watcher in self._watchers:
+            watcher.removed(engine)
+        self._drop_idle()
+        return engine
+
+    def lists(self, model: str) -> bool:
+        """Return whether any engine lists a model."""
+        return any(engine.node.serves(model) for engine in self._engines.values())
+
+    def key(self, url: str) -> str | None:
+        """Return an engine's bearer token, None where it needs none. Raises EngineError if the engine was removed."""
+        return self._leased(url).credentials.key()
+
+    def tls(self, url: str) -> ssl.SSLContext | None:
+        """Return an engine's TLS context, None for plain HTTP. Raises EngineError if the engine was removed."""
+        return self._leased(url).credentials.tls()
+
+    def _leased(self, url: str) -> Engine:
+        engine = self.known.get(url)
+        if engine is None:
+            raise EngineError(f"{url} was removed")
+        return engine
+
+    def _drop_idle(self) -> None:
+        """Drop removed engines that no leg is under way to."""
+        self._leaving = [engine for engine in self._leaving if engine.node.requests]
+        needed = self._engines.keys() | {engine.url for engine in self._leaving}
+        for url in self.known.keys() - needed:
+            del self.known[url]

@@ -1,0 +1,32 @@
+"""The gauges of engines."""
+
+from __future__ import annotations
+
+import time
+
+from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.observe.metrics import Gauge
+
+_LABELS = ("node", "role")
+
+
+def engine_gauges(engines: EngineRegistry, auditor: Auditor) -> list[Gauge]:
+    """Return the gauges of all engines. Each is read at every scrape."""
+
+    def inflight() -> list[tuple[tuple[str, ...], float]]:
+        return [((url, one.node.role.value), one.node.requests) for url, one in engines.items()]
+
+    def up() -> list[tuple[tuple[str, ...], float]]:
+        now = time.monotonic()
+        return [((url, one.node.role.value), float(one.node.usable(now))) for url, one in engines.items()]
+
+    def missing() -> list[tuple[tuple[str, ...], float]]:
+        return [((url,), tokens) for url, tokens in auditor.missing().items()]
+
+    text = "Prompt tokens that never arrived by KV transfer since the engine's start"
+    return [
+        Gauge("pdproxy_node_inflight", "Legs in flight on an engine", _LABELS, inflight),
+        Gauge("pdproxy_node_up", "Whether an engine may be used", _LABELS, up),
+        Gauge("pdproxy_kv_missing_tokens", text, ("node",), missing),
+    ]

@@ -1,0 +1,33 @@
+"""Where each notice of an engine goes: to the wait for KV, to custody, or to the prefill legs that nobody waits for."""
+
+from __future__ import annotations
+
+from pdproxy.serving.kv.custody import Custodian
+from pdproxy.serving.kv.ready import KvReady
+from pdproxy.wire import lmcache_telemetry
+from pdproxy.wire.notices import Event, Notice
+
+
+class NoticeRouter:
+    """Routes the notices of one proxy."""
+
+    def __init__(self, ready: KvReady, custodian: Custodian) -> None:
+        self._ready = ready
+        self._custodian = custodian
+
+    def receive(self, notice: Notice) -> None:
+        """Take a notice from the notices' socket."""
+        if notice.event is not Event.READY:
+            self._custodian.heard(notice)
+        elif not self._custodian.orphans.heard(notice):
+            self._ready.receive(notice)
+
+    def telemetry(self, body: bytes) -> bool:
+        """Take a POST of LMCache's telemetry. Return whether it was one."""
+        found = lmcache_telemetry.notices(body)
+        if found is None:
+            self._ready.undecodable()
+            return False
+        for notice in found:
+            self._ready.receive(notice)
+        return True

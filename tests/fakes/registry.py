@@ -1,0 +1,24 @@
+"""A registry of engines that are never asked anything."""
+
+from __future__ import annotations
+
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.kit.clock import Clock
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import NodeSpec
+from pdproxy.upstream.answer_budget import AnswerBudget
+from pdproxy.upstream.client import EngineClient
+
+
+def unused_client(url: str) -> EngineClient:
+    """The client of an engine that nothing is sent to."""
+    return EngineClient(url, connect_timeout=1, keepalive=1, clock=Clock(), room=AnswerBudget())
+
+
+def registry(*specs: NodeSpec) -> tuple[EngineRegistry, Ledger]:
+    """A registry of these engines, and its ledger."""
+    ledger = Ledger([], breaker_failures=3, breaker_cooldown=5)
+    engines = EngineRegistry(ledger)
+    for spec in specs:
+        engines.add(spec, unused_client(spec.url))
+    return engines, ledger

@@ -1,0 +1,165 @@
+"""The registry: what becomes of an engine's state, leases and task when it is added and removed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pdproxy.fleet.engine import Engine, EngineCredentials
+from pdproxy.kit.errors import EngineError
+from pdproxy.kit.tasks import Pauses, TaskOwner
+from pdproxy.scheduling.ledger import Ledger, Verdict
+from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from tests.fakes.registry import registry, unused_client
+
+P, D, E = NodeSpec("p", Role.PREFILL), NodeSpec("d", Role.DECODE), NodeSpec("e", Role.DECODE)
+
+
+def up(ledger: Ledger, *urls: str, started: float = 1.0) -> None:
+    """Have probed engines."""
+    for url in urls:
+        ledger.saw(url, Evidence(frozenset("m"), "1", 16, (), 0, started))
+
+
+class Watcher:
+    """Writes down what it is called for."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+
+    def added(self, engine: Engine) -> None:
+        self.calls.append(("added", engine.url))
+
+    def removed(self, engine: Engine) -> None:
+        self.calls.append(("removed", engine.url))
+
+
+def test_watchers_are_called_for_each_change() -> None:
+    """In order; what failed is no change."""
+    engines, _ = registry(P)
+    watcher = Watcher()
+    engines.watch(watcher)
+    engines.add(D, unused_client("d"))
+    with pytest.raises(ValueError, match="d is there already"):
+        engines.add(D, unused_client("d"))
+    engines.remove("p")
+    with pytest.raises(KeyError):
+        engines.remove("p")
+    assert watcher.calls == [("added", "d"), ("removed", "p")]
+    assert (list(engines), len(engines)) == (["d"], 1)
+
+
+def test_credentials_while_legs_are_under_way() -> None:
+    """A removed engine's key is there as long as it has leases, and one change longer."""
+    engines, ledger = registry(D)
+    engines.add(E, unused_client("e"), EngineCredentials(lambda: "key"))
+    up(ledger, "d", "e")
+    leases = [ledger.alone("m", 1, 0.0, without=["d"]) for _ in range(2)]
+    engines.remove("e")
+    engines.remove("d")
+    assert engines.key("e") == "key"
+    for lease in leases:
+        assert lease is not None
+        ledger.close(lease, Verdict.GOOD, 0.0)
+    engines.add(D, unused_client("d"))
+    with pytest.raises(EngineError, match="e was removed"):
+        engines.key("e")
+    with pytest.raises(EngineError, match="e was removed"):
+        engines.tls("e")
+    assert engines.key("d") is None
+
+
+@pytest.mark.parametrize("verdict", list(Verdict))
+@pytest.mark.parametrize("again", [False, True], ids=["gone", "added again"])
+def test_a_lease_is_closed_after_its_engine_was_removed(verdict: Verdict, again: bool) -> None:
+    """Whatever it shows, it changes no other engine, and opens no breaker. A refused connection counts for the address."""
+    engines, ledger = registry(P, D, E)
+    up(ledger, "p", "d", "e")
+    pair = ledger.pair("m", 10, 0.0, without=["e"])
+    others = [ledger.alone("m", 1, 0.0, without=["e"]) for _ in range(5)]
+    assert pair is not None
+    engines.remove("d")
+    if again:
+        engines.add(D, unused_client("d"))
+        up(ledger, "d")
+    reported = [ledger.close(lease, verdict, 1.0) for lease in (pair.decode, *others) if lease is not None]
+    assert reported == [again and verdict is Verdict.UNREACHABLE] + [False] * 5
+    assert (pair.decode.node.requests, pair.decode.node.prompt_bytes) == (0, 0)
+    ledger.close(pair.prefill, Verdict.GOOD, 1.0)
+    assert [node.requests for node in ledger.nodes] == [0] * len(engines)
+    assert [node.failures for node in ledger.nodes] == [0] * len(engines)
+    assert not ledger._tripped
+    found = ledger.pair("m", 10, 2.0, without=["d"])
+    assert found is not None
+    assert found.decode.node.url == "e"
+
+
+def test_nobody_gets_a_removed_engine() -> None:
+    """Neither by the quick way nor by the slow one, also not for a release."""
+    engines, ledger = registry(P, D, E)
+    up(ledger, "p", "d", "e")
+    chosen = {pair.decode.node.url for _ in range(4) if (pair := ledger.pair("m", 1, 0.0)) is not None}
+    assert chosen == {"d", "e"}
+    engines.remove("d")
+    for without in ([], ["x"]):
+        for _ in range(4):
+            pair, alone = ledger.pair("m", 1, 0.0, without=without), ledger.alone("m", 1, 0.0, without=without)
+            assert pair is not None
+            assert alone is not None
+            assert (pair.decode.node.url, alone.node.url) == ("e", "e")
+    releaser = ledger.releaser("p", "m", 0.0, prefer_not="e")
+    assert releaser is not None
+    assert releaser.url == "e"
+    engines.remove("p")
+    assert ledger.pair("m", 1, 0.0) is None
+    assert ledger.releaser("p", "m", 0.0) is not None, "its handles are still to be released"
+
+
+def test_an_ejected_pair_is_forgotten_with_its_engine() -> None:
+    """And to eject one whose engine is gone changes nothing."""
+    engines, ledger = registry(P, D)
+    up(ledger, "p", "d")
+    ledger.eject("p", "d")
+    assert ledger.pair("m", 1, 0.0) is None
+    engines.remove("d")
+    ledger.eject("p", "d")
+    engines.add(D, unused_client("d"))
+    up(ledger, "d")
+    assert ledger.pair("m", 1, 0.0) is not None
+
+
+def test_a_run_is_told_from_those_before_the_removal() -> None:
+    """Also before the first probe."""
+    engines, ledger = registry(D)
+    up(ledger, "d")
+    up(ledger, "d", started=2.0)
+    lives = [ledger.life("d")]
+    engines["d"].run.proven["m", None, False] = 1  # type: ignore[index]
+    engines.remove("d")
+    assert ledger.life("d") == lives[0]
+    engines.add(D, unused_client("d"))
+    lives.append(ledger.life("d"))
+    up(ledger, "d")
+    lives.append(ledger.life("d"))
+    assert len(set(lives)) == 3
+    assert not engines["d"].run.proven
+
+
+async def test_a_kept_task_ends_and_is_forgotten() -> None:
+    """With its failures: neither /ready nor the metrics name it any more."""
+    owner = TaskOwner("owner", Pauses(first=60))
+
+    async def fail() -> None:
+        raise ValueError
+
+    owner.keep(fail, "one")
+    task = owner.keep(lambda: asyncio.sleep(60), "other")
+    await asyncio.sleep(0.01)
+    assert (len(owner.shortcomings()), dict(owner.failures())) == (1, {"one": 1, "other": 0})
+    owner.end("one")
+    owner.end("nobody")
+    await asyncio.sleep(0.01)
+    assert (owner.shortcomings(), dict(owner.failures()), len(owner)) == ([], {"other": 0}, 1)
+    assert not task.cancelled()
+    await owner.settle(0)
