@@ -16,8 +16,10 @@ import msgspec
 
 from pdproxy.cli.parser import USAGE_ERROR
 from pdproxy.sim.facts import Facts, Hardware, LMCache, Role
-from pdproxy.sim.fault_kinds import KINDS, MOMENTS
-from pdproxy.sim.faults import Fault, FaultError, parse
+from pdproxy.sim.faults.book import Fault, parse
+from pdproxy.sim.faults.kind import FaultError
+from pdproxy.sim.faults.kinds import KINDS
+from pdproxy.sim.faults.moments import MOMENTS
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
@@ -124,7 +126,7 @@ def _faults_help() -> str:
     width = max(map(len, KINDS))
     for name, kind in KINDS.items():
         own = "".join(f" {key}={str(value).lower()}" for key, value in kind.args.items())
-        lines.append(f"  {name:{width}} {kind.words}{f';{own}' if own else ''} (default: {kind.moments[0]})")
+        lines.append(f"  {name:{width}} {kind.summary}{f';{own}' if own else ''} (default: {kind.moments[0]})")
     return "\n".join([*lines, "", f"moments: {', '.join(MOMENTS)}"])
 
 

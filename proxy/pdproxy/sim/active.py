@@ -21,7 +21,7 @@ class State(Enum):
     WAITING = auto()
     LOADING = auto()
     RUNNING = auto()
-    OVER = auto()
+    ENDED = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +48,7 @@ class ActiveRequest:
     """Prompt tokens found in the prefix cache."""
     external: int = 0
     """Prompt tokens whose KV came from elsewhere."""
-    hopeless: bool = False
+    never_loads: bool = False
     """Its KV can never come: the handle lacks a key."""
     scheduled_before: bool = False
     begun: bool = False

@@ -15,7 +15,7 @@ import msgspec
 from pdproxy.sim.active import ActiveRequest
 
 
-class Tell(msgspec.Struct, frozen=True):
+class ProxyNotice(msgspec.Struct, frozen=True):
     """Tell the proxy something. Nobody answers."""
 
     message: dict[str, Any]

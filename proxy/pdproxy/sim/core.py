@@ -84,7 +84,7 @@ class Core:
         self._sequences[request.id] = sequence
         self._enqueue(sequence)
         self.connector.queued(sequence)
-        self._gauge()
+        self._update_gauges()
 
     def _enqueue(self, sequence: ActiveRequest) -> None:
         """Lower numbers first, then in the order of arrival."""
@@ -98,7 +98,7 @@ class Core:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return
-        if sequence.hopeless:
+        if sequence.never_loads:
             raise EngineDeadError
         before = sequence.state
         self._end(sequence, "abort", now)
@@ -144,7 +144,7 @@ class Core:
             place += 1
         if not preempted:
             self._schedule_waiting(work, budget, now)
-        self._gauge()
+        self._update_gauges()
         if not work:
             return Step([], 0, 0, 0.0) if self._outputs else None
         decoding = sum(count == 1 for _, count in work)
@@ -156,7 +156,7 @@ class Core:
         for sequence, count in step.work:
             if sequence.state is State.RUNNING:
                 self._compute(sequence, count, now)
-        self._gauge()
+        self._update_gauges()
         if self.connector.blocked:  # a step is over when its KV is saved
             return []
         outputs, self._outputs = self._outputs, []
@@ -182,7 +182,7 @@ class Core:
                 sequence.count_start(self.stats, queried, wanted, now)
             new = len(sequence.blocks) - sequence.local // self.facts.block_size
             if first and not self.connector.allocated(sequence, new if wanted else 0, wanted):
-                sequence.hopeless = wanted > 0
+                sequence.never_loads = wanted > 0
             if later:
                 sequence.state = State.LOADING
                 self._loads[sequence.request.id] = sequence
@@ -212,7 +212,7 @@ class Core:
         return (0, False) if sequence.scheduled_before else self.connector.wanted(sequence)
 
     def _unmatch(self, sequence: ActiveRequest) -> None:
-        self.pool.give_back(sequence.blocks)
+        self.pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.computed = sequence.local = sequence.remembered = 0
 
@@ -303,7 +303,7 @@ class Core:
 
     def _end(self, sequence: ActiveRequest, reason: str, now: float) -> dict[str, Any] | None:
         """Take a request out; return P's handle if it leaves one."""
-        before, sequence.state = sequence.state, State.OVER
+        before, sequence.state = sequence.state, State.ENDED
         self._sequences.pop(sequence.request.id, None)
         self.stats.finished[reason] += 1
         self.stats.e2e.observe(now - sequence.arrived)
@@ -316,7 +316,7 @@ class Core:
             return None  # LOADING: its blocks are freed once the transfer is resolved
         kept, params = self.connector.ended(sequence, reason, now)
         if not kept:
-            self.pool.give_back(sequence.blocks)
+            self.pool.release(sequence.blocks)
             sequence.blocks = []
         return params
 
@@ -329,8 +329,8 @@ class Core:
         for block, page in zip(sequence.blocks[-len(pages) :], pages, strict=True):
             self.pool.pages[block] = page
         self.connector.arrived(pull.request_id)
-        if sequence.state is State.OVER:
-            self.pool.give_back(sequence.blocks)
+        if sequence.state is State.ENDED:
+            self.pool.release(sequence.blocks)
             return
         sequence.external = pull.tokens
         sequence.computed = sequence.prompt
@@ -344,14 +344,14 @@ class Core:
         self.stats.failed_transfers += 1
         self.nixl.failed(request_id)
         self.connector.arrived(request_id)
-        if sequence.state is State.OVER:
-            self.pool.give_back(sequence.blocks)
+        if sequence.state is State.ENDED:
+            self.pool.release(sequence.blocks)
         elif self.facts.kv_load_failure_policy == "recompute":
             self._back_to_queue(sequence)
         else:
             self._end(sequence, "error", now)
             self._outputs.append(EngineOutput(request_id=request_id, finish_reason="error"))
-        self._gauge()
+        self._update_gauges()
 
     def handshaken(self, peer: Peer, engine_id: str | None, now: float) -> None:
         """Take the answer to a handshake; None: nobody answered in time."""
@@ -377,7 +377,7 @@ class Core:
         assert isinstance(self.connector, Nixl)
         return self.connector
 
-    def _gauge(self) -> None:
+    def _update_gauges(self) -> None:
         self.stats.running = len(self._running)
         self.stats.waiting = len(self._waiting) + len(self._loads)
         self.stats.kv_cache_usage = self.pool.usage

@@ -134,7 +134,7 @@ class Journal:
         """All else."""
         return self._others.kept
 
-    async def asked(self, count: int = 1, timeout: float = 5.0) -> Request:
+    async def received(self, count: int = 1, timeout: float = 5.0) -> Request:
         """Wait until so many generating requests have come; return the last of them.
 
         Raises:
@@ -142,7 +142,7 @@ class Journal:
         """
         return await self._generating.reached(count, timeout)
 
-    async def given_back(self, count: int = 1, timeout: float = 5.0) -> Request:
+    async def released(self, count: int = 1, timeout: float = 5.0) -> Request:
         """Wait until so many handles have been given back; return the last such request.
 
         Raises:

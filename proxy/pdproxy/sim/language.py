@@ -56,12 +56,12 @@ class Language:
         """
         budget = sampling.thinking_token_budget
         if self._thinks and budget is not None and len(generated) >= budget and THINK_END not in generated:
-            return self._told(state, generated, recent, sampling, THINK_END, 1, -0.01)
+            return self._token(state, generated, recent, sampling, THINK_END, 1, -0.01)
         if sampling.grammar is not None:
             allowed = self._allowed(sampling.grammar, generated)
             if allowed is not None:
                 pick = draw if sampling.temperature > 0 else mix(state, 1)
-                return self._told(state, generated, recent, sampling, allowed[pick % len(allowed)], 1, -0.05)
+                return self._token(state, generated, recent, sampling, allowed[pick % len(allowed)], 1, -0.05)
         skip = 0
         if sampling.temperature > 0:
             skip = min(
@@ -69,7 +69,7 @@ class Language:
             )
         forced = [token for token, bias in sampling.logit_bias.items() if bias >= _STRONG_BIAS]
         if forced:
-            return self._told(state, generated, recent, sampling, min(forced), 1, -0.01)
+            return self._token(state, generated, recent, sampling, min(forced), 1, -0.01)
         banned = _banned(generated, sampling)
         last: Candidate | None = None
         for candidate in self._candidates(state, generated, recent):
@@ -80,7 +80,7 @@ class Language:
                 break
             skip -= 1
         assert last is not None
-        return self._told(state, generated, recent, sampling, last.token, last.rank, last.logprob)
+        return self._token(state, generated, recent, sampling, last.token, last.rank, last.logprob)
 
     def _allowed(self, grammar: Grammar, generated: Sequence[int]) -> Sequence[int] | None:
         """Return the ids that may follow, None: any. A grammar of texts binds no thoughts."""
@@ -100,7 +100,7 @@ class Language:
             own = Candidate(token, -8.0 - (bits % 4096) / 1024, _CHOICES + 1 + bits % 900)
         return (own, *(candidate for candidate in likeliest if candidate.token != token))
 
-    def _told(
+    def _token(
         self,
         state: int,
         generated: Sequence[int],

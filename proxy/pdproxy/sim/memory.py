@@ -73,7 +73,7 @@ class BlockPool:
             taken.append(block)
         return taken
 
-    def give_back(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int]) -> None:
         """Release a request's blocks, its last ones being reused first."""
         for block in reversed(blocks):
             self._references[block] -= 1

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-from pdproxy.sim.words import BREAKS, WORDS
+from pdproxy.sim.vocabulary import BREAKS, WORDS
 
 BOS, EOS, IM_START, IM_END = 0, 1, 2, 3
 SPECIAL = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")

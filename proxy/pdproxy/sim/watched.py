@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from pdproxy.sim.core import Core
 from pdproxy.sim.engine import Engine
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.fault_kinds import Moment
+from pdproxy.sim.faults.moments import Moment
 from pdproxy.sim.nixl import Pull
 from pdproxy.sim.request import EngineOutput, EngineRequest
 from pdproxy.sim.storage import Storage

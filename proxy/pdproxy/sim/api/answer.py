@@ -16,10 +16,11 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 
-from pdproxy.sim.api.errors import INTERNAL, Refused, error_event, failure, refusal
+from pdproxy.sim.api.errors import INTERNAL, Refused, failure, refusal
 from pdproxy.sim.api.generation import LoadFailedError
 from pdproxy.sim.api.protocol import GenerationBody
 from pdproxy.sim.engine import Engine
+from pdproxy.sim.error_body import error_event
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.request import EngineDeadError
 

@@ -25,11 +25,12 @@ from pdproxy.sim.api import metrics
 from pdproxy.sim.api.answer import answered, check_model
 from pdproxy.sim.api.chat import chat, chat_prompt
 from pdproxy.sim.api.completions import complete
-from pdproxy.sim.api.errors import Refused, error_body, refusal, response, schema_message
+from pdproxy.sim.api.errors import Refused, refusal, response, schema_message
 from pdproxy.sim.api.messages import CountBody, MessagesBody, count, message
 from pdproxy.sim.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pdproxy.sim.api.responses import ResponsesBody, respond
 from pdproxy.sim.engine import Engine
+from pdproxy.sim.error_body import error_body
 
 _GUARDED = ("/v1", "/v2", "/inference", "/cohere")
 _SCALE_OUT = (

@@ -5,12 +5,13 @@ Owns the error bodies. A handler raises `Refused`; the schema's errors are pydan
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 from fastapi.responses import Response
+
+from pdproxy.sim.error_body import error_body
 
 _MOST_ERRORS = 10
 _MOST_INPUT = 200
@@ -53,11 +54,6 @@ class EngineRefused(Refused):
     """Refused by the engine itself, not by the handler before it: so late that a stream has its status already."""
 
 
-def error_body(message: str, kind: str, status: int, param: str | None = None) -> dict[str, object]:
-    """Return the body of an error."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
-
-
 def response(body: object, status: int = 200) -> Response:
     """Return a JSON response as vLLM's server writes it."""
     return Response(msgspec.json.encode(body), status, media_type="application/json")
@@ -71,11 +67,6 @@ def refusal(error: Refused) -> Response:
 def failure(message: str) -> Response:
     """Return the answer of an engine that failed."""
     return response(error_body(message, "InternalServerError", 500), 500)
-
-
-def error_event(message: str, kind: str = "InternalServerError", status: int = 500, param: str | None = None) -> bytes:
-    """Return the event in which a stream's failure comes: with spaces, as recorded."""
-    return b"data: " + json.dumps(error_body(message, kind, status, param), ensure_ascii=False).encode() + b"\n\n"
 
 
 def schema_message(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
