@@ -333,7 +333,7 @@ async def test_handles_given_back_are_no_requests(sim):
 
 
 async def test_the_journal_forgets_what_is_old():
-    journal = Journal(most=2)
+    journal = Journal(limit=2)
     for number in range(3):
         journal.note(Request("POST", COMPLETIONS, [], json.dumps({"n": number}).encode(), 1))
     assert [request.json["n"] for request in journal.requests] == [1, 2]

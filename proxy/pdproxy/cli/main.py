@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run(arguments)
     except SettingsError as error:
-        with contextlib.suppress(OSError):  # nobody reads it
+        with contextlib.suppress(OSError):  # standard error is closed
             sys.stderr.write(f"pdproxy: {error}\n")
         return USAGE_ERROR
     return code

@@ -1,6 +1,6 @@
-"""Notices on their way from a simulated engine to the proxy: ZMQ PUSH, a socket a worker, or HTTP POST.
+"""Sends the notices of a simulated engine to the proxy: ZMQ PUSH with one socket per worker, or HTTP POST.
 
-Owns the sockets, and what faults do to a notice. Without an address nothing is sent; pyzmq is imported where an address wants it.
+Owns the sockets. Without an address nothing is sent; pyzmq is imported only if the address needs it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pdproxy.sim.faults.targets import Delivery
 logger = logging.getLogger("pdproxy")
 
 MAX_WAITING = 1000
-"""Notices that may wait for a proxy that doesn't read, as in both real senders."""
+"""The number of notices that may wait for a proxy that doesn't read, as in both real senders."""
 _POST_TIMEOUT = 5.0
 """Seconds that a POST may take, as in LMCache."""
 
 
 class NoticeSender:
-    """One engine's way to tell the proxy something."""
+    """The sender of one engine."""
 
     def __init__(self, address: str | None, *, keeps: bool) -> None:
-        """Make one; `keeps`: what is sent before the proxy listens waits for it (LMCache), else it is dropped (the notifier)."""
+        """Make one; `keeps`: notices wait for a proxy that does not listen (LMCache), else they are dropped (the notifier)."""
         self._address, self._keeps = address, keeps
         self._post = address is not None and address.startswith("http://")
         self._context: Any = None
@@ -42,12 +42,12 @@ class NoticeSender:
         self._timers: set[asyncio.TimerHandle] = set()
         self._posting = TaskOwner("notices")
         self.faults: Callable[[int], Iterable[Occurrence]] = lambda rank: ()
-        """Called with the rank whose notice is due: the faults that befall it."""
+        """Called with the rank of a notice that is due; returns the faults that happen to it."""
         self.counts: Counter[str] = Counter()
         """sent, dropped."""
 
     def open(self, ranks: int) -> None:
-        """Connect; nobody needs to listen."""
+        """Connect; the proxy need not listen yet."""
         if self._address is None or self._post or self._context is not None:
             return
         import zmq
@@ -62,7 +62,7 @@ class NoticeSender:
             self._sockets.append(socket)
 
     def send(self, notice: ProxyNotice) -> None:
-        """Send a notice, or what faults make of it."""
+        """Send a notice, as changed by faults."""
         if self._address is None:
             return
         message = dict(notice.message)

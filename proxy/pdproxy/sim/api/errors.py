@@ -1,6 +1,6 @@
-"""Errors in vLLM's words and shapes: what a handler refuses, what a schema refuses, what a stream ends with.
+"""Errors with vLLM's texts and shapes: those of a handler, of a schema, and at the end of a stream.
 
-Owns the error bodies. A handler raises `Refused`; the schema's errors are pydantic's own, formatted as vLLM formats them.
+Owns the answers with errors. A handler raises `Refused`; the schema's errors are pydantic's own, formatted as vLLM formats them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _INTERNAL = frozenset(
 INTERNAL = "Internal server error"
 
 
-class Refused(Exception):  # noqa: N818 - not an error of ours
+class Refused(Exception):  # noqa: N818 - vLLM's refusal, not our error
     """A request that vLLM's handler or validators refuse. `str()` is the message a client sees.
 
-    Not a ValueError, as vLLM's own is none: pydantic lets it through, and it is answered in the handler's shape.
+    It is not a ValueError, as in vLLM: pydantic lets it pass, and the answer has the handler's shape.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Refused(Exception):  # noqa: N818 - not an error of ours
         status: int = 400,
         **value: object,
     ) -> None:
-        """Name what is wrong; `value=` is printed behind it, as vLLM's validation errors do."""
+        """Make one; `value=` is printed after the message, as in vLLM's validation errors."""
         self.plain = message
         self.param, self.kind, self.status = param, kind, status
         shown = [f"parameter={param}"] if param is not None else []
@@ -51,7 +51,7 @@ class Refused(Exception):  # noqa: N818 - not an error of ours
 
 
 class EngineRefused(Refused):
-    """Refused by the engine itself, not by the handler before it: so late that a stream has its status already."""
+    """Refused by the engine, not by the handler: a stream's status has been sent by then."""
 
 
 def response(body: object, status: int = 200) -> Response:
