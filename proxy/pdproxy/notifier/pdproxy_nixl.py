@@ -11,7 +11,7 @@ of them, each of which gets all notices. Without it the variable PDPROXY_NOTIFY 
 both nothing is sent. Engines with and without this file work together. An error in this file does not stop transfers: a notice
 that can't be sent at once is counted and dropped, an exception is logged once.
 
-A notice is a msgpack map, PUSHed to the proxy's PULL socket; unknown fields are left out:
+A notice is a msgpack map, PUSHed to the proxy's PULL socket; fields without a value are left out:
 
     type "PdproxyKV", v 1, event, req_id, internal_id, remote_req_id, engine_id, role, t, wall
     tokens, cached, created, blocks, bytes, seconds, params, prompt_ids, reason, dropped
