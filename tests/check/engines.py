@@ -12,7 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from pdproxy.lab.check.facts import Facts as Learned
-from pdproxy.lab.check.facts import Surroundings
+from pdproxy.lab.check.facts import MachineFacts
 from pdproxy.lab.check.findings import Finding
 from pdproxy.lab.check.gather import gather
 from pdproxy.lab.check.options import Options
@@ -72,7 +72,7 @@ class Bench:
 
     async def check(self, settings: Settings | None = None, options: Options = QUICK) -> Checked:
         """Check what runs."""
-        learned = await gather(settings or self.settings(), options, Surroundings())
+        learned = await gather(settings or self.settings(), options, MachineFacts())
         return Checked(learned, judge(learned))
 
     async def stop(self) -> None:

@@ -31,7 +31,7 @@ async def test_a_good_pair_yields_nothing_and_leaves_nothing_behind(bench):
     checked = await pair(bench)
     assert checked.findings == []
     (tried,) = checked.learned.pairs
-    assert tried.last.well
+    assert tried.last.kv_moved
     assert tried.last.moved == tried.last.prompt_tokens >= 3 * 16
     assert not tried.last.differs
     assert bench.held == 0
@@ -45,7 +45,7 @@ async def test_all_pairs_of_a_good_fleet_are_proven(bench):
     checked = await bench.check()
     assert checked.findings == []
     assert len(checked.learned.pairs) == 4
-    assert all(tried.last.well for tried in checked.learned.pairs)
+    assert all(tried.last.kv_moved for tried in checked.learned.pairs)
     assert bench.held == 0
 
 
@@ -155,14 +155,14 @@ async def test_another_max_model_len(bench):
 async def test_a_short_max_model_len_still_gets_a_prompt_that_fits(bench):
     checked = await pair(bench, {"max_model_len": 64}, {"max_model_len": 64})
     assert checked.findings == []
-    assert checked.learned.pairs[0].last.well
+    assert checked.learned.pairs[0].last.kv_moved
 
 
 async def test_no_connector_on_decode_is_silent_recompute(bench):
     checked = await pair(bench, decode={"connector": "none"})
     found = checked["decode_no_connector"]
     assert found.level == "error"
-    assert "never moved" in found.says
+    assert "no KV moved" in found.says
     assert '"kv_role":"kv_consumer"' in found.remedy
     assert checked["kv_kept"].level == "note", "nobody could give that KV back"
 

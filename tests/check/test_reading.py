@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from pdproxy.lab.check import metrics, prompts
-from pdproxy.lab.check.ask import Reply, _ahead
 from pdproxy.lab.check.facts import Generated
 from pdproxy.lab.check.handles import with_other_engine
-from pdproxy.lab.check.machine import look_around
+from pdproxy.lab.check.http_client import Reply, _ahead
+from pdproxy.lab.check.machine import machine_facts
 from pdproxy.settings.load import Engine as Listed
 from pdproxy.settings.load import load
 from pdproxy.transfer.contract import Handle
@@ -53,9 +53,9 @@ def test_a_clock_is_off_only_if_a_header_in_whole_seconds_proves_it(ahead, least
 
 
 def test_an_answer_in_words_is_one_short_line():
-    assert Reply(500, b'{"error":\n  "\x1b[31m' + b"x" * 500).words().startswith('500: {"error": "?[31mxxx')
-    assert len(Reply(500, b"x" * 500).words()) < 220
-    assert Reply(404, b"").words() == "404"
+    assert Reply(500, b'{"error":\n  "\x1b[31m' + b"x" * 500).summary().startswith('500: {"error": "?[31mxxx')
+    assert len(Reply(500, b"x" * 500).summary()) < 220
+    assert Reply(404, b"").summary() == "404"
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"choices":[]}', b"\xff", b'{"choices":[{"text":3}]}'])
@@ -87,8 +87,8 @@ def test_a_handle_of_another_engine_is_complete():
 def test_the_machine():
     settings = load(None, {}, (), [Listed("prefill", "10.0.0.1:1"), Listed("decode", "engine.internal:2")])
     env = {"HTTPS_PROXY": "x", "http_proxy": "http://me:word@proxy:3128", "NO_PROXY": ".internal"}
-    found = look_around(settings, env)
+    found = machine_facts(settings, env)
     assert dict(found.proxies) == {"http_proxy": "proxy:3128"}
     assert found.bypassed == {"http://engine.internal:2"}
     assert found.files_needed > settings.limits.max_inflight
-    assert not look_around(settings, {}).proxies
+    assert not machine_facts(settings, {}).proxies

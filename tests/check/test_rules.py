@@ -11,11 +11,11 @@ from pdproxy.lab.check.facts import (
     Facts,
     Generated,
     Lease,
+    MachineFacts,
     PairFacts,
     Policy,
     Side,
     Split,
-    Surroundings,
     Trouble,
 )
 from pdproxy.lab.check.metrics import Metrics
@@ -38,7 +38,7 @@ def engine(url: str, role: Any, **more: Any) -> EngineFacts:
         "metrics": metrics,
         "block_size": 16,
         "canary": {"llama": ((1, 2), (3, 4))},
-        "said": (SAID, SAID),
+        "completions": (SAID, SAID),
         "addresses": frozenset({url.rpartition(":")[0].removeprefix("http://")}),
     }
     return EngineFacts(url=url, role=role, **{**good, **more})
@@ -48,7 +48,7 @@ def good(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = 
     side = Side("engine-p", "10.0.0.1", 5600, addresses=frozenset({"10.0.0.1"}), reach="open")
     p = engine(P, "prefill", **{"side": side, "lease": Lease(5.0), **(prefill or {})})
     d = engine(D, "decode", **{"policy": Policy("fail"), **(decode or {})})
-    last = Split(end="answered", prompt_tokens=50, due=48, moved=50, said=SAID, alone=SAID)
+    last = Split(end="answered", prompt_tokens=50, due=48, moved=50, answer=SAID, alone=SAID)
     facts = Facts(
         settings=load(None, {}, (), [Listed("prefill", P), Listed("decode", D)]),
         engines=[p, d],
@@ -73,15 +73,17 @@ def test_good_facts_yield_nothing():
 
 
 def test_errors_come_first():
-    facts = good({"skew": 60.0}, {"version": "0.31.0"}, surroundings=Surroundings(proxies={"HTTP_PROXY": "proxy:3128"}))
+    facts = good(
+        {"clock_skew": 60.0}, {"version": "0.31.0"}, machine=MachineFacts(proxies={"HTTP_PROXY": "proxy:3128"})
+    )
     assert [finding.level for finding in judge(facts)] == ["error", "warning", "note"]
 
 
 @pytest.mark.parametrize(
     ("facts", "found"),
     [
-        (good({"skew": 7.0}), {"clock": "warning"}),
-        (good({"skew": -7.0}), {"clock": "warning"}),
+        (good({"clock_skew": 7.0}), {"clock": "warning"}),
+        (good({"clock_skew": -7.0}), {"clock": "warning"}),
         (good({"restarted": True}), {"engine_changed": "error"}),
         (good(decode={"cards": ()}), {"no_model": "error"}),
         (good({"metrics": Metrics(vllm=False)}), {"no_metrics": "warning"}),
@@ -99,11 +101,11 @@ def test_errors_come_first():
             {"models_differ": "error"},
         ),
         (good(decode={"canary": {"llama": ((1, 2), ())}}), {"templates_differ": "error"}),
-        (good(decode={"said": (Generated("no", (9,), details=True), SAID)}), {"weights_differ": "warning"}),
+        (good(decode={"completions": (Generated("no", (9,), details=True), SAID)}), {"weights_differ": "warning"}),
         (good({"lease": Lease(5.0, 2.0)}), {"lease_short": "warning"}),
-        (good(surroundings=Surroundings(files=1024, files_needed=3136)), {"open_files": "warning"}),
-        (good(surroundings=Surroundings(files=4096, files_needed=3136)), {}),
-        (good(surroundings=Surroundings(proxies={"http_proxy": "p"}, bypassed=frozenset({P, D}))), {}),
+        (good(machine=MachineFacts(files=1024, files_needed=3136)), {"open_files": "warning"}),
+        (good(machine=MachineFacts(files=4096, files_needed=3136)), {}),
+        (good(machine=MachineFacts(proxies={"http_proxy": "p"}, bypassed=frozenset({P, D}))), {}),
         (good(pairs=tried(kept=True)), {"kv_kept": "warning"}),
         (good(pairs=tried(counted=False, moved=0)), {}),
         (good(pairs=tried(moved=0)), {"kv_not_moved": "error"}),
@@ -118,7 +120,7 @@ def test_one_fact_that_is_off_is_one_finding(facts, found):
 
 def test_one_greedy_answer_of_two_that_differs_is_a_warning_two_are_an_error():
     other = Generated("but no", (7, 8, 9))
-    first, second = (structs.replace(good().pairs[0].last, said=said) for said in (other, SAID))
+    first, second = (structs.replace(good().pairs[0].last, answer=said) for said in (other, SAID))
     assert codes(good(pairs=[PairFacts(prefill=P, decode=D, tries=(first, second))])) == {"split_wavers": "warning"}
     assert codes(good(pairs=[PairFacts(prefill=P, decode=D, tries=(first, first))])) == {"split_differs": "error"}
 
@@ -144,7 +146,7 @@ def test_old_engines_that_show_no_consumers_are_not_accused():
         (Side("e", "127.0.0.1", 5600, addresses=frozenset({"127.0.0.1"})), False, "D's machine itself"),
         (Side("e", "127.0.0.1", 5600, addresses=frozenset({"127.0.0.1"})), True, ""),
         (Side("e", "gone", 5600, reach="unresolvable"), True, "has no address"),
-        (Side("e", "10.0.0.1", 5600, addresses=frozenset({"10.0.0.1"}), reach="closed"), False, "nothing answers"),
+        (Side("e", "10.0.0.1", 5600, addresses=frozenset({"10.0.0.1"}), reach="closed"), False, "nothing listens"),
         (Side("e", "10.0.0.1", 5600, addresses=frozenset({"10.0.0.1"}), reach="open"), False, ""),
         (None, False, ""),
     ],
@@ -172,7 +174,7 @@ def test_each_trouble_has_its_remedy(kind, word):
 
 
 def test_a_proxy_in_the_environment_is_named_where_an_engine_cannot_be_reached():
-    facts = good({"trouble": Trouble("unreachable", "x")}, surroundings=Surroundings(proxies={"http_proxy": "p:1"}))
+    facts = good({"trouble": Trouble("unreachable", "x")}, machine=MachineFacts(proxies={"http_proxy": "p:1"}))
     facts.pairs = []
     assert "no HTTP proxy" in judge(facts)[0].remedy
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pdproxy.lab.conformance.answers import BrokenError, Said, Stream, whole
-from pdproxy.lab.conformance.questions import CHAT, COMPLETION, adding, question, renewed, salted, under, without
+from pdproxy.lab.conformance.answers import Answer, InvalidAnswerError, Stream, read_whole
+from pdproxy.lab.conformance.requests import (
+    CHAT,
+    COMPLETION,
+    make_request,
+    salted,
+    short_text,
+    with_field,
+    with_mark,
+    without_field,
+)
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-SAID = Said(text="ab", ids=(7, 8), prompt_ids=(1, 2, 3), finish="length", prompt_tokens=3, completion_tokens=2)
+SAID = Answer(text="ab", ids=(7, 8), prompt_ids=(1, 2, 3), finish="length", prompt_tokens=3, completion_tokens=2)
 
 
-def read(*events: object) -> Said:
+def read(*events: object) -> Answer:
     """A stream's lines."""
     stream = Stream()
     for event in events:
@@ -24,9 +33,11 @@ def read(*events: object) -> Said:
 
 def test_all_four_forms_read_alike() -> None:
     choice = {"text": "ab", "token_ids": [7, 8], "prompt_token_ids": [1, 2, 3], "finish_reason": "length"}
-    assert whole(msgspec.json.encode({"choices": [choice], "usage": USAGE})) == SAID
+    assert read_whole(msgspec.json.encode({"choices": [choice], "usage": USAGE})) == SAID
     message = {"message": {"content": "b", "reasoning": "a"}, "token_ids": [7, 8], "finish_reason": "length"}
-    assert whole(msgspec.json.encode({"choices": [message], "prompt_token_ids": [1, 2, 3], "usage": USAGE})) == SAID
+    assert (
+        read_whole(msgspec.json.encode({"choices": [message], "prompt_token_ids": [1, 2, 3], "usage": USAGE})) == SAID
+    )
     end = {"choices": [], "usage": USAGE}
     first = {"text": "a", "token_ids": [7], "prompt_token_ids": [1, 2, 3]}
     streamed = read(
@@ -46,8 +57,8 @@ def test_all_four_forms_read_alike() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{}", b"[]", b'{"choices":[]}', b"\xff", b'{"choices":[{"text":"a"}]}'])
 def test_what_is_no_answer(body: bytes) -> None:
-    with pytest.raises(BrokenError):
-        whole(body)
+    with pytest.raises(InvalidAnswerError):
+        read_whole(body)
 
 
 @pytest.mark.parametrize(
@@ -62,20 +73,20 @@ def test_what_is_no_answer(body: bytes) -> None:
     ],
 )
 def test_what_is_no_whole_stream(events: list[object]) -> None:
-    with pytest.raises(BrokenError):
+    with pytest.raises(InvalidAnswerError):
         read(*events)
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"ids": (7, 9)}, "other token ids than D (from token 1 on)"),
-        ({"ids": (7,)}, "other token ids than D (2 and 1 ids)"),
-        ({"text": "ac"}, "text is 'ab', D says 'ac'"),
-        ({"finish": "stop"}, "finish_reason is 'length', D says 'stop'"),
-        ({"prompt_tokens": 4}, "usage.prompt_tokens is 3, D says 4"),
-        ({"completion_tokens": 1}, "usage.completion_tokens is 2, D says 1"),
-        ({"prompt_ids": ()}, "prompt_token_ids is (1, 2, 3), D says ()"),
+        ({"ids": (7, 9)}, "token ids differ from D (from token 1 on)"),
+        ({"ids": (7,)}, "token ids differ from D (2 and 1 ids)"),
+        ({"text": "ac"}, "text is 'ab', D has 'ac'"),
+        ({"finish": "stop"}, "finish_reason is 'length', D has 'stop'"),
+        ({"prompt_tokens": 4}, "usage.prompt_tokens is 3, D has 4"),
+        ({"completion_tokens": 1}, "usage.completion_tokens is 2, D has 1"),
+        ({"prompt_ids": ()}, "prompt_token_ids is (1, 2, 3), D has ()"),
     ],
 )
 def test_any_difference_is_named(changed: dict[str, object], words: str) -> None:
@@ -85,7 +96,7 @@ def test_any_difference_is_named(changed: dict[str, object], words: str) -> None
 
 def test_a_question_asked_again_differs_in_its_salt_alone() -> None:
     for shape in (COMPLETION, CHAT):
-        asked = question(shape, "m", "one: text", "one")
+        asked = make_request(shape, "m", "one: text", "one")
         again = salted(asked, "fresh")
         before, after = msgspec.json.decode(asked.body), msgspec.json.decode(again.body)
         assert after.pop("cache_salt") == "fresh"
@@ -95,15 +106,15 @@ def test_a_question_asked_again_differs_in_its_salt_alone() -> None:
 
 def test_a_question_is_renewed_by_its_mark_and_a_field_comes_and_goes() -> None:
     for shape in (COMPLETION, CHAT):
-        asked = question(shape, "m", "one: text", "one")
-        other = renewed(asked, "two")
-        assert other.body == question(shape, "m", "two: text", "two").body
+        asked = make_request(shape, "m", "one: text", "one")
+        other = with_mark(asked, "two")
+        assert other.body == make_request(shape, "m", "two: text", "two").body
         assert other.request_id == "conformance-two"
-        assert without(adding(asked, "x", {"y": 1}), "x") == asked
-        assert msgspec.json.decode(adding(asked, "x", {"y": 1}).body)["x"] == {"y": 1}
+        assert without_field(with_field(asked, "x", {"y": 1}), "x") == asked
+        assert msgspec.json.decode(with_field(asked, "x", {"y": 1}).body)["x"] == {"y": 1}
 
 
 @pytest.mark.parametrize("block", [1, 3, 4, 16, 128])
 def test_a_short_text_is_under_a_block_in_bytes_with_special_tokens(block: int) -> None:
-    text = under("0123456789ab", block, block)
+    text = short_text("0123456789ab", block, block)
     assert not text or len(text) + 2 < block

@@ -126,42 +126,42 @@ SOON = {"deadlines": {"kv_ready": 1}}
 WRONG = [
     Wrong("pair", "different versions", how={"p": {"version": "0.31.0"}}),
     Wrong("pair", "no connection", lambda engines, patch: engines.p.faults.add("refuse") and None),
-    Wrong("kv_moved", "it computed them itself", how=NO_PULL),
+    Wrong("kv_moved", "it computed the others itself", how=NO_PULL),
     Wrong("kv_moved", "one engine alone: no_handle", how={"p": {"connector": "none"}}),
-    Wrong("kv_moved", "too long for a completion through the proxy", hangs),
-    Wrong("kv_moved", "it computed them itself", how={"connector": "shared", "d": {"connector": "none"}}),
+    Wrong("kv_moved", "while waiting for a completion through the proxy", hangs),
+    Wrong("kv_moved", "it computed the others itself", how={"connector": "shared", "d": {"connector": "none"}}),
     Wrong("short_prompt", "was given to P", splits_all),
-    Wrong("completion", "other token ids than D alone", empty_pages),
-    Wrong("completion", "other token ids than the plain engine", how={"p": {"weights": 1}, "d": {"weights": 1}}),
+    Wrong("completion", "token ids differ from D alone", empty_pages),
+    Wrong("completion", "token ids differ from the plain engine", how={"p": {"weights": 1}, "d": {"weights": 1}}),
     Wrong("completion", "computed the prompt itself", how=NO_PULL, verdict="not_judged"),
-    Wrong("completion_stream", "other token ids than D alone", empty_pages),
-    Wrong("completion_stream", "too long for a streamed completion through the proxy", hangs),
-    Wrong("chat", "other token ids than D alone", empty_pages),
-    Wrong("chat_stream", "other token ids than D alone", empty_pages),
-    Wrong("one_token", "other token ids than D alone", empty_pages),
+    Wrong("completion_stream", "token ids differ from D alone", empty_pages),
+    Wrong("completion_stream", "while waiting for a streamed completion through the proxy", hangs),
+    Wrong("chat", "token ids differ from D alone", empty_pages),
+    Wrong("chat_stream", "token ids differ from D alone", empty_pages),
+    Wrong("one_token", "token ids differ from D alone", empty_pages),
     Wrong("one_token", "completion_tokens is 2", two_tokens),
-    Wrong("ids_in_stream", "without return_token_ids brought ids", shows_ids),
-    Wrong("ids_in_stream", "brought 0 ids", hides_ids),
+    Wrong("ids_in_stream", "without return_token_ids has ids", shows_ids),
+    Wrong("ids_in_stream", "has 0 ids", hides_ids),
     Wrong("wrong_handle", "ec_transfer_params reached", client_handles_pass),
     Wrong("wrong_handle", "kv_transfer_params reached", client_handles_pass, {"connector": "shared"}),
-    Wrong("notice_each_rank", "silent ranks: unnamed", says("lost_notice:rank=1,rate=1"), {**PD, **SOON}),
-    Wrong("notice_each_rank", "silent ranks: 1", says("lost_notice:rank=1,rate=1"), {**MP, **SOON}),
-    Wrong("notice_each_rank", "some were double", says("double_notice:rate=1"), MP),
+    Wrong("notice_each_rank", "ranks that sent none: unnamed", says("lost_notice:rank=1,rate=1"), {**PD, **SOON}),
+    Wrong("notice_each_rank", "ranks that sent none: 1", says("lost_notice:rank=1,rate=1"), {**MP, **SOON}),
+    Wrong("notice_each_rank", "some were sent twice", says("double_notice:rate=1"), MP),
     Wrong("notice_each_rank", "no notice was ready", says("lost_notice:rate=1"), {"notifier": True}),
     Wrong("notice_wait", "before the notices had come", does_not_wait, PD),
     Wrong("notice_wait", "before the notices had come", does_not_wait, MP),
-    Wrong("notice_missing", "too long for a completion through the proxy", waits_for_ever, PD),
+    Wrong("notice_missing", "while waiting for a completion through the proxy", waits_for_ever, PD),
     Wrong("notice_missing", "did not wait for notices", does_not_wait, MP),
     Wrong(
-        "notice_missing", "on_timeout is fail, and without", does_not_wait, {**MP, "kv_ready": {"on_timeout": "fail"}}
+        "notice_missing", "on_timeout is fail, but without", does_not_wait, {**MP, "kv_ready": {"on_timeout": "fail"}}
     ),
     Wrong("leave_prefill", "P still holds KV", keeps_blocks, {"lease": 60}),
-    Wrong("leave_prefill", "freed by the end of its lease", keeps_blocks, {"lease": 0.5}),
+    Wrong("leave_prefill", "freed only by the end of its lease", keeps_blocks, {"lease": 0.5}),
     Wrong("leave_decode", "still holds KV", keeps_blocks, {"lease": 60}),
     Wrong("leave_decode", "one engine alone", how={"p": {"connector": "none"}}),
     Wrong("leave_stream", "D still holds KV", ignores_aborts, {"speed": 0.5}),
     Wrong("release", "P still holds the KV", keeps_blocks, {"lease": 60}),
-    Wrong("release", "gives no usable handle", how={"p": {"connector": "none"}}),
+    Wrong("release", "returns no usable handle", how={"p": {"connector": "none"}}),
     Wrong("lease", "P held the KV for all of 1 s", how={"lease": 60}),
     Wrong("nothing_left", "P still holds KV", keeps_blocks, {"lease": 60}),
 ]
@@ -194,7 +194,7 @@ async def test_an_engine_that_was_restarted_is_noticed() -> None:
         checks.insert(1, Check("restart", "", restart))
         results = (await run(engines.settings, BRISK, checks)).pairs[0].results
         assert results[-1].verdict == "failed"
-        assert "started anew" in results[-1].says
+        assert "restarted during the run" in results[-1].says
 
 
 async def test_what_depends_on_a_pair_is_not_judged_without_one() -> None:
@@ -215,7 +215,7 @@ async def test_a_check_that_does_not_end_fails() -> None:
         options = structs.replace(BRISK, timeout=1)
         results = (await run(engines.settings, options, [pair, Check("never", "", never)])).pairs[0].results
         assert results[1].verdict == "failed"
-        assert "not over after 1 s" in results[1].says
+        assert "not complete after 1 s" in results[1].says
 
 
 async def test_others_traffic_makes_usage_unjudgeable() -> None:
@@ -223,4 +223,4 @@ async def test_others_traffic_makes_usage_unjudgeable() -> None:
         engines.d.engine.stats.waiting = 1
         results: dict[str, Result] = await engines.judge("leave_stream")
         assert results["leave_stream"].verdict == "not_judged"
-        assert "somebody else's" in results["leave_stream"].says
+        assert "from others" in results["leave_stream"].says

@@ -133,7 +133,7 @@ async def test_a_demo_that_is_killed_leaves_no_engine(tmp_path: Path) -> None:
         ({**CPU, "nixl": False}, "vLLM 0.32.0 has no NIXL beside it"),
         ({**CPU, "cpu": False}, "is built for GPUs and sees none here"),
         ({**CPU, "gpus": 1}, "2 engines need a GPU each, and vLLM sees 1"),
-        ({}, "says something else than expected about vLLM"),
+        ({}, "reports something unexpected about vLLM"),
     ],
 )
 async def test_what_can_not_work_is_told_before_anything_starts(

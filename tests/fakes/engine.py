@@ -119,7 +119,7 @@ class FakeEngine:
             self._watch()
         else:
             self.sim._listener.open()
-            await self.sim._listener.take()
+            await self.sim._listener.accept()
 
     def refuse(self) -> None:
         """Refuse new connections and drop the idle ones."""
@@ -202,11 +202,11 @@ class FakeEngine:
 
     async def asked(self, count: int = 1) -> Request:
         """Wait until so many generating requests have come; return the last of them."""
-        return await self.sim.journal.asked(count)
+        return await self.sim.journal.received(count)
 
     async def given_back(self, count: int = 1) -> Request:
         """Wait until so many handles have been given back here; return the last such request."""
-        return await self.sim.journal.given_back(count)
+        return await self.sim.journal.released(count)
 
     async def get(self, path: str) -> Any:
         """The JSON that one of its routes answers."""

@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdproxy.kit.errors import BadRequestError
-from pdproxy.sim.api.errors import error_body as engine_error
 from pdproxy.sim.api.errors import response, schema_message
 from pdproxy.sim.api.protocol import ChatBody, CompletionBody
+from pdproxy.sim.error_body import error_body as engine_error
 from pdproxy.transfer.contract import encode
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Parsed, Route, parse

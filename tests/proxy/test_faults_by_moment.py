@@ -11,8 +11,9 @@ import os
 
 import pytest
 
-from pdproxy.sim.fault_kinds import KINDS, Moment
-from pdproxy.sim.faults import Fault
+from pdproxy.sim.faults.book import Fault
+from pdproxy.sim.faults.kinds import KINDS
+from pdproxy.sim.faults.moments import Moment
 from tests.fakes.client import Answer
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
 

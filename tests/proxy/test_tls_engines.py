@@ -150,7 +150,7 @@ async def test_the_handshake_is_inside_the_connect_deadline(theirs: Side, caplog
     async with world(
         0, 1, adjust=behind(ca=theirs.authority), engine_tls=theirs.server(), deadlines={"connect": 0.2}
     ) as w:
-        w.decode[0].sim._listener.leave()  # the kernel still takes connections
+        w.decode[0].sim._listener.stop_accepting()  # the kernel still takes connections
         answer = await w.ask(COMPLETIONS, completion())
         assert answer.status == 503
         assert legs_failed(caplog)[0]["error"] == f"{w.decode[0].url} took no connection in 0.2 s"

@@ -52,7 +52,7 @@ async def test_faults_are_armed_listed_and_disarmed(sim):
         (post("/faults", kind=["reset"]), 400, "kind"),
         (post("/faults", kind="status", status="x"), 400, "status"),
         (post("/faults", kind="status", status=None), 400, "status"),
-        (b"POST /faults HTTP/1.1\r\nhost: sim\r\ncontent-length: 1\r\n\r\n{", 400, "no JSON"),
+        (b"POST /faults HTTP/1.1\r\nhost: sim\r\ncontent-length: 1\r\n\r\n{", 400, "not JSON"),
         (b"POST /faults HTTP/1.1\r\nhost: sim\r\ncontent-length: 2\r\n\r\n[]", 400, "an object"),
         (get("/nowhere"), 404, "/nowhere"),
         (get("/kill"), 405, "/kill"),

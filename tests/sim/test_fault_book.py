@@ -2,8 +2,9 @@
 
 import pytest
 
-from pdproxy.sim.fault_kinds import KINDS
-from pdproxy.sim.faults import Fault, FaultBook, FaultError, Situation, fault_of, parse
+from pdproxy.sim.faults.book import Fault, FaultBook, Situation, fault_of, parse
+from pdproxy.sim.faults.kind import FaultError
+from pdproxy.sim.faults.kinds import KINDS
 from tests.sim.raw import COMPLETIONS
 
 

@@ -7,7 +7,8 @@ import re
 import pytest
 
 from pdproxy.sim import writing
-from pdproxy.sim.transport import GARBAGE
+from pdproxy.sim.faults.answers import NO_HTTP
+from pdproxy.sim.write_style import cut
 from tests.sim.moments import STREAM_MOMENTS, WORDS
 from tests.sim.raw import Raw, ask, chat, completion, get, until
 
@@ -39,8 +40,8 @@ async def test_bytes_that_are_no_http(sim, at, close):
     sim.faults.add(f"garbage@{at}:close={close}")
     client = await Raw.connect(sim.port)
     client.send(completion(stream=True))
-    await client.until(lambda: GARBAGE in client.data)
-    assert client.data.endswith(GARBAGE)
+    await client.until(lambda: NO_HTTP in client.data)
+    assert client.data.endswith(NO_HTTP)
     assert len(client.answer.chunks) == STREAM_MOMENTS.get(at, 0)
     if close == "true":
         assert (await client.end()).ended == "eof"
@@ -52,7 +53,7 @@ async def test_bytes_that_are_no_http(sim, at, close):
 async def test_bytes_that_belong_to_no_answer_follow_one(sim):
     sim.faults.add("garbage@after")
     seen = await ask(sim.port, completion())
-    await seen.until(lambda: seen.data.endswith(GARBAGE))
+    await seen.until(lambda: seen.data.endswith(NO_HTTP))
 
 
 @pytest.mark.parametrize("at", ["queued", *STREAM_MOMENTS])
@@ -195,14 +196,14 @@ def test_cuts_fall_everywhere_in_the_long_run():
     data = bytes(range(20))
     places = set()
     for seed in range(200):
-        pieces = writing.cut(data, 2, random.Random(seed))
+        pieces = cut(data, 2, random.Random(seed))
         assert b"".join(pieces) == data
         assert len(pieces) == 3
         places |= {len(pieces[0]), len(pieces[0]) + len(pieces[1])}
     assert places == set(range(1, 20))
-    assert writing.cut(b"abc", 0, random.Random(0)) == [b"a", b"b", b"c"]
-    assert writing.cut(b"ab", 5, random.Random(0)) == [b"a", b"b"]
-    assert writing.cut(b"a", 3, random.Random(0)) == [b"a"]
+    assert cut(b"abc", 0, random.Random(0)) == [b"a", b"b", b"c"]
+    assert cut(b"ab", 5, random.Random(0)) == [b"a", b"b"]
+    assert cut(b"a", 3, random.Random(0)) == [b"a"]
 
 
 @pytest.mark.parametrize("at", ["head", "mid_stream"])

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pdproxy.sim.transport import GARBAGE
+from pdproxy.sim.faults.answers import NO_HTTP
 from tests.sim.moments import STREAM_MOMENTS, WORDS
 from tests.sim.raw import COMPLETIONS, Raw, ask, completion, get, post, turns, until
 
@@ -108,7 +108,7 @@ async def test_a_connection_is_hit_when_it_is_accepted(sim, kind):
     else:
         client.send(completion())
         await ask(sim.port, get("/health"))
-        assert client.data == (GARBAGE if kind == "garbage" else b"")
+        assert client.data == (NO_HTTP if kind == "garbage" else b"")
         assert not client.ended
     assert not sim.requests
 
@@ -140,7 +140,7 @@ async def test_a_running_answer_outlives_a_refusal(sim):
     sim.faults.script(gated(go_on))
     client = await Raw.connect(sim.port)
     client.send(completion())
-    await sim.journal.asked()
+    await sim.journal.received()
     sim.faults.add("refuse")
     go_on.set()
     assert (await client.whole()).answer.status == 200

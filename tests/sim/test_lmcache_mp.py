@@ -22,7 +22,7 @@ class Pair(Engines):
 
     @property
     def reports(self):
-        return [tell.message for _, tell in self.p.told]
+        return [tell.message for _, tell in self.p.notices]
 
     @property
     def external(self):
@@ -51,7 +51,7 @@ def test_the_report_names_the_internal_id_and_comes_after_the_answer():
         "kv_rank": 0,
     }
     assert pair.reports == [told]
-    assert run.times[-1] <= pair.p.told[0][0]
+    assert run.times[-1] <= pair.p.notices[0][0]
     assert run.outputs[-1].kv_transfer_params is None
 
 

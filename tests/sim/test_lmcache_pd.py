@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy.sim.connector import Tell
+from pdproxy.sim.connector import ProxyNotice
 from pdproxy.sim.facts import Facts, Hardware, LMCache
 from pdproxy.sim.request import EngineDeadError
 from tests.sim.engines import OTHER, PROMPT, Engines, plain
@@ -48,7 +48,7 @@ class Pair(Engines):
 
     @property
     def notices(self):
-        return [(tell.rank, tell.message) for _, tell in self.p.told]
+        return [(tell.rank, tell.message) for _, tell in self.p.notices]
 
     @property
     def left(self):
@@ -374,4 +374,4 @@ def test_facts_that_make_no_sense():
 
 
 def test_tells_are_values():
-    assert Tell({"a": 1}) == Tell({"a": 1}, 0)
+    assert ProxyNotice({"a": 1}) == ProxyNotice({"a": 1}, 0)

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from pdproxy.sim.facts import Facts, Hardware, LMCache
-from pdproxy.sim.faults import FaultError, parse
-from pdproxy.sim.notice_sender import GARBAGE
+from pdproxy.sim.faults.book import parse
+from pdproxy.sim.faults.kind import FaultError
+from pdproxy.sim.faults.notices import NO_NOTICES
 from pdproxy.sim.pd_link import spec
 from pdproxy.sim.server import SimServer
 from pdproxy.sim.storage import MemoryStorage
@@ -132,7 +133,7 @@ async def test_chunks_move_and_each_rank_tells(pair, proxy, mode, ranks):
     assert await proxy.got(ranks) == [{"type": "ProxyNotif", "req_id": "r-1"}] * ranks
     assert await decode(d, first) == plain()
     assert external(d) == 100
-    assert p.engine.teller.counts == {"sent": ranks}
+    assert p.engine.notice_sender.counts == {"sent": ranks}
 
 
 async def test_a_lost_notice(pair, proxy):
@@ -169,9 +170,9 @@ async def test_a_late_notice(pair, proxy):
 async def test_garbage(pair, proxy, instead):
     p, d = await pair(faults=[f"garbage_notice:instead={str(instead).lower()}"])
     await prefill(p, d)
-    count = len(GARBAGE) + (not instead)
+    count = len(NO_NOTICES) + (not instead)
     await until(lambda: len(proxy.collect()) >= count)
-    assert proxy.collect()[: len(GARBAGE)] == list(GARBAGE)
+    assert proxy.collect()[: len(NO_NOTICES)] == list(NO_NOTICES)
     assert len(proxy.collect()) == count
 
 
@@ -181,7 +182,7 @@ async def test_without_lmcache_the_engine_is_healthy_and_tells_nobody(start, pro
     d = await start("decode", lmcache=lmcache("decode", degraded=True), **both)
     assert await decode(d, await prefill(p, d)) == plain()
     assert external(d) == 0
-    assert p.engine.teller.counts == {}
+    assert p.engine.notice_sender.counts == {}
     assert not p.engine.dead
 
 
@@ -195,7 +196,7 @@ async def test_notices_wait_for_a_proxy_that_comes_later(start):
         p = await start("prefill", notify=f"tcp://127.0.0.1:{port}", lmcache=lmcache("prefill"), **both)
         d = await start("decode", lmcache=lmcache("decode"), **both)
         await prefill(p, d)
-        await until(lambda: p.engine.teller.counts["sent"] == 1)
+        await until(lambda: p.engine.notice_sender.counts["sent"] == 1)
         later = context.socket(zmq.PULL)
         later.bind(f"tcp://127.0.0.1:{port}")
         await until(lambda: later.poll(0))
@@ -320,7 +321,7 @@ async def test_lmcache_mp_posts_one_report_a_rank(start):
 async def test_reports_that_nobody_takes_are_dropped(start):
     p = await start("prefill", connector="lmcache-mp", notify="http://127.0.0.1:9/x")
     await post(p, {"prompt": PROMPT, "max_tokens": 1})
-    await until(lambda: p.engine.teller.counts["dropped"] == 1)
+    await until(lambda: p.engine.notice_sender.counts["dropped"] == 1)
 
 
 # -- NIXL with the notifier

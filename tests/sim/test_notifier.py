@@ -19,9 +19,9 @@ class Pair(Engines):
         self.p = self.add(Facts(role="prefill", notify=NOTIFY, **facts))
         self.d = self.add(Facts(role="decode", notify=NOTIFY, **facts))
 
-    def told(self):
+    def messages(self):
         """Everybody's notices in their order, decode's before prefill's of the same instant."""
-        found = [(time, tell.message) for engine in (self.d, self.p) for time, tell in engine.told]
+        found = [(time, tell.message) for engine in (self.d, self.p) for time, tell in engine.notices]
         return [message for _, message in sorted(found, key=lambda one: one[0])]
 
     def prefill(self, **more):
@@ -29,7 +29,7 @@ class Pair(Engines):
 
 
 def events(pair):
-    return [(one["role"], one["event"]) for one in pair.told()]
+    return [(one["role"], one["event"]) for one in pair.messages()]
 
 
 def test_a_transfer_as_recorded():
@@ -38,7 +38,7 @@ def test_a_transfer_as_recorded():
     handle = pair.prefill().handle
     pair.answer(pair.d, PROMPT, 2, handle, id="cmpl-other-0-00000000")
     assert events(pair) == [("P", "ready"), ("D", "loaded"), ("P", "released")]
-    ready, loaded, released = pair.told()
+    ready, loaded, released = pair.messages()
     assert msgspec.json.decode(ready.pop("params")) == handle
     assert msgspec.json.decode(ready.pop("prompt_ids")) == list(PROMPT)
     head = {"type": "PdproxyKV", "v": 1, "req_id": "req-1", "remote_req_id": NAME}
@@ -57,7 +57,7 @@ def test_what_decode_has_is_loaded_at_once():
     pair.answer(pair.d, PROMPT, 2)
     handle = pair.prefill().handle
     pair.answer(pair.d, PROMPT, 2, handle)
-    assert [(one["tokens"], one["cached"]) for one in pair.told() if one["event"] == "loaded"] == [(4, 96)]
+    assert [(one["tokens"], one["cached"]) for one in pair.messages() if one["event"] == "loaded"] == [(4, 96)]
 
 
 def test_a_pull_that_fails():
@@ -72,8 +72,8 @@ def test_a_lease_that_ends():
     pair.prefill()
     pair.run(pair.now + 31)
     assert events(pair) == [("P", "ready"), ("P", "expired")]
-    assert pair.told()[-1]["reason"] == "1 worker(s)"
-    assert pair.told()[-1]["seconds"] == pytest.approx(30)
+    assert pair.messages()[-1]["reason"] == "1 worker(s)"
+    assert pair.messages()[-1]["seconds"] == pytest.approx(30)
 
 
 def test_a_prefill_that_is_aborted_holds_nothing():
@@ -81,7 +81,7 @@ def test_a_prefill_that_is_aborted_holds_nothing():
     pair.ask(pair.p, PROMPT, 8, dict(PREFILL), id=NAME)
     pair.abort(pair.p, NAME)
     assert events(pair) == [("P", "failed")]
-    assert pair.told()[0]["reason"] == "FINISHED_ABORTED"
+    assert pair.messages()[0]["reason"] == "FINISHED_ABORTED"
 
 
 def test_a_handle_given_back_is_released():
@@ -97,14 +97,14 @@ def test_requests_without_a_transfer_are_not_told_of():
     pair = Pair()
     pair.answer(pair.p)
     pair.answer(pair.d)
-    assert pair.told() == []
+    assert pair.messages() == []
 
 
 def test_engines_without_an_address_tell_nothing():
     engines = Engines()
     p, d = engines.add(Facts(role="prefill")), engines.add(Facts(role="decode"))
     engines.answer(d, PROMPT, 2, engines.handle(p))
-    assert (p.told, d.told) == ([], [])
+    assert (p.notices, d.notices) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -124,6 +124,6 @@ def test_the_proxys_decoder_reads_them():
     notices = pytest.importorskip("pdproxy.wire.notices")
     pair = Pair()
     pair.answer(pair.d, PROMPT, 2, pair.prefill().handle)
-    found = [notices.decode(msgspec.msgpack.encode(message)) for message in pair.told()]
+    found = [notices.decode(msgspec.msgpack.encode(message)) for message in pair.messages()]
     assert [one.event.value for one in found] == ["ready", "loaded", "released"]
     assert {one.request_id for one in found} == {"req-1"}

@@ -1,9 +1,9 @@
-"""The PD buffer of a decode engine alone: who gets room, who waits, who is refused."""
+"""The PD buffer of a decode engine alone: who gets allocation, who waits, who is refused."""
 
 import pytest
 
 from pdproxy.sim.facts import LMCache
-from pdproxy.sim.pd_buffer import Batch, PDBuffer, Room
+from pdproxy.sim.pd_buffer import Allocation, Batch, PDBuffer
 
 PAGES = ((7, (1, 2)),)
 
@@ -18,14 +18,14 @@ class Buffer(PDBuffer):
     def push(self, request, keys, total=None, last=True, now=0.0):
         """Offer a batch; `keys`: a letter a chunk."""
         batch = Batch(request, tuple(keys), (PAGES,) * len(keys), total or len(keys), last)
-        self.offer(batch, now, lambda room: self.answers.setdefault(request, []).append(room))
+        self.offer(batch, now, lambda allocation: self.answers.setdefault(request, []).append(allocation))
         return self.answers.get(request, [None])[-1]
 
 
 def test_room_is_given_and_what_is_there_is_named():
     buffer = Buffer()
-    assert buffer.push("r", "ab") == Room()
-    assert buffer.push("s", "bc") == Room(there=("b",))
+    assert buffer.push("r", "ab") == Allocation()
+    assert buffer.push("s", "bc") == Allocation(present=("b",))
     assert sorted(buffer.held) == ["a", "b", "c"]
 
 
@@ -55,14 +55,14 @@ def test_a_read_lets_the_next_one_in():
     assert buffer.push("s", "c") is None
     assert buffer.waiting == 1
     buffer.take("a", 1.0)
-    assert buffer.answers["s"] == [Room()]
+    assert buffer.answers["s"] == [Allocation()]
 
 
 def test_async_who_fits_passes_who_doesn_t():
     buffer = Buffer(3)
     buffer.push("r", "ab")
     assert buffer.push("big", "cd") is None
-    assert buffer.push("small", "e") == Room()
+    assert buffer.push("small", "e") == Allocation()
 
 
 def test_sync_nobody_passes():
@@ -71,18 +71,18 @@ def test_sync_nobody_passes():
     assert buffer.push("big", "cd") is None
     assert buffer.push("small", "e") is None
     buffer.take("a", 0)
-    assert buffer.answers["big"] == [Room()]
+    assert buffer.answers["big"] == [Allocation()]
     assert "small" not in buffer.answers
 
 
 def test_a_reservation_keeps_others_out_until_the_last_batch():
     buffer = Buffer(4)
-    assert buffer.push("r", "a", total=3, last=False) == Room()
+    assert buffer.push("r", "a", total=3, last=False) == Allocation()
     assert buffer.push("s", "xy") is None
-    assert buffer.push("r", "bc", total=3) == Room()
+    assert buffer.push("r", "bc", total=3) == Allocation()
     assert buffer.answers.get("s") is None  # it is admitted now, but there is no room
     buffer.take("a", 0)
-    assert buffer.answers["s"] == [Room()]
+    assert buffer.answers["s"] == [Allocation()]
 
 
 def test_waiting_for_a_reservation_ends_with_a_refusal():
@@ -93,7 +93,7 @@ def test_waiting_for_a_reservation_ends_with_a_refusal():
     buffer.tick(2.9)
     assert buffer.answers.get("s") is None
     buffer.tick(3.0)
-    assert buffer.answers["s"] == [Room(refused=True)]
+    assert buffer.answers["s"] == [Allocation(refused=True)]
 
 
 def test_waiting_for_room_ends_with_a_refusal_that_takes_all_back():
@@ -102,21 +102,23 @@ def test_waiting_for_room_ends_with_a_refusal_that_takes_all_back():
     buffer.push("r", "a", total=3, last=False)
     buffer.push("r", "bc", total=3)
     buffer.tick(2.0)
-    assert buffer.answers["r"] == [Room(), Room(refused=True)]
+    assert buffer.answers["r"] == [Allocation(), Allocation(refused=True)]
     assert sorted(buffer.held) == ["x", "y"]
 
 
 @pytest.mark.parametrize("total", [0, 5])
 def test_what_can_never_fit_is_refused_at_once(total):
     buffer = Buffer(4)
-    buffer.offer(Batch("r", ("a",), (PAGES,), total, False), 0.0, lambda room: buffer.answers.setdefault("r", [room]))
-    assert buffer.answers["r"] == [Room(refused=True)]
+    buffer.offer(
+        Batch("r", ("a",), (PAGES,), total, False), 0.0, lambda allocation: buffer.answers.setdefault("r", [allocation])
+    )
+    assert buffer.answers["r"] == [Allocation(refused=True)]
 
 
 def test_more_chunks_than_were_said_are_refused_and_taken_back():
     buffer = Buffer(8)
     buffer.push("r", "ab", total=3, last=False)
-    assert buffer.push("r", "abc", total=3) == Room(refused=True)
+    assert buffer.push("r", "abc", total=3) == Allocation(refused=True)
     assert not buffer.held
 
 
@@ -125,12 +127,12 @@ def test_a_push_that_is_given_up_leaves_nothing():
     buffer.push("r", "ab", total=4, last=False)
     assert buffer.push("s", "c") is None
     buffer.cancel("r", ["a", "b"], 0.0)
-    assert buffer.answers["s"] == [Room()]
+    assert buffer.answers["s"] == [Allocation()]
     assert list(buffer.held) == ["c"]
 
 
 def test_sync_knows_no_reservations():
     buffer = Buffer(4, pd_backend_mode="sync")
-    assert buffer.push("r", "a", total=99, last=False) == Room()
-    assert buffer.push("s", "xyz") == Room()
+    assert buffer.push("r", "a", total=99, last=False) == Allocation()
+    assert buffer.push("s", "xyz") == Allocation()
     assert buffer.next_timer() is None

@@ -67,7 +67,7 @@ async def test_stop_ends_whatever_is_under_way():
     clients = [await Raw.connect(sim.port) for _ in range(3)]
     for client, stream in zip(clients, (False, False, True), strict=True):
         client.send(completion(stream))
-    await sim.journal.asked(3)
+    await sim.journal.received(3)
     await asyncio.wait_for(sim.stop(), 5)
     for client in clients:
         await client.end()
@@ -167,7 +167,7 @@ async def test_who_leaves_a_frozen_engine_is_noticed_when_it_goes_on():
     async with SimServer(SLOW) as sim:
         client = await Raw.connect(sim.port)
         client.send(completion())
-        request = await sim.journal.asked()
+        request = await sim.journal.received()
         await sim.freeze()
         client.leave()
         await turns()
@@ -259,7 +259,7 @@ async def test_a_script_that_stalls_ends_when_the_client_leaves(sim):
     sim.faults.script(script)
     client = await Raw.connect(sim.port)
     client.send(completion())
-    request = await sim.journal.asked()
+    request = await sim.journal.received()
     client.leave()
     await asyncio.wait_for(ended.wait(), 5)
     assert request.left_at is not None
@@ -313,7 +313,7 @@ async def test_the_journal_tells_what_came_and_who_left():
         await ask(sim.port, get("/health"))
         client = await Raw.connect(sim.port)
         client.send(chat(max_tokens=9))
-        request = await sim.journal.asked()
+        request = await sim.journal.received()
         assert (request.method, request.path, request.json["max_tokens"], request.connection) == ("POST", CHAT, 9, 2)
         assert request.header("Content-Type") == "application/json"
         assert not request.over
@@ -329,17 +329,17 @@ async def test_the_journal_tells_what_came_and_who_left():
 async def test_handles_given_back_are_no_requests(sim):
     assert (await ask(sim.port, completion(max_tokens=0))).answer.status == 400
     assert not sim.requests
-    assert (await sim.journal.given_back()).json["max_tokens"] == 0
+    assert (await sim.journal.released()).json["max_tokens"] == 0
 
 
 async def test_the_journal_forgets_what_is_old():
-    journal = Journal(most=2)
+    journal = Journal(limit=2)
     for number in range(3):
         journal.note(Request("POST", COMPLETIONS, [], json.dumps({"n": number}).encode(), 1))
     assert [request.json["n"] for request in journal.requests] == [1, 2]
-    assert (await journal.asked(3)).json["n"] == 2
+    assert (await journal.received(3)).json["n"] == 2
     with pytest.raises(TimeoutError):
-        await journal.asked(4, timeout=0.01)
+        await journal.received(4, timeout=0.01)
 
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"\xff", b"[" * 100_000])

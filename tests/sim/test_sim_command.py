@@ -166,7 +166,8 @@ def test_every_fact_is_an_option() -> None:
 
 
 def test_help_names_every_kind_of_fault(capsys: pytest.CaptureFixture[str]) -> None:
-    from pdproxy.sim.fault_kinds import KINDS, MOMENTS
+    from pdproxy.sim.faults.kinds import KINDS
+    from pdproxy.sim.faults.moments import MOMENTS
 
     assert main(["sim", "--help"]) == 0
     said = capsys.readouterr().out

@@ -9,10 +9,13 @@ import pytest
 from pdproxy.fleet.engine import Engine, EngineCredentials
 from pdproxy.kit.errors import EngineError
 from pdproxy.kit.tasks import Pauses, TaskOwner
-from pdproxy.scheduling.ledger import Ledger, Verdict
+from pdproxy.scheduling.leases import Verdict
+from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.policy import Ask
 from tests.fakes.registry import registry, unused_client
 
+SPLIT = (Role.PREFILL, Role.DECODE)
 P, D, E = NodeSpec("p", Role.PREFILL), NodeSpec("d", Role.DECODE), NodeSpec("e", Role.DECODE)
 
 
@@ -55,7 +58,7 @@ def test_credentials_while_legs_are_under_way() -> None:
     engines, ledger = registry(D)
     engines.add(E, unused_client("e"), EngineCredentials(lambda: "key"))
     up(ledger, "d", "e")
-    leases = [ledger.alone("m", 1, 0.0, without=["d"]) for _ in range(2)]
+    leases = [ledger.assign_alone(Ask("m", 1, 0.0), without=["d"]) for _ in range(2)]
     engines.remove("e")
     engines.remove("d")
     assert engines.key("e") == "key"
@@ -76,43 +79,46 @@ def test_a_lease_is_closed_after_its_engine_was_removed(verdict: Verdict, again:
     """Whatever it shows, it changes no other engine, and opens no breaker. A refused connection counts for the address."""
     engines, ledger = registry(P, D, E)
     up(ledger, "p", "d", "e")
-    pair = ledger.pair("m", 10, 0.0, without=["e"])
-    others = [ledger.alone("m", 1, 0.0, without=["e"]) for _ in range(5)]
+    pair = ledger.assign(SPLIT, Ask("m", 10, 0.0), without=["e"])
+    others = [ledger.assign_alone(Ask("m", 1, 0.0), without=["e"]) for _ in range(5)]
     assert pair is not None
     engines.remove("d")
     if again:
         engines.add(D, unused_client("d"))
         up(ledger, "d")
-    reported = [ledger.close(lease, verdict, 1.0) for lease in (pair.decode, *others) if lease is not None]
+    reported = [ledger.close(lease, verdict, 1.0) for lease in (pair[Role.DECODE], *others) if lease is not None]
     assert reported == [again and verdict is Verdict.UNREACHABLE] + [False] * 5
-    assert (pair.decode.node.requests, pair.decode.node.prompt_bytes) == (0, 0)
-    ledger.close(pair.prefill, Verdict.GOOD, 1.0)
+    assert (pair[Role.DECODE].node.requests, pair[Role.DECODE].node.prompt_bytes) == (0, 0)
+    ledger.close(pair[Role.PREFILL], Verdict.GOOD, 1.0)
     assert [node.requests for node in ledger.nodes] == [0] * len(engines)
     assert [node.failures for node in ledger.nodes] == [0] * len(engines)
-    assert not ledger._tripped
-    found = ledger.pair("m", 10, 2.0, without=["d"])
+    assert not ledger._breakers.opened
+    found = ledger.assign(SPLIT, Ask("m", 10, 2.0), without=["d"])
     assert found is not None
-    assert found.decode.node.url == "e"
+    assert found[Role.DECODE].node.url == "e"
 
 
 def test_nobody_gets_a_removed_engine() -> None:
     """Neither by the quick way nor by the slow one, also not for a release."""
     engines, ledger = registry(P, D, E)
     up(ledger, "p", "d", "e")
-    chosen = {pair.decode.node.url for _ in range(4) if (pair := ledger.pair("m", 1, 0.0)) is not None}
+    chosen = {
+        pair[Role.DECODE].node.url for _ in range(4) if (pair := ledger.assign(SPLIT, Ask("m", 1, 0.0))) is not None
+    }
     assert chosen == {"d", "e"}
     engines.remove("d")
+    ask = Ask("m", 1, 0.0)
     for without in ([], ["x"]):
         for _ in range(4):
-            pair, alone = ledger.pair("m", 1, 0.0, without=without), ledger.alone("m", 1, 0.0, without=without)
+            pair, alone = ledger.assign(SPLIT, ask, without=without), ledger.assign_alone(ask, without=without)
             assert pair is not None
             assert alone is not None
-            assert (pair.decode.node.url, alone.node.url) == ("e", "e")
+            assert (pair[Role.DECODE].node.url, alone.node.url) == ("e", "e")
     releaser = ledger.releaser("p", "m", 0.0, prefer_not="e")
     assert releaser is not None
     assert releaser.url == "e"
     engines.remove("p")
-    assert ledger.pair("m", 1, 0.0) is None
+    assert ledger.assign(SPLIT, Ask("m", 1, 0.0)) is None
     assert ledger.releaser("p", "m", 0.0) is not None, "its handles are still to be released"
 
 
@@ -121,12 +127,12 @@ def test_an_ejected_pair_is_forgotten_with_its_engine() -> None:
     engines, ledger = registry(P, D)
     up(ledger, "p", "d")
     ledger.eject("p", "d")
-    assert ledger.pair("m", 1, 0.0) is None
+    assert ledger.assign(SPLIT, Ask("m", 1, 0.0)) is None
     engines.remove("d")
     ledger.eject("p", "d")
     engines.add(D, unused_client("d"))
     up(ledger, "d")
-    assert ledger.pair("m", 1, 0.0) is not None
+    assert ledger.assign(SPLIT, Ask("m", 1, 0.0)) is not None
 
 
 def test_a_run_is_told_from_those_before_the_removal() -> None:

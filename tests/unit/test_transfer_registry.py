@@ -23,6 +23,7 @@ from pdproxy.transfer.contract import Capabilities, Channel, Contract
 from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.shared import SHARED, decode, handle, prefill
 from pdproxy.wire.request import Route, parse
+from tests.fakes.registry import registry as engine_registry
 
 PACKAGE = Path(pdproxy.__file__).parent
 ENGINES = ["--prefill", "p:1", "--decode", "d:1"]
@@ -86,7 +87,8 @@ def yaml(folder: Path, connector: str, **more: object) -> Path:
 
 def contract(settings: Settings) -> Contract:
     """What a proxy with these settings would run."""
-    return build_transfer(settings, Clock(), Observers([])).contract
+    engines, _ = engine_registry()
+    return build_transfer(settings, engines, Clock(), Observers([])).contract
 
 
 @pytest.mark.usefixtures("teleport")

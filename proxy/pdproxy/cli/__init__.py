@@ -1,1 +1,1 @@
-"""The `pdproxy` command: one file a command that parses, calls and prints."""
+"""The `pdproxy` command: one file per command, which parses, calls and prints."""

@@ -1,4 +1,4 @@
-"""`pdproxy check`: will these engines work split apart?"""
+"""`pdproxy check`: whether engines will work with prefill and decode split."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def add(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "check",
-        help="find out whether engines will work split apart",
-        description="Ask the engines, send a few requests through each pair of them, and say what is wrong and what to do. "
-        "Exit with 0 if they are ready, 1 if not, 2 if the settings are wrong. Changes nothing on the engines.",
+        help="check whether engines will work with prefill and decode split",
+        description="Ask the engines, send a few requests through each pair of them, and print what is wrong and how to fix it. "
+        "The exit code is 0 if they are ready, 1 if not, 2 if the settings are wrong. Nothing is changed on the engines.",
         usage="pdproxy check --prefill URL [URL ...] --decode URL [URL ...] [option ...]",
         epilog="example: pdproxy check --prefill 127.0.0.1:8200 --decode 127.0.0.1:8300",
     )
     group = parser.add_argument_group("check")
     group.add_argument(
-        "--timeout", metavar="S", type=seconds(least=0.1), default=10.0, help="for each question (default: 10)"
+        "--timeout", metavar="S", type=seconds(minimum=0.1), default=10.0, help="seconds for each request (default: 10)"
     )
     group.add_argument(
         "--lease-watch",
         metavar="S",
-        type=seconds(least=0.0),
+        type=seconds(minimum=0.0),
         default=5.0,
-        help="hold a KV handle so long to see whether its lease ends; 0: don't (default: 5)",
+        help="seconds to leave a KV handle unused, to see whether its lease ends; 0: no check (default: 5)",
     )
     group.add_argument("--strict", action="store_true", help="exit with 1 on warnings, too")
     group.add_argument("--json", action="store_true", help="print one JSON object")
@@ -52,18 +52,18 @@ def run(arguments: argparse.Namespace) -> int:
         raise SettingsError(
             f"pools[0].connector: `check` knows {NIXL.name} alone, got {settings.pool.connector}: use `pdproxy conformance`"
         )
-    # Imported here: the libraries take a while to load, and wrong settings should be told at once.
+    # Imported here: the libraries take a while to load, and wrong settings should be reported at once.
     from pdproxy.lab.check import report
     from pdproxy.lab.check.gather import gather
-    from pdproxy.lab.check.machine import look_around
+    from pdproxy.lab.check.machine import machine_facts
     from pdproxy.lab.check.options import Options
     from pdproxy.lab.check.rules import judge
 
     options = Options(timeout=arguments.timeout, lease_watch=arguments.lease_watch)
     try:
-        facts = asyncio.run(gather(settings, options, look_around(settings, os.environ)))
+        facts = asyncio.run(gather(settings, options, machine_facts(settings, os.environ)))
     except KeyboardInterrupt:
-        sys.stderr.write("pdproxy check: interrupted: KV that was being looked at is freed when its lease ends\n")
+        sys.stderr.write("pdproxy check: interrupted: KV of its requests is freed when the lease ends\n")
         return 130
     findings = judge(facts)
     if arguments.json:

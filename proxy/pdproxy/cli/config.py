@@ -1,4 +1,4 @@
-"""`pdproxy config`: what would be in force, without running anything."""
+"""`pdproxy config`: print or check the settings without running anything."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "config",
         help="print or validate settings",
-        description="Show or check what `pdproxy serve` would run with, given the same options, variables and file.",
+        description="Print or check the settings that `pdproxy serve` would use with the same options, variables and file.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     printing = actions.add_parser(
         "print",
         help="print all settings as YAML",
-        description="Print all settings as YAML, defaults included, keys masked. Works without engines too.",
+        description="Print all settings as YAML, with defaults and with masked keys. It needs no engines.",
         usage="pdproxy config print [--config FILE] [option ...]",
     )
     printing.set_defaults(run=print_settings)
     validating = actions.add_parser(
         "validate",
         help="check the settings",
-        description="Exit with 0 if `pdproxy serve` would take these settings, else say why not and exit with 2.",
+        description="Check whether `pdproxy serve` would accept these settings. The exit code is 0 or, with a message, 2.",
         usage="pdproxy config validate [--config FILE] [option ...]",
     )
     validating.set_defaults(run=validate_settings)
@@ -48,10 +48,10 @@ def print_settings(arguments: argparse.Namespace) -> int:
 def validate_settings(arguments: argparse.Namespace) -> int:
     """Check the settings in force, engines included."""
     settings = settings_from(arguments)
-    # Imported here: the server's libraries take a while to load, and wrong settings should be told at once.
+    # Imported here: the server's libraries take a while to load, and wrong settings should be reported at once.
     from pdproxy.app.credentials import Credentials
 
-    Credentials(settings)  # reads what the settings name
+    Credentials(settings)  # reads the files that the settings name
     roles = Counter(node.role for node in settings.pool.nodes)
     print("ok: " + ", ".join(f"{count} {role}" for role, count in roles.items()))
     return 0

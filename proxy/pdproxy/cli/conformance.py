@@ -1,4 +1,4 @@
-"""`pdproxy conformance`: do these engines do what their connector's contract says?"""
+"""`pdproxy conformance`: prove that engines do what their connector's contract says."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "conformance",
         help="prove that engines do what their connector's contract says",
-        description="Run the proxy in front of each pair of engines, send requests through it, and judge by the engines' own "
-        "counters and by what an engine says alone. Exit with 0 if all that applies has passed, 1 if something failed, 2 if "
-        "the settings are wrong, 3 if something could not be judged. Best run on engines without other traffic.",
+        description="Run the proxy in front of each pair of engines, send requests through it, and compare with the engines' own "
+        "counters and with the answers of one engine alone. The exit code is 0 if all checks that apply passed, 1 if one "
+        "failed, 2 if the settings are wrong, 3 if one could not be judged. The engines should have no other traffic.",
         usage="pdproxy conformance --prefill URL [URL ...] --decode URL [URL ...] --connector NAME [--plain URL] [option ...]",
         epilog="example: pdproxy conformance --prefill 127.0.0.1:8200 --decode 127.0.0.1:8300 --connector nixl",
     )
     group = parser.add_argument_group("conformance")
     group.add_argument("--plain", metavar="URL", help="an engine with the same model and no connector, to compare with")
     group.add_argument(
-        "--timeout", metavar="S", type=seconds(least=1.0), default=30.0, help="for each check (default: 30)"
+        "--timeout", metavar="S", type=seconds(minimum=1.0), default=30.0, help="seconds for each check (default: 30)"
     )
     group.add_argument(
         "--lease-watch",
         metavar="S",
-        type=seconds(least=0.0),
+        type=seconds(minimum=0.0),
         default=35.0,
-        help="how long a KV handle is left alone until its lease must be over; 0: it isn't (default: 35)",
+        help="seconds to leave a KV handle unused until its lease must end; 0: no check (default: 35)",
     )
     group.add_argument("--json", action="store_true", help="print one JSON object")
     add_settings_options(parser)
@@ -44,13 +44,11 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prove the settings' connector and print what was found."""
-    if (
-        arguments.plain is not None
-    ):  # one of the settings' engines, so that keys and TLS are found for it; no pair has it
+    """Test the settings' connector and print the report."""
+    if arguments.plain is not None:  # an engine of the settings, so that it has its key and TLS; it is in no pair
         arguments.aggregated = [*arguments.aggregated, arguments.plain]
     settings = settings_from(arguments)
-    # Imported here: the libraries take a while to load, and wrong settings should be told at once.
+    # Imported here: the libraries take a while to load, and wrong settings should be reported at once.
     from pdproxy.lab.check.report import Style
     from pdproxy.lab.conformance import report
     from pdproxy.lab.conformance.options import Options
@@ -58,14 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
     from pdproxy.observe.logs import configure
 
     level = vars(arguments)["observe.log_level"]
-    # The report says what went wrong; the proxy's own lines are for those who ask for them.
+    # The report says what failed; the proxy's own log lines are shown only with --log-level.
     log = configure("error" if level is None else settings.observe.log_level, settings.observe.log_format)
     plain = None if arguments.plain is None else settings.pool.nodes[-1].url
     options = Options(timeout=arguments.timeout, lease_watch=arguments.lease_watch, plain=plain)
     try:
         found = asyncio.run(run_checks(settings, options))
     except KeyboardInterrupt:
-        sys.stderr.write("pdproxy conformance: interrupted: KV that was being looked at is freed when its lease ends\n")
+        sys.stderr.write("pdproxy conformance: interrupted: KV of its requests is freed when the lease ends\n")
         return 130
     finally:
         log.close()

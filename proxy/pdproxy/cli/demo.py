@@ -15,34 +15,42 @@ from pdproxy.cli.parser import USAGE_ERROR
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
 
-MOST = 64
-"""Engines of a role. A demo with more is a mistake in typing."""
-LONGEST = 604_800.0
-"""Seconds in a week."""
+MAX_ENGINES = 64
+"""Per role. A larger number is a typing error."""
+MAX_SECONDS = 604_800.0
+"""One week."""
 
 
 def add(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "demo",
-        help="run engines, the proxy and some traffic, and watch",
-        description="Run prefill and decode engines, the proxy before them and a trickle of chats, and show what goes on."
-        " Simulated engines need no GPU and no model. Ctrl-C ends all of it.",
+        help="run engines, the proxy and some traffic, with a live view",
+        description="Run prefill and decode engines, the proxy in front of them and some chats, and show their figures."
+        " Simulated engines need no GPU and no model. Ctrl-C ends everything.",
         usage="pdproxy demo [--prefill N] [--decode N] [--engine sim|vllm] [option ...]",
         epilog="example: pdproxy demo --prefill 1 --decode 3",
     )
-    parser.add_argument("--engine", choices=("sim", "vllm"), default="sim", help="(default: sim)")
-    parser.add_argument("--prefill", metavar="N", type=_count, help="prefill engines (default: 2; vllm: 1)")
-    parser.add_argument("--decode", metavar="N", type=_count, help="decode engines (default: 2; vllm: 1)")
-    parser.add_argument("--model", metavar="NAME", help="its name; vllm: what to serve (default: a tiny model on CPUs)")
+    parser.add_argument(
+        "--engine", choices=("sim", "vllm"), default="sim", help="simulated or real engines (default: sim)"
+    )
+    parser.add_argument("--prefill", metavar="N", type=_count, help="number of prefill engines (default: 2; vllm: 1)")
+    parser.add_argument("--decode", metavar="N", type=_count, help="number of decode engines (default: 2; vllm: 1)")
+    parser.add_argument(
+        "--model", metavar="NAME", help="name of the model; vllm: the model to serve (default: a tiny model on CPUs)"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=_port, default=8000, help="port to listen on; 0: any free one (default: 8000)")
-    parser.add_argument("--quiet", action="store_true", help="no traffic of its own, no figures without a terminal")
-    parser.add_argument("--seconds", metavar="N", type=_seconds, help="end after so long (default: at Ctrl-C)")
+    parser.add_argument("--quiet", action="store_true", help="send no own traffic, print no figures without a terminal")
+    parser.add_argument("--seconds", metavar="N", type=_seconds, help="end after N seconds (default: at Ctrl-C)")
     group = parser.add_argument_group("real engines (--engine vllm)")
     group.add_argument("--vllm", metavar="PATH", default="vllm", help="vLLM's program (default: the one on the PATH)")
-    group.add_argument("--wait", metavar="S", type=_seconds, default=600.0, help="until all are ready (default: 600)")
-    group.add_argument("--vllm-args", metavar="FLAGS", default="", help="more flags for each, as one quoted text")
+    group.add_argument(
+        "--wait", metavar="S", type=_seconds, default=600.0, help="seconds until all must be ready (default: 600)"
+    )
+    group.add_argument(
+        "--vllm-args", metavar="FLAGS", default="", help="more flags for each engine, as one quoted text"
+    )
     parser.add_argument("--capture", metavar="FILE", type=Path, help=argparse.SUPPRESS)  # the last view, as SVG
     parser.set_defaults(run=run)
 
@@ -53,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         flags = tuple(shlex.split(arguments.vllm_args))
     except ValueError as error:
         return _fail(f"--vllm-args: {error}", USAGE_ERROR)
-    # Imported here: the libraries take a while to load, and wrong options should be told at once.
+    # Imported here: the libraries take a while to load, and wrong options should be reported at once.
     from pdproxy.lab.demo.options import DemoError, Options
     from pdproxy.lab.demo.run import run as run_demo
 
@@ -77,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     except DemoError as error:
         return _fail(str(error), error.code)
     except BrokenPipeError:
-        # Whoever read us is gone. What is left in the buffer must not fail again at exit.
+        # The reader of standard output is gone. The rest of the buffer must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -92,8 +100,8 @@ def _fail(text: str, code: int) -> int:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= MOST:
-        raise argparse.ArgumentTypeError(f"expected 1 to {MOST}, got {text!r}")
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_ENGINES:
+        raise argparse.ArgumentTypeError(f"expected 1 to {MAX_ENGINES}, got {text!r}")
     return int(text)
 
 
@@ -108,6 +116,6 @@ def _seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value <= LONGEST:
+    if not 0 < value <= MAX_SECONDS:
         raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
     return value

@@ -1,4 +1,4 @@
-"""The entry point: finds the command, and turns an operator's mistake into one line and exit code 2.
+"""The entry point: finds the command, and reports wrong settings in one line with exit code 2.
 
 Owns the list of commands. A command is a module with `add(commands)`, which sets the function to call as `run`.
 """
@@ -18,9 +18,11 @@ from pdproxy.settings.errors import SettingsError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (None: the process's own) and return its exit code."""
-    if sys.stderr is None:  # closed by who started the process: what is said there is lost, and nothing else
+    if sys.stderr is None:  # closed by the parent process: only what is written there is lost
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - until the end
-    parser = Parser(prog="pdproxy", description="One OpenAI server before vLLM engines with prefill and decode split.")
+    parser = Parser(
+        prog="pdproxy", description="One OpenAI server in front of vLLM engines with prefill and decode split."
+    )
     parser.add_argument("--version", action="version", version=f"pdproxy {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (serve, demo, sim, check, conformance, notifier, config):
@@ -32,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run(arguments)
     except SettingsError as error:
-        with contextlib.suppress(OSError):  # nobody reads it
+        with contextlib.suppress(OSError):  # standard error is closed
             sys.stderr.write(f"pdproxy: {error}\n")
         return USAGE_ERROR
     return code

@@ -1,4 +1,4 @@
-"""`pdproxy notifier`: hand out the file that makes vLLM's NIXL connector tell the proxy what becomes of KV."""
+"""`pdproxy notifier`: print the file that makes vLLM's NIXL connector report its KV transfers to the proxy."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ def add(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "notifier",
-        help="hand out the file that makes vLLM report its KV transfers",
-        description="vLLM's NIXL connector with notices to the proxy is one Python file, which goes where the engines are."
-        " Print it, or write it with --out, and say which flags the engines need."
-        " Engines with it and engines without it work with each other.",
+        help="print the file that makes vLLM report its KV transfers",
+        description="Print or write (--out) a Python file for engines: vLLM's NIXL connector with notices to the proxy."
+        " The command also prints the flags that the engines need."
+        " Engines with the file work together with engines without it.",
         usage="pdproxy notifier [--out FOLDER] [--notify ADDRESS [ADDRESS ...]]",
         epilog="example: pdproxy notifier --out /opt/pdproxy --notify tcp://10.0.0.5:7500",
     )
-    parser.add_argument("--out", metavar="FOLDER", type=Path, help=f"write {MODULE}.py there (default: print it)")
+    parser.add_argument(
+        "--out", metavar="FOLDER", type=Path, help=f"write {MODULE}.py into this folder (default: print it)"
+    )
     parser.add_argument(
         "--notify",
         metavar="ADDRESS",
         nargs="+",
         type=_address,
         default=[NOTIFY],
-        help=f"where the proxies listen for notices; each gets all of them (default: {NOTIFY})",
+        help=f"addresses where proxies listen for notices; each gets all notices (default: {NOTIFY})",
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print or write the file, and say how to use it: beside the file, so never in it."""
+    """Print or write the file. How to use it is printed elsewhere, so that the output stays a valid file."""
     text = files("pdproxy.notifier").joinpath(f"{MODULE}.py").read_text(encoding="utf-8")
     folder: Path | None = arguments.out
     if folder is None:

@@ -1,7 +1,7 @@
 """The options that are settings, shared by all commands that need settings.
 
-Owns which option sets which key. Values are passed on as text: the schema is the only judge, so that a port is refused
-with the same words wherever it came from.
+Owns which option sets which key. Values are passed on as text: only the schema checks them, so that a wrong value gets the same
+message wherever it came from.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _OPTIONS: tuple[_Option, ...] = (
     ("--port", "PORT", "listen.port", "port to listen on (default: 8000)"),
     ("--ssl-certfile", "FILE", "listen.tls.certificate", "certificate for TLS with clients, PEM (default: no TLS)"),
     ("--ssl-keyfile", "FILE", "listen.tls.key", "its private key (default: in the certificate's file)"),
-    ("--ssl-ca-certs", "FILE", "listen.tls.client_ca", "clients must show a certificate of these authorities"),
-    ("--api-keys-file", "FILE", "auth.api_keys_file", "keys of clients, one a line"),
-    ("--engine-api-key-file", "FILE", "auth.engine_api_key_file", "holds the engines' key"),
+    ("--ssl-ca-certs", "FILE", "listen.tls.client_ca", "clients must have a certificate of these authorities"),
+    ("--api-keys-file", "FILE", "auth.api_keys_file", "file with the keys of clients, one per line"),
+    ("--engine-api-key-file", "FILE", "auth.engine_api_key_file", "file with the engines' key"),
     (
         "--allowed-origins",
         "LIST",
         "listen.cors.allowed_origins",
-        "origins whose pages may read answers (default: none)",
+        "web origins whose pages may read answers (default: none)",
     ),
     (
         "--allow-credentials",
@@ -52,9 +52,9 @@ _OPTIONS: tuple[_Option, ...] = (
         "--tokenize",
         "WHEN",
         f"{POOL}tokenize",
-        f"make prompts' token ids here: {', '.join(get_args(Tokenize))} (default: auto, where the connector needs them)",
+        f"when to make prompts' token ids here: {', '.join(get_args(Tokenize))} (default: auto, where the connector needs them)",
     ),
-    ("--tokenizer", "FOLDER", f"{POOL}tokenizer", "a model's folder, for that (default: the engines' own)"),
+    ("--tokenizer", "FOLDER", f"{POOL}tokenizer", "a model's folder with the tokenizer (default: the engines' own)"),
     (
         ("--kv-ready-host", "--nixl-proxy-host"),
         "HOST",
@@ -68,7 +68,7 @@ _OPTIONS: tuple[_Option, ...] = (
         lambda: f"engines of connector {_with_notifier()} carry `pdproxy notifier` (default: false)",
     ),
     (("--kv-ready-port", "--nixl-proxy-port"), "PORT", "kv_ready.port", "its port (default: 7500)"),
-    ("--max-inflight", "N", "limits.max_inflight", "requests served at once; others wait (default: 1024)"),
+    ("--max-inflight", "N", "limits.max_inflight", "requests that are served at once; others wait (default: 1024)"),
     ("--log-level", "LEVEL", "observe.log_level", f"{', '.join(get_args(LogLevel))} (default: info)"),
     ("--log-format", "FORMAT", "observe.log_format", f"{', '.join(get_args(LogFormat))} (default: text)"),
 )
@@ -95,16 +95,16 @@ _RECEIVERS: tuple[_Option, ...] = (
 _ENGINES: dict[Role, str] = {
     "prefill": "engines that compute prompts",
     "decode": "engines that generate from them",
-    "aggregated": "engines that do both by themselves",
+    "aggregated": "engines that do both",
 }
 
 
 def add_settings_options(parser: argparse.ArgumentParser) -> None:
-    """Give a command all options that are settings."""
-    engines = parser.add_argument_group("engines", "added to those of the file; host:port is enough")
+    """Add all options that are settings to a command."""
+    engines = parser.add_argument_group("engines", "added to those of the YAML file; host:port is enough")
     for role, purpose in _ENGINES.items():
         engines.add_argument(f"--{role}", metavar="URL", nargs="+", action="extend", default=[], help=purpose)
-    group = parser.add_argument_group("settings", "stronger than PDPROXY_* variables, which are stronger than the file")
+    group = parser.add_argument_group("settings", "options override PDPROXY_* variables, which override the file")
     group.add_argument("--config", metavar="FILE", type=Path, help="YAML file (default: PDPROXY_CONFIG, else none)")
     for names, metavar, key, words in _OPTIONS:
         group.add_argument(*_names(names), metavar=metavar, dest=key, help=_text(words))
@@ -114,7 +114,7 @@ def add_settings_options(parser: argparse.ArgumentParser) -> None:
         "--stage-config",
         metavar="FILE",
         type=Path,
-        help="vllm-omni's stage YAML: its prefill and decode stages are engines, at URLs of its own or those given here",
+        help="vllm-omni's stage YAML: its prefill and decode stages are engines, with the URLs of that file or those given here",
     )
 
 
@@ -137,7 +137,7 @@ def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def settings_from(arguments: argparse.Namespace, *, need_engines: bool = True) -> Settings:
-    """Return the settings in force for a parsed command line and the process's environment.
+    """Return the settings of a parsed command line and the process's environment.
 
     Raises:
         SettingsError: what is wrong, in one line.

@@ -1,4 +1,4 @@
-"""The argument parser that all commands share. Owns how wrong arguments are told."""
+"""The argument parser that all commands share. Owns how wrong arguments are reported."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     Commands = _SubParsersAction["Parser"]
 
 USAGE_ERROR = 2
-"""The exit code of wrong arguments and of wrong settings, as argparse has it."""
+"""The exit code of wrong arguments and of wrong settings, as in argparse."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are two lines however many options there are, and which takes no abbreviations.
+    """A parser with errors of two lines, however many options there are, and without abbreviations.
 
-    An abbreviation that is unique today means another option, or none, after an upgrade.
+    An abbreviation that is unique today may mean another option, or none, after an upgrade.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""What commands that ask engines read from their command line alike, and what their terminal can show."""
+"""Parts that several commands share: options in seconds, and what the terminal can show."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import math
 import sys
 from collections.abc import Callable
 
-LONGEST = 600.0
-"""Seconds. A command that waits longer for one thing has been forgotten."""
+MAX_SECONDS = 600.0
+"""The longest time that such an option may give."""
 
 
-def seconds(least: float) -> Callable[[str], float]:
-    """Return what reads an option of seconds."""
+def seconds(minimum: float) -> Callable[[str], float]:
+    """Return a reader of options in seconds, from `minimum` to `MAX_SECONDS`."""
 
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not least <= value <= LONGEST:
-            raise argparse.ArgumentTypeError(f"expected {least:g} to {LONGEST:g} seconds, got {text!r}")
+        if not minimum <= value <= MAX_SECONDS:
+            raise argparse.ArgumentTypeError(f"expected {minimum:g} to {MAX_SECONDS:g} seconds, got {text!r}")
         return value
 
     return read
 
 
 def can_print(text: str) -> bool:
-    """Tell whether standard output has these letters."""
+    """Return whether standard output can print these characters."""
     try:
         text.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:

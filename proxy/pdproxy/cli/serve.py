@@ -1,4 +1,4 @@
-"""`pdproxy serve`: run the proxy until it is told to stop."""
+"""`pdproxy serve`: run the proxy until it is stopped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Read the settings, run the server, return its exit code."""
     settings = settings_from(arguments)
-    # Imported here: the server's libraries take a while to load, and wrong settings should be told at once.
+    # Imported here: the server's libraries take a while to load, and wrong settings should be reported at once.
     from pdproxy.app.server import run as run_server
 
     return run_server(settings)

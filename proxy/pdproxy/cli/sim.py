@@ -1,4 +1,4 @@
-"""`pdproxy sim`: run one simulated engine until it is told to stop."""
+"""`pdproxy sim`: run one simulated engine until it is stopped."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ import msgspec
 
 from pdproxy.cli.parser import USAGE_ERROR
 from pdproxy.sim.facts import Facts, Hardware, LMCache, Role
-from pdproxy.sim.fault_kinds import KINDS, MOMENTS
-from pdproxy.sim.faults import Fault, FaultError, parse
+from pdproxy.sim.faults.book import Fault, parse
+from pdproxy.sim.faults.kind import FaultError
+from pdproxy.sim.faults.kinds import KINDS
+from pdproxy.sim.faults.moments import MOMENTS
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
@@ -26,55 +28,55 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 _PORTS: dict[Role, int] = {"prefill": 8200, "decode": 8300, "aggregated": 8100}
 _ENGINE = {
-    "model": "its name, as clients ask for it",
-    "version": "what /version says",
-    "weights": "engines of one model name that differ in this say different things",
-    "template": "the chat template",
+    "model": "name of the model",
+    "version": "version that /version reports",
+    "weights": "a number; different weights generate different texts",
+    "template": "chat template",
     "add_bos": "the tokenizer puts its first token before a completion's prompt",
     "block_size": "tokens in a KV block",
-    "num_gpu_blocks": "KV blocks in all",
-    "max_model_len": "tokens of the longest prompt with its answer",
-    "max_num_seqs": "requests in one step",
-    "max_num_batched_tokens": "tokens in one step",
-    "enable_prefix_caching": "keep the KV of prompts",
-    "enable_prompt_tokens_details": "say in the usage how much was cached",
-    "enable_auto_tool_choice": "take tools",
-    "reasoning_parser": "takes thoughts out of chats",
-    "api_key": "wanted of clients",
-    "eos_every": "one token in so many ends the answer, on average; 0: none",
-    "connector": "how KV comes and goes",
-    "kv_role": "as in --kv-transfer-config (default: what --role and --connector say)",
-    "tensor_parallel_size": "workers, each with notices of its own",
-    "notify": "where to tell of KV: tcp://HOST:PORT (nixl, lmcache-pd) or http://HOST:PORT/PATH (lmcache-mp) (default: nowhere)",
+    "num_gpu_blocks": "number of KV blocks",
+    "max_model_len": "most tokens of a prompt with its answer",
+    "max_num_seqs": "most requests in one step",
+    "max_num_batched_tokens": "most tokens in one step",
+    "enable_prefix_caching": "keep the KV of prompts in a cache",
+    "enable_prompt_tokens_details": "report in the usage how much was cached",
+    "enable_auto_tool_choice": "accept tools",
+    "reasoning_parser": "parser that separates thoughts from the answers of chats",
+    "api_key": "key that clients must send",
+    "eos_every": "average number of tokens before an answer ends; 0: no end",
+    "connector": "how KV is transferred",
+    "kv_role": "as in --kv-transfer-config (default: from --role and --connector)",
+    "tensor_parallel_size": "number of workers, each of which sends notices",
+    "notify": "where to send notices: tcp://HOST:PORT (nixl, lmcache-pd) or http://HOST:PORT/PATH (lmcache-mp) (default: none)",
     "shared_storage_path": "folder that engines share (shared, lmcache-mp, kvstore-keys; default: none, its own memory)",
-    "kv_load_failure_policy": "what to do when KV does not come",
+    "kv_load_failure_policy": "what to do if KV can't be loaded",
     "kv_lease_duration": "seconds that prefill keeps KV for decode",
     "heartbeat_interval": "seconds between decode's renewals of leases",
-    "handshake_timeout": "seconds that decode waits for an unknown prefill engine",
+    "handshake_timeout": "seconds that decode waits for a handshake with a prefill engine",
     "side_channel_host": "address that KV handles name",
     "side_channel_port": "port that KV handles name; 0: any free one",
 }
 _HARDWARE = {
-    "speed": "times faster than real; 0: nothing takes any time",
-    "prefill_tokens_per_s": "prompt tokens a second",
+    "speed": "times faster than real; 0: nothing takes time",
+    "prefill_tokens_per_s": "prompt tokens per second",
     "decode_step_s": "seconds of a step with one sequence",
     "decode_step_per_seq_s": "seconds that each further sequence adds",
-    "kv_bytes_per_token": "bytes of KV a token",
-    "link_bytes_per_s": "bytes a second between engines",
+    "kv_bytes_per_token": "bytes of KV per token",
+    "link_bytes_per_s": "bytes per second between engines",
     "transfer_latency_s": "seconds before a transfer's first byte",
 }
 _LMCACHE = {
     "chunk_size": "tokens in a chunk",
     "pd_backend_mode": "which implementation of lmcache-pd",
     "pd_peer_init_port": "decode: its first worker's port for handshakes; 0: any free one",
-    "pd_peer_alloc_port": "decode: its first worker's port for room; 0: any free one",
-    "pd_buffer_size": "decode: bytes of each worker for what is pushed",
-    "pd_allocation_timeout_sec": "decode: seconds that a push waits for room",
-    "skip_last_n_tokens": "decode: so many of a prompt's last tokens are not looked up",
-    "discard_partial_chunks": "prefill: push full chunks alone",
-    "save_only_first_rank": "the first worker alone stores, as with MLA",
+    "pd_peer_alloc_port": "decode: its first worker's port for allocations; 0: any free one",
+    "pd_buffer_size": "decode: bytes of each worker's receive buffer",
+    "pd_allocation_timeout_sec": "decode: seconds that a push waits for space",
+    "skip_last_n_tokens": "decode: number of a prompt's last tokens that are not looked up",
+    "discard_partial_chunks": "prefill: push only full chunks",
+    "save_only_first_rank": "only the first worker stores KV, as with MLA",
     "notice_type": "how notices are tagged",
-    "degraded": "LMCache did not start: no KV moves, nobody is told",
+    "degraded": "LMCache did not start: no KV moves, no notices are sent",
 }
 _Group = Facts | Hardware | LMCache
 _GROUPS: tuple[tuple[str, type[_Group], dict[str, str]], ...] = (
@@ -90,7 +92,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "sim",
         help="run a simulated engine",
-        description="Run a simulated vLLM engine: its API, its KV transfer and its ways to fail, without a model and a GPU.",
+        description="Run a simulated vLLM engine: its API, its KV transfer and its faults, without a model and a GPU.",
         usage="pdproxy sim [--role prefill|decode|aggregated] [--port PORT] [--fault SPEC ...] [option ...]",
         epilog=_faults_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -104,7 +106,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--ssl-certfile", metavar="FILE", help="certificate for TLS, PEM (default: no TLS)")
     parser.add_argument("--ssl-keyfile", metavar="FILE", help="its private key (default: in the certificate's file)")
-    parser.add_argument("--seed", metavar="N", help="of all that is drawn (default: never the same)")
+    parser.add_argument("--seed", metavar="N", help="seed of all random draws (default: different in each run)")
     parser.add_argument("--fault", metavar="SPEC", action="append", default=[], help="arm a fault; may be repeated")
     for title, kind, words in _GROUPS:
         group = parser.add_argument_group(title)
@@ -118,13 +120,13 @@ def _faults_help() -> str:
         "a fault is KIND[@MOMENT][:KEY=VALUE,...], such as reset@mid_stream:rate=0.1 or status@queued:next=3,status=503"
     ]
     lines += [
-        "keys: next (so many requests; default 1), rate, seed, path, stream, releases, events, and the kind's own",
+        "keys: next (number of requests; default 1), rate, seed, path, stream, releases, events, and the kind's own",
         "",
     ]
     width = max(map(len, KINDS))
     for name, kind in KINDS.items():
         own = "".join(f" {key}={str(value).lower()}" for key, value in kind.args.items())
-        lines.append(f"  {name:{width}} {kind.words}{f';{own}' if own else ''} (default: {kind.moments[0]})")
+        lines.append(f"  {name:{width}} {kind.summary}{f';{own}' if own else ''} (default: {kind.moments[0]})")
     return "\n".join([*lines, "", f"moments: {', '.join(MOMENTS)}"])
 
 
@@ -196,7 +198,7 @@ def facts_from(arguments: argparse.Namespace) -> Facts:
         return Facts(**values)
     except _WrongOptionError:
         raise
-    except ValueError as error:  # it names fields, and fields are options here
+    except ValueError as error:  # it names fields; here they are options
         names = sorted(("role", *_ENGINE, *_HARDWARE, *_LMCACHE), key=len, reverse=True)
         pattern = rf"\b({'|'.join(names)})\b(?= must| = )"
         raise ValueError(re.sub(pattern, lambda match: _option(match[1]), str(error))) from None
@@ -212,7 +214,7 @@ def _fault(spec: str) -> Fault:
 def _tls(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
     if certificate is None:
         if key is not None:
-            raise _WrongOptionError("--ssl-keyfile is of no use without --ssl-certfile")
+            raise _WrongOptionError("--ssl-keyfile needs --ssl-certfile")
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
@@ -234,7 +236,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         sys.stderr.write(f"pdproxy sim: {error}\n")
         return USAGE_ERROR
-    # Imported here: the server's libraries take a while to load, and wrong options should be told at once.
+    # Imported here: the server's libraries take a while to load, and wrong options should be reported at once.
     import uvloop
 
     from pdproxy.sim.server import SimServer
@@ -261,7 +263,9 @@ async def _serve(sim: SimServer, facts: Facts) -> int:
     try:
         await sim.start()
     except OSError as error:
-        where = f" on {error.filename}" if error.filename else ""  # without: the side channel, whose reason says where
+        where = (
+            f" on {error.filename}" if error.filename else ""
+        )  # without: the side channel, whose error has the address
         sys.stderr.write(f"pdproxy sim: can't listen{where}: {error.strerror or error}\n")
         return USAGE_ERROR
     admin = f", admin on {sim.admin_url}" if sim.admin_url is not None else ""

@@ -1,17 +1,17 @@
-"""vLLM's NIXL connector, telling pdproxy what becomes of each request's KV. For vLLM 0.32.0.
+"""vLLM's NIXL connector, which reports the KV transfer of each request to pdproxy. For vLLM 0.32.0.
 
-One file whatever its length: it is copied into the engine's environment, and imports nothing but vllm, zmq and msgspec.
+It stays one file: it is copied into the engine's environment, and imports only vllm, zmq and msgspec.
 
     PYTHONPATH=<this file's folder> vllm serve ... --kv-transfer-config '{"kv_connector": "NixlConnector",
         "kv_connector_module_path": "pdproxy_nixl", "kv_role": "kv_producer",
         "kv_connector_extra_config": {"pdproxy_notify": "tcp://proxy:7500"}}'
 
 The same on decode engines with `kv_consumer`; `NixlPushConnector` is here, too. `pdproxy_notify` is an address or a list
-of them, each of which gets everything. Without it the variable PDPROXY_NOTIFY counts (commas between addresses); without
-both nothing is sent. Engines with and without this file work with each other, and whatever goes wrong in it, transfers go
-on: a notice that can't be sent at once is counted and dropped, an exception is logged once.
+of them, each of which gets all notices. Without it the variable PDPROXY_NOTIFY is used (commas between addresses); without
+both nothing is sent. Engines with and without this file work together. An error in this file does not stop transfers: a notice
+that can't be sent at once is counted and dropped, an exception is logged once.
 
-A notice is a msgpack map, PUSHed to the proxy's PULL socket; fields that aren't known are left out:
+A notice is a msgpack map, PUSHed to the proxy's PULL socket; fields without a value are left out:
 
     type "PdproxyKV", v 1, event, req_id, internal_id, remote_req_id, engine_id, role, t, wall
     tokens, cached, created, blocks, bytes, seconds, params, prompt_ids, reason, dropped
@@ -20,13 +20,13 @@ A notice is a msgpack map, PUSHed to the proxy's PULL socket; fields that aren't
     failed    P  the request ended and no blocks wait; `reason` is its status
     loaded    D  all workers have the KV: `tokens` of it pulled, `cached` found here
     failed    D  a worker could not pull
-    released  P  all workers have heard from all their readers
-    expired   P  workers gave up waiting for a reader; `reason` says how many
-    kept      D  the blocks wait to be read for the next turn (`bidirectional_kv_xfer`); what becomes of them has role D, too
+    released  P  all readers of all workers have finished
+    expired   P  workers stopped waiting for a reader; `reason` has their number
+    kept      D  the blocks wait to be read for the next turn (`bidirectional_kv_xfer`); later notices of them have role D, too
 
 `req_id` is the X-Request-Id of P's leg and `remote_req_id` P's internal id, on both sides; `internal_id` is the sender's
-own. `t` is time.monotonic(), `wall` time.time(). Every notice comes from the scheduler and speaks for all workers: what
-they alone know (bytes, durations, expiry) reaches it as vLLM's worker metadata, with the step's output.
+own. `t` is time.monotonic(), `wall` time.time(). Every notice comes from the scheduler and is for all workers: what
+only they know (bytes, durations, expiry) reaches it as vLLM's worker metadata, with the step's output.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPush
 from vllm.logger import init_logger
 
 LONGEST = 256 * 1024
-"""Bytes of a notice. A longer one goes without the prompt's ids, then without the handle: P's answer has both."""
+"""Maximum bytes of a notice. A longer one is sent without the prompt's ids, then without the handle: P's answer has both."""
 WAITING = 1000
-"""Notices that may wait for a proxy that is connected and doesn't read. For one that isn't connected none waits."""
+"""The number of notices that may wait for a connected proxy that doesn't read. None waits for a proxy that isn't connected."""
 REMEMBERED = 10_000
-"""Requests that anything is known of at a time. More are never under way; the bound is for what never ends."""
+"""The number of requests with records. There are never more at once; the limit is for records that are never removed."""
 
 _INTERNAL = re.compile(r"(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl-(?P<chat>.+))-[0-9a-f]{8}", re.DOTALL)
 _log = init_logger("vllm.pdproxy_nixl")  # a name below vLLM's own, whose handlers it shares
 
 
 def external(internal_id: str) -> str:
-    """Return the X-Request-Id in one of vLLM's internal ids, or the id if it was made otherwise."""
+    """Return the X-Request-Id in one of vLLM's internal ids, or the id itself if it has another form."""
     found = _INTERNAL.fullmatch(internal_id)
     return (found["completion"] or found["chat"]) if found else internal_id
 
@@ -75,7 +75,7 @@ def addresses(configured: object, variable: str) -> list[str]:
 
 
 class Bounded(dict[str, Any]):
-    """A dict that forgets its oldest entry rather than grow without end."""
+    """A dict that drops its oldest entry above a limit."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Set an entry."""
@@ -85,20 +85,20 @@ class Bounded(dict[str, Any]):
 
 
 class Sender:
-    """The sockets to the proxies: one each, since a PUSH socket deals its messages out. Never waits for anything."""
+    """The sockets to the proxies: one each, since a PUSH socket distributes its messages. Nothing here waits."""
 
     def __init__(self, to: Iterable[str]):
-        # A context of our own: looking up a host name may hold up its thread, and vLLM's has transfers to wait for.
+        # An own context: a lookup of a host name may block its thread, and vLLM's context has transfers to wait for.
         self._context = zmq.Context()
         self._sockets: list[Any] = []
         self._dropped: defaultdict[Any, int] = defaultdict(int)
         for address in to:
             socket = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.SNDHWM, WAITING)
-            socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing piles up for a proxy that isn't there
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # no notices wait for a proxy that is not connected
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-            socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)  # a proxy whose machine is gone is found out
+            socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)  # detects a proxy whose machine is down
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 15000)
             try:
                 socket.connect(address)
@@ -109,7 +109,7 @@ class Sender:
                 self._sockets.append(socket)
 
     def send(self, notice: dict[str, Any]) -> None:
-        """Send to each proxy, or count what it doesn't get."""
+        """Send to each proxy, or count the notice as dropped for it."""
         payload = _packed(notice)
         for socket in self._sockets:
             missed = self._dropped[socket]
@@ -120,7 +120,7 @@ class Sender:
                 self._dropped[socket] += 1
 
     def close(self) -> None:
-        """Close without sending what waits. The context isn't ended: that would wait for its thread."""
+        """Close without sending what waits. The context is not terminated, since that would wait for its thread."""
         for socket in self._sockets:
             socket.close()
         self._sockets.clear()
@@ -138,15 +138,15 @@ def _packed(notice: dict[str, Any]) -> bytes:
 
 @dataclass
 class WorkerNews(KVConnectorWorkerMetadata):
-    """What a step's workers have to tell the scheduler, by the sender's internal id."""
+    """What the workers report to the scheduler after a step, by the sender's internal id."""
 
     moved: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Bytes, and seconds of the slowest transfer."""
     expired: dict[str, int] = field(default_factory=dict)
-    """How many workers gave up on a reader."""
+    """How many workers' leases expired unread."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
-        """Add another worker's."""
+        """Add the report of another worker."""
         if isinstance(other, WorkerNews):
             for request, moved in other.moved.items():
                 self.moved[request] = _sum(self.moved.get(request), moved)
@@ -160,7 +160,7 @@ def _sum(one: tuple[int, float] | None, other: tuple[int, float]) -> tuple[int, 
 
 
 class Worker:
-    """What one worker sees: whose transfers ended with what telemetry, and whose lease ran out."""
+    """The state of one worker: which transfers ended, with their telemetry, and which leases expired."""
 
     def __init__(self, worker: Any, quietly: Callable[..., Any]):
         self._worker = worker
@@ -168,7 +168,7 @@ class Worker:
         self._moved = Bounded()
         reap = worker._reap_expired_send_leases
 
-        # Read or run out, a request is "done sending": only the reaper knows which.
+        # vLLM reports read and expired requests alike as "done sending": only its reaper knows which expired.
         def reap_and_note(done: set[str]) -> None:
             before = set(done)
             reap(done)
@@ -180,15 +180,15 @@ class Worker:
         self._news.expired |= dict.fromkeys(requests, 1)
 
     def before(self) -> tuple[list[tuple[Any, str]], int]:
-        """Return transfers under way, in the order in which vLLM asks for their ends, and how many have been recorded."""
+        """Return the current transfers, in the order in which vLLM checks them, and how many have been recorded."""
         under_way = [(one, request) for request, them in self._worker._recving_transfers.items() for one in them]
         return under_way, len(self._worker.xfer_stats.data["bytes_transferred"])
 
     def after(self, before: tuple[list[tuple[Any, str]], int], results: Any) -> None:
-        """Tell whose transfers the ones are that were recorded since.
+        """Return the requests of the transfers that were recorded since.
 
-        vLLM's record names no request, but keeps the order. Where there are fewer of them than transfers that ended, since some
-        failed, nobody can tell which are missing: then there are none.
+        vLLM's record names no request, but keeps the order. If some transfers failed, there are fewer records than ended
+        transfers and it is unknown which are missing: then none is returned.
         """
         under_way, recorded = before
         data = self._worker.xfer_stats.data
@@ -220,12 +220,12 @@ class Pulling:
 
 
 class Scheduler:
-    """What the scheduler sees, and all that is sent: one notice for all workers."""
+    """The state of the scheduler, which sends one notice for all workers."""
 
     def __init__(self, sender: Sender, engine_id: str):
         self._sender = sender
         self._engine_id = engine_id
-        self._prefilling = Bounded()  # vLLM's statistics of the prefill, filled in until it ends
+        self._prefilling = Bounded()  # vLLM's statistics of the prefill, which it updates until the prefill ends
         self._pulling = Bounded()
         self._remotes = Bounded()
         self._held = Bounded()
@@ -233,7 +233,7 @@ class Scheduler:
         self._expired = Bounded()
 
     def allocated(self, request: Any, params: dict[str, Any], tokens: int) -> None:
-        """Blocks were found for a request, `tokens` of which come from elsewhere. `params` are as they were before."""
+        """Blocks were allocated for a request; `tokens` tokens come from P. `params` are as they were before."""
         if params.get("do_remote_decode"):
             self._prefilling[request.request_id] = request.prefill_stats
             return
@@ -245,11 +245,11 @@ class Scheduler:
         self._remotes[request.request_id] = remote
         if tokens:
             self._pulling[request.request_id] = pulling
-        else:  # nothing to wait for: vLLM has no event for it
+        else:  # all KV is here: vLLM has no event for it
             self._pulled("loaded", request.request_id, pulling)
 
     def finished(self, request: Any, held: bool, params: dict[str, Any] | None) -> None:
-        """A request ended; `held` says whether its blocks wait for a reader, who needs `params`."""
+        """A request ended; `held`: whether its blocks wait for a reader, which needs `params`."""
         asked = request.kv_transfer_params or {}
         internal = request.request_id
         stats = self._prefilling.pop(internal, None)
@@ -263,9 +263,9 @@ class Scheduler:
             self._tell("failed", "P", internal, internal, reason=getattr(request.status, "name", str(request.status)))
             return
         self._held[internal] = ("P", internal, time.monotonic())
-        if stats is not None:  # vLLM adds it as soon as we return
+        if stats is not None:  # vLLM adds it after this returns
             params = params | {"remote_prefill_cached_tokens": stats.num_cached_tokens}
-        # Models with a recurrent state are prefilled without their last tokens: what is left is not the prompt.
+        # Models with a recurrent state are prefilled without their last tokens: the rest is not the whole prompt.
         ids = None if asked.get("_p_side_truncated") else request.prompt_token_ids
         self._tell(
             "ready",
@@ -281,7 +281,7 @@ class Scheduler:
         )
 
     def stepped(self, output: Any) -> None:
-        """A step's output came from all the workers."""
+        """Handle the output of a step from all workers."""
         news = output.kv_connector_worker_meta
         if isinstance(news, WorkerNews):
             for request, moved in news.moved.items():
@@ -348,7 +348,7 @@ _Connector: Any = object
 
 
 class _Notifying(_Connector):
-    """Goes before a NIXL connector: each hook is the connector's own, with a look at what went in and what came out.
+    """Mixed into a NIXL connector: each hook calls the connector's own and reads its arguments and results.
 
     What a hook of the connector's raises or returns is none of our business; what we do around it goes through `_quietly`.
     """
@@ -373,7 +373,7 @@ class _Notifying(_Connector):
             _log.info("pdproxy: notices of KV go to %s", ", ".join(to))
 
     def _quietly(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call what is ours; what it raises is logged the first time, and ends here."""
+        """Call code of this file. Its exceptions are logged the first time and not passed on."""
         try:
             return call(*arguments)
         except Exception:
@@ -386,14 +386,14 @@ class _Notifying(_Connector):
     # In the scheduler's process.
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Look at the request's params before the connector marks them as used."""
+        """Read the request's params before the connector marks them as used."""
         params = dict(request.kv_transfer_params or {}) if self._scheduler is not None else {}
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if self._scheduler is not None and params:
             self._quietly(self._scheduler.allocated, request, params, num_external_tokens)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Tell what the connector decided: to keep the blocks for a reader, or not."""
+        """Report whether the connector keeps the blocks for a reader."""
         held, params = super().request_finished_all_groups(request, block_ids)
         if self._scheduler is not None:
             self._quietly(self._scheduler.finished, request, held, params)
@@ -407,7 +407,7 @@ class _Notifying(_Connector):
         return held, params
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Tell whose transfers ended, once all workers say so."""
+        """Report the requests whose transfers have ended on all workers."""
         super().update_connector_output(connector_output)
         if self._scheduler is not None:
             self._quietly(self._scheduler.stepped, connector_output)
@@ -415,7 +415,7 @@ class _Notifying(_Connector):
     # In each worker's process.
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Look at the transfers before and after the connector asks for their ends."""
+        """Compare the transfers before and after the connector checks them."""
         before = self._quietly(self._worker.before) if self._worker is not None else None
         results = super().get_transfer_results(finished_req_ids)
         if self._worker is not None and before is not None:
@@ -423,14 +423,14 @@ class _Notifying(_Connector):
         return results
 
     def build_connector_worker_meta(self) -> Any:
-        """Add ours to the step's output, unless the connector has begun to use this way itself."""
+        """Add this file's report to the step's output, unless the connector itself uses this field."""
         theirs = super().build_connector_worker_meta()
         if theirs is None and self._worker is not None:
             return self._quietly(self._worker.news)
         return theirs
 
     def shutdown(self) -> None:
-        """Let the connector end first."""
+        """Shut down the connector first."""
         super().shutdown()
         if self._sender is not None:
             self._quietly(self._sender.close)
@@ -441,8 +441,8 @@ class NixlPullConnector(_Notifying, _Pull):
 
 
 class NixlPushConnector(_Notifying, _Push):
-    """P writes to D. A transfer's size and duration are not told here: P's writer knows them, in a thread of its own."""
+    """P writes to D. Notices have no size and duration of transfers: only P's writer thread knows them."""
 
 
 NixlConnector = NixlPullConnector
-"""As in vLLM. Its name matters: vLLM treats connectors of this name in special ways."""
+"""As in vLLM. The name is required: vLLM has special cases for connectors with it."""

@@ -1,6 +1,6 @@
-"""A request inside the core: where it stands, which blocks it has, what it has made. Pure.
+"""A request inside the core: its state, its blocks, its tokens. Pure.
 
-Owns the facts of one request and their counting; the core alone changes them.
+Owns the facts of one request and its statistics; only the core changes them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pdproxy.sim.stats import Stats
 
 
 class State(Enum):
-    """Where a request stands."""
+    """The state of a request."""
 
     WAITING = auto()
     LOADING = auto()
     RUNNING = auto()
-    OVER = auto()
+    ENDED = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -41,18 +41,18 @@ class ActiveRequest:
     blocks: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
     remembered: int = 0
-    """Blocks that are in the prefix cache."""
+    """The number of its blocks that are in the prefix cache."""
     computed: int = 0
     """Tokens whose KV is in the blocks."""
     local: int = 0
     """Prompt tokens found in the prefix cache."""
     external: int = 0
     """Prompt tokens whose KV came from elsewhere."""
-    hopeless: bool = False
-    """Its KV can never come: the handle lacks a key."""
+    never_loads: bool = False
+    """Its KV can never be loaded: the handle lacks a key."""
     scheduled_before: bool = False
     begun: bool = False
-    """A step has computed some of it."""
+    """A step has computed a part of it."""
     started: float = 0.0
     last_token: float | None = None
 
@@ -62,7 +62,7 @@ class ActiveRequest:
         return len(self.request.prompt)
 
     def count_start(self, stats: Stats, queried: int, wanted: int, now: float) -> None:
-        """Count a request that is scheduled for the first time: of `queried` tokens `wanted` should come from elsewhere."""
+        """Count a request that is scheduled for the first time: `wanted` of `queried` tokens should come from elsewhere."""
         self.started = now
         stats.queue.observe(now - self.arrived)
         stats.prefix_cache_queries += self.prompt
@@ -71,7 +71,7 @@ class ActiveRequest:
         stats.external_prefix_cache_hits += wanted
 
     def count_token(self, stats: Stats, now: float) -> None:
-        """Count the token that was just made; with the first one, where its prompt came from."""
+        """Count the token that was just generated; with the first one, the sources of the prompt's KV."""
         stats.generation_tokens += 1
         if self.last_token is None:
             stats.prompt_tokens += self.prompt

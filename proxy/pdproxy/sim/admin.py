@@ -1,13 +1,13 @@
-"""The admin port of a simulated engine: faults at run time, signals without a process, and a look inside. Not vLLM's API.
+"""The admin port of a simulated engine: arm faults, simulate signals, read the engine's state. It is not part of vLLM's API.
 
-Owns a listener of its own, so that an engine that is frozen or killed can be told to live again.
+It has its own listener, so an engine that is frozen or killed can be restarted through it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Sized
+from typing import Any, Protocol
 
 import msgspec
 import uvicorn
@@ -19,13 +19,54 @@ from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from pdproxy.sim.faults import Armed, FaultError, fault_of
+from pdproxy.sim.engine import Engine
+from pdproxy.sim.faults.book import Armed, FaultBook, fault_of
+from pdproxy.sim.faults.kind import FaultError
 from pdproxy.sim.listener import Listener
 
-if TYPE_CHECKING:
-    from pdproxy.sim.server import SimServer
+_CANCEL_TIMEOUT = 1.0
+"""Seconds that cancelled requests get to end."""
 
-_PATIENCE = 1.0
+
+class Process(Protocol):
+    """The simulated engine that the port controls."""
+
+    connections: int
+
+    @property
+    def life(self) -> str:
+        """down, up, frozen or terminated."""
+
+    @property
+    def engine(self) -> Engine:
+        """The engine."""
+
+    @property
+    def faults(self) -> FaultBook:
+        """The armed faults."""
+
+    @property
+    def listening(self) -> bool:
+        """Whether its own port accepts connections."""
+
+    @property
+    def requests(self) -> Sized:
+        """The generating requests that it has received."""
+
+    async def kill(self) -> None:
+        """SIGKILL."""
+
+    async def freeze(self) -> None:
+        """SIGSTOP."""
+
+    async def thaw(self) -> None:
+        """SIGCONT."""
+
+    async def restart(self) -> None:
+        """SIGKILL, and a new process."""
+
+    async def terminate(self) -> None:
+        """SIGTERM."""
 
 
 def _json(body: object, status: int = 200) -> Response:
@@ -38,7 +79,7 @@ def _shown(armed: Armed) -> dict[str, Any]:
 
 
 class _Admin:
-    def __init__(self, sim: SimServer) -> None:
+    def __init__(self, sim: Process) -> None:
         self._sim = sim
         self._actions: dict[str, Callable[[], Awaitable[None]]] = {
             "kill": sim.kill,
@@ -75,7 +116,7 @@ class _Admin:
         try:
             given = msgspec.json.decode(await request.body())
         except msgspec.DecodeError as error:
-            return _json({"error": f"the body is no JSON: {error}"}, 400)
+            return _json({"error": f"the body is not JSON: {error}"}, 400)
         if not isinstance(given, dict):
             return _json({"error": f"the body must be an object, got {given!r}"}, 400)
         try:
@@ -119,7 +160,7 @@ class _Admin:
                 "running": stats.running,
                 "waiting": stats.waiting,
                 "kv_cache_usage": stats.kv_cache_usage,
-                "notices": dict(sim.engine.teller.counts),
+                "notices": dict(sim.engine.notice_sender.counts),
                 "handles": {name: round(left, 3) for name, left in sim.engine.handles.items()},
                 "requests": len(sim.requests),
                 "connections": sim.connections,
@@ -130,7 +171,7 @@ class _Admin:
 class AdminPort:
     """The admin application of one engine on a port of its own."""
 
-    def __init__(self, sim: SimServer, host: str, port: int) -> None:
+    def __init__(self, sim: Process, host: str, port: int) -> None:
         self._state = ServerState()
         self._config = uvicorn.Config(
             _Admin(sim).app(),
@@ -159,15 +200,15 @@ class AdminPort:
             OSError: the port is taken.
         """
         self._listener.open()
-        await self._listener.take()
+        await self._listener.accept()
 
     async def stop(self) -> None:
         """Close everything."""
-        self._listener.give_up()
+        self._listener.release()
         for connection in list(self._state.connections):
             connection.transport.abort()
         tasks = {task for task in self._state.tasks if task is not asyncio.current_task()}
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=_PATIENCE)
+            await asyncio.wait(tasks, timeout=_CANCEL_TIMEOUT)

@@ -12,7 +12,7 @@ from pdproxy.sim.storage import key_of
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The tokens `start` to `end` of a prompt. A last, unfilled chunk has a name of its own."""
+    """The tokens `start` to `end` of a prompt. A last, unfilled chunk has its own name."""
 
     key: str
     start: int

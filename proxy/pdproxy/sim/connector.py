@@ -1,8 +1,8 @@
-"""What the engine's core asks of a KV connector, in the order in which a request meets it. Pure.
+"""The interface between the engine's core and a KV connector, in the order in which the core calls it. Pure.
 
-Owns the interface, which follows vLLM's `KVConnectorBase_V1`, and the connector that does nothing. One file a connector:
-`nixl`, `lmcache_pd`, `lmcache_mp`, `shared`; `connectors` lists them. What must happen outside of the core (a transfer, a notice
-to the proxy) stands in `outbox` as commands; the driver carries them out and reports back.
+It follows vLLM's `KVConnectorBase_V1`; `Connector` itself does nothing. There is one file per connector: `nixl`, `lmcache_pd`,
+`lmcache_mp`, `shared`, `kvstore_keys`; `connectors` lists them. What happens outside of the core (a transfer, a notice to the
+proxy) is in `outbox` as commands; the driver carries them out and reports the results.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import msgspec
 from pdproxy.sim.active import ActiveRequest
 
 
-class Tell(msgspec.Struct, frozen=True):
-    """Tell the proxy something. Nobody answers."""
+class ProxyNotice(msgspec.Struct, frozen=True):
+    """Send a notice to the proxy. There is no answer."""
 
     message: dict[str, Any]
     """A msgpack map over ZMQ, a JSON object over HTTP."""
@@ -25,10 +25,10 @@ class Tell(msgspec.Struct, frozen=True):
 
 
 class Connector:
-    """One engine's connector. As it stands it moves no KV and ignores all `kv_transfer_params`."""
+    """One engine's connector. This one moves no KV and ignores all `kv_transfer_params`."""
 
     counts_all_queries = True
-    """Whether vLLM's external queries count all tokens that were not found locally, or those alone that were to come."""
+    """Whether vLLM's external queries count all tokens that were not found locally, or only those that should come."""
 
     def __init__(self) -> None:
         self.outbox: deque[Any] = deque()
@@ -52,12 +52,12 @@ class Connector:
     def wanted(self, one: ActiveRequest) -> tuple[int, bool]:
         """Return how many tokens beyond `one.computed` come from elsewhere, and whether they come later, by a command.
 
-        What does not come later is there already: `load` will bring it in the same step.
+        What does not come later is there already: `load` loads it in the same step.
         """
         return 0, False
 
     def allocated(self, one: ActiveRequest, new_blocks: int, tokens: int) -> bool:
-        """Take note of the blocks for a request that is scheduled for the first time; return whether its KV ever can come.
+        """Take note of the blocks for a request that is scheduled for the first time; return whether its KV can come at all.
 
         Raises:
             EngineDeadError: its parameters kill a real scheduler.
@@ -68,7 +68,7 @@ class Connector:
         """Write the KV of `tokens` tokens behind `one.computed` into its blocks, in the step that schedules it.
 
         Raises:
-            EngineDeadError: what was promised is not there.
+            EngineDeadError: the KV that `wanted` returned is not there.
         """
 
     # -- its steps
@@ -86,7 +86,7 @@ class Connector:
         """Return whether the connector keeps its blocks from now on, and the answer's `kv_transfer_params`.
 
         Raises:
-            EngineDeadError: a real scheduler dies of this end.
+            EngineDeadError: a real scheduler dies of it.
         """
         return False, None
 
@@ -94,26 +94,26 @@ class Connector:
         """A request ended before it was scheduled, or was refused (then its id is empty)."""
 
     def arrived(self, request_id: str) -> None:
-        """Its KV is here, or will never be wanted."""
+        """Its KV is here, or is no longer needed."""
 
     # -- time
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
+        """Do what is due at this time."""
 
     def flush(self) -> None:
-        """A step begins: send what waits for one."""
+        """A step begins: send the commands that wait for one."""
 
     def next_timer(self) -> float | None:
         """Return when `tick` has something to do."""
         return None
 
-    # -- what an operator sees and does
+    # -- for an operator
 
     def leases(self, now: float) -> dict[str, float]:
-        """Return the handles that were given out: request id to seconds left."""
+        """Return P's handles that have not ended: request id to seconds left."""
         return {}
 
     def end_leases(self, now: float) -> int:
-        """Let all leases end now; return how many there were."""
+        """End all leases now; return how many there were."""
         return 0

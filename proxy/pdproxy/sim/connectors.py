@@ -1,4 +1,4 @@
-"""Which connectors there are. Pure. A new one is a file of its own, a line here and its name in `Facts.connector`."""
+"""All connectors. Pure. A new one is one file, one line here and its name in `Facts.connector`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdproxy.sim.storage import Storage
 def connector_of(
     facts: Facts, engine_id: str, side_channel_port: int, pool: BlockPool, stats: Stats, storage: Storage
 ) -> Connector:
-    """Return the connector of one engine; `storage` is what it may share with others."""
+    """Return the connector of one engine; it may share `storage` with other engines."""
     match facts.connector:
         case "nixl":
             return Nixl(facts, engine_id, side_channel_port, pool, stats)

@@ -1,9 +1,9 @@
 """The engine's core: continuous batching over queues and KV blocks, one step after the other. Pure: time is passed in.
 
-Owns the queues, the requests in them and their blocks. A driver calls `begin`, lets the step's seconds pass, calls `finish`
-and hands out the outputs; commands to others stand in `commands`. The same core runs behind HTTP in real time and
-in virtual time without it. Scheduling follows vLLM's v1 scheduler: running requests first, then waiting ones, a token budget a
-step, prompts in chunks, the youngest preempted when blocks run out.
+Owns the queues, the requests in them and their blocks. A driver calls `begin`, waits for the step's seconds, calls `finish`
+and delivers the outputs; commands to other engines and the proxy are in `commands`. The same core runs behind HTTP in real time
+and without it in virtual time. Scheduling follows vLLM's v1 scheduler: running requests first, then waiting ones, a token budget
+per step, prompts in chunks, and the youngest request is preempted when blocks run out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pdproxy.sim.tokenizer import EOS
 
 @dataclass(slots=True)
 class Step:
-    """What is computed next and how long that takes."""
+    """The work of the next step and its duration."""
 
     work: list[tuple[ActiveRequest, int]]
     prefill_tokens: int
@@ -39,7 +39,7 @@ class Step:
 
 
 class Core:
-    """One engine core. Any `EngineDeadError` means that it has died: it must not be used again."""
+    """One engine core. After an `EngineDeadError` it must not be used again."""
 
     def __init__(
         self,
@@ -84,21 +84,21 @@ class Core:
         self._sequences[request.id] = sequence
         self._enqueue(sequence)
         self.connector.queued(sequence)
-        self._gauge()
+        self._update_gauges()
 
     def _enqueue(self, sequence: ActiveRequest) -> None:
-        """Lower numbers first, then in the order of arrival."""
+        """Queue by priority, lower numbers first, then by arrival."""
         place = len(self._waiting)
         while place and self._waiting[place - 1].request.priority > sequence.request.priority:
             place -= 1
         self._waiting.insert(place, sequence)
 
     def abort(self, request_id: str, now: float) -> None:
-        """End a request that nobody wants any more. An unknown id is no error."""
+        """End a request that is no longer needed. An unknown id is ignored."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return
-        if sequence.hopeless:
+        if sequence.never_loads:
             raise EngineDeadError
         before = sequence.state
         self._end(sequence, "abort", now)
@@ -119,7 +119,7 @@ class Core:
         return bool(self._running or self._waiting or self._outputs or (self._loads and self.connector.waits_for_step))
 
     def begin(self, now: float) -> Step | None:
-        """Choose what is computed next; None: nothing can be."""
+        """Return the next step; None: nothing can be computed."""
         self.connector.tick(now)
         if self.connector.blocked:
             return None
@@ -144,7 +144,7 @@ class Core:
             place += 1
         if not preempted:
             self._schedule_waiting(work, budget, now)
-        self._gauge()
+        self._update_gauges()
         if not work:
             return Step([], 0, 0, 0.0) if self._outputs else None
         decoding = sum(count == 1 for _, count in work)
@@ -152,12 +152,12 @@ class Core:
         return Step(work, prefill, decoding, self.facts.hardware.step_s(prefill, decoding))
 
     def finish(self, step: Step, now: float) -> list[EngineOutput]:
-        """Return what a step has made, its time being over."""
+        """Return the outputs of a step, after its time has passed."""
         for sequence, count in step.work:
             if sequence.state is State.RUNNING:
                 self._compute(sequence, count, now)
-        self._gauge()
-        if self.connector.blocked:  # a step is over when its KV is saved
+        self._update_gauges()
+        if self.connector.blocked:  # a step ends only when its KV is saved
             return []
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -166,7 +166,7 @@ class Core:
         while self._waiting and budget and len(self._running) < self.facts.max_num_seqs:
             sequence = self._waiting[0]
             wanted, later = 0, False
-            if not sequence.blocks:  # else its KV has just come, or has just failed to
+            if not sequence.blocks:  # otherwise its KV has just been loaded, or the load has failed
                 wanted, later = self._match(sequence)
             known = sequence.computed + wanted
             count = min(len(sequence.tokens) - known, budget)
@@ -182,7 +182,7 @@ class Core:
                 sequence.count_start(self.stats, queried, wanted, now)
             new = len(sequence.blocks) - sequence.local // self.facts.block_size
             if first and not self.connector.allocated(sequence, new if wanted else 0, wanted):
-                sequence.hopeless = wanted > 0
+                sequence.never_loads = wanted > 0
             if later:
                 sequence.state = State.LOADING
                 self._loads[sequence.request.id] = sequence
@@ -203,8 +203,8 @@ class Core:
         sequence.attention.reset()
         if facts.enable_prefix_caching and sequence.request.sampling.prompt_logprobs is None:
             block_keys(sequence.keys, sequence.tokens, facts.block_size, sequence.salt)
-            most = (len(sequence.tokens) - 1) // facts.block_size
-            found = self.pool.find(sequence.keys, most)
+            limit = (len(sequence.tokens) - 1) // facts.block_size
+            found = self.pool.find(sequence.keys, limit)
             self.pool.hold(found)
             sequence.blocks = found
             sequence.computed = sequence.local = len(found) * facts.block_size
@@ -212,7 +212,7 @@ class Core:
         return (0, False) if sequence.scheduled_before else self.connector.wanted(sequence)
 
     def _unmatch(self, sequence: ActiveRequest) -> None:
-        self.pool.give_back(sequence.blocks)
+        self.pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.computed = sequence.local = sequence.remembered = 0
 
@@ -225,7 +225,7 @@ class Core:
         return True
 
     def _preempt(self, work: list[tuple[ActiveRequest, int]]) -> ActiveRequest:
-        """Throw the youngest out: it will compute everything again."""
+        """Preempt the youngest request: it will compute everything again."""
         victim = self._running.pop()
         work[:] = [(sequence, count) for sequence, count in work if sequence is not victim]
         self._unmatch(victim)
@@ -255,7 +255,7 @@ class Core:
         self._emit(sequence, token, first, now)
 
     def _remember(self, sequence: ActiveRequest) -> None:
-        """Put the blocks that are full by now into the prefix cache."""
+        """Put the blocks that are full now into the prefix cache."""
         full = sequence.computed // self.facts.block_size
         if full <= sequence.remembered or not self.facts.enable_prefix_caching:
             return
@@ -287,10 +287,10 @@ class Core:
             output.kv_transfer_params = self._end(sequence, output.finish_reason, now)
 
     def _cached(self, sequence: ActiveRequest) -> int:
-        """What the usage calls cached: P's own hits if the handle tells them, else all that was not computed here."""
-        told = (sequence.params or {}).get("remote_prefill_cached_tokens")
-        if sequence.external and isinstance(told, int):
-            return told
+        """Return the usage's cached tokens: P's own hits if the handle has them, else all tokens that were not computed here."""
+        p_hits = (sequence.params or {}).get("remote_prefill_cached_tokens")
+        if sequence.external and isinstance(p_hits, int):
+            return p_hits
         return sequence.local + sequence.external
 
     def _prompt_logprobs(self, prompt: Sequence[int], top: int) -> tuple[tuple[Candidate, ...] | None, ...]:
@@ -302,8 +302,8 @@ class Core:
         return tuple(entries)
 
     def _end(self, sequence: ActiveRequest, reason: str, now: float) -> dict[str, Any] | None:
-        """Take a request out; return P's handle if it leaves one."""
-        before, sequence.state = sequence.state, State.OVER
+        """Remove a request; return P's handle if there is one."""
+        before, sequence.state = sequence.state, State.ENDED
         self._sequences.pop(sequence.request.id, None)
         self.stats.finished[reason] += 1
         self.stats.e2e.observe(now - sequence.arrived)
@@ -313,48 +313,48 @@ class Core:
         elif before is State.WAITING:
             self._waiting.remove(sequence)
         elif reason == "abort":
-            return None  # LOADING: its blocks are freed once the transfer is resolved
+            return None  # LOADING: its blocks are freed after the transfer
         kept, params = self.connector.ended(sequence, reason, now)
         if not kept:
-            self.pool.give_back(sequence.blocks)
+            self.pool.release(sequence.blocks)
             sequence.blocks = []
         return params
 
     # -- KV from elsewhere
 
     def loaded(self, pull: Pull, pages: Sequence[Page]) -> None:
-        """Take the pages that were pulled for a request; P is told that it may free them."""
+        """Store the pages that were pulled for a request; P may free them."""
         sequence = self._loads.pop(pull.request_id)
         self.nixl.loaded(pull)
         for block, page in zip(sequence.blocks[-len(pages) :], pages, strict=True):
             self.pool.pages[block] = page
         self.connector.arrived(pull.request_id)
-        if sequence.state is State.OVER:
-            self.pool.give_back(sequence.blocks)
+        if sequence.state is State.ENDED:
+            self.pool.release(sequence.blocks)
             return
         sequence.external = pull.tokens
         sequence.computed = sequence.prompt
         self._remember(sequence)
-        sequence.computed -= 1  # the last token is computed again: its output is what is wanted
+        sequence.computed -= 1  # the last token is computed again, for its output
         self._back_to_queue(sequence)
 
     def load_failed(self, request_id: str, now: float) -> None:
-        """The KV of a request can't come: fail it or compute it here, as the policy says."""
+        """The KV of a request can't come: fail it or compute it here, depending on the policy."""
         sequence = self._loads.pop(request_id)
         self.stats.failed_transfers += 1
         self.nixl.failed(request_id)
         self.connector.arrived(request_id)
-        if sequence.state is State.OVER:
-            self.pool.give_back(sequence.blocks)
+        if sequence.state is State.ENDED:
+            self.pool.release(sequence.blocks)
         elif self.facts.kv_load_failure_policy == "recompute":
             self._back_to_queue(sequence)
         else:
             self._end(sequence, "error", now)
             self._outputs.append(EngineOutput(request_id=request_id, finish_reason="error"))
-        self._gauge()
+        self._update_gauges()
 
     def handshaken(self, peer: Peer, engine_id: str | None, now: float) -> None:
-        """Take the answer to a handshake; None: nobody answered in time."""
+        """Take the answer to a handshake; None: no engine answered in time."""
         for request_id in self.nixl.handshaken(peer, engine_id):
             self.load_failed(request_id, now)
 
@@ -363,12 +363,12 @@ class Core:
         self._waiting.appendleft(sequence)
 
     def next_timer(self) -> float | None:
-        """Return when `begin` has something to do although nothing happened: a lease ends, a heartbeat is due."""
+        """Return when `begin` has work without an event: a lease ends, or a heartbeat is due."""
         return self.connector.next_timer()
 
     @property
     def commands(self) -> deque[Any]:
-        """What the driver must carry out."""
+        """The commands that the driver must carry out."""
         return self.connector.outbox
 
     @property
@@ -377,7 +377,7 @@ class Core:
         assert isinstance(self.connector, Nixl)
         return self.connector
 
-    def _gauge(self) -> None:
+    def _update_gauges(self) -> None:
         self.stats.running = len(self._running)
         self.stats.waiting = len(self._waiting) + len(self._loads)
         self.stats.kv_cache_usage = self.pool.usage

@@ -1,7 +1,7 @@
-"""The engine in real time: the core stepped by the event loop, reached by async generators, joined to others by sockets.
+"""The engine in real time: the event loop steps the core, requests use async generators, other engines use sockets.
 
-Owns the core, the task that steps it, and its connector's sockets. The API server calls `generate`; whoever injects
-faults calls the methods that make it ill.
+Owns the core, the task that steps it, and its connector's sockets. The API server calls `generate`; faults call the methods
+under "faults".
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.sim import link
-from pdproxy.sim.connector import Tell
+from pdproxy.sim.connector import ProxyNotice
 from pdproxy.sim.core import Core
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.folder import FolderStorage
-from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Meet, Offer, Write
+from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Offer, ReceiverHandshake, Write
 from pdproxy.sim.memory import Page
-from pdproxy.sim.nixl import Handshake, Notice, Pull
-from pdproxy.sim.notice_sender import Teller
+from pdproxy.sim.nixl import Handshake, PeerNotice, Pull
+from pdproxy.sim.notice_sender import NoticeSender
 from pdproxy.sim.pd_link import Receiving, Sending
 from pdproxy.sim.request import EngineDeadError, EngineOutput, EngineRequest
+from pdproxy.sim.side_channel import LinkError, SideChannel, engine_id_at, read_pages, send_notice
 from pdproxy.sim.stats import Stats
 from pdproxy.sim.storage import Storage
 from pdproxy.sim.tokenizer import Tokenizer
 
-_BEHIND = 0.05
-"""A step that begins less than so many seconds late is not made later still: the loop's lag does not add up."""
+_MAX_LAG = 0.05
+"""Seconds. A step that begins less late than this ends at its planned time, so that the loop's lag does not add up."""
 
 
 class _Stream:
@@ -46,7 +46,7 @@ class _Stream:
         self.outputs.append(output)
         self.wake.set()
 
-    def die(self) -> None:
+    def fail(self) -> None:
         self.dead = True
         self.wake.set()
 
@@ -55,9 +55,9 @@ class Engine:
     """One simulated engine. `start` it inside a running event loop, `stop` it there."""
 
     def __init__(self, facts: Facts, *, chance: int | None = None, storage: Storage | None = None) -> None:
-        """Make an engine; `chance` seeds what is drawn (sampling without a seed, ids); None: never the same.
+        """Make an engine; `chance` seeds all draws (sampling without a seed, ids); None: different in each run.
 
-        `storage`: what a connector that shares shares with others of this process; None: what `shared_storage_path` says.
+        `storage`: where a connector shares KV with other engines of this process; None: as `shared_storage_path` says.
         """
         self.facts = facts
         self.tokenizer = Tokenizer(facts.add_bos)
@@ -75,11 +75,11 @@ class Engine:
         self._awake = asyncio.Event()
         self._awake.set()
         self._tasks = TaskOwner("engine")
-        self._side = link.SideChannel(self._read, self._notified)
+        self._side = SideChannel(self._read, self._notified)
         self._sending = Sending()
         self._receiving = Receiving(self._pd, lambda: self._wake.set())
         self._storage = storage
-        self.teller = Teller(facts.notify, keeps=facts.connector != "nixl")
+        self.notice_sender = NoticeSender(facts.notify, keeps=facts.connector != "nixl")
         self._failing_loads = 0
 
     async def start(self) -> None:
@@ -108,18 +108,18 @@ class Engine:
         if self._storage is None and self.facts.shared_storage_path:
             self._storage = FolderStorage(self.facts.shared_storage_path)
         self._sending = Sending()
-        self.teller.open(self.facts.tensor_parallel_size)
+        self.notice_sender.open(self.facts.tensor_parallel_size)
         chance = random.Random(self._chance.getrandbits(64))
         self._core = Core(self.facts, self.engine_id, self._side.port, chance, self.stats, self._storage)
         self._tasks.spawn(self._run(self._core), "steps")
 
     async def stop(self) -> None:
-        """End everything; running requests see `EngineDeadError`."""
+        """End everything; running requests get `EngineDeadError`."""
         self.kill_core()
         await self._side.close()
         await self._receiving.close()
         await self._tasks.settle(0)
-        await self.teller.close()
+        await self.notice_sender.close()
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """Run one request; closing the iterator early aborts it.
@@ -127,7 +127,7 @@ class Engine:
         Raises (from the iterator):
             EngineDeadError: the core died, before or while this request ran.
         """
-        core = self._alive()
+        core = self._live_core()
         stream = self._streams[request.id] = _Stream()
         core.add(request, self._now())
         self._wake.set()
@@ -145,7 +145,7 @@ class Engine:
         finally:
             self._streams.pop(request.id, None)
             if not over and self._core is core and not self.dead:
-                self._risky(lambda: core.abort(request.id, self._now()))
+                self._guarded(lambda: core.abort(request.id, self._now()))
                 self._wake.set()
 
     def new_id(self) -> str:
@@ -153,24 +153,24 @@ class Engine:
         return f"{self._chance.getrandbits(32):08x}"
 
     def reject(self, kv_transfer_params: dict[str, Any]) -> None:
-        """Clean up after a request with a KV handle that the API server refused: P is told that its blocks are free."""
+        """Clean up after a request with a KV handle that the API server refused: the connector releases P's blocks."""
         if self._core is not None and not self.dead:
             core = self._core
-            self._risky(lambda: core.reject(kv_transfer_params))
+            self._guarded(lambda: core.reject(kv_transfer_params))
             self._carry_out(core)
 
-    # -- illnesses
+    # -- faults
 
     def kill_core(self) -> None:
         """Let the core die, as an assertion in vLLM does."""
         self.dead = True
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream.die()
+            stream.fail()
         self._wake.set()
 
     def freeze(self) -> None:
-        """Stop stepping and stop answering on the side channel, sockets open (SIGSTOP's view of the core)."""
+        """Stop stepping and stop answering on the side channel; sockets stay open (what SIGSTOP does to the core)."""
         self._awake.clear()
         self._side.freeze()
         self._receiving.freeze()
@@ -182,7 +182,7 @@ class Engine:
         self._receiving.thaw()
 
     def expire_leases(self) -> int:
-        """Let the lease of every handle given out end now; return how many there were."""
+        """End the lease of every handle now; return how many there were."""
         count = self._core.connector.end_leases(self._now()) if self._core is not None else 0
         self._wake.set()
         return count
@@ -192,23 +192,23 @@ class Engine:
         self._failing_loads += count
 
     async def restart(self) -> None:
-        """Start anew: a new engine id, empty memory; running requests see `EngineDeadError`."""
+        """Start again with a new engine id and empty memory; running requests get `EngineDeadError`."""
         await self.stop()
         await self.start()
 
     @property
     def handles(self) -> dict[str, float]:
-        """P's handles that are not over: request id to seconds left of the lease."""
+        """P's handles that have not ended: request id to seconds left of the lease."""
         return self._core.connector.leases(self._now()) if self._core is not None else {}
 
     @property
     def receiver_ports(self) -> tuple[list[int], list[int]]:
-        """D's init and alloc ports with `lmcache-pd`, one of each a rank."""
+        """D's init and alloc ports with `lmcache-pd`, one of each per rank."""
         return self._receiving.init_ports, self._receiving.alloc_ports
 
-    # -- the life of the core
+    # -- steps
 
-    def _alive(self) -> Core:
+    def _live_core(self) -> Core:
         if self._core is None or self.dead:
             raise EngineDeadError
         return self._core
@@ -216,7 +216,7 @@ class Engine:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def _risky(self, what: Callable[[], None]) -> None:
+    def _guarded(self, what: Callable[[], None]) -> None:
         try:
             what()
         except EngineDeadError:
@@ -237,8 +237,8 @@ class Engine:
             if step is None:
                 await self._idle(core)
                 continue
-            planned = (planned if now - planned < _BEHIND else now) + step.seconds
-            # A step of no time still lets everybody else have a turn.
+            planned = (planned if now - planned < _MAX_LAG else now) + step.seconds
+            # A step that takes no time still lets other tasks run.
             await asyncio.sleep(max(planned - now, 0.0))
             await self._awake.wait()
             try:
@@ -264,7 +264,7 @@ class Engine:
     # -- other engines
 
     def _read(self, blocks: Sequence[int]) -> list[Page]:
-        core = self._alive()
+        core = self._live_core()
         return [core.pool.pages[block] for block in blocks]
 
     def _notified(self, kind: str, request_ids: Sequence[str]) -> None:
@@ -273,31 +273,31 @@ class Engine:
             self._wake.set()
 
     def _pd(self) -> LMCachePD:
-        connector = self._alive().connector
+        connector = self._live_core().connector
         assert isinstance(connector, LMCachePD)
         return connector
 
     def _carry_out(self, core: Core) -> None:
         while core.commands:
             command = core.commands.popleft()
-            if isinstance(command, Tell):
-                self.teller.tell(command)
+            if isinstance(command, ProxyNotice):
+                self.notice_sender.send(command)
             else:
                 self._tasks.spawn(self._perform(core, command), "command")
 
     async def _perform(self, core: Core, command: Any) -> None:
         match command:
-            case Meet() | Offer() | Write() | Cancel():
+            case ReceiverHandshake() | Offer() | Write() | Cancel():
                 await self._push(self._pd(), command)
             case Handshake():
-                found = await link.greet(command.peer, self.facts.handshake_timeout)
+                found = await engine_id_at(command.peer, self.facts.handshake_timeout)
                 core.handshaken(command.peer, found, self._now())
             case Pull():
                 await self._pull(core, command)
-            case Notice():
+            case PeerNotice():
                 try:
-                    await link.tell(command.peer, command.kind, command.request_ids)
-                except link.LinkError:
+                    await send_notice(command.peer, command.kind, command.request_ids)
+                except LinkError:
                     core.stats.failed_notifications += 1
         self._carry_out(core)
         self._wake.set()
@@ -308,19 +308,19 @@ class Engine:
         try:
             if self._failing_loads:
                 self._failing_loads -= 1
-                raise link.LinkError("told to fail")
-            pages = await link.read_pages(pull.peer, pull.blocks)
-        except link.LinkError:
+                raise LinkError("made to fail by a fault")
+            pages = await read_pages(pull.peer, pull.blocks)
+        except LinkError:
             core.load_failed(pull.request_id, self._now())
             return
         core.stats.transfers.observe(self._now() - begun)
         core.stats.transferred_bytes.observe(pull.tokens * self.facts.hardware.kv_bytes_per_token)
         core.loaded(pull, pages)
 
-    async def _push(self, connector: LMCachePD, command: Meet | Offer | Write | Cancel) -> None:
+    async def _push(self, connector: LMCachePD, command: ReceiverHandshake | Offer | Write | Cancel) -> None:
         match command:
-            case Meet():
-                connector.met(command.receiver, await self._sending.meet(command.receiver))
+            case ReceiverHandshake():
+                connector.receiver_found(command.receiver, await self._sending.handshake(command.receiver))
             case Offer():
                 connector.offered(command, await self._sending.offer(command.receiver, command.batch))
             case Write():

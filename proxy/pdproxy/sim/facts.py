@@ -1,6 +1,6 @@
-"""What a simulated engine is: the facts an operator would set with vLLM's flags, and how fast its hardware is.
+"""The configuration of a simulated engine: what an operator would set with vLLM's flags, and the speed of its hardware.
 
-Owns names and defaults; everything else in this room reads them. Times are in seconds, sizes in bytes or tokens.
+Owns names and defaults. Times are in seconds, sizes in bytes or tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How long things take. The defaults are an 8B model on one H200 with NVLink, from public measurements."""
 
     speed: float = 1.0
-    """How many times faster than real; 0: nothing takes any time."""
+    """How many times faster than real; 0: nothing takes time."""
     prefill_tokens_per_s: float = 40_000.0
     decode_step_s: float = 0.005
     """A step that decodes one sequence."""
@@ -32,7 +32,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     transfer_latency_s: float = 0.001
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
+        """Refuse invalid values."""
         for name in ("prefill_tokens_per_s", "link_bytes_per_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
@@ -41,7 +41,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
     def step_s(self, prefill_tokens: int, decoding: int) -> float:
-        """Return how long one step of the engine takes: prefill that runs along slows everybody's next token."""
+        """Return how long one step of the engine takes: prefill in the step delays the next token of all its sequences."""
         if not self.speed:
             return 0.0
         taken = prefill_tokens / self.prefill_tokens_per_s
@@ -50,7 +50,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return taken / self.speed
 
     def transfer_s(self, tokens: int) -> float:
-        """Return how long the KV of so many tokens is on its way."""
+        """Return how long the transfer of the KV of so many tokens takes."""
         if not self.speed:
             return 0.0
         return (self.transfer_latency_s + tokens * self.kv_bytes_per_token / self.link_bytes_per_s) / self.speed
@@ -67,19 +67,19 @@ class LMCache(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     pd_buffer_size: int = 2 << 30
     """D: bytes of each rank."""
     pd_allocation_timeout_sec: float = math.inf
-    """D: how long a push waits for room (`async`)."""
+    """D: how long a push waits for space (`async`)."""
     skip_last_n_tokens: int = 0
-    """D: so many of a prompt's last tokens are not looked up. P's first token wants 1: with 0 no unfilled chunk is found."""
+    """D: how many of a prompt's last tokens are not looked up. With P's first token it must be 1, to find unfilled chunks."""
     discard_partial_chunks: bool = False
-    """P: push full chunks alone. PD switches `save_unfull_chunk` on by itself; this is what still has that effect."""
+    """P: push only full chunks. PD always enables `save_unfull_chunk`, so this option is needed for that."""
     save_only_first_rank: bool = False
     """As with MLA."""
     notice_type: Literal["ProxyNotif", "NixlProxyNotif", "untagged"] = "ProxyNotif"
     degraded: bool = False
-    """LMCache failed to start: the engine is healthy, stores nothing, loads nothing and tells nobody."""
+    """LMCache failed to start: the engine is healthy, stores nothing, loads nothing and sends no notices."""
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
+        """Refuse invalid values."""
         if self.chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}")
         for name in ("pd_peer_init_port", "pd_peer_alloc_port"):
@@ -97,7 +97,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     model: str = "sim"
     version: str = "0.32.0"
     weights: int = 0
-    """Two engines whose models have the same name and other weights differ in this, and in their text."""
+    """A number. Engines with the same model name and different weights generate different text."""
     template: Template = "chatml"
     """The chat template. `dated` prints the date into the prompt, `plain` no role marks."""
     add_bos: bool = False
@@ -112,17 +112,17 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     enable_auto_tool_choice: bool = True
     """With a tool-call parser; without, `tools` is refused as vLLM refuses it."""
     reasoning_parser: Literal["none", "deepseek_r1"] = "none"
-    """Takes what the model thinks out of a chat's content. With one, the model ends its thoughts by `</think>`."""
+    """Separates thoughts from a chat's content. With a parser, the model ends its thoughts with `</think>`."""
     api_key: str | None = None
     eos_every: int = 97
-    """One token in so many is the end, on average; 0: never."""
+    """The average number of tokens before the end token; 0: never."""
     connector: ConnectorName = "nixl"
     kv_role: KVRole | None = None
-    """None: what role and connector say. It is for the metrics alone: `vllm:num_requests_kv_fetch_by_stage` is a consumer's."""
+    """None: from role and connector. It affects only metrics: `vllm:num_requests_kv_fetch_by_stage` is a consumer's."""
     tensor_parallel_size: int = 1
-    """Workers, each of which sends notices of its own."""
+    """The number of workers, each of which sends notices."""
     notify: str | None = None
-    """Whom to tell of KV: a ZMQ PULL socket `tcp://HOST:PORT` (lmcache-pd; nixl, as with the notifier), a URL (lmcache-mp)."""
+    """Where notices go: a ZMQ PULL socket `tcp://HOST:PORT` (lmcache-pd; nixl, as with the notifier), a URL (lmcache-mp)."""
     shared_storage_path: str = ""
     """shared, lmcache-mp, kvstore-keys: the folder that engines share; empty: this engine's own memory."""
     kv_load_failure_policy: LoadFailurePolicy = "fail"
@@ -130,14 +130,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     heartbeat_interval: float = 5.0
     handshake_timeout: float = 5.0
     side_channel_host: str = "127.0.0.1"
-    """What P's handles say, and where the engine listens; on loopback if this is no address of the machine."""
+    """The address in P's handles, on which the engine listens; on loopback if the machine does not have it."""
     side_channel_port: int = 0
     """0: any free port."""
     hardware: Hardware = Hardware()
     lmcache: LMCache = LMCache()
 
     def __post_init__(self) -> None:
-        """Refuse what vLLM would refuse, too."""
+        """Refuse what vLLM refuses."""
         for name in (
             "block_size",
             "num_gpu_blocks",

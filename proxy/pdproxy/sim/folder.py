@@ -1,6 +1,6 @@
-"""KV in files of a folder that engines share: what `pdproxy.sim.storage` is, across processes.
+"""KV in the files of a folder that engines of several processes share.
 
-Owns the files' names and content. A file appears whole or not at all; nothing is ever removed.
+Owns the files' names and content. A file appears only when it is complete. Nothing is ever removed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _decode = msgspec.msgpack.Decoder(list[Page]).decode
 
 
 class FolderStorage:
-    """The pages in a folder, which is made if it is not there.
+    """The pages in a folder, which is created if it does not exist.
 
     Raises:
-        OSError: it can't be made or used, from any method.
+        OSError: it can't be created or used; any method may raise it.
     """
 
     def __init__(self, path: str) -> None:
@@ -28,18 +28,18 @@ class FolderStorage:
         self._path.mkdir(parents=True, exist_ok=True)
 
     def has(self, key: str) -> bool:
-        """Tell whether something was put under a key."""
+        """Return whether pages are stored under a key."""
         return (self._path / key).exists()
 
     def get(self, key: str) -> Sequence[Page] | None:
-        """Return what was put under a key, None for nothing."""
+        """Return the pages under a key, None if there are none."""
         try:
             return _decode((self._path / key).read_bytes())
         except FileNotFoundError:
             return None
 
     def put(self, key: str, pages: Sequence[Page]) -> None:
-        """Put pages under a key, over what was there."""
+        """Store pages under a key, in place of those before."""
         new = self._path / f".{key}.{os.getpid()}"
         new.write_bytes(msgspec.msgpack.encode(list(pages)))
         new.replace(self._path / key)

@@ -1,6 +1,6 @@
-"""What an engine received: every request, whether its client left, and waiting for the next one.
+"""Records the requests that an engine received, and whether their clients left; tests wait for the next one.
 
-Owns the record, with bounded memory. Generating requests, handles given back and the rest stand in lists of their own.
+Bounded in memory. Generating requests, releases of handles and all others are in separate lists.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Request:
     left: asyncio.Event = field(default_factory=asyncio.Event)
     left_at: float | None = None
     over: bool = False
-    """The answer was sent whole, or the engine itself has ended it."""
+    """The whole answer was sent, or the engine itself ended it."""
     json: dict[str, Any] = field(init=False)
-    """The body as JSON; empty where it is no object."""
+    """The body as JSON; empty if it is not an object."""
 
     def __post_init__(self) -> None:
         """Read the body."""
@@ -50,7 +50,7 @@ class Request:
 
     @property
     def release(self) -> bool:
-        """Whether it only gives a handle back."""
+        """Whether it only releases a handle."""
         return self.generating and self.json.get("max_tokens") == 0
 
     @property
@@ -71,7 +71,7 @@ class Request:
 
     @property
     def wants_handle(self) -> bool:
-        """Whether its answer will bring a handle, or P's first token."""
+        """Whether its answer has a handle, or P's first token."""
         kv = self.kv or {}
         return (bool(kv.get("do_remote_decode")) or "ret_first_tok" in kv) and not self.stream
 
@@ -86,8 +86,8 @@ class Request:
 
 
 class _Log:
-    def __init__(self, most: int) -> None:
-        self.kept: deque[Request] = deque(maxlen=most)
+    def __init__(self, limit: int) -> None:
+        self.kept: deque[Request] = deque(maxlen=limit)
         self.total = 0
         self._arrival = asyncio.Event()
 
@@ -105,13 +105,13 @@ class _Log:
 
 
 class Journal:
-    """The requests that an engine received, the last `most` of each sort."""
+    """The requests that an engine received, the last `limit` of each sort."""
 
-    def __init__(self, most: int = 1000) -> None:
-        self._generating, self._releases, self._others = (_Log(most) for _ in range(3))
+    def __init__(self, limit: int = 1000) -> None:
+        self._generating, self._releases, self._others = (_Log(limit) for _ in range(3))
 
     def note(self, request: Request) -> None:
-        """Write a request down."""
+        """Record a request."""
         if not request.generating:
             self._others.note(request)
         elif request.release:
@@ -126,26 +126,26 @@ class Journal:
 
     @property
     def releases(self) -> deque[Request]:
-        """Generating requests with `max_tokens: 0`: handles given back."""
+        """Generating requests with `max_tokens: 0`: they release handles."""
         return self._releases.kept
 
     @property
     def others(self) -> deque[Request]:
-        """All else."""
+        """All other requests."""
         return self._others.kept
 
-    async def asked(self, count: int = 1, timeout: float = 5.0) -> Request:
-        """Wait until so many generating requests have come; return the last of them.
+    async def received(self, count: int = 1, timeout: float = 5.0) -> Request:
+        """Wait for the `count`-th generating request; return it.
 
         Raises:
-            TimeoutError: they did not come within `timeout` seconds.
+            TimeoutError: it did not come within `timeout` seconds.
         """
         return await self._generating.reached(count, timeout)
 
-    async def given_back(self, count: int = 1, timeout: float = 5.0) -> Request:
-        """Wait until so many handles have been given back; return the last such request.
+    async def released(self, count: int = 1, timeout: float = 5.0) -> Request:
+        """Wait for the `count`-th request that releases a handle; return it.
 
         Raises:
-            TimeoutError: they did not come within `timeout` seconds.
+            TimeoutError: it did not come within `timeout` seconds.
         """
         return await self._releases.reached(count, timeout)

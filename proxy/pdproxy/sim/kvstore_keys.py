@@ -1,13 +1,13 @@
 """A KV store under keys that requests bring (contract `kvstore-keys`), as the `KVStoreConnector` of vLLM PR 12957 does it. Pure.
 
-Owns its rules, none of which looks at what lies under a key:
+Owns its rules, none of which checks the content under a key:
 
 - P stores a prompt under the first of `kvcache_store_keys`, when all of it is computed; D looks under the first of
-  `kvcache_load_keys`. Nothing is ever dropped, and a later store under the same key takes the place of the earlier one.
-- Nothing there, or `prefix_prompt_ids` of another length than the prompt: D computes the prompt itself, without a word.
-- Something there: D takes it for the prompt's KV. With that of a shorter or another prompt it says something else.
-- An empty list of keys, or keys without `prefix_prompt_ids`: a real worker dies of the index, or of making a tensor of None.
-- Params with another field, or a list that isn't flat, are refused by the API server, in words that name the field.
+  `kvcache_load_keys`. Nothing is ever removed; a later store under the same key replaces the earlier one.
+- Nothing there, or `prefix_prompt_ids` of another length than the prompt: D computes the prompt itself and reports nothing.
+- Something there: D uses it as the prompt's KV. With that of a shorter or another prompt its text is wrong.
+- An empty list of keys, or keys without `prefix_prompt_ids`: a real worker dies of the index, or of a tensor made of None.
+- Params with another field, or a list that isn't flat, are refused by the API server, with a message that names the field.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class KVStoreKeys(Connector):
         return max(one.prompt - 1 - one.computed, 0), False
 
     def load(self, one: ActiveRequest, tokens: int) -> None:
-        """Put what lies under the key into the request's blocks, as far as it goes."""
+        """Put the pages under the key into the request's blocks; missing ones are empty."""
         key = self._key(one, "kvcache_load_keys")
         stored = list((self._storage.get(key) if key is not None else None) or ())
         begun = one.computed // self._pool.block_size
@@ -60,7 +60,7 @@ class KVStoreKeys(Connector):
             self._pool.pages[one.blocks[place]] = stored[place]
 
     def stepped(self, one: ActiveRequest, *, first: bool, now: float) -> None:
-        """Store a prompt of which the last token has just been computed.
+        """Store a prompt whose last token has just been computed.
 
         Raises:
             EngineDeadError: the keys, or the ids that belong to them, can't be used.
@@ -84,7 +84,7 @@ class KVStoreKeys(Connector):
 
 
 def refusal(params: dict[str, Any] | None) -> str | None:
-    """Return the API server's words for `kv_transfer_params` that it refuses, None for those that it takes."""
+    """Return the API server's message for `kv_transfer_params` that it refuses, None if it accepts them."""
     if params is None:
         return None
     for name, (kind, words) in _KINDS.items():

@@ -1,7 +1,7 @@
 """The model: which token follows, given what attention reads from the KV cache. Pure.
 
-Owns the rule that makes the simulator a judge: a token depends on the digest of all KV that the request's blocks hold, and on
-nothing else but the sampling parameters. Wrong KV, wrong text.
+Owns the rule that makes wrong KV visible: a token depends only on the digest of all KV in the request's blocks and on the
+sampling parameters. Wrong KV gives wrong text.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pdproxy.sim.tokenizer import EOS, FIRST_BYTE, FIRST_PIECE, THINK_END, WITH_
 
 _MASK = (1 << 64) - 1
 _CHOICES = 20
-"""A sampled token is one of so many likeliest."""
+"""A sampled token is one of the likeliest, so many of them."""
 _MULTI_BYTE = 29
-"""One word in so many is a character of several bytes, a token each."""
+"""One word in so many is a character of several bytes, with one token per byte."""
 _STRONG_BIAS = 50.0
-_THOUGHTS_AT_LEAST, _THOUGHTS_MORE = 8, 6
-"""Tokens of thoughts at the least, and how many more on average."""
+_MIN_THOUGHTS, _MORE_THOUGHTS = 8, 6
+"""The minimum number of tokens of thoughts, and how many more on average."""
 
 
 def mix(*parts: int) -> int:
@@ -31,12 +31,12 @@ def mix(*parts: int) -> int:
 
 
 def fold(digest: int, token: int) -> int:
-    """Return what attention has read once it has also read one position."""
+    """Return the digest after attention has read one more position."""
     return hash((digest, token)) & _MASK
 
 
 class Language:
-    """Draws tokens. `eos_every`: one token in so many is the end; 0: never. `thinks`: thoughts and their end come first."""
+    """Draws tokens. `eos_every`: average number of tokens before the end; 0: never. `thinks`: thoughts come first."""
 
     def __init__(self, eos_every: int, *, thinks: bool = False) -> None:
         self._eos_every = eos_every
@@ -50,18 +50,18 @@ class Language:
         Args:
             state: the digest of all KV of the request.
             generated: the tokens made so far.
-            recent: the last three tokens of the prompt and those; a character that the prompt begins is completed.
+            recent: the last three tokens of the prompt and the generated ones, to complete a character that was begun.
             sampling: how to choose.
             draw: 64 random bits for this token; unused at temperature 0.
         """
         budget = sampling.thinking_token_budget
         if self._thinks and budget is not None and len(generated) >= budget and THINK_END not in generated:
-            return self._told(state, generated, recent, sampling, THINK_END, 1, -0.01)
+            return self._token(state, generated, recent, sampling, THINK_END, 1, -0.01)
         if sampling.grammar is not None:
             allowed = self._allowed(sampling.grammar, generated)
             if allowed is not None:
                 pick = draw if sampling.temperature > 0 else mix(state, 1)
-                return self._told(state, generated, recent, sampling, allowed[pick % len(allowed)], 1, -0.05)
+                return self._token(state, generated, recent, sampling, allowed[pick % len(allowed)], 1, -0.05)
         skip = 0
         if sampling.temperature > 0:
             skip = min(
@@ -69,7 +69,7 @@ class Language:
             )
         forced = [token for token, bias in sampling.logit_bias.items() if bias >= _STRONG_BIAS]
         if forced:
-            return self._told(state, generated, recent, sampling, min(forced), 1, -0.01)
+            return self._token(state, generated, recent, sampling, min(forced), 1, -0.01)
         banned = _banned(generated, sampling)
         last: Candidate | None = None
         for candidate in self._candidates(state, generated, recent):
@@ -80,7 +80,7 @@ class Language:
                 break
             skip -= 1
         assert last is not None
-        return self._told(state, generated, recent, sampling, last.token, last.rank, last.logprob)
+        return self._token(state, generated, recent, sampling, last.token, last.rank, last.logprob)
 
     def _allowed(self, grammar: Grammar, generated: Sequence[int]) -> Sequence[int] | None:
         """Return the ids that may follow, None: any. A grammar of texts binds no thoughts."""
@@ -100,7 +100,7 @@ class Language:
             own = Candidate(token, -8.0 - (bits % 4096) / 1024, _CHOICES + 1 + bits % 900)
         return (own, *(candidate for candidate in likeliest if candidate.token != token))
 
-    def _told(
+    def _token(
         self,
         state: int,
         generated: Sequence[int],
@@ -115,8 +115,8 @@ class Language:
         found = zip(self._candidates(state, generated, recent), range(sampling.logprobs), strict=False)
         return Token(token, logprob, rank, tuple(candidate for candidate, _ in found))
 
-    def _thought_enough(self, bits: int, generated: Sequence[int]) -> bool:
-        enough = len(generated) >= _THOUGHTS_AT_LEAST and bits % _THOUGHTS_MORE == 0
+    def _thoughts_end(self, bits: int, generated: Sequence[int]) -> bool:
+        enough = len(generated) >= _MIN_THOUGHTS and bits % _MORE_THOUGHTS == 0
         return enough and THINK_END not in generated
 
     def _candidates(self, state: int, generated: Sequence[int], recent: Sequence[int]) -> Iterator[Candidate]:
@@ -130,10 +130,10 @@ class Language:
             number += 1
             if missing:
                 token = FIRST_BYTE + (0x9F if recent[-1] == FIRST_BYTE + 0xF0 else 0x80 + bits % 64)
-                if token in seen:  # all continuations are known, or there is but one: anything may follow
+                if token in seen:  # all continuations were used, or there is only one: any token may follow
                     missing = 0 if number > 256 or recent[-1] == FIRST_BYTE + 0xF0 else missing
                     continue
-            elif number == 1 and self._thinks and self._thought_enough(bits, generated):
+            elif number == 1 and self._thinks and self._thoughts_end(bits, generated):
                 token = THINK_END
             elif number == 1 and self._eos_every and bits % self._eos_every == 0:
                 token = EOS

@@ -1,7 +1,7 @@
-"""A listening port that can close and open again, and stop taking connections without closing.
+"""A listening port that can close and open again, and stop accepting connections without closing.
 
-Owns the sockets. The port stays ours while it is closed: a socket that is bound and doesn't listen keeps others from getting
-it, and the kernel refuses connections to it.
+Owns the sockets. The port stays reserved while it is closed: a socket that is bound and doesn't listen keeps other processes
+from getting it, and the kernel refuses connections to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Listener:
         self._tls = tls
         self.host, self.port = host, port
         self._factory = factory
-        self._keeper: socket.socket | None = None
+        self._reserving: socket.socket | None = None
         self._socket: socket.socket | None = None
         self._server: asyncio.Server | None = None
 
@@ -35,14 +35,14 @@ class Listener:
 
     @property
     def listening(self) -> bool:
-        """Whether connections are accepted, be it by the kernel alone."""
+        """Whether connections are accepted, also when only the kernel does."""
         return self._socket is not None
 
     def open(self) -> None:
-        """Listen, on the port of the last time if there was one. Connections wait in the backlog until `take`.
+        """Listen, on the same port as before if there was one. Connections wait in the backlog until `accept`.
 
         Raises:
-            OSError: the port is taken, or the address is none of this machine's. `filename` is the address.
+            OSError: the port is taken, or the address does not belong to this machine. `filename` is the address.
         """
         try:
             self._open()
@@ -50,9 +50,9 @@ class Listener:
             raise OSError(error.errno, error.strerror, self.url) from None
 
     def _open(self) -> None:
-        if self._keeper is None:
-            self._keeper = self._bound()
-            self.port = self._keeper.getsockname()[1]
+        if self._reserving is None:
+            self._reserving = self._bound()
+            self.port = self._reserving.getsockname()[1]
         if self._socket is None:
             made = self._bound()
             try:
@@ -73,31 +73,31 @@ class Listener:
             raise
         return made
 
-    async def take(self) -> None:
-        """Take connections from the backlog."""
+    async def accept(self) -> None:
+        """Accept connections."""
         if self._socket is not None and self._server is None:
             loop = asyncio.get_running_loop()
-            # A duplicate: asyncio closes what it was given, and the port must stay open when connections are let wait.
+            # A duplicate: asyncio closes the socket that it gets, and the port must stay open in `stop_accepting`.
             self._server = await loop.create_server(
                 self._factory, sock=self._socket.dup(), backlog=_BACKLOG, ssl=self._tls
             )
 
-    def leave(self) -> None:
+    def stop_accepting(self) -> None:
         """Let new connections wait in the backlog."""
         if self._server is not None:
             self._server.close()
             self._server = None
 
     def close(self) -> None:
-        """Refuse connections, those in the backlog too. The port stays ours."""
-        self.leave()
+        """Refuse connections, those in the backlog too. The port stays reserved."""
+        self.stop_accepting()
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
-    def give_up(self) -> None:
-        """Close, and let others have the port."""
+    def release(self) -> None:
+        """Close, and release the port."""
         self.close()
-        if self._keeper is not None:
-            self._keeper.close()
-            self._keeper = None
+        if self._reserving is not None:
+            self._reserving.close()
+            self._reserving = None

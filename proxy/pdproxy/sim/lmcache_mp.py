@@ -1,8 +1,8 @@
 """LMCache in a server of its own (contract `lmcache-mp`), as 0.5.6 does it: P and D share its storage. Pure.
 
-Owns the rules: full chunks of prompts are stored, whoever computes them, and found by whoever looks for a prompt that begins so.
-`kv_transfer_params` say nothing. Each rank reports each request that ended, however it ended and however little was stored, some
-time behind its answer; requests that end in one step come in one report. Without a healthy server there are no reports.
+Owns the rules. Every engine stores the full chunks of its prompts; every engine finds them for prompts with the same beginning.
+`kv_transfer_params` have no effect. Each rank reports each request that ended, however it ended and however little was stored,
+after its answer; requests that end in one step are in one report. Without a healthy server there are no reports.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from pdproxy.sim.active import ActiveRequest
 from pdproxy.sim.chunks import Chunk, chunks_of, read, write
-from pdproxy.sim.connector import Connector, Tell
+from pdproxy.sim.connector import Connector, ProxyNotice
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.memory import BlockPool
 from pdproxy.sim.storage import Storage
@@ -25,10 +25,10 @@ class LMCacheMP(Connector):
         self._facts, self._pool, self._storage = facts, pool, storage
         self._stored: dict[str, int] = {}
         self._found: dict[str, int] = {}
-        self._over: list[str] = []
+        self._ended: list[str] = []
 
     def wanted(self, one: ActiveRequest) -> tuple[int, bool]:
-        """Return what the server has beyond the tokens that are here; the last token is always computed."""
+        """Return how many tokens the server has beyond those that are here; the last token is always computed."""
         if self._facts.lmcache.degraded:
             return 0, False
         found = 0
@@ -46,7 +46,7 @@ class LMCacheMP(Connector):
                 write(one, chunk, pages, self._pool)
 
     def stepped(self, one: ActiveRequest, *, first: bool, now: float) -> None:
-        """Store the prompt's chunks that are full by now (`save_decode_cache` is off by default)."""
+        """Store the chunks of the prompt that are full now (`save_decode_cache` is off by default)."""
         before, upto = self._stored.get(one.request.id, 0), min(one.computed, one.prompt)
         if self._facts.lmcache.degraded or upto - before < self._facts.lmcache.chunk_size:
             return
@@ -56,33 +56,33 @@ class LMCacheMP(Connector):
             self._stored[one.request.id] = chunk.end
 
     def ended(self, one: ActiveRequest, reason: str, now: float) -> tuple[bool, dict[str, Any] | None]:
-        """Report the request with the next step; answer what was found, if asked."""
+        """Report the request with the next step; put what was found into the answer if the request asks for it."""
         self._stored.pop(one.request.id, None)
         found = self._found.pop(one.request.id, 0)
-        self._over.append(one.request.id)
+        self._ended.append(one.request.id)
         if one.params is None or "cached_token_stats" not in one.params:
             return False, None
-        told = {
+        stats = {
             "num_vllm_cached_tokens": one.local,
             "num_lmcache_cached_tokens": found,
             "num_lmcache_extra_cached_tokens": max(found - one.local, 0),
         }
-        return False, {"cached_token_stats": told}
+        return False, {"cached_token_stats": stats}
 
     def tick(self, now: float) -> None:
         """Report the requests that have ended."""
-        over, self._over = self._over, []
-        if not over or self._facts.notify is None or self._facts.lmcache.degraded:
+        ended, self._ended = self._ended, []
+        if not ended or self._facts.notify is None or self._facts.lmcache.degraded:
             return
         for rank in range(self._facts.tensor_parallel_size):
-            told = {
+            message = {
                 "event": "request_store_finished",
-                "request_ids_set": over,
+                "request_ids_set": ended,
                 "model_name": self._facts.model,
                 "world_size": self._facts.tensor_parallel_size,
                 "kv_rank": rank,
             }
-            self.outbox.append(Tell(told, rank))
+            self.outbox.append(ProxyNotice(message, rank))
 
     def _full(self, one: ActiveRequest, upto: int) -> list[Chunk]:
         size = self._facts.lmcache.chunk_size

@@ -1,15 +1,14 @@
 """LMCache's prefill-decode transfer (contract `lmcache-pd`) as in its 0.5.6: P pushes chunks into D's buffer. Pure.
 
-Owns what P has pushed and whom it waits for, and D's buffers, one a rank. Where the real one kills its engine, so does this:
+Owns what P has pushed, the receivers that it waits for, and D's buffers, one per rank. As in real ones, these kill the engine:
 
 - `disagg_spec` without one of its keys, or with fewer ports than P has ranks;
-- a request to P without a `disagg_spec` (`async`, the default; `sync` only does not push it). `lmcache.skip_save` in the
-  parameters saves P's life;
+- a request to P without a `disagg_spec`, unless `lmcache.skip_save` is in the parameters (`async`, the default; `sync` just does
+  not push it);
 - `ret_first_tok` in the parameters of a request that ends before its first token: an abort of P's leg.
 
-And where it waits for ever: P's whole engine for a D that it has not met and that does not listen; in `sync` for room in D's
-buffer, too. A notice goes out once all is written; if a write fails, or room is refused, it never does, and P's answer is the
-same.
+As with the real one, P's whole engine waits without a limit for an unknown D that does not listen, and with `sync` for space in
+D's buffer. A notice is sent once all is written. If a write fails or space is refused, none is sent, and P's answer is the same.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ import msgspec
 
 from pdproxy.sim.active import ActiveRequest
 from pdproxy.sim.chunks import Chunk, chunks_of, read, write
-from pdproxy.sim.connector import Connector, Tell
+from pdproxy.sim.connector import Connector, ProxyNotice
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.memory import EMPTY, BlockPool
-from pdproxy.sim.pd_buffer import Batch, PDBuffer, Room
+from pdproxy.sim.pd_buffer import Allocation, Batch, PDBuffer
 from pdproxy.sim.request import EngineDeadError
 
 
 class Receiver(msgspec.Struct, frozen=True):
-    """One rank of a decode engine, as P was told to reach it."""
+    """One rank of a decode engine, with the address that P's request names."""
 
     host: str
     init_port: int
@@ -36,21 +35,21 @@ class Receiver(msgspec.Struct, frozen=True):
     rank: int
 
 
-class Meet(msgspec.Struct, frozen=True):
-    """Ask who listens at the init port, until somebody does. To be answered by `LMCachePD.met`."""
+class ReceiverHandshake(msgspec.Struct, frozen=True):
+    """Ask for the engine's id at the init port, until one listens. The answer goes to `LMCachePD.receiver_found`."""
 
     receiver: Receiver
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """Ask for room at the alloc port, until somebody answers. To be answered by `LMCachePD.offered`."""
+    """Ask for space at the alloc port, until there is an answer. It goes to `LMCachePD.offered`."""
 
     receiver: Receiver
     batch: Batch
 
 
 class Write(msgspec.Struct, frozen=True):
-    """Write chunks into the memory of the engine that was met. To be answered by `LMCachePD.written`."""
+    """Write chunks into the memory of the engine of the handshake. The result goes to `LMCachePD.written`."""
 
     receiver: Receiver
     engine_id: str
@@ -61,7 +60,7 @@ class Write(msgspec.Struct, frozen=True):
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """Give a request's chunks up. Nobody answers."""
+    """Cancel the push of a request's chunks. There is no answer."""
 
     receiver: Receiver
     request: str
@@ -92,10 +91,10 @@ class LMCachePD(Connector):
         self._facts, self._config, self._pool = facts, facts.lmcache, pool
         self._sync = facts.lmcache.pd_backend_mode == "sync"
         self.buffers = [PDBuffer(facts.lmcache, facts.pd_buffer_chunks) for _ in range(facts.pd_ranks)]
-        """D's, one a rank that pushes."""
+        """D's, one per rank that pushes."""
         self._sending: dict[str, _Sending] = {}
         self._known: dict[tuple[str, int], str] = {}
-        self._meeting: dict[Receiver, list[Batch]] = {}
+        self._finding: dict[Receiver, list[Batch]] = {}
         self._offers = 0
         self._progress: dict[tuple[Receiver, str], _Progress] = {}
         self._found: dict[str, list[Chunk]] = {}
@@ -104,23 +103,23 @@ class LMCachePD(Connector):
     @property
     def blocked(self) -> bool:
         """Whether a worker waits for a decode engine."""
-        return bool(self._meeting) or (self._sync and self._offers > 0)
+        return bool(self._finding) or (self._sync and self._offers > 0)
 
     def tick(self, now: float) -> None:
-        """Give room that has become free, and refuse those who have waited too long."""
+        """Allocate space that has become free, and refuse pushes that have waited too long."""
         self._now = now
         for buffer in self.buffers:
             buffer.tick(now)
 
     def next_timer(self) -> float | None:
-        """Return when somebody has waited for room long enough."""
+        """Return when the next push has waited too long for space."""
         times = [time for buffer in self.buffers if (time := buffer.next_timer()) is not None]
         return min(times, default=None)
 
     # -- any request
 
     def allocated(self, one: ActiveRequest, new_blocks: int, tokens: int) -> bool:
-        """Read what the request says about its receiver.
+        """Read the request's receiver.
 
         Raises:
             EngineDeadError: keys are missing, or are of the wrong type.
@@ -137,7 +136,7 @@ class LMCachePD(Connector):
         return True
 
     def ended(self, one: ActiveRequest, reason: str, now: float) -> tuple[bool, dict[str, Any] | None]:
-        """Answer the first token, if the request asks for it in whatever words.
+        """Put the first token into the answer if the request has `ret_first_tok`, whatever its value.
 
         Raises:
             EngineDeadError: there is none.
@@ -156,7 +155,7 @@ class LMCachePD(Connector):
         """Push what the step has completed.
 
         Raises:
-            EngineDeadError: there is nobody to push it to.
+            EngineDeadError: the request names no receiver.
         """
         self._now = now
         sending = self._sending.get(one.request.id)
@@ -204,34 +203,36 @@ class LMCachePD(Connector):
             raise EngineDeadError from error
 
     def _push(self, receiver: Receiver, batch: Batch) -> None:
-        if receiver in self._meeting:
-            self._meeting[receiver].append(batch)
+        if receiver in self._finding:
+            self._finding[receiver].append(batch)
         elif (receiver.host, receiver.init_port) in self._known:
             self._offer(receiver, batch)
         else:
-            self._meeting[receiver] = [batch]
-            self.outbox.append(Meet(receiver))
+            self._finding[receiver] = [batch]
+            self.outbox.append(ReceiverHandshake(receiver))
 
     def _offer(self, receiver: Receiver, batch: Batch) -> None:
         self._offers += 1
         self.outbox.append(Offer(receiver, batch))
 
-    def met(self, receiver: Receiver, engine_id: str) -> None:
-        """Somebody listens there: what was to be pushed is pushed to them from now on."""
+    def receiver_found(self, receiver: Receiver, engine_id: str) -> None:
+        """An engine listens there: push to it what has waited for it."""
         self._known[receiver.host, receiver.init_port] = engine_id
-        for batch in self._meeting.pop(receiver, []):
+        for batch in self._finding.pop(receiver, []):
             self._offer(receiver, batch)
 
-    def offered(self, offer: Offer, room: Room) -> None:
-        """Write what has been given room."""
+    def offered(self, offer: Offer, allocation: Allocation) -> None:
+        """Write the chunks of a batch whose space was allocated."""
         receiver, batch = offer.receiver, offer.batch
         self._offers -= 1
-        if room.refused:
-            self._give_up(receiver, batch.request)
+        if allocation.refused:
+            self._cancel(receiver, batch.request)
             return
         if not self._sync:
             self._of(receiver, batch).keys.extend(batch.keys)
-        wanted = [(key, pages) for key, pages in zip(batch.keys, batch.pages, strict=True) if key not in room.there]
+        wanted = [
+            (key, pages) for key, pages in zip(batch.keys, batch.pages, strict=True) if key not in allocation.present
+        ]
         if not wanted:
             self._done(receiver, batch)
             return
@@ -241,11 +242,11 @@ class LMCachePD(Connector):
         self.outbox.append(Write(receiver, engine_id, batch, keys, pages, tokens))
 
     def written(self, write: Write, *, whole: bool) -> None:
-        """A write is over."""
+        """Take the result of a write."""
         if whole:
             self._done(write.receiver, write.batch)
         elif not self._sync:
-            self._give_up(write.receiver, write.batch.request)
+            self._cancel(write.receiver, write.batch.request)
 
     def _of(self, receiver: Receiver, batch: Batch) -> _Progress:
         return self._progress.setdefault((receiver, batch.request), _Progress())
@@ -263,7 +264,7 @@ class LMCachePD(Connector):
             if batch.request:
                 self._notify(receiver, batch.request)
 
-    def _give_up(self, receiver: Receiver, request: str) -> None:
+    def _cancel(self, receiver: Receiver, request: str) -> None:
         progress = self._progress.pop((receiver, request), None)
         if progress is not None and progress.keys:
             self.outbox.append(Cancel(receiver, request, tuple(progress.keys)))
@@ -271,12 +272,12 @@ class LMCachePD(Connector):
     def _notify(self, receiver: Receiver, request: str) -> None:
         kind = self._config.notice_type
         tag = {} if kind == "untagged" else {"type": kind}
-        self.outbox.append(Tell({**tag, "req_id": request}, receiver.rank))
+        self.outbox.append(ProxyNotice({**tag, "req_id": request}, receiver.rank))
 
     # -- D
 
     def wanted(self, one: ActiveRequest) -> tuple[int, bool]:
-        """Return what the buffers of all ranks hold beyond the tokens that are here; the last token is always computed."""
+        """Return how many tokens all ranks' buffers hold beyond those that are here; the last token is always computed."""
         if self._facts.role == "prefill" or self._config.degraded:
             return 0, False
         skip, found = self._config.skip_last_n_tokens, []
@@ -289,7 +290,7 @@ class LMCachePD(Connector):
         return max(hit - one.computed - (hit == one.prompt), 0), False
 
     def load(self, one: ActiveRequest, tokens: int) -> None:
-        """Take the chunks out of the buffers; those that are here already are left there, for ever."""
+        """Take the chunks out of the buffers; chunks that this engine already has stay in the buffers."""
         size = self._config.chunk_size
         for chunk in self._found.pop(one.request.id, []):
             if chunk.start < one.computed // size * size:

@@ -1,8 +1,8 @@
-"""An engine's KV memory: pages that hold what was written, whoever wrote it, and the pool that gives them out. Pure.
+"""An engine's KV memory: pages that hold what was written last by any request, and the pool that allocates them. Pure.
 
 Owns the pages, their reference counts and the prefix cache. A freed page keeps its content until it is written again, as on a
-GPU: whoever reads it through an old block id gets what is there now. That is where a real engine's silently wrong answers
-come from, and the simulator's, too.
+GPU: a reader with an old block id gets what is there now. This causes the silently wrong answers of a real engine,
+and of the simulator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdproxy.sim.language import fold
 Page = tuple[int, tuple[int, ...]]
 """What the writer's attention had read before this page, and the page's tokens."""
 EMPTY: Page = (0, ())
-_GARBAGE = -2
+_UNWRITTEN = -2
 """The token that is read where nothing was written."""
 
 
@@ -37,13 +37,13 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """The number of blocks that could be given out now."""
+        """The number of blocks that can be allocated now."""
         return len(self._free)
 
-    def find(self, keys: Sequence[int], most: int) -> list[int]:
-        """Return the blocks that hold a prefix, at most so many. They are not held yet: see `hold`."""
+    def find(self, keys: Sequence[int], limit: int) -> list[int]:
+        """Return the blocks that hold a prefix, at most `limit`. They are not held yet: see `hold`."""
         found = []
-        for key in keys[:most]:
+        for key in keys[:limit]:
             block = self._cached.get(key)
             if block is None:
                 break
@@ -62,7 +62,7 @@ class BlockPool:
             self._references[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Take free blocks; the caller has looked that there are enough. Their content stays until it is written over."""
+        """Take free blocks; the caller has checked that there are enough. Their content stays until it is overwritten."""
         taken = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
@@ -73,7 +73,7 @@ class BlockPool:
             taken.append(block)
         return taken
 
-    def give_back(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int]) -> None:
         """Release a request's blocks, its last ones being reused first."""
         for block in reversed(blocks):
             self._references[block] -= 1
@@ -81,7 +81,7 @@ class BlockPool:
                 self._free[block] = None
 
     def remember(self, block: int, key: int) -> None:
-        """Put a full block into the prefix cache under the hash of its tokens (not of what it really holds)."""
+        """Put a full block into the prefix cache under the hash of its tokens (not of its content)."""
         if key not in self._cached and block not in self._key_of:
             self._cached[key] = block
             self._key_of[block] = key
@@ -95,7 +95,7 @@ class BlockPool:
 class Attention:
     """What one request's attention reads: the digest of all positions before `_position`, folded token by token.
 
-    A page that somebody else wrote after another text shows: its writer had read something else before it.
+    A page that another request wrote after another text changes the digest, because its writer had read something else before it.
     """
 
     def __init__(self, pool: BlockPool, seed: int) -> None:
@@ -104,7 +104,7 @@ class Attention:
         self._digest, self._position = seed, 0
 
     def reset(self) -> None:
-        """Forget what was read: other pages will be."""
+        """Forget what was read, since the pages will change."""
         self._digest, self._position = self._seed, 0
 
     def write(self, blocks: Sequence[int], tokens: Sequence[int], start: int, end: int) -> int:
@@ -139,7 +139,7 @@ class Attention:
 
 
 def _exactly(tokens: tuple[int, ...], count: int) -> tuple[int, ...]:
-    return tokens[:count] if len(tokens) >= count else tokens + (_GARBAGE,) * (count - len(tokens))
+    return tokens[:count] if len(tokens) >= count else tokens + (_UNWRITTEN,) * (count - len(tokens))
 
 
 def block_keys(known: list[int], tokens: Sequence[int], block_size: int, salt: int) -> list[int]:

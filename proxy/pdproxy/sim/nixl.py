@@ -1,8 +1,8 @@
 """NIXL (pull) from the engine's side, without sockets: handles and leases of P; handshakes, pulls and notices of D. Pure.
 
-Owns the handles given out and what is known of other engines. What is to be sent stands in `outbox` as commands; the driver
-carries them out and reports back. The rules, and the places where the real connector kills its core or says nothing, are those
-of vLLM 0.32.0.
+Owns P's handles and what is known of other engines. What is to be sent is in `outbox` as commands; the driver carries them out
+and reports the results. The rules, and the cases in which the real connector kills its core or reports nothing, are those of
+vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Handshake(msgspec.Struct, frozen=True):
-    """Ask who listens there. To be answered by `Nixl.handshaken`."""
+    """Ask for the id of the engine that listens there. The answer goes to `Nixl.handshaken`."""
 
     peer: Peer
 
 
 class Pull(msgspec.Struct, frozen=True):
-    """Read pages of a peer's memory. To be answered by `Core.loaded` or `Core.load_failed`; then P is told, too."""
+    """Read pages of a peer's memory. The result goes to `Core.loaded`, which releases them at P, or `Core.load_failed`."""
 
     request_id: str
     peer: Peer
@@ -48,15 +48,15 @@ class Pull(msgspec.Struct, frozen=True):
     tokens: int
 
 
-class Notice(msgspec.Struct, frozen=True):
-    """Tell a peer that requests are done with (`release`) or still wanted (`heartbeat`)."""
+class PeerNotice(msgspec.Struct, frozen=True):
+    """Tell a peer that requests' KV is no longer needed (`release`) or still needed (`heartbeat`)."""
 
     peer: Peer
     kind: str
     request_ids: tuple[str, ...]
 
 
-Command = Handshake | Pull | Notice
+Command = Handshake | Pull | PeerNotice
 
 
 class _Held(msgspec.Struct):
@@ -81,28 +81,28 @@ class Nixl(Connector):
         self._facts, self._pool, self._stats = facts, pool, stats
         self._engine_id, self._port = engine_id, side_channel_port
         self.held: dict[str, _Held] = {}
-        """P: handles given out, by request id, with their blocks and when the lease ends."""
+        """P's handles by request id, with their blocks and when the lease ends."""
         self._known: set[Peer] = set()
-        self._greeting: dict[Peer, list[Pull | Notice]] = {}
-        self._after_greeting: deque[Command] = deque()
-        self._beating: dict[str, tuple[Peer, str]] = {}
-        self._last_beat = 0.0
-        self._tell = Notifier(facts, engine_id, self.outbox)
+        self._handshakes: dict[Peer, list[Pull | PeerNotice]] = {}
+        self._after_handshake: deque[Command] = deque()
+        self._heartbeats: dict[str, tuple[Peer, str]] = {}
+        self._last_heartbeat = 0.0
+        self._notifier = Notifier(facts, engine_id, self.outbox)
 
     # -- P
 
     def ended(self, one: ActiveRequest, reason: str, now: float) -> tuple[bool, dict[str, Any] | None]:
-        """Keep the blocks of a prefill that was to be read from elsewhere, unless it was aborted."""
+        """Keep the blocks of a prefill for D, unless it was aborted."""
         if not one.params or not one.params.get("do_remote_decode"):
             return False, None
         if reason not in ("length", "stop"):
-            self._tell.prefill_failed(one, reason)
+            self._notifier.prefill_failed(one, reason)
             return False, None
-        # The KV of the token just made was never computed: it is not part of the handle.
+        # The KV of the token just generated was not computed: it is not part of the handle.
         handle = self.finished(one.request.id, one.blocks, one.computed, now)
-        if len(one.generated) == 1:  # vLLM adds it to the output that brings the prefill's statistics
+        if len(one.generated) == 1:  # vLLM adds it to the output with the prefill's statistics
             handle["remote_prefill_cached_tokens"] = one.local + one.external
-        self._tell.ready(one, handle, now)
+        self._notifier.ready(one, handle, now)
         return True, handle
 
     def finished(self, request_id: str, blocks: Sequence[int], length: int, now: float) -> dict[str, Any]:
@@ -125,24 +125,24 @@ class Nixl(Connector):
         }
 
     def notified(self, kind: str, request_ids: Iterable[str], now: float) -> None:
-        """Take a D's notice."""
+        """Handle a notice of a D."""
         for request_id in request_ids:
             held = self.held.get(request_id)
             if held is None:
                 self._stats.late_notifications += kind == "release"
             elif kind == "release":
-                self._pool.give_back(held.blocks)
+                self._pool.release(held.blocks)
                 del self.held[request_id]
-                self._tell.over("released", request_id, now)
+                self._notifier.ended("released", request_id, now)
             else:
                 held.expires = now + self._facts.kv_lease_duration
 
     def expire(self, now: float) -> None:
         """Free the blocks whose lease has ended."""
         for request_id in [name for name, held in self.held.items() if held.expires <= now]:
-            self._pool.give_back(self.held.pop(request_id).blocks)
+            self._pool.release(self.held.pop(request_id).blocks)
             self._stats.kv_expired += 1
-            self._tell.over("expired", request_id, now)
+            self._notifier.ended("expired", request_id, now)
 
     def next_expiry(self) -> float | None:
         """Return when the next lease ends."""
@@ -151,22 +151,22 @@ class Nixl(Connector):
     # -- D
 
     def wanted(self, one: ActiveRequest) -> tuple[int, bool]:
-        """Return how many tokens of a prompt should come from elsewhere, beyond those computed here."""
+        """Return how many tokens of a prompt should come from P, beyond those computed here."""
         if one.params is None or not one.params.get("do_remote_prefill"):
             return 0, False
         tokens = max(one.prompt - one.computed, 0)
         return tokens, tokens > 0
 
     def allocated(self, one: ActiveRequest, new_blocks: int, tokens: int) -> bool:
-        """Ask for a scheduled request's KV. Return whether it ever can come: with keys missing it is waited for in vain.
+        """Ask for a scheduled request's KV. Return whether it can come: if keys are missing, the request waits forever.
 
         Raises:
-            EngineDeadError: more blocks are wanted than the handle holds.
+            EngineDeadError: more blocks are needed than the handle has.
         """
         request_id, params = one.request.id, one.params
         if not params or not params.get("do_remote_prefill"):
             return True
-        params["do_remote_prefill"] = False  # one transfer a request
+        params["do_remote_prefill"] = False  # one transfer per request
         groups = params.get("remote_block_ids")
         if not groups:
             if tokens:
@@ -178,26 +178,26 @@ class Nixl(Connector):
         remote = [int(block) for block in groups[0]]
         if new_blocks > len(remote):
             raise EngineDeadError
-        self._tell.pulling(one, params, tokens)
+        self._notifier.pulling(one, params, tokens)
         if tokens:
             blocks = tuple(remote[len(remote) - new_blocks :])
             self._contact(peer, Pull(request_id, peer, str(params["remote_request_id"]), blocks, tokens))
-        else:  # all of it is here already: P is told at once
-            self._contact(peer, Notice(peer, "release", (str(params["remote_request_id"]),)))
+        else:  # all of it is here already: P can release it at once
+            self._contact(peer, PeerNotice(peer, "release", (str(params["remote_request_id"]),)))
         return True
 
     def queued(self, one: ActiveRequest) -> None:
-        """Keep P's lease alive from the moment that D's scheduler has the request."""
+        """Renew P's lease as long as D's scheduler has the request and no KV."""
         request_id, params = one.request.id, one.params
         if params and params.get("do_remote_prefill") and (peer := peer_of(params)) is not None:
-            self._beating[request_id] = (peer, str(params["remote_request_id"]))
+            self._heartbeats[request_id] = (peer, str(params["remote_request_id"]))
 
     def arrived(self, request_id: str) -> None:
-        """Stop the heartbeat: the KV is here, or will never be wanted."""
-        self._beating.pop(request_id, None)
+        """Stop the heartbeat: the KV is here, or is no longer needed."""
+        self._heartbeats.pop(request_id, None)
 
     def dropped(self, request_id: str, params: dict[str, Any] | None) -> None:
-        """A request ended before it was scheduled, or was refused: P's blocks are given back.
+        """Release P's blocks: a request ended before it was scheduled, or was refused.
 
         Raises:
             EngineDeadError: keys of the handle are missing.
@@ -209,48 +209,48 @@ class Nixl(Connector):
         peer = peer_of(params)
         if peer is None:
             raise EngineDeadError
-        self._contact(peer, Notice(peer, "release", (str(params["remote_request_id"]),)))
+        self._contact(peer, PeerNotice(peer, "release", (str(params["remote_request_id"]),)))
 
-    def beat(self, now: float) -> None:
+    def send_heartbeats(self, now: float) -> None:
         """Send heartbeats if they are due."""
-        if not self._beating or now - self._last_beat < self._facts.heartbeat_interval:
+        if not self._heartbeats or now - self._last_heartbeat < self._facts.heartbeat_interval:
             return
-        self._last_beat = now
+        self._last_heartbeat = now
         peers: dict[Peer, list[str]] = {}
-        for peer, remote_id in self._beating.values():
+        for peer, remote_id in self._heartbeats.values():
             if peer in self._known:
                 peers.setdefault(peer, []).append(remote_id)
-        self.outbox.extend(Notice(peer, "heartbeat", tuple(ids)) for peer, ids in peers.items())
+        self.outbox.extend(PeerNotice(peer, "heartbeat", tuple(ids)) for peer, ids in peers.items())
 
-    def next_beat(self) -> float | None:
-        """Return when the next heartbeat is due; None: nobody waits for KV."""
-        return self._last_beat + self._facts.heartbeat_interval if self._beating else None
+    def next_heartbeat(self) -> float | None:
+        """Return when the next heartbeat is due; None: no request waits for KV."""
+        return self._last_heartbeat + self._facts.heartbeat_interval if self._heartbeats else None
 
     def loaded(self, pull: Pull) -> None:
-        """The pages are here: P is told that it may free them."""
-        self.outbox.append(Notice(pull.peer, "release", (pull.remote_request_id,)))
-        self._tell.pulled("loaded", pull.request_id)
+        """The pages are here: P may free them."""
+        self.outbox.append(PeerNotice(pull.peer, "release", (pull.remote_request_id,)))
+        self._notifier.pulled("loaded", pull.request_id)
 
     def failed(self, request_id: str) -> None:
-        """They can't come."""
-        self._tell.pulled("failed", request_id)
+        """The pages can't come."""
+        self._notifier.pulled("failed", request_id)
 
     def tick(self, now: float) -> None:
-        """Free what has expired, and keep alive what is waited for."""
+        """Free what has expired, and renew the leases that are still needed."""
         self.expire(now)
-        self.beat(now)
+        self.send_heartbeats(now)
 
     def next_timer(self) -> float | None:
         """Return when a lease ends or a heartbeat is due."""
-        times = [time for time in (self.next_expiry(), self.next_beat()) if time is not None]
+        times = [time for time in (self.next_expiry(), self.next_heartbeat()) if time is not None]
         return min(times, default=None)
 
     def leases(self, now: float) -> dict[str, float]:
-        """Return P's handles that are not over: request id to seconds left of the lease."""
+        """Return P's handles that have not ended: request id to seconds left of the lease."""
         return {request_id: one.expires - now for request_id, one in self.held.items()}
 
     def end_leases(self, now: float) -> int:
-        """Let the lease of every handle end now; return how many there were."""
+        """End the lease of every handle now; return how many there were."""
         count = len(self.held)
         for one in self.held.values():
             one.expires = now
@@ -258,30 +258,30 @@ class Nixl(Connector):
         return count
 
     def flush(self) -> None:
-        """Send what waited for a handshake: vLLM does so in a step, and an idle engine has none."""
-        self.outbox.extend(self._after_greeting)
-        self._after_greeting.clear()
+        """Send what has waited for a handshake: vLLM does so in a step, and an idle engine has no steps."""
+        self.outbox.extend(self._after_handshake)
+        self._after_handshake.clear()
 
     def handshaken(self, peer: Peer, engine_id: str | None) -> list[str]:
-        """Take the answer to a handshake; None: nobody answered. Return the requests whose KV can't come."""
-        waiting = self._greeting.pop(peer, [])
+        """Take the answer to a handshake; None: no engine answered. Return the requests whose KV can't come."""
+        waiting = self._handshakes.pop(peer, [])
         if engine_id == peer.engine_id:
             self._known.add(peer)
-            self._after_greeting.extend(waiting)
+            self._after_handshake.extend(waiting)
             return []
-        self._stats.failed_notifications += sum(isinstance(command, Notice) for command in waiting)
+        self._stats.failed_notifications += sum(isinstance(command, PeerNotice) for command in waiting)
         return [command.request_id for command in waiting if isinstance(command, Pull)]
 
     @property
     def waits_for_step(self) -> bool:
         """Whether something would be sent by a step."""
-        return bool(self._after_greeting)
+        return bool(self._after_handshake)
 
-    def _contact(self, peer: Peer, command: Pull | Notice) -> None:
+    def _contact(self, peer: Peer, command: Pull | PeerNotice) -> None:
         if peer in self._known:
             self.outbox.append(command)
-        elif peer in self._greeting:
-            self._greeting[peer].append(command)
+        elif peer in self._handshakes:
+            self._handshakes[peer].append(command)
         else:
-            self._greeting[peer] = [command]
+            self._handshakes[peer] = [command]
             self.outbox.append(Handshake(peer))

@@ -1,6 +1,6 @@
-"""Notices on their way from a simulated engine to the proxy: ZMQ PUSH, a socket a worker, or HTTP POST.
+"""Sends the notices of a simulated engine to the proxy: ZMQ PUSH with one socket per worker, or HTTP POST.
 
-Owns the sockets, and what faults do to a notice. Without an address nothing is sent; pyzmq is imported where an address wants it.
+Owns the sockets. Without an address nothing is sent; pyzmq is imported only if the address needs it.
 """
 
 from __future__ import annotations
@@ -17,36 +17,23 @@ import msgspec
 
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.sim import notifier
-from pdproxy.sim.connector import Tell
-from pdproxy.sim.faults import Armed
+from pdproxy.sim.connector import ProxyNotice
+from pdproxy.sim.faults.kind import Occurrence
+from pdproxy.sim.faults.targets import Delivery
 
 logger = logging.getLogger("pdproxy")
 
-WAITING = 1000
-"""Notices that may wait for a proxy that doesn't read, as in both real senders."""
-_PATIENCE = 5.0
+MAX_WAITING = 1000
+"""The number of notices that may wait for a proxy that doesn't read, as in both real senders."""
+_POST_TIMEOUT = 5.0
 """Seconds that a POST may take, as in LMCache."""
-GARBAGE = (
-    b"",
-    b"\xc1",
-    b"\x80",
-    b"\xff" * 64,
-    b'{"type":"ProxyNotif","req_id":"json"}',
-    msgspec.msgpack.encode(["ProxyNotif", "an array"]),
-    msgspec.msgpack.encode({"type": "ProxyNotif"}),
-    msgspec.msgpack.encode({"type": "ProxyNotif", "req_id": 7}),
-    msgspec.msgpack.encode({"type": "AllocRequest", "keys": []}),
-    msgspec.msgpack.encode({"type": notifier.TYPE, "v": 99, "event": "ready", "req_id": "from the future"}),
-    msgspec.msgpack.encode({"type": "ProxyNotif", "req_id": "x" * 100})[:-1],
-)
-"""No notices."""
 
 
-class Teller:
-    """One engine's way to tell the proxy something."""
+class NoticeSender:
+    """The sender of one engine."""
 
     def __init__(self, address: str | None, *, keeps: bool) -> None:
-        """Make one; `keeps`: what is sent before the proxy listens waits for it (LMCache), else it is dropped (the notifier)."""
+        """Make one; `keeps`: notices wait for a proxy that does not listen (LMCache), else they are dropped (the notifier)."""
         self._address, self._keeps = address, keeps
         self._post = address is not None and address.startswith("http://")
         self._context: Any = None
@@ -54,13 +41,13 @@ class Teller:
         self._missed: Counter[int] = Counter()
         self._timers: set[asyncio.TimerHandle] = set()
         self._posting = TaskOwner("notices")
-        self.faults: Callable[[int], Iterable[Armed]] = lambda rank: ()
-        """Called with the rank whose notice is due: the faults that befall it."""
+        self.faults: Callable[[int], Iterable[Occurrence]] = lambda rank: ()
+        """Called with the rank of a notice that is due; returns the faults that happen to it."""
         self.counts: Counter[str] = Counter()
         """sent, dropped."""
 
     def open(self, ranks: int) -> None:
-        """Connect; nobody needs to listen."""
+        """Connect; the proxy need not listen yet."""
         if self._address is None or self._post or self._context is not None:
             return
         import zmq
@@ -68,36 +55,29 @@ class Teller:
         self._context = zmq.Context()
         for _ in range(ranks):
             socket = self._context.socket(zmq.PUSH)
-            socket.setsockopt(zmq.SNDHWM, WAITING)
+            socket.setsockopt(zmq.SNDHWM, MAX_WAITING)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IMMEDIATE, not self._keeps)
             socket.connect(self._address)
             self._sockets.append(socket)
 
-    def tell(self, tell: Tell) -> None:
-        """Send a notice, or what faults make of it."""
+    def send(self, notice: ProxyNotice) -> None:
+        """Send a notice, as changed by faults."""
         if self._address is None:
             return
-        message, count, delay = dict(tell.message), 1, 0.0
+        message = dict(notice.message)
         if message.get("type") == notifier.TYPE:
             message |= {"t": time.monotonic(), "wall": time.time()}
-            if missed := self._missed[tell.rank]:
+            if missed := self._missed[notice.rank]:
                 message["dropped"] = missed
-        for armed in self.faults(tell.rank):
-            match armed.fault.kind:
-                case "lost_notice":
-                    count = 0
-                case "double_notice":
-                    count *= 2
-                case "late_notice":
-                    delay += float(armed.fault.args["delay"])
-                case "garbage_notice":
-                    count = 0 if armed.fault.args["instead"] else count
-                    for garbage in GARBAGE:
-                        self._send(garbage, tell.rank)
+        delivery = Delivery()
+        for one in self.faults(notice.rank):
+            one.kind.on_notice(delivery, one)
+        for other in delivery.first:
+            self._send(other, notice.rank)
         payload = msgspec.json.encode(message) if self._post else msgspec.msgpack.encode(message)
-        for _ in range(count):
-            self._later(delay, payload, tell.rank)
+        for _ in range(delivery.copies):
+            self._later(delivery.delay, payload, notice.rank)
 
     def _later(self, delay: float, payload: bytes, rank: int) -> None:
         if not delay:
@@ -137,7 +117,7 @@ class Teller:
             f"content-length: {len(payload)}\r\nconnection: close\r\n\r\n"
         )
         try:
-            async with asyncio.timeout(_PATIENCE):
+            async with asyncio.timeout(_POST_TIMEOUT):
                 reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
                 try:
                     writer.write(head.encode("ascii") + payload)

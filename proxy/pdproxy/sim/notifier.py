@@ -1,7 +1,7 @@
-"""What `pdproxy_nixl.py`, the notifier inside vLLM, tells the proxy of NIXL's KV, as commands. Pure.
+"""The notices that `pdproxy_nixl.py`, the notifier inside vLLM, sends to the proxy about NIXL's KV, as commands. Pure.
 
-Owns the messages' wire: its names are the notifier's, its values what a real engine's scheduler knows. Who sends them adds the
-clocks (`t`, `wall`). Engines without `notify` tell nothing.
+Owns the messages' fields: their names are the notifier's, their values what a real engine's scheduler knows. The sender adds the
+clocks (`t`, `wall`). Engines without `notify` send nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from pdproxy.sim.active import ActiveRequest
-from pdproxy.sim.connector import Tell
+from pdproxy.sim.connector import ProxyNotice
 from pdproxy.sim.facts import Facts
 
 TYPE = "PdproxyKV"
@@ -23,7 +23,7 @@ _STATUS = {"abort": "FINISHED_ABORTED", "error": "FINISHED_ERROR"}
 
 
 def external(internal_id: str) -> str:
-    """Return the X-Request-Id in one of vLLM's internal ids, or the id if it was made otherwise."""
+    """Return the X-Request-Id in one of vLLM's internal ids; an id of another form is returned as it is."""
     found = _INTERNAL.fullmatch(internal_id)
     return (found["completion"] or found["chat"]) if found else internal_id
 
@@ -50,7 +50,7 @@ class Notifier:
         self._since[internal] = now
         in_cache = min(one.remembered * self._facts.block_size, one.prompt)
         cached = one.local + one.external
-        self._tell(
+        self._send(
             "ready",
             "P",
             internal,
@@ -64,18 +64,18 @@ class Notifier:
         )
 
     def prefill_failed(self, one: ActiveRequest, reason: str) -> None:
-        """P: a prefill ended, and nothing waits."""
-        self._tell("failed", "P", one.request.id, one.request.id, reason=_STATUS.get(reason, reason))
+        """P: a prefill ended, and no blocks wait."""
+        self._send("failed", "P", one.request.id, one.request.id, reason=_STATUS.get(reason, reason))
 
-    def over(self, event: str, internal: str, now: float) -> None:
+    def ended(self, event: str, internal: str, now: float) -> None:
         """P: blocks are free (`released`), or free without having been read (`expired`)."""
         seconds = now - self._since.pop(internal, now)
         workers = self._facts.tensor_parallel_size
         reason = f"{workers} worker(s)" if event == "expired" else None
-        self._tell(event, "P", internal, internal, seconds=seconds, reason=reason)
+        self._send(event, "P", internal, internal, seconds=seconds, reason=reason)
 
     def pulling(self, one: ActiveRequest, params: dict[str, Any], tokens: int) -> None:
-        """D: blocks were found for a request, whose KV is about to be pulled unless all of it is here already."""
+        """D: blocks were allocated for a request. Its KV will be pulled unless all of it is here already."""
         blocks = sum(map(len, params["remote_block_ids"]))
         self._pulling[one.request.id] = _Pulling(str(params["remote_request_id"]), tokens, one.local, blocks)
         if not tokens:
@@ -86,16 +86,16 @@ class Notifier:
         pull = self._pulling.pop(internal, None)
         if pull is None:
             return
-        said: dict[str, Any] = {"tokens": pull.tokens, "cached": pull.cached, "blocks": pull.blocks}
+        fields: dict[str, Any] = {"tokens": pull.tokens, "cached": pull.cached, "blocks": pull.blocks}
         if event == "loaded" and pull.tokens:
             hardware = self._facts.hardware
-            said |= {"bytes": pull.tokens * hardware.kv_bytes_per_token, "seconds": hardware.transfer_s(pull.tokens)}
-        self._tell(event, "D", internal, pull.remote, **said)
+            fields |= {"bytes": pull.tokens * hardware.kv_bytes_per_token, "seconds": hardware.transfer_s(pull.tokens)}
+        self._send(event, "D", internal, pull.remote, **fields)
 
-    def _tell(self, event: str, role: str, internal: str, remote: str, **more: Any) -> None:
+    def _send(self, event: str, role: str, internal: str, remote: str, **more: Any) -> None:
         if self._facts.notify is None:
             return
-        said = {
+        message = {
             "type": TYPE,
             "v": 1,
             "event": event,
@@ -105,5 +105,5 @@ class Notifier:
             "engine_id": self._engine_id,
             "role": role,
         }
-        told = {key: value for key, value in more.items() if value is not None}
-        self._outbox.append(Tell(said | told))
+        message |= {key: value for key, value in more.items() if value is not None}
+        self._outbox.append(ProxyNotice(message))

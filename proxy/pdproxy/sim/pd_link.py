@@ -1,7 +1,7 @@
-"""Between engines with LMCache's prefill-decode transfer: who listens at the two ports of a rank, room for chunks, and their KV.
+"""The sockets of LMCache's prefill-decode transfer: handshakes, space for chunks, and their KV.
 
-Owns D's listening sockets and P's short connections. Real engines do the same with ZMQ and RDMA. As they do, P waits for a D that
-isn't there until it is, and without end for an answer that got lost.
+Owns D's listening sockets, two per rank, and P's short connections. Real engines do the same with ZMQ and RDMA. As they do, P
+waits until D listens, and waits forever for an answer that is lost.
 """
 
 from __future__ import annotations
@@ -15,76 +15,76 @@ from typing import Literal, NoReturn
 import msgspec
 
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.sim.link import LinkError, receive_frame, send_frame
 from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Receiver, Write
 from pdproxy.sim.memory import Page
-from pdproxy.sim.pd_buffer import Batch, Room
+from pdproxy.sim.pd_buffer import Allocation, Batch
+from pdproxy.sim.side_channel import LinkError, receive_frame, send_frame
 
 _PAUSE = 0.05
-"""Seconds between tries to connect."""
+"""Seconds between attempts to connect."""
 
 
-class _Ask(msgspec.Struct, omit_defaults=True):
-    kind: Literal["meet", "offer", "write", "cancel"]
+class _Question(msgspec.Struct, omit_defaults=True):
+    kind: Literal["handshake", "offer", "write", "cancel"]
     engine_id: str = ""
-    """Whose memory is to be written."""
+    """The engine whose memory is to be written."""
     batch: Batch | None = None
     request: str = ""
     keys: tuple[str, ...] = ()
     pages: tuple[tuple[Page, ...], ...] = ()
 
 
-class _Told(msgspec.Struct, omit_defaults=True):
+class _Reply(msgspec.Struct, omit_defaults=True):
     engine_id: str
-    room: Room | None = None
+    allocation: Allocation | None = None
 
 
-_decode_ask = msgspec.msgpack.Decoder(_Ask).decode
-_decode_told = msgspec.msgpack.Decoder(_Told).decode
+_decode_question = msgspec.msgpack.Decoder(_Question).decode
+_decode_reply = msgspec.msgpack.Decoder(_Reply).decode
 
 
 class Sending:
     """P's side."""
 
     def __init__(self) -> None:
-        self._turns: dict[tuple[str, int], asyncio.Lock] = {}
+        self._locks: dict[tuple[str, int], asyncio.Lock] = {}
 
-    async def meet(self, receiver: Receiver) -> str:
+    async def handshake(self, receiver: Receiver) -> str:
         """Return the id of the engine at a receiver's init port, once there is one."""
-        return (await _insist(receiver.host, receiver.init_port, _Ask("meet"))).engine_id
+        return (await _ask_until_connected(receiver.host, receiver.init_port, _Question("handshake"))).engine_id
 
-    async def offer(self, receiver: Receiver, batch: Batch) -> Room:
-        """Return the room that a batch is given, once it is. P has one question at a time for each receiver."""
-        async with self._turns.setdefault((receiver.host, receiver.alloc_port), asyncio.Lock()):
-            ask = _Ask("offer", batch=msgspec.structs.replace(batch, pages=()))
-            told = await _insist(receiver.host, receiver.alloc_port, ask)
-            if told.room is None:
-                await _for_ever()
-            return told.room
+    async def offer(self, receiver: Receiver, batch: Batch) -> Allocation:
+        """Return the allocation of a batch, once there is one. P asks each receiver one question at a time."""
+        async with self._locks.setdefault((receiver.host, receiver.alloc_port), asyncio.Lock()):
+            question = _Question("offer", batch=msgspec.structs.replace(batch, pages=()))
+            reply = await _ask_until_connected(receiver.host, receiver.alloc_port, question)
+            if reply.allocation is None:
+                await _wait_forever()
+            return reply.allocation
 
     async def write(self, write: Write) -> bool:
-        """Return whether the engine that was met has the chunks now."""
-        ask = _Ask("write", engine_id=write.engine_id, keys=write.keys, pages=write.pages)
+        """Return whether the engine of the handshake has the chunks now."""
+        question = _Question("write", engine_id=write.engine_id, keys=write.keys, pages=write.pages)
         try:
-            told = await _once(write.receiver.host, write.receiver.alloc_port, ask)
+            reply = await _ask_once(write.receiver.host, write.receiver.alloc_port, question)
         except (OSError, EOFError, LinkError, OverflowError, msgspec.MsgspecError):
             return False
-        return told.engine_id == write.engine_id
+        return reply.engine_id == write.engine_id
 
     async def cancel(self, cancel: Cancel) -> None:
-        """Give chunks up."""
-        ask = _Ask("cancel", request=cancel.request, keys=cancel.keys)
+        """Cancel the push of chunks."""
+        question = _Question("cancel", request=cancel.request, keys=cancel.keys)
         with contextlib.suppress(OSError, EOFError, LinkError, OverflowError, msgspec.MsgspecError):
-            await _once(cancel.receiver.host, cancel.receiver.alloc_port, ask)
+            await _ask_once(cancel.receiver.host, cancel.receiver.alloc_port, question)
 
 
-async def _for_ever() -> NoReturn:
+async def _wait_forever() -> NoReturn:
     await asyncio.get_running_loop().create_future()
     raise AssertionError
 
 
-async def _insist(host: str, port: int, ask: _Ask) -> _Told:
-    """Connect until it succeeds; then ask once. An answer that gets lost is waited for."""
+async def _ask_until_connected(host: str, port: int, question: _Question) -> _Reply:
+    """Try to connect until it succeeds; then ask once. Wait forever if the answer is lost."""
     while True:
         try:
             reader, writer = await asyncio.open_connection(host, port)
@@ -92,25 +92,25 @@ async def _insist(host: str, port: int, ask: _Ask) -> _Told:
             await asyncio.sleep(_PAUSE)
             continue
         try:
-            send_frame(writer, ask)
-            return _decode_told(await receive_frame(reader))
+            send_frame(writer, question)
+            return _decode_reply(await receive_frame(reader))
         except (OSError, EOFError, LinkError, msgspec.MsgspecError):
-            await _for_ever()
+            await _wait_forever()
         finally:
             writer.close()
 
 
-async def _once(host: str, port: int, ask: _Ask) -> _Told:
+async def _ask_once(host: str, port: int, question: _Question) -> _Reply:
     reader, writer = await asyncio.open_connection(host, port)
     try:
-        send_frame(writer, ask)
-        return _decode_told(await receive_frame(reader))
+        send_frame(writer, question)
+        return _decode_reply(await receive_frame(reader))
     finally:
         writer.close()
 
 
 class Receiving:
-    """D's side: two ports a rank. `connector` is that of the living core; `changed` is called when it has something to do."""
+    """D's side: two ports per rank. `connector` returns the running core's; `changed` is called when the core has work."""
 
     def __init__(self, connector: Callable[[], LMCachePD], changed: Callable[[], None]) -> None:
         self._connector, self._changed = connector, changed
@@ -123,7 +123,7 @@ class Receiving:
         self.alloc_ports: list[int] = []
 
     async def open(self, engine_id: str, host: str, ranks: int, init_port: int, alloc_port: int) -> None:
-        """Listen on `ranks` ports from each of the two on; on the same ones if it has listened before.
+        """Listen on `ranks` ports from each of the two upwards; on the same ports as before if it has listened.
 
         Raises:
             OSError: one of them is taken.
@@ -147,11 +147,11 @@ class Receiving:
         await self._answering.settle(0)
 
     def freeze(self) -> None:
-        """Take connections and questions, answer none."""
+        """Accept connections and questions, answer none."""
         self._awake.clear()
 
     def thaw(self) -> None:
-        """Answer again, also what was asked meanwhile."""
+        """Answer again, also what was asked while frozen."""
         self._awake.set()
 
     def _accepted(self, rank: int, alloc: bool, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -160,30 +160,30 @@ class Receiving:
 
     async def _answer(self, rank: int, alloc: bool, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, LinkError):
-            ask = _decode_ask(await receive_frame(reader))
+            question = _decode_question(await receive_frame(reader))
             await self._awake.wait()
-            if (ask.kind == "meet") is alloc:
-                await _for_ever()  # the wrong port: a real one logs what it can't read
-            send_frame(writer, _Told(self._engine_id, await self._done(rank, ask)))
+            if (question.kind == "handshake") is alloc:
+                await _wait_forever()  # the wrong port: a real engine only logs what it can't read
+            send_frame(writer, _Reply(self._engine_id, await self._done(rank, question)))
             await writer.drain()
 
-    async def _done(self, rank: int, ask: _Ask) -> Room | None:
+    async def _done(self, rank: int, question: _Question) -> Allocation | None:
         buffer, now = self._connector().buffers[rank], asyncio.get_running_loop().time()
-        room: Room | None = None
-        if ask.batch is not None:
-            found: asyncio.Future[Room] = asyncio.get_running_loop().create_future()
-            buffer.offer(ask.batch, now, lambda one: None if found.done() else found.set_result(one))
+        allocation: Allocation | None = None
+        if question.batch is not None:
+            found: asyncio.Future[Allocation] = asyncio.get_running_loop().create_future()
+            buffer.offer(question.batch, now, lambda one: None if found.done() else found.set_result(one))
             self._changed()
-            room = await found
-        elif ask.kind == "write" and ask.engine_id == self._engine_id:
-            buffer.write(ask.keys, ask.pages)
-        elif ask.kind == "cancel":
-            buffer.cancel(ask.request, ask.keys, now)
-        return room
+            allocation = await found
+        elif question.kind == "write" and question.engine_id == self._engine_id:
+            buffer.write(question.keys, question.pages)
+        elif question.kind == "cancel":
+            buffer.cancel(question.request, question.keys, now)
+        return allocation
 
 
 def spec(host: str, init_ports: Sequence[int], alloc_ports: Sequence[int], req_id: str) -> dict[str, object]:
-    """Return the `disagg_spec` that leads to a receiver."""
+    """Return the `disagg_spec` of a receiver."""
     return {
         "req_id": req_id,
         "receiver_host": host,

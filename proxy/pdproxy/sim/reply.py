@@ -1,19 +1,16 @@
-"""A script's hand on one request's answer: the raw connection, and the engine's own answer for when the script has done its part.
+"""What a script can do with one request's answer: write to the raw connection, and have the engine answer.
 
-A script is an async function of a `Reply`. It is ended when the client leaves.
+A script is an async function of a `Reply`. It is cancelled when the client leaves.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
 
+from pdproxy.sim.engine import Engine
 from pdproxy.sim.journal import Request
-from pdproxy.sim.transport import Line
-
-if TYPE_CHECKING:
-    from pdproxy.sim.engine import Engine
+from pdproxy.sim.transport import RequestConnection
 
 Script = Callable[["Reply"], Awaitable[None]]
 
@@ -21,10 +18,12 @@ Script = Callable[["Reply"], Awaitable[None]]
 class Reply:
     """One answer. Nothing is checked: what a script writes is what the client gets."""
 
-    def __init__(self, engine: Engine, request: Request, line: Line, serve: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, engine: Engine, request: Request, connection: RequestConnection, serve: Callable[[], Awaitable[None]]
+    ) -> None:
         self.engine = engine
         self.request = request
-        self._line = line
+        self._connection = connection
         self._serve = serve
 
     async def serve(self) -> None:
@@ -33,11 +32,11 @@ class Reply:
 
     async def raw(self, data: bytes) -> None:
         """Write bytes as they are, and wait until the socket takes more."""
-        self._line.wire.write(data)
-        await self._line.drain()
+        self._connection.wire.write(data)
+        await self._connection.drain()
 
     async def whole(self, body: bytes, status: int = 200, headers: Sequence[tuple[str, str]] = ()) -> None:
-        """Write a complete answer with a length; JSON unless `headers` says otherwise."""
+        """Write a complete answer with a length; JSON unless `headers` has another type."""
         named = list(headers)
         if not any(name.lower() == "content-type" for name, _ in named):
             named.insert(0, ("content-type", "application/json"))
@@ -55,7 +54,7 @@ class Reply:
         await self.raw(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def pieces(self, *data: bytes) -> None:
-        """Write several chunks, each in a write of its own."""
+        """Write several chunks, one write each."""
         for one in data:
             await self.piece(one)
 
@@ -64,15 +63,15 @@ class Reply:
         await self.raw(b"0\r\n\r\n")
 
     def eof(self) -> None:
-        """Close the connection in good order, whatever was sent."""
+        """Close the connection with a FIN, whatever was sent."""
         self.request.over = True
-        self._line.wire.close()
+        self._connection.wire.close()
 
     def reset(self) -> None:
         """Close it with an RST."""
         self.request.over = True
-        self._line.wire.reset()
+        self._connection.wire.reset()
 
     async def stall(self) -> None:
-        """Say nothing more until the client leaves."""
+        """Send nothing more until the client leaves."""
         await asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""What goes into the engine's core and what comes out, a prompt and a choice at a time.
+"""The inputs and outputs of the engine's core, for one prompt and one choice.
 
 The API server makes one `EngineRequest` for each prompt and each of its n choices; the core knows no HTTP, no text and
 no stop strings. Pure values.
@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""As in vLLM; `error`: the KV that should have come never did (`kv_load_failure_policy: fail`)."""
+"""As in vLLM; `error`: the KV could not be loaded (`kv_load_failure_policy: fail`)."""
 
 
 class Grammar(Protocol):
@@ -31,11 +31,11 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     min_tokens: int = 0
     temperature: float = 1.0
     seed: int | None = None
-    """None: another draw each time. At temperature 0 there is nothing to draw."""
+    """None: another draw each time. At temperature 0 nothing is drawn."""
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     logprobs: int | None = None
-    """How many of the likeliest tokens to tell beside the chosen one; None: tell nothing."""
+    """How many of the likeliest tokens to report beside the chosen one; None: no probabilities."""
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -44,7 +44,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     frequency_penalty: float = 0.0
     grammar: Grammar | None = None
     thinking_token_budget: int | None = None
-    """Tokens of thoughts after which a model that thinks must come to their end."""
+    """Tokens of thoughts after which a model that thinks must end them."""
 
 
 class EngineRequest(msgspec.Struct, kw_only=True):
@@ -77,7 +77,7 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class EngineOutput(msgspec.Struct, kw_only=True):
-    """What one step made for one request."""
+    """The output of one step for one request."""
 
     request_id: str
     tokens: tuple[Token, ...] = ()
@@ -87,15 +87,15 @@ class EngineOutput(msgspec.Struct, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
     """P's handle, with the last output."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in this engine's prefix cache (with a handle: in P's, if the handle tells)."""
+    """Prompt tokens found in this engine's prefix cache (with a handle: in P's, if the handle has it)."""
     num_cache_creation_tokens: int = 0
-    """Prompt tokens that were computed here and are in this engine's prefix cache now."""
+    """Prompt tokens that were computed here and are now in this engine's prefix cache."""
     prompt_logprobs: tuple[tuple[Candidate, ...] | None, ...] | None = None
-    """With the first output if asked for: an entry a prompt token, None for the first, its own token first in each."""
+    """With the first output if asked for: one entry per prompt token, None for the first, its own token first in each."""
 
 
 class EngineDeadError(Exception):
-    """The core has died: every request on it fails, and none is taken any more."""
+    """The core has died: every request on it fails, and no new one is accepted."""
 
     def __init__(self) -> None:
         super().__init__("EngineCore encountered an issue. See stack trace (above) for the root cause.")

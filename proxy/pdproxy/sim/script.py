@@ -1,4 +1,4 @@
-"""Answers that a test writes itself, in place of the engine's. Owns which script is whose turn."""
+"""Scripts: answers that a test writes in place of the engine. Owns which script answers which request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pdproxy.sim.reply import Script
 
 
 class Scripts:
-    """Scripts that wait for their request. Requests that give a handle back (`max_tokens: 0`) use none up."""
+    """Scripts that wait for their request. Requests that release a handle (`max_tokens: 0`) use up none of `next`."""
 
     def __init__(self) -> None:
         self.next: deque[Script] = deque()
@@ -17,9 +17,9 @@ class Scripts:
         self.default: Script | None = None
         """For generating requests when `next` is empty; None: the engine answers."""
         self.on_release: Script | None = None
-        """For handles given back; None: the engine answers."""
+        """For requests that release a handle; None: the engine answers."""
         self.routes: dict[str, Script] = {}
-        """By path, for every request of any method, ahead of all others."""
+        """By path, for every request of any method, before all others."""
 
     def take(self, request: Request) -> Script | None:
         """Return the script for a request; None: the engine answers."""

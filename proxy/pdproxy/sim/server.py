@@ -1,7 +1,7 @@
-"""One simulated engine behind HTTP, in the running event loop: the engine, its port, its faults, its life and death.
+"""One simulated engine behind HTTP, in the running event loop: the engine, its port, its faults, its states.
 
-Owns the process's view: what happens when all of it is killed, stopped, terminated or restarted. Takes no signals; uvicorn's
-protocol serves the application, its server class is not needed.
+Owns the state of the simulated process: what happens when it is killed, stopped, terminated or restarted. It takes no signals.
+uvicorn's protocol serves the application; uvicorn's server class is not used.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from uvicorn.server import ServerState
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.sim.admin import AdminPort
 from pdproxy.sim.api.app import create_app
-from pdproxy.sim.exchange import Exchanges
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.faults import Fault, FaultBook, Situation
+from pdproxy.sim.fault_middleware import FaultMiddleware
+from pdproxy.sim.faults.book import Fault, FaultBook, Situation
 from pdproxy.sim.journal import Journal, Request
 from pdproxy.sim.listener import Listener
 from pdproxy.sim.reply import Script
@@ -38,13 +38,14 @@ logger = logging.getLogger("pdproxy")
 Life = Literal["down", "up", "frozen", "terminated"]
 AppFactory = Callable[[WatchedEngine], ASGIApp]
 
-_PATIENCE = 2.0
-"""Seconds that what is under way gets to end when everything is closed."""
+_CANCEL_TIMEOUT = 2.0
+"""Seconds that cancelled requests get to end when the process is killed."""
 _THAW = -1
+"""The key of the timer that thaws; those of faults have the fault's number."""
 
 
 class Faults(FaultBook):
-    """The armed faults, and scripts for those who want to write an answer themselves."""
+    """The armed faults, and scripts that write answers in place of the engine."""
 
     def __init__(self, chance: int = 0) -> None:
         super().__init__(chance)
@@ -52,11 +53,11 @@ class Faults(FaultBook):
         self.on_change: Callable[[], None] | None = None
 
     def script(self, *scripts: Script) -> None:
-        """Have the next generating requests answered by scripts, one after the other."""
+        """Let scripts answer the next generating requests, one each."""
         self.scripts.next.extend(scripts)
 
     def changed(self) -> None:
-        """Tell the server."""
+        """Call the server."""
         if self.on_change is not None:
             self.on_change()
 
@@ -64,9 +65,9 @@ class Faults(FaultBook):
 class SimServer:
     """One simulated engine on a port: `async with SimServer(facts) as sim`, or `start` and `stop`.
 
-    `port` 0 is any free one; `admin_port` None is none. `faults` are armed from the start. `chance` seeds all that is drawn, by
-    the engine (None: never the same) and by faults with a rate. `make_app` makes the application; None: vLLM's API.
-    `keep_alive`: seconds that an idle connection is kept. `tls`: the context to be met with, None: plain HTTP.
+    `port` 0 is any free one; `admin_port` None is none. `faults` are armed from the start. `chance` seeds all draws, those of
+    the engine (None: different in each run) and those of faults. `make_app` makes the application; None: vLLM's API.
+    `keep_alive`: seconds that an idle connection is kept. `tls`: the context of its connections, None: plain HTTP.
     `storage`: what it shares with other engines of this process (`shared`, `lmcache-mp`); None: the facts' folder, if any.
     """
 
@@ -86,7 +87,7 @@ class SimServer:
     ) -> None:
         self.facts = facts if facts is not None else Facts()
         self.engine = WatchedEngine(self.facts, chance=chance, storage=storage)
-        self.engine.teller.faults = lambda rank: self.faults.due("notice", Situation(rank=rank))
+        self.engine.notice_sender.faults = lambda rank: self.faults.due("notice", Situation(rank=rank))
         self.faults = Faults(chance or 0)
         self.scripts = self.faults.scripts
         self.journal = Journal()
@@ -98,7 +99,7 @@ class SimServer:
         self._state = ServerState()
         self._connection: type[SimProtocol] = protocol_class(self)
         self._config = uvicorn.Config(
-            Exchanges((make_app or create_app)(self.engine), self),
+            FaultMiddleware((make_app or create_app)(self.engine), self),
             http=self._connection,
             log_config=None,
             access_log=False,
@@ -115,13 +116,13 @@ class SimServer:
         self._changing = asyncio.Lock()
         for fault in faults:
             self.faults.add(fault)
-        self.faults.on_change = self._refuse_or_not
+        self.faults.on_change = self._open_or_close_port
 
-    # -- what is known of it
+    # -- what it is
 
     @property
     def port(self) -> int:
-        """The port it listens on; 0 until it has started if any was asked for."""
+        """The port it listens on; if any free one was asked for: 0 until it has started."""
         return self._listener.port
 
     @property
@@ -136,7 +137,7 @@ class SimServer:
 
     @property
     def listening(self) -> bool:
-        """Whether connections are accepted, be it by the kernel alone."""
+        """Whether connections are accepted, also when only the kernel does."""
         return self._listener.listening
 
     @property
@@ -146,12 +147,12 @@ class SimServer:
 
     @property
     def requests(self) -> deque[Request]:
-        """The generating requests it has received."""
+        """The generating requests that it has received."""
         return self.journal.requests
 
     @property
     def releases(self) -> deque[Request]:
-        """The handles given back here."""
+        """The requests that released a handle here."""
         return self.journal.releases
 
     # -- start and stop
@@ -171,7 +172,7 @@ class SimServer:
         """Listen, also on the admin port.
 
         Raises:
-            OSError: a port is taken, or the address is none of this machine's.
+            OSError: a port is taken, or the address does not belong to this machine.
         """
         try:
             self._listener.open()
@@ -183,24 +184,24 @@ class SimServer:
             raise
 
     async def stop(self) -> None:
-        """End everything and give the ports back. Ends within some seconds whatever is under way."""
+        """End everything and release the ports. Returns within some seconds in every case."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        await self._tasks.settle(0)  # before the rest: one of them may be a restart
+        await self._tasks.settle(0)  # first: one of them may be a restart
         await self.kill()
         if self._admin is not None:
             await self._admin.stop()
-        self._listener.give_up()
+        self._listener.release()
 
     async def _come_up(self) -> None:
         await self.engine.start()
         self.engine.thaw()
         self.life = "up"
-        self._refuse_or_not()
-        await self._listener.take()
+        self._open_or_close_port()
+        await self._listener.accept()
 
-    # -- the life of the process
+    # -- the state of the process
 
     async def kill(self) -> None:
         """SIGKILL: the kernel closes all sockets at once, the port refuses, the memory is gone."""
@@ -217,13 +218,13 @@ class SimServer:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=_PATIENCE)
+            await asyncio.wait(tasks, timeout=_CANCEL_TIMEOUT)
 
     async def restart(self, down: float = 0.0) -> None:
-        """Kill it and start it anew on the same port: a new engine id, empty memory; the port refuses for `down` seconds.
+        """Kill it and start it again on the same port: a new engine id, empty memory; the port refuses for `down` seconds.
 
         Raises:
-            OSError: somebody else has the port by now.
+            OSError: another process has the port by now.
         """
         async with self._changing:
             await self._kill()
@@ -237,11 +238,11 @@ class SimServer:
         self.freeze_now(0.0)
 
     def freeze_now(self, seconds: float) -> None:
-        """Freeze; thaw after some seconds, 0: when told to."""
+        """Freeze; thaw after some seconds, 0: only by `thaw`."""
         if self.life != "up":
             return
         self.life = "frozen"
-        self._listener.leave()
+        self._listener.stop_accepting()
         self.engine.freeze()
         for connection in self._open():
             connection.wire.hold()
@@ -262,10 +263,10 @@ class SimServer:
             self.engine.thaw()
             for connection in self._open():
                 connection.wire.release()
-            await self._listener.take()
+            await self._listener.accept()
 
     async def terminate(self) -> None:
-        """SIGTERM: the port refuses, idle connections are closed, open answers fall silent and stay open."""
+        """SIGTERM: the port refuses, idle connections are closed, open answers send nothing more and stay open."""
         async with self._changing:
             if self.life not in ("up", "frozen"):
                 return
@@ -273,20 +274,22 @@ class SimServer:
             self._listener.close()
             for connection in self._open():
                 if connection.busy:
-                    connection.wire.mute()
+                    connection.wire.hold_output()
                 else:
                     connection.wire.close()
             await self.engine.stop()
 
-    def stop_soon(self, kind: str, seconds: float) -> None:
-        """Have a fault kill, restart or terminate it, from within one of its own requests."""
-        match kind:
-            case "kill":
-                self._tasks.spawn(self.kill(), kind)
-            case "restart":
-                self._tasks.spawn(self.restart(seconds), kind)
-            case _:
-                self._tasks.spawn(self.terminate(), kind)
+    def kill_soon(self) -> None:
+        """Kill it from within one of its own requests."""
+        self._tasks.spawn(self.kill(), "kill")
+
+    def terminate_soon(self) -> None:
+        """Terminate it from within one of its own requests."""
+        self._tasks.spawn(self.terminate(), "terminate")
+
+    def restart_soon(self, down: float) -> None:
+        """Restart it from within one of its own requests."""
+        self._tasks.spawn(self.restart(down), "restart")
 
     # -- connections
 
@@ -300,23 +303,23 @@ class SimServer:
         """Count a connection."""
         self.connections += 1
 
-    def _refuse_or_not(self) -> None:
-        """Close or open the port as the armed faults say."""
+    def _open_or_close_port(self) -> None:
+        """Close the port while a fault is armed that closes it, else open it."""
         if self.life != "up":
             return
-        refusing = [one for one in self.faults.armed.values() if one.fault.kind == "refuse"]
-        for one in refusing:
+        closing = self.faults.closing_port()
+        for one in closing:
             seconds = float(one.fault.args["seconds"])
             if seconds and one.number not in self._timers:
                 self._later(one.number, seconds, partial(self.faults.remove, one.number))
-        if refusing and self._listener.listening:
+        if closing and self._listener.listening:
             self._listener.close()
             for connection in self._open():
                 if not connection.busy:
                     connection.drop()
-        elif not refusing and not self._listener.listening:
+        elif not closing and not self._listener.listening:
             self._listener.open()
-            self._tasks.spawn(self._listener.take(), "listen")
+            self._tasks.spawn(self._listener.accept(), "listen")
 
     def _later(self, key: int, seconds: float, what: Callable[[], object]) -> None:
         self._timers[key] = asyncio.get_running_loop().call_later(seconds, what)

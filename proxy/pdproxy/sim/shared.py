@@ -1,14 +1,14 @@
-"""Storage that engines share (contract `shared`), as vLLM's `ExampleConnector` does it, with what it gets wrong. Pure.
+"""Storage that engines share (contract `shared`), as vLLM's `ExampleConnector` does it, with its errors. Pure.
 
-Owns the rules of 0.32.0, none of which asks for `kv_transfer_params` or answers any:
+Owns the rules of 0.32.0, none of which uses `kv_transfer_params`:
 
-- A prompt that is not found is stored in its first step, whole, less its last, unfilled or just filled block:
+- A prompt that is not found is stored in its first step, without its last block, filled or not:
   `(n - 1) // block_size` blocks. Nothing is ever evicted, and the key is the token ids alone: not the model, not the salt.
 - It is found if its first `(n - 2) // block_size` blocks were stored as a whole prompt: a longer prompt's prefix is not enough.
-- Looking and loading round differently. With n = 1 more than whole blocks, one block fewer is looked for than is loaded: such a
-  prompt never finds itself, and if the shorter one is there, loading reads a file that is not: the engine dies.
-- A prompt of more tokens than `max_num_batched_tokens` is stored as far as its first step went, under the key of all of it: who
-  loads it dies of the shapes.
+- Lookup and load round differently. With n = 1 more than whole blocks, one block fewer is looked for than is loaded: such
+  a prompt never finds itself; if the shorter one is there, the load reads a missing file and the engine dies.
+- A prompt of more tokens than `max_num_batched_tokens` is stored as far as its first step went, under the whole prompt's key:
+  an engine that loads it dies of the shapes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Shared(Connector):
         self._size, self._pool, self._storage = facts.block_size, pool, storage
 
     def wanted(self, one: ActiveRequest) -> tuple[int, bool]:
-        """Return what the storage has beyond the tokens that are here."""
+        """Return how many tokens the storage has beyond those that are here."""
         looked_for = self._floor(one.prompt - 1)
         if not self._storage.has(self._key(one.request.prompt, looked_for)):
             return 0, False
         return max(looked_for - one.computed, 0), False
 
     def load(self, one: ActiveRequest, tokens: int) -> None:
-        """Put what is stored into the request's blocks.
+        """Put the stored pages into the request's blocks.
 
         Raises:
             EngineDeadError: there is no such file, or it holds another number of tokens.
@@ -59,7 +59,7 @@ class Shared(Connector):
         self._storage.put(self._key(prompt, self._floor(one.prompt)), pages)
 
     def _blocks(self, one: ActiveRequest) -> int:
-        """Return how many blocks of it are stored or loaded: of those that it has, all but the last of the prompt."""
+        """Return how many blocks of it are stored or loaded: those that it has, except the last one of the prompt."""
         return min(self._floor(one.prompt) // self._size, len(one.blocks))
 
     def _floor(self, tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""What the events of a simulated engine's stream are, told by patterns as far as the moments of faults need it. Pure."""
+"""Classifies the events of a simulated engine's stream by patterns, for the moments of faults. Pure."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ DONE = b"data: [DONE]\n\n"
 
 
 def events_of(data: bytes) -> list[bytes]:
-    """Return the whole events in a piece of a stream; a rest without an end counts as one."""
+    """Return the whole events in a piece of a stream; an incomplete rest counts as one."""
     parts = data.split(b"\n\n")
     found = [part + b"\n\n" for part in parts[:-1]]
     return [*found, parts[-1]] if parts[-1] else found
 
 
 def classify(event: bytes) -> Event:
-    """Tell what an event is. In JSON no text can look like these patterns: its quotes are escaped."""
+    """Return the kind of an event. No text in JSON can match these patterns, since its quotes are escaped."""
     if event.startswith(b"data: [DONE]"):
         return Event.DONE
     if b'"choices":[{' not in event:

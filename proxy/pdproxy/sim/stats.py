@@ -1,4 +1,4 @@
-"""What an engine counts. One writer: the engine. `/metrics` prints these under vLLM's names."""
+"""The counters of an engine, which alone writes them. `/metrics` prints these under vLLM's names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
-# The bounds that vLLM 0.32.0 has.
+# The bounds of vLLM 0.32.0.
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
     *(160.0, 640.0, 2560.0),
@@ -52,7 +52,7 @@ class Stats:
     prefix_cache_hits: int = 0
     external_prefix_cache_queries: int = 0
     external_prefix_cache_hits: int = 0
-    """Counted when a request is scheduled: it rises even if nothing arrives."""
+    """Counted when a request is scheduled: it rises even if no KV arrives."""
     preemptions: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     """Requests by finish reason."""
@@ -60,7 +60,7 @@ class Stats:
     failed_transfers: int = 0
     failed_notifications: int = 0
     late_notifications: int = 0
-    """Releases of a handle that was over already."""
+    """Releases of a handle that had ended."""
     transfers: Histogram = field(default_factory=lambda: Histogram(TRANSFER_BUCKETS))
     """Seconds a pull took."""
     transferred_bytes: Histogram = field(default_factory=lambda: Histogram(BYTES_BUCKETS))

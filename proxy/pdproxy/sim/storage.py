@@ -1,6 +1,6 @@
-"""KV outside of any engine: pages under keys, put by whoever computed them. Pure; `pdproxy.sim.folder` keeps them in files.
+"""KV outside of the engines: pages under keys. Pure; `pdproxy.sim.folder` keeps them in files.
 
-Owns the interface and the storage in this process's memory. Nothing is ever evicted.
+Owns the interface and the storage in memory. Nothing is ever evicted.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ class Storage(Protocol):
     """Pages by key."""
 
     def has(self, key: str) -> bool:
-        """Tell whether something was put under a key."""
+        """Return whether pages are stored under a key."""
 
     def get(self, key: str) -> Sequence[Page] | None:
-        """Return what was put under a key, None for nothing."""
+        """Return the pages under a key, None if there are none."""
 
     def put(self, key: str, pages: Sequence[Page]) -> None:
-        """Put pages under a key, over what was there."""
+        """Store pages under a key, in place of those before."""
 
 
 class MemoryStorage:
-    """A storage for the engines that are given it."""
+    """A storage in memory for the engines of one process."""
 
     def __init__(self) -> None:
         self._pages: dict[str, tuple[Page, ...]] = {}
@@ -35,15 +35,15 @@ class MemoryStorage:
         return len(self._pages)
 
     def has(self, key: str) -> bool:
-        """Tell whether something was put under a key."""
+        """Return whether pages are stored under a key."""
         return key in self._pages
 
     def get(self, key: str) -> Sequence[Page] | None:
-        """Return what was put under a key, None for nothing."""
+        """Return the pages under a key, None if there are none."""
         return self._pages.get(key)
 
     def put(self, key: str, pages: Sequence[Page]) -> None:
-        """Put pages under a key, over what was there."""
+        """Store pages under a key, in place of those before."""
         self._pages[key] = tuple(pages)
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-from pdproxy.sim.words import BREAKS, WORDS
+from pdproxy.sim.vocabulary import BREAKS, WORDS
 
 BOS, EOS, IM_START, IM_END = 0, 1, 2, 3
 SPECIAL = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -37,7 +37,7 @@ _LONGEST = max(map(len, PIECES))
 _BYTES = tuple(bytes([value]) for value in range(256))
 _KNOWN = (*(name.encode() for name in SPECIAL), *_BYTES, *PIECES)
 VOCABULARY = (*_KNOWN, *(f"<|reserved_{number}|>".encode() for number in range(len(_KNOWN), 4096)))
-"""Reserved ids are never made from text, nor by the model; a prompt of ids may hold them."""
+"""Reserved ids come neither from text nor from the model; a prompt of ids may have them."""
 
 
 @lru_cache(maxsize=16384)
@@ -80,7 +80,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ids; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary are nothing."""
+        """Return the text of ids; bytes that are not UTF-8 become U+FFFD, ids beyond the vocabulary are skipped."""
         first = THINK if skip_special_tokens else 0
         return b"".join(VOCABULARY[token] for token in ids if first <= token < self.vocab_size).decode(
             "utf-8", "replace"
@@ -91,5 +91,5 @@ class Tokenizer:
         return VOCABULARY[token]
 
     def is_special(self, token: int) -> bool:
-        """Tell whether an id is left out of text. The marks of thinking and of calls are not, as in most real vocabularies."""
+        """Return whether an id is left out of text. The marks of thinking and of calls are not, as in most real vocabularies."""
         return token < THINK

@@ -1,7 +1,7 @@
-"""A simulated engine's HTTP connections: uvicorn's protocol class, with a transport that can hold its tongue.
+"""A simulated engine's HTTP connections: uvicorn's protocol class, with a transport that can hold back what is written.
 
-Owns what happens to a connection as a whole: held (a stopped process), deaf, reset, closed. What happens to one answer is
-decided in `pdproxy.sim.exchange`, which gets hold of the connection through the request's ASGI scope.
+Owns what happens to a whole connection: held (a stopped process), its input ignored, reset, closed. What happens to one answer is
+decided in `pdproxy.sim.fault_middleware`, which gets the connection from the request's ASGI scope.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from typing import Any, Protocol, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from pdproxy.sim.faults import FaultBook, Situation
+from pdproxy.sim.faults.book import FaultBook, Situation
 
-LINE = "pdproxy.sim"
-"""The key under which a request's scope has its `Line`."""
-GARBAGE = b"\x16\x03\x01\x02\x00 this is no HTTP \x00\xff\xfe\r\n\r\n"
+SCOPE_KEY = "pdproxy.sim"
+"""The key under which a request's scope has its `RequestConnection`."""
 
 
 class Rendered:
@@ -87,13 +86,13 @@ class Wire(asyncio.Transport):
             self._rendered = None
 
     def hold(self) -> None:
-        """Write nothing and read nothing until `release`; the client's leaving is not noticed either."""
+        """Write nothing and read nothing until `release`; that the client leaves is not noticed either."""
         if self._held is None and not self._real.is_closing():
             self._held = []
             self._real.pause_reading()
 
-    def mute(self) -> None:
-        """Write nothing any more; the client's leaving is noticed."""
+    def hold_output(self) -> None:
+        """Write nothing any more; that the client leaves is still noticed."""
         if self._held is None:
             self._held = []
 
@@ -122,7 +121,7 @@ class Wire(asyncio.Transport):
             self._real.resume_reading()
 
     def is_closing(self) -> bool:
-        """Tell whether it is closed or about to be."""
+        """Return whether it is closed or about to be."""
         return self._close_held or self._real.is_closing()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
@@ -134,8 +133,8 @@ class Wire(asyncio.Transport):
         return self._real.get_write_buffer_size()
 
 
-class Occupant(Protocol):
-    """The request that is on a connection."""
+class ConnectionObserver(Protocol):
+    """The request that is being answered on a connection."""
 
     def ended(self) -> None:
         """The engine itself ends the connection."""
@@ -144,20 +143,49 @@ class Occupant(Protocol):
         """The connection is gone."""
 
 
-class Line:
-    """One request's hold on its connection."""
+class ConnectionControls:
+    """The `Connection` that faults act on."""
+
+    def __init__(self, protocol: SimProtocol) -> None:
+        self._protocol = protocol
+
+    def write(self, data: bytes) -> None:
+        """Write bytes as they are."""
+        self._protocol.wire.write(data)
+
+    def close(self) -> None:
+        """Close with a FIN after what was written."""
+        self._protocol.wire.close()
+
+    def reset(self) -> None:
+        """Close now with an RST."""
+        self._protocol.wire.reset()
+
+    def ignore_input(self) -> None:
+        """Drop everything that the client still sends."""
+        self._protocol.ignores_input = True
+
+    def pause_reading(self, seconds: float) -> None:
+        """Read nothing for some seconds."""
+        self._protocol.wire.pause_reading()
+        self._protocol.loop.call_later(seconds, self._protocol.wire.resume_reading)
+
+
+class RequestConnection:
+    """A connection as one of its requests uses it."""
 
     def __init__(self, protocol: SimProtocol, cycle: RequestResponseCycle) -> None:
         self._protocol, self._cycle = protocol, cycle
         self.number = protocol.number
         self.wire = protocol.wire
-        self._asked = False
+        self.controls = protocol.controls
+        self._response_over = False
 
-    def occupy(self, occupant: Occupant) -> None:
-        """Have it told when the connection is gone."""
-        self._protocol.occupant = occupant
+    def observe(self, observer: ConnectionObserver) -> None:
+        """Call the observer when the connection is gone, now if it already is."""
+        self._protocol.observer = observer
         if self._cycle.disconnected:
-            occupant.left()
+            observer.left()
 
     @property
     def gone(self) -> bool:
@@ -166,7 +194,7 @@ class Line:
 
     @property
     def complete(self) -> bool:
-        """Whether uvicorn holds the answer for complete."""
+        """Whether the answer is complete for uvicorn."""
         return self._cycle.response_complete
 
     async def drain(self) -> None:
@@ -176,37 +204,33 @@ class Line:
 
     @contextlib.contextmanager
     def rendering(self) -> Iterator[Rendered]:
-        """Collect what uvicorn writes; the next pipelined request starts only after the block's end."""
-        on_response, self._cycle.on_response = self._cycle.on_response, self._ask
+        """Collect what uvicorn writes. The next pipelined request starts only after `written`."""
+        on_response, self._cycle.on_response = self._cycle.on_response, self._note_response_over
         with self.wire.rendering() as rendered:
             try:
                 yield rendered
             finally:
                 self._cycle.on_response = on_response
 
-    def _ask(self) -> None:
-        self._asked = True
+    def _note_response_over(self) -> None:
+        self._response_over = True
 
     def written(self) -> None:
-        """What `rendering` collected has been written."""
-        if self._asked:
-            self._asked = False
+        """Go on after what `rendering` collected has been written."""
+        if self._response_over:
+            self._response_over = False
             self._cycle.on_response()
 
     def answered(self) -> None:
-        """The answer was written past uvicorn, and is complete: the connection waits for its next request."""
+        """Mark an answer that was not written by uvicorn as complete: the connection waits for its next request."""
         if not self._cycle.response_complete:
             self._cycle.response_started = self._cycle.response_complete = True
             self._cycle.message_event.set()
             self._cycle.on_response()
 
-    def deafen(self) -> None:
-        """Heed nothing that the client still sends."""
-        self._protocol.deaf = True
-
 
 class Host(Protocol):
-    """What a connection must know of its server."""
+    """The server, as a connection uses it."""
 
     @property
     def faults(self) -> FaultBook:
@@ -226,57 +250,42 @@ class SimProtocol(HttpToolsProtocol):
     host: Host
     numbers: Iterator[int]
     wire: Wire
-    occupant: Occupant | None = None
-    deaf = False
+    controls: ConnectionControls
+    observer: ConnectionObserver | None = None
+    ignores_input = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take a connection."""
         self.number = next(self.numbers)
         self.wire = Wire(cast("asyncio.Transport", transport))
+        self.controls = ConnectionControls(self)
         super().connection_made(self.wire)
         self.host.connected()
-        if self.host.frozen:  # the event loop had accepted it before the listener was taken from it
+        if self.host.frozen:  # the event loop had accepted it before the listener was closed for it
             self.wire.hold()
-        for armed in self.host.faults.due("accept", Situation()):
-            self._accept_fault(armed.fault.kind, armed.fault.args)
-
-    def _accept_fault(self, kind: str, args: dict[str, Any]) -> None:
-        match kind:
-            case "reset":
-                self.wire.reset()
-            case "eof":
-                self.wire.close()
-            case "stall":
-                self.deaf = True
-            case "slow":
-                self.wire.pause_reading()
-                self.loop.call_later(args["delay"], self.wire.resume_reading)
-            case "garbage":
-                self.deaf = True
-                self.wire.write(GARBAGE)
-                if args["close"]:
-                    self.wire.close()
+        for one in self.host.faults.due("accept", Situation()):
+            one.kind.on_connection(self.controls, one)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes."""
-        if not self.deaf:
+        if not self.ignores_input:
             super().data_received(data)
 
     def on_message_begin(self) -> None:
-        """Start a request, with the date of the second."""
+        """Start a request, with the current date for its answer."""
         super().on_message_begin()
         stamp = formatdate(time.time(), usegmt=True).encode()
         self.server_state.default_headers = [(b"date", stamp), (b"server", b"uvicorn")]
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        cast("dict[str, Any]", cycle.scope)[LINE] = Line(self, cycle)
+        cast("dict[str, Any]", cycle.scope)[SCOPE_KEY] = RequestConnection(self, cycle)
         super()._start_asgi_task(cycle, app)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Notice that the connection is gone."""
         super().connection_lost(exc)
-        if self.occupant is not None:
-            self.occupant.left()
+        if self.observer is not None:
+            self.observer.left()
 
     @property
     def busy(self) -> bool:
@@ -285,8 +294,8 @@ class SimProtocol(HttpToolsProtocol):
 
     def drop(self) -> None:
         """Close as the kernel closes the sockets of a process that is gone."""
-        if self.occupant is not None:
-            self.occupant.ended()
+        if self.observer is not None:
+            self.observer.ended()
         self.wire.abort()
 
 

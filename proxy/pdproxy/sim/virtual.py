@@ -1,6 +1,6 @@
 """Engines in virtual time: the same cores, their steps and transfers in one heap of events, no sockets and no waiting.
 
-Owns the clock. An hour of traffic takes as long as its arithmetic; equal inputs give equal runs.
+Owns the clock. A run takes only its computing time, and equal inputs give equal runs.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdproxy.sim.connector import Tell
+from pdproxy.sim.connector import ProxyNotice
 from pdproxy.sim.core import Core, Step
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Meet, Offer, Receiver, Write
-from pdproxy.sim.nixl import Handshake, Notice, Peer, Pull
+from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Offer, Receiver, ReceiverHandshake, Write
+from pdproxy.sim.nixl import Handshake, Peer, PeerNotice, Pull
 from pdproxy.sim.request import EngineDeadError, EngineOutput, EngineRequest
 from pdproxy.sim.stats import Stats
 from pdproxy.sim.storage import MemoryStorage
@@ -26,7 +26,7 @@ Listener = Callable[[EngineOutput, float], None]
 
 @dataclass(slots=True)
 class VirtualEngine:
-    """One engine and those who listen to its requests."""
+    """One engine and the listeners of its requests."""
 
     facts: Facts
     stats: Stats
@@ -34,8 +34,8 @@ class VirtualEngine:
     dead: bool = False
     step: Step | None = None
     listeners: dict[str, Listener] = field(default_factory=dict)
-    told: list[tuple[float, Tell]] = field(default_factory=list)
-    """What it told the proxy, and when."""
+    notices: list[tuple[float, ProxyNotice]] = field(default_factory=list)
+    """What it sent to the proxy, and when."""
 
 
 class VirtualCluster:
@@ -60,7 +60,7 @@ class VirtualCluster:
         return engine
 
     def at(self, time: float, what: Callable[[], None]) -> None:
-        """Have something done at a time, in the order of asking where times are equal."""
+        """Call something at a time; calls for equal times run in the order of `at`."""
         self._count += 1
         heapq.heappush(self._events, (max(time, self.now), self._count, what))
 
@@ -82,22 +82,22 @@ class VirtualCluster:
         self._guarded(engine, lambda: engine.core.abort(request_id, self.now))
         self._turn(engine)
 
-    def run(self, until: float = float("inf"), most: int = 50_000_000) -> None:
-        """Let time pass until nothing is left to happen, or until a time.
+    def run(self, until: float = float("inf"), max_events: int = 50_000_000) -> None:
+        """Run until no events are left, or until a time.
 
         Raises:
-            RuntimeError: more events than `most`: something goes round for ever.
+            RuntimeError: more events than `max_events`: an endless loop.
         """
-        for _ in range(most):
+        for _ in range(max_events):
             if not self._events or self._events[0][0] > until:
                 self.now = max(self.now, until) if until != float("inf") else self.now
                 return
             self.now, _, what = heapq.heappop(self._events)
             what()
-        raise RuntimeError(f"more than {most} events")
+        raise RuntimeError(f"more than {max_events} events")
 
     def _turn(self, engine: VirtualEngine) -> None:
-        """Begin a step if none is under way; see to what the engine wants of others and when it must be woken."""
+        """Begin a step if none is running; carry out the engine's commands, and plan when it must be woken."""
         if engine.dead:
             return
         if engine.step is None:
@@ -142,14 +142,14 @@ class VirtualCluster:
 
     def _carry_out(self, engine: VirtualEngine, command: Any) -> None:
         match command:
-            case Tell():
-                engine.told.append((self.now, command))
-            case Meet() | Offer() | Write() | Cancel():
+            case ProxyNotice():
+                engine.notices.append((self.now, command))
+            case ReceiverHandshake() | Offer() | Write() | Cancel():
                 self._push(engine, command)
             case _:
                 self._move(engine, command)
 
-    def _move(self, engine: VirtualEngine, command: Handshake | Pull | Notice) -> None:
+    def _move(self, engine: VirtualEngine, command: Handshake | Pull | PeerNotice) -> None:
         peer = self._listening(command.peer)
         match command:
             case Handshake():
@@ -160,7 +160,7 @@ class VirtualCluster:
                 self.at(
                     self.now + engine.facts.hardware.transfer_s(command.tokens), lambda: self._pulled(engine, command)
                 )
-            case Notice():
+            case PeerNotice():
                 if peer is None or peer.core.engine_id != command.peer.engine_id:
                     engine.stats.failed_notifications += 1
                 else:
@@ -188,20 +188,25 @@ class VirtualCluster:
 
     # -- chunks that are pushed
 
-    def _push(self, engine: VirtualEngine, command: Meet | Offer | Write | Cancel) -> None:
+    def _push(self, engine: VirtualEngine, command: ReceiverHandshake | Offer | Write | Cancel) -> None:
         found = self._receiving(command.receiver)
         if found is None:
-            return  # who waits for somebody to listen waits for ever here
+            return  # here an engine that waits for a receiver waits forever
         mine, (peer, theirs) = _pd(engine), found
         buffer = theirs.buffers[command.receiver.rank]
         match command:
-            case Meet():
-                self.at(self.now, lambda: self._after(engine, lambda: mine.met(command.receiver, peer.core.engine_id)))
+            case ReceiverHandshake():
+                self.at(
+                    self.now,
+                    lambda: self._after(engine, lambda: mine.receiver_found(command.receiver, peer.core.engine_id)),
+                )
             case Offer():
                 buffer.offer(
                     command.batch,
                     self.now,
-                    lambda room: self.at(self.now, lambda: self._after(engine, lambda: mine.offered(command, room))),
+                    lambda allocation: self.at(
+                        self.now, lambda: self._after(engine, lambda: mine.offered(command, allocation))
+                    ),
                 )
                 self.at(self.now, lambda: self._turn(peer))
             case Write():
@@ -221,7 +226,7 @@ class VirtualCluster:
             self._turn(engine)
 
     def _receiving(self, receiver: Receiver) -> tuple[VirtualEngine, LMCachePD] | None:
-        """Return who has the receiver's ports: as its facts say, none of which is taken for 0."""
+        """Return the engine with the receiver's ports: those of its facts, none of which may be 0."""
         for engine in self.engines:
             facts, place = engine.facts, receiver.rank
             ports = (facts.lmcache.pd_peer_init_port + place, facts.lmcache.pd_peer_alloc_port + place)

@@ -1,4 +1,4 @@
-"""The engine with its moments told: which request it has just queued, and whose KV is on its way.
+"""The engine with callbacks for two moments: a request was queued, and the pull of its KV begins.
 
 Owns the link between the engine's requests and the HTTP requests that they came from.
 """
@@ -13,18 +13,18 @@ from contextvars import ContextVar
 from pdproxy.sim.core import Core
 from pdproxy.sim.engine import Engine
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.fault_kinds import Moment
+from pdproxy.sim.faults.moments import Moment
 from pdproxy.sim.nixl import Pull
 from pdproxy.sim.request import EngineOutput, EngineRequest
 from pdproxy.sim.storage import Storage
 
 Watcher = Callable[[Moment], object]
 watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
-"""Told of the moments of the requests that the current task, or one it started, brings to an engine."""
+"""Called at the moments of requests that the current task, or a task started by it, sends to an engine."""
 
 
 class WatchedEngine(Engine):
-    """An engine whose requests' `prefilling` and decode's `handed_over` are told to their watchers."""
+    """An engine that calls watchers at its requests' `prefilling` and, for decode, `handed_over`."""
 
     def __init__(self, facts: Facts, *, chance: int | None = None, storage: Storage | None = None) -> None:
         super().__init__(facts, chance=chance, storage=storage)
@@ -32,11 +32,11 @@ class WatchedEngine(Engine):
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """Run one request, as the engine does."""
-        told = watcher.get()
-        if told is not None:
-            self._watchers[request.id] = told
-            # Called once the queue has the request, and before anything made for it can come out.
-            asyncio.get_running_loop().call_soon(told, "prefilling")
+        call = watcher.get()
+        if call is not None:
+            self._watchers[request.id] = call
+            # Called after the queue has the request, and before its first output.
+            asyncio.get_running_loop().call_soon(call, "prefilling")
         try:
             async with aclosing(super().generate(request)) as outputs:
                 async for output in outputs:
@@ -45,7 +45,7 @@ class WatchedEngine(Engine):
             self._watchers.pop(request.id, None)
 
     async def _pull(self, core: Core, pull: Pull) -> None:
-        told = self._watchers.get(pull.request_id)
-        if told is not None:
-            told("handed_over")
+        call = self._watchers.get(pull.request_id)
+        if call is not None:
+            call("handed_over")
         await super()._pull(core, pull)

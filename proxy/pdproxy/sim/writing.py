@@ -1,50 +1,24 @@
-"""How an answer's bytes get onto the wire: as uvicorn writes them, slowly, cut into pieces, or several in one.
+"""Writes one answer's bytes in its style: as uvicorn does, slowly, cut into pieces, or several chunks at once.
 
-Owns the bytes between uvicorn and the socket. uvicorn still makes them, so that they are right whatever their size.
+Owns the bytes between uvicorn and the socket. uvicorn still makes them, so they are right in every style.
 """
 
 from __future__ import annotations
 
 import random
 from asyncio import Lock, sleep
-from dataclasses import dataclass
-from itertools import pairwise
 
 from starlette.types import Message, Send
 
-from pdproxy.sim.transport import Line
-
-
-@dataclass(frozen=True, slots=True)
-class Style:
-    """The manner of writing. Seconds, counts."""
-
-    delay: float = 0.0
-    """Before every write."""
-    cuts: int | None = None
-    """Places at which a write is cut; 0: everywhere, None: nowhere."""
-    cut_delay: float = 0.0
-    join: int | None = None
-    """Chunks in a write; 0: all."""
-    chance: random.Random | None = None
-
-
-PLAIN = Style()
-
-
-def cut(data: bytes, cuts: int, chance: random.Random) -> list[bytes]:
-    """Cut data at so many places drawn by chance, or everywhere."""
-    most = len(data) - 1
-    places = range(1, most + 1) if not cuts or cuts >= most else sorted(chance.sample(range(1, most + 1), cuts))
-    edges = [0, *places, len(data)]
-    return [data[start:end] for start, end in pairwise(edges) if end > start]
+from pdproxy.sim.transport import RequestConnection
+from pdproxy.sim.write_style import PLAIN, cut
 
 
 class Writer:
     """Writes one answer."""
 
-    def __init__(self, line: Line, send: Send) -> None:
-        self._line, self._send = line, send
+    def __init__(self, connection: RequestConnection, send: Send) -> None:
+        self._connection, self._send = connection, send
         self.style = PLAIN
         self.head_out = False
         self._joined: list[bytes] = []
@@ -69,21 +43,21 @@ class Writer:
             data, closes = await self.rendered(message)
             await self._write(data, last=last or starts)
             if closes:
-                self._line.wire.close()
-            self._line.written()
+                self._connection.wire.close()
+            self._connection.written()
         self.head_out = self.head_out or starts
 
     async def rendered(self, message: Message) -> tuple[bytes, bool]:
-        """Return the bytes that uvicorn makes of a message, and whether it closes the connection behind them."""
-        with self._line.rendering() as rendered:
+        """Return the bytes that uvicorn makes of a message, and whether it closes the connection after them."""
+        with self._connection.rendering() as rendered:
             await self._send(message)
         return rendered.data, rendered.closes
 
     async def raw(self, data: bytes) -> None:
-        """Write bytes as they are, behind those that wait to be joined."""
+        """Write bytes as they are, after those that wait to be joined."""
         await self.flush()
-        self._line.wire.write(data)
-        await self._line.drain()
+        self._connection.wire.write(data)
+        await self._connection.drain()
 
     async def flush(self) -> None:
         """Write what waits to be joined."""
@@ -106,8 +80,8 @@ class Writer:
         for number, piece in enumerate(pieces):
             if number and style.cut_delay:
                 await sleep(style.cut_delay)
-            elif number:  # a reader in the same event loop gets its turn, too
+            elif number:  # a reader in the same event loop must get its turn
                 await sleep(0)
                 await sleep(0)
-            self._line.wire.write(piece)
-            await self._line.drain()
+            self._connection.wire.write(piece)
+            await self._connection.drain()

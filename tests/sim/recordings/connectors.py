@@ -127,7 +127,7 @@ def lmcache(exchanges: int, notices: list[str], *, degraded: bool = False) -> Sc
                 8304: await stage.engine("decode", lmcache=receiver, **both),
             }
             assert await _replay(stage, name, engines, (8100, 8304)) == exchanges
-            await until(lambda: engines[8204].engine.teller.counts["sent"] == len(notices))
+            await until(lambda: engines[8204].engine.notice_sender.counts["sent"] == len(notices))
             got = [msgspec.msgpack.decode(proxy.recv()) for _ in notices]
             assert got == [{"type": "ProxyNotif", "req_id": one} for one in notices]
         finally:

@@ -1,5 +1,5 @@
-"""`pdproxy check`: will these engines work split apart behind the proxy, and if not, what has to be changed?
+"""`pdproxy check`: whether engines will work with prefill and decode split, and what has to be changed if not.
 
-`gather` asks the engines, `facts` holds what they said, `rules` turn facts into findings without asking anything, `report` prints
-them. A new rule is a function in one file of `rules`.
+`gather` sends requests to the engines, `facts` holds the results, `rules` turn facts into findings without any request, `report`
+prints them. A new rule is a function in one file of `rules`.
 """

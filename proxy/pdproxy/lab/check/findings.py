@@ -1,4 +1,4 @@
-"""What a rule finds: how bad, where, what was seen, and what to do about it. Owns levels and their order."""
+"""The findings of rules: level, place, what was seen, and what to do about it. Owns levels and their order."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Literal
 import msgspec
 
 Level = Literal["error", "warning", "note"]
-"""An error keeps the engines from working split apart; a warning will hurt later; a note explains and never fails a check."""
+"""Error: the engines will not work split. Warning: they work, with a problem later. Note: an explanation; never fails a check."""
 
 LEVELS: tuple[Level, ...] = ("error", "warning", "note")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing an operator should know. `code` is stable, for scripts; `where` are engines' URLs, none: the machine."""
+    """One finding. `code` is stable, for scripts; `where` are engines' URLs, empty: this machine."""
 
     level: Level
     code: str

@@ -1,4 +1,4 @@
-"""Gathers the facts: every engine at once, then the pairs one after the other. Owns the order of the questions."""
+"""Gathers the facts: all engines at once, then the pairs one after the other. Owns the order of the requests."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 
 from pdproxy.app.credentials import Credentials
 from pdproxy.kit.ids import mint
-from pdproxy.lab.check.ask import Asker
 from pdproxy.lab.check.engines import ask_engine, scrape
-from pdproxy.lab.check.facts import EngineFacts, Facts, Surroundings
+from pdproxy.lab.check.facts import EngineFacts, Facts, MachineFacts
 from pdproxy.lab.check.handles import Handles
+from pdproxy.lab.check.http_client import HttpClient
 from pdproxy.lab.check.options import Options
 from pdproxy.lab.check.pairs import PairProbe, try_pairs
 from pdproxy.settings.schema import Settings
@@ -20,22 +20,22 @@ def _mark() -> str:
     return mint()[:12]
 
 
-async def gather(settings: Settings, options: Options, surroundings: Surroundings) -> Facts:
-    """Ask the engines of the settings; whatever they do, facts come back."""
+async def gather(settings: Settings, options: Options, machine: MachineFacts) -> Facts:
+    """Ask the engines of the settings and return the facts, whatever the engines do."""
     credentials = Credentials(settings)
-    asker = Asker(timeout=options.timeout, key=credentials.engine_key, tls=credentials.engine_tls)
+    http = HttpClient(timeout=options.timeout, key=credentials.engine_key, tls=credentials.engine_tls)
     try:
-        engines = await asyncio.gather(*(ask_engine(asker, node, _mark()) for node in settings.pool.nodes))
-        facts = Facts(settings=settings, engines=engines, surroundings=surroundings, timeout=options.timeout)
-        handles = Handles(asker, NIXL, options)
-        await try_pairs(PairProbe(asker, handles, options, _mark), facts, options.lease_watch)
-        await asyncio.gather(*(_see_restart(asker, engine) for engine in engines if engine.answers))
+        engines = await asyncio.gather(*(ask_engine(http, node, _mark()) for node in settings.pool.nodes))
+        facts = Facts(settings=settings, engines=engines, machine=machine, timeout=options.timeout)
+        handles = Handles(http, NIXL, options)
+        await try_pairs(PairProbe(http, handles, options, _mark), facts, options.lease_watch)
+        await asyncio.gather(*(_note_restart(http, engine) for engine in engines if engine.could_be_asked))
         return facts
     finally:
-        await asker.close()
+        await http.close()
 
 
-async def _see_restart(asker: Asker, engine: EngineFacts) -> None:
-    after = await scrape(asker, engine.url)
+async def _note_restart(http: HttpClient, engine: EngineFacts) -> None:
+    after = await scrape(http, engine.url)
     if after is not None and engine.metrics is not None and after.started != engine.metrics.started:
         engine.restarted = True

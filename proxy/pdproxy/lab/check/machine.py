@@ -8,17 +8,17 @@ from urllib.parse import urlsplit
 from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]  # documented, but not in typeshed
 
 from pdproxy.app.server import files_needed
-from pdproxy.lab.check.facts import Surroundings
+from pdproxy.lab.check.facts import MachineFacts
 from pdproxy.settings.schema import Settings
 
 _PROXIES = ("http_proxy", "all_proxy")
 
 
-def look_around(settings: Settings, env: Mapping[str, str]) -> Surroundings:
-    """Return what of this machine and of `env` matters to a proxy with these settings."""
+def machine_facts(settings: Settings, env: Mapping[str, str]) -> MachineFacts:
+    """Return the facts of this machine and of `env` that matter to a proxy with these settings."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # the server raises its soft limit by itself
     bypass = {"no": next((value for name, value in env.items() if name.lower() == "no_proxy" and value), "")}
-    return Surroundings(
+    return MachineFacts(
         proxies={name: _without_password(value) for name, value in env.items() if name.lower() in _PROXIES and value},
         bypassed=frozenset(_bypassed((node.url for node in settings.pool.nodes), bypass)),
         files=None if hard == resource.RLIM_INFINITY else hard,
@@ -27,7 +27,7 @@ def look_around(settings: Settings, env: Mapping[str, str]) -> Surroundings:
 
 
 def _bypassed(urls: Iterable[str], proxies: dict[str, str]) -> Iterable[str]:
-    # `proxies` is given, so that the standard library's rules for no_proxy are applied to it and not to os.environ.
+    # With `proxies`, the standard library applies its rules for no_proxy to it and not to os.environ.
     return (url for url in urls if proxies["no"] and proxy_bypass_environment(urlsplit(url).netloc, proxies))
 
 

@@ -1,6 +1,6 @@
-"""An engine's `/metrics` as far as the check reads it: more than the proxy itself needs, so with a reader of its own. Pure.
+"""Reads an engine's `/metrics` for the check, which needs more of it than the proxy. Pure.
 
-Names are those of vLLM 0.32.0. An engine without NIXL shows no `vllm:nixl_*`; one that is no consumer of KV shows no
+Names are those of vLLM 0.32.0. An engine without NIXL has no `vllm:nixl_*`; one that is not a consumer of KV has no
 `vllm:num_requests_kv_fetch_by_stage`.
 """
 
@@ -31,7 +31,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     vllm: bool = True
     """Whether there is any metric of vLLM."""
     pdproxy: bool = False
-    """Whether this is a proxy like the one that is to be put before it."""
+    """Whether this is a pdproxy."""
     started: float = 0.0
     block_size: int | None = None
     running: float = 0.0
@@ -46,7 +46,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def busy(self) -> bool:
-        """Whether requests were under way."""
+        """Whether it had requests."""
         return self.running + self.waiting > 0
 
     @property

@@ -1,6 +1,6 @@
-"""Sends requests through pairs of engines, and watches what their counters make of it: one pair at a time, to know what moved.
+"""Sends requests through pairs of engines and reads their counters: one pair at a time, so that the counts belong to it.
 
-What may be sent to whom is decided in `likeness`; what it means, in `rules`.
+`compatibility` decides which pairs may be tried; `rules` judge the results.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from collections.abc import Callable
 from msgspec import structs
 
 from pdproxy.lab.check import prompts
-from pdproxy.lab.check.ask import Asker
-from pdproxy.lab.check.engines import Miss, complete, scrape
+from pdproxy.lab.check.compatibility import common_model, why_incompatible
+from pdproxy.lab.check.engines import NoAnswer, complete, scrape
 from pdproxy.lab.check.facts import EngineFacts, Facts, Generated, Lease, PairEnd, PairFacts, Policy, Split
 from pdproxy.lab.check.handles import Handles, with_other_engine
-from pdproxy.lab.check.likeness import common_model, why_unpaired
+from pdproxy.lab.check.http_client import HttpClient
 from pdproxy.lab.check.metrics import Metrics
 from pdproxy.lab.check.options import Options
 from pdproxy.transfer.contract import NO_DISPATCH
 from pdproxy.wire.request import Parsed
 
-_MEASURED = (0, 32)
-"""The first version of vLLM of which it is known that a handle of an unknown engine does no harm."""
+_SAFE_SINCE = (0, 32)
+"""The first version of vLLM in which a handle of an unknown engine is known to do no harm."""
 
 
 class PairProbe:
-    """Tries the pairs of one check. `mark` returns something fresh each time."""
+    """Tries the pairs of one check. `mark` returns a new text at each call."""
 
-    def __init__(self, asker: Asker, handles: Handles, options: Options, mark: Callable[[], str]) -> None:
-        self._asker, self._handles, self._options, self._mark = asker, handles, options, mark
+    def __init__(self, http: HttpClient, handles: Handles, options: Options, mark: Callable[[], str]) -> None:
+        self._http, self._handles, self._options, self._mark = http, handles, options, mark
 
     async def pair(self, prefill: EngineFacts, decode: EngineFacts) -> PairFacts:
-        """Send a request through a pair; once more if its answer is another one than D's own."""
+        """Send a request through a pair; once more if its answer differs from D's own."""
         facts = PairFacts(prefill=prefill.url, decode=decode.url)
-        if why := why_unpaired(prefill, decode):
+        if why := why_incompatible(prefill, decode):
             facts.tries = (Split(end="untried", text=why),)
             return facts
         for _ in range(2):
@@ -47,15 +47,15 @@ class PairProbe:
         return facts
 
     async def lease(self, prefill: EngineFacts, decode: EngineFacts) -> Lease | None:
-        """Hold a handle back for a while and see whether its lease ends; `decode` must be able to give it back."""
+        """Leave a handle unused for a while and watch whether its lease ends; `decode` must be able to release it."""
         model, parsed = self._prompt(prefill, decode)
-        before = await scrape(self._asker, prefill.url)
+        before = await scrape(self._http, prefill.url)
         handle = await self._handles.take(prefill, parsed, self._id("lease"))
         if isinstance(handle, str) or before is None:
             return None
         begun, held, ended = time.monotonic(), False, None
         while ended is None and (waited := time.monotonic() - begun) < self._options.lease_watch:
-            now = await scrape(self._asker, prefill.url)
+            now = await scrape(self._http, prefill.url)
             if now is not None:
                 gone = held and now.kv_usage <= before.kv_usage and not before.busy
                 held = held or now.kv_usage > before.kv_usage
@@ -63,29 +63,29 @@ class PairProbe:
             if ended is None:
                 await asyncio.sleep(min(self._options.poll, self._options.lease_watch))
         if ended is None:
-            await self._handles.give_back(prefill, decode.url, model, handle, before.kv_usage)
+            await self._handles.release(prefill, decode.url, model, handle, before.kv_usage)
         return Lease(self._options.lease_watch, ended)
 
     async def policy(self, prefill: EngineFacts, decode: EngineFacts) -> Policy:
-        """Give D a handle of an engine that doesn't exist, and see whether it fails or computes; then give P's back."""
-        if not _measured(decode.version):
-            return Policy(why_not=f"not asked of vLLM {decode.version or '?'}")
+        """Send D a handle of an engine that doesn't exist, and see whether it fails or computes; then release P's."""
+        if not _known_safe(decode.version):
+            return Policy(why_not=f"not tried with vLLM {decode.version or '?'}")
         model, parsed = self._prompt(prefill, decode)
-        before = await scrape(self._asker, prefill.url)
+        before = await scrape(self._http, prefill.url)
         handle = await self._handles.take(prefill, parsed, self._id("policy"))
         if isinstance(handle, str):
             return Policy(why_not=handle)
         foreign = with_other_engine(handle, str(uuid.UUID(int=0)))
         body = self._handles.contract.decode(parsed, parsed.prompts[0], foreign, NO_DISPATCH).body
-        said = await complete(self._asker, decode.url, body, self._id("policy"))
-        await self._handles.give_back(prefill, decode.url, model, handle, before.kv_usage if before else 0.0)
-        if isinstance(said, Generated):
+        answer = await complete(self._http, decode.url, body, self._id("policy"))
+        await self._handles.release(prefill, decode.url, model, handle, before.kv_usage if before else 0.0)
+        if isinstance(answer, Generated):
             return Policy("recompute")
-        return Policy("fail") if said.status == 500 else Policy(why_not=said.text)
+        return Policy("fail") if answer.status == 500 else Policy(why_not=answer.text)
 
     async def _split(self, prefill: EngineFacts, decode: EngineFacts) -> Split:
         model, parsed = self._prompt(prefill, decode)
-        held, counted = await asyncio.gather(scrape(self._asker, prefill.url), scrape(self._asker, decode.url))
+        held, counted = await asyncio.gather(scrape(self._http, prefill.url), scrape(self._http, decode.url))
         handle = await self._handles.take(prefill, parsed, self._id("prefill"))
         if isinstance(handle, str):
             prefill.no_handle = handle
@@ -94,7 +94,7 @@ class PairProbe:
         usage = held.kv_usage if held is not None else 0.0
         begun = time.monotonic()
         body = self._handles.contract.decode(parsed, parsed.prompts[0], handle, NO_DISPATCH).body
-        said = await complete(self._asker, decode.url, body, self._id("decode"))
+        answer = await complete(self._http, decode.url, body, self._id("decode"))
         split = Split(
             end="answered",
             prompt_tokens=handle.prompt_tokens,
@@ -102,24 +102,24 @@ class PairProbe:
             seconds=time.monotonic() - begun,
             counted=counted is not None and bool(counted.by_source),
         )
-        if isinstance(said, Miss):
-            # One that is silent may yet fetch the KV: giving it back now could free blocks that are being read.
-            back = not said.silent and await self._handles.give_back(prefill, decode.url, model, handle, usage)
-            failed = _grown(counted, await scrape(self._asker, decode.url))[1]
-            end: PairEnd = "silent" if said.silent else "refused"
-            return structs.replace(split, end=end, text=said.text, failed=failed, kept=not back)
+        if isinstance(answer, NoAnswer):
+            # A silent engine may still fetch the KV: a release now could free blocks that are being read.
+            back = not answer.silent and await self._handles.release(prefill, decode.url, model, handle, usage)
+            failed = _increase(counted, await scrape(self._http, decode.url))[1]
+            end: PairEnd = "silent" if answer.silent else "refused"
+            return structs.replace(split, end=end, text=answer.text, failed=failed, kept=not back)
         moved, failed = await self._moved(decode.url, counted, due)
         if moved >= due:
             freed = await self._handles.freed(prefill.url, usage, self._options.settle)
         else:
-            freed = await self._handles.give_back(prefill, decode.url, model, handle, usage)
-        busy = held is None or held.busy  # others' KV comes and goes: nothing can be told
-        alone = await complete(self._asker, decode.url, prompts.salted(parsed, self._mark()), self._id("alone"))
+            freed = await self._handles.release(prefill, decode.url, model, handle, usage)
+        busy = held is None or held.busy  # the KV of other requests comes and goes: no conclusion
+        alone = await complete(self._http, decode.url, prompts.salted(parsed, self._mark()), self._id("alone"))
         return structs.replace(
             split,
             moved=moved,
             failed=failed,
-            said=said,
+            answer=answer,
             alone=alone if isinstance(alone, Generated) else None,
             kept=not freed and not busy,
         )
@@ -128,7 +128,7 @@ class PairProbe:
         """Return the prompt tokens that D has received and the transfers that failed, since `before`; counters may lag."""
         end = time.monotonic() + self._options.settle
         while True:
-            moved, failed = _grown(before, await scrape(self._asker, decode))
+            moved, failed = _increase(before, await scrape(self._http, decode))
             if moved >= due or before is None or time.monotonic() >= end:
                 return moved, failed
             await asyncio.sleep(self._options.poll)
@@ -144,16 +144,16 @@ class PairProbe:
 
 
 async def try_pairs(probe: PairProbe, facts: Facts, lease_watch: float) -> None:
-    """Try all pairs, then the leases, then what D does when KV can't be loaded. Writes into `facts`."""
+    """Try all pairs, then the leases, then what D does when KV can't be loaded. Stores the results in `facts`."""
     prefills = [engine for engine in facts.engines if engine.role == "prefill"]
     decodes = [engine for engine in facts.engines if engine.role == "decode"]
     silent: set[str] = set()
     for prefill in prefills:
         for decode in decodes:
             if decode.sources and prefill.url not in decode.sources:
-                continue  # the proxy won't pair them, and is not meant to
+                continue  # the settings keep the proxy from pairing them
             if decode.url in silent:
-                untried = Split(end="untried", text=f"{decode.url} left an earlier request without an answer")
+                untried = Split(end="untried", text=f"{decode.url} did not answer an earlier request")
                 facts.pairs.append(PairFacts(prefill=prefill.url, decode=decode.url, tries=(untried,)))
                 continue
             if prefill.no_handle:
@@ -175,11 +175,11 @@ async def try_pairs(probe: PairProbe, facts: Facts, lease_watch: float) -> None:
 
 
 def _proven(pair: PairFacts, prefill: EngineFacts, decode: EngineFacts) -> bool:
-    return pair.prefill == prefill.url and pair.decode == decode.url and pair.last.well
+    return pair.prefill == prefill.url and pair.decode == decode.url and pair.last.kv_moved
 
 
 def _due(prompt_tokens: int, block: int) -> int:
-    """Return how many tokens must have moved: all whole blocks, but where there are several not the last one.
+    """Return how many tokens must have moved: all whole blocks, except the last one if there are several.
 
     Some models (hybrid ones, those with multi-token prediction) compute a prompt's last tokens again on D.
     """
@@ -187,12 +187,12 @@ def _due(prompt_tokens: int, block: int) -> int:
     return (whole if whole <= 1 else whole - 1) * block
 
 
-def _grown(before: Metrics | None, after: Metrics | None) -> tuple[int, int]:
+def _increase(before: Metrics | None, after: Metrics | None) -> tuple[int, int]:
     if before is None or after is None:
         return 0, 0
     return int(after.external - before.external), int(after.failed_transfers - before.failed_transfers)
 
 
-def _measured(version: str) -> bool:
+def _known_safe(version: str) -> bool:
     found = re.match(r"(\d+)\.(\d+)", version)
-    return found is not None and (int(found[1]), int(found[2])) >= _MEASURED
+    return found is not None and (int(found[1]), int(found[2])) >= _SAFE_SINCE

@@ -1,7 +1,7 @@
-"""What the check has engines say: prompts, bodies, and how answers are read. Pure; what must be fresh is passed in.
+"""The check's prompts and bodies, and how its answers are read. Pure; unique marks are passed in.
 
-Every body is greedy and of fixed length, so that two engines with the same weights say the same. A prompt that is to move as KV
-begins with a `mark` that no engine has seen: a cached prefix would not move.
+Every body is greedy and of fixed length, so that two engines with the same weights generate the same. A prompt whose KV has to
+move begins with a `mark` that no engine has seen, because a cached prefix would not move.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ PATH = Route.COMPLETIONS.value
 LENGTH = 8
 """Tokens of an answer."""
 BLOCKS = 3
-"""KV blocks that a prompt fills at the least."""
+"""The minimum number of KV blocks that a prompt fills."""
 
 CANARIES = (
     "one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen,",
     "A B C D E F G H I J K L M N O P Q R S T U V W X Y Z. Again: A B C D E F G H I J",
 )
-"""Prompts with one likely way on: near-ties between tokens, which two machines may break differently, are rare."""
+"""Prompts with one likely continuation: near-ties between tokens, which two machines may decide differently, are rare."""
 
-_SENTENCE_TOKENS = 6  # at the least, with any tokenizer
+_SENTENCE_TOKENS = 6  # the minimum with any tokenizer
 
 
 class _Choice(msgspec.Struct):
@@ -42,19 +42,19 @@ _answer_decoder = msgspec.json.Decoder(_Answer)
 
 
 def counting(mark: str, block_size: int, max_model_len: int | None) -> str:
-    """Return a prompt of at least `BLOCKS` blocks, or as long as `max_model_len` surely allows."""
+    """Return a prompt of at least `BLOCKS` blocks, or as long as `max_model_len` certainly allows."""
     count = BLOCKS * block_size // _SENTENCE_TOKENS + 2
     text = f"{mark}: " + " ".join(f"After {number} comes {number + 1}." for number in range(count))
     return fitting(text, max_model_len)
 
 
 def fitting(text: str, max_model_len: int | None) -> str:
-    """Return so much of an ASCII text as surely fits: a byte-level tokenizer makes no more tokens than bytes."""
+    """Return the part of an ASCII text that certainly fits: a byte-level tokenizer makes no more tokens than bytes."""
     return text if max_model_len is None else text[: max(max_model_len - LENGTH - 8, 16)]
 
 
 def body(model: str, prompt: str, *, salt: str = "") -> bytes:
-    """Return a completion's body. A `salt` keeps it apart from all KV that the engine has cached."""
+    """Return a completion's body. With a new `salt` the engine uses no cached KV."""
     fields: dict[str, object] = {
         "model": model,
         "prompt": prompt,
@@ -73,12 +73,12 @@ def parsed(model: str, prompt: str) -> Parsed:
 
 
 def salted(request: Parsed, salt: str) -> bytes:
-    """Return the same completion, to be computed without any cached KV."""
+    """Return the same completion with a salt, so that the engine uses no cached KV."""
     return msgspec.json.encode({**request.fields, "cache_salt": salt})
 
 
 def generated(content: bytes) -> Generated | None:
-    """Read a completion; None if it is none."""
+    """Read a completion; None if the content is not one."""
     try:
         answer = _answer_decoder.decode(content)
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""The report: for eyes, or for scripts. Owns the verdict and its exit codes. Pure."""
+"""The report as text or as JSON. Owns the verdict and its exit codes. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 120
 
 
 class Style(msgspec.Struct, frozen=True):
-    """How it may look: marks beyond ASCII, colours."""
+    """How the text looks: marks beyond ASCII, colours."""
 
     unicode: bool = True
     colour: bool = False
@@ -43,15 +43,15 @@ def verdict(facts: Facts, findings: Sequence[Finding]) -> str:
     counted = " and ".join(
         _count(number, word) for number, word in ((errors, "error"), (warnings, "warning")) if number
     )
-    well = sum(pair.last.well for pair in facts.pairs)
+    moving = sum(pair.last.kv_moved for pair in facts.pairs)
     if errors:
         return f"NOT READY: {counted}"
-    tried = f"KV moves in {well} of {len(facts.pairs)} pairs" if facts.pairs else "no pair to try"
+    tried = f"KV moves in {moving} of {len(facts.pairs)} pairs" if facts.pairs else "no pair to try"
     return f"ready, with {counted}: {tried}" if warnings else f"ready: {tried}"
 
 
 def as_text(facts: Facts, findings: Sequence[Finding], style: Style) -> str:
-    """Return the report for eyes, with a line break at its end."""
+    """Return the report as text, with a line break at its end."""
     lines = ["engines", *_engines(facts, findings, style)]
     if facts.pairs:
         lines += ["pairs", *_pairs(facts, findings, style)]
@@ -61,7 +61,7 @@ def as_text(facts: Facts, findings: Sequence[Finding], style: Style) -> str:
 
 
 def as_json(facts: Facts, findings: Sequence[Finding], *, strict: bool) -> bytes:
-    """Return the report for scripts: one JSON object."""
+    """Return the report as one JSON object."""
     body = {
         "exit_code": exit_code(findings, strict=strict),
         "verdict": verdict(facts, findings),
@@ -86,7 +86,7 @@ def as_json(facts: Facts, findings: Sequence[Finding], *, strict: bool) -> bytes
             {
                 "prefill": pair.prefill,
                 "decode": pair.decode,
-                "kv_moved": pair.last.well,
+                "kv_moved": pair.last.kv_moved,
                 "tries": len(pair.tries),
                 "outcome": pair.last.end,
                 "reason": pair.last.text or None,
@@ -112,7 +112,7 @@ def _known(engine: EngineFacts) -> str:
     if engine.trouble is not None:
         return engine.trouble.text
     if engine.is_proxy:
-        return "a pdproxy, no engine"
+        return "a pdproxy, not an engine"
     parts = [f"vLLM {engine.version or '?'}", "+".join(sorted(engine.base_names)) or "no model"]
     parts += [f"{engine.max_model_len} tokens"] if engine.max_model_len else []
     parts += [f"blocks of {engine.block_size}"] if engine.block_size else []
@@ -133,7 +133,7 @@ def _pairs(facts: Facts, findings: Sequence[Finding], style: Style) -> Iterator[
     names = [f"{pair.prefill} > {pair.decode}" for pair in facts.pairs]
     width = max(map(len, names))
     for pair, name in zip(facts.pairs, names, strict=True):
-        good = pair.last.well and not pair.last.differs
+        good = pair.last.kv_moved and not pair.last.differs
         yield f"  {style.mark('good' if good else 'bad')} {name:<{width}}  {_outcome(pair)}"
 
 
@@ -148,7 +148,7 @@ def _outcome(pair: PairFacts) -> str:
     moved = f"{last.moved} of {last.prompt_tokens} prompt tokens moved" if last.counted else "no counters"
     if last.alone is None:
         return f"{moved}, answer not compared"
-    return f"{moved}, {'another answer than' if last.differs else 'the same answer as'} D alone, {last.seconds * 1000:.0f} ms"
+    return f"{moved}, {'a different answer from' if last.differs else 'the same answer as'} D alone, {last.seconds * 1000:.0f} ms"
 
 
 def _finding(finding: Finding, style: Style) -> Iterator[str]:
@@ -159,7 +159,7 @@ def _finding(finding: Finding, style: Style) -> Iterator[str]:
 
 
 def _wrapped(text: str, first: str, others: str, width: int) -> Iterator[str]:
-    """Wrap a text; `first` may hold colours, so its width is given."""
+    """Wrap a text; `first` may contain colours, so its width is an argument."""
     lines = textwrap.wrap(text, WIDTH - width, break_long_words=False, break_on_hyphens=False)
     for number, line in enumerate(lines):
         yield (others if number else first) + line

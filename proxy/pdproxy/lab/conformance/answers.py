@@ -1,4 +1,4 @@
-"""What an engine, or the proxy, said: a whole answer or a stream, a completion or a chat, read into one form. Pure."""
+"""Reads answers of engines and of the proxy, whole or streamed, completions or chats, into one form. Pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import msgspec
 from pdproxy.wire.engine import Usage
 
 
-class Said(msgspec.Struct, kw_only=True):
-    """One answer. `ids` and `prompt_ids` are empty where it carries none; `events` counts a stream's events with output."""
+class Answer(msgspec.Struct, kw_only=True):
+    """One answer. `ids` and `prompt_ids` are empty if it has none; `events` counts a stream's events with output."""
 
     text: str = ""
     ids: tuple[int, ...] = ()
@@ -19,13 +19,13 @@ class Said(msgspec.Struct, kw_only=True):
     events: int = 0
     seconds: float = 0.0
 
-    def differences(self, other: Said, whose: str) -> list[str]:
-        """Return in words how another answer to the same question differs."""
+    def differences(self, other: Answer, whose: str) -> list[str]:
+        """Return descriptions of the differences from another answer to the same request."""
         found = []
         if self.ids != other.ids:
             at = next((i for i, (a, b) in enumerate(zip(self.ids, other.ids, strict=False)) if a != b), None)
             where = f"from token {at} on" if at is not None else f"{len(self.ids)} and {len(other.ids)} ids"
-            found.append(f"other token ids than {whose} ({where})")
+            found.append(f"token ids differ from {whose} ({where})")
         for name, mine, others in (
             ("text", self.text, other.text),
             ("finish_reason", self.finish, other.finish),
@@ -34,7 +34,7 @@ class Said(msgspec.Struct, kw_only=True):
             ("prompt_token_ids", self.prompt_ids, other.prompt_ids),
         ):
             if mine != others and not (name == "text" and found):
-                found.append(f"{name} is {_short(mine)}, {whose} says {_short(others)}")
+                found.append(f"{name} is {_short(mine)}, {whose} has {_short(others)}")
         return found
 
 
@@ -75,35 +75,35 @@ _decoder = msgspec.json.Decoder(_Body)
 _error_decoder = msgspec.json.Decoder(_Error)
 
 
-class BrokenError(Exception):
-    """An answer is none, or ended before its end."""
+class InvalidAnswerError(Exception):
+    """An answer can't be read, or is not complete."""
 
 
-def whole(body: bytes) -> Said:
+def read_whole(body: bytes) -> Answer:
     """Read a whole answer.
 
     Raises:
-        BrokenError: it is none.
+        InvalidAnswerError: it can't be read, or is not complete.
     """
-    said = Said()
-    _take(said, _read(body))
-    if said.finish is None:
-        raise BrokenError("its answer has no finish_reason")
-    return said
+    answer = Answer()
+    _take(answer, _read(body))
+    if answer.finish is None:
+        raise InvalidAnswerError("its answer has no finish_reason")
+    return answer
 
 
 class Stream:
-    """Reads a stream, an SSE line at a time."""
+    """Reads a stream, one SSE line at a time."""
 
     def __init__(self) -> None:
-        self.said = Said()
+        self.answer = Answer()
         self.done = False
 
     def line(self, line: bytes) -> bool:
-        """Take a line; return whether it brought output.
+        """Take a line; return whether it has output.
 
         Raises:
-            BrokenError: it is an error event, or no event at all.
+            InvalidAnswerError: it is an error event, or not an event.
         """
         if not line.startswith(b"data:"):
             return False
@@ -115,19 +115,19 @@ class Stream:
         output = any(
             choice.text or (choice.delta and choice.delta.text) or choice.token_ids for choice in event.choices
         )
-        self.said.events += bool(output)
-        _take(self.said, event)
+        self.answer.events += bool(output)
+        _take(self.answer, event)
         return bool(output)
 
-    def end(self) -> Said:
-        """Return what was said, the stream being over.
+    def end(self) -> Answer:
+        """Return the answer after the end of the stream.
 
         Raises:
-            BrokenError: it is not whole.
+            InvalidAnswerError: it is not complete.
         """
-        if not self.done or self.said.finish is None:
-            raise BrokenError("its stream broke off")
-        return self.said
+        if not self.done or self.answer.finish is None:
+            raise InvalidAnswerError("its stream ended early")
+        return self.answer
 
 
 def _read(data: bytes) -> _Body:
@@ -138,20 +138,20 @@ def _read(data: bytes) -> _Body:
     try:
         error = bytes(_error_decoder.decode(data).error).decode("utf-8", "replace")
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise BrokenError("its answer is no completion") from None
-    raise BrokenError(f"its answer is an error: {error[:200]}")
+        raise InvalidAnswerError("its answer is not a completion") from None
+    raise InvalidAnswerError(f"its answer is an error: {error[:200]}")
 
 
-def _take(said: Said, body: _Body) -> None:
+def _take(answer: Answer, body: _Body) -> None:
     if body.prompt_token_ids is not None:
-        said.prompt_ids = tuple(body.prompt_token_ids)
+        answer.prompt_ids = tuple(body.prompt_token_ids)
     if body.usage is not None:
-        said.prompt_tokens = body.usage.prompt_tokens
-        said.completion_tokens = body.usage.completion_tokens or 0
+        answer.prompt_tokens = body.usage.prompt_tokens
+        answer.completion_tokens = body.usage.completion_tokens or 0
     for choice in body.choices:
         shown = choice.message or choice.delta
-        said.text += choice.text + (shown.text if shown is not None else "")
-        said.ids += tuple(choice.token_ids or ())
-        said.finish = choice.finish_reason or said.finish
+        answer.text += choice.text + (shown.text if shown is not None else "")
+        answer.ids += tuple(choice.token_ids or ())
+        answer.finish = choice.finish_reason or answer.finish
         if choice.prompt_token_ids is not None:
-            said.prompt_ids = tuple(choice.prompt_token_ids)
+            answer.prompt_ids = tuple(choice.prompt_token_ids)

@@ -1,4 +1,4 @@
-"""The report: for eyes, or for scripts. Owns the verdict on the whole and its exit codes. Pure."""
+"""The report as text or as JSON. Owns the verdict on the run and its exit codes. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdproxy.lab.conformance.results import VERDICTS, PairResults, Report, Resul
 FAILED = 1
 UNJUDGED = 3
 _MARKS: dict[Verdict, Mark] = {"passed": "good", "failed": "bad", "not_applicable": "note", "not_judged": "warning"}
-_WORDS: dict[Verdict, str] = {
+_VERDICT_TEXTS: dict[Verdict, str] = {
     "passed": "passed",
     "failed": "failed",
     "not_applicable": "not applicable",
@@ -28,19 +28,19 @@ def exit_code(report: Report) -> int:
 
 def verdict(report: Report) -> str:
     """Return the verdict in one line."""
-    counted = ", ".join(f"{count} {_WORDS[kind]}" for kind in VERDICTS if (count := report.count(kind)))
+    counted = ", ".join(f"{count} {_VERDICT_TEXTS[kind]}" for kind in VERDICTS if (count := report.count(kind)))
     word = {0: "CONFORMS", FAILED: "DOES NOT CONFORM", UNJUDGED: "NOT PROVEN"}[exit_code(report)]
     return f"{word} to {report.connector}: {counted}"
 
 
 def as_text(report: Report, style: Style) -> str:
-    """Return the report for eyes, with a line break at its end."""
+    """Return the report as text, with a line break at its end."""
     lines = [line for pair in report.pairs for line in _pair(pair, style)]
     return "\n".join([*lines, verdict(report)]) + "\n"
 
 
 def as_json(report: Report) -> bytes:
-    """Return the report for scripts: one JSON object."""
+    """Return the report as one JSON object."""
     body = {
         "exit_code": exit_code(report),
         "verdict": verdict(report),
@@ -61,10 +61,10 @@ def _pair(pair: PairResults, style: Style) -> Iterator[str]:
 def _result(result: Result, style: Style) -> Iterator[str]:
     mark = style.mark(_MARKS[result.verdict])
     yield from _wrapped(f"{result.name}: {result.does}", f"  {mark} ", 4, "    ")
-    yield from _wrapped(f"{_WORDS[result.verdict]}: {result.says}", "      ", 6, "      ")
+    yield from _wrapped(f"{_VERDICT_TEXTS[result.verdict]}: {result.says}", "      ", 6, "      ")
 
 
 def _wrapped(text: str, first: str, width: int, others: str) -> Iterator[str]:
-    """Wrap a text; `first` may hold colours, so its width is given."""
+    """Wrap a text; `first` may contain colours, so its width is an argument."""
     for number, line in enumerate(textwrap.wrap(text, WIDTH - width, break_long_words=False, break_on_hyphens=False)):
         yield (others if number else first) + line

@@ -1,4 +1,4 @@
-"""What a check comes to, and how it says so: words if it passed, an exception if not. Owns the four verdicts."""
+"""The results of checks. A check returns a text if it passed and raises an exception if not. Owns the four verdicts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VERDICTS: tuple[Verdict, ...] = ("passed", "failed", "not_applicable", "not_judg
 
 
 class VerdictError(Exception):
-    """A check has not passed. The text says why, in words for an operator."""
+    """A check has not passed. The text says why, for an operator."""
 
     verdict: Verdict
 
@@ -24,19 +24,19 @@ class FailedError(VerdictError):
 
 
 class NotApplicableError(VerdictError):
-    """The contract has nothing of the kind, or it was not wanted."""
+    """The contract does not have this, or the options exclude it."""
 
     verdict: Verdict = "not_applicable"
 
 
 class NotJudgedError(VerdictError):
-    """It could not be told."""
+    """It could not be judged."""
 
     verdict: Verdict = "not_judged"
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """One check of one pair. `does`: what was done; `says`: what was seen, or the reason of the verdict."""
+    """One check of one pair. `does`: what was done; `says`: what was seen, or the reason for the verdict."""
 
     name: str
     does: str
@@ -60,5 +60,5 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     pairs: Sequence[PairResults]
 
     def count(self, verdict: Verdict) -> int:
-        """Return how many checks came to a verdict."""
+        """Return how many checks have a verdict."""
         return sum(result.verdict == verdict for pair in self.pairs for result in pair.results)

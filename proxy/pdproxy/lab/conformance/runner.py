@@ -1,6 +1,6 @@
 """Runs all checks on each pair of engines, one after the other. Owns their deadlines and their order.
 
-Whatever goes wrong with engines is a result.
+A failure of an engine is a result, not an error.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from msgspec import structs
 
 from pdproxy.app.credentials import Credentials
 from pdproxy.kit.ids import mint
-from pdproxy.lab.check.ask import Asker
+from pdproxy.lab.check.compatibility import common_model
 from pdproxy.lab.check.engines import ask_engine
 from pdproxy.lab.check.facts import EngineFacts
-from pdproxy.lab.check.likeness import common_model
-from pdproxy.lab.conformance.asking import Client, Place
-from pdproxy.lab.conformance.bench import Bench
+from pdproxy.lab.check.http_client import HttpClient
+from pdproxy.lab.conformance.api_client import ApiClient, Endpoint
 from pdproxy.lab.conformance.check import Check
 from pdproxy.lab.conformance.checks import CHECKS
 from pdproxy.lab.conformance.options import Options
+from pdproxy.lab.conformance.pair_under_test import PairUnderTest
 from pdproxy.lab.conformance.results import PairResults, Report, Result, Verdict, VerdictError
 from pdproxy.lab.conformance.stand import posted, settings_for, stand
 from pdproxy.settings.errors import SettingsError
@@ -34,7 +34,7 @@ def _mark() -> str:
 
 
 async def run(settings: Settings, options: Options, checks: Sequence[Check] = CHECKS) -> Report:
-    """Prove the settings' connector with their engines. `options.plain` is one of the settings' engines, too.
+    """Test the settings' connector with their engines. `options.plain` is one of the settings' engines, too.
 
     Raises:
         SettingsError: there is no pair, or the proxy can't be built or listen with these settings.
@@ -43,32 +43,32 @@ async def run(settings: Settings, options: Options, checks: Sequence[Check] = CH
     if not pairs:
         raise SettingsError("conformance needs a prefill and a decode engine that work together")
     credentials = Credentials(settings)
-    asker = Asker(timeout=options.timeout, key=credentials.engine_key, tls=credentials.engine_tls)
-    client = Client(options.timeout + 1)  # a check's own deadline comes first, and says more
+    http = HttpClient(timeout=options.timeout, key=credentials.engine_key, tls=credentials.engine_tls)
+    client = ApiClient(options.timeout + 1)  # longer than a check's own deadline, whose report says more
 
-    def at(url: str) -> Place:
-        return Place(url, credentials.engine_key(url), credentials.engine_tls(url))
+    def at(url: str) -> Endpoint:
+        return Endpoint(url, credentials.engine_key(url), credentials.engine_tls(url))
 
     async def one(prefill: Node, decode: Node) -> PairResults:
-        # LMCache's sender dies of a request that names no receiver: a prefill engine is asked for nothing by itself.
-        facts = await asyncio.gather(*(ask_engine(asker, node, _mark(), generates=False) for node in (prefill, decode)))
+        # LMCache's sender dies of a request that names no receiver: a prefill engine must not generate alone.
+        facts = await asyncio.gather(*(ask_engine(http, node, _mark(), generates=False) for node in (prefill, decode)))
         key = mint()
         narrowed = settings_for(settings, prefill, decode, key, notices=True)
         async with stand(narrowed, key, any_port=not posted(settings)) as running:
-            bench = Bench(running, facts[0], facts[1], settings, options, client, asker, at, _mark)
-            bench.model = model_of(facts[0], facts[1])
-            results = await _judge(bench, checks)
+            pair = PairUnderTest(running, facts[0], facts[1], settings, options, client, http, at, _mark)
+            pair.model = model_of(facts[0], facts[1])
+            results = await _judge(pair, checks)
         return PairResults(prefill=prefill.url, decode=decode.url, results=results)
 
     try:
         return Report(connector=settings.pool.connector, pairs=[await one(*pair) for pair in pairs])
     finally:
         await client.close()
-        await asker.close()
+        await http.close()
 
 
 def pairs_of(settings: Settings) -> list[tuple[Node, Node]]:
-    """Return the prefill and decode engines that are meant to work together."""
+    """Return the prefill and decode engines that the settings let work together."""
     prefills = [node for node in settings.pool.nodes if node.role == "prefill"]
     decodes = [node for node in settings.pool.nodes if node.role == "decode"]
     return [(p, d) for p, d in itertools.product(prefills, decodes) if not d.sources or p.url in d.sources]
@@ -79,34 +79,34 @@ def model_of(prefill: EngineFacts, decode: EngineFacts) -> str:
     return common_model(prefill, decode) if prefill.base_names & decode.base_names else ""
 
 
-async def _judge(bench: Bench, checks: Sequence[Check]) -> list[Result]:
+async def _judge(pair: PairUnderTest, checks: Sequence[Check]) -> list[Result]:
     results: list[Result] = []
     for check in checks:
         if results and results[0].verdict != "passed":
             says = f"{results[0].name} has not passed"
             results.append(Result(name=check.name, does=check.does, verdict="not_judged", says=says))
             continue
-        results.append(await _run(bench, check))
+        results.append(await _run(pair, check))
     return results
 
 
-async def _run(bench: Bench, check: Check) -> Result:
+async def _run(pair: PairUnderTest, check: Check) -> Result:
     def result(verdict: Verdict, says: str) -> Result:
         seconds = round(time.monotonic() - begun, 3)
         return structs.replace(empty, verdict=verdict, says=says, seconds=seconds)
 
     empty = Result(name=check.name, does=check.does, verdict="passed", says="")
     begun = time.monotonic()
-    if (why := check.why_not(bench)) is not None:
+    if (why := check.why_not(pair)) is not None:
         return result("not_applicable", why)
-    patience = bench.options.timeout + check.takes(bench)
-    bench.doing = ""
+    timeout = pair.options.timeout + check.takes(pair)
+    pair.activity = ""
     try:
-        async with asyncio.timeout(patience):
-            return result("passed", await check.run(bench))
+        async with asyncio.timeout(timeout):
+            return result("passed", await check.run(pair))
     except TimeoutError:
         return result(
-            "failed", f"not over after {patience:g} s (--timeout), which is too long for {bench.doing or 'it'}"
+            "failed", f"not complete after {timeout:g} s (--timeout), while waiting for {pair.activity or 'its end'}"
         )
     except VerdictError as error:
         return result(error.verdict, str(error))

@@ -1,6 +1,6 @@
-"""What a proxy does, written down in order: the requests that it makes for engines, and the events that it tells of.
+"""Records what a proxy does, in order: the requests that it sends to engines, and its events.
 
-Owns the log. Requests are noted as the bytes that engines get, so that what is claimed of them is claimed of the wire.
+Owns the log. Requests are recorded as the bytes that engines get.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdproxy.upstream.connection import Message
 _E = TypeVar("_E")
 
 
-class Leg(msgspec.Struct, frozen=True):
+class TappedLeg(msgspec.Struct, frozen=True):
     """A request that is about to be sent to an engine."""
 
     url: str
@@ -30,15 +30,15 @@ class Leg(msgspec.Struct, frozen=True):
 
     @property
     def release(self) -> bool:
-        """Whether it only gives a handle back."""
+        """Whether it only releases a handle."""
         return b'"max_tokens":0' in self.body
 
 
 class Tap:
-    """Notes what one proxy does. `watch` is what the proxy must be built with."""
+    """Records what one proxy does. The proxy must be built with `watch`."""
 
     def __init__(self) -> None:
-        self.log: list[Leg | Event] = []
+        self.log: list[TappedLeg | Event] = []
         self._more = asyncio.Event()
 
     @property
@@ -47,33 +47,33 @@ class Tap:
         return Watch((self,), partial(_TappedClient, self.note))
 
     def notify(self, event: Event) -> None:
-        """Note an event."""
+        """Record an event."""
         self.note(event)
 
-    def note(self, entry: Leg | Event) -> None:
-        """Note something, and wake who waits for it."""
+    def note(self, entry: TappedLeg | Event) -> None:
+        """Record an entry, and wake those that wait for it."""
         self.log.append(entry)
         self._more.set()
 
     def mark(self) -> int:
-        """Return the place in the log that is now its end."""
+        """Return the current end of the log."""
         return len(self.log)
 
-    def legs(self, since: int, url: str | None = None) -> list[Leg]:
-        """Return the requests for engines (for one engine) since a place in the log, those aside that only give back."""
-        legs = (entry for entry in self.log[since:] if isinstance(entry, Leg))
+    def legs(self, since: int, url: str | None = None) -> list[TappedLeg]:
+        """Return the requests to engines (to one engine) since a place in the log, without those that only release a handle."""
+        legs = (entry for entry in self.log[since:] if isinstance(entry, TappedLeg))
         return [leg for leg in legs if not leg.release and url in (None, leg.url)]
 
     def events(self, kind: type[_E], since: int) -> list[_E]:
         """Return the events of one kind since a place in the log."""
         return [entry for entry in self.log[since:] if isinstance(entry, kind)]
 
-    def place(self, wanted: Callable[[Leg | Event], bool], since: int) -> int | None:
-        """Return where the first such entry stands since a place in the log, None if there is none."""
+    def place(self, wanted: Callable[[TappedLeg | Event], bool], since: int) -> int | None:
+        """Return the place of the first such entry since a place in the log, None if there is none."""
         return next((at for at, entry in self._since(since) if wanted(entry)), None)
 
     async def until(self, condition: Callable[[], object], within: float) -> bool:
-        """Wait until something holds that only changes with an entry, `within` seconds at most. Return whether it does."""
+        """Wait until a condition holds that only changes with an entry, `within` seconds at most. Return whether it holds."""
         try:
             async with asyncio.timeout(within):
                 while not condition():
@@ -84,7 +84,7 @@ class Tap:
         return True
 
     async def ended(self, request_id: str, within: float) -> RequestEnded | None:
-        """Return what the proxy told of a request when it was over; None if it isn't, `within` seconds from now."""
+        """Return the proxy's event at the end of a request; None if it has not ended `within` seconds from now."""
 
         def found() -> RequestEnded | None:
             events: Sequence[RequestEnded] = self.events(RequestEnded, 0)
@@ -93,18 +93,18 @@ class Tap:
         await self.until(found, within)
         return found()
 
-    def _since(self, since: int) -> Iterator[tuple[int, Leg | Event]]:
+    def _since(self, since: int) -> Iterator[tuple[int, TappedLeg | Event]]:
         return enumerate(self.log[since:], since)
 
 
 class _TappedClient(EngineClient):
-    """A client whose requests are noted as they are made, which is when there is a connection for them."""
+    """A client that records its requests as they are made, which is when there is a connection for them."""
 
-    def __init__(self, note: Callable[[Leg], None], url: str, **options: Any) -> None:
+    def __init__(self, note: Callable[[TappedLeg], None], url: str, **options: Any) -> None:
         super().__init__(url, **options)
         self._note = note
 
     def request(self, path: str, headers: tuple[tuple[bytes, bytes], ...], body: bytes) -> Message:
-        """Note the request, and return it."""
-        self._note(Leg(self.url, path, headers, body))
+        """Record the request, and return it."""
+        self._note(TappedLeg(self.url, path, headers, body))
         return super().request(path, headers, body)

@@ -1,1 +1,1 @@
-"""`pdproxy demo`: engines, the proxy, some traffic and a live view of all of it, in one command."""
+"""`pdproxy demo`: engines, the proxy, some traffic and a live view in one command."""

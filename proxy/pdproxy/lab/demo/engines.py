@@ -1,4 +1,4 @@
-"""What the demo needs of engines, whatever they are; and the simulated ones."""
+"""The demo's interface to engines, and the simulated engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pdproxy.sim.server import SimServer
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How much traffic engines like these should see: so many people, so many seconds between their questions."""
+    """The traffic for these engines: the number of people, and the seconds between an answer and the next question."""
 
     people: int
     pause: float
@@ -27,13 +27,13 @@ class Engines(Protocol):
 
     model: str
     """The name that clients give."""
-    words: str
-    """What they are, in a few words."""
+    description: str
+    """A short description."""
     pace: Pace
 
     @property
     def places(self) -> Sequence[Place]:
-        """Where they are; known once they have started."""
+        """Their names, roles and URLs; known after the start."""
 
     async def start(self, say: Say) -> None:
         """Start all, and return once each can serve.
@@ -57,11 +57,11 @@ class SimEngines:
 
     def __init__(self, options: Options) -> None:
         self.model = options.model or "sim"
-        self.words = f"{options.prefill} prefill and {options.decode} decode engines, simulated"
+        self.description = f"{options.prefill} prefill and {options.decode} decode engines, simulated"
         self.pace = Pace(people=8, pause=1.5)
         self.places: list[Place] = []
         self._sims = [
-            # Seeds that differ: engine ids are drawn, and two engines must not have the same.
+            # Different seeds: engine ids are drawn, and must differ.
             SimServer(
                 Facts(role=role, model=self.model, enable_prompt_tokens_details=True), host="127.0.0.1", chance=number
             )

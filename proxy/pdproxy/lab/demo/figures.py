@@ -41,7 +41,7 @@ ENGINE_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An engine: what it is called in the view, what it does, where it is."""
+    """An engine: its name in the view, its role, its URL."""
 
     name: str
     role: Role
@@ -50,7 +50,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class NodeFigures:
-    """One engine. None: not known, since its metrics (or the proxy's) could not be read.
+    """One engine. None: unknown, because its metrics (or the proxy's) could not be read.
 
     `tokens_per_s` is prompt tokens for a prefill engine, generated ones for the others; `kv_usage` is 0 to 1.
     """
@@ -65,7 +65,7 @@ class NodeFigures:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Seconds; None where nothing was measured in the window."""
+    """Seconds; None if nothing was measured in the window."""
 
     p50: float | None
     p99: float | None
@@ -73,7 +73,7 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """KV moved: since the engines' start, but for the rate. `recomputed`: prompt tokens whose KV should have moved."""
+    """KV moved since the engines' start, and its current rate. `recomputed`: prompt tokens whose KV should have moved."""
 
     count: int
     size: float
@@ -85,7 +85,7 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Everything the view shows, at one moment. `answers`: whether the proxy's metrics could be read."""
+    """Everything that the view shows at one time. `answers`: whether the proxy's metrics could be read."""
 
     elapsed: float
     answers: bool
@@ -112,7 +112,7 @@ class History:
         self._begun: float | None = None
 
     def add(self, at: float, proxy: Page | None, engines: Mapping[str, Page | None]) -> None:
-        """Take note of pages read at a moment in seconds of a steady clock; None: there was no answer."""
+        """Add the pages read at a time, in seconds of a steady clock; None: there was no answer."""
         self._begun = at if self._begun is None else self._begun
         _keep(self._proxy, at, proxy)
         for url, readings in self._engines.items():
@@ -141,7 +141,7 @@ class History:
             prompt_tokens_per_s=_sum(node.tokens_per_s for node in nodes if node.place.role == "prefill"),
             output_tokens_per_s=_sum(node.tokens_per_s for node in nodes if node.place.role != "prefill"),
             transfers=self._transfers(page),
-            # Traffic goes on while figures are shown; they are of one moment.
+            # A copy: traffic goes on while figures are shown.
             traffic=traffic.copy() if traffic is not None else None,
         )
 
@@ -182,7 +182,7 @@ class History:
 def _keep(readings: deque[Reading], at: float, page: Page | None) -> None:
     if page is not None:
         readings.append(Reading(at, page))
-    # One that is older than the window stays: without it a rate would be of less than the window.
+    # One reading older than the window stays, so that a rate covers the whole window.
     while len(readings) > 1 and readings[1].at <= at - WINDOW:
         readings.popleft()
 

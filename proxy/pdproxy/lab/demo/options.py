@@ -1,4 +1,4 @@
-"""What a demo is asked to be."""
+"""The options of a demo."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class DemoError(Exception):
 
 
 CANT_START = 2
-"""The exit code where the demo can't even begin: a port, a program or a GPU is not to be had."""
+"""The exit code if the demo can't start: a port, a program or a GPU is not available."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The command line of a demo. `seconds` after which it ends by itself, `wait` seconds for engines to be ready."""
+    """The command line of a demo. `seconds`: when it ends by itself; `wait`: seconds until engines must be ready."""
 
     engine: EngineKind = "sim"
     prefill: int = 2

@@ -1,6 +1,6 @@
-"""What `/metrics` pages say, and the arithmetic of counters and histograms between two of them. Pure.
+"""Reads `/metrics` pages, and computes the changes of counters and histograms between pages. Pure.
 
-Owns how a counter's restart is told from its growth, and how a quantile is read from buckets: both as Prometheus does it.
+Owns how a restarted counter is recognized, and how a quantile is read from buckets: both as Prometheus does it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Page = Mapping[str, Mapping[Series, float]]
 """A page: sample name, labels, value."""
 
 Bucket = tuple[float, float]
-"""An upper bound and how many observations are not above it."""
+"""An upper bound, and the number of observations up to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ def parse(text: str, names: Iterable[str]) -> Page:
     they are parsed.
 
     Raises:
-        ValueError: this is no metrics page.
+        ValueError: the text is not a metrics page.
     """
     wanted = tuple(names)
     lines = [line for line in text.splitlines() if line.startswith(wanted)]
@@ -55,17 +55,17 @@ def values(page: Page, name: str, **labels: str) -> Iterator[tuple[Mapping[str, 
 
 
 def total(page: Page, name: str, **labels: str) -> float:
-    """Return the sum of all series of that name with at least these labels; 0 where there is none."""
+    """Return the sum of all series of that name with at least these labels; 0 if there is none."""
     return sum(value for _, value in values(page, name, **labels))
 
 
 def increase(readings: Sequence[Reading], name: str, **labels: str) -> float:
-    """Return by how much counters grew over the readings. One that fell was started anew: it grew by what it shows."""
-    return sum(_grown(readings, name, labels).values())
+    """Return by how much counters grew over the readings. A counter that fell has restarted: it grew by its value."""
+    return sum(_increases(readings, name, labels).values())
 
 
 def rate(readings: Sequence[Reading], name: str, **labels: str) -> float | None:
-    """Return how fast counters grew, a second; None with fewer than two readings."""
+    """Return the growth of counters per second; None with fewer than two readings."""
     seconds = readings[-1].at - readings[0].at if readings else 0.0
     return increase(readings, name, **labels) / seconds if seconds > 0 else None
 
@@ -73,7 +73,7 @@ def rate(readings: Sequence[Reading], name: str, **labels: str) -> float | None:
 def buckets(readings: Sequence[Reading], histogram: str) -> list[Bucket]:
     """Return what a histogram observed over the readings, all its series together, by upper bound."""
     found: dict[float, float] = {}
-    for series, grown in _grown(readings, f"{histogram}_bucket", {}).items():
+    for series, grown in _increases(readings, f"{histogram}_bucket", {}).items():
         bound = float(dict(series)["le"])
         found[bound] = found.get(bound, 0.0) + grown
     return sorted(found.items())
@@ -82,7 +82,7 @@ def buckets(readings: Sequence[Reading], histogram: str) -> list[Bucket]:
 def quantile(found: Sequence[Bucket], q: float) -> float | None:
     """Return the value below which the share `q` (0 to 1) lies, linear within its bucket; None: nothing was observed.
 
-    What lies above the last finite bound is told as that bound.
+    A value above the last finite bound is returned as that bound.
     """
     if not found or found[-1][1] <= 0:
         return None
@@ -97,7 +97,7 @@ def quantile(found: Sequence[Bucket], q: float) -> float | None:
     return below + (bound - below) * (rank - before) / (count - before)
 
 
-def _grown(readings: Sequence[Reading], name: str, labels: Mapping[str, str]) -> dict[Series, float]:
+def _increases(readings: Sequence[Reading], name: str, labels: Mapping[str, str]) -> dict[Series, float]:
     found: dict[Series, float] = {}
     for one, other in pairwise(readings):
         before = one.page.get(name, {})

@@ -1,4 +1,4 @@
-"""The demo as a whole: engines, the proxy before them, traffic, a view; and the order in which they end.
+"""The whole demo: engines, the proxy in front of them, traffic, a view; and the order in which they end.
 
 Owns the signals and that order: traffic stops, the proxy drains, the engines stop. A second Ctrl-C cuts every wait short.
 """
@@ -21,7 +21,7 @@ import uvloop
 
 from pdproxy.app.server import INTERRUPTED, fit_files, listen, serve
 from pdproxy.app.signals import Ending
-from pdproxy.lab.demo import words
+from pdproxy.lab.demo import examples
 from pdproxy.lab.demo.engines import Engines, SimEngines
 from pdproxy.lab.demo.figures import Figures, History
 from pdproxy.lab.demo.options import CANT_START, DemoError, Options, Say
@@ -36,20 +36,20 @@ from pdproxy.settings.schema import Listen, Node, Pool, Probes, Settings
 EVERY = 1.0
 """Seconds between two readings of the metrics."""
 READY = 30.0
-"""Seconds that the proxy may take to find its engines fit, once they are up."""
+"""Seconds until the proxy must be ready, after its engines are up."""
 TRAFFIC_GRACE, DRAIN = 2.0, 10.0
-"""Seconds for answers under way, the demo's own and the user's, when it ends."""
+"""Seconds for unfinished answers, the demo's own and the user's, when it ends."""
 _SMALLEST_CONTEXT = 2048
 
 _T = TypeVar("_T")
 
 
 class _EndedError(Exception):
-    """The user wants no more of it."""
+    """The user has ended the demo."""
 
 
 def run(options: Options, say: Say) -> int:
-    """Run a demo until it is told to stop. Return the exit code: 0, 1 if something died, 130 at a second Ctrl-C.
+    """Run a demo until it is stopped. Return the exit code: 0, 1 if a part failed, 130 at a second Ctrl-C.
 
     Raises:
         DemoError: it can't run; the text says why.
@@ -81,7 +81,7 @@ class _Demo:
         self._proxy_ending = Ending(self._ending.at_once)
         self._proxy: asyncio.Task[int] | None = None
         self._traffic: Traffic | None = None
-        self._url = words.url_of(options.host, listener.getsockname()[1])
+        self._url = examples.url_of(options.host, listener.getsockname()[1])
 
     async def run(self) -> int:
         # SIGHUP: the terminal is gone.
@@ -104,7 +104,7 @@ class _Demo:
             await self._unless_ended(self._until_ready(session))
             context = await self._context(session)
             taken = asyncio.get_running_loop().time() - begun
-            self._say(words.greeting(self._url, self._engines.model, self._engines.words, taken))
+            self._say(examples.greeting(self._url, self._engines.model, self._engines.description, taken))
             if not self._options.quiet:
                 pace = self._engines.pace
                 self._traffic = Traffic(
@@ -144,7 +144,7 @@ class _Demo:
             raise DemoError(f"the proxy was not ready within {READY:.0f} s: {reason}") from error
 
     async def _context(self, session: aiohttp.ClientSession) -> int:
-        """Return how many tokens fit into the model's context, as the model's card says."""
+        """Return how many tokens fit into the model's context, from the model's card."""
         try:
             async with session.get(f"{self._url}/v1/models") as answer:
                 listed = msgspec.json.decode(await answer.read(), type=_Models)
@@ -179,7 +179,7 @@ class _Demo:
         return self._traffic.tally if self._traffic is not None else None
 
     async def _pause_until(self, moment: float) -> None:
-        """Wait for a moment, or for the end, whichever comes first; the proxy's own end is an error."""
+        """Wait for a time or for the end, whichever comes first; the proxy's own end is an error."""
         assert self._proxy is not None
         asked = asyncio.ensure_future(self._ending.asked.wait())
         left = max(0.0, moment - asyncio.get_running_loop().time())
@@ -201,7 +201,7 @@ class _Demo:
         at_once = self._ending.at_once
         self._ending.asked.set()  # from now on a Ctrl-C is the second one
         if not self._options.quiet:
-            with contextlib.suppress(OSError):  # whoever read us may be gone
+            with contextlib.suppress(OSError):  # the reader of standard output may be gone
                 self._say("ending (Ctrl-C again: at once)")
         if self._traffic is not None:
             await _or_at_once(self._traffic.stop(TRAFFIC_GRACE), at_once)

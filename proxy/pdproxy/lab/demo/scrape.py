@@ -1,4 +1,4 @@
-"""Reading the metrics of the proxy and of its engines over HTTP, as any monitoring would. Owns nothing but the questions."""
+"""Reads the metrics of the proxy and of its engines over HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEADLINE = 2.0
 async def scrape(
     session: aiohttp.ClientSession, proxy: str, places: Sequence[Place]
 ) -> tuple[Page | None, dict[str, Page | None]]:
-    """Return the proxy's page, and each engine's by URL; None where there was no good answer in time."""
+    """Return the proxy's page, and each engine's by URL; None if there was no valid answer in time."""
     asked = [_page(session, proxy, PROXY_NAMES), *(_page(session, place.url, ENGINE_NAMES) for place in places)]
     own, *engines = await asyncio.gather(*asked)
     return own, {place.url: page for place, page in zip(places, engines, strict=True)}

@@ -1,6 +1,6 @@
-"""Showing figures once a second: a live view in a terminal, a line a second elsewhere. Owns the terminal while it does.
+"""Shows figures once per second: a live view in a terminal, else one line each. Owns the terminal.
 
-Drawing happens in a thread: a terminal that is held (Ctrl-S) must hold up neither the proxy nor its engines.
+It draws in a thread: a terminal that is stopped (Ctrl-S) must block neither the proxy nor its engines.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ CAPTURE_WIDTH, CAPTURE_HEIGHT = 100, 40
 
 
 class Screen:
-    """Where figures go. Use it as a context manager: on exit the terminal is as it was."""
+    """Where figures go. Use it as a context manager: on exit the terminal is restored."""
 
     def __init__(self, title: str, say: Say, *, lines: bool) -> None:
-        """Make one; `lines`: print a line for each figures where there is no terminal."""
+        """Make one; `lines`: without a terminal, print the figures as lines."""
         self._title = title
         self._say = say
         self._lines = lines
         self._console = Console()
         self._live: Live | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            # What others write to the same terminal (warnings) is put above the view.
+            # Other output to the same terminal (warnings) is shown above the view.
             self._live = Live(
                 console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=sys.stderr.isatty()
             )
@@ -51,7 +51,7 @@ class Screen:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give it back."""
+        """Restore it."""
         if self._live is not None:
             self._live.stop()
 
@@ -81,7 +81,7 @@ def capture(path: Path, figures: Figures, title: str) -> None:
 
 
 def log_to_stderr(level: int, write: Callable[[str], object] | None = None) -> None:
-    """Send the log lines of the proxy and of uvicorn to whatever standard error is at that moment: a live view takes it."""
+    """Send the log lines of the proxy and of uvicorn to the current standard error, which a live view replaces."""
     handler = _ToStderr(write)
     handler.setFormatter(TextFormatter())
     for name in ("pdproxy", "uvicorn", "asyncio"):
@@ -98,5 +98,5 @@ class _ToStderr(logging.Handler):
         self._write = write
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it: no reason to fail who logs it
+        with contextlib.suppress(OSError, ValueError):  # standard error is closed: logging must not fail
             (self._write or sys.stderr.write)(self.format(record) + "\n")

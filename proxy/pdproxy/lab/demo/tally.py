@@ -1,4 +1,4 @@
-"""What the demo's own traffic has come to. Pure; one writer, `traffic`."""
+"""Counts of the demo's own traffic. Pure; only `traffic` writes them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(slots=True)
 class Tally:
-    """Requests since the start. Each that was sent ends whole, or failed with a reason, or cut off by our own end."""
+    """Requests since the start. Each one is answered whole, fails with a reason, or is cut off at the end of the demo."""
 
     sent: int = 0
     whole: int = 0
     cut: int = 0
     failures: Counter[str] = field(default_factory=Counter)
-    """Failed requests by reason, a few words each."""
+    """Failed requests by reason."""
 
     @property
     def failed(self) -> int:
@@ -22,5 +22,5 @@ class Tally:
         return self.failures.total()
 
     def copy(self) -> Tally:
-        """Return the tally of this moment."""
+        """Return a copy."""
         return replace(self, failures=Counter(self.failures))

@@ -1,7 +1,7 @@
-"""The demo's own traffic: a few people who chat, each at their own pace, as honest clients of the proxy.
+"""The demo's own traffic: a few people who chat, each with random pauses, as clients of the proxy.
 
-Owns the tally. Every request has deadlines, every stream is read to its end and held against what a stream must be; what is
-not whole is counted as failed, with the reason.
+Owns the tally. Every request has deadlines, every stream is read to its end and checked; an answer that
+is not whole is counted as failed, with the reason.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.lab.demo.tally import Tally
 
 TOTAL, SILENCE = 120.0, 30.0
-"""Seconds: a whole answer, and a pause within it."""
+"""Seconds: for a whole answer, and for a pause within it."""
 AFTER_FAILURE = 1.0
-"""Seconds before somebody whose request failed tries again."""
+"""Seconds before the next try after a failed request."""
 _TOPICS = (
     "Tell me about lighthouses, their keepers, and the storms they saw.",
     "Write a function that merges overlapping intervals, and explain how it works.",
@@ -52,7 +52,7 @@ class _Event(msgspec.Struct):
 
 
 class BrokenAnswerError(Exception):
-    """An answer that is not what it should be; the text says why in a few words."""
+    """An invalid answer; the text says why."""
 
 
 class Traffic:
@@ -76,7 +76,7 @@ class Traffic:
             self._tasks.spawn(self._chat_on(self._session), f"person {number}")
 
     async def stop(self, grace: float) -> None:
-        """Ask nothing more, let answers under way end within `grace` seconds, cut off the others."""
+        """Send nothing more, let current answers end within `grace` seconds, cut off the others."""
         self._ending.set()
         try:
             await self._tasks.settle(grace)

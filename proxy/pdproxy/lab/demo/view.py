@@ -1,6 +1,6 @@
-"""How the figures look: a few tables for a terminal, one line for anything else. Pure: figures in, text out.
+"""Renders the figures: a few tables for a terminal, one line otherwise. Pure.
 
-Owns layout and units. 80 columns are enough for everything; with few rows, engines are left out before totals are.
+Owns layout and units. 80 columns are enough for everything; with few rows, engines are left out before totals.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from rich.text import Text
 from pdproxy.lab.demo.figures import WINDOW, Figures, Latency, NodeFigures
 
 WIDE = 100
-"""Columns from which an engine's address and a longer bar fit in."""
+"""From this many columns on, an engine's address and a longer bar are shown."""
 _TOTALS = 7
-"""Rows below the engines: an empty one, six of figures."""
+"""Rows below the engines: an empty one and six with figures."""
 _HEAD = 2
 _UNKNOWN = "-"
 
 
 def render(figures: Figures, title: str, *, width: int, height: int) -> RenderableType:
     """Return the view for a terminal of so many columns and rows."""
-    room = height - _HEAD - _TOTALS - 1  # the last row stays free: writing there would scroll
-    shown = figures.nodes if len(figures.nodes) <= room else figures.nodes[: max(0, room - 1)]
+    rows = height - _HEAD - _TOTALS - 1  # the last row stays free: writing there would scroll
+    shown = figures.nodes if len(figures.nodes) <= rows else figures.nodes[: max(0, rows - 1)]
     parts: list[RenderableType] = [_head(figures, title)]
     if shown:
         parts.append(_engines(shown, wide=width >= WIDE))
@@ -56,14 +56,14 @@ def line(figures: Figures) -> str:
 
 
 def number(value: float | None) -> str:
-    """Spell a number of things or of things a second."""
+    """Format a number, or a number per second."""
     if value is None:
         return _UNKNOWN
     return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.1f}"
 
 
 def size(value: float) -> str:
-    """Spell a number of bytes."""
+    """Format a number of bytes."""
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
@@ -72,7 +72,7 @@ def size(value: float) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """Spell a duration given in seconds."""
+    """Format seconds as milliseconds."""
     if value is None:
         return _UNKNOWN
     return f"{1000 * value:.1f}" if value < 0.01 else f"{1000 * value:.0f}"
@@ -154,12 +154,12 @@ def _totals(figures: Figures) -> Table:
 
 
 def _requests(figures: Figures) -> Text:
-    told = Text(f"{figures.inflight} in flight, ")
+    text = Text(f"{figures.inflight} in flight, ")
     if figures.queued:
-        told.append(f"{figures.queued} queued, ", "yellow")
-    told.append(f"{figures.outcomes.get('ok', 0):,} ok", "green")
-    _trouble(told, ((name, count) for name, count in sorted(figures.outcomes.items()) if name != "ok"))
-    return told.append(f", {number(figures.requests_per_s)}/s" if figures.requests_per_s is not None else "")
+        text.append(f"{figures.queued} queued, ", "yellow")
+    text.append(f"{figures.outcomes.get('ok', 0):,} ok", "green")
+    _trouble(text, ((name, count) for name, count in sorted(figures.outcomes.items()) if name != "ok"))
+    return text.append(f", {number(figures.requests_per_s)}/s" if figures.requests_per_s is not None else "")
 
 
 def _trouble(text: Text, found: Iterable[tuple[str, int]]) -> None:

@@ -1,6 +1,6 @@
 """What both generating routes share: ids, fingerprints, usage, and the ends of whole and streamed answers.
 
-Owns the order of refusals, and which of them tell P that its KV is not wanted.
+Owns the order of refusals, and which of them release P's KV.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 
-from pdproxy.sim.api.errors import INTERNAL, Refused, error_event, failure, refusal
+from pdproxy.sim.api.errors import INTERNAL, Refused, failure, refusal
 from pdproxy.sim.api.generation import LoadFailedError
 from pdproxy.sim.api.protocol import GenerationBody
 from pdproxy.sim.engine import Engine
+from pdproxy.sim.error_body import error_event
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.request import EngineDeadError
 
@@ -62,14 +63,14 @@ def usage(prompt: int, completion: int) -> dict[str, object]:
 
 
 def details(facts: Facts, cached: int, created: int | None = None) -> dict[str, object] | None:
-    """Return `prompt_tokens_details`, None where the engine was not told to have them. Chats tell `created`, too."""
+    """Return `prompt_tokens_details`, None unless the engine's flag asks for them. Chats have `created`, too."""
     if not facts.enable_prompt_tokens_details:
         return None
     return {"cached_tokens": cached, "created_cache_tokens": created, "multimodal_tokens": None}
 
 
 class Handled(Protocol):
-    """A body that may hold a KV handle."""
+    """A body that may have a KV handle."""
 
     kv_transfer_params: dict[str, Any] | None
 
@@ -94,7 +95,7 @@ async def answered(engine: Engine, body: Handled, request: Request, work: Awaita
 
 
 async def _unless_left(request: Request, work: Awaitable[Response]) -> Response:
-    """Drop the work when the client leaves."""
+    """Cancel the work when the client leaves."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request))
     try:
@@ -115,12 +116,12 @@ async def _left(request: Request) -> None:
 
 
 def streamed(events: AsyncGenerator[bytes, None]) -> Response:
-    """Return a stream of events as the answer; what fails from here on is an event, too."""
+    """Return a stream of events as the answer; a later failure is an event, too."""
     return StreamingResponse(_guarded(events), media_type="text/event-stream")
 
 
 def streamed_refusal(error: Refused) -> Response:
-    """Return the answer to a stream that is refused once its status is out."""
+    """Return the answer to a stream that is refused after its status was sent."""
     return Response(
         error_event(str(error), error.kind, error.status, error.param) + DONE, media_type="text/event-stream"
     )

@@ -1,7 +1,7 @@
-"""The FastAPI application: routes, and what vLLM's server puts around them.
+"""The FastAPI application: the routes of vLLM's server and its middleware.
 
-Owns no state but the count of requests in flight. Bodies are pydantic models, so that FastAPI's own errors come out in the
-words that vLLM's clients know.
+Owns no state but the count of requests in flight. Bodies are pydantic models, so that FastAPI's own errors have the same
+texts as vLLM's.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from pdproxy.sim.api import metrics
 from pdproxy.sim.api.answer import answered, check_model
 from pdproxy.sim.api.chat import chat, chat_prompt
 from pdproxy.sim.api.completions import complete
-from pdproxy.sim.api.errors import Refused, error_body, refusal, response, schema_message
+from pdproxy.sim.api.errors import Refused, refusal, response, schema_message
 from pdproxy.sim.api.messages import CountBody, MessagesBody, count, message
 from pdproxy.sim.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pdproxy.sim.api.responses import ResponsesBody, respond
 from pdproxy.sim.engine import Engine
+from pdproxy.sim.error_body import error_body
 
 _GUARDED = ("/v1", "/v2", "/inference", "/cohere")
 _SCALE_OUT = (
@@ -68,7 +69,7 @@ class _Load:
 
 
 class _Keys:
-    """vLLM's `--api-key`: the guarded paths want it, OPTIONS does not."""
+    """vLLM's `--api-key`: the guarded paths require it, OPTIONS does not."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app, self._key = app, hashlib.sha256(key.encode()).digest()
@@ -154,7 +155,7 @@ def create_app(engine: Engine, date: Callable[[], str] = _today) -> FastAPI:
 
 
 class _Vary:
-    """Every answer says `vary: Origin`, as vLLM's do."""
+    """Adds `vary: Origin` to every answer, as vLLM does."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -198,7 +199,7 @@ def _tokenized(engine: Engine, body: TokenizeBody, date: Callable[[], str]) -> R
 
 
 def _about(app: FastAPI, engine: Engine) -> None:
-    """The routes that tell about the engine."""
+    """The routes with facts about the engine."""
 
     async def health(_: Request) -> Response:
         return Response(status_code=503 if engine.dead else 200)

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: a conversation in, a message out. Bodies and events byte-like vLLM's."""
+"""`/v1/chat/completions`: a conversation in, a message out. Bodies and events have vLLM's bytes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def chat_prompt(engine: Engine, body: ChatBody, date: Callable[[], str]) -> Prom
 
 
 class _Job:
-    """One request's answer in the making."""
+    """The answer to one request while it is generated."""
 
     def __init__(self, engine: Engine, body: ChatBody, prompt: Prompt, request_id: str) -> None:
         self._engine, self._body, self._prompt, self._id = engine, body, prompt, request_id
@@ -80,7 +80,7 @@ class _Job:
         self._role = "assistant" if body.add_generation_prompt else str(last.get("role"))
         self._echo = str(last.get("content") or "") if body.echo and last.get("role") == self._role else ""
         self._thinks = engine.facts.reasoning_parser != "none"
-        # A parser of either kind hides what a token-by-token view would give away.
+        # A parser of either kind hides the boundaries of tokens.
         self._hides = not body.include_reasoning and (self._thinks or engine.facts.enable_auto_tool_choice)
 
     def _run(self, params: SamplingParams) -> AsyncGenerator[Delta, None]:
@@ -185,11 +185,11 @@ class _Job:
         }
 
     def _prompt_text(self) -> str | None:
-        """Return the prompt's text where it is asked for. Ids that were handed over have none."""
+        """Return the prompt's text if it is asked for. Ids from P have none."""
         return (self._prompt.text or None) if self._body.return_prompt_text else None
 
     async def events(self, params: SamplingParams) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream, all but its end mark."""
+        """Yield the events of a stream except `[DONE]`."""
         body, facts = self._body, self._engine.facts
         head = self._head("chat.completion.chunk")
         parsers = [self._parser() for _ in range(body.children)]
@@ -228,9 +228,9 @@ class _Job:
                 yield answer.event(chunk)
         if body.with_usage:
             counted = answer.usage(len(self._prompt.ids), sum(map(len, generated)))
-            told = answer.details(facts, cached or 0, created)
-            if told is not None:
-                counted["prompt_tokens_details"] = {key: value for key, value in told.items() if value is not None}
+            details = answer.details(facts, cached or 0, created)
+            if details is not None:
+                counted["prompt_tokens_details"] = {key: value for key, value in details.items() if value is not None}
             if self._thinks:
                 counted["completion_tokens_details"] = self._thought(sum(map(reasoning.count, generated)))
             yield answer.event(
@@ -238,14 +238,14 @@ class _Job:
             )
 
     def _content(self, delta: Delta, thinker: reasoning.Thoughts, parser: CallParser | None) -> dict[str, Any] | None:
-        """Return what the parsers make of a delta, None: nothing to send."""
-        told = self._parsed_delta(delta, thinker, parser)
-        if told is None or not self._hides:
-            return told
-        if not told.get("content") and "tool_calls" not in told:
+        """Return the parsed delta, None: nothing to send."""
+        parsed = self._parsed_delta(delta, thinker, parser)
+        if parsed is None or not self._hides:
+            return parsed
+        if not parsed.get("content") and "tool_calls" not in parsed:
             return None
-        return {"content": told.get("content"), "reasoning": None} | {
-            name: value for name, value in told.items() if name == "tool_calls"
+        return {"content": parsed.get("content"), "reasoning": None} | {
+            name: value for name, value in parsed.items() if name == "tool_calls"
         }
 
     def _parsed_delta(
@@ -256,11 +256,11 @@ class _Job:
         if parser is not None:
             return parser.add(delta.text)
         if self._engine.facts.enable_auto_tool_choice and not delta.text:
-            return None  # a tool parser is asked, whether there are tools or not, and has nothing to say
+            return None  # a tool parser runs with and without tools, and has no output here
         return {"content": delta.text}
 
     def _openings(self, head: dict[str, Any]) -> list[bytes]:
-        """Return the events before the first token: the role of each choice, and what is echoed."""
+        """Return the events before the first token: the role of each choice, and the echo."""
         body, found = self._body, []
         counted = answer.usage(len(self._prompt.ids), 0) | {"completion_tokens_details": self._thought(0)}
         for index in range(body.children):

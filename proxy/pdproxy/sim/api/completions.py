@@ -1,4 +1,4 @@
-"""`/v1/completions`: prompts in, text out. Bodies and events byte-like vLLM's."""
+"""`/v1/completions`: prompts in, text out. Bodies and events have vLLM's bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def complete(engine: Engine, body: CompletionBody, request: Request) -> Re
 
 
 def _prompts(body: CompletionBody, engine: Engine) -> list[Prompt]:
-    """Return the prompts, tokenized, or as ids from P if the request says what those are."""
+    """Return the prompts, tokenized, or as ids from P if the request has them."""
     given: Any = body.prompt
     handed = (body.kv_transfer_params or {}).get("prompt_token_ids")
     if handed is not None and not body.echo:
@@ -66,7 +66,7 @@ def _prompts(body: CompletionBody, engine: Engine) -> list[Prompt]:
 
 
 class _Job:
-    """One request's answer in the making."""
+    """The answer to one request while it is generated."""
 
     def __init__(self, engine: Engine, body: CompletionBody, prompts: list[Prompt], request_id: str) -> None:
         self._engine, self._body, self._prompts, self._id = engine, body, prompts, request_id
@@ -83,7 +83,7 @@ class _Job:
         return {"id": self._id, "object": "text_completion", "created": self._created, "model": model}
 
     def _told(self, delta: Delta, first: bool) -> tuple[str, list[int], list[Entry]]:
-        """Return text, ids and probabilities of a delta, with the prompt's before them if it is to be echoed."""
+        """Return text, ids and probabilities of a delta, with the prompt's before them for `echo`."""
         prompt = self._prompts[delta.prompt]
         entries: list[Entry] = [entry_of(token) for token in delta.tokens]
         if not (first and self._body.echo):
@@ -97,7 +97,7 @@ class _Job:
     def _choice_logprobs(self, index: int, ids: list[int], entries: list[Entry]) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        told, self._offsets[index] = completion_logprobs(
+        logprobs, self._offsets[index] = completion_logprobs(
             self._engine.tokenizer,
             ids,
             entries,
@@ -105,7 +105,7 @@ class _Job:
             self._offsets[index],
             bool(self._body.return_tokens_as_token_ids),
         )
-        return told
+        return logprobs
 
     async def whole(self, params: list[SamplingParams]) -> Response:
         """Return the whole answer."""
@@ -167,7 +167,7 @@ class _Job:
         )
 
     async def events(self, params: list[SamplingParams]) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream, all but its end mark."""
+        """Yield the events of a stream except `[DONE]`."""
         body, facts = self._body, self._engine.facts
         head, started = self._head(), [False] * self._count
         counts = [0] * self._count
@@ -201,9 +201,9 @@ class _Job:
                 yield answer.event(chunk)
         if body.with_usage:
             counted = answer.usage(sum(seen), sum(counts))
-            told = answer.details(facts, cached or 0)
-            if told is not None:
-                counted["prompt_tokens_details"] = {key: value for key, value in told.items() if value is not None}
+            details = answer.details(facts, cached or 0)
+            if details is not None:
+                counted["prompt_tokens_details"] = {key: value for key, value in details.items() if value is not None}
             yield answer.event(
                 head | {"choices": [], "usage": counted, "system_fingerprint": answer.fingerprint(facts)}
             )

@@ -1,6 +1,6 @@
-"""Tokens to text, one after the other: characters of several tokens are held until they are whole, stop strings are found. Pure.
+"""Turns tokens into text one by one: holds back incomplete characters, finds stop strings. Pure.
 
-Owns the order in which vLLM decides: text first, then stop strings in what is new, then what is held back of it.
+Owns vLLM's order of steps: text first, then stop strings in the new text, then what of it is held back.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Detokenizer:
         self.count = 0
         """The tokens so far."""
         self.text = ""
-        """All text so far, what is held back included."""
+        """All text so far, including what is held back."""
 
     def add(self, tokens: Iterable[int], stopped: bool) -> str | None:
         """Take new tokens; return the stop string that they complete, if any.
 
-        `stopped`: the last of them ended the request by itself and is not text, unless stops are to be included.
+        `stopped`: the last of them ended the request and is not text, unless stops are included in the output.
         """
         ids = list(tokens)
         silent = ids.pop() if stopped and ids and not self._include_stop else None
@@ -56,7 +56,7 @@ class Detokenizer:
         return None
 
     def take(self, finished: bool) -> str:
-        """Return the text that is new since the last time, less what may be the beginning of a stop string."""
+        """Return the text that is new since the last time, without what may be the beginning of a stop string."""
         end = len(self.text) if finished else len(self.text) - self._held
         if end <= self._given:
             return ""

@@ -1,16 +1,17 @@
-"""Errors in vLLM's words and shapes: what a handler refuses, what a schema refuses, what a stream ends with.
+"""Errors with vLLM's texts and shapes: those of a handler, of a schema, and at the end of a stream.
 
-Owns the error bodies. A handler raises `Refused`; the schema's errors are pydantic's own, formatted as vLLM formats them.
+Owns the answers with errors. A handler raises `Refused`; the schema's errors are pydantic's own, formatted as vLLM formats them.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 from fastapi.responses import Response
+
+from pdproxy.sim.error_body import error_body
 
 _MOST_ERRORS = 10
 _MOST_INPUT = 200
@@ -26,10 +27,10 @@ _INTERNAL = frozenset(
 INTERNAL = "Internal server error"
 
 
-class Refused(Exception):  # noqa: N818 - not an error of ours
+class Refused(Exception):  # noqa: N818 - vLLM's refusal, not our error
     """A request that vLLM's handler or validators refuse. `str()` is the message a client sees.
 
-    Not a ValueError, as vLLM's own is none: pydantic lets it through, and it is answered in the handler's shape.
+    It is not a ValueError, as in vLLM: pydantic lets it pass, and the answer has the handler's shape.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Refused(Exception):  # noqa: N818 - not an error of ours
         status: int = 400,
         **value: object,
     ) -> None:
-        """Name what is wrong; `value=` is printed behind it, as vLLM's validation errors do."""
+        """Make one; `value=` is printed after the message, as in vLLM's validation errors."""
         self.plain = message
         self.param, self.kind, self.status = param, kind, status
         shown = [f"parameter={param}"] if param is not None else []
@@ -50,12 +51,7 @@ class Refused(Exception):  # noqa: N818 - not an error of ours
 
 
 class EngineRefused(Refused):
-    """Refused by the engine itself, not by the handler before it: so late that a stream has its status already."""
-
-
-def error_body(message: str, kind: str, status: int, param: str | None = None) -> dict[str, object]:
-    """Return the body of an error."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    """Refused by the engine, not by the handler: a stream's status has been sent by then."""
 
 
 def response(body: object, status: int = 200) -> Response:
@@ -71,11 +67,6 @@ def refusal(error: Refused) -> Response:
 def failure(message: str) -> Response:
     """Return the answer of an engine that failed."""
     return response(error_body(message, "InternalServerError", 500), 500)
-
-
-def error_event(message: str, kind: str = "InternalServerError", status: int = 500, param: str | None = None) -> bytes:
-    """Return the event in which a stream's failure comes: with spaces, as recorded."""
-    return b"data: " + json.dumps(error_body(message, kind, status, param), ensure_ascii=False).encode() + b"\n\n"
 
 
 def schema_message(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:

@@ -1,6 +1,6 @@
-"""Running a request: its prompts and choices as requests of the engine, their outputs as deltas of text.
+"""Runs a request: its prompts and choices become requests to the engine, their outputs become deltas of text.
 
-Owns the children: their ids, their seeds, their detokenizers. One delta is what one engine step made for one choice.
+Owns these child requests: their ids, seeds and detokenizers. One delta is what one engine step made for one choice.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Delta:
     """What one step made for one choice."""
 
     index: int
-    """The choice's: prompts in their order, then choices."""
+    """The index of the choice: by prompt, then by choice."""
     prompt: int
     text: str
     tokens: tuple[Token, ...]
@@ -95,7 +95,7 @@ async def deltas(
     numbered: bool,
     skip_special_tokens: bool = True,
 ) -> AsyncGenerator[Delta, None]:
-    """Run all prompts and choices; yield what they make, as it is made; finish_reason "error": the KV never came.
+    """Run all prompts and choices; yield their deltas as they are made; finish_reason "error": the KV never came.
 
     `numbered`: internal ids name the prompt.
 
@@ -134,7 +134,7 @@ async def deltas(
 
 
 async def _merged(engine: Engine, children: Sequence[_Child]) -> AsyncGenerator[Delta, None]:
-    """Run children side by side; the first that fails ends all."""
+    """Run children concurrently; the first one that fails ends all."""
     queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
 
     async def run(child: _Child) -> None:

@@ -9,7 +9,7 @@ from pdproxy.sim.request import Candidate, Token
 from pdproxy.sim.tokenizer import Tokenizer
 
 Entry = tuple[Candidate, ...] | None
-"""One position: its own token first, then the likeliest; None: nothing is known (a prompt's first token)."""
+"""One position: its own token first, then the likeliest; None: unknown (a prompt's first token)."""
 
 
 def entry_of(token: Token) -> Entry:
@@ -21,7 +21,7 @@ def entry_of(token: Token) -> Entry:
 def completion_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], entries: Sequence[Entry], top: int, offset: int, as_ids: bool
 ) -> tuple[dict[str, Any], int]:
-    """Return `logprobs` of a completion's choice, and the text offset behind it."""
+    """Return `logprobs` of a completion's choice, and the text offset after it."""
     offsets, logprobs, tokens, tops = [], [], [], []
     for token, entry in zip(ids, entries, strict=True):
         text = _text(tokenizer, token, as_ids)

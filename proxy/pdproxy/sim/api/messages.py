@@ -50,7 +50,7 @@ class CountBody(BaseModel):
         return model
 
     def chat(self, **fields: Any) -> ChatBody:
-        """The chat that it is for the engine."""
+        """The same request as a chat."""
         messages = [{"role": one.role, "content": _text(one.content)} for one in self.messages]
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": _text(self.system)})

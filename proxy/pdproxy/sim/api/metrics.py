@@ -1,4 +1,4 @@
-"""`/metrics` under vLLM's names, from the engine's counters. Counted elsewhere; formatted by prometheus-client."""
+"""`/metrics` under vLLM's names, from the engine's counters. The engine counts; prometheus-client formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The request bodies, as pydantic models with vLLM's names and types, so that a schema error is the one vLLM gives.
+"""The request bodies, as pydantic models with vLLM's names and types, so that schema errors are vLLM's.
 
 Owns what vLLM's validators refuse before a handler runs. Unknown fields are kept and ignored.
 """
@@ -164,7 +164,7 @@ class GenerationBody(_Body):
 
     @property
     def children(self) -> int:
-        """How many choices a prompt gets."""
+        """The number of choices per prompt."""
         found: int | None = getattr(self, "n", None)
         return 1 if found is None else found
 

@@ -1,7 +1,7 @@
-"""A reasoning parser: what a model says before `</think>` is not content. Pure.
+"""A reasoning parser: a model's text before `</think>` is not content. Pure.
 
-Owns the rules of vLLM's `deepseek_r1` parser (0.32.0, `reasoning/deepseek_r1_reasoning_parser.py`), oddities included: text that
-was held back when the mark came is lost in a stream, and reasoning tokens are only counted behind a `<think>` of the answer.
+Owns the rules of vLLM's `deepseek_r1` parser (0.32.0, `reasoning/deepseek_r1_reasoning_parser.py`), with its errors: text that
+is held back when the mark comes is lost in a stream, and reasoning tokens are counted only after a `<think>` of the answer.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ _BEGIN, _END = "<think>", "</think>"
 
 
 class Thoughts:
-    """The reasoning of one choice of a stream. `open`: what comes is reasoning."""
+    """The reasoning of one choice of a stream. `open`: the next text is reasoning."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        """Begin after a prompt, which may itself hold the end of the reasoning."""
+        """Begin after a prompt, which may contain the end of the reasoning."""
         marks = [token for token in prompt if token in (THINK, THINK_END)]
         self.open = not marks or marks[-1] != THINK_END
 
     def add(self, text: str, ids: Sequence[int]) -> dict[str, str | None] | None:
-        """Take a delta while `open`; return what is to be sent of it, None: nothing."""
+        """Take a delta while `open`; return the part that is sent, None: nothing."""
         if THINK_END in ids:
             self.open = False
         if len(ids) == 1 and ids[0] in (THINK, THINK_END):

@@ -94,7 +94,7 @@ def _text(content: Any) -> str:
 
 
 class _Job:
-    """One request's answer in the making."""
+    """The answer to one request while it is generated."""
 
     def __init__(
         self, engine: Engine, body: ResponsesBody, chat: ChatBody, prompt: Prompt, params: SamplingParams
@@ -109,8 +109,8 @@ class _Job:
     def _response(self, status: str, text: str | None) -> dict[str, Any]:
         output = [] if text is None else [self._item("completed", text)]
         used, made = len(self._prompt.ids), self._made
-        told = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
-        counted = {"input_tokens": used, "output_tokens": made, "total_tokens": used + made, **told}
+        details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+        counted = {"input_tokens": used, "output_tokens": made, "total_tokens": used + made, **details}
         return {
             "id": self._id,
             "created_at": self._created,

@@ -1,6 +1,6 @@
-"""From a request's body to sampling parameters, refused where vLLM refuses, in its words and its order. Pure.
+"""Turns a request's body into sampling parameters; refuses what vLLM refuses, with its texts and in its order. Pure.
 
-Some it refuses in the handler, and some only when the engine gets the request: a stream has its status 200 by then.
+The handler refuses some values. The engine refuses others later, when a stream's status 200 has been sent.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pdproxy.sim.tokenizer import Tokenizer
 _MOST_LOGPROBS = 20
 _MOST_CHOICES = 16384
 _GREEDY = 1e-5
-"""A temperature below is none."""
+"""A lower temperature counts as 0."""
 
 
 def check_lengths(body: GenerationBody, facts: Facts) -> None:
-    """Refuse what is too long whatever the prompt."""
+    """Refuse lengths that are too large for every prompt."""
     name, wanted = "max_tokens", getattr(body, "max_tokens", None)
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         name, wanted = "max_completion_tokens", body.max_completion_tokens
@@ -45,7 +45,7 @@ def check_lengths(body: GenerationBody, facts: Facts) -> None:
 
 
 def check_prompt(ids: list[int], body: GenerationBody, facts: Facts, *, tokenized: bool) -> list[int]:
-    """Return a prompt's ids as the engine takes them, cut if that was asked for.
+    """Return a prompt's ids as the engine takes them, truncated if the request asks for it.
 
     `tokenized`: vLLM's tokenizer made them, and stops one token beyond the longest prompt.
     """
@@ -82,8 +82,8 @@ def sampling_params(body: GenerationBody, prompt: list[int], facts: Facts, token
     else:
         assert isinstance(body, CompletionBody)
         logprobs, echo = body.logprobs, bool(body.echo)
-    room = facts.max_model_len - len(prompt)
-    max_tokens = room if wanted is None else min(room, wanted)
+    space_left = facts.max_model_len - len(prompt)
+    max_tokens = space_left if wanted is None else min(space_left, wanted)
     if echo and wanted == 0 and not isinstance(body, ChatBody):
         max_tokens = 1
     temperature = 1.0 if body.temperature is None else body.temperature
@@ -121,7 +121,7 @@ def admit(
     """Check one prompt and its parameters as the engine does, and give them their grammar, by default the request's own.
 
     Raises:
-        EngineRefused: something in them makes no sense.
+        EngineRefused: a value is invalid.
     """
     for kind, count in (("sample", params.logprobs), ("prompt", params.prompt_logprobs)):
         asked = tokenizer.vocab_size if count == -1 else count

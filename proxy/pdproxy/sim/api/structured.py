@@ -1,7 +1,7 @@
-"""Structured outputs in simple form: a handful of valid texts, of which the model says one. Pure.
+"""Structured outputs in simple form: a few valid texts, of which the model generates one. Pure.
 
-Owns the making of texts that fit a JSON schema, a regular expression or a list of choices. A real engine may say anything that
-fits; what matters here is that the answer is valid, depends on the KV, and takes several tokens.
+Owns the making of texts that fit a JSON schema, a regular expression or a list of choices. A real engine may generate any text
+that fits. Here the answer is valid, depends on the KV, and takes several tokens.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def grammar_for(body: GenerationBody, tokenizer: Tokenizer) -> Grammar | None:
     """Return what a request's output must be; None: anything.
 
     Raises:
-        EngineRefused: the schema or the expression makes no sense.
+        EngineRefused: the schema or the expression is invalid.
     """
     if body.allowed_token_ids:
         return AllowedTokens(body.allowed_token_ids)

@@ -1,7 +1,7 @@
 """The chat templates: messages to the text of a prompt. Pure.
 
-Owns how roles, tools and thinking are printed. `chatml` is the usual one, `plain` has other marks, `dated` prints the date, as
-some real templates do: two engines that render around midnight get two prompts.
+Owns how roles, tools and thinking are printed. `chatml` is common, `plain` has other marks, `dated` prints the date, as some
+real templates do: around midnight two engines may make different prompts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _call(function: Any) -> Any:
-    """Return a call's function with its arguments as an object, which is how templates get them."""
+    """Return a call's function with its arguments as an object, as templates expect it."""
     if not isinstance(function, Mapping):
         return function
     arguments = function.get("arguments") or {}

@@ -1,6 +1,6 @@
-"""Tool calls in simple form: the text that a model is made to say, and the parser that turns it into calls. Pure.
+"""Tool calls in simple form: the text that a model is forced to generate, and the parser that turns it into calls. Pure.
 
-Owns both sides: what is forced by `tool_choice`, and the deltas of names and arguments that a client sees.
+Owns both sides: what is forced by `tool_choice`, and the deltas of names and arguments that a client gets.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _BEGIN, _END = "<tool_call>\n", "\n</tool_call>"
 
 
 def calls_tools(body: ChatBody, prompt: Sequence[int]) -> bool:
-    """Tell whether the model calls a tool: always if it must, else if the prompt's ids say so."""
+    """Return whether the model calls a tool: always if it must, else depending on the prompt's ids."""
     if not body.tools or body.tool_choice in (None, "none"):
         return False
     return body.tool_choice != "auto" or mix(*prompt[-64:]) % 2 == 0
 
 
 def grammar_of_calls(body: ChatBody, tokenizer: Tokenizer) -> TextGrammar:
-    """Return the texts that a model may say which calls a tool."""
+    """Return the texts that a model may generate to call a tool."""
     choice, tools = body.tool_choice, body.tools or []
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
@@ -56,7 +56,7 @@ class CallParser:
         return self._text if self.name is None or not self.arguments else None
 
     def add(self, text: str) -> dict[str, Any] | None:
-        """Take new text; return the delta to send, None if there is nothing to tell yet."""
+        """Take new text; return the delta to send, None if there is none yet."""
         self._text += text
         if not self._text.startswith(_BEGIN[: len(self._text)]):
             new, self._told = self._text[self._told :], len(self._text)
@@ -78,7 +78,7 @@ class CallParser:
 
 
 def _first_value(text: str) -> str:
-    """Return the JSON value that a text begins with, as far as it is there."""
+    """Return the JSON value that a text begins with, as far as it is complete."""
     try:
         _, end = json.JSONDecoder().raw_decode(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""From facts to findings. Pure: a rule is a function that takes all facts and yields what is wrong.
+"""Turns facts into findings. Pure: a rule is a function that takes all facts and yields what is wrong.
 
 A new rule is a function in one of these files and its name in that file's `RULES`.
 """
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 
 from pdproxy.lab.check.facts import Facts
 from pdproxy.lab.check.findings import LEVELS, Finding
-from pdproxy.lab.check.rules import alike, engine, flags, machine, transfer
+from pdproxy.lab.check.rules import compatible, engine, flags, machine, transfer
 
 Rule = Callable[[Facts], Iterable[Finding]]
 
-RULES: tuple[Rule, ...] = (*engine.RULES, *alike.RULES, *transfer.RULES, *flags.RULES, *machine.RULES)
+RULES: tuple[Rule, ...] = (*engine.RULES, *compatible.RULES, *transfer.RULES, *flags.RULES, *machine.RULES)
 
 
 def judge(facts: Facts) -> list[Finding]:

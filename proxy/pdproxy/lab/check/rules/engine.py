@@ -1,4 +1,4 @@
-"""Rules about one engine by itself: is it there, is it one, does it work, is its clock right? Pure."""
+"""Rules about a single engine: can it be reached, is it an engine, does it work, is its clock right? Pure."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pdproxy.lab.check.facts import EngineFacts, Facts
 from pdproxy.lab.check.findings import Finding
 
-MOST_SKEW = 5.0
-"""Seconds that clocks may be apart before logs and `created` of two machines can't be compared any more."""
+MAX_SKEW = 5.0
+"""Seconds. With a larger difference of clocks, logs and `created` of two machines can't be compared."""
 
 _KEY = "set auth.engine_api_key (or PDPROXY_AUTH__ENGINE_API_KEY) to the engine's --api-key"
 
@@ -21,19 +21,17 @@ def down(facts: Facts) -> Iterator[Finding]:
         match engine.trouble.kind:
             case "unreachable":
                 remedy = "start the engine, or correct its URL; from another machine it needs --host 0.0.0.0 and an open port"
-                if facts.surroundings.proxies and engine.url not in facts.surroundings.bypassed:
+                if facts.machine.proxies and engine.url not in facts.machine.bypassed:
                     remedy += "; pdproxy uses no HTTP proxy, so an engine behind one can't be reached"
             case "silent":
                 remedy = (
-                    "the port takes connections and nobody answers: look whether the process hangs or is stopped, and restart"
+                    "the port accepts connections and nothing answers: if the process hangs or is stopped, restart"
                     f" it; if it is only slow, give more than --timeout {facts.timeout:g}"
                 )
             case "unhealthy":
-                remedy = "the engine's core has died or is still starting: look into its log, and restart it"
+                remedy = "the engine's core has died or is still starting: read its log, and restart it"
             case _:
-                remedy = (
-                    "is this URL a vLLM server? It must be http://host:port with nothing before it that changes answers"
-                )
+                remedy = "this URL must be a vLLM server, http://host:port, with nothing before it that changes answers"
         yield Finding(
             level="error",
             code="engine_down",
@@ -48,13 +46,13 @@ def key(facts: Facts) -> Iterator[Finding]:
     has_key = _has_key(facts)
     for engine in facts.engines:
         if engine.trouble is not None and engine.trouble.kind == "key":
-            what = "refuses the key that is configured" if has_key else "wants a key, and none is configured"
+            what = "refuses the key that is configured" if has_key else "requires a key, and none is configured"
             yield Finding(
                 level="error",
                 code="wrong_key",
                 where=(engine.url,),
                 says=f"{_name(engine)} {what} ({engine.trouble.text})",
-                remedy=f"{_KEY}; all engines must take the same one",
+                remedy=f"{_KEY}; all engines must accept the same one",
             )
 
 
@@ -67,19 +65,19 @@ def _has_key(facts: Facts) -> bool:
 
 
 def clients_key(facts: Facts) -> Iterator[Finding]:
-    """An engine key without client keys is not sent for clients."""
+    """An engine key, but no keys of clients: the engine key is not sent for them."""
     auth = facts.settings.auth
     if _has_key(facts) and not auth.api_keys and auth.api_keys_file is None:
         yield Finding(
             level="note",
             code="clients_need_key",
-            says="auth.engine_api_key is set and auth.api_keys is empty: clients must bring the engines' key themselves",
-            remedy="set auth.api_keys to keys of your clients: then pdproxy checks those and sends its own to the engines",
+            says="auth.engine_api_key is set and auth.api_keys is empty: clients must send the engines' key themselves",
+            remedy="set auth.api_keys to your clients' keys: then pdproxy checks those and sends the engines' key itself",
         )
 
 
 def not_an_engine(facts: Facts) -> Iterator[Finding]:
-    """A URL that leads to a proxy, or to something without vLLM's metrics."""
+    """A URL of a proxy, or of a server without vLLM's metrics."""
     for engine in facts.engines:
         metrics = engine.metrics
         if engine.is_proxy:
@@ -90,26 +88,26 @@ def not_an_engine(facts: Facts) -> Iterator[Finding]:
                 says=f"{_name(engine)} is a pdproxy, not an engine",
                 remedy="give the URL of the vLLM server itself",
             )
-        elif engine.answers and (metrics is None or not metrics.vllm):
+        elif engine.could_be_asked and (metrics is None or not metrics.vllm):
             yield Finding(
                 level="warning",
                 code="no_metrics",
                 where=(engine.url,),
-                says=f"{_name(engine)} shows no metrics of vLLM: nothing tells whether KV moves",
+                says=f"{_name(engine)} has no metrics of vLLM: nothing shows whether KV moves",
                 remedy="if a router answers here, give the engine's own URL; else start it without --disable-log-stats",
             )
-        elif engine.answers and engine.role == "decode" and not (metrics is not None and metrics.by_source):
+        elif engine.could_be_asked and engine.role == "decode" and not (metrics is not None and metrics.by_source):
             yield Finding(
                 level="warning",
                 code="no_metrics",
                 where=(engine.url,),
-                says=f"{_name(engine)}: its metrics do not say where prompt tokens come from: KV that never moves stays unseen",
+                says=f"{_name(engine)}: its metrics do not show the source of prompt tokens, nor whether KV moves",
                 remedy="use a vLLM that has vllm:prompt_tokens_by_source_total (0.32.0 has)",
             )
 
 
 def changed(facts: Facts) -> Iterator[Finding]:
-    """An engine that was another one half-way."""
+    """An engine that changed during the check."""
     for engine in facts.by_role("prefill", "decode", "aggregated"):
         if engine.restarted:
             yield Finding(
@@ -117,20 +115,20 @@ def changed(facts: Facts) -> Iterator[Finding]:
                 code="engine_changed",
                 where=(engine.url,),
                 says=f"{_name(engine)} was another process at the end of the check than at its beginning",
-                remedy="it has restarted (look into its log), or several engines share this URL: list each under its own",
+                remedy="it has restarted (see its log), or several engines share this URL: list each under its own URL",
             )
 
 
-def mute(facts: Facts) -> Iterator[Finding]:
+def no_output(facts: Facts) -> Iterator[Finding]:
     """An engine that is healthy and does not generate."""
     for engine in facts.by_role("prefill", "decode", "aggregated"):
-        if engine.mute:
+        if engine.no_output:
             yield Finding(
                 level="error",
                 code="engine_mute",
                 where=(engine.url,),
-                says=f"{_name(engine)} says that it is healthy, but a completion of 8 tokens fails: {engine.mute}",
-                remedy="look into the engine's log; if its core hangs, restart it",
+                says=f"{_name(engine)} reports that it is healthy, but a completion of 8 tokens fails: {engine.no_output}",
+                remedy="read the engine's log; if its core hangs, restart it",
             )
         elif not engine.base_names:
             yield Finding(
@@ -143,21 +141,21 @@ def mute(facts: Facts) -> Iterator[Finding]:
 
 
 def clock(facts: Facts) -> Iterator[Finding]:
-    """An engine whose clock is off."""
+    """An engine whose clock is wrong."""
     for engine in facts.by_role("prefill", "decode", "aggregated"):
-        if abs(engine.skew) > MOST_SKEW:
-            way = "ahead of" if engine.skew > 0 else "behind"
+        if abs(engine.clock_skew) > MAX_SKEW:
+            way = "ahead of" if engine.clock_skew > 0 else "behind"
             yield Finding(
                 level="warning",
                 code="clock",
                 where=(engine.url,),
-                says=f"{_name(engine)}: its clock is {abs(engine.skew):.0f} s {way} this machine's",
+                says=f"{_name(engine)}: its clock is {abs(engine.clock_skew):.0f} s {way} this machine's",
                 remedy="run NTP on both: logs, metrics and `created` can't be compared otherwise",
             )
 
 
 def busy(facts: Facts) -> Iterator[Finding]:
-    """An engine that was at work for others: counts may be off."""
+    """An engine with other requests: counts may be wrong."""
     for engine in facts.by_role("prefill", "decode"):
         if engine.metrics is not None and engine.metrics.busy:
             count = int(engine.metrics.running + engine.metrics.waiting)
@@ -165,8 +163,8 @@ def busy(facts: Facts) -> Iterator[Finding]:
                 level="note",
                 code="busy",
                 where=(engine.url,),
-                says=f"{_name(engine)} had {count} other requests: its counters also count those, so numbers may be off",
-                remedy="for a proof without doubt, check while nobody else uses the engines",
+                says=f"{_name(engine)} had {count} other requests: its counters include them, so numbers may be wrong",
+                remedy="for certain results, check engines without other traffic",
             )
 
 
@@ -174,4 +172,4 @@ def _name(engine: EngineFacts) -> str:
     return f"{engine.role} {engine.url}"
 
 
-RULES = (down, key, not_an_engine, changed, mute, clock, busy, clients_key)
+RULES = (down, key, not_an_engine, changed, no_output, clock, busy, clients_key)

@@ -1,4 +1,4 @@
-"""Rules about how engines were started, where it works and could be better: lease, failure policy, usage details. Pure."""
+"""Rules about engines' flags that work and could be better: lease, failure policy, usage details. Pure."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def lease(facts: Facts) -> Iterator[Finding]:
                 level="warning",
                 code="lease_short",
                 where=(engine.url,),
-                says=f"prefill {engine.url} freed KV {engine.lease.ended:.1f} s after it was computed, though nobody had read it",
+                says=f"prefill {engine.url} freed KV {engine.lease.ended:.1f} s after it was computed, before it was read",
                 remedy="raise kv_lease_duration in kv_connector_extra_config of its --kv-transfer-config (default: 30 s):"
-                " KV that is read later is wrong without an error, and a handle may wait for deadlines.connect +"
+                " KV that is read after it was freed is wrong without an error, and a handle may wait for deadlines.connect +"
                 f" deadlines.release = {deadlines.connect + deadlines.release:g} s and more",
             )
 
 
 def policy(facts: Facts) -> Iterator[Finding]:
-    """A decode engine that computes a prompt itself where KV can't be loaded: right, and silent."""
+    """A decode engine that computes a prompt itself if KV can't be loaded: a right answer, but nothing reports it."""
     for engine in facts.by_role("decode"):
         if engine.policy is not None and engine.policy.answer == "recompute":
             yield Finding(
@@ -33,21 +33,21 @@ def policy(facts: Facts) -> Iterator[Finding]:
                 code="policy_recompute",
                 where=(engine.url,),
                 says=f"decode {engine.url} computes a prompt again if its KV can't be loaded (kv_load_failure_policy: recompute)",
-                remedy="answers stay right, but only pdproxy_kv_moved_total tells of it, and a frozen prefill engine is noticed"
+                remedy="answers stay right, but only pdproxy_kv_moved_total shows it, and a frozen prefill engine is noticed"
                 " after deadlines.first_token; with the policy `fail` (vLLM's default) pdproxy tries another pair at once",
             )
 
 
 def details(facts: Facts) -> Iterator[Finding]:
-    """No word on cached tokens in the usage."""
+    """No cached tokens in the usage."""
     for engine in facts.by_role("decode", "aggregated"):
-        if engine.said and not any(said.details for said in engine.said):
+        if engine.completions and not any(one.details for one in engine.completions):
             yield Finding(
                 level="warning",
                 code="prompt_details_off",
                 where=(engine.url,),
-                says=f"{engine.role} {engine.url} does not tell cached tokens: usage.prompt_tokens_details is null",
-                remedy="start it with --enable-prompt-tokens-details: clients and bills then see what was cached",
+                says=f"{engine.role} {engine.url} does not report cached tokens: usage.prompt_tokens_details is null",
+                remedy="start it with --enable-prompt-tokens-details: clients and bills then include what was cached",
             )
 
 

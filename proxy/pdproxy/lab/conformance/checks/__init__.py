@@ -1,4 +1,4 @@
-"""All checks, in the order in which they are made. The first is the condition of the others."""
+"""All checks in the order in which they run. If the first one does not pass, the others are not judged."""
 
 from __future__ import annotations
 

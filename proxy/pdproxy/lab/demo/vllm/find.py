@@ -1,4 +1,4 @@
-"""Finding vLLM: the program, the interpreter that it belongs to, and what it can use there.
+"""Finds vLLM: its program, its Python interpreter, and the hardware that it can use.
 
 Owns the words for what is missing and how to get it.
 """
@@ -27,7 +27,7 @@ HOW_TO_GET = (
 
 
 class Found(msgspec.Struct, frozen=True):
-    """A vLLM: its version, whether NIXL is beside it, how many GPUs it sees, and whether it is made for CPUs."""
+    """An installed vLLM: its version, whether NIXL is installed, the number of GPUs, and whether it is built for CPUs."""
 
     version: str | None
     nixl: bool
@@ -49,7 +49,7 @@ def find_program(name: str) -> Path:
 
 
 def interpreter_of(program: Path) -> Path:
-    """Return the Python that a console script belongs to, as its first line says, else the one that lies beside it.
+    """Return the Python that a console script belongs to, from its first line, else the one in the same folder.
 
     Raises:
         DemoError: neither is there.
@@ -70,7 +70,7 @@ def interpreter_of(program: Path) -> Path:
 
 
 async def look(python: Path) -> Found:
-    """Return what is there to be used.
+    """Return the installed vLLM.
 
     Raises:
         DemoError: the interpreter can't say.
@@ -79,11 +79,11 @@ async def look(python: Path) -> Found:
     try:
         return msgspec.json.decode(said.splitlines()[-1] if said else b"", type=Found)
     except msgspec.MsgspecError as error:
-        raise DemoError(f"{python} says something else than expected about vLLM: {error}", CANT_START) from error
+        raise DemoError(f"{python} reports something unexpected about vLLM: {error}", CANT_START) from error
 
 
 def judge(found: Found, python: Path, engines: int) -> None:
-    """Refuse what can't work.
+    """Refuse what can't work with this vLLM.
 
     Raises:
         DemoError: says what is missing.

@@ -32,16 +32,16 @@ _CPU_ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is served: `source` is a name or a folder, `name` what clients call it."""
+    """The served model: `source` is a name or a folder, `name` is its name for clients."""
 
     source: str
     name: str
     local: bool = False
-    """Whether it lies on this machine: nothing must be looked up elsewhere then."""
+    """Whether it is on this machine, so that nothing is downloaded."""
 
 
 def arguments(python: Path, model: Model, place: Place, port: int, *, cpu: bool, more: Sequence[str]) -> list[str]:
-    """Return the command that starts one engine; `more` is the user's own, and comes last, so it wins.
+    """Return the command that starts one engine; `more` are the user's flags; they come last and override the others.
 
     It is the module that `vllm serve` runs: the console script of some CPU builds looks for a distribution called vllm, and
     ends when theirs is called otherwise.
@@ -58,7 +58,7 @@ def arguments(python: Path, model: Model, place: Place, port: int, *, cpu: bool,
 def environment(
     given: Mapping[str, str], model: Model, side_port: int, *, gpu: str | None, threads: int
 ) -> dict[str, str]:
-    """Return an engine's environment: the user's, over what a CPU needs, under what must be ours.
+    """Return an engine's environment: a CPU's defaults, overridden by the user's, overridden by what the demo needs.
 
     `gpu` None: there is none, and the engine may use so many `threads`.
     """

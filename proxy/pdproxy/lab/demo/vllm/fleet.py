@@ -1,4 +1,4 @@
-"""The demo's real engines as one: found, started together, waited for in words, ended together.
+"""The demo's real engines: found, started together, with progress messages, ended together.
 
 Owns their processes and the folder of their logs, which is kept where one of them failed.
 """
@@ -23,13 +23,13 @@ from pdproxy.lab.demo.vllm.flags import LOOPBACK, Model, arguments, environment
 from pdproxy.lab.demo.vllm.process import EngineProcess
 
 GPU_MODEL = "Qwen/Qwen3-0.6B"
-"""What is served on GPUs where no --model is given: small, and free to download."""
+"""The model on GPUs without --model: small, and free to download."""
 _LOOK_EVERY = 0.5
 _LOADS = ("Starting to load model", "Loading weights")
 
 
 class VllmEngines:
-    """vLLM engines, each a process group of its own: on a GPU each, or all on the CPU."""
+    """vLLM engines, each with its own process group: one per GPU, or all on the CPU."""
 
     def __init__(self, options: Options) -> None:
         """Find vLLM's program.
@@ -42,7 +42,7 @@ class VllmEngines:
         self._python = find.interpreter_of(self._program)
         self._local = options.model is not None and Path(options.model).is_dir()
         self.model = options.model or "tiny"
-        self.words = f"{options.prefill} prefill and {options.decode} decode engines, real vLLM"
+        self.description = f"{options.prefill} prefill and {options.decode} decode engines, real vLLM"
         self.pace = Pace(people=8, pause=1.5)
         self.places: list[Place] = []
         self._processes: list[EngineProcess] = []
@@ -50,7 +50,7 @@ class VllmEngines:
         self._failed = False
 
     async def start(self, say: Say) -> None:
-        """Start all, telling what is waited for."""
+        """Start all, and report what is waited for."""
         try:
             async with asyncio.timeout(self._options.wait):
                 await self._start(say)
@@ -100,7 +100,7 @@ class VllmEngines:
             await self._all_ready(session, say)
 
     async def _choose(self, found: find.Found, say: Say) -> Model:
-        """Return the model to serve, and say what there is to know about it."""
+        """Return the model to serve, and report facts about it."""
         options = self._options
         if found.gpus:
             self.model = options.model or GPU_MODEL
@@ -130,7 +130,7 @@ class VllmEngines:
 
 
 async def _ready(session: aiohttp.ClientSession, process: EngineProcess, place: Place, say: Say) -> None:
-    """Return once an engine is healthy; whoever calls has a deadline."""
+    """Return once an engine is healthy; the caller has a deadline."""
     loop = asyncio.get_running_loop()
     begun, loading = loop.time(), False
     while True:
@@ -150,7 +150,7 @@ async def _ready(session: aiohttp.ClientSession, process: EngineProcess, place: 
 
 
 def _free_ports(count: int) -> Sequence[int]:
-    """Return ports of the loopback that were free a moment ago, each another one."""
+    """Return different loopback ports that were just free."""
     probes = [socket.socket() for _ in range(count)]
     try:
         for probe in probes:

@@ -1,4 +1,4 @@
-"""Processes that leave nothing behind: programs that run to their end, and engines under a guard.
+"""Processes that leave no children: programs that run to their end, and engines under a guard.
 
 Owns their process groups. See `scripts/guard.py` for how an engine ends even where the demo is killed.
 """
@@ -20,11 +20,11 @@ GRACE = 10.0
 """Seconds that an engine gets between SIGTERM and SIGKILL."""
 _TAIL = 15
 _NOISE = ('"GET /',)
-"""Scrapes and probes, which drown the rest of a log."""
+"""Scrapes and probes, which fill a log."""
 
 
 async def run_to_end(command: Sequence[str | Path], deadline: float, doing: str) -> bytes:
-    """Run a program and return what it printed; its whole group is killed at the deadline, and when we are cancelled.
+    """Run a program and return what it printed; its whole group is killed at the deadline, and on cancellation.
 
     Raises:
         DemoError: it failed or took too long; ends with its last line.
@@ -53,7 +53,7 @@ async def run_to_end(command: Sequence[str | Path], deadline: float, doing: str)
 
 
 def kill_group(leader: int) -> None:
-    """Kill what is left of a session that we started."""
+    """Kill what is left of a session that this class started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -82,11 +82,11 @@ class EngineProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether it is over, or never began."""
+        """Whether it has ended, or was not started."""
         return self._guard is None or self._guard.returncode is not None
 
     def said(self, *words: str) -> bool:
-        """Tell whether its log holds one of these."""
+        """Return whether its log has one of these."""
         try:
             text = self.log.read_text(errors="replace")
         except OSError:
@@ -102,7 +102,7 @@ class EngineProcess:
         return "\n".join([line for line in lines if not any(noise in line for noise in _NOISE)][-_TAIL:])
 
     async def stop(self, at_once: asyncio.Event) -> None:
-        """End all of it: gracefully, or by SIGKILL once `at_once` is set or the grace is over."""
+        """End it with its children: gracefully, or by SIGKILL once `at_once` is set or the grace has passed."""
         guard = self._guard
         if guard is None:
             return

@@ -1,8 +1,8 @@
-"""One request's way through a simulated engine: noted in the journal, watched at each moment, hit by the faults that are due.
+"""The ASGI application in front of the API server's: it records each request and carries out the faults that are due.
 
-Owns the ASGI application around the API server's. Each message of an answer passes here before uvicorn makes bytes of it; at
-each moment the book is asked. A fault either changes how the rest is written, acts on the engine, or takes the answer over: then
-the application's own messages are dropped, and `pdproxy.sim.fault_actions` says what the client gets instead.
+Each message of an answer passes here before uvicorn makes bytes of it. At each moment of the request the book of faults is
+asked. A fault changes how the rest is written, acts on the engine, or takes the answer over: then the application's own
+messages are dropped, and the fault sends something else.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pdproxy.sim import fault_actions
-from pdproxy.sim.fault_kinds import Moment
-from pdproxy.sim.faults import Fault, FaultBook, Situation
+from pdproxy.sim.faults.book import FaultBook, Situation
+from pdproxy.sim.faults.kind import Occurrence
+from pdproxy.sim.faults.moments import Moment
+from pdproxy.sim.faults.targets import ProcessControls
 from pdproxy.sim.journal import Journal, Request
 from pdproxy.sim.reply import Reply
 from pdproxy.sim.script import Scripts
 from pdproxy.sim.sse import Event, classify, events_of
-from pdproxy.sim.transport import LINE, Line
+from pdproxy.sim.transport import SCOPE_KEY, ConnectionControls, RequestConnection
 from pdproxy.sim.watched import WatchedEngine, watcher
-from pdproxy.sim.writing import Style, Writer
+from pdproxy.sim.writing import Writer
 
 logger = logging.getLogger("pdproxy")
 
-_PATIENCE = 1.0
-"""Seconds that an application which was told to end gets for it."""
+_CANCEL_TIMEOUT = 1.0
+"""Seconds that a cancelled application gets to end."""
 
 
-class Host(Protocol):
-    """The server, as an exchange sees it."""
+class Host(ProcessControls, Protocol):
+    """The server, as the middleware uses it."""
 
     engine: WatchedEngine
     scripts: Scripts
@@ -43,14 +44,8 @@ class Host(Protocol):
     def faults(self) -> FaultBook:
         """The armed faults."""
 
-    def stop_soon(self, kind: str, seconds: float) -> None:
-        """Have the whole process killed, terminated or restarted."""
 
-    def freeze_now(self, seconds: float) -> None:
-        """Have the whole process stopped; 0: until thawed."""
-
-
-class Exchanges:
+class FaultMiddleware:
     """The ASGI application that uvicorn serves."""
 
     def __init__(self, app: ASGIApp, host: Host) -> None:
@@ -58,26 +53,26 @@ class Exchanges:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        line: Line = scope[LINE]
+        connection: RequestConnection = scope[SCOPE_KEY]
         body = await _read(receive)
         if body is None:
             return
         headers = [(name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in scope["headers"]]
-        request = Request(scope["method"], scope["path"], headers, body, line.number)
+        request = Request(scope["method"], scope["path"], headers, body, connection.number)
         self._host.journal.note(request)
-        exchange = Exchange(self._app, self._host, line, request, scope, receive, send)
-        line.occupy(exchange)
+        handled = HandledRequest(self._app, self._host, connection, request, scope, receive, send)
+        connection.observe(handled)
         try:
-            await exchange.run()
+            await handled.run()
         except asyncio.CancelledError:
-            if not line.wire.is_closing():
+            if not connection.wire.is_closing():
                 raise
         except Exception as error:
-            # A mistake in the simulator or in a test's script: never hidden behind a fault.
+            # A mistake in the simulator or in a test's script: it must not look like a fault.
             logger.exception("%s failed in the simulated engine", request.path)
             self._host.crashes.append(f"{request.path}: {error!r}")
-            exchange.ended()
-            line.wire.abort()
+            handled.ended()
+            connection.wire.abort()
 
 
 async def _read(receive: Receive) -> bytes | None:
@@ -91,70 +86,103 @@ async def _read(receive: Receive) -> bytes | None:
             return b"".join(parts)
 
 
-class Exchange:
-    """One request and its answer."""
+class HandledRequest:
+    """One request and its answer. It is the `Answer` that faults act on."""
 
     def __init__(
-        self, app: ASGIApp, host: Host, line: Line, request: Request, scope: Scope, receive: Receive, send: Send
+        self,
+        app: ASGIApp,
+        host: Host,
+        connection: RequestConnection,
+        request: Request,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
-        self.host, self.line, self.request = host, line, request
+        self._host, self._connection, self._request = host, connection, request
         self._app, self._scope, self._receive_more = app, scope, receive
         self._body_read = False
-        self.writer = Writer(line, send)
-        self.gone = asyncio.Event()
+        self.writer = Writer(connection, send)
+        self._gone = asyncio.Event()
         """Set when the connection is gone, whoever ended it."""
         self._scripted: asyncio.Task[None] | None = None
-        self._taken: asyncio.Future[Fault] = asyncio.get_running_loop().create_future()
+        self._taken: asyncio.Future[Occurrence] = asyncio.get_running_loop().create_future()
+        """The fault that has taken the answer over."""
         self._past: set[Moment] = set()
         self.start: Message | None = None
-        """The application's status and headers."""
         self.due: Message | None = None
-        """What the application is about to send."""
         self._sse = False
         self._outputs = 0
 
-    # -- what the connection tells
+    # -- what faults act on
+
+    @property
+    def connection(self) -> ConnectionControls:
+        """The client's connection."""
+        return self._connection.controls
+
+    @property
+    def engine(self) -> WatchedEngine:
+        """The engine."""
+        return self._host.engine
+
+    @property
+    def process(self) -> ProcessControls:
+        """The server."""
+        return self._host
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the client asked for a stream."""
+        return self._request.stream
 
     def ended(self) -> None:
-        """The engine itself ends this exchange: the client has not left it."""
-        self.request.over = True
+        """Record that the engine ends the answer: the client has not left."""
+        self._request.over = True
 
     def left(self) -> None:
-        """The connection is gone."""
-        self.gone.set()
-        if not self.request.over:
-            self.request.left_at = asyncio.get_running_loop().time()
-            self.request.left.set()
+        """Take note that the connection is gone."""
+        self._gone.set()
+        if not self._request.over:
+            self._request.left_at = asyncio.get_running_loop().time()
+            self._request.left.set()
         if self._scripted is not None:
             self._scripted.cancel()
 
-    # -- the way through
+    # -- from the request to its end
 
     async def run(self) -> None:
         """Answer."""
-        script = self.host.scripts.take(self.request)
+        script = self._host.scripts.take(self._request)
         if script is not None:
             await self._follow(script)
             return
-        if not self.occurs("queued"):
-            if self.writer.style.delay:
-                await self._sleep(self.writer.style.delay)
-            watcher.set(self.occurs)
-            work = asyncio.create_task(self._serve(), name=f"{self.request.method} {self.request.path}")
-            try:
-                waited: set[asyncio.Future[Any]] = {work, self._taken}
-                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-                if not self._taken.done():
-                    work.result()
-                    return
-                await self.writer.idle()
-                if not fault_actions.goes_on(self._taken.result()):
-                    await self._cancel(work)
-                await fault_actions.act(self._taken.result(), self)
-            finally:
+        if self._occurs("queued"):
+            await self._take_over()
+            return
+        if self.writer.style.delay:
+            await self._sleep(self.writer.style.delay)
+        watcher.set(self._occurs)
+        work = asyncio.create_task(self._serve(), name=f"{self._request.method} {self._request.path}")
+        try:
+            waited: set[asyncio.Future[Any]] = {work, self._taken}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if not self._taken.done():
+                work.result()
+                return
+            await self.writer.idle()
+            if not self._taken.result().kind.engine_continues:
                 await self._cancel(work)
-        else:
-            await fault_actions.act(self._taken.result(), self)
+            await self._take_over()
+        finally:
+            await self._cancel(work)
+
+    async def _take_over(self) -> None:
+        taken = self._taken.result()
+        await self.writer.flush()
+        await taken.kind.take_over(self, taken)
+        if not self._connection.complete:
+            await self._gone.wait()
 
     async def _serve(self) -> None:
         await self._app(self._scope, self._receive, self._send)
@@ -162,22 +190,22 @@ class Exchange:
     async def _cancel(self, work: asyncio.Task[None]) -> None:
         if not work.done():
             work.cancel()
-            await asyncio.wait({work}, timeout=_PATIENCE)
+            await asyncio.wait({work}, timeout=_CANCEL_TIMEOUT)
         if work.done() and not work.cancelled() and (error := work.exception()) is not None and self._taken.done():
             logger.debug("dropped with its answer: %r", error)
 
     async def _follow(self, script: Any) -> None:
-        reply = Reply(self.host.engine, self.request, self.line, self._serve_for_script)
+        reply = Reply(self._host.engine, self._request, self._connection, self._serve_for_script)
         self._scripted = asyncio.ensure_future(script(reply))
         try:
             await self._scripted
         except asyncio.CancelledError:
-            if not self.gone.is_set():
+            if not self._gone.is_set():
                 raise
         finally:
             self._scripted.cancel()
-        self.request.over = not self.request.left.is_set()
-        self.line.answered()
+        self._request.over = not self._request.left.is_set()
+        self._connection.answered()
 
     async def _serve_for_script(self) -> None:
         watcher.set(None)
@@ -186,45 +214,43 @@ class Exchange:
     async def _receive(self) -> Message:
         if not self._body_read:
             self._body_read = True
-            return {"type": "http.request", "body": self.request.body, "more_body": False}
+            return {"type": "http.request", "body": self._request.body, "more_body": False}
         message = await self._receive_more()
-        if message["type"] == "http.disconnect" and not self.gone.is_set():
-            # uvicorn says so, too, when it holds the answer for complete: the application must not be gone before the last write.
+        if message["type"] == "http.disconnect" and not self._gone.is_set():
+            # uvicorn sends it also when the answer is complete: the application must not end before the last write.
             await self.writer.idle()
         return message
 
     async def _sleep(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.gone.wait(), seconds)
+            await asyncio.wait_for(self._gone.wait(), seconds)
 
     # -- moments
 
-    def occurs(self, at: Moment) -> bool:
-        """Take note of a moment; tell whether a fault has taken the answer over."""
-        if self._taken.done() or self.gone.is_set():
+    def _occurs(self, at: Moment) -> bool:
+        """Carry out the faults of a moment; return whether one has taken the answer over."""
+        if self._taken.done() or self._gone.is_set():
             return self._taken.done()
         if at != "mid_stream":
             if at in self._past:
                 return False
             self._past.add(at)
         now = Situation(
-            path=self.request.path,
-            generating=self.request.generating,
-            release=self.request.release,
-            stream=self.request.stream,
+            path=self._request.path,
+            generating=self._request.generating,
+            release=self._request.release,
+            stream=self._request.stream,
             head_out=self.writer.head_out,
             events=self._outputs,
         )
-        for armed in self.host.faults.due(at, now):
-            if fault_actions.passing(armed, at, self):
+        for one in self._host.faults.due(at, now):
+            if at == "after" and one.kind.on_connection(self.connection, one):
                 continue
-            self._taken.set_result(armed.fault)
+            if one.kind.on_answer(self, one):
+                continue
+            self._taken.set_result(one)
             return True
         return False
-
-    def restyle(self, style: Style) -> None:
-        """Write the rest of the answer in another manner."""
-        self.writer.style = style
 
     # -- the application's messages
 
@@ -259,9 +285,9 @@ class Exchange:
 
     async def _send_whole(self, message: Message) -> None:
         if not self.writer.head_out:
-            if self._good and self.request.wants_handle and self.occurs("handed_over"):
+            if self._good and self._request.wants_handle and self._occurs("handed_over"):
                 return
-            if self._good and self.occurs("last_chunk"):
+            if self._good and self._occurs("last_chunk"):
                 return
             await self._begin()
             if self._taken.done():
@@ -274,25 +300,25 @@ class Exchange:
         assert self.start is not None
         await self.writer.send(self.start)
         if self._good:
-            self.occurs("head")
+            self._occurs("head")
 
     @property
     def _good(self) -> bool:
         return self.start is not None and self.start["status"] == 200
 
     def _stream_moments(self, kind: Event) -> bool:
-        """Take note of the moments before an event; tell whether it must not go out."""
+        """Pass the moments before an event; return whether the event must not be sent."""
         if kind is Event.DONE:
-            return self.occurs("before_done")
+            return self._occurs("before_done")
         if kind not in (Event.OUTPUT, Event.FINISH):
             return False
-        taken = self.occurs("before_first_token") if not self._outputs else self.occurs("mid_stream")
-        taken = taken or (kind is Event.FINISH and self.occurs("last_chunk"))
+        taken = self._occurs("mid_stream") if self._outputs else self._occurs("before_first_token")
+        taken = taken or (kind is Event.FINISH and self._occurs("last_chunk"))
         if not taken:
             self._outputs += 1
         return taken
 
     def _finished(self) -> None:
-        self.request.over = not self.request.left.is_set()
+        self._request.over = not self._request.left.is_set()
         if self._good:
-            self.occurs("after")
+            self._occurs("after")

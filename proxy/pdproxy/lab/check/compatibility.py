@@ -1,4 +1,4 @@
-"""Whether the proxy would pair two engines, and whether the check may. Pure.
+"""Whether the proxy would pair two engines, so that the check may try them. Pure.
 
 The check sends a request through a pair only if the proxy would: KV for blocks of another size, or of a longer prompt, kills a
 decode engine.
@@ -9,14 +9,14 @@ from __future__ import annotations
 from pdproxy.lab.check.facts import EngineFacts
 
 
-def why_unpaired(prefill: EngineFacts, decode: EngineFacts) -> str:
-    """Return why no request may go through this pair, "" if one may."""
+def why_incompatible(prefill: EngineFacts, decode: EngineFacts) -> str:
+    """Return why no request may be sent through this pair, "" if one may."""
     for engine in (prefill, decode):
         if engine.trouble is not None:
             return f"the {engine.role} engine could not be asked"
         if engine.is_proxy:
-            return f"the {engine.role} URL is no engine"
-        if engine.mute:
+            return f"the {engine.role} URL is not an engine"
+        if engine.no_output:
             return f"the {engine.role} engine does not generate"
     if (difference := prefill.evidence().difference(decode.evidence())) is not None:
         return difference

@@ -1,7 +1,7 @@
-"""The side channel between engine processes: who listens, reading pages, notices. Msgpack in frames with a length, over TCP.
+"""NIXL's side channel between engine processes: engine ids, reading pages, notices. Msgpack in frames with a length, over TCP.
 
-Owns the listening socket of one engine and the short connections to others. Real engines do the same with ZMQ and RDMA; what
-matters here is who can be reached, who answers, and what is in the pages when they are read.
+Owns the listening socket of one engine and the short connections to others. Real engines do the same with ZMQ and RDMA. What
+is simulated: which engine can be reached, which one answers, and what is in the pages when they are read.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.sim.memory import Page
 from pdproxy.sim.nixl import Peer
 
-_MOST = 1 << 28
+_MAX_FRAME = 1 << 28
 _HEADER = 4
 _NOTICE_DEADLINE = 10.0
-"""Seconds. Real notices are fire and forget: a busy machine must not lose them."""
+"""Seconds. Real notices are never answered; here the deadline is long, so that a busy machine does not lose them."""
 
 
 class _Question(msgspec.Struct, omit_defaults=True):
     engine_id: str = ""
-    """Whom the question is for; empty: who are you?"""
+    """The engine that the question is for; empty: the question is for its id."""
     read: list[int] = []
     notice: str = ""
     request_ids: list[str] = []
@@ -39,7 +39,7 @@ class _Reply(msgspec.Struct, omit_defaults=True):
 
 
 class LinkError(Exception):
-    """The other engine is gone, is another one by now, or talks nonsense."""
+    """The other engine is down, has another id now, or sends invalid data."""
 
 
 _decode_question = msgspec.msgpack.Decoder(_Question).decode
@@ -54,7 +54,7 @@ async def receive_frame(reader: asyncio.StreamReader) -> bytes:
         EOFError, OSError, LinkError: there is none, or it is too long.
     """
     length = int.from_bytes(await reader.readexactly(_HEADER), "big")
-    if length > _MOST:
+    if length > _MAX_FRAME:
         raise LinkError(f"a frame of {length} bytes")
     return await reader.readexactly(length)
 
@@ -79,10 +79,10 @@ async def _ask(peer: Peer, question: _Question) -> _Reply:
         writer.close()
 
 
-async def greet(peer: Peer, deadline: float) -> str | None:
+async def engine_id_at(peer: Peer, deadline: float) -> str | None:
     """Return the id of the engine that listens there; None if none answers within `deadline` seconds.
 
-    As in vLLM the answer "nobody" takes the whole deadline, also where nothing listens.
+    As in vLLM, None takes the whole deadline, also where nothing listens.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + deadline
@@ -98,7 +98,7 @@ async def read_pages(peer: Peer, blocks: Sequence[int]) -> list[Page]:
     """Read pages of a peer's memory. A frozen peer never answers, and there is no deadline: as in vLLM.
 
     Raises:
-        LinkError: the peer is gone, or another engine listens there now.
+        LinkError: the peer is down, or another engine listens there now.
     """
     reply = await _ask(peer, _Question(engine_id=peer.engine_id, read=list(blocks)))
     if reply.refused:
@@ -106,11 +106,11 @@ async def read_pages(peer: Peer, blocks: Sequence[int]) -> list[Page]:
     return reply.pages
 
 
-async def tell(peer: Peer, kind: str, request_ids: Sequence[str]) -> None:
+async def send_notice(peer: Peer, kind: str, request_ids: Sequence[str]) -> None:
     """Send a notice.
 
     Raises:
-        LinkError: it was not taken.
+        LinkError: it was not accepted.
     """
     question = _Question(engine_id=peer.engine_id, notice=kind, request_ids=list(request_ids))
     try:
@@ -148,7 +148,7 @@ class SideChannel:
         except OSError as error:
             if not isinstance(error, socket.gaierror) and error.errno != errno.EADDRNOTAVAIL:
                 raise
-            # Not an address of this machine: what handles say is wrong, which is a misconfiguration worth simulating.
+            # Not an address of this machine: handles then name a wrong address, as with a real misconfigured engine.
             self._server = await asyncio.start_server(self._accepted, "127.0.0.1", port, backlog=1024)
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -160,16 +160,16 @@ class SideChannel:
         await self._answering.settle(0)
 
     def freeze(self) -> None:
-        """Take connections and questions, answer none."""
+        """Accept connections and questions, answer none."""
         self._awake.clear()
 
     def thaw(self) -> None:
-        """Answer again, also what was asked meanwhile."""
+        """Answer again, also what was asked while frozen."""
         self._awake.set()
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = self._answering.spawn(self._answer(reader, writer), "side channel")
-        # Not in the task itself: one that is cancelled before its first step never gets there.
+        # Not in the task itself: a task that is cancelled before its first step does not run at all.
         task.add_done_callback(lambda _: writer.close())
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,8 +1,6 @@
-"""Faults: what can go wrong with a simulated engine's answer, at which moment, for which requests. Pure.
+"""Armed faults: what a fault may contain, its text form, and which request it happens to. Pure.
 
-Owns what a fault says, its text form, and the book of the faults that are armed. Nothing here acts: `sim.exchange` asks
-the book at each moment of a request and has `sim.fault_actions` carry out what it gets. A fault whose moment does not come for a
-request does not happen to it, and stays armed.
+The server asks the book at each moment of a request and carries out what it gets.
 """
 
 from __future__ import annotations
@@ -14,26 +12,24 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.sim.fault_kinds import KINDS, MOMENTS, Argument, Moment
-
-
-class FaultError(ValueError):
-    """A fault that makes no sense. `str()` says what is wrong, in one line."""
+from pdproxy.sim.faults.kind import Argument, FaultError, Kind, Occurrence
+from pdproxy.sim.faults.kinds import KINDS
+from pdproxy.sim.faults.moments import MOMENTS, Moment
 
 
 class Situation(msgspec.Struct, kw_only=True):
-    """Where a request stands when the book is asked."""
+    """The state of a request when the book is asked."""
 
     path: str = ""
     generating: bool = False
     release: bool = False
-    """A handle is given back: a generating request with `max_tokens: 0`."""
+    """It releases a handle: a generating request with `max_tokens: 0`."""
     stream: bool = False
     head_out: bool = False
     events: int = 0
-    """Events with output that are out."""
+    """Events with output that have been sent."""
     rank: int = 0
-    """Whose notice is due."""
+    """The worker whose notice is due."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,9 +39,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     at: Moment | None = None
     """None: the kind's default moment; never None once made."""
     next: int | None = None
-    """It befalls the next so many requests. Neither this nor `rate`: the next one."""
+    """It happens to the next `next` requests. Without this and without `rate`: to one."""
     rate: float | None = None
-    """It befalls this share of requests, above 0 up to 1, for ever."""
+    """It happens to this share of all requests, above 0 up to 1."""
     seed: int | None = None
     """Of all draws; None: the book's."""
     path: str | None = None
@@ -53,42 +49,46 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     """Only streamed (true) or whole (false) answers; None: both."""
     releases: bool = False
-    """Also requests that only give a handle back (`max_tokens: 0`)."""
+    """Also requests that only release a handle (`max_tokens: 0`)."""
     events: int = 2
-    """When `mid_stream` is."""
+    """When `mid_stream` is: after so many events with output."""
     args: dict[str, Argument] = {}
-    """The kind's own; complete once made."""
+    """The kind's own arguments; complete once made."""
 
     def __post_init__(self) -> None:
         """Fill in what was left out.
 
         Raises:
-            FaultError: it makes no sense.
+            FaultError: the fields don't fit together.
         """
-        kind = KINDS.get(self.kind)
-        if kind is None:
+        if self.kind not in KINDS:
             raise FaultError(f"kind = {self.kind!r} is none of {', '.join(KINDS)}")
+        kind = self.definition
         at = self.at or kind.moments[0]
         if at not in kind.moments:
-            raise FaultError(f"at = {at!r} is no moment of {self.kind}: it has {', '.join(kind.moments)}")
+            raise FaultError(f"at = {at!r} is no moment of {self.kind}: its moments are {', '.join(kind.moments)}")
         self._check_choice()
-        args = _complete(self.kind, kind.args, self.args)
-        if args.get("what") == "json" and at in ("accept", "after"):
-            raise FaultError(f"what = 'json' needs an answer: at = {at!r} has none")
+        args = _complete(kind, self.args)
+        kind.check(at, args)
         if at == "notice" and (self.path is not None or self.stream is not None):
             raise FaultError(f"{self.kind} takes no path and no stream: a notice is no answer")
         if kind.streams and self.stream is False:
             raise FaultError(f"{self.kind} can't happen to whole answers (stream = false)")
         msgspec.structs.force_setattr(self, "at", at)
         msgspec.structs.force_setattr(self, "args", args)
-        if self.next is None and self.rate is None and self.kind != "refuse":
+        if self.next is None and self.rate is None and not kind.closes_port:
             msgspec.structs.force_setattr(self, "next", 1)
 
+    @property
+    def definition(self) -> Kind:
+        """Its kind."""
+        return KINDS[self.kind]
+
     def _check_choice(self) -> None:
-        if self.kind == "refuse":
+        if self.definition.closes_port:
             given = {"next": self.next, "rate": self.rate, "path": self.path, "stream": self.stream}
             if wrong := [name for name, value in given.items() if value is not None]:
-                raise FaultError(f"refuse takes no {wrong[0]}: a closed listener sees no requests")
+                raise FaultError(f"{self.kind} takes no {wrong[0]}: a closed port receives no requests")
         if self.next is not None and self.rate is not None:
             raise FaultError("next and rate exclude each other")
         if self.next is not None and self.next < 1:
@@ -98,8 +98,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         if self.events < 1:
             raise FaultError(f"events must be at least 1, got {self.events}")
 
-    def befalls(self, at: Moment, now: Situation) -> bool:
-        """Tell whether it could happen to a request at this moment, were it its turn."""
+    def fits(self, at: Moment, now: Situation) -> bool:
+        """Return whether it can happen to a request at this moment."""
         if self.at != at or (at == "mid_stream" and now.events != self.events):
             return False
         if at == "accept":
@@ -110,35 +110,32 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
             return False
         if (now.release and not self.releases) or self.stream not in (None, now.stream):
             return False
-        kind = KINDS[self.kind]
+        kind = self.definition
         return not (kind.streams and not now.stream) and not (kind.replaces and now.head_out)
 
 
-def _complete(name: str, known: Mapping[str, Argument], given: Mapping[str, Argument]) -> dict[str, Argument]:
-    """Return a kind's arguments, defaults filled in and types as the defaults have them."""
-    found = dict(known)
+def _complete(kind: Kind, given: Mapping[str, Argument]) -> dict[str, Argument]:
+    """Return a kind's arguments, with defaults filled in and with the types of the defaults."""
+    found = dict(kind.args)
     for key, value in given.items():
-        if key not in known:
-            raise FaultError(f"{name} takes no {key!r}" + (f": it takes {', '.join(known)}" if known else ""))
-        wanted = type(known[key])
+        if key not in kind.args:
+            known = f": it takes {', '.join(kind.args)}" if kind.args else ""
+            raise FaultError(f"{kind.name} takes no {key!r}{known}")
+        wanted = type(kind.args[key])
         try:
             found[key] = msgspec.convert(value, wanted, strict=False)
         except msgspec.ValidationError:
             raise FaultError(f"{key} must be of type {wanted.__name__}, got {value!r}") from None
         if wanted in (int, float) and found[key] < 0:  # type: ignore[operator]
             raise FaultError(f"{key} must not be negative, got {value!r}")
-    if (what := found.get("what", "http")) not in ("http", "json"):
-        raise FaultError(f"what must be http or json, got {what!r}")
-    if not 200 <= (status := int(found.get("status", 200))) <= 599:
-        raise FaultError(f"status must be 200 to 599, got {status}")
     return found
 
 
 def fault_of(values: Mapping[str, Any]) -> Fault:
-    """Make a fault of names and values, a kind's own arguments among them or in `args`; texts are converted.
+    """Make a fault of names and values. A kind's own arguments stand among them or in `args`; texts are converted.
 
     Raises:
-        FaultError: it makes no sense.
+        FaultError: a name or a value is wrong.
     """
     fields = {field.name for field in msgspec.structs.fields(Fault)}
     own = {key: value for key, value in values.items() if key in fields}
@@ -156,7 +153,7 @@ def fault_of(values: Mapping[str, Any]) -> Fault:
         try:
             own[field.name] = msgspec.convert(own[field.name], field.type, strict=False)
         except msgspec.ValidationError:
-            raise FaultError(f"{field.name} = {own[field.name]!r} is no value for it") from None
+            raise FaultError(f"{field.name} = {own[field.name]!r} has the wrong type") from None
     return Fault(**own)
 
 
@@ -164,7 +161,7 @@ def parse(spec: str) -> Fault:
     """Read a fault such as `reset@mid_stream:rate=0.1` or `status@queued:next=3,status=503`.
 
     Raises:
-        FaultError: it makes no sense.
+        FaultError: the text can't be read, or its values are wrong.
     """
     head, _, rest = spec.partition(":")
     kind, mark, at = head.partition("@")
@@ -176,7 +173,7 @@ def parse(spec: str) -> Fault:
         if not equals or not key:
             raise FaultError(f"{pair!r} is not KEY=VALUE")
         if key in values or key == "args":
-            raise FaultError(f"{key!r} has no place in {rest!r}")
+            raise FaultError(f"{key!r} is given twice or not allowed in {rest!r}")
         values[key] = value
     return fault_of(values)
 
@@ -188,13 +185,13 @@ class Armed:
         self.number = number
         self.fault = fault
         self.left = fault.next
-        """How many requests it will still befall; None: no end."""
+        """The number of requests that it will still happen to; None: no limit."""
         self.fired = 0
         self.chance = random.Random(seed)
 
 
 class FaultBook:
-    """The faults that are armed, and how often which has happened."""
+    """The faults that are armed, and how often each has happened."""
 
     def __init__(self, chance: int = 0) -> None:
         self._chance = chance
@@ -207,7 +204,7 @@ class FaultBook:
         """Arm a fault, or its text form; return its number.
 
         Raises:
-            FaultError: the text makes no sense.
+            FaultError: the text can't be used.
         """
         made = parse(fault) if isinstance(fault, str) else fault
         self._count += 1
@@ -217,30 +214,35 @@ class FaultBook:
         return self._count
 
     def remove(self, number: int) -> bool:
-        """Disarm a fault; return whether there was one of that number."""
+        """Disarm a fault; return whether there was one with that number."""
         found = self.armed.pop(number, None)
         self.changed()
         return found is not None
 
     def clear(self) -> None:
-        """Disarm all."""
+        """Disarm all faults."""
         self.armed.clear()
         self.changed()
 
     def changed(self) -> None:
-        """Called after each change; whoever must know of changes overrides it."""
+        """Called after each change. Subclasses override it."""
 
-    def due(self, at: Moment, now: Situation) -> Iterator[Armed]:
-        """Yield the faults that happen to a request at this moment, in the order of arming; what is yielded has happened."""
+    def closing_port(self) -> list[Armed]:
+        """Return the armed faults that close the port."""
+        return [one for one in self.armed.values() if one.fault.definition.closes_port]
+
+    def due(self, at: Moment, now: Situation) -> Iterator[Occurrence]:
+        """Yield the faults that happen to a request at this moment, in the order of arming. Each one is counted."""
         for one in list(self.armed.values()):
-            if not one.fault.befalls(at, now) or one.fault.kind == "refuse":
+            fault = one.fault
+            if not fault.fits(at, now) or fault.definition.closes_port:
                 continue
-            if one.fault.rate is not None and one.chance.random() >= one.fault.rate:
+            if fault.rate is not None and one.chance.random() >= fault.rate:
                 continue
             one.fired += 1
-            self.happened[f"{one.fault.kind}@{at}"] += 1
+            self.happened[f"{fault.kind}@{at}"] += 1
             if one.left is not None:
                 one.left -= 1
                 if not one.left:
                     self.armed.pop(one.number, None)
-            yield one
+            yield Occurrence(fault.definition, at, fault.args, one.chance)

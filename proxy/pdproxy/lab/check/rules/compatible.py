@@ -1,7 +1,7 @@
-"""Rules about likeness: engines that share a prompt's KV must be the same in everything that KV depends on. Pure.
+"""Rules about compatibility: engines that share a prompt's KV must be the same in everything that KV depends on. Pure.
 
-The proxy pairs like engines only, so unlike ones are never used together. An aggregated engine shares no KV; another model on it
-is a warning, since a client's answer then depends on who gave it.
+The proxy pairs only compatible engines. An aggregated engine shares no KV; another model on it is a warning, since a client's
+answer then depends on the engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Ids = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def same_engine(facts: Facts) -> Iterator[Finding]:
-    """One engine under two names."""
+    """One engine under two URLs."""
     for one, other in combinations(facts.engines, 2):
         same_side = one.side and other.side and one.side.engine_id == other.side.engine_id
         if same_side or (_port(one) == _port(other) and one.addresses & other.addresses):
@@ -27,13 +27,13 @@ def same_engine(facts: Facts) -> Iterator[Finding]:
                 level="error",
                 code="same_engine",
                 where=(one.url, other.url),
-                says=f"{one.role} {one.url} and {other.role} {other.url} are one and the same engine",
+                says=f"{one.role} {one.url} and {other.role} {other.url} are the same engine",
                 remedy="list each engine once, in one role",
             )
 
 
 def models(facts: Facts) -> Iterator[Finding]:
-    """Other models, or adapters that only some engines know."""
+    """Different models, or adapters that only some engines have."""
     engines = [engine for engine in _split(facts) if engine.base_names]
     groups = _groups(engines, lambda engine: engine.base_names)
     if len(groups) > 1:
@@ -42,7 +42,7 @@ def models(facts: Facts) -> Iterator[Finding]:
             code="models_differ",
             where=_urls(engines),
             says=f"the engines serve different models: {_listed(groups, _names)}",
-            remedy="start all with one model and the same --served-model-name, aliases included: pdproxy pairs no others",
+            remedy="start all with one model and the same --served-model-name, aliases included: pdproxy pairs only those",
         )
         return
     everybody = [engine for engine in engines + facts.by_role("aggregated") if engine.base_names]
@@ -52,8 +52,8 @@ def models(facts: Facts) -> Iterator[Finding]:
             level="warning",
             code="names_differ",
             where=_urls(everybody),
-            says=f"some models are known to some engines only: {_listed(names, _names)}",
-            remedy="give all engines the same --served-model-name and --lora-modules: others get no such requests",
+            says=f"only some engines have all models: {_listed(names, _names)}",
+            remedy="give all engines the same --served-model-name and --lora-modules: others get no requests for those",
         )
     roots = _groups([engine for engine in engines if _roots(engine)], _roots)
     if len(roots) > 1:
@@ -62,29 +62,29 @@ def models(facts: Facts) -> Iterator[Finding]:
             code="roots_differ",
             where=_urls(engines),
             says=f"the engines have loaded their model from different places: {_listed(roots, _names)}",
-            remedy="no harm if these are copies of one model",
+            remedy="harmless if these are copies of one model",
         )
 
 
 def versions(facts: Facts) -> Iterator[Finding]:
-    """Other versions of vLLM."""
+    """Different versions of vLLM."""
     yield from _differ(
         facts,
         lambda engine: engine.version or "unknown",
         code="versions_differ",
         says="the engines run different versions of vLLM",
-        remedy="install the same version everywhere: vLLM refuses KV of another one, and pdproxy doesn't pair them",
+        remedy="install the same version everywhere: vLLM refuses KV of another version, and pdproxy doesn't pair them",
     )
 
 
 def block_sizes(facts: Facts) -> Iterator[Finding]:
-    """Other KV block sizes."""
+    """Different KV block sizes."""
     yield from _differ(
         facts,
         lambda engine: engine.block_size,
         code="block_sizes_differ",
         says="the engines have KV blocks of different sizes",
-        remedy="start all with the same --block-size: a prompt that needs more blocks on D than P holds kills D",
+        remedy="start all with the same --block-size: D dies of a prompt that needs more blocks on D than on P",
         aggregated=False,
     )
     known = any(engine.block_size for engine in _split(facts))
@@ -94,13 +94,13 @@ def block_sizes(facts: Facts) -> Iterator[Finding]:
                 level="error" if known else "warning",
                 code="block_size_unknown",
                 where=(engine.url,),
-                says=f"{engine.role} {engine.url} does not say its KV block size, so no pair with it was tried",
+                says=f"{engine.role} {engine.url} does not report its KV block size, so no pair with it was tried",
                 remedy="set facts.block_size of this node in the YAML file",
             )
 
 
 def tokenizers(facts: Facts) -> Iterator[Finding]:
-    """Other token ids for the same text."""
+    """Different token ids for the same text."""
     yield from _differ(
         facts,
         _prompt_ids,
@@ -108,12 +108,12 @@ def tokenizers(facts: Facts) -> Iterator[Finding]:
         show=_counted,
         code="tokenizers_differ",
         says="the same prompt becomes different token ids",
-        remedy="give all engines the same --tokenizer, --tokenizer-mode and tokenizer files (is a BOS token added on one only?)",
+        remedy="give all engines the same --tokenizer, --tokenizer-mode and tokenizer files (does only one add a BOS token?)",
     )
 
 
 def templates(facts: Facts) -> Iterator[Finding]:
-    """Other token ids for the same chat, where a prompt's are the same."""
+    """Different token ids for the same chat, where a prompt's are the same."""
     yield from _differ(
         facts,
         _chat_ids,
@@ -126,47 +126,50 @@ def templates(facts: Facts) -> Iterator[Finding]:
 
 
 def lengths(facts: Facts) -> Iterator[Finding]:
-    """Other context lengths."""
+    """Different context lengths."""
     yield from _differ(
         facts,
         lambda engine: engine.max_model_len,
         level="warning",
         code="max_model_len_differs",
-        says="the engines take sequences of different lengths",
-        remedy="start all with the same --max-model-len: the shortest one decides what a client may send",
+        says="the engines accept sequences of different lengths",
+        remedy="start all with the same --max-model-len: the shortest one limits what a client may send",
     )
 
 
 def weights(facts: Facts) -> Iterator[Finding]:
-    """The same model by name that says something else."""
-    split = [engine for engine in facts.by_role("decode") + facts.by_role("prefill") if engine.said]
-    engines = split + [engine for engine in facts.by_role("aggregated") if engine.said]
+    """Models of the same name that generate different text."""
+    split = [engine for engine in facts.by_role("decode") + facts.by_role("prefill") if engine.completions]
+    engines = split + [engine for engine in facts.by_role("aggregated") if engine.completions]
     if not engines:
         return
-    # What most engines that share KV say counts as right; in a tie, what a decode engine says.
-    reference = max(split or engines, key=lambda one: sum(not unlike_answers(one, other) for other in split))
+    # The answer of most engines that share KV counts as right; in a tie, a decode engine's.
+    reference = max(split or engines, key=lambda one: sum(not differing_answers(one, other) for other in split))
     for engine in engines:
         if engine.evidence().canary != reference.evidence().canary:
-            continue  # another model or tokenizer says other things anyway
-        differing = unlike_answers(engine, reference)
+            continue  # another model or tokenizer gives other answers anyway
+        differing = differing_answers(engine, reference)
         if not differing:
             continue
-        every = differing == min(len(engine.said), len(reference.said))
+        every = differing == min(len(engine.completions), len(reference.completions))
         level: Level = "error" if every and engine.role != "aggregated" else "warning"
         yield Finding(
             level=level,
             code="weights_differ",
             where=(engine.url, reference.url),
-            says=f"{engine.role} {engine.url} and {reference.role} {reference.url} answer the same prompt differently, greedily"
-            f" ({differing} of {len(engine.said)}): {_quote(engine.said[0].text)} / {_quote(reference.said[0].text)}",
+            says=f"{engine.role} {engine.url} and {reference.role} {reference.url} answer the same greedy prompt differently"
+            f" ({differing} of {len(engine.completions)}): {_quote(engine.completions[0].text)} /"
+            f" {_quote(reference.completions[0].text)}",
             remedy="load the same weights, --revision, --dtype and --quantization on both"
-            + ("" if every else "; if they are the same, near-ties broken by other kernels can do this"),
+            + (
+                "" if every else "; if they are the same, near-ties decided differently by other kernels can cause this"
+            ),
         )
 
 
-def unlike_answers(one: EngineFacts, other: EngineFacts) -> int:
-    """Return to how many canary prompts two engines say different things."""
-    return sum(not mine.same(yours) for mine, yours in zip(one.said, other.said, strict=False))
+def differing_answers(one: EngineFacts, other: EngineFacts) -> int:
+    """Return the number of canary prompts that two engines complete differently."""
+    return sum(not mine.same(yours) for mine, yours in zip(one.completions, other.completions, strict=False))
 
 
 def _differ(
@@ -183,7 +186,7 @@ def _differ(
 ) -> Iterator[Finding]:
     """Yield a finding if engines that share KV differ in a known fact; a warning if only aggregated ones differ from them.
 
-    Where the engines differ in what is `given`, another rule has said so, and this one is silent.
+    If the engines already differ in `given`, another rule reports it, and this one yields nothing.
     """
     split = [engine for engine in _split(facts) if fact(engine)]
     groups = _groups(split, fact)
@@ -201,7 +204,7 @@ def _differ(
             code=code,
             where=_urls(engines),
             says=f"{says}, aggregated ones included: {_listed(groups, show)}",
-            remedy=f"{remedy.partition(':')[0]}: else an answer depends on who gives it",
+            remedy=f"{remedy.partition(':')[0]}: else an answer depends on the engine",
         )
 
 

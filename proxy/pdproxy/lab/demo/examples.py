@@ -1,4 +1,4 @@
-"""What to paste: the requests that the demo prints, exact for its port and model. Pure."""
+"""Example requests that the demo prints, with its port and model. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Questions to engines over HTTP, each with a deadline. What goes wrong is an answer, too: it is what the check is about.
+"""Requests to engines over HTTP, each with a deadline. A failure is a result, too: the check reports it.
 
-Owns one aiohttp session. Every question has a connection of its own, so that a kept one that the engine has just closed is
-never taken for a failure, and no proxy of the environment is used: the proxy's own legs use none.
+Owns one aiohttp session. Every request has its own connection, so that a kept connection that the engine has just closed does not
+count as a failure. No HTTP proxy of the environment is used, as pdproxy's own legs use none.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from pdproxy.upstream.admin import certificate_words
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer with any status. `ahead`: seconds that its Date header is ahead of our clock, 0 where it has none."""
+    """An answer with any status. `ahead`: seconds that its Date header is ahead of our clock, 0 without a Date header."""
 
     status: int
     body: bytes
     ahead: float = 0.0
 
-    def words(self) -> str:
-        """Return status and body for a report: one line, not too long."""
+    def summary(self) -> str:
+        """Return status and body for a report: one line, the body cut at 200 characters."""
         text = " ".join(self.body.decode("utf-8", "replace").split())
         shown = "".join(letter if letter.isprintable() else "?" for letter in text[:200])
         return f"{self.status}: {shown}{'...' if len(text) > 200 else ''}" if text else str(self.status)
 
 
-class Asker:
-    """Asks engines. `timeout` in seconds bounds each question; `key` and `tls` say by URL what an engine wants."""
+class HttpClient:
+    """Sends requests to engines. `timeout` in seconds bounds each one; `key` and `tls` return what the engine of a URL needs."""
 
     def __init__(
         self, *, timeout: float, key: Callable[[str], str | None], tls: Callable[[str], ssl.SSLContext | None]
@@ -46,20 +46,20 @@ class Asker:
         self._session: aiohttp.ClientSession | None = None
 
     async def get(self, url: str, path: str) -> Reply | Trouble:
-        """Ask with GET."""
-        return await self._ask("GET", url, path, None, {})
+        """Send a GET."""
+        return await self._send("GET", url, path, None, {})
 
     async def post(self, url: str, path: str, body: bytes, request_id: str = "") -> Reply | Trouble:
-        """Ask with POST; `request_id` is what the engine's log will show."""
+        """Send a POST; the engine's log shows `request_id`."""
         headers = {"content-type": "application/json"} | ({"x-request-id": request_id} if request_id else {})
-        return await self._ask("POST", url, path, body, headers)
+        return await self._send("POST", url, path, body, headers)
 
     async def close(self) -> None:
         """Close the session."""
         if self._session is not None:
             await self._session.close()
 
-    async def _ask(
+    async def _send(
         self, method: str, url: str, path: str, body: bytes | None, headers: dict[str, str]
     ) -> Reply | Trouble:
         if self._session is None:
@@ -82,23 +82,26 @@ class Asker:
         except aiohttp.ClientConnectorCertificateError as error:
             return Trouble("unreachable", certificate_words(error.certificate_error))
         except aiohttp.ClientConnectorError as error:
-            return Trouble("unreachable", f"no connection: {_words(error.os_error)}")
+            return Trouble("unreachable", f"no connection: {_os_error_text(error.os_error)}")
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return Trouble("broken", f"{path}: {type(error).__name__}: {error}")
         return Reply(answer.status, content, _ahead(answer.headers.get("date"), begun, time.time()))
 
 
-def _words(error: OSError) -> str:
-    # asyncio repeats the address in the text; the report names it already.
+def _os_error_text(error: OSError) -> str:
+    # asyncio repeats the address in the text; the report already has it.
     return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 
 def _ahead(date: str | None, begun: float, over: float) -> float:
-    """Return how far a Date header is surely ahead of (or behind) our clock: it has whole seconds, and is kept for one."""
+    """Return how many seconds a Date header is at least ahead of (below 0: behind) our clock.
+
+    The header has whole seconds, and an engine may use it for one second.
+    """
     try:
-        told = parsedate_to_datetime(date or "").timestamp()
+        date_time = parsedate_to_datetime(date or "").timestamp()
     except (ValueError, TypeError, OverflowError):
         return 0.0
-    if told > over:
-        return told - over
-    return min(told + 2.0 - begun, 0.0)
+    if date_time > over:
+        return date_time - over
+    return min(date_time + 2.0 - begun, 0.0)

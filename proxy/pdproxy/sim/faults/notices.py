@@ -1,0 +1,70 @@
+"""Faults of notices to the proxy. With rate=1 they happen to every notice."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdproxy.sim import notifier
+from pdproxy.sim.faults.kind import Kind, Occurrence, arguments
+from pdproxy.sim.faults.moments import NOTICE
+from pdproxy.sim.faults.targets import Delivery
+
+NO_NOTICES = (
+    b"",
+    b"\xc1",
+    b"\x80",
+    b"\xff" * 64,
+    b'{"type":"ProxyNotif","req_id":"json"}',
+    msgspec.msgpack.encode(["ProxyNotif", "an array"]),
+    msgspec.msgpack.encode({"type": "ProxyNotif"}),
+    msgspec.msgpack.encode({"type": "ProxyNotif", "req_id": 7}),
+    msgspec.msgpack.encode({"type": "AllocRequest", "keys": []}),
+    msgspec.msgpack.encode({"type": notifier.TYPE, "v": 99, "event": "ready", "req_id": "from the future"}),
+    msgspec.msgpack.encode({"type": "ProxyNotif", "req_id": "x" * 100})[:-1],
+)
+"""Messages that no receiver can take for a notice."""
+
+
+class _LostNotice(Kind):
+    name = "lost_notice"
+    summary = "a notice is not sent (`rank`: only that worker's, empty: any); with rate=1 none is sent"
+    moments = NOTICE
+    args = arguments(rank="")
+
+    def on_notice(self, delivery: Delivery, now: Occurrence) -> None:
+        delivery.copies = 0
+
+
+class _LateNotice(Kind):
+    name = "late_notice"
+    summary = "a notice is sent `delay` seconds late"
+    moments = NOTICE
+    args = arguments(rank="", delay=1.0)
+
+    def on_notice(self, delivery: Delivery, now: Occurrence) -> None:
+        delivery.delay += now.args["delay"]
+
+
+class _DoubleNotice(Kind):
+    name = "double_notice"
+    summary = "a notice is sent twice"
+    moments = NOTICE
+    args = arguments(rank="")
+
+    def on_notice(self, delivery: Delivery, now: Occurrence) -> None:
+        delivery.copies *= 2
+
+
+class _GarbageNotice(Kind):
+    name = "garbage_notice"
+    summary = "messages that are no notices are sent before a notice, or instead of it (`instead`)"
+    moments = NOTICE
+    args = arguments(rank="", instead=True)
+
+    def on_notice(self, delivery: Delivery, now: Occurrence) -> None:
+        delivery.first += NO_NOTICES
+        if now.args["instead"]:
+            delivery.copies = 0
+
+
+FAMILY: tuple[Kind, ...] = (_LostNotice(), _LateNotice(), _DoubleNotice(), _GarbageNotice())
