@@ -14,8 +14,8 @@ import pytest
 
 from pdproxy.kit.workers import Workers
 from pdproxy.observe.events import ServedAlone
-from pdproxy.serving import bodies as bodies_module
 from pdproxy.serving.dispatch.exchange import Exchange
+from pdproxy.serving.request import body_reader as bodies_module
 from pdproxy.serving.request import prompt_list
 from pdproxy.wire import body_bounds
 from pdproxy.wire.body_bounds import is_light

@@ -170,7 +170,7 @@ async def test_the_breaker_hears_of_failures(path: str) -> None:
         answer = await w.ask(path, {"model": "tiny"})
         assert (answer.status, answer.body) == (500, own)
         assert w.proxy.ledger.nodes[1].failures == 2
-        assert not w.proxy.ledger.nodes[1].usable(w.proxy.service._engines.now())
+        assert not w.proxy.ledger.nodes[1].usable(w.proxy.service.engines.now())
 
 
 async def test_what_a_model_cannot_do_is_no_failure() -> None:
@@ -233,7 +233,7 @@ async def test_an_engine_that_probes_have_lost() -> None:
         seen = everyone(w, "/v1/embeddings", script)
         asking = asyncio.ensure_future(w.ask("/v1/embeddings", {"model": "tiny"}))
         await until(lambda: seen)
-        w.proxy.ledger.lost(w.decode[0].url, "gone", w.proxy.service._engines.now())
+        w.proxy.ledger.lost(w.decode[0].url, "gone", w.proxy.service.engines.now())
         assert (await asking).status == 504
 
 

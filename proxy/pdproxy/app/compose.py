@@ -312,7 +312,7 @@ class Proxy:
                     self.clock,
                     self.askers,
                     self.observers,
-                    self.admission.crowds_out,
+                    self.admission.over_share,
                 ),
                 self.askers,
                 self.connections,

@@ -24,7 +24,8 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.access.routes import Entry
-from pdproxy.serving.request.passthrough import PassedRequest, Sink
+from pdproxy.serving.request.passthrough import IncomingPassthrough
+from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.identify import Identify
@@ -57,7 +58,7 @@ class Connection(Protocol):
 class PassthroughAsgi:
     """What the routes need to know. One for the whole process; `max_body` in bytes."""
 
-    serve: Callable[[PassedRequest, Sink], Awaitable[None]]
+    serve: Callable[[IncomingPassthrough, AsyncResponseWriter], Awaitable[None]]
     identify: Identify
     clients: Clients
     room: BodyBudget
@@ -117,7 +118,7 @@ class PassedAnswer(Response):
                 await client.whole(error.status, lines, failure_body(self._entry.dialect, error))
             return
         found = dict(reversed(headers))  # of a header that came twice, engines read the first
-        request = PassedRequest(
+        request = IncomingPassthrough(
             entry=self._entry,
             request_id=found[b"x-request-id"].decode("latin-1") if b"x-request-id" in found else None,
             authorization=found.get(b"authorization"),
