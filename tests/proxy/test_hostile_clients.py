@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import DeadlinePassed
+from pdproxy.web.connection_bounds import MAX_PIPELINED
 from pdproxy.web.cycle import DataPath
-from pdproxy.web.guard import MOST_WAITING
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client, request
 from tests.fakes.engine import Reply, serve
@@ -138,7 +138,7 @@ async def besieged(**settings: Any) -> AsyncIterator[World]:
         assert w.server is not None
         state = w.server.server_state
         await until(lambda: not state.connections and not state.tasks, PATIENCE)
-        assert data_path(w).room.held == 0
+        assert data_path(w).body_budget.held == 0
 
 
 async def served_meanwhile(w: World) -> None:
@@ -269,7 +269,7 @@ async def test_a_thousand_requests_in_one_pipeline(path: str) -> None:
         else:
             client.send(request("GET", path, b"") * 1000)
         await served_meanwhile(w)
-        for number in range(1 + MOST_WAITING):
+        for number in range(1 + MAX_PIPELINED):
             answer = await client.answer()
             assert answer.status == (200 if path == "/health" else 400)
             if path == COMPLETIONS:
@@ -344,16 +344,16 @@ async def test_bodies_under_way_have_one_bound_in_all() -> None:
         first, second = await w.client(), await w.client()
         first.send(half)
         second.send(half)
-        await until(lambda: data_path(w).room.held == 1800, PATIENCE)
+        await until(lambda: data_path(w).body_budget.held == 1800, PATIENCE)
         third = await w.client()
         third.send(half)
         answer = await third.answer()
         assert (answer.status, answer.header("retry-after")) == (503, "1")
         assert answer.json["error"]["type"] == "ServiceUnavailableError"
-        assert data_path(w).room.held == 1800
+        assert data_path(w).body_budget.held == 1800
         await served_meanwhile(w)
         first.close()
-        await until(lambda: data_path(w).room.held == 900, PATIENCE)
+        await until(lambda: data_path(w).body_budget.held == 900, PATIENCE)
         fourth = await w.client()
         fourth.send(half + b" " * 100)
         assert (await fourth.answer()).status == 400
@@ -368,10 +368,10 @@ async def test_a_body_in_service_counts() -> None:
         body = json.dumps(completion(stream=True)).encode()
         client.post(COMPLETIONS, body)
         await w.decode[0].asked()
-        assert data_path(w).room.held == len(body)
+        assert data_path(w).body_budget.held == len(body)
         go.set()
         await client.head()
-        assert data_path(w).room.held == 0
+        assert data_path(w).body_budget.held == 0
         end.set()
 
 
@@ -384,7 +384,7 @@ async def test_an_unstreamed_body_counts_to_its_end() -> None:
         body = json.dumps(completion()).encode()
         client.post(COMPLETIONS, body)
         await w.decode[0].asked()
-        assert data_path(w).room.held == len(body)
+        assert data_path(w).body_budget.held == len(body)
         go.set()
         assert (await client.answer()).status == 200
-        await until(lambda: data_path(w).room.held == 0, PATIENCE)
+        await until(lambda: data_path(w).body_budget.held == 0, PATIENCE)

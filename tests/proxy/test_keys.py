@@ -149,7 +149,7 @@ async def test_a_strangers_body_is_not_held_and_its_answer_not_lost() -> None:
 
 async def test_a_strangers_body_is_no_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a refused client sends as its body, and after it, is never served, whatever it looks like."""
-    monkeypatch.setattr("pdproxy.web.guard.LINGER", 0.2)
+    monkeypatch.setattr("pdproxy.web.client_connection.LINGER", 0.2)
     async with world(auth={"api_keys": ("one",)}) as w:
         hidden = request("POST", COMPLETIONS, completion(), bearer("one"))
         client = await w.client()
@@ -164,7 +164,7 @@ async def test_a_strangers_body_is_no_next_request(monkeypatch: pytest.MonkeyPat
 
 async def test_a_stranger_that_never_ends_its_body_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused client gets some seconds to finish; then the connection closes although the body is not whole."""
-    monkeypatch.setattr("pdproxy.web.guard.LINGER", 0.05)
+    monkeypatch.setattr("pdproxy.web.client_connection.LINGER", 0.05)
     async with world(auth={"api_keys": ("one",)}) as w:
         client = await w.client()
         client.send(head(COMPLETIONS, 100, *bearer("wrong")) + b"{")

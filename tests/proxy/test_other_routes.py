@@ -217,12 +217,12 @@ async def test_bodies_of_all_routes_share_one_bound() -> None:
             client.send(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
             client.send(b"content-length: 1000\r\n\r\n" + b" " * size)
             if client is first:
-                await until(lambda: w.proxy.room.held == 900)
+                await until(lambda: w.proxy.body_budget.held == 900)
         answer = await second.answer()
         assert (answer.status, answer.header("retry-after")) == (503, "1")
         first.send(b" " * 100)
         assert (await first.answer()).status == 400
-        await until(lambda: w.proxy.room.held == 0)
+        await until(lambda: w.proxy.body_budget.held == 0)
 
 
 async def test_a_strangers_body_is_not_waited_for() -> None:

@@ -321,7 +321,7 @@ async def test_a_slow_reader_goes_as_soon_as_another_client_waits() -> None:
     slow, other = clients.enter("slow"), clients.enter("other")
     for _ in range(2):
         await admission.enter(slow)
-    clients.reads_slowly(slow, reader)
+    clients.mark_slow(slow, reader)
     own = asyncio.ensure_future(admission.enter(slow))
     await asyncio.sleep(0)
     assert reader.errors == [], "only its own request waits"

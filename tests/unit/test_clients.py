@@ -15,7 +15,7 @@ from pdproxy.observe.events import DeadlinePassed, Event, Evicted, Observers
 from pdproxy.serving.access import clients
 from pdproxy.serving.access.clients import Client, Clients, address_name
 from pdproxy.web import slow_readers
-from pdproxy.web.slow_readers import Floor, Reading
+from pdproxy.web.slow_readers import ReadWatch, SlowReaderPolicy
 
 TRUSTING = Clients([ip_network("10.0.0.0/8"), ip_network("fd00::/8")])
 
@@ -55,13 +55,13 @@ def test_an_address_names_a_client(address: str, name: str) -> None:
 )
 def test_the_last_address_that_no_trusted_proxy_has(hops: list[bytes], name: str) -> None:
     """Whatever stands before it, or cannot be read, is nobody's: then the proxy itself is the client."""
-    assert TRUSTING.behind("proxy", hops) == name
+    assert TRUSTING.name_behind("proxy", hops) == name
 
 
 @given(st.lists(st.binary(max_size=2000), max_size=4))
 def test_any_bytes_name_somebody(hops: list[bytes]) -> None:
     """No header makes it fail, and no name is longer than an address."""
-    assert len(TRUSTING.behind("proxy", hops)) <= 64
+    assert len(TRUSTING.name_behind("proxy", hops)) <= 64
 
 
 def test_who_is_trusted() -> None:
@@ -113,13 +113,13 @@ async def looked(
     numbers, sock, known = iter(taken), Socket(), Clients()
     monkeypatch.setattr(slow_readers, "bytes_taken", lambda _: next(numbers))
     clock, caught_up = Clock(), asyncio.Event()
-    floor = Floor(rate, 1.2, clock, known, Observers([Hears()]), lambda _: crowd)
+    policy = SlowReaderPolicy(rate, 1.2, clock, known, Observers([Hears()]), lambda _: crowd)
     client: Client = known.enter("a")
-    one = Reading(floor, client, sock, caught_up.set)  # type: ignore[arg-type]
+    one = ReadWatch(policy, client, sock, caught_up.set)  # type: ignore[arg-type]
     for now in left:
         sock.left = now
         one._timer.cancel()
-        one._look()
+        one._measure()
         if sock.aborted or caught_up.is_set():
             break
     over = not known.with_slow

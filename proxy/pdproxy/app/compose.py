@@ -45,15 +45,15 @@ from pdproxy.upstream.notices import NoticeSocket
 from pdproxy.upstream.passthrough import PassthroughLegs
 from pdproxy.web.app import Answers, Readiness
 from pdproxy.web.body_budget import BodyBudget
-from pdproxy.web.connection_bounds import Bounds
+from pdproxy.web.client_identifier import ClientIdentifier
+from pdproxy.web.connection_bounds import ConnectionBounds
 from pdproxy.web.connections import Connections
 from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.cycle import FORWARDED, DataPath
-from pdproxy.web.identify import Identify
 from pdproxy.web.passthrough_asgi import PassthroughAsgi
 from pdproxy.web.protocol import DataPathProtocol, protocol_class
-from pdproxy.web.slow_readers import Floor
-from pdproxy.web.unread_answers import Unread
+from pdproxy.web.slow_readers import SlowReaderPolicy
+from pdproxy.web.unread_answers import UnreadAnswers
 from pdproxy.wire import lmcache_telemetry
 from pdproxy.wire.body_bounds import Bounds as BodyBounds
 from pdproxy.wire.notices import Event as NoticeEvent
@@ -95,10 +95,10 @@ class Proxy:
     service: Service
     legs: PassthroughLegs
     passthrough: Passthrough
-    askers: Clients
-    room: BodyBudget
+    known_clients: Clients
+    body_budget: BodyBudget
     answer_room: AnswerBudget
-    unread: Unread
+    unread_answers: UnreadAnswers
     connections: Connections
     clock: Clock
     metrics: Metrics
@@ -192,8 +192,8 @@ class Proxy:
             answers,
             tokenized.tokenizing if tokenized is not None else None,
         )
-        askers = Clients(parsed_networks(settings.listen.trusted_proxies))
-        admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers, clock, askers)
+        known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
+        admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers, clock, known_clients)
         bounds = BodyBounds(limits.max_prompts, limits.max_body_items)
         workers = readers(limits.body_readers, limits.max_body_bytes)
         bodies = BodyReader(workers, clock, observers, seconds=deadlines.read_body, bounds=bounds)
@@ -216,10 +216,10 @@ class Proxy:
             service,
             passed_legs,
             passthrough,
-            askers,
+            known_clients,
             BodyBudget(limits.max_buffered_bytes, observers),
             answers,
-            Unread(limits.max_buffered_answer_bytes, observers),
+            UnreadAnswers(limits.max_buffered_answer_bytes, observers),
             Connections(limits.max_connections, observers),
             clock,
             metrics,
@@ -300,37 +300,37 @@ class Proxy:
         limits, deadlines = self.settings.limits, self.settings.deadlines
         path = DataPath(
             self.service.generate,
-            Identify(self.askers, self.service.keys),
+            ClientIdentifier(self.known_clients, self.service.keys),
             self.observers,
-            Bounds(
+            ConnectionBounds(
                 deadlines.client_head,
                 deadlines.client_body,
                 limits.max_header_bytes,
-                Floor(
+                SlowReaderPolicy(
                     limits.min_read_rate,
                     deadlines.client_write,
                     self.clock,
-                    self.askers,
+                    self.known_clients,
                     self.observers,
                     self.admission.over_share,
                 ),
-                self.askers,
+                self.known_clients,
                 self.connections,
-                self.unread,
+                self.unread_answers,
             ),
             CorsHeaders(self.settings.listen.cors),
-            self.room,
+            self.body_budget,
             max_body=limits.max_body_bytes,
         )
         return protocol_class(path)
 
     def answers(self) -> Answers:
         """Return what the FastAPI routes answer with."""
-        passing = PassthroughAsgi(
+        passthrough = PassthroughAsgi(
             self.passthrough.serve,
-            Identify(self.askers, self.service.keys),
-            self.askers,
-            self.room,
+            ClientIdentifier(self.known_clients, self.service.keys),
+            self.known_clients,
+            self.body_budget,
             FORWARDED,
             max_body=self.settings.limits.max_body_bytes,
         )
@@ -339,7 +339,7 @@ class Proxy:
             self.readiness,
             partial(models, self.ledger, self.admin, own_keys=self.credentials.keys.wanted),
             self.metrics.page,
-            passing,
+            passthrough,
             self.settings.listen.cors,
             self._telemetry if self.settings.pool.connector == "lmcache-mp" else None,
         )

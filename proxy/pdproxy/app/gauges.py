@@ -72,9 +72,9 @@ def gauges(proxy: Proxy) -> Iterable[Gauge]:
             "Bytes that are held: bodies of requests, answers that engines' legs have, whole answers that are not read yet",
             ("what",),
             lambda: [
-                (("bodies",), proxy.room.held),
+                (("bodies",), proxy.body_budget.held),
                 (("answers",), proxy.answer_room.held),
-                (("unread",), proxy.unread.held),
+                (("unread",), proxy.unread_answers.held),
             ],
         ),
         Gauge("pdproxy_queue", "Requests waiting for a place", (), lambda: [((), proxy.admission.waiting)]),
