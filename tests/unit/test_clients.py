@@ -1,8 +1,9 @@
-"""Whose a request is, by address and by what trusted proxies say; and how it is noticed that a client reads too slowly."""
+"""The client of a request, by key, address and trusted proxies; and how it is noticed that a client reads too slowly."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 from ipaddress import ip_network
 from typing import Any
 
@@ -11,10 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.kit.clock import Clock
+from pdproxy.kit.errors import UnauthorizedError
 from pdproxy.observe.events import DeadlinePassed, Event, Evicted, Observers
 from pdproxy.serving.access import clients
 from pdproxy.serving.access.clients import Client, Clients, address_name
+from pdproxy.serving.access.keys import Keys, digest
 from pdproxy.web import slow_readers
+from pdproxy.web.client_identifier import ClientIdentifier
 from pdproxy.web.slow_readers import ReadWatch, SlowReaderPolicy
 
 TRUSTING = Clients([ip_network("10.0.0.0/8"), ip_network("fd00::/8")])
@@ -71,6 +75,21 @@ def test_who_is_trusted() -> None:
     assert not TRUSTING.trusts("192.0.2.1")
     assert not TRUSTING.trusts("")
     assert not Clients().trusts("10.1.2.3")
+
+
+def test_a_client_without_a_key_is_freed_by_reference_counts() -> None:
+    """Why it is refused holds no frames: anybody may send such requests."""
+    identify, peer = ClientIdentifier(Clients(), Keys(lambda: [digest(b"key")])), Client("peer")
+    gc.collect()
+    gc.disable()
+    try:
+        for headers in ([], [(b"authorization", b"Bearer another")]):
+            _, error = identify(peer, headers, peer_is_trusted=False)
+            assert isinstance(error, UnauthorizedError)
+            del error
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_clients_are_known_while_they_are_used() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pdproxy.kit.errors import UnauthorizedError
+from pdproxy.kit.frames import drop_traceback
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.access.keys import Keys
 from pdproxy.upstream.connection import Headers
@@ -33,6 +34,7 @@ class ClientIdentifier:
                 # If a header came twice, the first one counts.
                 return self._clients.enter(self._keys.verified(_first(headers, b"authorization"))), None
             except UnauthorizedError as error:
+                drop_traceback(error)  # which holds this frame, and this frame the error
                 key_error = error
         name = peer.name
         if peer_is_trusted:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from pdproxy.kit.errors import BodyTooLargeError, Fault, OverloadedError, PdproxyError
-from pdproxy.kit.frames import frames
+from pdproxy.kit.frames import drop_traceback, frames
 from pdproxy.observe.events import Observers
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.body_budget import BodyBudget
@@ -123,6 +123,7 @@ class GenerateCycle(ResponseCycle):
         try:
             path.body_budget.take(self.client, len(body))
         except OverloadedError as error:
+            drop_traceback(error)  # which holds this frame, with the cycle and a part of the body
             self.refuse(error)
             return
         if self._size == 0:
@@ -186,12 +187,6 @@ class GenerateCycle(ResponseCycle):
             self._end()
         elif not self.response_complete:
             self._serving.cancel()
-
-    def pressure(self, paused: bool) -> None:
-        """The client has stopped, or gone on, reading."""
-        react = self._pause if paused else self._resume
-        if react is not None:
-            react()
 
     # -- the service's side
 

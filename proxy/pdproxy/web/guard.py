@@ -22,6 +22,7 @@ from pdproxy.kit.errors import (
     PdproxyError,
     Wait,
 )
+from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.web.client_connection import ClientConnection
 from pdproxy.web.connection_bounds import GRACE, MAX_PARTS, MAX_PATH, MAX_PIPELINED, MIN_PART, small_parts_error
@@ -120,6 +121,8 @@ class GuardedProtocol(ClientConnection):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_deadline()
+        if self._refusal is not None:
+            drop_traceback(self._refusal)  # which holds this connection, in the frames of the parser's callbacks
         super().connection_lost(exc)
 
     # -- httptools

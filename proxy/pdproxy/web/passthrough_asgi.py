@@ -138,12 +138,14 @@ class PassthroughResponse(Response):
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
 
+    def _too_large(self) -> BodyTooLargeError:
+        return BodyTooLargeError(f"The body is larger than {self._passthrough.max_body} bytes", param="body")
+
     async def _body(self, headers: list[Line], receive: Receive) -> Body:
         passthrough = self._passthrough
-        too_large = BodyTooLargeError(f"The body is larger than {passthrough.max_body} bytes", param="body")
         length = next((value for name, value in headers if name == b"content-length"), b"0")
         if int(length or b"0") > passthrough.max_body:
-            raise too_large
+            raise self._too_large()
         whole = bytearray()
         while True:  # for no longer than the connection allows (`web.guard`)
             message = await receive()
@@ -151,7 +153,7 @@ class PassthroughResponse(Response):
                 raise ClientLeftError("the client left before its request was complete")
             part = message.get("body", b"")
             if len(whole) + len(part) > passthrough.max_body:
-                raise too_large
+                raise self._too_large()
             self._client.bodies.pop(self, None)
             passthrough.body_budget.take(self._client, len(part))
             self._size += len(part)
