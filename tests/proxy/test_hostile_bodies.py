@@ -186,7 +186,7 @@ async def test_a_list_that_fails_makes_no_more_exchanges(monkeypatch: pytest.Mon
 
 
 class _Asleep(Workers):
-    """Readers that are at work for ever."""
+    """Readers whose work never ends."""
 
     async def ask(self, asker: Hashable, question: bytes, data: bytes | bytearray) -> bytes | memoryview:
         return await super().ask(asker, b"sleep", data)

@@ -37,7 +37,7 @@ DRIP = 0.02
 
 @dataclass(frozen=True)
 class Attack:
-    """What a client sends, piece by piece (`drips`: for ever, its last piece again and again), and what it may get for it.
+    """What a client sends, piece by piece (`drips`: without end, its last piece again and again), and what it may get for it.
 
     `statuses`: any of these; empty: the connection is closed without an answer.
     """
@@ -176,7 +176,7 @@ async def test_an_error_or_a_deadline(attack: Attack) -> None:
                 assert answer.header("content-type") == "application/json"
                 assert "error" in answer.json or "detail" in answer.json
         else:
-            with contextlib.suppress(ConnectionResetError):  # what it sent in that moment was not read any more
+            with contextlib.suppress(ConnectionResetError):  # what it sent meanwhile was not read any more
                 assert await client.reader.read() == b""
         if attack.statuses == (100,):
             assert (await client.answer()).status == 408
@@ -281,7 +281,7 @@ async def test_a_thousand_requests_in_one_pipeline(path: str) -> None:
 # -- what is behind a request
 
 
-async def test_garbage_behind_a_request_does_not_break_its_stream() -> None:
+async def test_invalid_data_behind_a_request_does_not_break_its_stream() -> None:
     """A stream under way ends in good order although what follows its request is no HTTP; then the connection closes."""
     go = asyncio.Event()
     async with besieged() as w:
@@ -337,7 +337,7 @@ async def test_an_upgrade_is_not_taken(path: str) -> None:
 
 
 async def test_bodies_under_way_have_one_bound_in_all() -> None:
-    """Bytes beyond it are refused with 503; as soon as others are done there is room again."""
+    """Bytes beyond it are refused with 503; as soon as others are done there is space again."""
     limits = {"max_body_bytes": 1000, "max_buffered_bytes": 2500}
     async with besieged(limits=limits, deadlines={**SHORT, "client_body": 20}) as w:
         half = POST + b"content-length: 1000\r\n\r\n" + b" " * 900
@@ -360,7 +360,7 @@ async def test_bodies_under_way_have_one_bound_in_all() -> None:
 
 
 async def test_a_body_in_service_counts() -> None:
-    """Until a stream flows the body's bytes are held, since another engine may need them; then others may have their room."""
+    """Until a stream flows the body's bytes are held, since another engine may need them; then others may have their space."""
     go, end = asyncio.Event(), asyncio.Event()
     async with besieged() as w:
         w.decode[0].script(scripts.gate(go, scripts.after_word(end, finish)))

@@ -84,7 +84,7 @@ async def test_an_engine_that_dies_in_a_stream(path: str, then: str, part: bytes
 @pytest.mark.parametrize("path", STREAMED)
 @pytest.mark.parametrize("then", ["eof", "reset", "stall"])
 async def test_before_the_model_has_shown_life_another_engine_is_asked(path: str, then: str) -> None:
-    """What an engine says before its model has done anything is held back, so that its death there costs the client nothing."""
+    """What an engine sends before its model has begun is held back, so that a failure there costs the client nothing."""
 
     async def script(reply: Reply) -> None:
         await reply.start()
@@ -270,7 +270,7 @@ async def test_a_client_that_leaves_ends_the_leg(stream: bool) -> None:
 
 
 async def test_a_client_that_leaves_with_a_request_behind_ends_the_leg() -> None:
-    """Also where another request is in the pipeline: uvicorn would tell that one alone."""
+    """Also where another request is in the pipeline: uvicorn would notify only that one."""
     left = asyncio.Event()
 
     async def script(reply: Reply) -> None:

@@ -1,4 +1,4 @@
-"""Shares of what all clients use: places, room for bodies, connections. They apply only while others wait."""
+"""Shares of what all clients use: places, memory for bodies, connections. They apply only while others wait."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_reader_that_is_too_slow_gives_way_to_a_client_that_waits() -> None:
 
 
 def test_a_reader_that_becomes_too_slow_while_others_wait() -> None:
-    """Who waits first is served all the same, as soon as the slowness is seen."""
+    """The first one that waits is served as well, as soon as the slowness is noticed."""
 
     async def keep(w: World) -> None:
         await unread(w, GREEDY)
@@ -184,7 +184,7 @@ def test_a_trickle_is_not_reading(rate: int, dropped: int) -> None:
     uvloop.run(run())
 
 
-# -- room for bodies
+# -- memory for bodies
 
 
 def stalled(size: int, headers: list[tuple[str, str]], path: str = COMPLETIONS) -> bytes:
@@ -195,7 +195,7 @@ def stalled(size: int, headers: list[tuple[str, str]], path: str = COMPLETIONS) 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings"])
 async def test_a_stalled_body_gives_way_to_a_client_with_less(path: str) -> None:
-    """Where there is no room, the body that has waited longest of the client that holds the most is refused with 503."""
+    """Where there is no space, the body that has waited longest of the client that holds the most is refused with 503."""
     async with world(auth=KEYS, limits={"max_buffered_bytes": 8000, "max_body_bytes": 4000}) as w:
         first, second = await w.client(), await w.client()
         first.send(stalled(3000, GREEDY, path))
@@ -242,7 +242,7 @@ async def test_a_client_with_its_share_gets_no_more_of_others() -> None:
 
 
 async def test_bodies_in_service_leave_room_for_others() -> None:
-    """What is in service can't give way: an eighth of the room is kept for clients that hold less than their share."""
+    """A body in service is never dropped: an eighth of the memory is reserved for clients that hold less than their share."""
     go = asyncio.Event()
     async with world(auth=KEYS, limits={"max_buffered_bytes": 16_000, "max_body_bytes": 16_000}) as w:
         w.prefill[0].script(scripts.gate(go, prefill))
@@ -331,7 +331,7 @@ async def test_a_client_with_fewer_connections_loses_none() -> None:
 
 
 async def test_clients_behind_a_trusted_proxy_are_told_apart() -> None:
-    """By the last address in X-Forwarded-For that is no trusted proxy's; from anybody else the header says nothing."""
+    """By the last address in X-Forwarded-For that is no trusted proxy's; from any other peer the header is ignored."""
 
     def trusting(settings: Settings) -> Settings:
         import msgspec
@@ -347,12 +347,12 @@ async def test_clients_behind_a_trusted_proxy_are_told_apart() -> None:
         names = {client.name for client in w.proxy.known_clients}
         assert {"1.1.1.1", "2.2.2.2"} <= names
         assert "6.6.6.6" not in names, "the client made that one up"
-        stranger = await w.client(address="127.0.0.2")
-        stranger.post(COMPLETIONS, completion(), [("x-forwarded-for", "3.3.3.3")])
+        untrusted = await w.client(address="127.0.0.2")
+        untrusted.post(COMPLETIONS, completion(), [("x-forwarded-for", "3.3.3.3")])
         await until(lambda: w.proxy.admission.waiting == 4)
         assert "3.3.3.3" not in {client.name for client in w.proxy.known_clients}
         go.set()
-        for client in (*clients, stranger):
+        for client in (*clients, untrusted):
             assert (await client.answer()).status == 200
         assert [one.ident for one in w.prefill[0].requests][:3] == ["r0", "r1", "r3"]
 
@@ -412,7 +412,7 @@ def test_answers_that_nobody_reads_have_a_bound(path: str) -> None:
             assert w.metric("pdproxy_connections") == 2
             assert w.metric("pdproxy_evicted_total", what="answer") == 1
             assert held[2] == held[1]
-            assert w.proxy.answer_room.held == 0, "engines' legs have all of their room"
+            assert w.proxy.answer_room.held == 0, "engines' legs have all of their memory"
             for client in clients:
                 client.writer.transport.resume_reading()  # type: ignore[attr-defined]
             assert not (await clients[0].answer()).ended, "the greedy client's oldest"
@@ -427,7 +427,7 @@ def test_answers_that_nobody_reads_have_a_bound(path: str) -> None:
 
 
 async def test_a_flood_of_evicted_connections_has_a_bound() -> None:
-    """Those that had to go count until they are closed, and only some are told why: open files are never beyond the
+    """Evicted ones count until they are closed, and only some get an answer: open files are never beyond the
     bound for long."""
     async with world(limits={"max_connections": 8}) as w:
         for _ in range(80):
@@ -465,7 +465,7 @@ async def test_busy_connections_shield_no_idle_ones() -> None:
 
 
 async def test_an_empty_body_makes_nobody_a_holder() -> None:
-    """Clients that send nothing have no share of the room, and are forgotten."""
+    """Clients that send nothing have no share of the memory, and are forgotten."""
     async with world(auth=KEYS) as w:
         for path in ("/tokenize", COMPLETIONS):
             await w.ask(path, b"", GREEDY)

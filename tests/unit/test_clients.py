@@ -107,7 +107,7 @@ def test_clients_are_known_while_they_are_used() -> None:
 
 
 class Socket:
-    """A transport whose client reads as the test says."""
+    """A transport whose client reads as the test sets it."""
 
     def __init__(self) -> None:
         self.left, self.aborted = 1, False

@@ -253,7 +253,7 @@ async def test_a_place_passes_over_a_cancelled_request() -> None:
 
 
 async def test_a_request_that_comes_later_does_not_overtake() -> None:
-    """Between the grant and the moment in which the request that waited runs, the place is taken."""
+    """From the grant on the place is taken, although the request that waited has not run yet."""
     shared = FairPlaces(1, 10)
     assert shared.take("a")
     waiting = asyncio.ensure_future(shared.enter("b"))

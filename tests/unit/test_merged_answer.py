@@ -76,7 +76,7 @@ def test_an_answer_that_is_written_otherwise_is_merged_all_the_same(body: bytes)
     ],
 )
 def test_what_is_no_answer_to_one_prompt_is_refused(body: bytes, said: str) -> None:
-    """With words that say why, never with an error of ours."""
+    """With a message that gives the reason, never with an internal error."""
     with pytest.raises(EngineError, match=said):
         merged(body, body)
 

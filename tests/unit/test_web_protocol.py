@@ -57,7 +57,7 @@ def test_the_cycles_state() -> None:
 
 
 def test_uvicorn_starts_requests_in_one_place() -> None:
-    """Direct and pipelined requests both go through `_start_asgi_task`, which tells us whose turn it is."""
+    """Direct and pipelined requests both go through `_start_asgi_task`, which shows whose turn it is."""
     for method in (HttpToolsProtocol.on_headers_complete, HttpToolsProtocol.on_response_complete):
         assert "self._start_asgi_task(" in inspect.getsource(method)
     assert "run_asgi" in inspect.getsource(HttpToolsProtocol._start_asgi_task)
@@ -72,7 +72,7 @@ def test_what_waits_on_a_connection() -> None:
 
 
 def test_flow_and_status_lines() -> None:
-    """Flow control says whether writing is paused; status lines exist for every status we send."""
+    """Flow control shows whether writing is paused; status lines exist for every status we send."""
     assert "write_paused" in inspect.getsource(FlowControl.__init__)
     own = {name for name in vars(FlowControl) if not name.startswith("_")}
     assert own | {"received"} == {
