@@ -16,7 +16,7 @@ from pdproxy.settings.schema import Cors
 from pdproxy.sim.memory import EMPTY
 from pdproxy.web.app import Answers, Readiness, create_app
 from pdproxy.web.body_budget import BodyBudget
-from pdproxy.web.identify import Identify
+from pdproxy.web.client_identifier import ClientIdentifier
 from pdproxy.web.passthrough_asgi import PassthroughAsgi
 from tests.check.engines import QUICK, Bench, Checked, listening
 
@@ -345,11 +345,13 @@ async def test_a_url_that_is_pdproxy_itself(bench):
 
     await bench.start("prefill")
     clients, observers = Clients(), Observers([])
-    passing = PassthroughAsgi(
-        never, Identify(clients, Keys()), clients, BodyBudget(1, observers), frozenset(), max_body=1
+    passthrough = PassthroughAsgi(
+        never, ClientIdentifier(clients, Keys()), clients, BodyBudget(1, observers), frozenset(), max_body=1
     )
     metrics = b"pdproxy_requests_total 1.0\n"
-    app = create_app(Answers(lambda key: None, lambda: Readiness(None, []), models, lambda: metrics, passing, Cors()))
+    app = create_app(
+        Answers(lambda key: None, lambda: Readiness(None, []), models, lambda: metrics, passthrough, Cors())
+    )
     async with listening(app) as url:
         checked = await bench.check(bench.settings(more=(Listed("decode", url),)))
     assert checked.bad == {"not_an_engine"}

@@ -23,14 +23,14 @@ from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys
 from pdproxy.settings.schema import Cors
 from pdproxy.web.body_budget import BodyBudget
-from pdproxy.web.connection_bounds import Bounds
+from pdproxy.web.client_identifier import ClientIdentifier
+from pdproxy.web.connection_bounds import ConnectionBounds
 from pdproxy.web.connections import Connections
 from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.cycle import DataPath, GenerateCycle
-from pdproxy.web.identify import Identify
 from pdproxy.web.protocol import protocol_class
-from pdproxy.web.slow_readers import Floor
-from pdproxy.web.unread_answers import Unread
+from pdproxy.web.slow_readers import SlowReaderPolicy
+from pdproxy.web.unread_answers import UnreadAnswers
 from pdproxy.wire.request import Incoming, Route
 
 ROUTES = {route.value.encode() for route in Route}
@@ -136,12 +136,12 @@ class Ingress:
         self.seen = Seen()
         observers, clients = Observers([]), Clients()
         connections = Connections(1 << 20, observers)
-        floor = Floor(1, 60, Clock(), clients, observers, lambda _: False)
+        policy = SlowReaderPolicy(1, 60, Clock(), clients, observers, lambda _: False)
         self.path = DataPath(
             self._generate,
-            Identify(clients, Keys()),
+            ClientIdentifier(clients, Keys()),
             observers,
-            Bounds(60, 60, 65_536, floor, clients, connections, Unread(1 << 30, observers)),
+            ConnectionBounds(60, 60, 65_536, policy, clients, connections, UnreadAnswers(1 << 30, observers)),
             CorsHeaders(Cors()),
             BodyBudget(4 * max_body, observers),
             max_body=max_body,
@@ -211,7 +211,7 @@ class Ingress:
         for _ in range(_SPINS):
             await asyncio.sleep(0)
         assert not state.tasks, "a task is left"
-        assert self.path.room.held == 0, "bytes of a body are left"
+        assert self.path.body_budget.held == 0, "bytes of a body are left"
         return self.seen
 
 

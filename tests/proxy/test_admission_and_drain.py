@@ -88,7 +88,7 @@ async def _rest(reply: scripts.Reply) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_drain_cuts_off_what_is_left_at_its_deadline(stream: bool) -> None:
-    """A request that does not end is told so: an error event without an end mark, or a 503; its leg is closed."""
+    """A request that does not end gets an error: an event without an end mark, or a 503; its leg is closed."""
     async with world(deadlines={"drain": 0.15}) as w:
         w.decode[0].script(scripts.streams(WORD, then="stall") if stream else scripts.stall)
         client = await w.client()
@@ -109,7 +109,7 @@ async def test_drain_cuts_off_what_is_left_at_its_deadline(stream: bool) -> None
 
 
 async def test_drain_sees_abandoned_kv_home() -> None:
-    """A prefill whose client has left is awaited, and its KV given back, before the process goes."""
+    """A prefill whose client has left is awaited, and its KV released, before the process ends."""
     async with world() as w:
         go = asyncio.Event()
         w.prefill[0].script(scripts.gate(go, prefill))
@@ -183,7 +183,7 @@ async def test_the_process_ends_in_order(signals: list[signal.Signals], code: in
 
 
 async def test_a_port_that_is_taken() -> None:
-    """The process says which setting it is about, and ends with 2."""
+    """The process names the setting, and ends with 2."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

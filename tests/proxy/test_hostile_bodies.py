@@ -186,7 +186,7 @@ async def test_a_list_that_fails_makes_no_more_exchanges(monkeypatch: pytest.Mon
 
 
 class _Asleep(Workers):
-    """Readers that are at work for ever."""
+    """Readers whose work never ends."""
 
     async def ask(self, asker: Hashable, question: bytes, data: bytes | bytearray) -> bytes | memoryview:
         return await super().ask(asker, b"sleep", data)
@@ -214,7 +214,7 @@ async def test_bodies_that_wait_to_be_read_are_bounded(monkeypatch: pytest.Monke
         for client in clients:
             client.close()
         await until(lambda: (readers.busy, readers.waiting) == (0, 0))
-        await until(lambda: w.proxy.room.held == 0)
+        await until(lambda: w.proxy.body_budget.held == 0)
 
 
 async def test_a_body_is_read_in_time_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import DeadlinePassed
+from pdproxy.web.connection_bounds import MAX_PIPELINED
 from pdproxy.web.cycle import DataPath
-from pdproxy.web.guard import MOST_WAITING
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client, request
 from tests.fakes.engine import Reply, serve
@@ -37,7 +37,7 @@ DRIP = 0.02
 
 @dataclass(frozen=True)
 class Attack:
-    """What a client sends, piece by piece (`drips`: for ever, its last piece again and again), and what it may get for it.
+    """What a client sends, piece by piece (`drips`: without end, its last piece again and again), and what it may get for it.
 
     `statuses`: any of these; empty: the connection is closed without an answer.
     """
@@ -138,7 +138,7 @@ async def besieged(**settings: Any) -> AsyncIterator[World]:
         assert w.server is not None
         state = w.server.server_state
         await until(lambda: not state.connections and not state.tasks, PATIENCE)
-        assert data_path(w).room.held == 0
+        assert data_path(w).body_budget.held == 0
 
 
 async def served_meanwhile(w: World) -> None:
@@ -176,7 +176,7 @@ async def test_an_error_or_a_deadline(attack: Attack) -> None:
                 assert answer.header("content-type") == "application/json"
                 assert "error" in answer.json or "detail" in answer.json
         else:
-            with contextlib.suppress(ConnectionResetError):  # what it sent in that moment was not read any more
+            with contextlib.suppress(ConnectionResetError):  # what it sent meanwhile was not read any more
                 assert await client.reader.read() == b""
         if attack.statuses == (100,):
             assert (await client.answer()).status == 408
@@ -269,7 +269,7 @@ async def test_a_thousand_requests_in_one_pipeline(path: str) -> None:
         else:
             client.send(request("GET", path, b"") * 1000)
         await served_meanwhile(w)
-        for number in range(1 + MOST_WAITING):
+        for number in range(1 + MAX_PIPELINED):
             answer = await client.answer()
             assert answer.status == (200 if path == "/health" else 400)
             if path == COMPLETIONS:
@@ -281,7 +281,7 @@ async def test_a_thousand_requests_in_one_pipeline(path: str) -> None:
 # -- what is behind a request
 
 
-async def test_garbage_behind_a_request_does_not_break_its_stream() -> None:
+async def test_invalid_data_behind_a_request_does_not_break_its_stream() -> None:
     """A stream under way ends in good order although what follows its request is no HTTP; then the connection closes."""
     go = asyncio.Event()
     async with besieged() as w:
@@ -337,30 +337,30 @@ async def test_an_upgrade_is_not_taken(path: str) -> None:
 
 
 async def test_bodies_under_way_have_one_bound_in_all() -> None:
-    """Bytes beyond it are refused with 503; as soon as others are done there is room again."""
+    """Bytes beyond it are refused with 503; as soon as others are done there is space again."""
     limits = {"max_body_bytes": 1000, "max_buffered_bytes": 2500}
     async with besieged(limits=limits, deadlines={**SHORT, "client_body": 20}) as w:
         half = POST + b"content-length: 1000\r\n\r\n" + b" " * 900
         first, second = await w.client(), await w.client()
         first.send(half)
         second.send(half)
-        await until(lambda: data_path(w).room.held == 1800, PATIENCE)
+        await until(lambda: data_path(w).body_budget.held == 1800, PATIENCE)
         third = await w.client()
         third.send(half)
         answer = await third.answer()
         assert (answer.status, answer.header("retry-after")) == (503, "1")
         assert answer.json["error"]["type"] == "ServiceUnavailableError"
-        assert data_path(w).room.held == 1800
+        assert data_path(w).body_budget.held == 1800
         await served_meanwhile(w)
         first.close()
-        await until(lambda: data_path(w).room.held == 900, PATIENCE)
+        await until(lambda: data_path(w).body_budget.held == 900, PATIENCE)
         fourth = await w.client()
         fourth.send(half + b" " * 100)
         assert (await fourth.answer()).status == 400
 
 
 async def test_a_body_in_service_counts() -> None:
-    """Until a stream flows the body's bytes are held, since another engine may need them; then others may have their room."""
+    """Until a stream flows the body's bytes are held, since another engine may need them; then others may have their space."""
     go, end = asyncio.Event(), asyncio.Event()
     async with besieged() as w:
         w.decode[0].script(scripts.gate(go, scripts.after_word(end, finish)))
@@ -368,10 +368,10 @@ async def test_a_body_in_service_counts() -> None:
         body = json.dumps(completion(stream=True)).encode()
         client.post(COMPLETIONS, body)
         await w.decode[0].asked()
-        assert data_path(w).room.held == len(body)
+        assert data_path(w).body_budget.held == len(body)
         go.set()
         await client.head()
-        assert data_path(w).room.held == 0
+        assert data_path(w).body_budget.held == 0
         end.set()
 
 
@@ -384,7 +384,7 @@ async def test_an_unstreamed_body_counts_to_its_end() -> None:
         body = json.dumps(completion()).encode()
         client.post(COMPLETIONS, body)
         await w.decode[0].asked()
-        assert data_path(w).room.held == len(body)
+        assert data_path(w).body_budget.held == len(body)
         go.set()
         assert (await client.answer()).status == 200
-        await until(lambda: data_path(w).room.held == 0, PATIENCE)
+        await until(lambda: data_path(w).body_budget.held == 0, PATIENCE)

@@ -82,7 +82,7 @@ SLOWLY = {"comments"}
 
 def room(w: World) -> AnswerBudget:
     """The room of the proxy's engines."""
-    return w.proxy.service._engines.room
+    return w.proxy.service.engines.room
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""HTTP as clients really speak it: kept and pipelined connections, old versions, odd methods, expectations."""
+"""HTTP as clients really use it: kept and pipelined connections, old versions, odd methods, expectations."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ async def test_other_routes_are_404_and_never_reach_an_engine(path: str, method:
 
 
 async def test_a_client_that_offers_http_2() -> None:
-    """An offer to upgrade to h2c makes the parser leave the body to that protocol: a 400 as vLLM's, not a failure of ours."""
+    """An offer to upgrade to h2c makes the parser leave the body to that protocol: a 400 as vLLM's, not an internal error."""
     offer = [("connection", "Upgrade, HTTP2-Settings"), ("upgrade", "h2c"), ("http2-settings", "AAEAAEAAAAIAAAAA")]
     async with world() as w:
         answer = await w.ask(COMPLETIONS, completion(), offer)

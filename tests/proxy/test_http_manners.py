@@ -72,7 +72,7 @@ async def everything(w: World, headers: Sequence[tuple[str, str]]) -> dict[str, 
 
 
 async def test_every_answer_varies_by_origin() -> None:
-    """By default no site may read anything, and every answer, of whatever sort, says `vary: Origin`, as vLLM's do."""
+    """By default no site may read anything, and every answer, of any kind, has `vary: Origin`, as vLLM's do."""
     async with world(limits={"attempts": 1}) as w:
         for headers in ([], [("origin", SITE)]):
             for sort, answer in (await everything(w, headers)).items():

@@ -1,4 +1,4 @@
-"""API keys: who is let in, when that is decided, what a stranger reads, and files of keys that change."""
+"""API keys: who is accepted, when that is decided, what a client without a key reads, and files of keys that change."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-# -- what a stranger reads
+# -- what a client without a key reads
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/models"])
 async def test_a_refusal_is_openais(path: str, given: str | None, code: str | None, begins: str) -> None:
-    """Missing and wrong keys are told apart by OpenAI's words and codes, alike on every route; the key is not repeated."""
+    """Missing and wrong keys have OpenAI's messages and codes, the same on every route; the key is not repeated."""
     async with world(auth={"api_keys": ("one", "two")}) as w:
         headers = [("authorization", given)] if given is not None else []
         answer = await (w.get(path, headers) if path == "/v1/models" else w.ask(path, completion(), headers))
@@ -110,7 +110,7 @@ def head(path: str, length: int, *headers: tuple[str, str]) -> bytes:
     return whole.replace(b"content-length: 0", b"content-length: %d" % length)
 
 
-async def test_a_stranger_is_refused_before_the_body() -> None:
+async def test_without_a_key_a_request_is_refused_before_its_body() -> None:
     """No byte of the body is waited for; the connection closes, and the request is reported as any other."""
     async with world(auth={"api_keys": ("one",)}, deadlines={"client_body": 30}) as w:
         client = await w.client()
@@ -122,7 +122,7 @@ async def test_a_stranger_is_refused_before_the_body() -> None:
         assert (ended.status, ended.outcome, ended.model) == (401, "client", None)
 
 
-async def test_a_stranger_is_not_asked_to_go_on() -> None:
+async def test_without_a_key_a_client_is_not_asked_to_continue() -> None:
     """`Expect: 100-continue` is answered by the 401 alone."""
     async with world(auth={"api_keys": ("one",)}) as w:
         client = await w.client()
@@ -130,7 +130,7 @@ async def test_a_stranger_is_not_asked_to_go_on() -> None:
         assert (await client.answer()).status == 401
 
 
-async def test_a_strangers_body_is_not_held_and_its_answer_not_lost() -> None:
+async def test_a_body_without_a_key_is_not_held_and_its_answer_not_lost() -> None:
     """A client that sends all of a large body before it reads still gets its 401, and nothing of the body is kept."""
     async with world(auth={"api_keys": ("one",)}) as w:
         client = await w.client()
@@ -147,9 +147,9 @@ async def test_a_strangers_body_is_not_held_and_its_answer_not_lost() -> None:
         assert await client.closed()
 
 
-async def test_a_strangers_body_is_no_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_without_a_key_is_no_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a refused client sends as its body, and after it, is never served, whatever it looks like."""
-    monkeypatch.setattr("pdproxy.web.guard.LINGER", 0.2)
+    monkeypatch.setattr("pdproxy.web.client_connection.LINGER", 0.2)
     async with world(auth={"api_keys": ("one",)}) as w:
         hidden = request("POST", COMPLETIONS, completion(), bearer("one"))
         client = await w.client()
@@ -162,9 +162,9 @@ async def test_a_strangers_body_is_no_next_request(monkeypatch: pytest.MonkeyPat
         assert len(w.events(RequestEnded)) == 1
 
 
-async def test_a_stranger_that_never_ends_its_body_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_without_a_key_that_never_ends_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused client gets some seconds to finish; then the connection closes although the body is not whole."""
-    monkeypatch.setattr("pdproxy.web.guard.LINGER", 0.05)
+    monkeypatch.setattr("pdproxy.web.client_connection.LINGER", 0.05)
     async with world(auth={"api_keys": ("one",)}) as w:
         client = await w.client()
         client.send(head(COMPLETIONS, 100, *bearer("wrong")) + b"{")
@@ -221,7 +221,7 @@ async def test_a_file_of_keys_is_read_again(tmp_path: Path, monkeypatch: pytest.
 async def test_a_file_that_goes_bad_changes_nothing_and_is_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], object], why: str
 ) -> None:
-    """The last good keys stay; one log line and /ready say why, until the file is good again."""
+    """The last good keys stay; one log line and /ready show why, until the file is good again."""
     path = tmp_path / "keys"
     path.write_text("one\n")
     async with world(auth={"api_keys_file": str(path)}) as w:
@@ -268,16 +268,16 @@ def test_a_bad_file_at_the_start_is_one_line_and_exit_2(
 
 
 async def test_serve_does_not_start_with_a_bad_file(tmp_path: Path) -> None:
-    """`serve` says the same line as `config validate`, and exits with 2."""
+    """`serve` prints the same line as `config validate`, and exits with 2."""
     path = tmp_path / "keys"
     path.write_text("MARK ER\n")
     line = ["serve", "--port", str(free_port()), "--decode", "127.0.0.1:1", "--api-keys-file", str(path)]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "pdproxy", *line, stderr=asyncio.subprocess.PIPE
     )
-    _, told = await asyncio.wait_for(process.communicate(), 60)
+    _, printed = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 2
-    (text,) = told.decode().splitlines()
+    (text,) = printed.decode().splitlines()
     assert text == f"pdproxy: auth.api_keys_file: {path}: line 1 is no key of visible ASCII characters without blanks"
 
 

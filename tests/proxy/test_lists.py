@@ -17,7 +17,7 @@ IDS = [list(range(1, 40 + n)) for n in range(3)]
 
 
 async def _echo(reply: Reply) -> None:
-    """Answer with the prompt's last character, so that choices can be told apart."""
+    """Answer with the prompt's last character, so that choices can be distinguished."""
     ids = reply.engine.ids(reply.request)
     text = f"<{ids[-1]}>"
     if reply.request.kv is not None:
@@ -62,7 +62,7 @@ async def test_a_list_is_merged(prompts: list[Any], lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_prompts_cached_tokens_stand_for_all(stream: bool) -> None:
-    """As from one engine: a whole answer tells what was cached of its last prompt, a stream of its first."""
+    """As from one engine: a whole answer has the cached tokens of its last prompt, a stream those of its first."""
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     prompts = ["first " * 40, "second " * 60, "third " * 90]
     async with world(facts={"enable_prompt_tokens_details": True}) as w:
@@ -72,8 +72,8 @@ async def test_one_prompts_cached_tokens_stand_for_all(stream: bool) -> None:
                     engine.sim.engine._core.pool.forget_all()  # type: ignore[union-attr]
                 await w.ask(COMPLETIONS, completion(prompt=cached))
                 answer = await w.ask(COMPLETIONS, completion(prompt=[p for p in prompts if p != known], **options))
-                told = json.loads(answer.events[-2][6:]) if stream else answer.json
-                found = told["usage"]["prompt_tokens_details"]["cached_tokens"]
+                merged = json.loads(answer.events[-2][6:]) if stream else answer.json
+                found = merged["usage"]["prompt_tokens_details"]["cached_tokens"]
                 asked = [p for p in prompts if p != known]
                 assert (found > 0) is (cached == asked[0 if stream else -1])
 

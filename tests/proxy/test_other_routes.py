@@ -210,22 +210,22 @@ async def test_what_a_binary_embedding_is_made_of_goes_on() -> None:
 
 
 async def test_bodies_of_all_routes_share_one_bound() -> None:
-    """What is held for a passed request counts with the others; it is given back when its request is over."""
+    """What is held for a passed request counts with the others; it is released when its request has ended."""
     async with world(limits={"max_body_bytes": 1000, "max_buffered_bytes": 1500}) as w:
         first, second = await w.client(), await w.client()
         for client, size in ((first, 900), (second, 700)):
             client.send(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
             client.send(b"content-length: 1000\r\n\r\n" + b" " * size)
             if client is first:
-                await until(lambda: w.proxy.room.held == 900)
+                await until(lambda: w.proxy.body_budget.held == 900)
         answer = await second.answer()
         assert (answer.status, answer.header("retry-after")) == (503, "1")
         first.send(b" " * 100)
         assert (await first.answer()).status == 400
-        await until(lambda: w.proxy.room.held == 0)
+        await until(lambda: w.proxy.body_budget.held == 0)
 
 
-async def test_a_strangers_body_is_not_waited_for() -> None:
+async def test_a_body_without_a_key_is_not_waited_for() -> None:
     """With keys, a passed route refuses a client without one before its body is there."""
     async with world(auth={"api_keys": ("one",)}) as w:
         client = await w.client()
@@ -279,7 +279,7 @@ async def test_only_some_headers_go_on() -> None:
 
 
 async def test_proxy_keys_guard_every_route() -> None:
-    """Without a key of ours 401, also with `x-api-key`, which vLLM does not know; with one, engines get theirs."""
+    """Without one of the proxy's keys 401, also with `x-api-key`, which vLLM does not know; with one, engines get theirs."""
     async with world(auth={"api_keys": ("ours",), "engine_api_key": "theirs"}) as w:
         for path in [*PATHS, "/v1/responses/resp_1/cancel"]:
             seen = everyone(w, path, fine)
@@ -322,7 +322,7 @@ async def test_what_needs_memory_is_refused_by_name(field: str, value: object) -
 
 @pytest.mark.parametrize("given", [{}, {"store": None}, {"store": False}, {"background": False, "conversation": None}])
 async def test_a_plain_response_is_not_stored(given: dict[str, object]) -> None:
-    """vLLM's default is to store: engines are always told not to."""
+    """vLLM's default is to store: engines are always asked not to."""
     async with world() as w:
         seen = everyone(w, RESPONSES, fine)
         assert (await w.ask(RESPONSES, responses(**given))).status == 200
@@ -373,7 +373,7 @@ def _shape(event: bytes) -> Any:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_openai_client_responses(stream: bool) -> None:
-    """The official client's plain `responses.create` works, whole and streamed, and says the same both ways."""
+    """The official client's plain `responses.create` works, whole and streamed, with the same result both ways."""
     given: Any = {"model": "tiny", "input": PROMPT, "max_output_tokens": 8}
     async with world() as w:
         client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{w.port}/v1", api_key="x", max_retries=0)

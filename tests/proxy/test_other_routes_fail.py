@@ -84,7 +84,7 @@ async def test_an_engine_that_dies_in_a_stream(path: str, then: str, part: bytes
 @pytest.mark.parametrize("path", STREAMED)
 @pytest.mark.parametrize("then", ["eof", "reset", "stall"])
 async def test_before_the_model_has_shown_life_another_engine_is_asked(path: str, then: str) -> None:
-    """What an engine says before its model has done anything is held back, so that its death there costs the client nothing."""
+    """What an engine sends before its model has begun is held back, so that a failure there costs the client nothing."""
 
     async def script(reply: Reply) -> None:
         await reply.start()
@@ -170,7 +170,7 @@ async def test_the_breaker_hears_of_failures(path: str) -> None:
         answer = await w.ask(path, {"model": "tiny"})
         assert (answer.status, answer.body) == (500, own)
         assert w.proxy.ledger.nodes[1].failures == 2
-        assert not w.proxy.ledger.nodes[1].usable(w.proxy.service._engines.now())
+        assert not w.proxy.ledger.nodes[1].usable(w.proxy.service.engines.now())
 
 
 async def test_what_a_model_cannot_do_is_no_failure() -> None:
@@ -233,7 +233,7 @@ async def test_an_engine_that_probes_have_lost() -> None:
         seen = everyone(w, "/v1/embeddings", script)
         asking = asyncio.ensure_future(w.ask("/v1/embeddings", {"model": "tiny"}))
         await until(lambda: seen)
-        w.proxy.ledger.lost(w.decode[0].url, "gone", w.proxy.service._engines.now())
+        w.proxy.ledger.lost(w.decode[0].url, "gone", w.proxy.service.engines.now())
         assert (await asking).status == 504
 
 
@@ -270,7 +270,7 @@ async def test_a_client_that_leaves_ends_the_leg(stream: bool) -> None:
 
 
 async def test_a_client_that_leaves_with_a_request_behind_ends_the_leg() -> None:
-    """Also where another request is in the pipeline: uvicorn would tell that one alone."""
+    """Also where another request is in the pipeline: uvicorn would notify only that one."""
     left = asyncio.Event()
 
     async def script(reply: Reply) -> None:

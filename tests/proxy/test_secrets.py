@@ -13,7 +13,7 @@ import trustme
 
 from pdproxy.cli.main import main
 from pdproxy.observe.formats import JsonFormatter, TextFormatter
-from pdproxy.serving.request.service import Service
+from pdproxy.serving.request.service import GeneratingRequest
 from pdproxy.settings.dump import dump
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import load
@@ -140,14 +140,15 @@ async def test_through_good_and_bad_ends(read: Read, tmp_path: Path) -> None:
 async def test_a_crash_of_our_own_quotes_nothing(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     """A defect whose exception holds the prompt and the key is logged by its type and its place alone."""
 
-    def crash(self: Service, incoming: Any, client: Any, report: Any) -> None:
+    def crash(self: GeneratingRequest) -> None:
+        incoming = self._incoming
         assert PROMPT.encode() in incoming.body or json.dumps(PROMPT).encode() in incoming.body
         try:
             int(incoming.body)
         except ValueError as error:
             raise RuntimeError(f"can't serve {incoming.body!r} of {incoming.authorization!r}") from error
 
-    monkeypatch.setattr(Service, "_read", crash)
+    monkeypatch.setattr(GeneratingRequest, "read", crash)
     async with world(auth={"api_keys": (PROXY_KEY,)}) as w:
         assert await read.ask(w, COMPLETIONS, completion(prompt=PROMPT), bearer(PROXY_KEY)) == 500
         await read.pages(w)

@@ -1,4 +1,4 @@
-"""Shares of what all clients use: places, room for bodies, connections. They apply only while others wait."""
+"""Shares of what all clients use: places, memory for bodies, connections. They apply only while others wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import uvloop
 
 from pdproxy.observe.events import RequestEnded
 from pdproxy.settings.schema import Settings
-from pdproxy.web.connections import LOOKED_AT, MOST_LEAVING
+from pdproxy.web.connections import MAX_LEAVING, MAX_SEARCHED
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client, request
 from tests.fakes.engine import prefill
@@ -115,7 +115,7 @@ def test_a_reader_that_is_too_slow_gives_way_to_a_client_that_waits() -> None:
     async def keep(w: World) -> None:
         await unread(w, GREEDY)
         await unread(w, GREEDY)
-        await until(lambda: len(w.proxy.askers.with_slow) == 1, 8)
+        await until(lambda: len(w.proxy.known_clients.with_slow) == 1, 8)
         w.decode[0].scripts.clear()
         answer = await w.ask(COMPLETIONS, completion(), OTHER)
         assert (answer.status, answer.text) == (200, TEXT)
@@ -127,7 +127,7 @@ def test_a_reader_that_is_too_slow_gives_way_to_a_client_that_waits() -> None:
 
 
 def test_a_reader_that_becomes_too_slow_while_others_wait() -> None:
-    """Who waits first is served all the same, as soon as the slowness is seen."""
+    """The first one that waits is served as well, as soon as the slowness is noticed."""
 
     async def keep(w: World) -> None:
         await unread(w, GREEDY)
@@ -136,7 +136,7 @@ def test_a_reader_that_becomes_too_slow_while_others_wait() -> None:
         client = await w.client()
         client.post(COMPLETIONS, completion(), OTHER)
         await until(lambda: w.proxy.admission.waiting == 1)
-        assert not w.proxy.askers.with_slow
+        assert not w.proxy.known_clients.with_slow
         w.decode[0].scripts.clear()
         assert (await client.answer()).status == 200
 
@@ -149,7 +149,7 @@ def test_a_slow_reader_within_its_share_stays() -> None:
     async def keep(w: World) -> None:
         await unread(w, GREEDY)
         await unread(w, OTHER)
-        await until(lambda: len(w.proxy.askers.with_slow) == 2, 8)
+        await until(lambda: len(w.proxy.known_clients.with_slow) == 2, 8)
         client = await w.client()
         client.post(COMPLETIONS, completion(), OTHER)
         await until(lambda: w.proxy.admission.waiting == 1)
@@ -184,7 +184,7 @@ def test_a_trickle_is_not_reading(rate: int, dropped: int) -> None:
     uvloop.run(run())
 
 
-# -- room for bodies
+# -- memory for bodies
 
 
 def stalled(size: int, headers: list[tuple[str, str]], path: str = COMPLETIONS) -> bytes:
@@ -195,18 +195,18 @@ def stalled(size: int, headers: list[tuple[str, str]], path: str = COMPLETIONS) 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings"])
 async def test_a_stalled_body_gives_way_to_a_client_with_less(path: str) -> None:
-    """Where there is no room, the body that has waited longest of the client that holds the most is refused with 503."""
+    """Where there is no space, the body that has waited longest of the client that holds the most is refused with 503."""
     async with world(auth=KEYS, limits={"max_buffered_bytes": 8000, "max_body_bytes": 4000}) as w:
         first, second = await w.client(), await w.client()
         first.send(stalled(3000, GREEDY, path))
-        await until(lambda: w.proxy.room.held == 3000)
+        await until(lambda: w.proxy.body_budget.held == 3000)
         second.send(stalled(3000, GREEDY, path))
-        await until(lambda: w.proxy.room.held == 6000)
+        await until(lambda: w.proxy.body_budget.held == 6000)
         answer = await w.ask(COMPLETIONS, completion(user="x" * 2500), OTHER)
         assert (answer.status, answer.text) == (200, TEXT)
         refused = await first.answer()
         assert (refused.status, refused.header("retry-after")) == (503, "1")
-        await until(lambda: w.proxy.room.held == 3000)
+        await until(lambda: w.proxy.body_budget.held == 3000)
         assert w.metric("pdproxy_evicted_total", what="body") == 1
         second.send(b" ")
         assert (await second.answer()).status in (400, 404, 501), "it was not touched"
@@ -218,11 +218,11 @@ async def test_a_body_that_goes_on_is_not_the_one_that_gives_way() -> None:
         first, second = await w.client(), await w.client()
         whole = request("POST", COMPLETIONS, b" " * 4000, GREEDY)
         first.send(whole[:-1000])
-        await until(lambda: w.proxy.room.held == 3000)
+        await until(lambda: w.proxy.body_budget.held == 3000)
         second.send(whole[:-1000])
-        await until(lambda: w.proxy.room.held == 6000)
+        await until(lambda: w.proxy.body_budget.held == 6000)
         first.send(whole[-1000:-900])
-        await until(lambda: w.proxy.room.held == 6100)
+        await until(lambda: w.proxy.body_budget.held == 6100)
         assert (await w.ask(COMPLETIONS, completion(user="x" * 2500), OTHER)).status == 200
         assert (await second.answer()).status == 503
         first.send(whole[-900:])
@@ -235,14 +235,14 @@ async def test_a_client_with_its_share_gets_no_more_of_others() -> None:
         first, second = await w.client(), await w.client()
         first.send(stalled(3900, GREEDY))
         second.send(stalled(3000, OTHER))
-        await until(lambda: w.proxy.room.held == 6900)
+        await until(lambda: w.proxy.body_budget.held == 6900)
         assert (await w.ask(COMPLETIONS, completion(user="x" * 2000), OTHER)).status == 503
-        assert w.proxy.room.held == 6900
+        assert w.proxy.body_budget.held == 6900
         assert w.metric("pdproxy_evicted_total") == 0
 
 
 async def test_bodies_in_service_leave_room_for_others() -> None:
-    """What is in service can't give way: an eighth of the room is kept for clients that hold less than their share."""
+    """A body in service is never dropped: an eighth of the memory is reserved for clients that hold less than their share."""
     go = asyncio.Event()
     async with world(auth=KEYS, limits={"max_buffered_bytes": 16_000, "max_body_bytes": 16_000}) as w:
         w.prefill[0].script(scripts.gate(go, prefill))
@@ -257,7 +257,7 @@ async def test_bodies_in_service_leave_room_for_others() -> None:
         await until(lambda: w.proxy.admission.inflight == 2)
         go.set()
         assert [(await client.answer()).status for client in (greedy, other)] == [200, 200]
-        await until(lambda: w.proxy.room.held == 0)
+        await until(lambda: w.proxy.body_budget.held == 0)
 
 
 # -- connections
@@ -291,7 +291,7 @@ async def test_half_a_request_is_idle() -> None:
         halves = [await w.client() for _ in range(2)]
         for client in halves:
             client.send(stalled(100, []))
-        await until(lambda: w.proxy.room.held == 200)
+        await until(lambda: w.proxy.body_budget.held == 200)
         other = await w.client(address="127.0.0.2")
         other.post(COMPLETIONS, completion())
         assert (await other.answer()).status == 200
@@ -331,7 +331,7 @@ async def test_a_client_with_fewer_connections_loses_none() -> None:
 
 
 async def test_clients_behind_a_trusted_proxy_are_told_apart() -> None:
-    """By the last address in X-Forwarded-For that is no trusted proxy's; from anybody else the header says nothing."""
+    """By the last address in X-Forwarded-For that is no trusted proxy's; from any other peer the header is ignored."""
 
     def trusting(settings: Settings) -> Settings:
         import msgspec
@@ -344,15 +344,15 @@ async def test_clients_behind_a_trusted_proxy_are_told_apart() -> None:
         w.prefill[0].script(scripts.gate(go, prefill))
         hops = ["1.1.1.1", "1.1.1.1", "1.1.1.1", "6.6.6.6, 2.2.2.2, 10.1.2.3"]
         clients = [await begun(w, [("x-forwarded-for", hop)], f"r{n}") for n, hop in enumerate(hops)]
-        names = {client.name for client in w.proxy.askers}
+        names = {client.name for client in w.proxy.known_clients}
         assert {"1.1.1.1", "2.2.2.2"} <= names
         assert "6.6.6.6" not in names, "the client made that one up"
-        stranger = await w.client(address="127.0.0.2")
-        stranger.post(COMPLETIONS, completion(), [("x-forwarded-for", "3.3.3.3")])
+        untrusted = await w.client(address="127.0.0.2")
+        untrusted.post(COMPLETIONS, completion(), [("x-forwarded-for", "3.3.3.3")])
         await until(lambda: w.proxy.admission.waiting == 4)
-        assert "3.3.3.3" not in {client.name for client in w.proxy.askers}
+        assert "3.3.3.3" not in {client.name for client in w.proxy.known_clients}
         go.set()
-        for client in (*clients, stranger):
+        for client in (*clients, untrusted):
             assert (await client.answer()).status == 200
         assert [one.ident for one in w.prefill[0].requests][:3] == ["r0", "r1", "r3"]
 
@@ -371,8 +371,8 @@ async def test_nobody_is_remembered() -> None:
         two.send(request("POST", COMPLETIONS, completion(), GREEDY) * 3)
         await two.head()
         two.close()
-        await until(lambda: not len(w.proxy.askers))
-        assert w.proxy.room.held == 0
+        await until(lambda: not len(w.proxy.known_clients))
+        assert w.proxy.body_budget.held == 0
         assert w.proxy.connections.open == 0
 
 
@@ -405,20 +405,20 @@ def test_answers_that_nobody_reads_have_a_bound(path: str) -> None:
             clients = []
             for headers in (GREEDY, GREEDY, OTHER):
                 clients.append(await unread_answer(w, headers, path))
-                held.append(w.proxy.unread.held)
+                held.append(w.proxy.unread_answers.held)
             assert 0 < held[0] < size, "the kernel has taken some of it"
             assert held[0] < held[1] <= 26 << 20
             assert w.metric("pdproxy_held_bytes", what="unread") == held[2]
             assert w.metric("pdproxy_connections") == 2
             assert w.metric("pdproxy_evicted_total", what="answer") == 1
             assert held[2] == held[1]
-            assert w.proxy.answer_room.held == 0, "engines' legs have all of their room"
+            assert w.proxy.answer_budget.held == 0, "engines' legs have all of their memory"
             for client in clients:
                 client.writer.transport.resume_reading()  # type: ignore[attr-defined]
             assert not (await clients[0].answer()).ended, "the greedy client's oldest"
             for client in clients[1:]:
                 assert len((await client.answer()).text) == size
-            await until(lambda: w.proxy.unread.held == 0)
+            await until(lambda: w.proxy.unread_answers.held == 0)
 
     uvloop.run(run())
 
@@ -427,15 +427,15 @@ def test_answers_that_nobody_reads_have_a_bound(path: str) -> None:
 
 
 async def test_a_flood_of_evicted_connections_has_a_bound() -> None:
-    """Those that had to go count until they are closed, and only some are told why: open files are never beyond the
+    """Evicted ones count until they are closed, and only some get an answer: open files are never beyond the
     bound for long."""
     async with world(limits={"max_connections": 8}) as w:
         for _ in range(80):
             client = await w.client()
             client.send(stalled(100, []))
-        await until(lambda: w.proxy.connections.open <= 8 + MOST_LEAVING)
+        await until(lambda: w.proxy.connections.open <= 8 + MAX_LEAVING)
         assert w.server is not None
-        await until(lambda: len(w.server.server_state.connections) <= 8 + MOST_LEAVING)  # type: ignore[union-attr]
+        await until(lambda: len(w.server.server_state.connections) <= 8 + MAX_LEAVING)  # type: ignore[union-attr]
         other = await w.client(address="127.0.0.2")
         other.send(request("GET", "/health", b""))
         assert (await other.answer()).status == 200
@@ -444,15 +444,15 @@ async def test_a_flood_of_evicted_connections_has_a_bound() -> None:
 async def test_busy_connections_shield_no_idle_ones() -> None:
     """However many of a client's oldest connections are busy, its idle ones are found behind them."""
     go = asyncio.Event()
-    async with world(limits={"max_connections": LOOKED_AT + 20}) as w:
-        w.prefill[0].script(*[scripts.gate(go, prefill)] * (LOOKED_AT + 4))
-        busy = [await w.client() for _ in range(LOOKED_AT + 4)]
+    async with world(limits={"max_connections": MAX_SEARCHED + 20}) as w:
+        w.prefill[0].script(*[scripts.gate(go, prefill)] * (MAX_SEARCHED + 4))
+        busy = [await w.client() for _ in range(MAX_SEARCHED + 4)]
         for client in busy:
             client.post(COMPLETIONS, completion())
         await until(lambda: w.proxy.admission.inflight == len(busy))
         for _ in range(16):
             await w.client()
-        await until(lambda: w.proxy.connections.open == LOOKED_AT + 20)
+        await until(lambda: w.proxy.connections.open == MAX_SEARCHED + 20)
         statuses = []
         for _ in range(3):  # the first may look at none but busy ones
             other = await w.client(address="127.0.0.2")
@@ -465,12 +465,12 @@ async def test_busy_connections_shield_no_idle_ones() -> None:
 
 
 async def test_an_empty_body_makes_nobody_a_holder() -> None:
-    """Clients that send nothing have no share of the room, and are forgotten."""
+    """Clients that send nothing have no share of the memory, and are forgotten."""
     async with world(auth=KEYS) as w:
         for path in ("/tokenize", COMPLETIONS):
             await w.ask(path, b"", GREEDY)
-        await until(lambda: not len(w.proxy.askers))
-        assert not w.proxy.room._holders
+        await until(lambda: not len(w.proxy.known_clients))
+        assert not w.proxy.body_budget._holders
 
 
 def test_a_passed_stream_is_its_own_clients() -> None:
@@ -485,7 +485,7 @@ def test_a_passed_stream_is_its_own_clients() -> None:
             body = {"model": "tiny", "max_tokens": 4, "stream": True, "messages": [{"role": "user", "content": "x"}]}
             client.send(request("POST", "/v1/messages", body, GREEDY))
         await until(lambda: w.proxy.admission.inflight == 2)
-        await until(lambda: len(w.proxy.askers.with_slow) == 1, 8)
+        await until(lambda: len(w.proxy.known_clients.with_slow) == 1, 8)
         answer = await w.ask(COMPLETIONS, completion(), OTHER)
         assert (answer.status, answer.text) == (200, TEXT)
         assert w.metric("pdproxy_evicted_total", what="reader") == 1

@@ -44,7 +44,7 @@ def test_a_client_that_does_not_read() -> None:
 
             watching = asyncio.ensure_future(watch())
             await until(lambda: buffered(w) > 0)
-            for _ in range(20):  # a little at a time: when there is room again, the engine's side has much to give
+            for _ in range(20):  # a little at a time: when there is space again, the engine has much to send
                 client.writer.transport.resume_reading()  # type: ignore[attr-defined]
                 await asyncio.sleep(0.01)
                 client.writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -59,7 +59,7 @@ def test_a_client_that_does_not_read() -> None:
             await w.quiet()
             watching.cancel()
             assert 0 < most <= HELD
-            # Its leg was closed, which the engine hears of in a later turn of the loop.
+            # Its leg was closed, which the engine notices in a later turn of the loop.
             await until(lambda: any(one.left.is_set() for engine in w.decode for one in engine.requests))
 
     uvloop.run(run())

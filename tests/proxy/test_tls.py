@@ -1,4 +1,4 @@
-"""TLS on both sides: clients in front, engines behind, certificates that change, and what is told of untrusted ones."""
+"""TLS on both sides: clients in front, engines behind, certificates that change, and what is reported of untrusted ones."""
 
 import asyncio
 import logging
@@ -116,7 +116,7 @@ async def test_a_client_that_leaves_mid_stream_ends_its_request(ours: Side, leav
         assert (await client.head()).status == 200
         await client.piece()
         if leave == "half":
-            client.writer.close()  # says goodbye, and waits for the proxy's
+            client.writer.close()  # sends close_notify, and waits for the proxy's
         else:
             getattr(client, leave)()
         ended = await w.ended()
@@ -196,7 +196,7 @@ async def test_a_renewed_certificate_is_shown_to_new_connections_and_drops_none(
 
 
 async def test_the_running_proxy_looks_by_itself(ours: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has to tell it that a certificate was renewed."""
+    """It notices by itself that a certificate was renewed."""
     monkeypatch.setattr("pdproxy.app.credentials.LOOK_EVERY", 0.01)
     async with fronted(ours) as w:
         before = serial(await w.client())
@@ -211,7 +211,7 @@ async def test_the_running_proxy_looks_by_itself(ours: Side, monkeypatch: pytest
 
 
 async def test_half_of_a_renewal_changes_nothing(ours: Side, caplog: pytest.LogCaptureFixture) -> None:
-    """A key without its certificate is told once, in /ready too, and the pair before stays in force until both are there."""
+    """A key without its certificate is logged once, and is in /ready; the pair before stays in use until both are there."""
     async with fronted(ours) as w:
         before = serial(await w.client())
         old = Path(ours.certificate).read_bytes()
@@ -221,8 +221,8 @@ async def test_half_of_a_renewal_changes_nothing(ours: Side, caplog: pytest.LogC
         for _ in range(3):
             w.proxy.credentials.look()
         assert serial(await w.client()) == before
-        (told,) = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR and r.name == "pdproxy.files"]
-        assert "the key is not the certificate's" in told
+        (logged,) = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR and r.name == "pdproxy.files"]
+        assert "the key is not the certificate's" in logged
         assert any("the key is not the certificate's" in line for line in (await w.get("/ready")).json["details"])
         Path(ours.certificate).write_bytes(new)
         w.proxy.credentials.look()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import OverloadedError
-from pdproxy.observe.events import Event, KvCounted, KvShortfall, Observers
+from pdproxy.kit.errors import OverloadedError, PdproxyError
+from pdproxy.observe.events import DeadlinePassed, Event, KvCounted, KvShortfall, Observers
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.access.clients import Client, Clients
@@ -235,8 +235,8 @@ def test_admission_keeps_its_bounds(steps: list[str], places: int, queue: int) -
     asyncio.run(run())
 
 
-async def test_a_place_given_to_one_that_is_just_cancelled_goes_on() -> None:
-    """A place handed to a waiter while it is cancelled is not lost."""
+async def test_a_place_granted_to_a_cancelled_request_goes_to_the_next() -> None:
+    """The request was cancelled after the grant, and before it ran."""
     admission = Admission(1, 5, 60, Observers([]), Clock(), Clients())
     one = Client("one")
     await admission.enter(one)
@@ -247,3 +247,88 @@ async def test_a_place_given_to_one_that_is_just_cancelled_goes_on() -> None:
     await asyncio.gather(first, return_exceptions=True)
     await asyncio.wait_for(second, 1)
     assert admission.inflight == 1
+
+
+async def test_admission_ends_when_the_last_place_was_granted_to_a_cancelled_request() -> None:
+    """The client left in the turn of the loop in which its request got the place: a shutdown does not wait for it."""
+    admission = Admission(1, 5, 60, Observers([]), Clock(), Clients())
+    one = Client("one")
+    await admission.enter(one)
+    waiting = asyncio.ensure_future(admission.enter(one))
+    await asyncio.sleep(0)
+    closing = asyncio.ensure_future(admission.close())  # runs before the request does
+    admission.leave(one)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+    await asyncio.wait_for(closing, 1)
+    assert (admission.inflight, admission.waiting) == (0, 0)
+
+
+async def test_a_place_granted_before_the_shutdown_is_served() -> None:
+    """Its request has not run since: it is in flight, and the shutdown waits for it. Nobody else gets in."""
+    admission = Admission(1, 5, 60, Observers([]), Clock(), Clients())
+    one = Client("one")
+    await admission.enter(one)
+    granted, refused = [asyncio.ensure_future(admission.enter(one)) for _ in range(2)]
+    await asyncio.sleep(0)
+    admission.leave(one)
+    closing = asyncio.ensure_future(admission.close())
+    await granted
+    with pytest.raises(OverloadedError, match="shutting down"):
+        await refused
+    with pytest.raises(OverloadedError, match="shutting down"):
+        await admission.enter(one)
+    assert (admission.inflight, closing.done()) == (1, False)
+    admission.leave(one)
+    await asyncio.wait_for(closing, 1)
+    with pytest.raises(OverloadedError, match="shutting down"):
+        await admission.enter(one)
+    assert admission.inflight == 0, "a free place is not taken either"
+
+
+async def test_a_place_granted_to_a_request_that_is_just_late_goes_to_the_next() -> None:
+    """Its deadline passed in the turn of the loop in which it got the place: it is refused, and the place is not lost."""
+    clock, heard = Clock(), Recorder()
+    admission = Admission(1, 5, 60, Observers([heard]), clock, Clients())
+    one = Client("one")
+    await admission.enter(one)
+    late = asyncio.ensure_future(admission.enter(one))
+    await asyncio.sleep(0)
+    ((timer,),) = clock._slots.values()
+    following = asyncio.ensure_future(admission.enter(one))
+    await asyncio.sleep(0)
+    admission.leave(one)
+    timer.then()
+    with pytest.raises(OverloadedError, match="no place came free in 60 s"):
+        await late
+    await asyncio.wait_for(following, 1)
+    assert (admission.inflight, admission.waiting) == (1, 0)
+    assert heard.events == [DeadlinePassed("queue")]
+
+
+async def test_a_slow_reader_goes_as_soon_as_another_client_waits() -> None:
+    """The request waits before shares are looked at: until then nobody has more than its share."""
+
+    class Reader:
+        def __init__(self) -> None:
+            self.errors: list[PdproxyError] = []
+
+        def evict(self, error: PdproxyError) -> None:
+            self.errors.append(error)
+
+    clients, reader = Clients(), Reader()
+    admission = Admission(2, 5, 60, Observers([]), Clock(), clients)
+    slow, other = clients.enter("slow"), clients.enter("other")
+    for _ in range(2):
+        await admission.enter(slow)
+    clients.mark_slow(slow, reader)
+    own = asyncio.ensure_future(admission.enter(slow))
+    await asyncio.sleep(0)
+    assert reader.errors == [], "only its own request waits"
+    waiting = asyncio.ensure_future(admission.enter(other))
+    await asyncio.sleep(0)
+    assert len(reader.errors) == 1
+    admission.leave(slow)
+    await waiting
+    own.cancel()

@@ -1,8 +1,9 @@
-"""Whose a request is, by address and by what trusted proxies say; and how it is noticed that a client reads too slowly."""
+"""The client of a request, by key, address and trusted proxies; and how it is noticed that a client reads too slowly."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 from ipaddress import ip_network
 from typing import Any
 
@@ -11,11 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.kit.clock import Clock
+from pdproxy.kit.errors import UnauthorizedError
 from pdproxy.observe.events import DeadlinePassed, Event, Evicted, Observers
 from pdproxy.serving.access import clients
 from pdproxy.serving.access.clients import Client, Clients, address_name
+from pdproxy.serving.access.keys import Keys, digest
 from pdproxy.web import slow_readers
-from pdproxy.web.slow_readers import Floor, Reading
+from pdproxy.web.client_identifier import ClientIdentifier
+from pdproxy.web.slow_readers import ReadWatch, SlowReaderPolicy
 
 TRUSTING = Clients([ip_network("10.0.0.0/8"), ip_network("fd00::/8")])
 
@@ -55,13 +59,13 @@ def test_an_address_names_a_client(address: str, name: str) -> None:
 )
 def test_the_last_address_that_no_trusted_proxy_has(hops: list[bytes], name: str) -> None:
     """Whatever stands before it, or cannot be read, is nobody's: then the proxy itself is the client."""
-    assert TRUSTING.behind("proxy", hops) == name
+    assert TRUSTING.name_behind("proxy", hops) == name
 
 
 @given(st.lists(st.binary(max_size=2000), max_size=4))
 def test_any_bytes_name_somebody(hops: list[bytes]) -> None:
     """No header makes it fail, and no name is longer than an address."""
-    assert len(TRUSTING.behind("proxy", hops)) <= 64
+    assert len(TRUSTING.name_behind("proxy", hops)) <= 64
 
 
 def test_who_is_trusted() -> None:
@@ -71,6 +75,21 @@ def test_who_is_trusted() -> None:
     assert not TRUSTING.trusts("192.0.2.1")
     assert not TRUSTING.trusts("")
     assert not Clients().trusts("10.1.2.3")
+
+
+def test_a_client_without_a_key_is_freed_by_reference_counts() -> None:
+    """Why it is refused holds no frames: anybody may send such requests."""
+    identify, peer = ClientIdentifier(Clients(), Keys(lambda: [digest(b"key")])), Client("peer")
+    gc.collect()
+    gc.disable()
+    try:
+        for headers in ([], [(b"authorization", b"Bearer another")]):
+            _, error = identify(peer, headers, peer_is_trusted=False)
+            assert isinstance(error, UnauthorizedError)
+            del error
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_clients_are_known_while_they_are_used() -> None:
@@ -88,7 +107,7 @@ def test_clients_are_known_while_they_are_used() -> None:
 
 
 class Socket:
-    """A transport whose client reads as the test says."""
+    """A transport whose client reads as the test sets it."""
 
     def __init__(self) -> None:
         self.left, self.aborted = 1, False
@@ -113,13 +132,13 @@ async def looked(
     numbers, sock, known = iter(taken), Socket(), Clients()
     monkeypatch.setattr(slow_readers, "bytes_taken", lambda _: next(numbers))
     clock, caught_up = Clock(), asyncio.Event()
-    floor = Floor(rate, 1.2, clock, known, Observers([Hears()]), lambda _: crowd)
+    policy = SlowReaderPolicy(rate, 1.2, clock, known, Observers([Hears()]), lambda _: crowd)
     client: Client = known.enter("a")
-    one = Reading(floor, client, sock, caught_up.set)  # type: ignore[arg-type]
+    one = ReadWatch(policy, client, sock, caught_up.set)  # type: ignore[arg-type]
     for now in left:
         sock.left = now
         one._timer.cancel()
-        one._look()
+        one._measure()
         if sock.aborted or caught_up.is_set():
             break
     over = not known.with_slow

@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 from pdproxy.kit.errors import EngineError
-from pdproxy.serving.request.merged_answer import MOST_ANEW, MOST_USAGE, MergedAnswer, merge_usage_events
+from pdproxy.serving.request.merged_answer import MAX_REENCODED, MAX_USAGE, MergedAnswer, merge_usage_events
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import Answer
 
@@ -57,13 +57,13 @@ def test_an_answer_that_is_written_otherwise_is_merged_all_the_same(body: bytes)
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        (completion(usage=b'{"a":"%b"}' % (b"x" * MOST_USAGE)), "a usage of more than"),
-        (completion(usage=DEEP[: MOST_USAGE // 8 * 5] + b"1" + b"}" * (MOST_USAGE // 8)), "not a completion"),
+        (completion(usage=b'{"a":"%b"}' % (b"x" * MAX_USAGE)), "a usage of more than"),
+        (completion(usage=DEEP[: MAX_USAGE // 8 * 5] + b"1" + b"}" * (MAX_USAGE // 8)), "not a completion"),
         (b'{"choices":[{"index":0},{"index":1}],"usage":{}}', "not a completion"),
         (b'{"choices":[],"usage":{}}', "not a completion"),
         (completion().replace(b"cmpl", b"\0"), "not a completion"),
         (b'{"choices":[{"index":0}]}', "not a completion"),
-        (b'{"choices": [{"index":0}],"usage":{},"x":"%b"}' % (b"x" * MOST_ANEW), "not written as vLLM's are"),
+        (b'{"choices": [{"index":0}],"usage":{},"x":"%b"}' % (b"x" * MAX_REENCODED), "its form is not vLLM's"),
     ],
     ids=[
         "a long usage",
@@ -76,7 +76,7 @@ def test_an_answer_that_is_written_otherwise_is_merged_all_the_same(body: bytes)
     ],
 )
 def test_what_is_no_answer_to_one_prompt_is_refused(body: bytes, said: str) -> None:
-    """With words that say why, never with an error of ours."""
+    """With a message that gives the reason, never with an internal error."""
     with pytest.raises(EngineError, match=said):
         merged(body, body)
 

@@ -1,4 +1,4 @@
-"""What `web.protocol` relies on in uvicorn's class: a new uvicorn has to pass this before its bound moves."""
+"""What `web` relies on in uvicorn's classes: a new uvicorn has to pass this before its version bound moves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from pdproxy.web import cycle, guard, lean_flow_control, protocol
+from pdproxy.web import client_connection, cycle, guard, lean_flow_control, protocol, response_cycle
 from tests.fuzz.ingress import Ingress, Transport
 
 
@@ -50,13 +50,14 @@ def test_the_cycles_state() -> None:
     for name in ("disconnected", "keep_alive", "waiting_for_100_continue", "response_started", "response_complete",
                  "transport", "flow", "default_headers", "message_event"):  # fmt: skip
         assert f"self.{name}" in source, name
-        assert name in cycle.GenerateCycle.__slots__
+        assert name in response_cycle.ResponseCycle.__slots__
+    assert issubclass(cycle.GenerateCycle, response_cycle.ResponseCycle)
     assert inspect.iscoroutinefunction(RequestResponseCycle.run_asgi)
     assert list(inspect.signature(RequestResponseCycle.run_asgi).parameters) == ["self", "app"]
 
 
 def test_uvicorn_starts_requests_in_one_place() -> None:
-    """Direct and pipelined requests both go through `_start_asgi_task`, which tells us whose turn it is."""
+    """Direct and pipelined requests both go through `_start_asgi_task`, which shows whose turn it is."""
     for method in (HttpToolsProtocol.on_headers_complete, HttpToolsProtocol.on_response_complete):
         assert "self._start_asgi_task(" in inspect.getsource(method)
     assert "run_asgi" in inspect.getsource(HttpToolsProtocol._start_asgi_task)
@@ -65,35 +66,35 @@ def test_uvicorn_starts_requests_in_one_place() -> None:
 
 def test_what_waits_on_a_connection() -> None:
     """uvicorn, and we, ask the pipeline for nothing that a deque does and ours does not."""
-    for module in (httptools_impl, guard, protocol):
+    for module in (httptools_impl, client_connection, guard, protocol):
         asked = set(re.findall(r"self\.pipeline\.(\w+)", inspect.getsource(module)))
-        assert all(hasattr(lean_flow_control.Waiting, name) for name in asked)
+        assert all(hasattr(lean_flow_control.LeanPipeline, name) for name in asked)
 
 
 def test_flow_and_status_lines() -> None:
-    """Flow control says whether writing is paused; status lines exist for every status we send."""
+    """Flow control shows whether writing is paused; status lines exist for every status we send."""
     assert "write_paused" in inspect.getsource(FlowControl.__init__)
     own = {name for name in vars(FlowControl) if not name.startswith("_")}
-    assert own | {"took"} == {
+    assert own | {"received"} == {
         name
-        for name in vars(lean_flow_control.Flow)
-        if callable(getattr(lean_flow_control.Flow, name)) and not name.startswith("_")
+        for name in vars(lean_flow_control.LeanFlowControl)
+        if callable(getattr(lean_flow_control.LeanFlowControl, name)) and not name.startswith("_")
     }
     for status in range(200, 600):
         assert httptools_impl.STATUS_LINE[status].startswith(b"HTTP/1.1 %d " % status)
 
 
 async def test_behind_a_large_read_others_have_their_turn() -> None:
-    """A client that sends as fast as it can is read once in a turn; who is not to be read at all stays so."""
+    """A client that sends as fast as it can is read once in a turn; one that is not to be read stays paused."""
     transport = Transport()
-    flow = lean_flow_control.Flow(transport)  # type: ignore[arg-type]
-    flow.took(lean_flow_control.LARGE_READ - 1)
+    flow = lean_flow_control.LeanFlowControl(transport)  # type: ignore[arg-type]
+    flow.received(lean_flow_control.LARGE_READ - 1)
     assert not transport.reading_paused
-    flow.took(lean_flow_control.LARGE_READ)
+    flow.received(lean_flow_control.LARGE_READ)
     assert transport.reading_paused
     await asyncio.sleep(0)
     assert not transport.reading_paused
-    flow.took(lean_flow_control.LARGE_READ)
+    flow.received(lean_flow_control.LARGE_READ)
     flow.pause_reading()
     await asyncio.sleep(0)
     assert transport.reading_paused
@@ -117,11 +118,13 @@ async def test_a_connection_counts_its_reads() -> None:
 
 
 def test_every_name_used_is_named_here() -> None:
-    """The three modules use nothing else of uvicorn than its class, its cycle and its status lines."""
-    sources = [inspect.getsource(module) for module in (protocol, guard, cycle)]
-    assert [source.count("uvicorn.protocols") for source in sources] == [1, 1, 1]
+    """The modules use nothing else of uvicorn than its class, its cycle and its status lines."""
+    modules = (protocol, client_connection, response_cycle, guard, cycle)
+    sources = [inspect.getsource(module) for module in modules]
+    assert [source.count("uvicorn.protocols") for source in sources] == [1, 1, 1, 1, 0]
     assert "import RequestResponseCycle" in sources[0]
     assert "import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle" in sources[1]
     assert "import STATUS_LINE, RequestResponseCycle" in sources[2]
+    assert "import RequestResponseCycle" in sources[3]
     bound = protocol.protocol_class(None)  # type: ignore[arg-type]
     assert issubclass(bound, HttpToolsProtocol)

@@ -51,7 +51,7 @@ from pdproxy.upstream.notices import NoticeSocket
 from pdproxy.upstream.passthrough import PassthroughLegs
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.connections import Connections
-from pdproxy.web.unread_answers import Unread
+from pdproxy.web.unread_answers import UnreadAnswers
 from pdproxy.wire.body_bounds import Bounds as BodyBounds
 
 logger = logging.getLogger("pdproxy")
@@ -72,15 +72,15 @@ class Proxy:
     custodian: Custodian
     notices: NoticeSocket
     tokens: Tokens | None
-    askers: Clients
+    known_clients: Clients
     admission: Admission
     bodies: BodyReader
     service: Service
     legs: PassthroughLegs
     front: Front
-    room: BodyBudget
-    answer_room: AnswerBudget
-    unread: Unread
+    body_budget: BodyBudget
+    answer_budget: AnswerBudget
+    unread_answers: UnreadAnswers
     connections: Connections
     readiness: ReadinessCheck
     metrics: Metrics
@@ -120,8 +120,8 @@ class Proxy:
         tasks = TaskOwner("fleet")
         clock = Clock(tasks.watch("deadlines").failed)
 
-        answer_room = AnswerBudget(limits.max_answer_bytes, limits.max_buffered_answer_bytes)
-        setup = EngineSetup(settings, credentials, engines, clock, answer_room, watch.client)
+        answer_budget = AnswerBudget(limits.max_answer_bytes, limits.max_buffered_answer_bytes)
+        setup = EngineSetup(settings, credentials, engines, clock, answer_budget, watch.client)
         admin = EngineAdmin(timeout=deadlines.probe, key=engines.key, tls=engines.tls)
         auditor = Auditor(engines, ledger, observers)
         prober = Prober(engines, ledger, admin, auditor, observers, tasks, settings.probes)
@@ -155,11 +155,11 @@ class Proxy:
             auditor=auditor,
             now=now,
             clock=clock,
-            room=answer_room,
+            room=answer_budget,
             tokenizing=tokens.tokenizing if tokens is not None else None,
         )
-        askers = Clients(parsed_networks(settings.listen.trusted_proxies))
-        admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers, clock, askers)
+        known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
+        admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers, clock, known_clients)
         bodies = BodyReader(
             readers(limits.body_readers, limits.max_body_bytes),
             clock,
@@ -169,19 +169,19 @@ class Proxy:
         )
         legs = PassthroughLegs(
             connect_timeout=deadlines.connect,
-            room=answer_room,
+            room=answer_budget,
             key=engines.key if own_keys else no_key,
             tls=engines.tls,
         )
-        room = BodyBudget(limits.max_buffered_bytes, observers)
-        unread = Unread(limits.max_buffered_answer_bytes, observers)
+        body_budget = BodyBudget(limits.max_buffered_bytes, observers)
+        unread_answers = UnreadAnswers(limits.max_buffered_answer_bytes, observers)
         connections = Connections(limits.max_connections, observers)
 
         wrong = [tasks.shortcomings, ledger_source(ledger), auditor.shortcomings, credentials.shortcomings]
         metrics.add_gauges(engine_gauges(engines, auditor))
         metrics.add_gauges(kv_gauges(custodian, transfer.ready, transfer.buffers))
         metrics.add_gauges(request_gauges(admission, bodies))
-        metrics.add_gauges(memory_gauges(connections, room, answer_room, unread))
+        metrics.add_gauges(memory_gauges(connections, body_budget, answer_budget, unread_answers))
         metrics.add_gauges(process_gauges(tasks, log))
         if tokens is not None:
             wrong.append(tokens.canaries.shortcomings)
@@ -192,12 +192,12 @@ class Proxy:
         front = Front(
             settings=settings,
             keys=credentials.keys,
-            clients=askers,
+            clients=known_clients,
             admission=admission,
             service=service,
             passthrough=Passthrough(resources, admission, credentials.keys, legs, bodies),
-            bodies=room,
-            unread=unread,
+            bodies=body_budget,
+            unread_answers=unread_answers,
             connections=connections,
             clock=clock,
             observers=observers,
@@ -220,15 +220,15 @@ class Proxy:
             custodian=custodian,
             notices=notices,
             tokens=tokens,
-            askers=askers,
+            known_clients=known_clients,
             admission=admission,
             bodies=bodies,
             service=service,
             legs=legs,
             front=front,
-            room=room,
-            answer_room=answer_room,
-            unread=unread,
+            body_budget=body_budget,
+            answer_budget=answer_budget,
+            unread_answers=unread_answers,
             connections=connections,
             readiness=readiness,
             metrics=metrics,

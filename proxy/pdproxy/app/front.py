@@ -16,15 +16,15 @@ from pdproxy.serving.request.service import Service
 from pdproxy.settings.schema import Settings
 from pdproxy.web.app import Answers, Readiness
 from pdproxy.web.body_budget import BodyBudget
-from pdproxy.web.connection_bounds import Bounds
+from pdproxy.web.client_identifier import ClientIdentifier
+from pdproxy.web.connection_bounds import ConnectionBounds
 from pdproxy.web.connections import Connections
 from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.cycle import FORWARDED, DataPath
-from pdproxy.web.identify import Identify
 from pdproxy.web.passthrough_asgi import PassthroughAsgi
 from pdproxy.web.protocol import DataPathProtocol, protocol_class
-from pdproxy.web.slow_readers import Floor
-from pdproxy.web.unread_answers import Unread
+from pdproxy.web.slow_readers import SlowReaderPolicy
+from pdproxy.web.unread_answers import UnreadAnswers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Front:
     service: Service
     passthrough: Passthrough
     bodies: BodyBudget
-    unread: Unread
+    unread_answers: UnreadAnswers
     connections: Connections
     clock: Clock
     observers: Observers
@@ -50,26 +50,26 @@ class Front:
     def protocol(self) -> type[DataPathProtocol]:
         """Return the protocol class for uvicorn."""
         limits, deadlines = self.settings.limits, self.settings.deadlines
-        floor = Floor(
+        slow_readers = SlowReaderPolicy(
             limits.min_read_rate,
             deadlines.client_write,
             self.clock,
             self.clients,
             self.observers,
-            self.admission.crowds_out,
+            self.admission.over_share,
         )
-        bounds = Bounds(
+        bounds = ConnectionBounds(
             deadlines.client_head,
             deadlines.client_body,
             limits.max_header_bytes,
-            floor,
+            slow_readers,
             self.clients,
             self.connections,
-            self.unread,
+            self.unread_answers,
         )
         path = DataPath(
             self.service.generate,
-            Identify(self.clients, self.keys),
+            ClientIdentifier(self.clients, self.keys),
             self.observers,
             bounds,
             CorsHeaders(self.settings.listen.cors),
@@ -80,9 +80,9 @@ class Front:
 
     def answers(self) -> Answers:
         """Return what the FastAPI routes answer with."""
-        passing = PassthroughAsgi(
+        passthrough = PassthroughAsgi(
             self.passthrough.serve,
-            Identify(self.clients, self.keys),
+            ClientIdentifier(self.clients, self.keys),
             self.clients,
             self.bodies,
             FORWARDED,
@@ -93,7 +93,7 @@ class Front:
             self.readiness,
             self.models,
             self.metrics.page,
-            passing,
+            passthrough,
             self.settings.listen.cors,
             self.telemetry,
         )

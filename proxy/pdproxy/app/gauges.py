@@ -10,7 +10,7 @@ from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.connections import Connections
-from pdproxy.web.unread_answers import Unread
+from pdproxy.web.unread_answers import UnreadAnswers
 
 
 def request_gauges(admission: Admission, bodies: BodyReader) -> list[Gauge]:
@@ -28,7 +28,9 @@ def request_gauges(admission: Admission, bodies: BodyReader) -> list[Gauge]:
     ]
 
 
-def memory_gauges(connections: Connections, bodies: BodyBudget, answers: AnswerBudget, unread: Unread) -> list[Gauge]:
+def memory_gauges(
+    connections: Connections, bodies: BodyBudget, answers: AnswerBudget, unread: UnreadAnswers
+) -> list[Gauge]:
     """Return the gauges of connections, and of memory that is held for clients and engines."""
 
     def held() -> list[tuple[tuple[str, ...], float]]:

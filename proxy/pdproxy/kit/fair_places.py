@@ -1,8 +1,8 @@
-"""Places that several askers share: a bounded number at once, a bounded number that wait, and nobody at the expense of others.
+"""Places that several clients share: at most so many are taken, at most so many requests wait, and each client gets its part.
 
-Owns who has how many places and who waits. A place that comes free goes to the asker with the fewest among those that
-wait, and there to its oldest request. Where no more may wait, an asker with fewer requests that wait takes the place of
-the newest one of the asker with the most.
+Owns who has how many places and who waits. A place that comes free goes to the client with the fewest places among those that
+wait, and there to its oldest request. Where no more may wait, a client with fewer waiting requests displaces the newest waiting
+request of the client with the most.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from collections import deque
 from collections.abc import Callable, Hashable
 
 Place = asyncio.Future[None]
+"""What a request waits for. Done once the place is granted."""
 
 
 class NoPlaceError(Exception):
-    """Too many wait. `displaced`: this one did, and gave way to an asker with fewer."""
+    """Too many requests wait. `displaced`: this one waited, and a client with fewer waiting requests displaced it."""
 
     def __init__(self, *, displaced: bool) -> None:
         super().__init__()
         self.displaced = displaced
 
 
-class _Asker:
+class _Held:
+    """What one client has: places, and requests that wait, the oldest first."""
+
     __slots__ = ("places", "waiting")
 
     def __init__(self) -> None:
@@ -31,49 +34,52 @@ class _Asker:
 
 
 class FairPlaces:
-    """`places` at once, and up to `waiting` that wait. `displaced` is called when one of them has to give way."""
+    """At most `max_places` are taken at once, and `max_waiting` requests wait. `displaced` is called when one is displaced."""
 
-    def __init__(self, places: int, waiting: int, displaced: Callable[[], None] = lambda: None) -> None:
-        self._places = places
-        self._most_waiting = waiting
+    def __init__(self, max_places: int, max_waiting: int, displaced: Callable[[], None] = lambda: None) -> None:
+        self._max_places = max_places
+        self._max_waiting = max_waiting
         self._displaced = displaced
-        self._askers: dict[Hashable, _Asker] = {}
-        """Those with a place, or that wait for one."""
-        self._lines: dict[Hashable, _Asker] = {}
-        """Those that wait, in the order in which it is their turn, if they have as many places."""
+        self._clients: dict[Hashable, _Held] = {}
+        """Those with a place, or with a request that waits."""
+        self._queue: dict[Hashable, _Held] = {}
+        """Those with a request that waits. Among clients with equally many places, the first one is next."""
         self.taken = 0
-        """Places that are in use."""
+        """Places that are taken."""
         self.waiting = 0
-        """How many wait for a place."""
+        """Requests that wait."""
 
     def __repr__(self) -> str:
-        return f"<FairPlaces {self.taken} of {self._places} taken, {self.waiting} waiting>"
+        return f"<FairPlaces {self.taken} of {self._max_places} taken, {self.waiting} waiting>"
 
-    def take(self, asker: Hashable) -> bool:
-        """Take a place if one is free and nobody waits; tell whether it was so. Each success is matched by one `leave`."""
-        if self.taken >= self._places or self.waiting:
+    def take(self, client: Hashable) -> bool:
+        """Take a place if one is free; return whether it was taken. Each success is matched by one `leave`.
+
+        Nobody is overtaken: while somebody waits, no place is free.
+        """
+        if self.taken >= self._max_places:
             return False
-        self._give(self._known(asker))
+        self._grant(self._held_by(client))
         return True
 
-    def line_up(self, asker: Hashable) -> Place:
-        """Begin to wait, behind the asker's other requests. To be followed by `wait`.
+    def queue_up(self, client: Hashable) -> Place:
+        """Begin to wait, behind the client's other requests. Call it where `take` has failed; `wait` has to follow.
 
         Raises:
-            NoPlaceError: too many wait, and no other asker has more of them.
+            NoPlaceError: too many requests wait, and no other client has more of them.
         """
-        known = self._known(asker)
-        if self.waiting >= self._most_waiting and not self._displace(known):
-            self._forget(asker, known)
+        held = self._held_by(client)
+        if self.waiting >= self._max_waiting and not self._displace(held):
+            self._forget(client, held)
             raise NoPlaceError(displaced=False)
         place: Place = asyncio.get_running_loop().create_future()
-        known.waiting.append(place)
-        self._lines[asker] = known
+        held.waiting.append(place)
+        self._queue[client] = held
         self.waiting += 1
         return place
 
-    async def wait(self, asker: Hashable, place: Place) -> None:
-        """Wait until the place is given. Each success is matched by one `leave`; a caller that stops waiting has none.
+    async def wait(self, client: Hashable, place: Place) -> None:
+        """Wait until the place is granted. Each success is matched by one `leave`; a caller that stops waiting has no place.
 
         Raises:
             NoPlaceError: it was displaced.
@@ -82,84 +88,84 @@ class FairPlaces:
             await place
         except BaseException:
             if place.done() and not place.cancelled() and place.exception() is None:
-                self.leave(asker)  # given in the very moment of giving up
+                self.leave(client)  # granted in the same turn of the loop in which the caller was cancelled
             raise
         finally:
-            known = self._askers.get(asker)
-            if known is not None and place in known.waiting:
-                known.waiting.remove(place)
-                self._waits_no_longer(asker, known)
+            held = self._clients.get(client)
+            if held is not None and place in held.waiting:
+                held.waiting.remove(place)
+                self._stopped_waiting(client, held)
 
-    async def enter(self, asker: Hashable) -> None:
-        """Take a place, now or later. Raises as `line_up` and `wait`."""
-        if not self.take(asker):
-            await self.wait(asker, self.line_up(asker))
+    async def enter(self, client: Hashable) -> None:
+        """Take a place, now or later. Raises as `queue_up` and `wait`."""
+        if not self.take(client):
+            await self.wait(client, self.queue_up(client))
 
-    def leave(self, asker: Hashable) -> None:
-        """Give a place back, or on to one that waits."""
+    def leave(self, client: Hashable) -> None:
+        """Release a place: it is granted to a request that waits, if there is one."""
         self.taken -= 1
-        known = self._askers[asker]
-        known.places -= 1
-        self._forget(asker, known)
-        while self._lines and self.taken < self._places:
-            following = min(self._lines, key=self._places_of)
-            line = self._lines.pop(following)  # of two askers with as many places, the other one is next
-            place = line.waiting.popleft()
+        held = self._clients[client]
+        held.places -= 1
+        self._forget(client, held)
+        while self._queue and self.taken < self._max_places:
+            following = min(self._queue, key=self._places_of)
+            held = self._queue.pop(following)
+            place = held.waiting.popleft()
             self.waiting -= 1
-            if line.waiting:
-                self._lines[following] = line
+            if held.waiting:
+                self._queue[following] = held  # at the end: of clients with equally many places, another one is next
             if not place.done():
-                self._give(line)
+                self._grant(held)
                 place.set_result(None)
-            else:  # given up, and its caller has not come to say so
-                self._forget(following, line)
+            else:  # cancelled or refused, and its caller has not run since
+                self._forget(following, held)
 
     def refuse(self, error: Exception) -> None:
-        """Have all that wait raise an error."""
-        for line in self._lines.values():
-            for place in line.waiting:
+        """Raise an error in all requests that wait."""
+        for held in self._queue.values():
+            for place in held.waiting:
                 if not place.done():
                     place.set_exception(error)
 
-    def over_share(self, asker: Hashable) -> bool:
-        """Tell whether an asker has more than an equal part of all places, while others wait for one."""
-        known = self._askers.get(asker)
-        others = len(self._lines) - (asker in self._lines)
-        return known is not None and bool(others) and known.places * len(self._askers) > self._places
+    def over_share(self, client: Hashable) -> bool:
+        """Return whether a client has more than an equal part of all places while others wait for one."""
+        held = self._clients.get(client)
+        others = len(self._queue) - (client in self._queue)
+        return held is not None and bool(others) and held.places * len(self._clients) > self._max_places
 
-    def _known(self, asker: Hashable) -> _Asker:
-        known = self._askers.get(asker)
-        if known is None:
-            known = self._askers[asker] = _Asker()
-        return known
+    def _held_by(self, client: Hashable) -> _Held:
+        held = self._clients.get(client)
+        if held is None:
+            held = self._clients[client] = _Held()
+        return held
 
-    def _forget(self, asker: Hashable, known: _Asker) -> None:
-        if not known.places and not known.waiting:
-            self._askers.pop(asker, None)
+    def _forget(self, client: Hashable, held: _Held) -> None:
+        if not held.places and not held.waiting:
+            self._clients.pop(client, None)
 
-    def _give(self, known: _Asker) -> None:
+    def _grant(self, held: _Held) -> None:
         self.taken += 1
-        known.places += 1
+        held.places += 1
 
-    def _places_of(self, asker: Hashable) -> int:
-        return self._lines[asker].places
+    def _places_of(self, client: Hashable) -> int:
+        return self._queue[client].places
 
-    def _waits_no_longer(self, asker: Hashable, known: _Asker) -> None:
+    def _stopped_waiting(self, client: Hashable, held: _Held) -> None:
         self.waiting -= 1
-        if not known.waiting:
-            self._lines.pop(asker, None)
-            self._forget(asker, known)
+        if not held.waiting:
+            self._queue.pop(client, None)
+            self._forget(client, held)
 
-    def _displace(self, newcomer: _Asker) -> bool:
-        """Make room for one more that waits at the expense of the asker with the most; tell whether it was done."""
-        asker = max(self._lines, key=lambda one: len(self._lines[one].waiting), default=None)
-        if asker is None:
+    def _displace(self, newcomer: _Held) -> bool:
+        """Let a request of the client with the most waiting ones wait no more; return whether there was one."""
+        client = max(self._queue, key=lambda one: len(self._queue[one].waiting), default=None)
+        if client is None:
             return False
-        most = self._lines[asker]
+        most = self._queue[client]
         if len(most.waiting) <= len(newcomer.waiting) + 1:
             return False
         place = most.waiting.pop()
-        self._waits_no_longer(asker, most)
+        self._stopped_waiting(client, most)
         if not place.done():
             self._displaced()
             place.set_exception(NoPlaceError(displaced=True))

@@ -22,7 +22,7 @@ _LONGEST_HEADER = 4 * 2**20
 """Bytes. vLLM describes each item of a binary embedding in a header."""
 
 
-class Leg:
+class PassthroughLeg:
     """An engine's answer whose head is here. `share` is what of it may be held."""
 
     def __init__(self, url: str, answer: aiohttp.ClientResponse, share: BudgetShare) -> None:
@@ -75,7 +75,7 @@ class PassthroughLegs:
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
 
-    async def post(self, url: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Leg:
+    async def post(self, url: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> PassthroughLeg:
         """Send a request, and return the answer once its head is here. Close it, whatever becomes of it.
 
         Raises:
@@ -94,7 +94,7 @@ class PassthroughLegs:
                 allow_redirects=False,
                 ssl=tls if tls is not None else True,
             )
-        return Leg(url, answer, self._room.share())
+        return PassthroughLeg(url, answer, self._room.share())
 
     async def close(self) -> None:
         """Close all connections."""

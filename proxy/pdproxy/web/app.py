@@ -1,6 +1,6 @@
-"""The FastAPI application: everything that is not the data path, and the documentation of all of it.
+"""The FastAPI application: all routes but the generating ones, and the documentation of all.
 
-The generating routes never get here (`web.protocol` takes them); they are declared for `/docs` alone.
+`web.protocol` takes the generating routes before they get here: they are declared only for `/docs`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdproxy.serving.access.keys import CHALLENGE
 from pdproxy.serving.access.routes import TABLE, Entry, Kind
 from pdproxy.settings.schema import Cors
 from pdproxy.web.cors import middleware_options
-from pdproxy.web.passthrough_asgi import PassedAnswer, PassthroughAsgi
+from pdproxy.web.passthrough_asgi import PassthroughAsgi, PassthroughResponse
 from pdproxy.wire import lmcache_telemetry
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Route
@@ -29,7 +29,7 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether a request could be served now, why not, and what is wrong although it could."""
+    """Whether a request could be served now: `reason` why not (None: it could), and `details` of all that is wrong."""
 
     reason: str | None
     details: list[str]
@@ -37,16 +37,16 @@ class Readiness:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What the routes answer with. Each is asked at every request."""
+    """What the routes answer with. Each is called for every request."""
 
     authorize: Callable[[bytes | None], None]
     readiness: Callable[[], Readiness]
     models: Callable[[bytes | None], Awaitable[bytes]]
     metrics: Callable[[], bytes]
-    passing: PassthroughAsgi
+    passthrough: PassthroughAsgi
     cors: Cors
     telemetry: Callable[[bytes], bool] | None = None
-    """Takes a post of LMCache's telemetry, and tells whether it was one. None: there is no such route."""
+    """Takes a message of LMCache's telemetry; returns whether it was one. None: there is no such route."""
 
 
 def create_app(answers: Answers) -> FastAPI:
@@ -131,7 +131,7 @@ _STATUSES = (
 
 def _add(app: FastAPI, entry: Entry, answers: Answers) -> None:
     async def passed(_: Request) -> Response:
-        return PassedAnswer(answers.passing, entry)
+        return PassthroughResponse(answers.passthrough, entry)
 
     async def refused(request: Request) -> Response:
         authorization = request.headers.get("authorization")
@@ -139,7 +139,7 @@ def _add(app: FastAPI, entry: Entry, answers: Answers) -> None:
         name = request.path_params["response_id"]
         raise NotStoredError(f"Response with id '{name}' not found: {entry.why}", param="response_id")
 
-    endpoint = {Kind.SPLIT: _taken_before, Kind.PASSED: passed, Kind.REFUSED: refused}[entry.kind]
+    endpoint = {Kind.SPLIT: _not_installed, Kind.PASSED: passed, Kind.REFUSED: refused}[entry.kind]
     app.add_api_route(
         entry.path,
         endpoint,
@@ -157,7 +157,7 @@ def _add(app: FastAPI, entry: Entry, answers: Answers) -> None:
     )
 
 
-async def _taken_before(_: Request) -> Response:
+async def _not_installed(_: Request) -> Response:
     """Answer for a server that was started without the data path's protocol class."""
     raise PdproxyError("the data path is not installed")
 

@@ -1,4 +1,4 @@
-"""What bounds every connection of a client, as `web.guard` needs to know it. Set once, from the settings."""
+"""What bounds every connection of a client: the constants, and the settings. Set once."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from dataclasses import dataclass
 from pdproxy.kit.errors import BadRequestError
 from pdproxy.serving.access.clients import Clients
 from pdproxy.web.connections import Connections
-from pdproxy.web.slow_readers import Floor
-from pdproxy.web.unread_answers import Unread
+from pdproxy.web.slow_readers import SlowReaderPolicy
+from pdproxy.web.unread_answers import UnreadAnswers
 
 LINGER = 2.0
-"""Seconds for a refused client to read why, and to stop sending."""
-LOOK_AGAIN = 0.02
-"""Seconds after a deadline for what is here already: a loop that was held up runs its timers before it reads its sockets."""
-UNSENT = 4096
+"""Seconds for a refused client to read the answer, and to stop sending."""
+GRACE = 0.02
+"""Seconds after a deadline in which what is here already is read: a loop that was held up runs timers before it reads sockets."""
+MAX_UNSENT = 4096
 """Bytes that wait for a client before its engine's leg is paused. With one more read of uvloop, a client holds up to 256 KiB."""
-MOST_WAITING = 64
+MAX_PIPELINED = 64
 """Requests that may wait behind another on one connection. One read of the socket can hold thousands, each of which costs
 kilobytes: those beyond are not read, and the connection closes behind the last answer."""
-MOST_REFUSED = 32
+MAX_REFUSED = 32
 """Connections beyond `limits.max_connections` that are answered at a time. Others are dropped: their open files are needed."""
-MOST_PATH = 512
+MAX_PATH = 512
 """Bytes of a request's path, without its query: a route has 50. uvicorn replaces the escapes in it, at 0.3 us each."""
-MOST_PARTS, LEAST_PART = 65_536, 64
+MAX_PARTS, MIN_PART = 65_536, 64
 """Parts in which a body may come, however small they are, and bytes of a part on average if there are more: each costs 0.3 us."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """What a client may take: seconds for a head and for a body, bytes of a head, speed of reading, connections."""
+class ConnectionBounds:
+    """What a client may take: seconds for a head and for a body, bytes of a head, slowness of reading, connections, answers."""
 
     head_timeout: float
     body_timeout: float
     max_header_bytes: int
-    floor: Floor
+    slow_readers: SlowReaderPolicy
     clients: Clients
     connections: Connections
-    unread: Unread
+    unread_answers: UnreadAnswers
 
 
-def crumbs() -> BadRequestError:
+def small_parts_error() -> BadRequestError:
     """Return the error for a body that comes in too many parts which are too small."""
-    message = f"The body comes in more than {MOST_PARTS} parts of less than {LEAST_PART} bytes: send larger chunks"
+    message = f"The body comes in more than {MAX_PARTS} parts of less than {MIN_PART} bytes: send larger chunks"
     return BadRequestError(message, param="body")

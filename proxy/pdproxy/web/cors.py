@@ -1,7 +1,7 @@
-"""Cross-origin rules: what an answer says to browsers of other sites.
+"""Cross-origin rules: the headers of answers for browsers on other sites.
 
-Starlette's middleware, which vLLM uses, too, is the judge. It serves the FastAPI application as it is; the data path, which
-is no ASGI application, asks it for the headers of its answers.
+Starlette's middleware, which vLLM uses as well, decides. The FastAPI application has it as a middleware; the data path, which is
+not an ASGI application, asks it for the headers of its answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def middleware_options(cors: Cors) -> dict[str, object]:
 
 
 class CorsHeaders:
-    """Answers' headers by requests' headers. One for the whole process; knows no request."""
+    """The headers of an answer by those of its request. One for the whole process."""
 
     def __init__(self, cors: Cors) -> None:
         self._rules = CORSMiddleware(_nothing, **middleware_options(cors))  # type: ignore[arg-type]
@@ -48,4 +48,4 @@ _VARY: list[Line] = [(b"vary", b"Origin")]
 
 
 async def _nothing(*_: object) -> None:
-    """Be the application of a middleware that is only asked."""
+    """Stand in for the application: this middleware serves none."""

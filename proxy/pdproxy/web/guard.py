@@ -1,8 +1,6 @@
-"""The bounds of a client's connection that neither uvicorn nor the parser sets: size and time of heads, time of bodies, reading.
+"""The bounds of what a client sends that neither uvicorn nor the parser sets: size and time of heads, time and parts of bodies.
 
-Owns what is answered to a client that does not speak HTTP, speaks too much of it, or too slowly; and how such a connection ends:
-with one answer where there is room for it behind those before, then closed for writing, with what the client still sends thrown
-away for a moment, since a close with unread bytes is a reset, which would take the answer with it.
+Owns what is answered to a client whose bytes are not HTTP, too many, or too late.
 """
 
 from __future__ import annotations
@@ -12,12 +10,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from pdproxy.kit.errors import (
     BadRequestError,
     BodyTimeoutError,
-    Fault,
     HeadTimeoutError,
     HeadTooLargeError,
     OverloadedError,
@@ -25,144 +22,55 @@ from pdproxy.kit.errors import (
     PdproxyError,
     Wait,
 )
-from pdproxy.observe.events import DeadlinePassed, Observers
-from pdproxy.serving.access.clients import Client, address_name
-from pdproxy.web.connection_bounds import (
-    LEAST_PART,
-    LINGER,
-    LOOK_AGAIN,
-    MOST_PARTS,
-    MOST_PATH,
-    MOST_REFUSED,
-    MOST_WAITING,
-    UNSENT,
-    Bounds,
-    crumbs,
-)
-from pdproxy.web.lean_flow_control import Flow, Waiting
-from pdproxy.web.slow_readers import Reading
-from pdproxy.wire.errors import error_body
+from pdproxy.kit.frames import drop_traceback
+from pdproxy.observe.events import DeadlinePassed
+from pdproxy.web.client_connection import ClientConnection
+from pdproxy.web.connection_bounds import GRACE, MAX_PARTS, MAX_PATH, MAX_PIPELINED, MIN_PART, small_parts_error
 
 _HOST = re.compile(rb"[\w.~%!$&'()*+,;=:\[\]-]*", re.ASCII)
-"""What a URI's host and port are made of (RFC 3986, 3.2.2); empty where the target has none."""
+"""The characters of a URI's host and port (RFC 3986, 3.2.2); empty where the target has none."""
 
 
-class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with bounds. Subclasses set `bounds` and `observers`."""
+class GuardedProtocol(ClientConnection):
+    """A client's connection with bounds on what the client sends."""
 
-    bounds: Bounds
-    observers: Observers
-    # uvicorn's class has a dictionary, whose keys all connections share as long as they are no more than 30.
     __slots__ = (
-        "_deaf",
+        "_deadline",
         "_head_bytes",
         "_hosts",
         "_in_body",
         "_in_head",
-        "_late",
-        "_lingering",
         "_part_bytes",
         "_parts",
         "_progress",
-        "_reading",
         "_refusal",
         "_unparsed",
-        "_unread",
-        "active",
-        "passed_for",
-        "peer",
-        "speaks_for_others",
     )
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.pipeline = Waiting()  # type: ignore[assignment]
-        self.active: RequestResponseCycle | None = None
-        """The request being served; with requests in the pipeline, `cycle` is the last one that was read."""
-        self._deaf = False
-        """Nothing more is read: what comes is thrown away."""
-        self._lingering = False
         self._in_head = self._in_body = False
         self._head_bytes = 0
         self._hosts = self._parts = self._part_bytes = self._unparsed = 0
         self._progress = False
+        """Whether the parser has called back during this read."""
         self._refusal: PdproxyError | None = None
-        self._late: asyncio.TimerHandle | None = None
-        self._reading: Reading | None = None
-        self._unread: Client | None = None
-        """Whose whole answer is not read yet."""
-        self.passed_for: Client | None = None
-        """Whose request on a passed route came last."""
-        self.peer: Client
-        """Whose address the connection comes from."""
-        self.speaks_for_others = False
-        """Whether that is a trusted proxy."""
+        """Why the parser was stopped."""
+        self._deadline: asyncio.TimerHandle | None = None
+        """Of what the client has to send: a request, the rest of a head, the rest of a body."""
 
-    # -- what the rest of the web room asks
-
-    def more_headers(self) -> list[tuple[bytes, bytes]]:
-        """Return what an answer of ours has to say besides, as far as the request's head has come."""
-        return []
-
-    def end(self, *, all_read: bool) -> None:
-        """Close the connection behind an answer; `all_read`: whether its request has come to its end."""
-        if all_read and not self._deaf:
-            self.transport.close()
-        else:
-            self.linger()
-
-    def linger(self) -> None:
-        """Close for writing, and for good once the client has left or a moment has passed."""
-        self._deaf = self._lingering = True
-        self._cancel_late()
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-            self.loop.call_later(LINGER, self.transport.abort)
-        else:
-            self.transport.close()
-
-    def asker(self) -> Client:
-        """Return whose request is being answered."""
-        return self.passed_for or self.peer
-
-    def watch_reading(self) -> None:
-        """Drop the client if it reads too slowly what is left to be sent (`web.slow_readers`)."""
-        if not self.transport.get_write_buffer_size():
-            return
-        asker = self.asker()
-        if self._reading is not None and self._reading.client is not asker:
-            self._reading.stop()  # what it looked at was read
-            self._reading = None
-        if self._reading is None:
-            self._reading = Reading(self.bounds.floor, asker, self.transport, self._caught_up)
-
-    def _caught_up(self) -> None:
-        self._reading = None
-        self.answer_read()
-
-    def hold_answer(self) -> None:
-        """Count what is left to be sent of a whole answer until its client has read it."""
-        if (left := self.transport.get_write_buffer_size()) and self._unread is None:
-            self._unread = self.asker()
-            self.bounds.unread.hold(self._unread, self, left)
-            self.watch_reading()
-
-    def answer_read(self) -> None:
-        """What was left of a whole answer has been read, or never will be."""
-        if self._unread is not None:
-            self.bounds.unread.let_go(self._unread, self)
-            self._unread = None
+    # -- what the rest of the package asks
 
     def refuse_body(self, cycle: RequestResponseCycle, error: PdproxyError) -> None:
-        """Refuse a request whose body is under way."""
+        """Refuse a request whose body is not complete."""
         if cycle is self.active and not cycle.response_started:
             cycle.disconnected = True  # the application's own answer would come too late
             cycle.message_event.set()
-            self._answer(error)
+            self.answer_error(error)
         elif self.pipeline and self.pipeline[0][0] is cycle:
             self.pipeline.popleft()  # those before it are answered, then the connection closes
             before = self.pipeline[0][0] if self.pipeline else self.active
-            assert before is not None  # somebody is what it waits for
+            assert before is not None  # a request waits only behind another
             before.keep_alive = False
             self.cycle = before
         else:
@@ -170,134 +78,119 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no engine is at work for the connection: it has no request, or one that is not whole."""
-        return self._deaf or self.nothing_to_answer() or (self._in_body and self.cycle is self.active)
+        """Whether no engine works for the connection: it has no request, or one that is not complete."""
+        return self._discarding or self.nothing_to_answer() or (self._in_body and self.cycle is self.active)
 
     def evict(self, error: PdproxyError) -> None:
-        """Close an idle connection: another client's needs its place."""
-        if self._deaf or self.transport.get_write_buffer_size():
+        """Close an idle connection: another client needs its place."""
+        if self._discarding or self.transport.get_write_buffer_size():
             self.drop()
         elif self.nothing_to_answer():
             self.transport.close()
         else:
             self.refuse_body(self.cycle, error)
 
-    def drop(self) -> None:
-        """Close the connection at once."""
-        self.transport.abort()
+    def nothing_to_answer(self) -> bool:
+        """Return whether every request that was read was answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def linger(self) -> None:
+        self._cancel_deadline()
+        super().linger()
 
     # -- asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)  # type: ignore[arg-type]
-        self.flow = Flow(self.transport)  # type: ignore[assignment]
-        self.transport.set_write_buffer_limits(high=UNSENT)
-        bounds = self.bounds
-        address = self.client[0] if self.client else ""
-        self.peer = bounds.clients.enter(address_name(address))
-        self.speaks_for_others = bounds.clients.trusts(address)
-        try:
-            bounds.connections.opened(self.peer, self)
-        except OverloadedError as error:
-            self._deaf = True
-            if bounds.connections.open > bounds.connections.most + MOST_REFUSED:
-                self.transport.abort()
-            else:
-                self._answer(error)
-            return
-        self._watch()  # a connection that never asks for anything must not be kept for ever
+        super().connection_made(transport)
+        self._set_deadline()  # a connection on which nothing is sent must not be kept
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._discarding:
             return
         self._progress = False
         super().data_received(data)
-        if self._deaf or self.transport.is_closing():
+        if self._discarding or self.transport.is_closing():
             return
-        # A header's value is kept by the parser until it is whole.
+        # The parser keeps a header's value until it is complete.
         self._unparsed = 0 if self._progress else self._unparsed + len(data)
         if self._unparsed > self.bounds.max_header_bytes:
             self._refuse(self._too_large())
             return
-        self._watch()
-        self.flow.took(len(data))  # type: ignore[attr-defined]
+        self._set_deadline()
+        self.flow.received(len(data))  # type: ignore[attr-defined]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel_late()
-        if self._reading is not None:
-            self._reading.stop()
-        self._caught_up()
-        self.bounds.connections.closed(self.peer, self)
-        self.bounds.clients.leave(self.peer)
+        self._cancel_deadline()
+        if self._refusal is not None:
+            drop_traceback(self._refusal)  # which holds this connection, in the frames of the parser's callbacks
         super().connection_lost(exc)
 
     # -- httptools
 
     def on_message_begin(self) -> None:
-        if len(self.pipeline) >= MOST_WAITING:
+        if len(self.pipeline) >= MAX_PIPELINED:
             raise OverloadedError("too many requests wait on this connection")  # stops the parser
         super().on_message_begin()
         self._in_head = self._progress = True
         self._head_bytes = self._hosts = 0
 
     def on_url(self, url: bytes) -> None:
-        self._count(len(url))
+        self._count_head(len(url))
         super().on_url(url)
-        if len(self.url) > MOST_PATH and len(self.url.partition(b"?")[0]) > MOST_PATH:
-            self._refusal = PathTooLongError(f"The request's path is longer than {MOST_PATH} bytes")
+        if len(self.url) > MAX_PATH and len(self.url.partition(b"?")[0]) > MAX_PATH:
+            self._refusal = PathTooLongError(f"The request's path is longer than {MAX_PATH} bytes")
             raise self._refusal  # stops the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + len(b": \r\n"))
-        if self._in_head:  # a trailer is no header: nothing that was decided by them may change behind the body
+        self._count_head(len(name) + len(value) + len(b": \r\n"))
+        if self._in_head:  # trailers are ignored: what headers have decided may not change behind the body
             super().on_header(name, value)
             if len(name) == 4 and name.lower() == b"host":
                 self._hosts += 1 if _HOST.fullmatch(value) else 2
             if self.expect_100_continue and self.parser.get_http_version() == "1.0":
-                self.expect_100_continue = (
-                    False  # such a client knows no interim answers: it would take one for the answer
-                )
+                # A client of HTTP/1.0 knows no interim answers: it would take one for the answer.
+                self.expect_100_continue = False
 
     def on_headers_complete(self) -> None:
-        self.one_host()
+        self.check_host()
         super().on_headers_complete()
-        self.begin_body()  # not before there is a request: uvicorn may yet refuse the head
+        self.begin_body()  # not before there is a request: uvicorn may still refuse the head
 
     def on_body(self, body: bytes) -> None:
-        self.took_part(len(body))
+        self.count_part(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self.end_body()
         super().on_message_complete()
 
-    # -- what the parser has told
+    # -- what the parser has found
 
-    def one_host(self) -> None:
-        """Refuse a request that two servers could take for two hosts' (RFC 9112, 3.2)."""
+    def check_host(self) -> None:
+        """Refuse a request for which two servers could find different hosts (RFC 9112, 3.2)."""
         if self._hosts != 1 and (self._hosts or self.parser.get_http_version() > "1.0"):
             self._refusal = BadRequestError("A request of HTTP/1.1 needs one Host header, with a host in it")
             raise self._refusal  # stops the parser
 
     def begin_body(self) -> None:
-        """The head is whole."""
+        """The head is complete."""
         self._in_head, self._in_body = False, True
         self._parts = self._part_bytes = 0
-        self._cancel_late()
+        self._cancel_deadline()
 
-    def took_part(self, size: int) -> None:
-        """A part of the body has come. Refuse a body of too many tiny ones."""
+    def count_part(self, size: int) -> None:
+        """Count a part of the body. Refuse a body of too many small ones."""
         self._progress = True
         self._parts += 1
         self._part_bytes += size
-        if self._parts > MOST_PARTS and self._part_bytes < self._parts * LEAST_PART:
-            self._refusal = crumbs()
+        if self._parts > MAX_PARTS and self._part_bytes < self._parts * MIN_PART:
+            self._refusal = small_parts_error()
             raise self._refusal  # stops the parser
 
     def end_body(self) -> None:
-        """The body is whole."""
+        """The body is complete."""
         self._in_body, self._progress = False, True
-        self._cancel_late()
+        self._cancel_deadline()
 
     # -- uvicorn
 
@@ -310,91 +203,78 @@ class GuardedProtocol(HttpToolsProtocol):
             return  # requests behind this one are not answered
         super().on_response_complete()
         if not self.transport.is_closing():
-            self._watch()
+            self._set_deadline()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(self._refusal or BadRequestError(msg))
 
     def _unsupported_upgrade_warning(self) -> None:
-        # The parser has stopped at what would be the other protocol's: the request is served as if it had not asked.
-        self._deaf = True
+        # The parser has stopped where the other protocol would begin: the request is served as if it had asked for no upgrade.
+        self._discarding = True
         self._in_body = False
-        self._cancel_late()
+        self._cancel_deadline()
         if self.cycle is not None:
             self.cycle.keep_alive = False
 
-    # -- inside
+    # -- deadlines
 
-    def _count(self, size: int) -> None:
-        self._progress = True
-        self._head_bytes += size
-        if self._head_bytes > self.bounds.max_header_bytes:
-            self._refusal = self._too_large()
-            raise self._refusal  # stops the parser, which has uvicorn send its 400: see above
-
-    def _too_large(self) -> HeadTooLargeError:
-        return HeadTooLargeError(f"The request's head is larger than {self.bounds.max_header_bytes} bytes")
-
-    def _watch(self) -> None:
-        """Have the clock run while the client owes something: a request, the rest of a head, the rest of a body."""
-        if self._late is not None or self._deaf:
+    def _set_deadline(self) -> None:
+        """Set a deadline for what the client has to send next: a request, the rest of a head, the rest of a body."""
+        if self._deadline is not None or self._discarding:
             return
         if self._in_body:
             if self.active is self.cycle:  # else reading is paused until its turn comes
                 self._unset_keepalive_if_required()
-                self._run_clock(self.bounds.body_timeout, self._body_is_late)
+                self._call_after(self.bounds.body_timeout, self._body_is_late)
         elif self.nothing_to_answer() and (self._in_head or self.timeout_keep_alive_task is None):
             self._unset_keepalive_if_required()
-            self._run_clock(self.bounds.head_timeout, self._head_is_late)
+            self._call_after(self.bounds.head_timeout, self._head_is_late)
 
-    def _run_clock(self, seconds: float, then: Callable[[], None]) -> None:
-        def look_again() -> None:
-            self._late = self.loop.call_later(LOOK_AGAIN, then)
+    def _call_after(self, seconds: float, then: Callable[[], None]) -> None:
+        def wait_once_more() -> None:
+            self._deadline = self.loop.call_later(GRACE, then)
 
-        self._late = self.loop.call_later(seconds, look_again)
+        self._deadline = self.loop.call_later(seconds, wait_once_more)
 
-    def nothing_to_answer(self) -> bool:
-        """Whether every request that was read has had its answer."""
-        return self.cycle is None or self.cycle.response_complete
-
-    def _cancel_late(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
     def _head_is_late(self) -> None:
         self.observers.notify(DeadlinePassed(Wait.CLIENT_HEAD.value))
         if self._in_head:
-            self._refuse(HeadTimeoutError(f"The request's head was not whole within {self.bounds.head_timeout:g} s"))
+            self._refuse(HeadTimeoutError(f"The request's head was not complete in {self.bounds.head_timeout:g} s"))
         else:
             self.transport.close()
 
     def _body_is_late(self) -> None:
         self.observers.notify(DeadlinePassed(Wait.CLIENT_BODY.value))
-        self._refuse(BodyTimeoutError(f"The body was not whole within {self.bounds.body_timeout:g} s", param="body"))
+        self._refuse(BodyTimeoutError(f"The body was not complete in {self.bounds.body_timeout:g} s", param="body"))
+
+    # -- refusals
+
+    def _count_head(self, size: int) -> None:
+        self._progress = True
+        self._head_bytes += size
+        if self._head_bytes > self.bounds.max_header_bytes:
+            self._refusal = self._too_large()
+            raise self._refusal  # stops the parser; then uvicorn calls `send_400_response`
+
+    def _too_large(self) -> HeadTooLargeError:
+        return HeadTooLargeError(f"The request's head is larger than {self.bounds.max_header_bytes} bytes")
 
     def _refuse(self, error: PdproxyError) -> None:
-        if self._deaf:
+        if self._discarding:
             return
-        self._deaf = True
-        self._cancel_late()
+        self._discarding = True
+        self._cancel_deadline()
         if self.nothing_to_answer():
             if self._in_body:
-                self.transport.close()  # the rest of a body whose request has had its answer
+                self.transport.close()  # the rest of a body whose request was answered
             else:
-                self._answer(error)
+                self.answer_error(error)
         elif self._in_body:
             self.refuse_body(self.cycle, error)
         else:
             self.cycle.keep_alive = False  # those before are answered, then the connection closes
-
-    def _answer(self, error: PdproxyError) -> None:
-        if self.transport.is_closing():
-            return
-        body = error_body(error)
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
-        if error.fault is Fault.CAPACITY:
-            head += b"retry-after: 1\r\n"
-        head += b"".join([b"%b: %b\r\n" % line for line in self.more_headers()])
-        self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + body)
-        self.linger()

@@ -1,7 +1,7 @@
-"""What uvicorn gives each connection, in less memory: thousands of streams are open at once.
+"""Replaces two objects that uvicorn gives each connection, in less memory: thousands of streams are open at once.
 
-An `asyncio.Event` and a deque take more than 600 bytes each, and hardly a connection ever uses either. A test holds both classes
-to the names of uvicorn's.
+An `asyncio.Event` and a deque take more than 600 bytes each, and few connections ever use either. A test compares the names of
+both classes with those of uvicorn.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 
 LARGE_READ = 128 << 10
-"""Bytes. uvloop reads a socket that is always full 32 times in a row, 8 MB, and so with each client that sends that fast."""
+"""Bytes. uvloop reads a socket that is always full 32 times in a row, 8 MB, and does so for each client that sends that fast."""
 
 
-class Flow:
+class LeanFlowControl:
     """uvicorn's `FlowControl`: whether reading and writing are paused."""
 
     __slots__ = ("_resumed", "_transport", "read_paused", "write_paused")
@@ -31,29 +31,29 @@ class Flow:
             await self._resumed.wait()
 
     def pause_reading(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         if not self.read_paused:
             self.read_paused = True
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read on."""
+        """Continue to read."""
         if self.read_paused:
             self.read_paused = False
             self._transport.resume_reading()
 
-    def took(self, size: int) -> None:
-        """Behind a large read, read on only when others have had their turn."""
+    def received(self, size: int) -> None:
+        """After a large read, stop reading for one turn of the loop: other connections come first."""
         if size >= LARGE_READ and not self.read_paused and not self._transport.is_closing():
             self._transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._go_on)
+            asyncio.get_running_loop().call_soon(self._continue)
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         if not self.read_paused and not self._transport.is_closing():
             self._transport.resume_reading()
 
     def pause_writing(self) -> None:
-        """The client reads slower than we write."""
+        """The client reads more slowly than we write."""
         self.write_paused = True
 
     def resume_writing(self) -> None:
@@ -64,8 +64,8 @@ class Flow:
             self._resumed = None
 
 
-class Waiting(list[object]):
-    """The requests that wait on a connection, the newest first, as the deque that uvicorn uses: few, and mostly none."""
+class LeanPipeline(list[object]):
+    """The requests that wait on a connection, the newest first, as in uvicorn's deque: few, and mostly none."""
 
     __slots__ = ()
 

@@ -1,7 +1,7 @@
-"""The way in for routes that are passed to one engine: a request's body read, its answer written, its client watched. ASGI.
+"""The ASGI side of routes that one engine serves whole: the body is read, the answer written, and the client's leaving noticed.
 
-Owns what the data path's protocol class owns for its requests: the body's limit, and the client's leaving. The deadlines of
-clients that send or read too slowly are the connection's (`web.guard`).
+Owns the body's limit and the two tasks of a request. The connection has the deadlines of clients that send or read too slowly
+(`web.guard`).
 """
 
 from __future__ import annotations
@@ -24,30 +24,29 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.access.routes import Entry
-from pdproxy.serving.request.passthrough import PassedRequest, Sink
+from pdproxy.serving.request.passthrough import IncomingPassthrough
+from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.body_budget import BodyBudget
-from pdproxy.web.identify import Identify
+from pdproxy.web.client_identifier import ClientIdentifier
 from pdproxy.wire.api_errors import failure_body
 from pdproxy.wire.body_bounds import LARGE, Body
 
 Line = tuple[bytes, bytes]
 CONNECTION = "pdproxy.connection"
-"""Where a request's ASGI scope has the connection that it came on."""
+"""The key of a request's ASGI scope for the connection that it came on."""
 
 
 class Connection(Protocol):
     """What is needed of a client's connection."""
 
     peer: Client
-    speaks_for_others: bool
-
-    passed_for: Client | None
-
+    peer_is_trusted: bool
+    passthrough_client: Client | None
     active: RequestResponseCycle | None
 
     def refuse_body(self, cycle: RequestResponseCycle, error: PdproxyError) -> None:
-        """Refuse a request whose body is under way."""
+        """Refuse a request whose body is not complete."""
 
     def hold_answer(self) -> None:
         """Count what is left to be sent of a whole answer until its client has read it."""
@@ -55,58 +54,58 @@ class Connection(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PassthroughAsgi:
-    """What the routes need to know. One for the whole process; `max_body` in bytes."""
+    """What these routes need. One for the whole process; `forwarded`: the headers that engines get; `max_body` in bytes."""
 
-    serve: Callable[[PassedRequest, Sink], Awaitable[None]]
-    identify: Identify
+    serve: Callable[[IncomingPassthrough, AsyncResponseWriter], Awaitable[None]]
+    identify: ClientIdentifier
     clients: Clients
-    room: BodyBudget
+    body_budget: BodyBudget
     forwarded: frozenset[bytes]
     max_body: int
 
 
-class PassedAnswer(Response):
-    """The answer to one request, which does all the work once it is sent."""
+class PassthroughResponse(Response):
+    """The answer to one request. Sending it reads the body and has the request served."""
 
-    def __init__(self, passing: PassthroughAsgi, entry: Entry) -> None:
+    def __init__(self, passthrough: PassthroughAsgi, entry: Entry) -> None:
         super().__init__()
-        self._passing = passing
+        self._passthrough = passthrough
         self._entry = entry
         self._size = 0
-        self._asker: Client
+        self._client: Client
         self._connection: Connection
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, have the request served, and stop that when the client leaves."""
         connection = self._connection = scope[CONNECTION]
         headers: list[Line] = scope["headers"]
-        self._asker, stranger = self._passing.identify(
-            connection.peer, headers, speaks_for_others=connection.speaks_for_others
+        self._client, key_error = self._passthrough.identify(
+            connection.peer, headers, peer_is_trusted=connection.peer_is_trusted
         )
-        connection.passed_for = self._asker
+        connection.passthrough_client = self._client
         try:
-            # A stranger's body is not read; the service says no, with its report.
-            await self._serve(headers, receive, send, known=stranger is None)
+            # Without a valid key, the body is not read: the service refuses the request, and reports it.
+            await self._serve(headers, receive, send, has_key=key_error is None)
         finally:
             self._forget_body()
-            self._passing.clients.leave(self._asker)
+            self._passthrough.clients.leave(self._client)
 
     def evict(self, error: PdproxyError) -> None:
-        """Give up the request's body, which is not whole: another client needs its room."""
+        """Refuse the request's body, which is not complete: another client needs its space."""
         self._forget_body()
         if self._connection.active is not None:
             self._connection.refuse_body(self._connection.active, error)
 
     def _forget_body(self) -> None:
-        self._asker.bodies.pop(self, None)
+        self._client.bodies.pop(self, None)
         if self._size:
-            self._passing.room.give_back(self._asker, self._size)
+            self._passthrough.body_budget.release(self._client, self._size)
             self._size = 0
 
-    async def _serve(self, headers: list[Line], receive: Receive, send: Send, *, known: bool) -> None:
-        passing, client = self._passing, _Client(send, self._asker, self._connection)
+    async def _serve(self, headers: list[Line], receive: Receive, send: Send, *, has_key: bool) -> None:
+        passthrough, output = self._passthrough, _AsgiWriter(send, self._client, self._connection)
         try:
-            body = await self._body(headers, receive) if known else b""
+            body = await self._body(headers, receive) if has_key else b""
         except ClientLeftError:
             return
         except PdproxyError as error:
@@ -114,24 +113,24 @@ class PassedAnswer(Response):
             if error.fault is Fault.CAPACITY:
                 lines.append((b"retry-after", b"1"))
             with contextlib.suppress(ClientLeftError):
-                await client.whole(error.status, lines, failure_body(self._entry.dialect, error))
+                await output.whole(error.status, lines, failure_body(self._entry.dialect, error))
             return
-        found = dict(reversed(headers))  # of a header that came twice, engines read the first
-        request = PassedRequest(
+        found = dict(reversed(headers))  # if a header came twice, engines read the first one
+        request = IncomingPassthrough(
             entry=self._entry,
             request_id=found[b"x-request-id"].decode("latin-1") if b"x-request-id" in found else None,
             authorization=found.get(b"authorization"),
             content_type=found.get(b"content-type", b"").decode("latin-1"),
-            forward=tuple(line for line in headers if line[0] in passing.forwarded),
+            forward=tuple(line for line in headers if line[0] in passthrough.forwarded),
             body=body,
         )
-        del body  # the request's, which lets go of it
-        serving = asyncio.ensure_future(passing.serve(request, client))
+        del body  # the request has it
+        serving = asyncio.ensure_future(passthrough.serve(request, output))
         leaving = asyncio.ensure_future(_left(receive))
         try:
             await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
-                client.gone = True
+                output.gone = True
         finally:
             leaving.cancel()
             if not serving.done():
@@ -139,27 +138,29 @@ class PassedAnswer(Response):
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
 
+    def _too_large(self) -> BodyTooLargeError:
+        return BodyTooLargeError(f"The body is larger than {self._passthrough.max_body} bytes", param="body")
+
     async def _body(self, headers: list[Line], receive: Receive) -> Body:
-        passing = self._passing
-        too_large = BodyTooLargeError(f"The body is larger than {passing.max_body} bytes", param="body")
+        passthrough = self._passthrough
         length = next((value for name, value in headers if name == b"content-length"), b"0")
-        if int(length or b"0") > passing.max_body:
-            raise too_large
+        if int(length or b"0") > passthrough.max_body:
+            raise self._too_large()
         whole = bytearray()
         while True:  # for no longer than the connection allows (`web.guard`)
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise ClientLeftError("the client left before its request was whole")
+                raise ClientLeftError("the client left before its request was complete")
             part = message.get("body", b"")
-            if len(whole) + len(part) > passing.max_body:
-                raise too_large
-            self._asker.bodies.pop(self, None)
-            passing.room.take(self._asker, len(part))
+            if len(whole) + len(part) > passthrough.max_body:
+                raise self._too_large()
+            self._client.bodies.pop(self, None)
+            passthrough.body_budget.take(self._client, len(part))
             self._size += len(part)
             whole += part
             if not message.get("more_body", False):
                 return whole if len(whole) > LARGE else bytes(whole)  # a copy would hold up the event loop
-            self._asker.bodies[self] = None
+            self._client.bodies[self] = None
 
 
 async def _left(receive: Receive) -> None:
@@ -168,13 +169,13 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-class _Client:
-    """The client's end, over ASGI. `gone` is set by who watches it."""
+class _AsgiWriter:
+    """The client's end, over ASGI. `gone` is set by whoever watches the client."""
 
-    def __init__(self, send: Send, asker: Client, connection: Connection) -> None:
+    def __init__(self, send: Send, client: Client, connection: Connection) -> None:
         self._send = send
         self._connection = connection
-        self.client = asker
+        self.client = client
         self.begun = False
         self.gone = False
 

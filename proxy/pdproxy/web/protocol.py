@@ -1,9 +1,9 @@
-"""The data path's entry: a uvicorn protocol class that takes the two generating routes and leaves the rest to ASGI.
+"""The data path's entry: a uvicorn protocol class that takes the two generating routes and leaves all others to ASGI.
 
 Owns the client's connection while a generating request is on it. Requests of other routes get uvicorn's own cycle and reach
-FastAPI; a generating request gets a `GenerateCycle`, which collects the body, runs the service in a task and writes to
-the socket without ASGI in between. The names used of uvicorn's class are few, and a test checks each of them. What
-bounds every connection is in `web.guard`.
+FastAPI. A generating request gets a `GenerateCycle`, which collects the body, runs the service in a task and writes to
+the socket without ASGI. It uses few names of uvicorn's class, and a test checks each of them. `web.guard` has the bounds of
+every connection.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pdproxy.web.passthrough_asgi import CONNECTION
 from pdproxy.wire.request import Route
 
 _ROUTES = {route.value.encode(): route for route in Route}
-_LONGEST = 3 * max(map(len, _ROUTES))
+_MAX_PATH = 3 * max(map(len, _ROUTES))
 """Bytes of a generating route's path, if each letter is escaped."""
 
 
 class DataPathProtocol(GuardedProtocol):
-    """uvicorn's protocol, guarded, with generating requests taken out. Subclassed by `protocol_class` for one data path."""
+    """A bounded connection whose generating requests do not reach ASGI. `protocol_class` makes a subclass for one data path."""
 
     data_path: DataPath
     __slots__ = ()
@@ -41,7 +41,7 @@ class DataPathProtocol(GuardedProtocol):
             super().refuse_body(cycle, error)
 
     def on_headers_complete(self) -> None:
-        self.one_host()
+        self.check_host()
         route = self._route() if self.parser.get_method() == b"POST" else None
         if route is None or (self.parser.should_upgrade() and self._should_upgrade()):
             self.scope[CONNECTION] = self  # type: ignore[literal-required]  # for `web.passthrough_asgi`
@@ -49,7 +49,7 @@ class DataPathProtocol(GuardedProtocol):
             return
         http_1_1 = self.parser.get_http_version() == "1.1"
         existing = self.cycle
-        last = existing is not None and existing.response_complete and not existing.keep_alive
+        closing = existing is not None and existing.response_complete and not existing.keep_alive
         self.cycle = cycle = GenerateCycle(
             route,
             self.data_path,
@@ -59,10 +59,10 @@ class DataPathProtocol(GuardedProtocol):
             keep_alive=http_1_1 and self.parser.should_keep_alive(),
             expect_100_continue=self.expect_100_continue,
         )
-        # The cycle has what is needed of the head, and lets go of it when it can.
+        # The cycle has what is needed of the head, and drops it when it can.
         self.url, self.headers, self.scope = b"", [], {}  # type: ignore[typeddict-item]
         self.begin_body()
-        cycle.disconnected = last  # the connection ends with the answer before: nobody would read this one's
+        cycle.disconnected = closing  # the connection ends with the answer before: nobody would read this one
         if existing is None or existing.response_complete:
             self._start_asgi_task(cycle, self.app)
         else:  # pipelined: it waits for the one before
@@ -70,17 +70,17 @@ class DataPathProtocol(GuardedProtocol):
             self.pipeline.appendleft((cycle, self.app))
 
     def _route(self) -> Route | None:
-        """Return the generating route that is asked for. Read as uvicorn reads it, or FastAPI would see what is ours."""
+        """Return the generating route of the request, None if it has another. The path is read as uvicorn reads it."""
         found = _ROUTES.get(self.url)
         if found is None:
-            path = httptools.parse_url(self.url).path or b""  # without query and fragment, of the absolute form, too
-            if len(path) <= _LONGEST:
+            path = httptools.parse_url(self.url).path or b""  # without query and fragment, also of the absolute form
+            if len(path) <= _MAX_PATH:
                 found = _ROUTES.get(unquote_to_bytes(path) if b"%" in path else path)
         return found
 
     def on_body(self, body: bytes) -> None:
         if isinstance(self.cycle, GenerateCycle):
-            self.took_part(len(body))
+            self.count_part(len(body))
             self.cycle.feed(body)
         else:
             super().on_body(body)
@@ -96,15 +96,15 @@ class DataPathProtocol(GuardedProtocol):
         for cycle in (self.active, *(queued for queued, _ in self.pipeline)):
             if isinstance(cycle, GenerateCycle):
                 cycle.left()
-            elif cycle is not None:  # uvicorn itself tells the last request that was read, and no other
+            elif cycle is not None:  # uvicorn itself does this only for the last request that was read
                 cycle.disconnected = True
                 cycle.message_event.set()
         super().connection_lost(exc)
-        self.cycle = self.active = None  # type: ignore[assignment]  # each holds the other: nobody else would free them
+        self.cycle = self.active = None  # type: ignore[assignment]  # each holds the other: only the garbage collector would free them
         self.scope = {}  # type: ignore[typeddict-item]  # which holds this connection
 
-    def asker(self) -> Client:
-        return self.active.client if isinstance(self.active, GenerateCycle) else super().asker()
+    def request_client(self) -> Client:
+        return self.active.client if isinstance(self.active, GenerateCycle) else super().request_client()
 
     def pause_writing(self) -> None:
         super().pause_writing()

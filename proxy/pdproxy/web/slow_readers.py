@@ -1,7 +1,7 @@
-"""Clients that read: a floor of their speed, which counts only while bytes wait to be sent.
+"""Clients that read too slowly: the least speed, which counts only while bytes wait to be sent.
 
-Owns what is noted of one connection while its client reads slower than we write. Its stream holds a place and KV on an
-engine: a client that takes a byte now and then must not hold them for ever, nor keep others waiting.
+Owns what is known of a connection while its client reads more slowly than we write. Its stream holds a place and KV on an
+engine: a client that reads a few bytes now and then must not hold them without end, nor make others wait.
 """
 
 from __future__ import annotations
@@ -18,81 +18,85 @@ from pdproxy.observe.events import DeadlinePassed, Evicted, Observers
 from pdproxy.serving.access.clients import Client, Clients
 
 SAMPLES = 12
-"""Looks at a client's speed within `deadlines.client_write`."""
+"""How often a client's speed is measured within `deadlines.client_write`."""
 _TCP_INFO = getattr(socket, "TCP_INFO", None)
 _BYTES_ACKED = struct.Struct("120x Q")
 """Where Linux's `struct tcp_info` has `tcpi_bytes_acked`: the bytes that the other side's kernel has taken."""
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
-    """How slowly clients may read: `rate` in bytes per second, 0 for none, for up to `seconds`; who else waits meanwhile."""
+class SlowReaderPolicy:
+    """How slowly clients may read: less than `min_rate` bytes per second (0: nothing at all) for up to `seconds`.
 
-    rate: int
+    `over_share`: whether a client holds more than its share while others wait. Then it is dropped once it is found slow.
+    """
+
+    min_rate: int
     seconds: float
     clock: Clock
     clients: Clients
     observers: Observers
-    crowds_out: Callable[[Client], bool]
+    over_share: Callable[[Client], bool]
 
 
-class Reading:
-    """A look at a client's speed from time to time, from the moment on when it reads slower than we write, until it has
-    caught up."""
+class ReadWatch:
+    """Measures a client's speed from time to time: from when it reads more slowly than we write until it has caught up."""
 
-    __slots__ = ("_caught_up", "_floor", "_left", "_slow_since", "_taken", "_timer", "_transport", "client")
+    __slots__ = ("_caught_up", "_left", "_policy", "_slow_since", "_taken", "_timer", "_transport", "client")
 
-    def __init__(self, floor: Floor, client: Client, transport: Transport, caught_up: Callable[[], None]) -> None:
-        self._floor = floor
+    def __init__(
+        self, policy: SlowReaderPolicy, client: Client, transport: Transport, caught_up: Callable[[], None]
+    ) -> None:
+        self._policy = policy
         self.client = client
         self._transport = transport
         self._caught_up = caught_up
         self._left = transport.get_write_buffer_size()
         self._taken = bytes_taken(transport)
         self._slow_since: float | None = None
-        self._timer: Timer = floor.clock.after(floor.seconds / SAMPLES, self._look)
+        self._timer: Timer = policy.clock.after(policy.seconds / SAMPLES, self._measure)
 
     def stop(self) -> None:
-        """Look no more."""
+        """Measure no more."""
         self._timer.cancel()
-        self._floor.clients.reads_again(self.client, self)
+        self._policy.clients.unmark_slow(self.client, self)
 
     def evict(self, error: PdproxyError) -> None:
-        """Drop the client: others wait for what its stream holds."""
-        self._floor.observers.notify(Evicted("reader"))
+        """Drop the client: others wait for the place that its stream holds."""
+        self._policy.observers.notify(Evicted("reader"))
         self.stop()
         self._transport.abort()
 
-    def _look(self) -> None:
-        floor, left, taken = self._floor, self._transport.get_write_buffer_size(), bytes_taken(self._transport)
-        window = floor.seconds / SAMPLES
+    def _measure(self) -> None:
+        policy, left, taken = self._policy, self._transport.get_write_buffer_size(), bytes_taken(self._transport)
+        window = policy.seconds / SAMPLES
         if not left:
             self.stop()
             self._caught_up()
             return
-        enough = left < self._left  # all that can be seen where the system does not say more
+        enough = left < self._left  # nothing else is known where the system does not count
         if taken is not None and self._taken is not None:
-            enough = taken - self._taken >= max(1, floor.rate * window)
+            enough = taken - self._taken >= max(1, policy.min_rate * window)
         self._left, self._taken = left, taken
-        now = floor.clock.now()
-        self._timer = floor.clock.after(window, self._look)
+        now = policy.clock.now()
+        self._timer = policy.clock.after(window, self._measure)
         if enough:
             self._slow_since = None
-            floor.clients.reads_again(self.client, self)
+            policy.clients.unmark_slow(self.client, self)
             return
         if self._slow_since is None:
             self._slow_since = now - window
-            floor.clients.reads_slowly(self.client, self)
-        if now - self._slow_since >= floor.seconds - window / 2:
-            floor.observers.notify(DeadlinePassed(Wait.CLIENT_WRITE.value))
+            policy.clients.mark_slow(self.client, self)
+        if now - self._slow_since >= policy.seconds - window / 2:
+            policy.observers.notify(DeadlinePassed(Wait.CLIENT_WRITE.value))
             self.stop()
             self._transport.abort()
-        elif floor.crowds_out(self.client):
+        elif policy.over_share(self.client):
             self.evict(PdproxyError("others wait"))
 
 
 def bytes_taken(transport: Transport) -> int | None:
-    """Return how many bytes the other side has taken since the connection began; None where the system does not say."""
+    """Return how many bytes the other side has taken since the connection began; None where the system does not count them."""
     if _TCP_INFO is None:
         return None
     try:

@@ -1,7 +1,7 @@
 """Whole answers that clients have not read yet: how many bytes of them are kept.
 
-Owns that number, apart from what engines' legs hold: an engine's stream must not fail since somebody does not read.
-Where there is no room for more, the client that has the most unread loses its oldest answer.
+Owns that number. What engines' legs hold is counted elsewhere: an engine's stream must not fail because some client does not
+read. Where there is no space for more, the client with the most unread bytes loses its oldest answer.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ class Connection(Protocol):
         """Close it at once."""
 
 
-class Unread:
-    """At most `most` bytes at once; `held` are."""
+class UnreadAnswers:
+    """At most `max_bytes` at once, of which `held` are kept now."""
 
-    def __init__(self, most: int, observers: Observers) -> None:
-        self._most = most
+    def __init__(self, max_bytes: int, observers: Observers) -> None:
+        self._max_bytes = max_bytes
         self._observers = observers
         self._by_client: dict[Client, dict[Connection, int]] = {}
         self.held = 0
 
     def __repr__(self) -> str:
-        return f"<Unread {self.held} of {self._most} bytes>"
+        return f"<UnreadAnswers {self.held} of {self._max_bytes} bytes>"
 
     def hold(self, client: Client, connection: Connection, size: int) -> None:
-        """Count what is left of an answer, until `let_go`. What has no room is dropped, perhaps this one."""
+        """Count the rest of an answer, until `release`. Answers without space are dropped, perhaps this one."""
         self._by_client.setdefault(client, {})[connection] = size
         self.held += size
-        while self.held > self._most:
+        while self.held > self._max_bytes:
             most = max(self._by_client, key=self._bytes)
             oldest = next(iter(self._by_client[most]))
             self._observers.notify(Evicted("answer"))
-            self.let_go(most, oldest)
+            self.release(most, oldest)
             oldest.drop()
 
-    def let_go(self, client: Client, connection: Connection) -> None:
-        """Count it no longer: it was read, or its connection is lost. Again, this changes nothing."""
+    def release(self, client: Client, connection: Connection) -> None:
+        """Count it no longer: it was read, or its connection is lost. A second call changes nothing."""
         own = self._by_client.get(client)
         if own is not None and connection in own:
             self.held -= own.pop(connection)

@@ -35,9 +35,9 @@ from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import Answer, Pending
 from pdproxy.upstream.connection import Connection
 from pdproxy.upstream.metrics_page import MOST_PAGE, read_metrics
+from pdproxy.web.client_identifier import ClientIdentifier
 from pdproxy.web.cycle import FORWARDED
-from pdproxy.web.identify import Identify
-from pdproxy.web.passthrough_asgi import PassedAnswer, PassthroughAsgi
+from pdproxy.web.passthrough_asgi import PassthroughAsgi, PassthroughResponse
 from pdproxy.wire import lmcache_telemetry, notices, reader_process
 from pdproxy.wire.api_errors import Dialect, WholeEvents, failure_body
 from pdproxy.wire.body_bounds import DEFAULT
@@ -196,10 +196,15 @@ class _Entry(ingress.Ingress):
         super().__init__(max_body=BODY_LIMIT)
         passed_on = next(entry for entry in TABLE if entry.kind is Kind.PASSED)
         clients = Clients()
-        passing = PassthroughAsgi(
-            self._serve, Identify(clients, Keys()), clients, self.path.room, FORWARDED, max_body=BODY_LIMIT
+        passthrough = PassthroughAsgi(
+            self._serve,
+            ClientIdentifier(clients, Keys()),
+            clients,
+            self.path.body_budget,
+            FORWARDED,
+            max_body=BODY_LIMIT,
         )
-        self._answer = lambda: PassedAnswer(passing, passed_on)
+        self._answer = lambda: PassthroughResponse(passthrough, passed_on)
 
     async def _serve(self, request: Any, sink: Any) -> None:
         await sink.whole(200, [], b"")

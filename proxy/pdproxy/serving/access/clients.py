@@ -1,9 +1,9 @@
-"""Clients, told apart by key or else by address, and what each of them holds of what all share.
+"""Clients, by their key or else by their address, and what each of them holds of the shared limits.
 
-Owns these counts. A share is an equal part of a bound for each client that holds something of it. It applies only while others
+Owns these counts. A share is an equal part of a limit for each client that holds something of it. It applies only while others
 wait: one client alone may take nearly everything, and clients behind one balancer, who look like one, do not throttle each other.
-What a client holds beyond its share is taken from it where nothing is lost by it: a place in the queue, a body that is not whole,
-an idle connection, an answer that its client does not read.
+A client loses what it holds beyond its share only where no work is lost: a place in the queue, a body that is not complete,
+an idle connection, an answer that it does not read.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pdproxy.kit.errors import PdproxyError
 
 Network = IPv4Network | IPv6Network
 _SUBNET = 64
-"""Bits of an IPv6 address that name a client's network: it may use any of the addresses in it."""
+"""Bits of an IPv6 address that name a client's network: the client may use any address of it."""
 
 
-class Holder(Protocol):
-    """Something of a client's that can be taken from it."""
+class Evictable(Protocol):
+    """Something that a client holds and can lose."""
 
     def evict(self, error: PdproxyError) -> None:
-        """End it now. What it held is given back before this returns, or soon after where its connection has to be lost first."""
+        """End it. What it held is released before this returns, or soon after if its connection has to be lost first."""
 
 
 class Client:
-    """One client. `name` is of a key or an address. Known as long as it has a connection or a request."""
+    """One client. `name` is the digest of a key, or an address. Known as long as it has a connection or a request."""
 
     __slots__ = ("bodies", "bytes", "name", "slow", "uses")
 
@@ -35,14 +35,14 @@ class Client:
         self.name = name
         self.uses = 0
         self.bytes = 0
-        """Of bodies that are held."""
-        self.bodies: dict[Holder, None] = {}
-        """Connections with a body that is not whole, the one that has waited longest first."""
-        self.slow: dict[Holder, None] = {}
+        """Bytes of its bodies that are held."""
+        self.bodies: dict[Evictable, None] = {}
+        """Connections with a body that is not complete, the one that has waited longest first."""
+        self.slow: dict[Evictable, None] = {}
         """Connections whose client reads its answers too slowly, in the order in which that was noticed."""
 
     def __repr__(self) -> str:
-        return f"<Client {self.uses} uses, {self.bytes} bytes>"  # not its name: it may be of a key
+        return f"<Client {self.uses} uses, {self.bytes} bytes>"  # not its name: it may be the digest of a key
 
 
 class Clients:
@@ -77,28 +77,28 @@ class Clients:
         if not client.uses:
             self._known.pop(client.name, None)
 
-    def reads_slowly(self, client: Client, connection: Holder) -> None:
+    def mark_slow(self, client: Client, connection: Evictable) -> None:
         """Note that an answer on a connection is read too slowly."""
         client.slow[connection] = None
         self.with_slow[client] = None
 
-    def reads_again(self, client: Client, connection: Holder) -> None:
-        """Note that it is not so any more; it may not have been so before."""
+    def unmark_slow(self, client: Client, connection: Evictable) -> None:
+        """Note that the answer is not read too slowly any more. It may not have been marked before."""
         if client.slow and client.slow.pop(connection, connection) is None and not client.slow:
             del self.with_slow[client]
 
     def trusts(self, address: str) -> bool:
-        """Tell whether a peer is a proxy that names the clients it speaks for."""
+        """Return whether a peer is a trusted proxy, which names its clients."""
         return bool(self._trusted) and self._is_trusted(_parsed(address))
 
-    def behind(self, proxy: bytes | str, forwarded_for: Iterable[bytes]) -> bytes | str:
-        """Return the name of the client that a trusted proxy of that name speaks for; its own, where it says nothing of one.
+    def name_behind(self, proxy: bytes | str, forwarded_for: Iterable[bytes]) -> bytes | str:
+        """Return the name of the client behind a trusted proxy; the proxy's own name `proxy`, if it names no client.
 
-        `forwarded_for`: the values of the headers `X-Forwarded-For` in their order. Each proxy adds the address that it
-        was asked from at the end: the last one that is no trusted proxy's is the client's. Whatever stands before it
-        anybody may have made up.
+        `forwarded_for`: the values of the headers `X-Forwarded-For` in their order. Each proxy adds the address of its own
+        peer at the end: the last address that is not a trusted proxy's is the client's. Any sender may have invented those
+        before it.
         """
-        hops = b",".join(forwarded_for)[-_LONGEST_HOPS:].split(b",")
+        hops = b",".join(forwarded_for)[-_MAX_HOPS_BYTES:].split(b",")
         for hop in reversed(hops):
             found = _parsed(hop.strip().decode("latin-1"))
             if found is None:
@@ -111,7 +111,7 @@ class Clients:
         return address is not None and any(address in network for network in self._trusted)
 
 
-_LONGEST_HOPS = 1024
+_MAX_HOPS_BYTES = 1024
 """Bytes of `X-Forwarded-For` that are read, from its end."""
 
 
@@ -132,7 +132,7 @@ def _name(address: IPv4Address | IPv6Address) -> str:
 
 
 def _parsed(address: str) -> IPv4Address | IPv6Address | None:
-    """Read an address, also with a port behind it or in brackets, as some proxies write it; None if it is none."""
+    """Read an address, also with a port or in brackets, as some proxies write it; None if it is not an address."""
     text = address.strip().strip('"')
     if text.startswith("["):
         text = text[1:].partition("]")[0]

@@ -1,6 +1,6 @@
-"""API keys: which clients are let in, and what of their `Authorization` goes on to engines.
+"""API keys: which clients are accepted, and which `Authorization` header engines get.
 
-Owns the comparison: digests, all of them each time, so that neither a key's length nor its place can be measured.
+Owns the comparison: digests, and always all of them, so that the time it takes shows neither a key's length nor its position.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _MISSING = (
 )
 _WRONG = "Incorrect API key provided."
 CHALLENGE = (b"www-authenticate", b"Bearer")
-"""The header that belongs to a 401."""
+"""The header that a 401 needs."""
 
 
 class Keys:
-    """The keys of clients. `proxy_keys` is asked at every request, since keys change; None: everybody is let in.
+    """The keys of clients. `proxy_keys` is called for every request, since keys change; None: all clients are accepted.
 
-    With keys, a client's `Authorization` ends here, and engines get their own key; without, the client's goes on. Never
-    both: an engine that wants a key would be open to everybody through a proxy that asks for none.
+    With keys, a client's `Authorization` does not reach engines, which get their own key. Without, it does, and they get no
+    other: a proxy that accepts everybody would open an engine with a key to everybody.
     """
 
     def __init__(self, proxy_keys: Callable[[], Iterable[bytes]] | None = None) -> None:
@@ -35,36 +35,36 @@ class Keys:
 
     @property
     def wanted(self) -> bool:
-        """Whether clients have to bring a key."""
+        """Whether clients need a key."""
         return self._digests is not None
 
     def check(self, authorization: bytes | None) -> None:
-        """Raise UnauthorizedError unless the header holds one of the keys, or none are wanted."""
+        """Raise UnauthorizedError unless the header holds one of the keys, or no keys are wanted."""
         if self._digests is not None:
-            self.known(authorization)
+            self.verified(authorization)
 
-    def known(self, authorization: bytes | None) -> bytes:
-        """Return the digest of the key that the header holds.
+    def verified(self, authorization: bytes | None) -> bytes:
+        """Return the digest of the key in the header.
 
         Raises:
-            UnauthorizedError: it holds none of the keys.
+            UnauthorizedError: it is none of the keys.
         """
         scheme, _, given = (authorization or b"").partition(b" ")
         given = given.strip()
         if scheme.lower() != b"bearer" or not given:
             raise UnauthorizedError(_MISSING, code=None)
-        mine, known = digest(given), False
+        found, matches = digest(given), False
         for one in self._digests() if self._digests is not None else ():
-            known |= hmac.compare_digest(mine, one)
-        if not known:
+            matches |= hmac.compare_digest(found, one)
+        if not matches:
             raise UnauthorizedError(_WRONG, code="invalid_api_key")
-        return mine
+        return found
 
     def to_engine(self, authorization: bytes | None) -> tuple[tuple[bytes, bytes], ...]:
-        """Return what of a client's Authorization header goes on to engines."""
+        """Return the header line of a client's Authorization that engines get, if any."""
         return ((b"authorization", authorization),) if authorization is not None and not self.wanted else ()
 
 
 def digest(key: bytes) -> bytes:
-    """Return what keys are compared by."""
+    """Return the digest by which keys are compared."""
     return hashlib.sha256(key).digest()

@@ -1,7 +1,7 @@
-"""The table of routes: every path that clients can reach, and what becomes of it. Data, and nothing else.
+"""The table of routes: every path that clients can reach, and what is done with it. Only data.
 
-What is not in it is a 404 that no engine ever sees: engines have routes that put them to sleep, load weights or run code.
-`docs/routes.md` shows the table to people; a test holds the two together.
+All other paths are a 404 that no engine ever sees: engines have routes that put them to sleep, load weights or run code.
+`docs/routes.md` documents the table; a test compares the two.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ class Kind(Enum):
     """What is done with a request."""
 
     SPLIT = "split"  # prefill and decode apart: the data path
-    PASSED = "passed"  # whole to one engine that serves the model by itself
+    PASSED = "passed"  # whole to one engine that serves the model alone
     OWN = "own"  # answered by pdproxy
-    REFUSED = "refused"  # exists for clients' sake, with a 404 that says why it can't work
+    REFUSED = "refused"  # a 404 that tells clients why it can't work
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One path. `slow`: the answer takes as long as the model needs, so that only `deadlines.total` bounds it."""
+    """One path. `why`: its purpose, or why it is refused. `slow`: the model generates, so only `deadlines.total` bounds it."""
 
     path: str
     methods: tuple[str, ...]

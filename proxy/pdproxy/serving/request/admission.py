@@ -1,8 +1,8 @@
 """Admission: all waiting happens here, before any engine has worked.
 
-Owns the places of requests being served; `kit.fair_places` decides who is next. A prefilled request is never held back: its
-KV lease is running. While somebody waits, a client with more places than its share loses those whose answers it reads
-too slowly.
+Owns the places of requests being served; `kit.fair_places` decides which request is next. A prefilled request never waits here:
+its KV lease is running. While a request waits, a client with more places than its share loses one whose answer it reads too
+slowly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pdproxy.serving.access.clients import Client, Clients
 
 
 class Admission:
-    """At most `max_inflight` requests at once; up to `max_queue` wait, each `timeout` seconds."""
+    """At most `max_inflight` requests at once; up to `max_queue` wait, each for up to `timeout` seconds."""
 
     def __init__(
         self,
@@ -28,14 +28,14 @@ class Admission:
         clock: Clock,
         clients: Clients,
     ) -> None:
-        self._turns = FairPlaces(max_inflight, max_queue, lambda: observers.notify(Evicted("queue")))
+        self._places = FairPlaces(max_inflight, max_queue, lambda: observers.notify(Evicted("queue")))
         self._timeout = timeout
         self._observers = observers
         self._clock = clock
         self._clients = clients
         self._closed = False
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._drained = asyncio.Event()
+        """Set once admission is closed and no place is taken any more."""
 
     def __repr__(self) -> str:
         return f"<Admission {self.inflight} in flight, {self.waiting} waiting{', closed' * self._closed}>"
@@ -43,12 +43,12 @@ class Admission:
     @property
     def inflight(self) -> int:
         """Requests being served."""
-        return self._turns.taken
+        return self._places.taken
 
     @property
     def waiting(self) -> int:
         """Requests waiting for a place."""
-        return self._turns.waiting
+        return self._places.waiting
 
     @property
     def closed(self) -> bool:
@@ -63,32 +63,31 @@ class Admission:
         """
         if self._closed:
             raise OverloadedError("pdproxy is shutting down")
-        if not self._turns.take(client):
+        if not self._places.take(client):
             await self._wait(client)
-        self._empty.clear()
 
     def leave(self, client: Client) -> None:
-        """Give the place back, or on to a request that waits."""
-        self._turns.leave(client)
-        if not self._turns.taken:
-            self._empty.set()
+        """Release the place: it is granted to a request that waits, if there is one."""
+        self._places.leave(client)
+        self._check_drained()
 
     async def close(self) -> None:
         """Refuse new requests and those that wait, and return when no request is left."""
         self._closed = True
-        self._turns.refuse(OverloadedError("pdproxy is shutting down"))
-        await self._empty.wait()
+        self._places.refuse(OverloadedError("pdproxy is shutting down"))
+        self._check_drained()
+        await self._drained.wait()
 
-    def crowds_out(self, client: Client) -> bool:
-        """Tell whether a client holds more places than its share while others wait for one."""
-        return self._turns.over_share(client)
+    def over_share(self, client: Client) -> bool:
+        """Return whether a client holds more places than its share while others wait for one."""
+        return self._places.over_share(client)
 
     async def _wait(self, client: Client) -> None:
         try:
-            place = self._turns.line_up(client)
-            self._evict_slow(client)
+            place = self._places.queue_up(client)
+            self._evict_slow(client)  # not before: a client is over its share only while others wait
             async with self._clock.within(self._timeout):
-                await self._turns.wait(client, place)
+                await self._places.wait(client, place)
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.QUEUE.value))
             raise OverloadedError(f"no place came free in {self._timeout:g} s") from None
@@ -97,12 +96,15 @@ class Admission:
                 raise OverloadedError("requests of other clients wait, and this client has the most of them") from None
             raise OverloadedError(f"{self.inflight} requests are being served and {self.waiting} are waiting") from None
         finally:
-            if not self._turns.taken:
-                self._empty.set()  # a place that came in the moment of giving up was given back
+            self._check_drained()  # a place that was granted to a request that no longer wants it was released
+
+    def _check_drained(self) -> None:
+        if self._closed and not self._places.taken:
+            self._drained.set()
 
     def _evict_slow(self, client: Client) -> None:
-        """Take a place from a client that has too many and does not read what it asked for."""
+        """Drop one slow reader of another client that holds more than its share."""
         for other in self._clients.with_slow:
-            if other is not client and self.crowds_out(other):
+            if other is not client and self.over_share(other):
                 next(iter(other.slow)).evict(OverloadedError("others wait, and the client reads too slowly"))
                 return

@@ -1,7 +1,7 @@
-"""The reading of clients' bodies: what takes a few milliseconds here, all else in reader processes.
+"""Reads clients' bodies: those that take a few milliseconds in the event loop, all others in reader processes.
 
-Owns the reader processes and their deadline. A parser holds the interpreter's lock until it is done, in a thread as well: what
-one client sends would delay all others.
+Owns the reader processes and their deadline. A parser holds the interpreter's lock until it is done, in a thread as well: one
+client's body would delay all other requests.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ READER = "pdproxy.wire.reader_process"
 WAITING = 64
 """Requests that may wait for a reader process. Each is read in a second at most, so that one more would be late."""
 IDLE = 60.0
-"""Seconds after which a reader process without work ends. One takes 20 MB, and 60 ms to start."""
+"""Seconds after which a reader process without work ends. A process takes 20 MB, and 60 ms to start."""
 MEMORY = 256 * 2**20
-"""Bytes of addresses for a reader process itself, and for objects: `limits.max_body_items` of them take 100 MB."""
+"""Bytes of address space for a reader process itself, and for objects: `limits.max_body_items` of them take 100 MB."""
 COPIES = 6
-"""Times the largest body that a reader process may hold besides: a body of NaN or UTF-16 becomes objects, and JSON again."""
+"""How many times the largest body a reader process may hold in addition: NaN or UTF-16 becomes objects, and JSON again."""
 
 
-def readers(most: int, max_body: int) -> Workers:
-    """Return the reader processes, at most so many, for bodies of up to `max_body` bytes. None is started yet."""
-    return Workers(READER, most=most, waiting=WAITING, memory=MEMORY + COPIES * max_body, idle=IDLE)
+def readers(max_readers: int, max_body: int) -> Workers:
+    """Return at most `max_readers` reader processes for bodies of up to `max_body` bytes. None is started yet."""
+    return Workers(READER, most=max_readers, waiting=WAITING, memory=MEMORY + COPIES * max_body, idle=IDLE)
 
 
 class BodyReader:
-    """Reads bodies within `bounds`. `seconds`: the deadline for one that a reader process reads, its wait for one included."""
+    """Reads bodies within `bounds`. `seconds`: the deadline for a body that a reader process reads, its wait included."""
 
     def __init__(self, workers: Workers, clock: Clock, observers: Observers, *, seconds: float, bounds: Bounds) -> None:
         self.workers = workers
@@ -49,15 +49,14 @@ class BodyReader:
         """Read a client's generating request.
 
         Raises:
-            BadRequestError: no engine would take it as a JSON object, or it holds more than one request may.
+            BadRequestError: no engine would read it as a JSON object, or it holds more than one request may.
             OverloadedError: too many are being read, or it took too long.
         """
         light = parse_light(route, body, self._bounds)
-        return (
-            light
-            if light is not None
-            else request_in(await self._elsewhere(Question(self._bounds, route), body, client), route, body)
-        )
+        if light is not None:
+            return light
+        question = Question(self._bounds, route)
+        return request_in(await self._in_process(question, body, client), route, body)
 
     async def passed(self, dialect: Dialect, body: Body, client: Client) -> PassedBody:
         """Read the body of a request that one engine serves whole. Raises as `request`."""
@@ -65,9 +64,9 @@ class BodyReader:
         if light is not None:
             return light
         question = Question(self._bounds, None, dialect)
-        return written(dialect, fields_in(await self._elsewhere(question, body, client), body))
+        return written(dialect, fields_in(await self._in_process(question, body, client), body))
 
-    async def _elsewhere(self, question: Question, body: Body, client: Client) -> Found:
+    async def _in_process(self, question: Question, body: Body, client: Client) -> Found:
         try:
             async with self._clock.within(self._seconds):
                 return await self.workers.ask(client, msgspec.msgpack.encode(question), body)

@@ -1,7 +1,7 @@
-"""A list of prompts is one exchange a prompt; this puts their answers back together, in the order of the list.
+"""Merges the answers to a list of prompts, of which each is one exchange, in the order of the list.
 
 vLLM keeps only the first prompt's KV handle of a list and decodes the others on it, so lists are never sent whole to a
-prefill engine. The merged answer is the one a single engine would have given: the choices by index, the usage added up.
+prefill engine. The merged answer is the one that a single engine would have sent: the choices by index, the usage added up.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pdproxy.wire.engine import UNREADABLE
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.usage import add_up
 
-MOST_USAGE = 4096
-"""Bytes of a usage: an engine's has 200, and all of it becomes objects."""
-MOST_ANEW = 1 << 20
-"""Bytes of an answer that is written anew, since it is not written as vLLM writes it: all of its fields become objects."""
+MAX_USAGE = 4096
+"""Bytes of a usage: that of vLLM has 200, and all of it becomes objects."""
+MAX_REENCODED = 1 << 20
+"""Bytes of an answer that is decoded and encoded again, since its form is not vLLM's: all of its fields become objects."""
 _FIRST = b'{"index":0,'
-"""What vLLM's choices begin with."""
-_SAME = 16
-"""Fields of one name that are looked at, in an answer and in what it holds."""
+"""How each of vLLM's choices begins."""
+_MAX_SAME_NAME = 16
+"""Fields of one name that are searched, in an answer and in the objects inside it."""
 _CHOICES, _USAGE = b"\0", b"\1"
-"""What stands for both in the first answer until all are known: no JSON has these bytes."""
+"""Placeholders for both in the first answer until all answers are there: JSON never contains these bytes."""
 
 
 class _Completion(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ _choices_decoder = msgspec.json.Decoder(tuple[_Choice])  # of one prompt: a list
 
 
 class MergedAnswer:
-    """One whole answer from one per prompt, each of status 200. Of each is kept what the merged one needs: `share` counts it."""
+    """One whole answer, merged from one per prompt, each of status 200. `share` counts the bytes that are kept of them."""
 
     def __init__(self, share: BudgetShare) -> None:
         self._share = share
@@ -64,7 +64,7 @@ class MergedAnswer:
         """Add the answer to the prompt at `index` of the list.
 
         Raises:
-            EngineError: it is not a completion, or all of them are too large together.
+            EngineError: it is not a completion, or all answers together are too large.
         """
         self._share.grow(len(answer.body))
         try:
@@ -84,70 +84,70 @@ class MergedAnswer:
             raise EngineError(f"an engine's answer is not a completion: {error!r}") from None
 
     def whole(self) -> Answer:
-        """Return the merged answer, once that of each prompt is there.
+        """Return the merged answer. Call it once the answer to each prompt was added.
 
         Raises:
             EngineError: one of them is not a completion.
         """
-        places = sorted(self._choices)
+        indices = sorted(self._choices)
         try:
-            usage = add_up([self._usages[place] for place in places], details_of=-1)
+            usage = add_up([self._usages[index] for index in indices], details_of=-1)
         except UNREADABLE as error:
             raise EngineError(f"an engine's answer is not a completion: {error!r}") from None
-        choices = b"[%b]" % b",".join([self._choices[place] for place in places])
+        choices = b"[%b]" % b",".join([self._choices[index] for index in indices])
         return Answer(200, self._headers, self._first.replace(_USAGE, usage).replace(_CHOICES, choices))
 
 
 def _usage(raw: msgspec.Raw) -> bytes:
-    if memoryview(raw).nbytes > MOST_USAGE:
-        raise EngineError(f"an engine's answer has a usage of more than {MOST_USAGE} bytes")
+    if memoryview(raw).nbytes > MAX_USAGE:
+        raise EngineError(f"an engine's answer has a usage of more than {MAX_USAGE} bytes")
     return bytes(raw)
 
 
-def _with(whole: bytes, **changes: tuple[msgspec.Raw, bytes]) -> bytes:
-    """Return a JSON object with other values of some fields: by name the value that it has (empty: none), and the new one.
+def _with(body: bytes, **changes: tuple[msgspec.Raw, bytes]) -> bytes:
+    """Return a JSON object with some fields changed. `changes`: by name, the value now (empty: no such field) and the new one.
 
-    The object is not made: an engine may have sent millions of fields.
+    The bytes are changed without decoding the object: an engine may have sent millions of fields.
 
     Raises:
-        EngineError: it is large, and written otherwise than vLLM writes.
+        EngineError: it is large, and its form is not vLLM's.
     """
-    places = {name: _place(whole, name, memoryview(old)) for name, (old, _) in changes.items()}
-    if None in places.values():
-        if len(whole) > MOST_ANEW:
-            raise EngineError("an engine's answer is not written as vLLM's are")
+    positions = {name: _position(body, name, memoryview(old)) for name, (old, _) in changes.items()}
+    if None in positions.values():
+        if len(body) > MAX_REENCODED:
+            raise EngineError("an engine's answer is large, and its form is not vLLM's")
         return msgspec.json.encode(
-            _body_decoder.decode(whole) | {name: msgspec.Raw(new) for name, (_, new) in changes.items()}
+            _body_decoder.decode(body) | {name: msgspec.Raw(new) for name, (_, new) in changes.items()}
         )
     parts: list[bytes] = []
     at = 0
-    for name, begin in sorted(places.items(), key=lambda place: place[1] or 0):
+    for name, begin in sorted(positions.items(), key=lambda position: position[1] or 0):
         old, new = changes[name]
         assert begin is not None
-        parts += whole[at:begin], new
+        parts += body[at:begin], new
         at = begin + memoryview(old).nbytes
-    return b"".join([*parts, whole[at:]])
+    return b"".join([*parts, body[at:]])
 
 
-def _place(whole: bytes, name: str, value: memoryview) -> int | None:
-    """Return where the only field stands that has a name and a value; None if there are others, further down, or none."""
+def _position(body: bytes, name: str, value: memoryview) -> int | None:
+    """Return the position of the value of the only field with this name and value; None if there are several, or none."""
     key = b'"%b":' % name.encode()
     found = None
-    at = whole.find(key) if value.nbytes else -1
-    for _ in range(_SAME):
+    at = body.find(key) if value.nbytes else -1
+    for _ in range(_MAX_SAME_NAME):
         if at < 0:
             return found
         begin = at = at + len(key)
-        if whole.startswith(value, begin):
+        if body.startswith(value, begin):
             if found is not None:
                 return None
             found, at = begin, begin + value.nbytes
-        at = whole.find(key, at)
+        at = body.find(key, at)
     return None
 
 
 def merge_usage_events(events: Sequence[bytes]) -> bytes:
-    """Return the usage event of a merged stream, from those of the streams.
+    """Return the usage event of a merged stream, from those of its streams.
 
     Raises:
         EngineError: one of them holds no usage.
@@ -162,7 +162,7 @@ def merge_usage_events(events: Sequence[bytes]) -> bytes:
 
 
 class MergedStream:
-    """One client stream from several engine streams. Owns the client's output: begun once, ended once, by its owner."""
+    """One client stream from several engine streams. Whoever owns the client's output begins and ends it, once each."""
 
     def __init__(self, output: ResponseWriter) -> None:
         self._output = output
@@ -173,8 +173,8 @@ class MergedStream:
         """Return the output for one of the streams."""
         return _Channel(self)
 
-    def over(self) -> None:
-        """Tell the streams nothing more, and forget them."""
+    def close(self) -> None:
+        """Pause and resume the streams no more, and forget them."""
         self._pressure.clear()
 
     def write(self, data: bytes) -> None:
@@ -188,7 +188,7 @@ class MergedStream:
 
     @property
     def paused(self) -> bool:
-        """Whether the client reads slower than the engines write."""
+        """Whether the client reads more slowly than the engines write."""
         return self._output.paused
 
     @property
@@ -196,12 +196,12 @@ class MergedStream:
         """Whose request it is."""
         return self._output.client
 
-    def listen(self, channel: _Channel, pause: Callable[[], None], resume: Callable[[], None]) -> None:
-        """Have one stream's source told of pressure."""
+    def add(self, channel: _Channel, pause: Callable[[], None], resume: Callable[[], None]) -> None:
+        """Pause and resume one stream's source with the others."""
         self._pressure[channel] = pause, resume
 
-    def forget(self, channel: _Channel) -> None:
-        """Tell a stream that is over nothing more."""
+    def remove(self, channel: _Channel) -> None:
+        """Pause and resume a stream no more: it has ended."""
         self._pressure.pop(channel, None)
 
     def _pause(self) -> None:
@@ -214,7 +214,7 @@ class MergedStream:
 
 
 class _Channel:
-    """The output of one stream of a merged one: it passes bytes, and leaves beginning and ending to the owner."""
+    """The output of one stream of a merged one: it passes bytes on. The owner of the merged one begins and ends it."""
 
     def __init__(self, stream: MergedStream) -> None:
         self._stream = stream
@@ -234,13 +234,13 @@ class _Channel:
         return self._stream.client
 
     def let_go_of_body(self) -> None:
-        """The owner lets go of it once no prompt needs it."""
+        """The owner drops it once no prompt needs it."""
 
     def whole(self, status: int, headers: Headers, body: bytes) -> None:
         raise RuntimeError("one stream of several cannot answer for all")
 
     def begin(self, headers: Headers) -> None:
-        """Begun already."""
+        """The owner has begun the stream."""
 
     def write(self, data: bytes) -> None:
         self._stream.write(data)
@@ -249,14 +249,14 @@ class _Channel:
         return None
 
     def finish(self) -> None:
-        """The owner ends the stream once all are over."""
+        """The owner ends the stream once all have ended."""
 
     def break_off(self) -> None:
         """The owner breaks the stream off."""
 
     def on_pressure(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
-        self._stream.listen(self, pause, resume)
+        self._stream.add(self, pause, resume)
 
-    def over(self) -> None:
+    def close(self) -> None:
         """The stream has ended."""
-        self._stream.forget(self)
+        self._stream.remove(self)

@@ -1,7 +1,7 @@
-"""A list of prompts, as one exchange per prompt: how many are under way, and what is kept of those that are over.
+"""A list of prompts, as one exchange per prompt: how many run at once, and what is kept of those that have ended.
 
-Owns the tasks of one list. Exchanges are made when their turn comes: of the others nothing exists but the place in the body
-where their prompt stands.
+Owns the tasks of one list. An exchange is made when its turn comes. Before that, only the position of its prompt in the body is
+kept.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pdproxy.upstream.connection import Headers
 from pdproxy.wire.request import Parsed
 
 PROMPTS_AT_ONCE = 16
-"""Prompts of one list that are under way at once: a list takes one place of `limits.max_inflight`, and must not take all."""
+"""Prompts of one list that run at once: a list takes one place of `limits.max_inflight`, and must not fill all engines."""
 
 
 class PromptList:
-    """One list of prompts, served once. `begin` is called with the headers of the first stream that flows."""
+    """One list of prompts, served once. `begin` is called with the headers of each stream when its data begins."""
 
     def __init__(
         self,
@@ -34,25 +34,25 @@ class PromptList:
         heading: LegHeaders,
         output: ResponseWriter,
         begin: Callable[[Headers], None],
-        tally: RequestTotals,
+        totals: RequestTotals,
     ) -> None:
         self.parts = Parts()
         self.answer = MergedAnswer(dispatcher.resources.room.share(what="the engines sent answers"))
         self.usage_events: dict[int, bytes] = {}
-        """Of streams, by their prompt's place in the list."""
+        """Of streams, by the index of their prompt in the list."""
         self._dispatcher = dispatcher
         self._parsed = parsed
         self._heading = heading
         self._begin = begin
-        self._tally = tally
+        self._totals = totals
         self._stream = MergedStream(output)
 
     async def run(self) -> None:
-        """Serve all prompts, in order, some at once. The first that fails or is refused ends the others and is raised."""
+        """Serve all prompts: begun in order, some at once. The first that fails or is refused ends the others and is raised."""
         try:
             await in_order(len(self._parsed.prompts), self._one)
         finally:
-            self._stream.over()
+            self._stream.close()
 
     async def _one(self, index: int) -> None:
         exchange = self._dispatcher.exchange(
@@ -67,8 +67,8 @@ class PromptList:
         try:
             answer = await exchange.run(stream_to)
         finally:
-            channel.over()
-            self._tally.add(index, exchange)
+            channel.close()
+            self._totals.add(index, exchange)
         if answer is None:
             if exchange.relay is not None and exchange.relay.usage_event is not None:
                 self.usage_events[index] = exchange.relay.usage_event
@@ -90,14 +90,14 @@ class PromptList:
 
 
 async def in_order(count: int, one: Callable[[int], Awaitable[None]]) -> None:
-    """Do `one` for each number below `count`, in order, `PROMPTS_AT_ONCE` at once. The first that fails ends the others."""
-    numbers = iter(range(count))
+    """Run `one` for each index below `count`, in order, `PROMPTS_AT_ONCE` at once. The first that fails ends the others."""
+    indices = iter(range(count))
 
-    async def some() -> None:
-        for number in numbers:
-            await one(number)
+    async def run_next() -> None:
+        for index in indices:
+            await one(index)
 
-    tasks = [asyncio.ensure_future(some()) for _ in range(min(count, PROMPTS_AT_ONCE))]
+    tasks = [asyncio.ensure_future(run_next()) for _ in range(min(count, PROMPTS_AT_ONCE))]
     try:
         await asyncio.gather(*tasks)
     finally:

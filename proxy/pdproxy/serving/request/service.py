@@ -1,38 +1,23 @@
-"""A generating request from its first byte to its last: read, admitted, exchanged, answered, reported.
+"""The two generating routes: one exchange per prompt, and one answer.
 
-Owns the answer to the client and the one report (`RequestEnded`) that each request leaves, whatever became of it.
+Owns the answer to the client. The request's steps are those of `lifecycle`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable
 from functools import partial
 
-from pdproxy.kit.errors import (
-    ClientLeftError,
-    EngineError,
-    EngineTimeoutError,
-    Fault,
-    OverloadedError,
-    PdproxyError,
-    UnauthorizedError,
-    Wait,
-)
-from pdproxy.kit.frames import drop_traceback, frames
-from pdproxy.kit.ids import mint, usable
-from pdproxy.observe.events import DeadlinePassed, RequestEnded
-from pdproxy.serving.access.clients import Client
-from pdproxy.serving.access.keys import CHALLENGE, Keys
+from pdproxy.kit.errors import ClientLeftError, EngineError, PdproxyError
+from pdproxy.kit.ids import usable
+from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.dispatch.exchange import Dispatcher, Exchange
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
+from pdproxy.serving.request.lifecycle import Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.merged_answer import merge_usage_events
 from pdproxy.serving.request.prompt_list import PromptList
-from pdproxy.serving.request.totals import RequestTotals
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.upstream.client import Answer
@@ -43,91 +28,53 @@ from pdproxy.wire.fields import body_request_id
 from pdproxy.wire.lenient_json import check_content_type
 from pdproxy.wire.request import Incoming, Parsed
 
-logger = logging.getLogger("pdproxy")
-
 _PASSED_HEADERS = (b"content-type", b"retry-after")
-JSON_TYPE = (b"content-type", b"application/json")
-
-
-@dataclass(slots=True)
-class _Report:
-    """What becomes known of a request as it goes. Owned by one call of `Service.generate`."""
-
-    request_id: str
-    received: float
-    model: str | None = None
-    admitted: float | None = None
-    exchange: Exchange | None = None
-    """The only one of a request that is no list."""
-    tally: RequestTotals = field(default_factory=RequestTotals)
-    first: float | None = None
-    status: int = 0
 
 
 class Service:
     """Serves the two generating routes."""
 
     def __init__(self, engines: ExchangeResources, admission: Admission, keys: Keys, bodies: BodyReader) -> None:
-        self._engines = engines
-        self._dispatcher = Dispatcher(engines)
-        self._admission = admission
+        self.engines = engines
         self.keys = keys
-        self._bodies = bodies
+        self.bodies = bodies
+        self.dispatcher = Dispatcher(engines)
+        self._lifecycle = Lifecycle(engines, admission)
 
-    async def generate(self, incoming: Incoming, output: ResponseWriter) -> None:
-        """Answer a request through `output`. Raises nothing but CancelledError, at a shutdown or when the client has left."""
-        now = self._engines.now
-        report = _Report(usable(incoming.request_id) or mint(), now())
-        error: PdproxyError | None = None
-        admitted = False
-        try:
-            run = await self._read(incoming, output.client, report)
-            async with self._engines.clock.within(self._engines.deadlines.total):
-                await self._admission.enter(output.client)
-                admitted = True
-                report.admitted = now()
-                await run(output, report)
-        except asyncio.CancelledError:
-            error = ClientLeftError("the client closed the connection")
-            if not output.gone:  # it was the shutdown
-                error = OverloadedError("pdproxy is shutting down")
-            raise
-        except TimeoutError:
-            total = self._engines.deadlines.total
-            self._engines.observers.notify(DeadlinePassed(Wait.TOTAL.value))
-            error = EngineTimeoutError(f"the request took longer than {total:g} s", wait=Wait.TOTAL)
-        except PdproxyError as failed:
-            error = failed
-        except Exception as failed:
-            logger.error("request %s failed in pdproxy itself: %s", report.request_id, frames(failed))  # noqa: TRY400
-            error = PdproxyError(type(failed).__name__)
-        finally:
-            if admitted:
-                self._admission.leave(output.client)
-            if error is not None and not isinstance(error, ClientLeftError):
-                self._answer_error(error, output, report)
-            elif error is not None:
-                output.break_off()
-            self._report(incoming, report, error)
-            if error is not None:
-                drop_traceback(error)
+    def generate(self, incoming: Incoming, output: ResponseWriter) -> Awaitable[None]:
+        """Answer a request through `output`. Raises as `Lifecycle.run`."""
+        return self._lifecycle.run(GeneratingRequest(self, incoming, output))
 
-    async def _read(self, incoming: Incoming, client: Client, report: _Report) -> _Run:
-        """Read a request, and return what serves it.
 
-        From here on, the body is in the exchanges' hands alone: they let go of it once no engine needs it any more.
+class GeneratingRequest(LiveRequest[ResponseWriter]):
+    """A request of a generating route."""
+
+    __slots__ = ("_exchange", "_incoming", "_service")
+
+    def __init__(self, service: Service, incoming: Incoming, output: ResponseWriter) -> None:
+        super().__init__(incoming.route.value, incoming.request_id, output, service.engines.now())
+        self._service = service
+        self._incoming = incoming
+        self._exchange: Exchange | None = None
+        """The only one of a request that is no list."""
+
+    async def read(self) -> Serve:
+        """Check and read the request.
+
+        From here on, only the exchanges hold the body: they drop it once no engine needs it any more.
         """
-        self.keys.check(incoming.authorization)
+        incoming, service = self._incoming, self._service
+        service.keys.check(incoming.authorization)
         body, incoming.body = incoming.body, b""
         check_content_type(incoming.content_type, body)
-        parsed = await self._bodies.request(incoming.route, body, client)
-        report.model = parsed.model
+        parsed = await service.bodies.request(incoming.route, body, self.writer.client)
+        self.model = parsed.model
         if incoming.request_id is None:
-            report.request_id = usable(body_request_id(parsed.fields)) or report.request_id
-        authorization = self.keys.to_engine(incoming.authorization)
-        request_id = report.request_id.encode()
+            self.request_id = usable(body_request_id(parsed.fields)) or self.request_id
+        authorization = service.keys.to_engine(incoming.authorization)
+        request_id = self.request_id.encode()
         heading = LegHeaders(
-            report.request_id,
+            self.request_id,
             incoming.route.value,
             ((b"x-request-id", request_id), *authorization, *incoming.forward),
             authorization,
@@ -136,106 +83,78 @@ class Service:
             return partial(self._serve_list, parsed, heading)
         prompt = None if parsed.alone is not None else parsed.prompts[0]
         new_relay = partial(
-            Relay, wants_usage=not parsed.adds_usage, takes_ids=parsed.adds_ids, room=self._engines.room
+            Relay, wants_usage=not parsed.adds_usage, takes_ids=parsed.adds_ids, room=service.engines.room
         )
-        report.exchange = self._dispatcher.exchange(parsed, prompt, heading, new_relay)
+        self._exchange = service.dispatcher.exchange(parsed, prompt, heading, new_relay)
         return self._serve_one
 
-    async def _serve_one(self, output: ResponseWriter, report: _Report) -> None:
-        exchange = report.exchange
+    async def _serve_one(self) -> None:
+        exchange, output = self._exchange, self.writer
         assert exchange is not None
 
         def begin(relay: Relay) -> ResponseWriter:
-            report.first = self._engines.now()
-            report.status = 200
             output.let_go_of_body()
-            output.begin(self._headers(relay.headers, report))
+            self._begin(relay.headers)
             return output
 
         answer = await exchange.run(begin)
         if answer is None:
             output.finish()
         else:
-            self._answer(answer, output, report)
+            self._answer(answer)
 
-    async def _serve_list(self, parsed: Parsed, heading: LegHeaders, output: ResponseWriter, report: _Report) -> None:
+    async def _serve_list(self, parsed: Parsed, heading: LegHeaders) -> None:
+        output = self.writer
+
         def begin(headers: Headers) -> None:
-            if report.first is None:
-                report.first = self._engines.now()
-                report.status = 200
-                output.begin(self._headers(headers, report))
+            if self.first is None:
+                self._begin(headers)
 
-        prompts = PromptList(self._dispatcher, parsed, heading, output, begin, report.tally)
+        prompts = PromptList(self._service.dispatcher, parsed, heading, output, begin, self.totals)
         await prompts.run()
         if output.gone:
             return
         if not output.begun:
-            self._answer(prompts.answer.whole(), output, report)
+            self._answer(prompts.answer.whole())
         elif prompts.answer:
             raise EngineError("an engine answered one prompt of a streamed list whole")
         else:
-            self._end_merged(parsed, prompts, output)
+            self._end_merged(parsed, prompts)
 
-    def _end_merged(self, parsed: Parsed, prompts: PromptList, output: ResponseWriter) -> None:
+    def _end_merged(self, parsed: Parsed, prompts: PromptList) -> None:
         events = [prompts.usage_events[index] for index in sorted(prompts.usage_events)]
         created = prompts.parts.created
         if parsed.wants_usage and events:
             event = merge_usage_events(events)
-            output.write(event if created is None else sse.with_created(event, created))
-        output.write(sse.DONE + sse.END)
-        output.finish()
+            self.writer.write(event if created is None else sse.with_created(event, created))
+        self.writer.write(sse.DONE + sse.END)
+        self.writer.finish()
 
-    # -- answering
+    def _begin(self, headers: Headers) -> None:
+        self.first = self._service.engines.now()
+        self.status = 200
+        self.writer.begin(self.answer_headers(headers, _PASSED_HEADERS))
 
-    def _headers(self, headers: Headers, report: _Report) -> Headers:
-        passed = [(name, value) for name, value in headers if name in _PASSED_HEADERS]
-        return [*passed, (b"x-request-id", report.request_id.encode())]
+    def _answer(self, answer: Answer) -> None:
+        self.status = answer.status
+        if self.first is None and answer.status == 200:
+            self.first = self._service.engines.now()
+        self.writer.whole(answer.status, self.answer_headers(answer.headers, _PASSED_HEADERS), answer.body)
 
-    def _answer(self, answer: Answer, output: ResponseWriter, report: _Report) -> None:
-        report.status = answer.status
-        if report.first is None and answer.status == 200:
-            report.first = self._engines.now()
-        output.whole(answer.status, self._headers(answer.headers, report), answer.body)
-
-    def _answer_error(self, error: PdproxyError, output: ResponseWriter, report: _Report) -> None:
-        body = error_body(error)
-        if output.begun:
-            output.write(sse.data(body))
-            output.break_off()
+    async def answer_error(self, error: PdproxyError) -> None:
+        """Answer an error: with its status, or as the last event of a stream that was begun. Never waits."""
+        if isinstance(error, ClientLeftError):
+            self.writer.break_off()
             return
-        report.status = error.status
-        headers = [JSON_TYPE, (b"x-request-id", report.request_id.encode())]
-        if error.fault is Fault.CAPACITY:
-            headers.append((b"retry-after", b"1"))
-        if isinstance(error, UnauthorizedError):
-            headers.append(CHALLENGE)
-        output.whole(error.status, headers, body)
+        body = error_body(error)
+        if self.writer.begun:
+            self.writer.write(sse.data(body))
+            self.writer.break_off()
+            return
+        self.status = error.status
+        self.writer.whole(error.status, self.error_headers(error), body)
 
-    def _report(self, incoming: Incoming, report: _Report, error: PdproxyError | None) -> None:
-        now = self._engines.now()
-        tally = report.tally
-        if report.exchange is not None:
-            tally.add(0, report.exchange)
-        outcome = "ok" if error is None else error.fault.value
-        if error is None and report.status >= 400:
-            outcome = Fault.CLIENT.value
-        self._engines.observers.notify(
-            RequestEnded(
-                request_id=report.request_id,
-                endpoint=incoming.route.value,
-                model=report.model,
-                outcome=outcome,
-                status=report.status,
-                legs=tally.legs,
-                queue_s=(report.admitted or now) - report.received,
-                first_s=None if report.first is None else report.first - report.received,
-                total_s=now - report.received,
-                prompt_tokens=tally.prompt_tokens,
-                completion_tokens=tally.completion_tokens,
-                gaps=tally.gaps,
-                error=None if error is None else error.logged,
-            )
-        )
-
-
-_Run = Callable[[ResponseWriter, _Report], Awaitable[None]]
+    def add_up(self) -> None:
+        """Add the only exchange. Those of a list are added as they end."""
+        if self._exchange is not None:
+            self.totals.add(0, self._exchange)

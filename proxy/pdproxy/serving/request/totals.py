@@ -1,4 +1,4 @@
-"""What the exchanges of one request add up to: the engines that served it, its tokens, the gaps of its streams.
+"""The totals of one request over its exchanges: the engines that served it, its tokens, the gaps of its streams.
 
 Owns the sums. An exchange is added once it is over and is not kept: a list may have thousands.
 """
@@ -12,42 +12,48 @@ from pdproxy.serving.dispatch.exchange import Exchange
 
 
 class RequestTotals:
-    """The sums of one request. Owned by one call of `Service.generate`."""
+    """The sums of one request. Owned by one `LiveRequest`."""
 
-    __slots__ = ("_completion", "_gaps", "_legs", "_prompt", "_seen", "_told")
+    __slots__ = ("_completion", "_counted", "_gaps", "_legs", "_prompt", "_reported")
 
     def __init__(self) -> None:
         self._gaps: Gaps | None = None
         self._legs: list[tuple[int, LegTimes]] = []
-        self._told = False
+        self._reported = False
+        """Whether an engine has reported a usage."""
         self._prompt = 0
         self._completion = 0
-        self._seen = 0
+        self._counted = 0
+        """Tokens, or else events, of streams without a usage."""
 
     @property
     def legs(self) -> Sequence[LegTimes]:
-        """The way of each prompt that was begun, in the order of the list."""
+        """The legs of each prompt that was begun, in the order of the list."""
         if len(self._legs) == 1:
             return [self._legs[0][1]]
         return [times for _, times in sorted(self._legs, key=lambda one: one[0])]
 
     @property
     def gaps(self) -> Gaps:
-        """Between the events of all streams."""
+        """Gaps between the events of all streams."""
         return self._gaps or Gaps()
 
     @property
     def prompt_tokens(self) -> int | None:
-        """As engines told; None: none did."""
-        return self._prompt if self._told else None
+        """As engines reported them; None: none did."""
+        return self._prompt if self._reported else None
 
     @property
     def completion_tokens(self) -> int | None:
-        """As engines told; where none did, what went by; None: nothing."""
-        return self._completion if self._told else self._seen or None
+        """As engines reported them; where none did, as counted in the streams; None: there were none."""
+        return self._completion if self._reported else self._counted or None
+
+    def add_legs(self, index: int, times: LegTimes) -> None:
+        """Add the legs of the prompt at `index`."""
+        self._legs.append((index, times))
 
     def add(self, index: int, exchange: Exchange) -> None:
-        """Add an exchange, that of the prompt at `index`."""
+        """Add the exchange of the prompt at `index`: its legs, tokens and gaps."""
         self._legs.append((index, exchange.times()))
         relay = exchange.relay
         if relay is None:
@@ -60,8 +66,8 @@ class RequestTotals:
             buckets = [a + b for a, b in zip(gaps.buckets, lane.buckets, strict=True)]
             self._gaps = Gaps(buckets, gaps.total + lane.total)
         if relay.usage is not None:
-            self._told = True
+            self._reported = True
             self._prompt += relay.usage.prompt_tokens
             self._completion += relay.usage.completion_tokens or 0
         else:
-            self._seen += lane.tokens or lane.events
+            self._counted += lane.tokens or lane.events

@@ -1,0 +1,158 @@
+"""The life of a request that engines serve: read, admitted, served, answered, reported. The same for every route.
+
+Owns the order of these steps, the request's place, its total deadline, and the one report (`RequestEnded`) that each request
+leaves, whatever became of it. What differs by route is a `LiveRequest`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from pdproxy.kit.errors import (
+    ClientLeftError,
+    EngineTimeoutError,
+    Fault,
+    OverloadedError,
+    PdproxyError,
+    UnauthorizedError,
+    Wait,
+)
+from pdproxy.kit.frames import drop_traceback, frames
+from pdproxy.kit.ids import mint, usable
+from pdproxy.observe.events import DeadlinePassed, RequestEnded
+from pdproxy.serving.access.keys import CHALLENGE
+from pdproxy.serving.dispatch.resources import ExchangeResources
+from pdproxy.serving.request.admission import Admission
+from pdproxy.serving.request.totals import RequestTotals
+from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
+from pdproxy.serving.stream.response_writer import ResponseWriter
+from pdproxy.upstream.connection import Headers
+
+logger = logging.getLogger("pdproxy")
+
+JSON_TYPE = (b"content-type", b"application/json")
+
+Writer = TypeVar("Writer", ResponseWriter, AsyncResponseWriter)
+Serve = Callable[[], Awaitable[None]]
+
+
+class LiveRequest(ABC, Generic[Writer]):
+    """One request, and what is known of it so far. A subclass has the steps that differ. Owned by one `Lifecycle.run`.
+
+    `endpoint`: the route's path. `received`, `admitted` and `first` are times in seconds of `ExchangeResources.now`;
+    `first` is that of the first data.
+    """
+
+    __slots__ = ("admitted", "endpoint", "first", "model", "received", "request_id", "status", "totals", "writer")
+
+    def __init__(self, endpoint: str, request_id: str | None, writer: Writer, received: float) -> None:
+        self.endpoint = endpoint
+        self.request_id = usable(request_id) or mint()
+        self.writer: Writer = writer
+        self.received = received
+        self.model: str | None = None
+        self.admitted: float | None = None
+        self.first: float | None = None
+        self.status = 0
+        self.totals = RequestTotals()
+
+    @abstractmethod
+    async def read(self) -> Serve:
+        """Check and read the request, and return what serves and answers it once it is admitted.
+
+        Raises:
+            PdproxyError: the request is refused.
+        """
+
+    @abstractmethod
+    async def answer_error(self, error: PdproxyError) -> None:
+        """Answer an error, as far as an answer is still possible. ClientLeftError: only end what was begun."""
+
+    @abstractmethod
+    def add_up(self) -> None:
+        """Complete `totals` for the report. Called once, at the end."""
+
+    def answer_headers(self, headers: Headers, passed: tuple[bytes, ...]) -> Headers:
+        """Return the headers of an engine's answer: those named in `passed`, and the request's id."""
+        return [*[line for line in headers if line[0] in passed], (b"x-request-id", self.request_id.encode())]
+
+    def error_headers(self, error: PdproxyError) -> Headers:
+        """Return the headers of an error that pdproxy answers itself."""
+        headers = [JSON_TYPE, (b"x-request-id", self.request_id.encode())]
+        if error.fault is Fault.CAPACITY:
+            headers.append((b"retry-after", b"1"))
+        if isinstance(error, UnauthorizedError):
+            headers.append(CHALLENGE)
+        return headers
+
+
+class Lifecycle:
+    """Takes requests through their steps. One for all requests of a service."""
+
+    def __init__(self, engines: ExchangeResources, admission: Admission) -> None:
+        self._engines = engines
+        self._admission = admission
+
+    async def run(self, request: LiveRequest[Writer]) -> None:
+        """Serve, answer and report a request. Raises only CancelledError: at a shutdown, or when the client has left."""
+        engines = self._engines
+        error: PdproxyError | None = None
+        try:
+            serve = await request.read()
+            async with engines.clock.within(engines.deadlines.total):
+                await self._admission.enter(request.writer.client)
+                request.admitted = engines.now()
+                await serve()
+        except asyncio.CancelledError:
+            error = ClientLeftError("the client closed the connection")
+            if not request.writer.gone:  # it was the shutdown
+                error = OverloadedError("pdproxy is shutting down")
+            raise
+        except TimeoutError:
+            total = engines.deadlines.total
+            engines.observers.notify(DeadlinePassed(Wait.TOTAL.value))
+            error = EngineTimeoutError(f"the request took longer than {total:g} s", wait=Wait.TOTAL)
+        except PdproxyError as failed:
+            error = failed
+        except Exception as failed:
+            logger.error("request %s failed in pdproxy itself: %s", request.request_id, frames(failed))  # noqa: TRY400
+            error = PdproxyError(type(failed).__name__)
+        finally:
+            if request.admitted is not None:
+                self._admission.leave(request.writer.client)
+            try:
+                if error is not None:
+                    await request.answer_error(error)
+            finally:
+                self._report(request, error)
+                if error is not None:
+                    drop_traceback(error)
+
+    def _report(self, request: LiveRequest[Writer], error: PdproxyError | None) -> None:
+        now = self._engines.now()
+        request.add_up()
+        totals = request.totals
+        outcome = "ok" if error is None else error.fault.value
+        if error is None and request.status >= 400:
+            outcome = Fault.CLIENT.value
+        self._engines.observers.notify(
+            RequestEnded(
+                request_id=request.request_id,
+                endpoint=request.endpoint,
+                model=request.model,
+                outcome=outcome,
+                status=request.status,
+                legs=totals.legs,
+                queue_s=(request.admitted or now) - request.received,
+                first_s=None if request.first is None else request.first - request.received,
+                total_s=now - request.received,
+                prompt_tokens=totals.prompt_tokens,
+                completion_tokens=totals.completion_tokens,
+                gaps=totals.gaps,
+                error=None if error is None else error.logged,
+            )
+        )

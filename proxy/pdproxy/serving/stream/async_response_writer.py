@@ -1,0 +1,39 @@
+"""What a request is answered through where each write waits for the client. See `response_writer` for the synchronous one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pdproxy.serving.access.clients import Client
+from pdproxy.upstream.connection import Headers
+
+
+class AsyncResponseWriter(Protocol):
+    """The client's end. An answer is either `whole`, or `begin`, `write`..., `finish`.
+
+    Each waits until the client has space for more, and raises ClientLeftError where it takes too long.
+    """
+
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send a complete answer."""
+
+    async def begin(self, headers: Headers) -> None:
+        """Send the status 200 and the headers of a stream."""
+
+    async def write(self, data: bytes) -> None:
+        """Send stream bytes."""
+
+    async def finish(self) -> None:
+        """End the stream."""
+
+    @property
+    def client(self) -> Client:
+        """Whose request it is."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was sent."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client has left."""

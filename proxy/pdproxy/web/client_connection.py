@@ -1,0 +1,165 @@
+"""A client's connection: whose it is, how it is counted, how it ends, and how fast its client reads.
+
+Owns the end of a connection. It ends with one answer, where there is space for it behind those before. Then it is closed for
+writing, and for `LINGER` seconds what the client still sends is discarded: a close with unread bytes is a reset, and the client
+would lose the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from pdproxy.kit.errors import Fault, OverloadedError, PdproxyError
+from pdproxy.observe.events import Observers
+from pdproxy.serving.access.clients import Client, address_name
+from pdproxy.web.connection_bounds import LINGER, MAX_REFUSED, MAX_UNSENT, ConnectionBounds
+from pdproxy.web.lean_flow_control import LeanFlowControl, LeanPipeline
+from pdproxy.web.slow_readers import ReadWatch
+from pdproxy.wire.errors import error_body
+
+
+class ClientConnection(HttpToolsProtocol):
+    """uvicorn's protocol on a counted connection. Subclasses set `bounds` and `observers`."""
+
+    bounds: ConnectionBounds
+    observers: Observers
+    # uvicorn's class has a dictionary, whose keys all connections share as long as they are no more than 30.
+    __slots__ = (
+        "_discarding",
+        "_lingering",
+        "_read_watch",
+        "_unread_client",
+        "active",
+        "passthrough_client",
+        "peer",
+        "peer_is_trusted",
+    )
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.pipeline = LeanPipeline()  # type: ignore[assignment]
+        self.active: RequestResponseCycle | None = None
+        """The request being served; with requests in the pipeline, `cycle` is the last one that was read."""
+        self._discarding = False
+        """Nothing more is read: what comes is discarded."""
+        self._lingering = False
+        self._read_watch: ReadWatch | None = None
+        self._unread_client: Client | None = None
+        """The client of a whole answer that is not read yet."""
+        self.passthrough_client: Client | None = None
+        """The client of the last request on a passed-through route."""
+        self.peer: Client
+        """The client by the address that the connection comes from."""
+        self.peer_is_trusted = False
+        """Whether the peer is a trusted proxy, which names its clients."""
+
+    def more_headers(self) -> list[tuple[bytes, bytes]]:
+        """Return further headers for one of our own answers, as far as they are known from the request's head."""
+        return []
+
+    def request_client(self) -> Client:
+        """Return the client whose request is being answered."""
+        return self.passthrough_client or self.peer
+
+    # -- the end
+
+    def end(self, *, all_read: bool) -> None:
+        """Close the connection behind an answer; `all_read`: whether its request was read completely."""
+        if all_read and not self._discarding:
+            self.transport.close()
+        else:
+            self.linger()
+
+    def linger(self) -> None:
+        """Close for writing, and completely once the client has left or after `LINGER` seconds."""
+        self._discarding = self._lingering = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self.loop.call_later(LINGER, self.transport.abort)
+        else:
+            self.transport.close()
+
+    def drop(self) -> None:
+        """Close the connection at once."""
+        self.transport.abort()
+
+    def answer_error(self, error: PdproxyError) -> None:
+        """Answer an error outside of any request's cycle, and close."""
+        if self.transport.is_closing():
+            return
+        body = error_body(error)
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
+        if error.fault is Fault.CAPACITY:
+            head += b"retry-after: 1\r\n"
+        head += b"".join([b"%b: %b\r\n" % line for line in self.more_headers()])
+        self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + body)
+        self.linger()
+
+    # -- how fast the client reads
+
+    def watch_reading(self) -> None:
+        """Drop the client if it reads what is left to be sent too slowly (`web.slow_readers`)."""
+        if not self.transport.get_write_buffer_size():
+            return
+        client = self.request_client()
+        if self._read_watch is not None and self._read_watch.client is not client:
+            self._read_watch.stop()  # its client has read the answer
+            self._read_watch = None
+        if self._read_watch is None:
+            self._read_watch = ReadWatch(self.bounds.slow_readers, client, self.transport, self._caught_up)
+
+    def _caught_up(self) -> None:
+        self._read_watch = None
+        self.answer_read()
+
+    def hold_answer(self) -> None:
+        """Count what is left to be sent of a whole answer until its client has read it."""
+        if (left := self.transport.get_write_buffer_size()) and self._unread_client is None:
+            self._unread_client = self.request_client()
+            self.bounds.unread_answers.hold(self._unread_client, self, left)
+            self.watch_reading()
+
+    def answer_read(self) -> None:
+        """What was left of a whole answer was read, or never will be."""
+        if self._unread_client is not None:
+            self.bounds.unread_answers.release(self._unread_client, self)
+            self._unread_client = None
+
+    # -- asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self.flow = LeanFlowControl(self.transport)  # type: ignore[assignment]
+        self.transport.set_write_buffer_limits(high=MAX_UNSENT)
+        bounds = self.bounds
+        address = self.client[0] if self.client else ""
+        self.peer = bounds.clients.enter(address_name(address))
+        self.peer_is_trusted = bounds.clients.trusts(address)
+        try:
+            bounds.connections.opened(self.peer, self)
+        except OverloadedError as error:
+            self._discarding = True
+            if bounds.connections.open > bounds.connections.max_open + MAX_REFUSED:
+                self.transport.abort()
+            else:
+                self.answer_error(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._read_watch is not None:
+            self._read_watch.stop()
+        self._caught_up()
+        self.bounds.connections.closed(self.peer, self)
+        self.bounds.clients.leave(self.peer)
+        super().connection_lost(exc)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no engine works for the connection."""
+        raise NotImplementedError
+
+    def evict(self, error: PdproxyError) -> None:
+        """Close an idle connection: another client needs its place."""
+        raise NotImplementedError

@@ -1,0 +1,181 @@
+"""The answer of one generating request, written to the client's socket without ASGI.
+
+Owns what is written. The request's side is `web.cycle`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+
+from pdproxy.serving.access.clients import Client
+from pdproxy.upstream.connection import Headers
+from pdproxy.web.cors import CorsHeaders
+from pdproxy.web.guard import GuardedProtocol
+from pdproxy.wire.chunks import chunk
+
+SMALL_ANSWER = 65_536
+"""Bytes of an answer that is written in one piece with its head, and not counted while its client reads it."""
+
+
+class ResponseCycle(RequestResponseCycle):
+    """uvicorn's cycle without ASGI, and most of the service's `ResponseWriter`. `client`: whose request it is."""
+
+    # uvicorn's own attributes are here together with ours: what its constructor is not called for, only its own methods read.
+    __slots__ = (
+        "_chunked",
+        "_connection",
+        "_cors",
+        "_fed",
+        "_headers",
+        "_pause",
+        "_resume",
+        "client",
+        "default_headers",
+        "disconnected",
+        "flow",
+        "keep_alive",
+        "message_event",
+        "response_complete",
+        "response_started",
+        "transport",
+        "waiting_for_100_continue",
+    )
+
+    def __init__(
+        self,
+        connection: GuardedProtocol,
+        client: Client,
+        headers: Headers,
+        cors: CorsHeaders,
+        *,
+        chunked: bool,
+        keep_alive: bool,
+        expect_100_continue: bool,
+    ) -> None:
+        self.transport = connection.transport
+        self.flow = connection.flow
+        self.default_headers = connection.server_state.default_headers
+        self.message_event = _UNUSED_EVENT
+        self.disconnected = False
+        self.keep_alive = keep_alive
+        self.waiting_for_100_continue = expect_100_continue
+        self.response_started = False
+        self.response_complete = False
+        self.client = client
+        self._connection = connection
+        self._headers = headers
+        """Of the request. Dropped once the answer has a head."""
+        self._cors = cors
+        self._chunked = chunked
+        self._fed = False
+        """Whether the request's body is complete."""
+        self._pause: Callable[[], None] | None = None
+        self._resume: Callable[[], None] | None = None
+
+    def pressure(self, paused: bool) -> None:
+        """The client has stopped reading, or continues."""
+        react = self._pause if paused else self._resume
+        if react is not None:
+            react()
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was sent."""
+        return self.response_started
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client has left."""
+        return self.disconnected
+
+    @property
+    def paused(self) -> bool:
+        """Whether the client reads more slowly than we write."""
+        return self.flow.write_paused
+
+    def on_pressure(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
+        """Have `pause` and `resume` called when the client stops and continues to read."""
+        self._pause, self._resume = pause, resume
+
+    def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send a complete answer."""
+        if self._unwritable() or self.response_started:
+            return
+        head = self._head(status, [*headers, (b"content-length", b"%d" % len(body))])
+        if len(body) <= SMALL_ANSWER:
+            self.transport.write(head + body)
+        else:  # not copied, and counted until its client has read it
+            self.transport.write(head)
+            self.transport.write(body)
+            self._connection.hold_answer()
+        self._complete()
+
+    def begin(self, headers: Headers) -> None:
+        """Send the status 200 and the headers of a stream."""
+        if self._unwritable() or self.response_started:
+            return
+        if self._chunked:
+            headers = [*headers, (b"transfer-encoding", b"chunked")]
+        else:
+            self.keep_alive = False  # HTTP/1.0: the end of the connection is the end of the body
+        self.transport.write(self._head(200, [*headers, (b"cache-control", b"no-cache")]))
+
+    def write(self, data: bytes) -> None:
+        """Send stream bytes."""
+        if self._unwritable() or self.response_complete:
+            return
+        self.transport.write(chunk(data) if self._chunked else data)
+
+    def chunk_writer(self) -> Callable[[bytes], None] | None:
+        """Return what sends stream bytes that are framed as one HTTP chunk already; None if chunks can't be sent."""
+        return self.transport.write if self._chunked else None
+
+    def finish(self) -> None:
+        """End the stream in good order."""
+        if self._unwritable() or self.response_complete:
+            return
+        if self._chunked:
+            self.transport.write(b"0\r\n\r\n")
+        self._complete()
+
+    def break_off(self) -> None:
+        """End the stream and close the connection."""
+        if self._unwritable() or self.response_complete:
+            return
+        self.keep_alive = False
+        if self.response_started and self._chunked:
+            self.transport.write(b"0\r\n\r\n")
+        stuck = self.paused
+        self._complete()
+        if stuck:
+            self.transport.abort()  # a close would wait for the client to read
+
+    def _unwritable(self) -> bool:
+        # uvloop raises where asyncio drops what is written between the loss of a connection and the callback for it.
+        return self.disconnected or self.transport.is_closing()
+
+    def _head(self, status: int, headers: Headers) -> bytes:
+        self.response_started = True
+        cors = self._cors(self._headers)
+        self._headers = []
+        lines = [STATUS_LINE[status]]
+        lines += [b"%b: %b\r\n" % header for header in (*self.default_headers, *headers, *cors)]
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        return b"".join(lines)
+
+    def _complete(self) -> None:
+        self.response_complete = True
+        self._pause = self._resume = None
+        self._connection.watch_reading()
+        if not self.keep_alive:
+            self._connection.end(all_read=self._fed)
+        self._connection.on_response_complete()
+
+
+_UNUSED_EVENT = asyncio.Event()
+"""uvicorn sets an event of its cycles when their connection is lost. Ours get a call, and nobody awaits this one."""
