@@ -70,7 +70,7 @@ class _Scripts(Scripts):
 
         async def run(reply: SimReply) -> None:
             try:
-                await script(Reply(self._engine, reply.request, reply._line, reply._serve))  # type: ignore[arg-type]
+                await script(Reply(self._engine, reply.request, reply._connection, reply._serve))  # type: ignore[arg-type]
             except asyncio.CancelledError:
                 self._engine.left(reply.request)
                 raise
