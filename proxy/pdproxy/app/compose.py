@@ -144,7 +144,7 @@ class Proxy:
                 connect_timeout=deadlines.connect,
                 keepalive=limits.engine_keepalive,
                 clock=clock,
-                room=answers,
+                budget=answers,
                 key=partial(engine_key, node.url),
                 tls=partial(credentials.engine_tls, node.url),
             )
@@ -199,7 +199,7 @@ class Proxy:
         bodies = BodyReader(workers, clock, observers, seconds=deadlines.read_body, bounds=bounds)
         service = Service(engines, admission, credentials.keys, bodies)
         passed_legs = PassthroughLegs(
-            connect_timeout=deadlines.connect, room=answers, key=engine_key, tls=credentials.engine_tls
+            connect_timeout=deadlines.connect, budget=answers, key=engine_key, tls=credentials.engine_tls
         )
         passthrough = Passthrough(engines, admission, service.keys, passed_legs, bodies)
         proxy = cls(

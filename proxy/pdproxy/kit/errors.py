@@ -171,8 +171,8 @@ class EngineError(PdproxyError):
         super().__init__(cut(message, MAX_MESSAGE), param=param)
 
 
-class NoAnswerRoomError(EngineError):
-    """An answer found no room beside others (`limits.max_buffered_answer_bytes`): no fault of its engine."""
+class AnswerBudgetError(EngineError):
+    """Other answers use up `limits.max_buffered_answer_bytes`. Not a fault of the engine."""
 
     fault = Fault.CAPACITY
     status = 503

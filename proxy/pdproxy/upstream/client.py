@@ -110,14 +110,14 @@ class Pending:
         return None if self._outcome is None else await self.answered()
 
     def head(self, status: int, headers: Headers) -> None:
-        self._share.expect(headers)
+        self._share.check_length(headers)
         self._status, self._headers = status, headers
 
     def data(self, chunk: bytes) -> None:
         self._share.add(chunk)
 
     def end(self) -> None:
-        self._over(Answer(self._status, self._headers, self._share.whole()))
+        self._over(Answer(self._status, self._headers, self._share.take_counted()))
 
     def failed(self, error: EngineError) -> None:
         self._share.drop()
@@ -141,7 +141,7 @@ class EngineClient:
 
     Kept connections are reused for `keepalive` seconds, and closed once they are older; vLLM closes idle ones after 5. `key` and
     `tls` are asked at each request and connection, since both may change: the bearer token, and the context of an engine that
-    speaks TLS. `clock` judges the deadlines, `room` bounds whole answers.
+    speaks TLS. `clock` judges the deadlines, `budget` bounds whole answers.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class EngineClient:
         connect_timeout: float,
         keepalive: float,
         clock: Clock,
-        room: AnswerBudget,
+        budget: AnswerBudget,
         key: Callable[[], str | None] = lambda: None,
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     ) -> None:
@@ -163,7 +163,7 @@ class EngineClient:
         self._connect_timeout = connect_timeout
         self._keepalive = keepalive
         self._clock = clock
-        self._room = room
+        self._budget = budget
         self._key = key
         self._tls = tls
         self._idle: list[Connection] = []
@@ -207,7 +207,7 @@ class EngineClient:
         Raises:
             EngineUnreachableError: as `send`.
         """
-        pending = Pending(self._room.share(most))
+        pending = Pending(self._budget.share(most))
         pending.attach(await self.send(request, pending, fresh=fresh))
         return pending
 
@@ -219,7 +219,7 @@ class EngineClient:
             EngineError: the engine could not be reached, closed the connection or answered with too much.
         """
         for last in (False, True):
-            pending = Pending(self._room.share(MOST_RELEASE))
+            pending = Pending(self._budget.share(MOST_RELEASE))
             try:
                 async with self._clock.within(timeout):
                     pending.attach(await self.send(request, pending, fresh=last))

@@ -43,11 +43,11 @@ class Leg:
 
     async def read(self) -> bytes:
         """Return the whole body. Raises EngineError, also for one that is too large."""
-        self.share.expect(self.headers)
+        self.share.check_length(self.headers)
         with translated(self._url):
             while chunk := await self._answer.content.readany():
                 self.share.add(chunk)
-        return self.share.whole()
+        return self.share.take_counted()
 
     async def chunk(self) -> bytes:
         """Return what has come since the last call, waiting for something; b"" at the end. Raises EngineError."""
@@ -65,12 +65,12 @@ class PassthroughLegs:
         self,
         *,
         connect_timeout: float,
-        room: AnswerBudget,
+        budget: AnswerBudget,
         key: Callable[[str], str | None] = lambda _: None,
         tls: Callable[[str], SSLContext | None] = lambda _: None,
     ) -> None:
         self._connect_timeout = connect_timeout
-        self._room = room
+        self._budget = budget
         self._key = key
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
@@ -94,7 +94,7 @@ class PassthroughLegs:
                 allow_redirects=False,
                 ssl=tls if tls is not None else True,
             )
-        return Leg(url, answer, self._room.share())
+        return Leg(url, answer, self._budget.share())
 
     async def close(self) -> None:
         """Close all connections."""

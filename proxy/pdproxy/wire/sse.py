@@ -62,7 +62,7 @@ def _compact(line: bytes) -> bytes:
     return b"data: " + text
 
 
-def is_crumbs(batch: bytes) -> bool:
+def has_tiny_lines(batch: bytes) -> bool:
     """Tell whether a batch is many lines with next to nothing in them: each costs as much as an event of
     an engine, none of which has less than 64 bytes.
     """
@@ -136,7 +136,7 @@ def with_fingerprint(event: bytes, usage_event: bytes) -> bytes:
     return event.rstrip().removesuffix(b"}") + _FINGERPRINT + value + b"}" + END
 
 
-def may_need_care(batch: bytes) -> bool:
+def may_be_special(batch: bytes) -> bool:
     """Tell whether a batch of whole events holds one that is not plain data: an error, a finish, the usage, the end mark,
     or anything that is not written as vLLM writes its data.
     """

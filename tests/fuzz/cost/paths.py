@@ -305,7 +305,7 @@ async def prefilled(data: bytes) -> None:
 async def answered(data: bytes) -> None:
     """A decode engine's whole answer, through the relay, and an engine's error."""
     connection, relay = Connection("engine", lambda _: None, lambda _: None), Relay(wants_usage=True)
-    relay.cached_tokens = relay.created_cache_tokens = 1
+    relay.filter.cached_tokens = relay.filter.created_cache_tokens = 1
     connection.connection_made(Transport())
     connection.send(b"", relay)
     connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(data))

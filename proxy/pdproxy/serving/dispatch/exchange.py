@@ -17,11 +17,11 @@ from collections.abc import Callable
 from functools import partial
 
 from pdproxy.kit.errors import (
+    AnswerBudgetError,
     EngineError,
     EngineRefusedError,
     EngineTimeoutError,
     EngineUnreachableError,
-    NoAnswerRoomError,
     OverloadedError,
     StaleConnectionError,
     Wait,
@@ -38,7 +38,7 @@ from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.kv.custody import Custody, End
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
-from pdproxy.serving.stream.splice_sink import SpliceSink, tell_finished
+from pdproxy.serving.stream.splice_sink import SpliceSink, answer_finished
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.bodies import alone_body
 from pdproxy.transfer.contract import Contract
@@ -222,7 +222,7 @@ class Exchange:
         """Answer with the prefill engine's token, which is the last one: no decode engine is asked."""
         relay = self._relay(None)
         splice = Splice(self._parsed, got.custody.handle, self._heading.request_id)
-        tell_finished(relay, splice, got.body, stream=self._parsed.stream)
+        answer_finished(relay, splice, got.body, stream=self._parsed.stream)
         first = await relay.first
         if isinstance(first, Answer):
             return first
@@ -317,7 +317,7 @@ class Exchange:
                 raise  # data has gone out: another engine can't take over
             if isinstance(error, EngineRefusedError) and error.status < 500 and error.status != 429:
                 raise
-            if isinstance(error, NoAnswerRoomError):
+            if isinstance(error, AnswerBudgetError):
                 raise  # another engine's answer would find none either
             self._without += (url,)
             raise _BeforeDataError(url, error) from error
@@ -345,8 +345,8 @@ class Exchange:
     def _relay(self, custody: Custody | None) -> Relay:
         relay = self.relay = self._new_relay()
         if custody is not None:
-            relay.cached_tokens = custody.handle.cached_tokens
-            relay.created_cache_tokens = custody.handle.created_cache_tokens
+            relay.filter.cached_tokens = custody.handle.cached_tokens
+            relay.filter.created_cache_tokens = custody.handle.created_cache_tokens
         return relay
 
     def _expired(self) -> None:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pdproxy.kit.errors import (
+    AnswerBudgetError,
     ClientLeftError,
     EngineError,
     EngineTimeoutError,
     Fault,
-    NoAnswerRoomError,
     OverloadedError,
     PdproxyError,
     UnauthorizedError,
@@ -186,7 +186,7 @@ class Passthrough:
             except EngineError as error:
                 verdict = verdict_of(error)
                 again = (
-                    not sink.begun and report.attempts < engines.attempts and not isinstance(error, NoAnswerRoomError)
+                    not sink.begun and report.attempts < engines.attempts and not isinstance(error, AnswerBudgetError)
                 )
                 wait = getattr(error, "wait", None)
                 if wait is not None:

@@ -16,7 +16,7 @@ from pdproxy.serving.request.merged_answer import MergedAnswer, MergedStream
 from pdproxy.serving.request.totals import RequestTotals
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
-from pdproxy.serving.stream.whole_events import Parts
+from pdproxy.serving.stream.whole_events import CreationTime
 from pdproxy.upstream.connection import Headers
 from pdproxy.wire.request import Parsed
 
@@ -36,8 +36,8 @@ class PromptList:
         begin: Callable[[Headers], None],
         tally: RequestTotals,
     ) -> None:
-        self.parts = Parts()
-        self.answer = MergedAnswer(engines.room.share(what="the engines sent answers"))
+        self.creation_time = CreationTime()
+        self.answer = MergedAnswer(engines.answer_budget.share(what="the engines sent answers"))
         self.usage_events: dict[int, bytes] = {}
         """Of streams, by their prompt's place in the list."""
         self._engines = engines
@@ -83,9 +83,10 @@ class PromptList:
             wants_done=False,
             index=index,
             keeps_usage=self._parsed.wants_usage,
-            parts=self.parts,
+            creation_time=self.creation_time,
             takes_ids=self._parsed.adds_ids,
-            room=self._engines.room,
+            budget=self._engines.answer_budget,
+            templates=self._engines.templates,
         )
 
 

@@ -135,7 +135,11 @@ class Service:
             return partial(self._serve_list, parsed, heading)
         prompt = None if parsed.alone is not None else parsed.prompts[0]
         new_relay = partial(
-            Relay, wants_usage=not parsed.adds_usage, takes_ids=parsed.adds_ids, room=self._engines.room
+            Relay,
+            wants_usage=not parsed.adds_usage,
+            takes_ids=parsed.adds_ids,
+            budget=self._engines.answer_budget,
+            templates=self._engines.templates,
         )
         report.exchange = Exchange(self._engines, parsed, prompt, heading, new_relay)
         return self._serve_one
@@ -177,7 +181,7 @@ class Service:
 
     def _end_merged(self, parsed: Parsed, prompts: PromptList, output: ResponseWriter) -> None:
         events = [prompts.usage_events[index] for index in sorted(prompts.usage_events)]
-        created = prompts.parts.created
+        created = prompts.creation_time.created
         if parsed.wants_usage and events:
             event = merge_usage_events(events)
             output.write(event if created is None else sse.with_created(event, created))
