@@ -262,7 +262,7 @@ def test_ids_do_not_pile_up_unparsed() -> None:
 
 def test_ids_beyond_a_bound_are_counted_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that never ends takes no more memory for its ids than that."""
-    monkeypatch.setattr(tokens, "MOST", 100)
+    monkeypatch.setattr(tokens, "MAX_KEPT", 100)
     path, _ = taught(event("x"))
     before = path.tokens
     for _ in range(10):

@@ -187,7 +187,7 @@ async def test_a_client_that_sees_the_usage_gets_no_fingerprint_elsewhere() -> N
     """One stream of several whose common usage event goes to the client leaves the finish as it is."""
     relay = Relay(wants_usage=False, wants_done=False, index=0, keeps_usage=True)
     assert await run(TEXT, relay) == b"".join(TEXT[:-2])
-    assert relay.usage_event == TEXT[-2]
+    assert relay.filter.usage_event == TEXT[-2]
 
 
 async def test_an_index_is_put_in() -> None:

@@ -21,7 +21,7 @@ from pdproxy.fleet.prober import Prober
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import Wait
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.kit.text import cut
+from pdproxy.kit.text import truncate
 from pdproxy.observe.events import DeadlinePassed, Event, LegFailed, Observers
 from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Metrics
@@ -364,10 +364,10 @@ class Proxy:
             *(self.tokens.canaries.shortcomings() if self.tokens is not None else ()),
         ]
         reason = "shutting down" if self.admission.closed else self.ledger.not_ready()
-        shown = [cut(detail, MAX_DETAIL) for detail in details[:MOST_DETAILS]]
+        shown = [truncate(detail, MAX_DETAIL) for detail in details[:MOST_DETAILS]]
         if len(details) > MOST_DETAILS:
             shown.append(f"and {len(details) - MOST_DETAILS} more")
-        return Readiness(cut(reason, MAX_REASON) if reason is not None else None, shown)
+        return Readiness(truncate(reason, MAX_REASON) if reason is not None else None, shown)
 
 
 def _lists(ledger: Ledger, model: str) -> bool:

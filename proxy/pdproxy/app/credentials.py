@@ -72,7 +72,7 @@ class Credentials:
     def look(self) -> None:
         """Look at all files, now."""
         for one in self._followed:
-            one.look()
+            one.reload_if_changed()
 
     async def follow(self) -> None:
         """Look at all files for ever."""

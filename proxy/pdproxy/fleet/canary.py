@@ -18,7 +18,7 @@ import msgspec
 
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError
 from pdproxy.kit.frames import frames
-from pdproxy.kit.text import cut
+from pdproxy.kit.text import truncate
 from pdproxy.observe.events import Observers, TokenizerJudged
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Node
@@ -218,7 +218,7 @@ class Canaries:
             try:
                 tokenizer = self._tokenizer or await self._tokenizer_of(card.root or card.id)
             except UnusableError as error:
-                why = f"{cut(card.root or card.id)}: {cut(error)}: name its folder with `tokenizer`"
+                why = f"{truncate(card.root or card.id)}: {truncate(error)}: name its folder with `tokenizer`"
                 judged[card.id] = _Judgement(None, Agreement(False, False, _NOTHING), why)
                 continue
             judged[card.id] = await self._compared(url, card.id, tokenizer)
@@ -228,7 +228,7 @@ class Canaries:
         answers: dict[str, Answer] = {}
         for canary in CANARIES:
             try:
-                answers[canary.name] = await self._admin.token_ids(url, canary.question(model), most=MOST_ANSWER)
+                answers[canary.name] = await self._admin.token_ids(url, canary.tokenize_body(model), most=MOST_ANSWER)
             except EngineRefusedError as error:
                 if error.status in _NO_ROUTE:
                     why = f"its /tokenize answers {error.status}: nothing can be compared"

@@ -15,7 +15,7 @@ from typing import TypeVar
 from pdproxy.fleet.audit import Auditor
 from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError, OverloadedError
 from pdproxy.kit.frames import frames
-from pdproxy.kit.text import cut
+from pdproxy.kit.text import truncate
 from pdproxy.observe.events import DeadlinePassed, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, Node
@@ -111,7 +111,7 @@ class Prober:
                 self._lost(node, error)
             return
         if self._ledger.saw(node.url, evidence):
-            reason = f"{cut(','.join(sorted(evidence.models)))} on vLLM {evidence.version or '?'}"
+            reason = f"{truncate(','.join(sorted(evidence.models)))} on vLLM {evidence.version or '?'}"
             self._observers.notify(NodeChanged(node.url, node.role.value, up=True, reason=reason))
         self._auditor.scraped(node, metrics)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 
 from pdproxy.kit.frames import drop_traceback, frames
-from pdproxy.kit.text import cut
+from pdproxy.kit.text import truncate
 
 logger = logging.getLogger("pdproxy")
 
@@ -109,7 +109,7 @@ class TaskOwner:
 
     def spawn(self, coroutine: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
         """Run a coroutine in the background; a failure is logged with its name."""
-        task = asyncio.get_running_loop().create_task(coroutine, name=f"{self._name}:{cut(name, MAX_NAME)}")
+        task = asyncio.get_running_loop().create_task(coroutine, name=f"{self._name}:{truncate(name, MAX_NAME)}")
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -126,7 +126,7 @@ class TaskOwner:
 
     def watch(self, name: str) -> Failures:
         """Return where the failures of something that must always run are to be reported."""
-        failures = Failures(cut(name, MAX_NAME), self._pauses, self._now)
+        failures = Failures(truncate(name, MAX_NAME), self._pauses, self._now)
         self._failures.append(failures)
         return failures
 

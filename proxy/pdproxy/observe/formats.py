@@ -17,7 +17,7 @@ from functools import lru_cache
 import msgspec
 
 from pdproxy.kit.frames import frames
-from pdproxy.kit.text import cut
+from pdproxy.kit.text import truncate
 
 MAX_VALUE = 512
 """Characters of a value, before it is quoted."""
@@ -25,7 +25,7 @@ MAX_MESSAGE = 8192
 """Characters of a message, and of the places of an exception."""
 MAX_LINE = 32_768
 """Characters of a line."""
-MOST_ITEMS = 32
+MAX_ITEMS = 32
 """Items of a list."""
 _CUTS = (1, 8, 64)
 """What both are divided by, one after the other, until the line is short enough."""
@@ -77,7 +77,7 @@ class Formatter(logging.Formatter):
         for by in _CUTS:
             bounds = MAX_VALUE // by, MAX_MESSAGE // by
             values = {name: _bounded(value, bounds[name == _EXCEPTION]) for name, value in fields.items()}
-            line = self._line(created, level, logger, _encodable(cut(message, bounds[1])), values)
+            line = self._line(created, level, logger, _encodable(truncate(message, bounds[1])), values)
             if len(line) <= MAX_LINE:
                 return line
         return self._line(created, level, logger, "a line that is too long was left out", {})
@@ -159,15 +159,15 @@ def _is_short(message: str, fields: Fields) -> bool:
 def _bounded(value: object, most: int) -> object:
     """Return a value as a line can show it: numbers and short texts as they are, long ones cut, of lists the first items."""
     if isinstance(value, str):
-        return _encodable(cut(value, most))
+        return _encodable(truncate(value, most))
     if value is None or isinstance(value, bool | float):
         return value
     if isinstance(value, int):
         return value if value.bit_length() <= 64 else f"a number of {value.bit_length()} bits"
     if isinstance(value, list | tuple):
-        items = [_bounded(item, most) for item in value[:MOST_ITEMS]]
-        return items if len(value) <= MOST_ITEMS else [*items, f"{len(value) - MOST_ITEMS} more"]
-    return _encodable(cut(str(value), most))
+        items = [_bounded(item, most) for item in value[:MAX_ITEMS]]
+        return items if len(value) <= MAX_ITEMS else [*items, f"{len(value) - MAX_ITEMS} more"]
+    return _encodable(truncate(str(value), most))
 
 
 def _encodable(text: str) -> str:

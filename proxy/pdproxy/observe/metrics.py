@@ -40,9 +40,9 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 """Upper bounds in seconds for phases of a request."""
 LATENESS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds in seconds for the event loop's lateness."""
-MAX_MODEL, MOST_MODELS = 256, 1000
+MAX_MODEL, MAX_MODELS = 256, 1000
 """Characters of a model's name that is a label, and how many such names there may be. All others are counted as "other"."""
-MOST_RANKS = 64
+MAX_RANKS = 64
 """Ranks of an engine that are labels."""
 
 
@@ -134,7 +134,7 @@ class Metrics:
             case KvWaited(node, result, seconds, missing):
                 self._histogram("pdproxy_kv_ready_wait_seconds", result, SECONDS).observe(seconds)
                 for at, rank in enumerate(missing):
-                    self._count("pdproxy_kv_silent_ranks", node, rank if at < MOST_RANKS else "more")
+                    self._count("pdproxy_kv_silent_ranks", node, rank if at < MAX_RANKS else "more")
             case Tokenized():
                 self._count("pdproxy_tokenize", event.source, event.result)
                 self._histogram("pdproxy_tokenize_seconds", event.source, SECONDS).observe(event.seconds)
@@ -151,7 +151,7 @@ class Metrics:
             # A model's name comes from the client: one that no engine serves must not make a time series. Engines that serve
             # any name exist, and names that they list are theirs to choose, too.
             is_one = event.outcome == "ok" and len(model) <= MAX_MODEL and (not model or self._lists(model))
-            if is_one and len(self._models) < MOST_MODELS:
+            if is_one and len(self._models) < MAX_MODELS:
                 self._models.add(model)
             else:
                 model = "other"

@@ -15,7 +15,7 @@ import msgspec
 from pdproxy.tokens.chat import ContentFormat
 from pdproxy.tokens.errors import RejectedError, UnsureError
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.tokens.tokenize_request import question
+from pdproxy.tokens.tokenize_request import tokenize_body
 from pdproxy.tokens.tokenizer import LocalTokenizer, ids_of
 from pdproxy.wire.request import Parsed, Prompt, Route, parse
 
@@ -61,9 +61,9 @@ class Canary(msgspec.Struct, frozen=True):
         (prompt,) = parsed.prompts
         return parsed, prompt
 
-    def question(self, model: str) -> bytes:
+    def tokenize_body(self, model: str) -> bytes:
         """Return the body for an engine's `/tokenize`."""
-        return question(*self.parsed(model))
+        return tokenize_body(*self.parsed(model))
 
 
 def _text(name: str, prompt: str, **fields: Any) -> Canary:

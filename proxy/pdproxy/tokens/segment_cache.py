@@ -22,7 +22,7 @@ from typing import Protocol
 
 import msgspec
 
-LEAST = 256
+MIN_SEGMENT = 256
 """Characters of a piece at the least, but for the last: a look-up must cost less than it spares."""
 WINDOW = 64 * 1024
 """Characters that are searched in one go: the search holds the interpreter's lock, and the event loop with it, for as long."""
@@ -44,7 +44,7 @@ class Added(Protocol):
 _Trie = dict[str, "_Trie"]
 
 
-class Cuts:
+class SegmentBoundaries:
     """Where a text may be cut, for one tokenizer."""
 
     def __init__(self, added: Iterable[Added]) -> None:
@@ -56,13 +56,13 @@ class Cuts:
 
     def pieces(self, text: str) -> Iterator[str]:
         """Yield the pieces of a text, in order. A text that begins alike has the same first pieces, but for the last one."""
-        if self._pattern is None or len(text) < LEAST:
+        if self._pattern is None or len(text) < MIN_SEGMENT:
             yield text
             return
         begin = 0
         for found in self._found(self._pattern, text):
             at = found.start()
-            if at - begin >= LEAST and found.group() in self._starts:
+            if at - begin >= MIN_SEGMENT and found.group() in self._starts:
                 yield text[begin:at]
                 begin = at
         yield text[begin:]
@@ -102,7 +102,7 @@ def _branch(node: _Trie) -> str:
     return f"{tail}(?:{'|'.join(branches)}){'?' if _end in node else ''}"
 
 
-class _Piece(msgspec.Struct, frozen=True):
+class _Segment(msgspec.Struct, frozen=True):
     """A piece's ids, as JSON numbers between commas."""
 
     json: bytes
@@ -110,23 +110,25 @@ class _Piece(msgspec.Struct, frozen=True):
     size: int
 
 
-class Pieces:
+class SegmentCache:
     """Encodes texts piece by piece; keeps the ids of `capacity` bytes of pieces, the least recently used go first.
 
     `encode` gives the ids of several texts, without the special tokens that a tokenizer adds around a prompt. To be called by
     several threads.
     """
 
-    def __init__(self, cuts: Cuts, encode: Callable[[Sequence[str]], Sequence[Sequence[int]]], capacity: int) -> None:
+    def __init__(
+        self, cuts: SegmentBoundaries, encode: Callable[[Sequence[str]], Sequence[Sequence[int]]], capacity: int
+    ) -> None:
         self._cuts = cuts
         self._encode = encode
         self._capacity = capacity
-        self._kept: OrderedDict[str, _Piece] = OrderedDict()
+        self._kept: OrderedDict[str, _Segment] = OrderedDict()
         self._size = 0
         self._lock = Lock()
 
     def __repr__(self) -> str:
-        return f"<Pieces {len(self._kept)}, {self._size} of {self._capacity} bytes>"
+        return f"<SegmentCache {len(self._kept)}, {self._size} of {self._capacity} bytes>"
 
     @property
     def size(self) -> int:
@@ -150,20 +152,20 @@ class Pieces:
                     self._keep(piece, made)
         return b",".join(piece.json for piece in whole if piece.count), sum(piece.count for piece in whole), kept
 
-    def _look(self, piece: str) -> _Piece | None:
+    def _look(self, piece: str) -> _Segment | None:
         known = self._kept.get(piece)
         if known is not None:
             self._kept.move_to_end(piece)
         return known
 
     @staticmethod
-    def _made(piece: str, ids: Sequence[int]) -> _Piece:
+    def _made(piece: str, ids: Sequence[int]) -> _Segment:
         json = msgspec.json.encode(ids)[1:-1]
-        return _Piece(json, len(ids), sys.getsizeof(piece) + len(json) + _ENTRY)
+        return _Segment(json, len(ids), sys.getsizeof(piece) + len(json) + _ENTRY)
 
-    def _keep(self, piece: str, made: _Piece) -> None:
+    def _keep(self, piece: str, made: _Segment) -> None:
         # A short tail is cheap to encode; one text may not push out all others.
-        if len(piece) < LEAST or made.size > self._capacity // 4 or piece in self._kept:
+        if len(piece) < MIN_SEGMENT or made.size > self._capacity // 4 or piece in self._kept:
             return
         self._kept[piece] = made
         self._size += made.size

@@ -20,20 +20,20 @@ _object_decoder = msgspec.json.Decoder(dict[str, Any] | None)
 _CHAT = ("add_generation_prompt", "continue_final_message", "add_special_tokens", "tools")
 
 
-def question(parsed: Parsed, prompt: Prompt) -> bytes:
+def tokenize_body(parsed: Parsed, prompt: Prompt) -> bytes:
     """Return the body for `/tokenize`.
 
     Raises:
         UnsureError: it has no field for something that changes this prompt, or a value of it can't be written anew.
     """
     try:
-        return _question(parsed, prompt)
+        return _tokenize_body(parsed, prompt)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         # Numbers beyond all bounds, for one: the engines' own parser may take them.
         raise UnsureError("a value") from None
 
 
-def _question(parsed: Parsed, prompt: Prompt) -> bytes:
+def _tokenize_body(parsed: Parsed, prompt: Prompt) -> bytes:
     fields = parsed.fields
     refuse_unknown(fields)
     asked: Fields = {"model": fields["model"]} if "model" in fields else {}

@@ -19,11 +19,11 @@ import msgspec
 from pdproxy.tokens.chat import Chat, ContentFormat, conversation, flag, read_chat, refuse_unknown, text_of
 from pdproxy.tokens.errors import RejectedError, UnsureError, UnusableError
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.tokens.segment_cache import Cuts, Pieces
+from pdproxy.tokens.segment_cache import SegmentBoundaries, SegmentCache
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 CACHE_BYTES = 64 * 2**20
-"""Pieces of prompts that a tokenizer keeps: some thousand conversations of 20 KB each with its ids."""
+"""SegmentCache of prompts that a tokenizer keeps: some thousand conversations of 20 KB each with its ids."""
 _ARGUMENTS = frozenset({"documents", "add_generation_prompt", "continue_final_message"})
 """What a template may be given even where it doesn't name it: the renderer acts on it."""
 
@@ -67,7 +67,7 @@ class Tokenizer:
         # Then they are not looked for, or it is left to chance how words are merged: no text is the sum of its pieces.
         whole = backend.encode_special_tokens or bool(getattr(backend.model, "dropout", None))
         added = () if whole else backend.get_added_tokens_decoder().values()
-        self._pieces = Pieces(Cuts(added), self._encode, 0 if whole else capacity)
+        self._pieces = SegmentCache(SegmentBoundaries(added), self._encode, 0 if whole else capacity)
         self._around = self._specials()
         self._names: dict[str, frozenset[str]] = {}
 

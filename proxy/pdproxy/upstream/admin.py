@@ -23,19 +23,19 @@ from pdproxy.kit.errors import (
     OverloadedError,
     Wait,
 )
-from pdproxy.kit.text import cut
+from pdproxy.kit.text import truncate
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.upstream.client import OUR_LIMITS, tls_words
-from pdproxy.upstream.metrics_page import MOST_PAGE, Scrape, read_metrics
-from pdproxy.wire.model import LONGEST_MODEL
+from pdproxy.upstream.metrics_page import MAX_PAGE, Scrape, read_metrics
+from pdproxy.wire.model import MAX_MODEL_NAME
 
-MOST_SAID = 64 << 10
+MAX_SHORT_ANSWER = 64 << 10
 """Bytes of an answer that says next to nothing."""
-MOST_LISTED = 4 << 20
+MAX_MODEL_LIST = 4 << 20
 """Bytes of a list of models: 600 bytes each."""
-MOST_MODELS = 4096
+MAX_MODELS = 4096
 """Models and adapters of an engine."""
-_MOST_NAME = 1024
+_MAX_NAME = 1024
 _OBJECTS = 2
 """Of a model in such a list, in vLLM: its permissions are one, too."""
 _IDS_PER_BYTE = 8
@@ -103,22 +103,24 @@ class EngineAdmin:
 
     async def models(self, url: str) -> list[ModelCard]:
         """Return the models an engine serves, but for names that are longer than any request's are read here."""
-        found = self._read("/v1/models", _few(await self._get(url, "/v1/models", MOST_LISTED)), _Models)
-        if any(len(name or "") > _MOST_NAME for card in found.data for name in (card.id, card.parent)):
-            raise EngineError(f"/v1/models has a name of more than {_MOST_NAME} characters")
-        return [ModelCard(card.id, card.root, card.parent) for card in found.data if len(card.id) <= LONGEST_MODEL]
+        found = self._read("/v1/models", _few(await self._get(url, "/v1/models", MAX_MODEL_LIST)), _Models)
+        if any(len(name or "") > _MAX_NAME for card in found.data for name in (card.id, card.parent)):
+            raise EngineError(f"/v1/models has a name of more than {_MAX_NAME} characters")
+        return [ModelCard(card.id, card.root, card.parent) for card in found.data if len(card.id) <= MAX_MODEL_NAME]
 
     async def models_body(self, url: str, authorization: str | None = None) -> bytes:
         """Return the engine's own answer to `/v1/models`, asked with this header ("": with none) in place of our key."""
-        return _few(await self._request("GET", url, "/v1/models", None, authorization, most=MOST_LISTED))
+        return _few(await self._request("GET", url, "/v1/models", None, authorization, most=MAX_MODEL_LIST))
 
     async def version(self, url: str) -> str:
         """Return the engine's version, "" if it does not say."""
-        return cut(self._read("/version", await self._get(url, "/version", MOST_SAID), _Version).version, 100)
+        return truncate(
+            self._read("/version", await self._get(url, "/version", MAX_SHORT_ANSWER), _Version).version, 100
+        )
 
     async def tokenize(self, url: str, body: Mapping[str, object]) -> tuple[int, ...]:
         """Return the token ids of a prompt or a chat."""
-        answer = await self._request("POST", url, "/tokenize", msgspec.json.encode(body), most=MOST_SAID)
+        answer = await self._request("POST", url, "/tokenize", msgspec.json.encode(body), most=MAX_SHORT_ANSWER)
         return tuple(self._read("/tokenize", answer, _Tokens).tokens)
 
     async def token_ids(
@@ -142,7 +144,7 @@ class EngineAdmin:
 
     async def scrape(self, url: str) -> Scrape:
         """Return an engine's load and counters."""
-        return read_metrics(await self._get(url, "/metrics", MOST_PAGE))
+        return read_metrics(await self._get(url, "/metrics", MAX_PAGE))
 
     async def close(self) -> None:
         """Close the session."""
@@ -208,7 +210,7 @@ class EngineAdmin:
         except ssl.SSLError as error:
             raise EngineTlsError(tls_words(error)) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineError(f"{path}: {type(error).__name__}: {cut(error)}") from None
+            raise EngineError(f"{path}: {type(error).__name__}: {truncate(error)}") from None
         if answer.status != 200:
             hint = ": set auth.engine_api_key, or the node's api_key" if answer.status == 401 else ""
             raise EngineRefusedError(f"{path} answered {answer.status}{hint}", status=answer.status, body=b"")
@@ -218,7 +220,7 @@ class EngineAdmin:
         try:
             return msgspec.json.decode(content, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise EngineError(f"{path} answered something else: {cut(error)}") from None
+            raise EngineError(f"{path} answered something else: {truncate(error)}") from None
 
 
 async def _body(answer: aiohttp.ClientResponse, path: str, most: int) -> bytes:
@@ -236,8 +238,8 @@ async def _body(answer: aiohttp.ClientResponse, path: str, most: int) -> bytes:
 
 def _few(listed: bytes) -> bytes:
     """Return a list of models, unless they are so many that to read it would take long."""
-    if listed.count(b"{") > _OBJECTS * MOST_MODELS + 1:
-        raise EngineError(f"/v1/models has more than {MOST_MODELS} models")
+    if listed.count(b"{") > _OBJECTS * MAX_MODELS + 1:
+        raise EngineError(f"/v1/models has more than {MAX_MODELS} models")
     return listed
 
 

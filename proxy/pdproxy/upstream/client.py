@@ -34,7 +34,7 @@ OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNO
 
 JOINED = 64 << 10
 """Bytes of a body that is written together with its head; to copy a larger one costs more than a second write."""
-MOST_RELEASE = 1 << 20
+MAX_RELEASE_ANSWER = 1 << 20
 """Bytes of an answer to `EngineClient.whole`: a token, or a refusal."""
 
 Request = Message | Callable[[], Message]
@@ -212,14 +212,14 @@ class EngineClient:
         return pending
 
     async def whole(self, request: Message, timeout: float, wait: Wait) -> Answer:
-        """Send a request and wait up to `timeout` seconds for its whole answer, of `MOST_RELEASE` bytes.
+        """Send a request and wait up to `timeout` seconds for its whole answer, of `MAX_RELEASE_ANSWER` bytes.
 
         Raises:
             EngineTimeoutError: the deadline named by `wait` passed; the request was closed.
             EngineError: the engine could not be reached, closed the connection or answered with too much.
         """
         for last in (False, True):
-            pending = Pending(self._budget.share(MOST_RELEASE))
+            pending = Pending(self._budget.share(MAX_RELEASE_ANSWER))
             try:
                 async with self._clock.within(timeout):
                     pending.attach(await self.send(request, pending, fresh=last))

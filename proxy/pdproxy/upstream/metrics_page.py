@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy.kit.errors import EngineError
-from pdproxy.kit.text import cut
+from pdproxy.kit.text import truncate
 
-MOST_PAGE = 8 << 20
+MAX_PAGE = 8 << 20
 """Bytes of a page. An engine's has 60 KB, and each data-parallel rank adds as much."""
-MOST_SAMPLES = 512
+MAX_SAMPLES = 512
 """Lines of a page that are read. A rank has 6 to 8 of them."""
-MOST_LINES = 64 << 10
+MAX_LINES_BYTES = 64 << 10
 """Bytes of the lines that are read: one of 1000 that names all settings of the KV cache, and others of 100."""
-MOST_LINE = 4 << 10
+MAX_LINE = 4 << 10
 """Bytes of one of them: what the library takes for a line grows with the square of its labels."""
 
 
@@ -52,8 +52,8 @@ def read_metrics(page: bytes) -> Scrape:
     """
     found: dict[bytes, list[tuple[dict[str, str], float]]] = {name: [] for name in _READ}
     text = b"\n" + page
-    if sum(text.count(b"\n" + name) for name in _READ) > MOST_SAMPLES:
-        raise EngineError(f"/metrics has more than {MOST_SAMPLES} lines of those that are read")
+    if sum(text.count(b"\n" + name) for name in _READ) > MAX_SAMPLES:
+        raise EngineError(f"/metrics has more than {MAX_SAMPLES} lines of those that are read")
     size = 0
     for name, samples in found.items():
         lines: list[bytes] = []
@@ -67,9 +67,9 @@ def read_metrics(page: bytes) -> Scrape:
         if name in _LAST:
             del lines[:-1]
         size += sum(map(len, lines))
-        if size > MOST_LINES or max(map(len, lines), default=0) > MOST_LINE:
+        if size > MAX_LINES_BYTES or max(map(len, lines), default=0) > MAX_LINE:
             raise EngineError(
-                f"/metrics has more than {MOST_LINES} bytes in the lines that are read, or {MOST_LINE} in one of them"
+                f"/metrics has more than {MAX_LINES_BYTES} bytes in the lines that are read, or {MAX_LINE} in one of them"
             )
         samples += map(_sample, lines)
     by_source: dict[str, float] = {}
@@ -106,7 +106,7 @@ def _sample(line: bytes) -> tuple[dict[str, str], float]:
         (family,) = text_string_to_metric_families(line.decode("utf-8", "replace") + "\n")
         (sample,) = family.samples
     except (ValueError, KeyError, IndexError) as error:
-        raise EngineError(f"/metrics is not in Prometheus text format: {cut(error)}") from None
+        raise EngineError(f"/metrics is not in Prometheus text format: {truncate(error)}") from None
     if not math.isfinite(sample.value):
-        raise EngineError(f"/metrics has a count that is none: {cut(sample.name)} {sample.value}")
+        raise EngineError(f"/metrics has a count that is none: {truncate(sample.name)} {sample.value}")
     return sample.labels, sample.value

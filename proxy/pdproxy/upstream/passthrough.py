@@ -18,7 +18,7 @@ from pdproxy.kit.errors import EngineError, EngineTlsError, EngineUnreachableErr
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
 from pdproxy.upstream.client import OUR_LIMITS
 
-_LONGEST_HEADER = 4 * 2**20
+_MAX_HEADER = 4 * 2**20
 """Bytes. vLLM describes each item of a binary embedding in a header."""
 
 
@@ -109,8 +109,8 @@ class PassthroughLegs:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=("Accept-Encoding", "User-Agent", "Content-Type"),
                 auto_decompress=False,
-                max_line_size=_LONGEST_HEADER,
-                max_field_size=_LONGEST_HEADER,
+                max_line_size=_MAX_HEADER,
+                max_field_size=_MAX_HEADER,
                 trust_env=False,
             )
         return self._session

@@ -23,9 +23,9 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.dispatch.tokenizer_check import TokenizerCheck
 from pdproxy.tokens.errors import RejectedError, UnsureError
 from pdproxy.tokens.ids import TokenIds, from_numbers
-from pdproxy.tokens.tokenize_request import question
+from pdproxy.tokens.tokenize_request import tokenize_body
 from pdproxy.tokens.tokenizer import ids_of
-from pdproxy.wire.fields import absent
+from pdproxy.wire.fields import is_absent
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 THREADS = 2
@@ -125,7 +125,7 @@ class Tokenizing:
 
     @staticmethod
     def _given(parsed: Parsed, prompt: Prompt) -> TokenIds | None:
-        if prompt.raw is None or not absent(parsed.fields, "truncate_prompt_tokens"):
+        if prompt.raw is None or not is_absent(parsed.fields, "truncate_prompt_tokens"):
             return None
         if memoryview(prompt.raw).nbytes > LONGEST:
             return None  # they are made numbers here, in the event loop
@@ -167,7 +167,7 @@ class Tokenizing:
         if parsed.route is Route.CHAT and _is_long(parsed, prompt):
             return "long", None  # parts of it would be read for the question
         try:
-            body = question(parsed, prompt)
+            body = tokenize_body(parsed, prompt)
         except UnsureError:
             return "unsure", None
         now = self._now()

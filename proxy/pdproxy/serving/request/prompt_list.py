@@ -70,8 +70,8 @@ class PromptList:
             channel.over()
             self._tally.add(index, exchange)
         if answer is None:
-            if exchange.relay is not None and exchange.relay.usage_event is not None:
-                self.usage_events[index] = exchange.relay.usage_event
+            if exchange.relay is not None and exchange.relay.filter.usage_event is not None:
+                self.usage_events[index] = exchange.relay.filter.usage_event
         elif answer.status == 200:
             self.answer.add(index, answer)
         else:

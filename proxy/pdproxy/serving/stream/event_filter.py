@@ -15,8 +15,12 @@ from pdproxy.wire.usage import with_cache
 
 
 class EventFilter:
-    """The filter of one stream. `wants_usage`, `keeps_usage`, `wants_done`, `index` and `creation_time` as in `Relay`.
+    """The filter of one stream.
 
+    `wants_usage`: whether the client asked for the usage event, which pdproxy always asks for.
+    `keeps_usage`: whether the client gets that event, be it at the end of several merged streams.
+    `wants_done`: whether the end mark goes to the client (False for one stream of several).
+    `index`, `creation_time`: what the events of one stream of several show in place of their own.
     `every`: each batch must go through `filtered`; otherwise only those that `sse.may_be_special`.
     """
 
@@ -56,6 +60,7 @@ class EventFilter:
         """What the usage must say of the prefill engine's cache; None: what the engine says."""
         self.usage: Usage | None = None
         self.usage_event: bytes | None = None
+        """The stream's, None before it came."""
         self.done = False
         """Whether the end mark has come."""
         self.failure: EngineError | None = None

@@ -51,17 +51,13 @@ class Relay:
     """One answer of an engine: the sink of its connection, the source of the client's bytes.
 
     `first` resolves once the answer is known to be good or bad, `done` once it is over. A caller that stops waiting for one of
-    them closes the connection. `wants_usage`: whether the client asked for the usage event, which pdproxy always asks for.
-    `keeps_usage`: whether the client gets it at the end of several merged streams (default: as `wants_usage`).
-    `wants_done`: whether the end mark goes to the client (False for one stream of several).
-    `index`, `creation_time`: what the events of one stream of several show in place of their own.
-    `takes_ids`: whether the engine was asked for token ids that the client did not ask for. They are kept in `fast_path.ids`.
-    `budget`, `templates`: those of the process; without them, the relay has its own.
+    them closes the connection. `takes_ids`: whether the engine was asked for token ids that the client did not ask for; they are
+    kept in `fast_path.ids`. `budget`, `templates`: those of the process; without them, the relay has its own. All other
+    parameters are those of `EventFilter`; `keeps_usage` is as `wants_usage` if it is None.
     """
 
     __slots__ = (
         "_ending",
-        "_headers",
         "_held",
         "_is_stream",
         "_leg",
@@ -69,7 +65,6 @@ class Relay:
         "_paused",
         "_phase",
         "_share",
-        "_status",
         "_takes_ids",
         "_time",
         "_wants_done",
@@ -79,6 +74,8 @@ class Relay:
         "fast_path",
         "filter",
         "first",
+        "headers",
+        "status",
     )
 
     def __init__(
@@ -98,6 +95,10 @@ class Relay:
         self.done: asyncio.Future[None] = loop.create_future()
         self.accepted = OneShotEvent()
         """Set once the engine has answered with headers, or the leg has failed."""
+        self.status = 0
+        """The engine's, 0 before it came."""
+        self.headers: Headers = []
+        """The engine's, until they are used."""
         self.budget = AnswerBudget() if budget is None else budget
         self.fast_path = FastPath(loop.time, EventTemplates() if templates is None else templates, takes_ids=takes_ids)
         self.filter = EventFilter(
@@ -111,8 +112,6 @@ class Relay:
         self._wants_done = wants_done
         self._takes_ids = takes_ids
         self._phase = _Phase.HOLDING
-        self._status = 0
-        self._headers: Headers = []
         self._is_stream = False
         self._held: list[bytes] = []  # of a stream, until it flows
         self._share = self.budget.share()  # of all that is held; it keeps a whole answer, or the beginning of an event
@@ -122,27 +121,12 @@ class Relay:
         self._ending: EngineError | None = None
 
     def __repr__(self) -> str:
-        return f"<Relay {self._phase.value}, {self.fast_path.events} events, status {self._status}>"
-
-    @property
-    def status(self) -> int:
-        """The engine's status, 0 before it came."""
-        return self._status
-
-    @property
-    def headers(self) -> Headers:
-        """The engine's headers."""
-        return self._headers
+        return f"<Relay {self._phase.value}, {self.fast_path.events} events, status {self.status}>"
 
     @property
     def usage(self) -> Usage | None:
         """The answer's token counts, None before they came."""
         return self.filter.usage
-
-    @property
-    def usage_event(self) -> bytes | None:
-        """The stream's usage event, None before it came."""
-        return self.filter.usage_event
 
     # -- for the caller
 
@@ -151,7 +135,7 @@ class Relay:
 
         `direct`: the leg's answer is the client's, so that reads may take the fast path.
         """
-        self._output, self._leg, self._headers = output, leg, []
+        self._output, self._leg, self.headers = output, leg, []
         self._phase = _Phase.FLOWING if self._phase is _Phase.PROVEN else self._phase
         self.fast_path.last = self._time()
         output.on_pressure(self._pause, self._resume)
@@ -170,7 +154,7 @@ class Relay:
             leg.offer_reads(self.fast_path.forward)
 
     async def watch(self, clock: Clock, between_tokens: float, passed: Callable[[Wait], None]) -> None:
-        """Wait until the stream is over. How slowly its client may read is for the client's connection to judge.
+        """Wait until the stream is over. The client's connection checks how slowly its client may read.
 
         Raises:
             EngineError: the stream failed after data had been sent; EngineTimeoutError: no event for `between_tokens` s.
@@ -178,10 +162,11 @@ class Relay:
 
         def stalled() -> None:
             passed(Wait.BETWEEN_TOKENS)
-            message = f"the engine sent nothing for {between_tokens:g} s"
-            self._fail(EngineTimeoutError(message, wait=Wait.BETWEEN_TOKENS))
+            self._fail(
+                EngineTimeoutError(f"the engine sent nothing for {between_tokens:g} s", wait=Wait.BETWEEN_TOKENS)
+            )
 
-        timer = StallTimer(clock, between_tokens, self._last_read, stalled)
+        timer = StallTimer(clock, between_tokens, lambda: None if self._paused else self.fast_path.last, stalled)
         try:
             await self.done
         finally:
@@ -190,7 +175,7 @@ class Relay:
     # -- for the connection
 
     def head(self, status: int, headers: Headers) -> None:
-        self._status, self._headers = status, headers
+        self.status, self.headers = status, headers
         content_type = next((value for name, value in headers if name == b"content-type"), b"")
         self._is_stream = status == 200 and content_type.startswith(b"text/event-stream")
         self.accepted.set()
@@ -217,12 +202,12 @@ class Relay:
             self._stream_over(EngineError("the engine ended the stream without its end mark"))
             return
         body = self._share.take_counted()
-        if self._status == 200:
+        if self.status == 200:
             body = self.filter.whole(body)
             self.fast_path.events = 1
         self._phase = _Phase.ENDED
         if not self.first.done():
-            self.first.set_result(Answer(self._status, self._headers, body))
+            self.first.set_result(Answer(self.status, self.headers, body))
 
     def failed(self, error: EngineError) -> None:
         self.accepted.set()
@@ -233,12 +218,9 @@ class Relay:
 
     # -- inside
 
-    def _last_read(self) -> float | None:
-        return None if self._paused else self.fast_path.last
-
     def _set_fast_path(self) -> None:
-        flows = self._phase is _Phase.FLOWING
-        self.fast_path.enabled = flows and not self._share.kept and not self.filter.last_events
+        held = self._share.kept or self.filter.last_events
+        self.fast_path.enabled = self._phase is _Phase.FLOWING and not held
 
     def _hold(self, batch: bytes) -> None:
         """Keep events until one of them is real data."""
@@ -267,9 +249,7 @@ class Relay:
             if listed:
                 fast_path.keep_ids(listed)
             if tokens.WITHHELD in batch:
-                batch = b"".join(
-                    [event + sse.END for event in batch.split(sse.END) if event and tokens.WITHHELD not in event]
-                )
+                batch = tokens.without_withheld(batch)
         if events.every or events.last_events or sse.may_be_special(batch):
             batch = events.filtered(batch)
             if events.failure is not None:
