@@ -86,7 +86,7 @@ class Engines:
         if root in self.finds:
             return self.finds[root]
         if not root.startswith("/m"):
-            raise UnusableError("is no folder")
+            raise UnusableError("is not a folder")
         return SimTokenizer()
 
 

@@ -177,7 +177,7 @@ def test_what_a_formatter_keeps_is_bounded_in_bytes() -> None:
     for number in range(2000):
         formatter.line(0, "INFO", "x", "request", {"model": f"- {number}" + "x" * 5000, "id": f"{number}-"})
         formatter.line(0, "INFO", "x", "request", {"model": f"- {number}" + "x" * 400})
-    kept = formatter._word.cache_info()
+    kept = formatter._cached.cache_info()
     assert kept.currsize == kept.maxsize == 256
     assert kept.misses == 2000, "the long ones were not kept"
 
