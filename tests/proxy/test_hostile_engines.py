@@ -82,7 +82,7 @@ SLOWLY = {"comments"}
 
 def room(w: World) -> AnswerBudget:
     """The room of the proxy's engines."""
-    return w.proxy.service._engines.room
+    return w.proxy.service._engines.answer_budget
 
 
 @asynccontextmanager
@@ -135,7 +135,7 @@ async def test_a_stream_without_data_is_tried_elsewhere(name: str) -> None:
             "an answer of more than 1048576 bytes (limits.max_answer_bytes)",
         ),
         (*WHOLE["an answer in chunks"], "an answer of more than 1048576 bytes (limits.max_answer_bytes)"),
-        (*WHOLE["a header"], "more than 65536 bytes that are no body"),
+        (*WHOLE["a header"], "more than 65536 bytes that are not body"),
         (*WHOLE["headers"], "sent more than 65536 bytes"),
     ],
 )
@@ -296,7 +296,7 @@ PAGES: dict[str, tuple[str, Script, str]] = {
     "long samples": (
         "/metrics", scripts.whole(b'vllm:num_requests_running{a="%b"} 1\n' % (b"x" * 1000) * 70), "more than 65536 bytes",
     ),
-    "a sample that is no number": ("/metrics", scripts.whole(b"vllm:num_requests_running NaN\n"), "is none"),
+    "a sample that is no number": ("/metrics", scripts.whole(b"vllm:num_requests_running NaN\n"), "is not finite"),
     "a long word": ("/metrics", scripts.whole(b"vllm:num_requests_running %b\n" % (b"x" * 3000)), "not in Prometheus"),
     "a version without end": ("/version", Endless(*WHOLE["an answer in chunks"]), "answered more than 65536 bytes"),
     "ids without end": ("/tokenize", Endless(*WHOLE["an answer in chunks"]), "answered more than 65536 bytes"),

@@ -63,7 +63,7 @@ def test_items_and_depth_are_exact(value: Any, ascii_only: bool, encoding: str) 
 
 
 @given(JSON)
-def test_no_body_of_many_items_is_light(value: Any) -> None:
+def test_no_body_of_many_items_is_quick(value: Any) -> None:
     """What is told from bytes alone may be too much, never too little."""
     body = json.dumps([value] * 600).encode()
     body += b" " * max(0, SMALL + 1 - len(body))

@@ -1,8 +1,7 @@
-"""Legs that pass a request whole to one engine. On aiohttp: these routes are rare, and convenience wins.
+"""Legs that pass a request whole to one engine. On aiohttp, which is simpler: these routes are rare.
 
-Owns one aiohttp session. Connections are not kept: a POST on a connection that the engine is just closing could not be told from
-one that it has begun to serve. What is read whole counts in the room that all engines share. Translates what goes wrong into
-`EngineError`s, once.
+Owns one aiohttp session. Connections are not kept: if one closes behind a POST, nothing shows whether the engine has begun to
+serve it. Answers that are read whole count in the answer budget of all engines. Failures become `EngineError`s here, once.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from yarl import URL
 
 from pdproxy.kit.errors import EngineError, EngineTlsError, EngineUnreachableError, OverloadedError, Wait
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
-from pdproxy.upstream.client import OUR_LIMITS
+from pdproxy.upstream.client import LOCAL_ERRORS
 
 _MAX_HEADER = 4 * 2**20
 """Bytes. vLLM describes each item of a binary embedding in a header."""
 
 
 class Leg:
-    """An engine's answer whose head is here. `share` is what of it may be held."""
+    """An engine's answer whose head has come. `share` counts what is held of it."""
 
     def __init__(self, url: str, answer: aiohttp.ClientResponse, share: BudgetShare) -> None:
         self._url = url
@@ -38,7 +37,7 @@ class Leg:
         return self._answer.content_type == "text/event-stream"
 
     def close(self) -> None:
-        """Be done with the answer: what is left of it is not wanted, and its engine sees that."""
+        """Close the leg. An engine that is still at work aborts the request."""
         self._answer.close()
 
     async def read(self) -> bytes:
@@ -56,9 +55,9 @@ class Leg:
 
 
 class PassthroughLegs:
-    """Opens legs. `connect_timeout` in seconds; all other waits are the caller's to bound.
+    """Opens legs. `connect_timeout` in seconds; all other deadlines belong to the caller.
 
-    `key` and `tls` are asked for an engine's own at each request, None where it has none.
+    `key` and `tls` are called with an engine's URL for each request; None: it has none.
     """
 
     def __init__(
@@ -76,11 +75,11 @@ class PassthroughLegs:
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, url: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> Leg:
-        """Send a request, and return the answer once its head is here. Close it, whatever becomes of it.
+        """Send a request, and return the answer once its head has come. The caller must close it.
 
         Raises:
-            EngineUnreachableError: the engine took no connection, and has seen nothing.
-            EngineError: it answered nonsense or closed.
+            EngineUnreachableError: the engine accepted no connection, and has received nothing.
+            EngineError: it sent invalid data, or closed the connection.
         """
         lines = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
         if (key := self._key(url)) is not None:
@@ -102,7 +101,7 @@ class PassthroughLegs:
             await self._session.close()
 
     def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:  # made inside the loop that it belongs to
+        if self._session is None:  # made inside its event loop
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, force_close=True),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout),
@@ -118,7 +117,7 @@ class PassthroughLegs:
 
 @contextmanager
 def translated(url: str) -> Iterator[None]:
-    """Turn aiohttp's exceptions into ours."""
+    """Turn aiohttp's exceptions into `EngineError`s and `OverloadedError`s."""
     try:
         yield
     except aiohttp.ConnectionTimeoutError:
@@ -128,7 +127,7 @@ def translated(url: str) -> Iterator[None]:
     except aiohttp.ClientConnectorCertificateError as error:
         raise EngineTlsError(f"{url}: {error.certificate_error}") from None
     except aiohttp.ClientConnectorError as error:
-        if error.errno in OUR_LIMITS:
+        if error.errno in LOCAL_ERRORS:
             raise OverloadedError(f"pdproxy can open no more connections: {error.strerror}") from None
         raise EngineUnreachableError(f"no connection to {url}: {error.strerror or error}") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
