@@ -17,7 +17,7 @@ import pytest
 from pdproxy.tokens.canaries import CANARIES, Agreement, Answer, compare
 from pdproxy.tokens.errors import UnsureError
 from pdproxy.tokens.ids import TokenIds, from_numbers
-from pdproxy.tokens.tokenize_request import question
+from pdproxy.tokens.tokenize_request import tokenize_body
 from pdproxy.tokens.tokenizer import Tokenizer, ids_of, load
 from pdproxy.wire.request import Route, parse
 
@@ -46,7 +46,7 @@ def agreement(fleet: Fleet, tokenizer: Tokenizer) -> Agreement:
     answers: dict[str, Answer] = {}
     for canary in CANARIES:
         try:
-            answers[canary.name] = _tokenized(fleet, canary.question(MODEL))
+            answers[canary.name] = _tokenized(fleet, canary.tokenize_body(MODEL))
         except urllib.error.HTTPError as error:
             if error.code != 400:
                 raise
@@ -78,7 +78,7 @@ async def test_ids_of_each_shape(fleet: Fleet, tokenizer: Tokenizer, agreement: 
         assert not _unsure(body)
         assert ours == from_numbers(ids)
         try:
-            asked = question(parsed, prompt)
+            asked = tokenize_body(parsed, prompt)
         except UnsureError:  # `/tokenize` has no field for it
             assert {"response_format", "tool_choice"} & parsed.fields.keys()
             continue

@@ -12,7 +12,7 @@ from pdproxy.upstream.client import EngineClient
 
 def unused_client(url: str) -> EngineClient:
     """The client of an engine that nothing is sent to."""
-    return EngineClient(url, connect_timeout=1, keepalive=1, clock=Clock(), room=AnswerBudget())
+    return EngineClient(url, connect_timeout=1, keepalive=1, clock=Clock(), budget=AnswerBudget())
 
 
 def registry(*specs: NodeSpec) -> tuple[EngineRegistry, Ledger]:

@@ -65,7 +65,7 @@ class Shelf:
         try:
             return self._tokenizers[path]
         except KeyError:
-            raise UnusableError("is no folder") from None
+            raise UnusableError("is not a folder") from None
 
     def find(self, name: str) -> SimTokenizer:
         """The one of an engine's root."""

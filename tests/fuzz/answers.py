@@ -12,7 +12,7 @@ from pdproxy.kit.errors import EngineError, EngineRefusedError
 from pdproxy.transfer.contract import NO_DISPATCH, Handle
 from pdproxy.transfer.nixl import handle, release_body
 from pdproxy.upstream.connection import Connection, Headers
-from pdproxy.wire.chunks import whole
+from pdproxy.wire.chunks import whole_chunks
 from pdproxy.wire.engine import error_of, prefill_answer, usage_of
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Route, parse
@@ -40,7 +40,7 @@ class Sink:
 
     def take(self, read: bytes) -> bool:
         """Take what is one whole chunk, past the parser."""
-        payloads, rest = whole(read)
+        payloads, rest = whole_chunks(read)
         if len(payloads) != 1 or rest != len(read):
             return False
         self.data(payloads[0])
@@ -64,7 +64,7 @@ def _answered(pieces: Sequence[bytes]) -> Sink:
     transport, sink = Transport(), Sink()
     connection.connection_made(transport)
     leg = connection.send(b"GET / HTTP/1.1\r\n\r\n", sink)
-    leg.take_reads(sink.take)
+    leg.offer_reads(sink.take)
     for piece in pieces:
         if piece and not transport.closing:
             connection.data_received(piece)

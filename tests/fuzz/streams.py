@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from pdproxy.kit.errors import EngineError, PdproxyError
 from pdproxy.serving.stream.relay import Relay, StreamStarted
-from pdproxy.upstream.connection import TakeRead
-from pdproxy.wire.chunks import chunk, whole
+from pdproxy.upstream.connection import ForwardRead
+from pdproxy.wire.chunks import chunk, whole_chunks
 
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
@@ -35,7 +35,7 @@ class Output:
         return self.write_chunk
 
     def write_chunk(self, frame: bytes) -> None:
-        (payload,), end = whole(frame)
+        (payload,), end = whole_chunks(frame)
         assert end == len(frame)
         self.sent += payload
 
@@ -46,14 +46,14 @@ class Output:
 
 
 class _Leg:
-    take: TakeRead | None = None
+    take: ForwardRead | None = None
 
     def pause(self) -> None:
         raise AssertionError("paused without reason")
 
     resume = close = pause
 
-    def take_reads(self, take: TakeRead) -> None:
+    def offer_reads(self, take: ForwardRead) -> None:
         self.take = take
 
 

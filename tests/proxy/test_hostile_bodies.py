@@ -18,7 +18,7 @@ from pdproxy.serving.dispatch.exchange import Exchange
 from pdproxy.serving.request import body_reader as bodies_module
 from pdproxy.serving.request import prompt_list
 from pdproxy.wire import body_bounds
-from pdproxy.wire.body_bounds import is_light
+from pdproxy.wire.body_bounds import is_quick
 from tests.fakes import answers, scripts
 from tests.fakes.engine import Reply, prefill
 from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, TEXT, chat, completion, until, world
@@ -64,14 +64,14 @@ REFUSED = {
 def parsed_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of bodies that the event loop has parsed, and nothing that might take long among them."""
     seen: list[int] = []
-    for name in ("parse_light", "read_light"):
+    for name in ("parse_if_quick", "read_if_quick"):
         read = getattr(bodies_module, name)
 
         def reading(kind: Any, body: bytes, *rest: Any, read: Any = read) -> Any:
             found = read(kind, body, *rest)
             if found is not None:
                 seen.append(len(body))
-                assert is_light(body)
+                assert is_quick(body)
             return found
 
         monkeypatch.setattr(bodies_module, name, reading)
@@ -122,7 +122,7 @@ async def test_a_list_of_long_prompts_of_ids_is_served() -> None:
     """Numbers don't count as items: what is large but honest is one exchange per prompt."""
     ids = [[*range(300, 300 + 16), *([7] * 8_000)] for _ in range(40)]
     body = completion(prompt=ids)
-    assert not is_light(json.dumps(body).encode()) or len(json.dumps(body)) < body_bounds.LARGE
+    assert not is_quick(json.dumps(body).encode()) or len(json.dumps(body)) < body_bounds.LARGE
     async with world(leaves=True) as w:
         w.prefill[0].default = w.decode[0].default = scripts.whole(b'{"error":{"message":"long","code":400}}', 400)
         answer = await w.ask(COMPLETIONS, body)

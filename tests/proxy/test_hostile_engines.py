@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import HandleEnded, LegFailed
-from pdproxy.upstream.admin import MOST_MODELS
+from pdproxy.upstream.admin import MAX_MODELS
 from pdproxy.upstream.answer_budget import AnswerBudget
-from pdproxy.upstream.metrics_page import MOST_SAMPLES
+from pdproxy.upstream.metrics_page import MAX_SAMPLES
 from tests.fakes import answers, scripts
 from tests.fakes.client import request
 from tests.fakes.engine import Reply, Script
@@ -82,7 +82,7 @@ SLOWLY = {"comments"}
 
 def room(w: World) -> AnswerBudget:
     """The room of the proxy's engines."""
-    return w.proxy.service.engines.room
+    return w.proxy.service.engines.answer_budget
 
 
 @asynccontextmanager
@@ -135,7 +135,7 @@ async def test_a_stream_without_data_is_tried_elsewhere(name: str) -> None:
             "an answer of more than 1048576 bytes (limits.max_answer_bytes)",
         ),
         (*WHOLE["an answer in chunks"], "an answer of more than 1048576 bytes (limits.max_answer_bytes)"),
-        (*WHOLE["a header"], "more than 65536 bytes that are no body"),
+        (*WHOLE["a header"], "more than 65536 bytes that are not body"),
         (*WHOLE["headers"], "sent more than 65536 bytes"),
     ],
 )
@@ -284,11 +284,11 @@ def listing(count: int) -> bytes:
 
 PAGES: dict[str, tuple[str, Script, str]] = {
     "models without end": ("/v1/models", Endless(*WHOLE["an answer in chunks"]), "answered more than 4194304 bytes"),
-    "too many models": ("/v1/models", scripts.whole(listing(3 * MOST_MODELS)), "more than 4096 models"),
+    "too many models": ("/v1/models", scripts.whole(listing(3 * MAX_MODELS)), "more than 4096 models"),
     "a model with a long name": ("/v1/models", scripts.whole(b'{"data":[{"id":"%b"}]}' % (b"n" * 5000)), "a name of more"),
     "metrics without end": ("/metrics", Endless(*WHOLE["an answer in chunks"]), "answered more than 8388608 bytes"),
     "too many samples": (
-        "/metrics", scripts.whole(b"vllm:num_requests_running 1\n" * (MOST_SAMPLES + 1)), "more than 512 lines",
+        "/metrics", scripts.whole(b"vllm:num_requests_running 1\n" * (MAX_SAMPLES + 1)), "more than 512 lines",
     ),
     "a long sample": (
         "/metrics", scripts.whole(b'vllm:num_requests_running{a="%b"} 1\n' % (b"x" * 5000)), "or 4096 in one of them",
@@ -296,7 +296,7 @@ PAGES: dict[str, tuple[str, Script, str]] = {
     "long samples": (
         "/metrics", scripts.whole(b'vllm:num_requests_running{a="%b"} 1\n' % (b"x" * 1000) * 70), "more than 65536 bytes",
     ),
-    "a sample that is no number": ("/metrics", scripts.whole(b"vllm:num_requests_running NaN\n"), "is none"),
+    "a sample that is no number": ("/metrics", scripts.whole(b"vllm:num_requests_running NaN\n"), "is not finite"),
     "a long word": ("/metrics", scripts.whole(b"vllm:num_requests_running %b\n" % (b"x" * 3000)), "not in Prometheus"),
     "a version without end": ("/version", Endless(*WHOLE["an answer in chunks"]), "answered more than 65536 bytes"),
     "ids without end": ("/tokenize", Endless(*WHOLE["an answer in chunks"]), "answered more than 65536 bytes"),

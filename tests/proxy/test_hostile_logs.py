@@ -16,7 +16,7 @@ import pytest
 
 from pdproxy.app.readiness import MAX_DETAIL
 from pdproxy.observe.formats import MAX_LINE, TextFormatter
-from pdproxy.wire.model import LONGEST_MODEL
+from pdproxy.wire.model import MAX_MODEL_NAME
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client
 from tests.fakes.engine import Reply
@@ -170,13 +170,13 @@ async def test_models_as_long_as_bodies(log_format: str, tmp_path: Path) -> None
     assert len(named) == 21
     assert all("bytes)" in line for line in named)
     if log_format == "json":
-        assert all(len(json.loads(line)["model"]) < LONGEST_MODEL + 40 for line in named)
+        assert all(len(json.loads(line)["model"]) < MAX_MODEL_NAME + 40 for line in named)
 
 
 async def test_a_long_name_is_no_other_model() -> None:
     """Names that begin as a model's, or as each other, are served by nobody: the engine says so, and no pair is tried."""
     async with world() as w:
-        long = "tiny" + "x" * LONGEST_MODEL
+        long = "tiny" + "x" * MAX_MODEL_NAME
         for model in (long, long + "y", "tiny" * 100_000, "日本" * 5000, "\\ud83e" * 3000):
             answer = await w.ask(COMPLETIONS, completion(model=model))
             assert answer.status == 404

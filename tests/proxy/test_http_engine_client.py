@@ -94,7 +94,7 @@ async def pair() -> AsyncIterator[tuple[Engine, EngineClient]]:
     listening = await asyncio.start_server(engine.serve, "127.0.0.1", 0, limit=1 << 16)
     port = listening.sockets[0].getsockname()[1]
     client = EngineClient(
-        f"http://127.0.0.1:{port}", connect_timeout=PATIENCE, keepalive=60, clock=Clock(), room=AnswerBudget()
+        f"http://127.0.0.1:{port}", connect_timeout=PATIENCE, keepalive=60, clock=Clock(), budget=AnswerBudget()
     )
     yield engine, client
     client.close()
@@ -337,7 +337,7 @@ async def test_an_answer_without_a_frame_that_breaks_is_not_whole() -> None:
 async def test_requests_as_another_parser_reads_them(body: bytes) -> None:
     """One request of the right length, with one host and the headers that were given."""
     client = EngineClient(
-        "http://engine:8000", connect_timeout=1, keepalive=1, clock=Clock(), room=AnswerBudget(), key=lambda: "k"
+        "http://engine:8000", connect_timeout=1, keepalive=1, clock=Clock(), budget=AnswerBudget(), key=lambda: "k"
     )
     reader = h11.Connection(h11.SERVER)
     made = client.request("/v1/completions", ((b"x-request-id", b"a"),), body)

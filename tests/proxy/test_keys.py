@@ -229,7 +229,7 @@ async def test_a_file_that_goes_bad_changes_nothing_and_is_told_once(
         for _ in range(3):
             w.proxy.credentials.look()
         (line,) = errors(caplog)
-        assert line.startswith("auth.api_keys_file can't be read again, what was read before stays in force: ")
+        assert line.startswith("auth.api_keys_file can't be read again, the value from before stays in use: ")
         assert why in line
         assert "WORDS" not in line
         assert await status(w, "one") == 200

@@ -114,7 +114,7 @@ async def test_a_notice_that_can_not_be_handled() -> None:
 
             return take
 
-        proxy.notices._heard = fail_once(proxy.notices._heard)
+        proxy.notices._received = fail_once(proxy.notices._received)
         assert proxy.notices.address is not None
         with zmq.Context() as context, context.socket(zmq.PUSH) as sender:
             sender.setsockopt(zmq.LINGER, 5000)

@@ -125,7 +125,7 @@ async def test_an_engine_that_says_why_it_refuses_us(theirs: Side, ours: Side) -
         refusing = asyncio.get_running_loop().run_in_executor(None, refuse)
         url = f"https://127.0.0.1:{listener.getsockname()[1]}"
         client = EngineClient(
-            url, connect_timeout=2, keepalive=4, clock=Clock(), room=AnswerBudget(), tls=lambda: theirs.trusting()
+            url, connect_timeout=2, keepalive=4, clock=Clock(), budget=AnswerBudget(), tls=lambda: theirs.trusting()
         )
         with pytest.raises(EngineTlsError, match="certificate required"):
             await client.whole(client.request("/v1/completions", (), b"{}"), 4, Wait.PREFILL)

@@ -167,7 +167,8 @@ async def test_a_model_that_is_not_here() -> None:
         assert w.metric("pdproxy_tokenize_total", source="here", result="off") == 1
         ready = (await w.get("/ready")).body.decode()
         assert (
-            "prompts of tiny are not tokenized here: ./model: is no folder: name its folder with `tokenizer`" in ready
+            "prompts of tiny are not tokenized here: ./model: is not a folder: name its folder with `tokenizer`"
+            in ready
         )
 
 
@@ -175,7 +176,7 @@ def test_a_folder_that_can_not_be_used() -> None:
     """It ends the start, in one line."""
     pool = Pool(tokenize="always", tokenizer="/no/where", nodes=(Node(url="http://127.0.0.1:1", role="decode"),))
     settings = Settings(pools=(pool,))
-    with pytest.raises(SettingsError, match=r'^pools\[0\].tokenizer: "/no/where": is no folder$'):
+    with pytest.raises(SettingsError, match=r'^pools\[0\].tokenizer: "/no/where": is not a folder$'):
         Proxy.build(settings)
 
 

@@ -1,1 +1,1 @@
-"""The room `tokens`: tokenizers, templates, pieces, canaries."""
+"""The package `tokens`: tokenizers, templates, segments, canaries."""

@@ -71,7 +71,7 @@ def test_no_template_here() -> None:
 
 def test_questions_say_all_that_changes_the_prompt() -> None:
     """An engine's `/tokenize` knows fewer fields than a chat: the others go where the engine would put them."""
-    asked = {one.name: json.loads(one.question("m")) for one in CANARIES}
+    asked = {one.name: json.loads(one.tokenize_body("m")) for one in CANARIES}
     assert all(one["model"] == "m" for one in asked.values())
     assert asked["a text without special tokens"]["add_special_tokens"] is False
     assert asked["special tokens around a chat"]["add_special_tokens"] is True

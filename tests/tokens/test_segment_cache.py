@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
-from pdproxy.tokens import segment_cache as pieces_module
-from pdproxy.tokens.segment_cache import Cuts, Pieces
+from pdproxy.tokens import segment_cache
+from pdproxy.tokens.segment_cache import SegmentBoundaries, SegmentCache
 from pdproxy.tokens.tokenizer import Tokenizer
 from tests.tokens.models import KINDS, SPECIALS, WORDS, byte_level, model, stripping, words_alone
 
@@ -21,9 +21,9 @@ TEXTS = st.lists(st.one_of(st.sampled_from(PARTS), st.sampled_from(SPECIALS), st
 
 
 @pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut wherever it is allowed, so that short texts have many pieces."""
-    monkeypatch.setattr(pieces_module, "LEAST", 1)
+def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut wherever it is allowed, so that short texts have many segments."""
+    monkeypatch.setattr(segment_cache, "MIN_SEGMENT", 1)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -42,9 +42,9 @@ def test_ids_are_those_of_the_whole(kind: Callable[[], Backend], texts: list[str
 @given(texts=st.lists(TEXTS, min_size=2, max_size=2))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_a_text_that_begins_alike_is_cut_alike(texts: list[str]) -> None:
-    """All pieces of the beginning but its last are pieces of the longer text, in the same places."""
-    cuts = Cuts(byte_level_tokens())
-    first, both = list(cuts.pieces(texts[0])), list(cuts.pieces("".join(texts)))
+    """All segments of the beginning but its last are segments of the longer text, in the same places."""
+    boundaries = SegmentBoundaries(byte_level_tokens())
+    first, both = list(boundaries.segments(texts[0])), list(boundaries.segments("".join(texts)))
     assert "".join(both) == "".join(texts)
     assert (
         both[: len(first) - 1] == first[:-1] or "<|im_" in texts[0][-12:]
@@ -57,13 +57,18 @@ def byte_level_tokens() -> list[Any]:
 
 def test_where_it_is_cut() -> None:
     """Before added tokens, the longest at each place; not before those that take or begin with white space."""
-    cuts = Cuts(byte_level_tokens())
-    assert list(cuts.pieces("a<|im_end|>xb<|im_c<s>")) == ["a", "<|im_end|>xb", "<|im_c", "<s>"]
-    cuts = Cuts(model(stripping).backend_tokenizer.get_added_tokens_decoder().values())
-    assert list(cuts.pieces("a <s> b</s>c\n<|im_start|>  <|im_end|>")) == ["a <s> b</s>c\n<|im_start|>  ", "<|im_end|>"]
+    boundaries = SegmentBoundaries(byte_level_tokens())
+    assert list(boundaries.segments("a<|im_end|>xb<|im_c<s>")) == ["a", "<|im_end|>xb", "<|im_c", "<s>"]
+    boundaries = SegmentBoundaries(model(stripping).backend_tokenizer.get_added_tokens_decoder().values())
+    assert list(boundaries.segments("a <s> b</s>c\n<|im_start|>  <|im_end|>")) == [
+        "a <s> b</s>c\n<|im_start|>  ",
+        "<|im_end|>",
+    ]
     text = "a<s>b<s>c"
-    assert list(Cuts(model(words_alone).backend_tokenizer.get_added_tokens_decoder().values()).pieces(text)) == [text]
-    assert list(Cuts([]).pieces(text)) == [text]
+    assert list(
+        SegmentBoundaries(model(words_alone).backend_tokenizer.get_added_tokens_decoder().values()).segments(text)
+    ) == [text]
+    assert list(SegmentBoundaries([]).segments(text)) == [text]
 
 
 class _Counting:
@@ -79,13 +84,13 @@ class _Counting:
 
 def test_a_longer_conversation_costs_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """The turns before are not encoded again, also where another conversation begins with them."""
-    monkeypatch.setattr(pieces_module, "LEAST", 12)
+    monkeypatch.setattr(segment_cache, "MIN_SEGMENT", 12)
     encode = _Counting()
-    pieces = Pieces(Cuts(byte_level_tokens()), encode, 100_000)
+    cache = SegmentCache(SegmentBoundaries(byte_level_tokens()), encode, 100_000)
     turns = [f"<|im_start|>turn {number} of a conversation<|im_end|>" for number in range(6)]
-    pieces.encoded("".join(turns[:4]))
+    cache.encode("".join(turns[:4]))
     encode.given.clear()
-    json, count, kept = pieces.encoded("".join(turns))
+    json, count, kept = cache.encode("".join(turns))
     known = len("".join(turns[:4])) - len("<|im_end|>")  # its last token might have been the beginning of a longer one
     assert "".join(encode.given) == "".join(turns)[known:]
     assert (count, kept) == (len("".join(turns)), known)
@@ -95,20 +100,20 @@ def test_a_longer_conversation_costs_what_is_new(monkeypatch: pytest.MonkeyPatch
 def test_the_cache_keeps_its_bound_and_what_was_used_last() -> None:
     """The least recently used go first; one text of more than a quarter is not kept at all."""
     encode = _Counting()
-    pieces = Pieces(Cuts([]), encode, 4000)
+    cache = SegmentCache(SegmentBoundaries([]), encode, 4000)
     for number in range(50):
-        pieces.encoded(f"text {number:03}")
-        pieces.encoded("text 000")
-        assert pieces.size <= 4000
+        cache.encode(f"text {number:03}")
+        cache.encode("text 000")
+        assert cache.size <= 4000
     encode.given.clear()
-    pieces.encoded("text 000")
-    pieces.encoded("text 049")
+    cache.encode("text 000")
+    cache.encode("text 049")
     assert encode.given == []
-    pieces.encoded("text 001")
+    cache.encode("text 001")
     assert encode.given == ["text 001"]
-    size = pieces.size
-    pieces.encoded("x" * 2000)
-    assert pieces.size == size
+    size = cache.size
+    cache.encode("x" * 2000)
+    assert cache.size == size
 
 
 def test_thousands_of_added_tokens_are_found_fast() -> None:
@@ -119,10 +124,10 @@ def test_thousands_of_added_tokens_are_found_fast() -> None:
         def __init__(self, content: str) -> None:
             self.content, self.single_word, self.lstrip, self.normalized = content, False, False, False
 
-    cuts = Cuts([_Token(f"<unused{number}>") for number in range(6000)])
+    boundaries = SegmentBoundaries([_Token(f"<unused{number}>") for number in range(6000)])
     text = "<unuse <p><b>" * 40_000 + "<unused5999>"
     started = time.perf_counter()
-    assert list(cuts.pieces(text))[-1] == "<unused5999>"
+    assert list(boundaries.segments(text))[-1] == "<unused5999>"
     assert time.perf_counter() - started < 5  # a tenth of that; going through all would be minutes
 
 
@@ -133,9 +138,9 @@ def test_thousands_of_added_tokens_are_found_fast() -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_a_text_is_searched_in_windows(text: str, window: int) -> None:
     """None is longer than its bound, and what is found is what a search of the whole finds."""
-    cuts = Cuts(byte_level_tokens())
-    assert cuts._pattern is not None
-    wide = [(one.start(), one.group()) for one in cuts._pattern.finditer(text)]
+    boundaries = SegmentBoundaries(byte_level_tokens())
+    assert boundaries._pattern is not None
+    wide = [(one.start(), one.group()) for one in boundaries._pattern.finditer(text)]
     seen: list[int] = []
 
     class Looking:
@@ -143,11 +148,11 @@ def test_a_text_is_searched_in_windows(text: str, window: int) -> None:
 
         def search(self, text: str, at: int, end: int) -> Any:
             seen.append(min(end, len(text)) - at)
-            assert cuts._pattern is not None
-            return cuts._pattern.search(text, at, end)
+            assert boundaries._pattern is not None
+            return boundaries._pattern.search(text, at, end)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces_module, "WINDOW", window)
-        narrow = [(one.start(), one.group()) for one in cuts._found(Looking(), text)]  # type: ignore[arg-type]
+        patch.setattr(segment_cache, "WINDOW", window)
+        narrow = [(one.start(), one.group()) for one in boundaries._found(Looking(), text)]  # type: ignore[arg-type]
     assert narrow == wide
-    assert max(seen, default=0) <= window + cuts._longest
+    assert max(seen, default=0) <= window + boundaries._longest

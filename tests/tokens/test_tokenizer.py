@@ -50,7 +50,7 @@ def test_what_can_not_be_loaded(tmp_path: Path) -> None:
     """No folder, no tokenizer in it, a broken one: one line each, and nothing is asked of the network."""
     for path in (tmp_path / "none", tmp_path / "file"):
         (tmp_path / "file").touch()
-        with pytest.raises(UnusableError, match="is no folder"):
+        with pytest.raises(UnusableError, match="is not a folder"):
             load(str(path))
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()

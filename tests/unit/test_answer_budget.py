@@ -1,4 +1,4 @@
-"""The room for what engines have sent: what counts in it, and until when."""
+"""The budget for what engines have sent: what counts in it, and until when."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.kit.errors import EngineError, NoAnswerRoomError
+from pdproxy.kit.errors import AnswerBudgetError, EngineError
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import Pending
@@ -16,33 +16,33 @@ from tests.fakes import answers
 @given(st.lists(st.binary(max_size=20), max_size=20))
 def test_what_was_added_is_whole(parts: list[bytes]) -> None:
     """Bytes come out as they went in, and count until the share is gone."""
-    room = AnswerBudget()
-    share = room.share()
+    budget = AnswerBudget()
+    share = budget.share()
     for part in parts:
         share.add(part)
-    assert room.held == share.size == sum(map(len, parts))
-    assert share.whole() == b"".join(parts)
-    assert room.held == share.size, "whoever has the answer now holds it"
+    assert budget.held == share.size == sum(map(len, parts))
+    assert share.take_counted() == b"".join(parts)
+    assert budget.held == share.size, "whoever has the answer now holds it"
     del share
-    assert room.held == 0
+    assert budget.held == 0
 
 
 def test_one_answer_has_a_bound() -> None:
     """The error names it, and what was held before it is let go at once."""
-    room = AnswerBudget(most=10, together=100)
-    share = room.share()
+    budget = AnswerBudget(max_answer=10, max_total=100)
+    share = budget.share()
     share.add(b"x" * 10)
     with pytest.raises(EngineError, match=r"an answer of more than 10 bytes \(limits.max_answer_bytes\)"):
         share.add(b"x")
-    assert (room.held, share.whole()) == (0, b"")
+    assert (budget.held, share.take_counted()) == (0, b"")
 
 
 @pytest.mark.parametrize(("length", "refused"), [(b"10", False), (b"11", True), (b"", False)])
 def test_a_length_is_believed(length: bytes, refused: bool) -> None:
     """An answer that says that it is too large is not waited for."""
-    share = AnswerBudget(most=10, together=100).share()
+    share = AnswerBudget(max_answer=10, max_total=100).share()
     try:
-        share.expect([(b"content-type", b"x"), (b"content-length", length)])
+        share.check_length([(b"content-type", b"x"), (b"content-length", length)])
     except EngineError:
         assert refused
     else:
@@ -50,41 +50,41 @@ def test_a_length_is_believed(length: bytes, refused: bool) -> None:
 
 
 def test_all_answers_have_a_bound() -> None:
-    """What finds no room is another error; what was there stays."""
-    room = AnswerBudget(most=10, together=15)
-    first, second = room.share(), room.share()
+    """What finds no budget is another error; what was there stays."""
+    budget = AnswerBudget(max_answer=10, max_total=15)
+    first, second = budget.share(), budget.share()
     first.add(b"x" * 10)
-    with pytest.raises(NoAnswerRoomError, match=r"limits.max_buffered_answer_bytes"):
+    with pytest.raises(AnswerBudgetError, match=r"limits.max_buffered_answer_bytes"):
         second.add(b"x" * 6)
     second.add(b"x" * 5)
-    assert room.held == 15
+    assert budget.held == 15
 
 
 async def test_a_pending_answer_that_is_closed_or_fails_holds_nothing() -> None:
     """However it ends."""
-    room = AnswerBudget()
-    closed, failed = Pending(room.share()), Pending(room.share())
+    budget = AnswerBudget()
+    closed, failed = Pending(budget.share()), Pending(budget.share())
     for pending in (closed, failed):
         pending.head(200, [])
         pending.data(b"x" * 100)
-    assert room.held == 200
+    assert budget.held == 200
     failed.failed(EngineError("lost"))
     del closed, pending
-    assert room.held == 0
+    assert budget.held == 0
 
 
 async def test_a_relay_counts_the_beginning_of_an_event_once() -> None:
     """In reads of any size, and no longer than until the event is whole."""
-    room = AnswerBudget()
-    relay = Relay(wants_usage=False, room=room)
+    budget = AnswerBudget()
+    relay = Relay(wants_usage=False, budget=budget)
     relay.head(200, [(b"content-type", b"text/event-stream")])
     event = answers.piece(False, "a" * 5000)
     for at in range(0, len(event) - 1, 100):
         relay.data(event[at : at + 100])
-        assert room.held == min(at + 100, len(event))
+        assert budget.held == min(at + 100, len(event))
         if at + 100 >= len(event):
             break
-    assert relay.first.done() or room.held < len(event)
+    assert relay.first.done() or budget.held < len(event)
     relay.failed(EngineError("lost"))
     del relay
-    assert room.held == 0
+    assert budget.held == 0

@@ -76,7 +76,7 @@ class Engines:
         if url in self.fails:
             raise self.fails[url]()
         asked = msgspec.json.decode(body)
-        (same,) = [one for one in CANARIES if msgspec.json.decode(one.question(asked["model"])) == asked]
+        (same,) = [one for one in CANARIES if msgspec.json.decode(one.tokenize_body(asked["model"])) == asked]
         return ids_of(self.makes.get(url, SimTokenizer()), *same.parsed(asked["model"]), FORMS)
 
     def _find(self, root: str) -> SimTokenizer:
@@ -84,7 +84,7 @@ class Engines:
         if root in self.finds:
             return self.finds[root]
         if not root.startswith("/m"):
-            raise UnusableError("is no folder")
+            raise UnusableError("is not a folder")
         return SimTokenizer()
 
 

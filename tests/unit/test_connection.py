@@ -64,7 +64,7 @@ async def server() -> AsyncIterator[tuple[Server, EngineClient]]:
     listening = await asyncio.start_server(told.serve, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
     client = EngineClient(
-        f"http://127.0.0.1:{port}", connect_timeout=2, keepalive=4, clock=Clock(), room=AnswerBudget()
+        f"http://127.0.0.1:{port}", connect_timeout=2, keepalive=4, clock=Clock(), budget=AnswerBudget()
     )
     yield told, client
     client.close()
@@ -139,7 +139,7 @@ async def test_connections_that_idle_are_not_kept_for_ever() -> None:
     listening = await asyncio.start_server(told.serve, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
     client = EngineClient(
-        f"http://127.0.0.1:{port}", connect_timeout=2, keepalive=0.05, clock=Clock(), room=AnswerBudget()
+        f"http://127.0.0.1:{port}", connect_timeout=2, keepalive=0.05, clock=Clock(), budget=AnswerBudget()
     )
     sinks = [Sink() for _ in range(5)]
     for sink in sinks:
@@ -159,7 +159,7 @@ async def test_connections_that_idle_are_not_kept_for_ever() -> None:
 
 def test_a_large_body_is_not_copied() -> None:
     """It is written behind its head; a small one goes with it in one write."""
-    client = EngineClient("http://engine:8000", connect_timeout=1, keepalive=1, clock=Clock(), room=AnswerBudget())
+    client = EngineClient("http://engine:8000", connect_timeout=1, keepalive=1, clock=Clock(), budget=AnswerBudget())
     large = b"x" * 70_000
     made = client.request("/v1/completions", (), large)
     assert isinstance(made, tuple)
@@ -184,7 +184,7 @@ async def test_what_came_during_a_hold_up_is_in_time() -> None:
         serving = asyncio.get_running_loop().run_in_executor(None, serve)
         port = listener.getsockname()[1]
         client = EngineClient(
-            f"http://127.0.0.1:{port}", connect_timeout=2, keepalive=4, clock=Clock(), room=AnswerBudget()
+            f"http://127.0.0.1:{port}", connect_timeout=2, keepalive=4, clock=Clock(), budget=AnswerBudget()
         )
         asked = asyncio.ensure_future(client.whole(request(client), 0.5, Wait.RELEASE))
         while not heard.is_set():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pdproxy.kit.errors import (
+    AnswerBudgetError,
     EngineError,
     EngineRefusedError,
     EngineTimeoutError,
     EngineUnreachableError,
-    NoAnswerRoomError,
     Wait,
 )
 from pdproxy.scheduling.leases import Verdict
@@ -26,7 +26,7 @@ from pdproxy.serving.dispatch.failure_class import verdict_of
         (EngineError("x"), Verdict.FAILED, Verdict.FAILED),
         (EngineTimeoutError("x", wait=Wait.FIRST_TOKEN), Verdict.FAILED, Verdict.FAILED),
         (EngineUnreachableError("x"), Verdict.UNREACHABLE, Verdict.UNREACHABLE),
-        (NoAnswerRoomError("x"), Verdict.NEUTRAL, Verdict.NEUTRAL),
+        (AnswerBudgetError("x"), Verdict.NEUTRAL, Verdict.NEUTRAL),
     ],
 )
 def test_verdicts(error: EngineError, without_kv: Verdict, with_kv: Verdict) -> None:

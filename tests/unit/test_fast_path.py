@@ -1,4 +1,4 @@
-"""The lane alone: what is learned of a stream, what it takes of a read, and what it leaves."""
+"""The fast path alone: what it learns from a stream, what it forwards of a read, and what it leaves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pdproxy.serving.stream.fast_path import FastPath
 from pdproxy.wire import tokens
-from pdproxy.wire.chunks import LONGEST, chunk, whole
-from pdproxy.wire.event_template import learn
+from pdproxy.wire.chunks import MAX_CHUNK, chunk, whole_chunks
+from pdproxy.wire.event_template import EventTemplates
 
 TIGHT, SPACED = (",", ":"), (", ", ": ")
 FORMS = ["text", "content", "reasoning"]
@@ -37,27 +37,27 @@ def event(
 
 
 def opened(*, takes_ids: bool = True) -> tuple[FastPath, list[bytes]]:
-    """Return a lane of a stream that flows, and what its client gets."""
+    """Return the path of a stream that flows, and what its client gets."""
     got: list[bytes] = []
     ticks = count(1)
-    lane = FastPath(lambda: next(ticks) / 100, takes_ids=takes_ids)
-    lane.open(got.append)
-    lane.plain = True
-    lane.count(1, 0.0)
-    return lane, got
+    path = FastPath(lambda: next(ticks) / 100, EventTemplates(), takes_ids=takes_ids)
+    path.write_to(got.append)
+    path.enabled = True
+    path.count(1, 0.0)
+    return path, got
 
 
 def taught(first: bytes, *, takes_ids: bool = True) -> tuple[FastPath, list[bytes]]:
-    """Return a lane that knows events like `first`, and has forgotten that it saw it."""
-    lane, got = opened(takes_ids=takes_ids)
-    lane.take(chunk(first))
+    """Return a path that has learned the form of `first`."""
+    path, got = opened(takes_ids=takes_ids)
+    path.forward(chunk(first))
     got.clear()
-    return lane, got
+    return path, got
 
 
 def payloads(written: Sequence[bytes]) -> list[bytes]:
     """Return the events of whole chunks."""
-    found, end = whole(b"".join(written))
+    found, end = whole_chunks(b"".join(written))
     assert end == sum(map(len, written))
     return found
 
@@ -74,19 +74,19 @@ def test_plain_events_go_on_without_their_ids(
 ) -> None:
     sent = [event(text, [one], form=form, style=style, ascii_only=ascii_only) for text, one in told]
     plain = [event(text, None, form=form, style=style, ascii_only=ascii_only) for text, _ in told]
-    lane, got = taught(event("x", [3], form=form, style=style))
-    known = len(lane.ids)
+    path, got = taught(event("x", [3], form=form, style=style))
+    known = len(path.ids)
     reads = [b"".join(map(chunk, sent))] if together else [*map(chunk, sent)]
-    assert [lane.take(read) for read in reads] == [len(read) for read in reads]
+    assert [path.forward(read) for read in reads] == [len(read) for read in reads]
     assert payloads(got) == plain
-    assert list(lane.ids)[known:] == [one for _, one in told]
+    assert list(path.ids)[known:] == [one for _, one in told]
 
 
 @given(events)
 def test_events_of_a_stream_whose_client_wants_its_ids_go_on_as_they_are(told: list[tuple[str, int]]) -> None:
     sent = b"".join(chunk(event(text, None)) for text, _ in told)
-    lane, got = taught(event("x", None), takes_ids=False)
-    assert lane.take(sent) == len(sent)
+    path, got = taught(event("x", None), takes_ids=False)
+    assert path.forward(sent) == len(sent)
     assert b"".join(got) == sent
 
 
@@ -111,10 +111,10 @@ STRANGE = {
 @pytest.mark.parametrize("strange", STRANGE.values(), ids=STRANGE)
 @given(st.integers(0, 3), st.booleans())
 def test_what_is_not_plain_is_left_and_what_follows_it(strange: bytes, before: int, alone: bool) -> None:
-    lane, got = taught(event("x"))
+    path, got = taught(event("x"))
     front = b"".join([chunk(event(f"{n}")) for n in range(before)])
     read = front + chunk(strange) + (b"" if alone else chunk(event("y")))
-    assert lane.take(read) == len(front)
+    assert path.forward(read) == len(front)
     assert payloads(got) == [event(f"{n}", None) for n in range(before)]
 
 
@@ -132,71 +132,71 @@ def test_what_is_not_plain_is_left_and_what_follows_it(strange: bytes, before: i
     ],
 )
 def test_what_is_no_whole_chunk_is_left(read: bytes) -> None:
-    lane, got = taught(event("x"))
-    assert lane.take(read) == 0
+    path, got = taught(event("x"))
+    assert path.forward(read) == 0
     assert not got
 
 
 def test_a_chunk_that_is_too_long_is_left() -> None:
-    lane, _ = taught(event("x"))
-    assert lane.take(chunk(event("a" * LONGEST))) == 0
+    path, _ = taught(event("x"))
+    assert path.forward(chunk(event("a" * MAX_CHUNK))) == 0
 
 
 def test_nothing_is_taken_of_a_stream_that_does_not_flow() -> None:
-    lane, got = taught(event("x"))
-    lane.plain = False
-    assert lane.take(chunk(event("a"))) == 0
+    path, got = taught(event("x"))
+    path.enabled = False
+    assert path.forward(chunk(event("a"))) == 0
     assert not got
 
 
 def test_a_stream_that_changes_its_form_is_learned_anew() -> None:
-    lane, got = taught(event("x", form="reasoning"))
+    path, got = taught(event("x", form="reasoning"))
     sent = [chunk(event(f"{n}", form="content")) for n in range(40)]
-    taken = [lane.take(read) for read in sent]
+    taken = [path.forward(read) for read in sent]
     if taken[-1] == 0:
-        lane.count(8, 1.0)  # the relay has passed some on meanwhile
-        taken += [lane.take(read) for read in sent[:2]]
+        path.count(8, 1.0)  # the relay has passed some on meanwhile
+        taken += [path.forward(read) for read in sent[:2]]
     assert taken[-1] > 0
     assert got
 
 
 def test_counts_are_those_of_the_events() -> None:
-    lane, _ = taught(event("x"))
-    events, gaps = lane.events, sum(lane.buckets)
-    lane.take(chunk(event("a")))
-    lane.take(chunk(event("b")) + chunk(event("c")))
-    assert lane.events - events == 3
-    assert sum(lane.buckets) - gaps == 3
-    assert lane.total > 0
+    path, _ = taught(event("x"))
+    events, gaps = path.events, sum(path.buckets)
+    path.forward(chunk(event("a")))
+    path.forward(chunk(event("b")) + chunk(event("c")))
+    assert path.events - events == 3
+    assert sum(path.buckets) - gaps == 3
+    assert path.total > 0
 
 
 @given(st.lists(st.integers(0, 2**34), max_size=100))
 def test_ids_are_kept_in_order(ids: list[int]) -> None:
-    lane, _ = taught(event("x"))
-    before = len(lane.ids)
+    path, _ = taught(event("x"))
+    before = len(path.ids)
     for one in ids:
-        lane.take(chunk(event("a", [one])))
-    assert list(lane.ids)[before:] == [one for one in ids if one < 10**9]
+        path.forward(chunk(event("a", [one])))
+    assert list(path.ids)[before:] == [one for one in ids if one < 10**9]
 
 
 @pytest.mark.parametrize("together", [False, True])
 def test_events_without_an_id_or_with_several_cost_none_of_the_others(together: bool) -> None:
-    lane, got = taught(event("x"))
-    before = len(lane.ids)
+    path, got = taught(event("x"))
+    before = len(path.ids)
     lists = [[1], [], [2, 3], [4]] * 20
     reads = [chunk(event("a", [7]).replace(b"[7]", json.dumps(ids).encode())) for ids in lists]
     for read in [b"".join(reads)] if together else reads:
-        assert lane.take(read) == len(read)
+        assert path.forward(read) == len(read)
     assert payloads(got) == [event("a", None)] * len(lists)
-    assert list(lane.ids)[before:] == [1, 2, 3, 4] * 20
+    assert list(path.ids)[before:] == [1, 2, 3, 4] * 20
 
 
 def test_what_is_no_id_costs_none_of_the_others() -> None:
-    lane, _ = taught(event("x"))
-    before = len(lane.ids)
+    path, _ = taught(event("x"))
+    before = len(path.ids)
     for ids in (b"[1]", b"[null]", b"[2]"):
-        lane.take(chunk(event("a").replace(b"[7]", ids)))
-    assert list(lane.ids)[before:] == [1, 2]
+        path.forward(chunk(event("a").replace(b"[7]", ids)))
+    assert list(path.ids)[before:] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -215,50 +215,75 @@ def test_what_is_no_id_costs_none_of_the_others() -> None:
     ],
 )
 def test_nothing_is_learned_of_what_is_not_plain(unlike: bytes) -> None:
-    found = learn(unlike, takes_ids=True)
+    found = EventTemplates().learn(unlike, takes_ids=True)
     assert found is None or unlike == STRANGE["two ids too many"], "which is plain but for its ids"
 
 
 def test_a_form_is_one_template() -> None:
-    assert learn(event("a", [1]), takes_ids=True) is learn(event("b", [2, 3]), takes_ids=True)
-    assert learn(event("a", [1]), takes_ids=True) is not learn(event("a", [1], style=SPACED), takes_ids=True)
+    templates = EventTemplates()
+    first = templates.learn(event("a", [1]), takes_ids=True)
+    assert first is not None
+    assert templates.learn(event("b", [2, 3]), takes_ids=True) is first
+    assert templates.latest(takes_ids=True) is first
+    assert templates.latest(takes_ids=False) is not first
+    assert templates.learn(event("a", [1], style=SPACED), takes_ids=True) is not first
 
 
-def test_ids_do_not_pile_up_unread() -> None:
+def test_a_new_stream_begins_with_the_form_that_was_learned_last() -> None:
+    """Its first read takes the fast path. Streams of other processes' templates know nothing of it."""
+    templates = EventTemplates()
+    templates.learn(event("a", None), takes_ids=False)
+    for known, expected in ((templates, len(chunk(event("b", None)))), (EventTemplates(), 0)):
+        path = FastPath(lambda: 0.0, known, takes_ids=False)
+        path.write_to(lambda _: None)
+        path.enabled = True
+        path._learn_at = 1
+        assert path.forward(chunk(event("b", None))) == expected
+
+
+def test_forms_are_few() -> None:
+    """An engine that writes each event in another form fills no memory."""
+    templates = EventTemplates()
+    for number in range(100):
+        assert templates.learn(event("a", None, more=number), takes_ids=False) is not None
+    assert len(templates._known) <= 32
+
+
+def test_ids_do_not_pile_up_unparsed() -> None:
     """However chunks come together, ids are made numbers soon: once a read with several had passed the mark, none ever were."""
-    lane, _ = taught(event("x"))
+    path, _ = taught(event("x"))
     one, two = chunk(event("a")), chunk(event("b", [8])) + chunk(event("c", [9]))
     for _ in range(20):
         for read in (*[one] * 31, two):
-            assert lane.take(read) == len(read)
-            assert len(lane._fresh) <= 32
-    assert lane.tokens >= 20 * 33
+            assert path.forward(read) == len(read)
+            assert len(path._unparsed) <= 32
+    assert path.tokens >= 20 * 33
 
 
 def test_ids_beyond_a_bound_are_counted_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that never ends takes no more memory for its ids than that."""
-    monkeypatch.setattr(tokens, "MOST", 100)
-    lane, _ = taught(event("x"))
-    before = lane.tokens
+    monkeypatch.setattr(tokens, "MAX_KEPT", 100)
+    path, _ = taught(event("x"))
+    before = path.tokens
     for _ in range(10):
-        lane.keep(b",".join([b"7"] * 60))
+        path.keep_ids(b",".join([b"7"] * 60))
     for _ in range(100):
-        lane.take(chunk(event("a")))
-    assert lane.tokens == before + 700
-    assert len(lane.ids) <= 100
+        path.forward(chunk(event("a")))
+    assert path.tokens == before + 700
+    assert len(path.ids) <= 100
 
 
-def test_one_lesson_a_read() -> None:
+def test_one_attempt_to_learn_per_read() -> None:
     """A read whose events are all of other forms is not studied for each of them: what is behind the first is left to others."""
-    lane, _ = opened(takes_ids=False)
+    path, _ = opened(takes_ids=False)
     read = b"".join(chunk(event("a", None, more=number)) * 9 for number in range(50))
-    assert lane.take(read) == 9 * len(chunk(event("a", None, more=1)))
+    assert path.forward(read) == 9 * len(chunk(event("a", None, more=1)))
 
 
 def test_sizes_of_chunks_that_are_kept() -> None:
     """A stream with events of all sizes leaves no table of all sizes behind."""
-    template = learn(event("a", None), takes_ids=False)
+    template = EventTemplates().learn(event("a", None), takes_ids=False)
     assert template is not None
-    for size in range(LONGEST):
-        template.opened(size)
+    for size in range(MAX_CHUNK):
+        template.chunk_opening(size)
     assert len(template.openings) <= 512

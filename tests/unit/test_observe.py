@@ -30,7 +30,7 @@ from pdproxy.observe.events import (
 )
 from pdproxy.observe.formats import MAX_LINE, MAX_MESSAGE, MAX_VALUE, JsonFormatter, TextFormatter
 from pdproxy.observe.logs import LogObserver
-from pdproxy.observe.metrics import MAX_MODEL, MOST_MODELS, MOST_RANKS, Gauge, Metrics
+from pdproxy.observe.metrics import MAX_MODEL, MAX_MODELS, MAX_RANKS, Gauge, Metrics
 
 
 def ended(model: str | None = "m", outcome: str = "ok", **fields: object) -> RequestEnded:
@@ -177,7 +177,7 @@ def test_what_a_formatter_keeps_is_bounded_in_bytes() -> None:
     for number in range(2000):
         formatter.line(0, "INFO", "x", "request", {"model": f"- {number}" + "x" * 5000, "id": f"{number}-"})
         formatter.line(0, "INFO", "x", "request", {"model": f"- {number}" + "x" * 400})
-    kept = formatter._word.cache_info()
+    kept = formatter._cached.cache_info()
     assert kept.currsize == kept.maxsize == 256
     assert kept.misses == 2000, "the long ones were not kept"
 
@@ -185,15 +185,15 @@ def test_what_a_formatter_keeps_is_bounded_in_bytes() -> None:
 def test_labels_are_bounded_in_number_and_length() -> None:
     """Models that no engine lists, that are too long, or too many; ranks that an engine says it has."""
     metrics = Metrics(lambda model: model.startswith("listed"))
-    for number in range(MOST_MODELS + 100):
+    for number in range(MAX_MODELS + 100):
         metrics.notify(ended(f"listed-{number}"))
         metrics.notify(ended(f"mine-{number}"))
     metrics.notify(ended("listed" + "x" * MAX_MODEL))
     metrics.notify(KvWaited("p", "timeout", 1.0, [str(rank) for rank in range(10_000)]))
     page = metrics.page().decode()
     assert "mine" not in page
-    assert page.count("pdproxy_requests_total{") == MOST_MODELS + 1
-    assert page.count("pdproxy_kv_silent_ranks_total{") == MOST_RANKS + 1
+    assert page.count("pdproxy_requests_total{") == MAX_MODELS + 1
+    assert page.count("pdproxy_kv_silent_ranks_total{") == MAX_RANKS + 1
     assert max(map(len, page.splitlines())) < 1000
 
 

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.kit.errors import (
+    AnswerBudgetError,
     EngineError,
     EngineRefusedError,
     EngineTimeoutError,
     EngineUnreachableError,
-    NoAnswerRoomError,
     OverloadedError,
     Wait,
 )
@@ -40,7 +40,7 @@ UNREACHABLE = EngineUnreachableError("refused")
 FULL = EngineRefusedError("full", status=429, body=b"")
 BROKEN = EngineRefusedError("broken", status=500, body=b"")
 REFUSED = EngineRefusedError("refused", status=400, body=b"")
-NO_SPACE = NoAnswerRoomError("no space")
+NO_SPACE = AnswerBudgetError("no space")
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError
 from pdproxy.serving.stream.relay import STREAM_STARTED, Relay
-from pdproxy.upstream.connection import Connection, TakeRead
+from pdproxy.upstream.connection import Connection, ForwardRead
 from pdproxy.wire import sse
-from pdproxy.wire.chunks import chunk, whole
+from pdproxy.wire.chunks import chunk, whole_chunks
 from tests.fakes import answers
 
 HEAD = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -33,7 +33,7 @@ class Sink:
     def __init__(self) -> None:
         self.body = b""
         self.paused = False
-        self.take: TakeRead | None = None
+        self.take: ForwardRead | None = None
 
     def feed(self, piece: bytes, relay: Relay) -> None:
         """Hand on what a connection has read: as a chunk, once those are wanted."""
@@ -47,11 +47,11 @@ class Sink:
         return self.write_chunk
 
     def write_chunk(self, frame: bytes) -> None:
-        (payload,), end = whole(frame)
+        (payload,), end = whole_chunks(frame)
         assert end == len(frame)
         self.write(payload)
 
-    def take_reads(self, take: TakeRead) -> None:
+    def offer_reads(self, take: ForwardRead) -> None:
         self.take = take
 
     def on_pressure(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
@@ -162,7 +162,7 @@ async def test_text_that_looks_like_structure_passes() -> None:
     for pieces in (events, [b"".join(events)]):
         relay = Relay(wants_usage=False)
         assert await run(pieces, relay) == b"".join(events)
-        assert relay.lane.events == len(events) - 1, "the end mark is no data"
+        assert relay.fast_path.events == len(events) - 1, "the end mark is no data"
 
 
 async def test_a_finish_is_held_until_the_next_event() -> None:
@@ -187,7 +187,7 @@ async def test_a_client_that_sees_the_usage_gets_no_fingerprint_elsewhere() -> N
     """One stream of several whose common usage event goes to the client leaves the finish as it is."""
     relay = Relay(wants_usage=False, wants_done=False, index=0, keeps_usage=True)
     assert await run(TEXT, relay) == b"".join(TEXT[:-2])
-    assert relay.usage_event == TEXT[-2]
+    assert relay.filter.usage_event == TEXT[-2]
 
 
 async def test_an_index_is_put_in() -> None:
@@ -223,8 +223,8 @@ async def test_gaps_are_counted_an_event() -> None:
     """Each event but the first is one gap, whether it came alone or with others."""
     relay = Relay(wants_usage=False)
     await run([TEXT[0], TEXT[1] + TEXT[2], TEXT[3], answers.DONE], relay)
-    assert relay.lane.events == 4, "the end mark is no data"
-    assert sum(relay.lane.buckets) == 3
+    assert relay.fast_path.events == 4, "the end mark is no data"
+    assert sum(relay.fast_path.buckets) == 3
 
 
 def test_what_had_come_while_the_loop_was_held_up_is_not_late() -> None:

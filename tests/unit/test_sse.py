@@ -26,9 +26,9 @@ def test_errors_are_found_alone_and_behind_data(error: bytes) -> None:
     data = answers.piece(True, "x")
     assert sse.is_error(error)
     assert not sse.is_error(data)
-    assert sse.may_need_care(error)
-    assert sse.may_need_care(data + error + answers.DONE)
-    assert sse.may_need_care(data + error)
+    assert sse.may_be_special(error)
+    assert sse.may_be_special(data + error + answers.DONE)
+    assert sse.may_be_special(data + error)
 
 
 @given(st.text(), st.booleans())
@@ -52,9 +52,9 @@ def test_the_other_kinds() -> None:
     """The end mark, the usage, a chat's opening and a comment are told apart."""
     usage = answers.usage_event(True, 3, 4)
     assert sse.is_usage_only(usage)
-    assert sse.may_need_care(usage)
+    assert sse.may_be_special(usage)
     assert sse.is_done(answers.DONE)
-    assert sse.may_need_care(answers.piece(False, "x") + answers.DONE)
+    assert sse.may_be_special(answers.piece(False, "x") + answers.DONE)
     assert sse.is_role_only(answers.role())
     assert sse.data_lines(b": ping\n\n") == []
     assert sse.data_lines(b":x\nevent: y\ndata:{}\n\n") == [b"data: {}"]
@@ -68,8 +68,8 @@ def test_the_other_kinds() -> None:
         b"data: 1\nx\n\n",
     ):
         assert not sse.is_regular(odd)
-        assert sse.may_need_care(odd)
-    assert not sse.may_need_care(answers.piece(False, "x") + answers.role())
+        assert sse.may_be_special(odd)
+    assert not sse.may_be_special(answers.piece(False, "x") + answers.role())
     assert sse.payload(sse.data(b"{}")) == b"{}"
 
 
@@ -78,7 +78,7 @@ def test_the_fingerprint_goes_from_the_usage_event_to_the_finish(chat: bool) -> 
     """A finish is told from other events; it gets the usage event's fingerprint as its last field, and never a second one."""
     finish, usage = answers.piece(chat, "x", finish="stop"), answers.usage_event(chat, 3, 4)
     assert sse.is_last_of_choice(finish)
-    assert sse.may_need_care(answers.piece(chat, "x") + finish)
+    assert sse.may_be_special(answers.piece(chat, "x") + finish)
     assert not sse.is_last_of_choice(answers.piece(chat, '"finish_reason":"stop"'))
     made = sse.with_fingerprint(finish, usage)
     assert made.endswith(b"}" + sse.END)
@@ -127,7 +127,7 @@ def test_what_would_take_long_to_compact_is_left_as_it_is(filler: bytes) -> None
 @pytest.mark.parametrize("crumb", [b"\n", b":\n\n", b": ping\n\n", b"data: x\n\n", b"data:\n"])
 def test_crumbs(crumb: bytes) -> None:
     """Many lines with nothing in them are no engine's; some are, and events of the shortest kind are."""
-    assert sse.is_crumbs(crumb * 2000)
-    assert not sse.is_crumbs(crumb * 200)
-    assert not sse.is_crumbs(answers.piece(False, "") * 2000)
-    assert not sse.is_crumbs(answers.DONE)
+    assert sse.has_tiny_lines(crumb * 2000)
+    assert not sse.has_tiny_lines(crumb * 200)
+    assert not sse.has_tiny_lines(answers.piece(False, "") * 2000)
+    assert not sse.has_tiny_lines(answers.DONE)

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from pdproxy.kit.clock import TICK, Clock
-from pdproxy.kit.frames import FIRST_FRAMES, LAST_FRAMES, MOST_CAUSES, frames
+from pdproxy.kit.frames import FIRST_FRAMES, LAST_FRAMES, MAX_CAUSES, frames
 from pdproxy.kit.tasks import MAX_NAME, Failures, Pauses, TaskOwner
 from tests.fakes.world import until
 
@@ -172,5 +172,5 @@ def test_frames_are_bounded() -> None:
     assert error is not None
     text = frames(error)
     assert SECRET not in text
-    assert text.count(" deeper") == (FIRST_FRAMES + LAST_FRAMES - 1) * (MOST_CAUSES + 1) // 2
+    assert text.count(" deeper") == (FIRST_FRAMES + LAST_FRAMES - 1) * (MAX_CAUSES + 1) // 2
     assert "frames)" in text

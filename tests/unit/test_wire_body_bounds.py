@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from pdproxy.kit.errors import BadRequestError
 from pdproxy.wire import body_bounds
 from pdproxy.wire.body_bounds import (
-    ITEMS_AT_ONCE,
-    MOST_FIELDS,
+    MAX_FIELDS,
+    MAX_QUICK_ITEMS,
     SMALL,
     Bounds,
     check_values,
     count_items,
     depth,
-    is_light,
+    is_quick,
 )
 from pdproxy.wire.prompt_lists import part, prompts_in
-from pdproxy.wire.request import Alone, Route, parse, parse_light
+from pdproxy.wire.request import Alone, Route, parse, parse_if_quick
 
 TEXT = st.text(st.sampled_from('"\\[]{},:a\n\u0436\U0001f600'), max_size=6)
 JSON = st.recursive(
@@ -63,11 +63,11 @@ def test_items_and_depth_are_exact(value: Any, ascii_only: bool, encoding: str) 
 
 
 @given(JSON)
-def test_no_body_of_many_items_is_light(value: Any) -> None:
+def test_no_body_of_many_items_is_quick(value: Any) -> None:
     """What is told from bytes alone may be too much, never too little."""
     body = json.dumps([value] * 600).encode()
     body += b" " * max(0, SMALL + 1 - len(body))
-    assert not is_light(body) or count_items(body, 10**9) <= ITEMS_AT_ONCE
+    assert not is_quick(body) or count_items(body, 10**9) <= MAX_QUICK_ITEMS
 
 
 def test_values_are_counted_with_numbers() -> None:
@@ -84,7 +84,7 @@ def test_bounds_are_the_settings() -> None:
     limits = Limits()
     assert Bounds(limits.max_prompts, limits.max_body_items) == body_bounds.DEFAULT
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert({"max_body_items": max(SMALL // 2, ITEMS_AT_ONCE)}, Limits)
+        msgspec.convert({"max_body_items": max(SMALL // 2, MAX_QUICK_ITEMS)}, Limits)
 
 
 TEXTS = st.lists(TEXT | st.sampled_from(["\\", '"', "]", "a" * 50]), min_size=1, max_size=8)
@@ -130,13 +130,13 @@ def peak(of: Callable[[], object]) -> int:
         ("prompts of what only an engine judges", b'{"model":5,"prompt":[' + b'"a",' * 2048 + b'"a"]}'),
         ("prompts of a body with NaN", b'{"x":NaN,"prompt":[' + b'"a",' * 2048 + b'"a"]}'),
         ("embeddings", b'{"model":"m","prompt_embeds":[' + b'"a",' * 2048 + b'"a"]}'),
-        ("fields", b"{" + b",".join(b'"%d":1' % n for n in range(MOST_FIELDS + 1)) + b"}"),
+        ("fields", b"{" + b",".join(b'"%d":1' % n for n in range(MAX_FIELDS + 1)) + b"}"),
     ],
 )
 def test_more_than_one_request_may_have(name: str, more: bytes) -> None:
     """Is refused in a body that is read at once; the message names the number."""
     with pytest.raises(BadRequestError, match=r"2048|1024"):
-        parse_light(Route.COMPLETIONS, more)
+        parse_if_quick(Route.COMPLETIONS, more)
 
 
 def test_a_list_is_not_made_to_be_counted() -> None:
@@ -173,7 +173,7 @@ def test_items_are_counted_before_they_are_made() -> None:
 )
 def test_what_may_take_long_is_not_read_at_once(body: bytes) -> None:
     """It is left to a reader process."""
-    assert parse_light(Route.COMPLETIONS, body) is None
+    assert parse_if_quick(Route.COMPLETIONS, body) is None
 
 
 def test_a_schema_without_end_is_not_read_at_all() -> None:

@@ -203,8 +203,8 @@ def test_numbers_of_ranks_that_no_engine_has(more: dict[str, int]) -> None:
 
 def test_telemetry_of_many_requests() -> None:
     """Each name costs microseconds, and a post may hold 300,000."""
-    few = [f"cmpl-{number}-0-9cc849e2" for number in range(lmcache_telemetry.MOST_NAMES)]
+    few = [f"cmpl-{number}-0-9cc849e2" for number in range(lmcache_telemetry.MAX_NAMES)]
     post = {"event": lmcache_telemetry.STORED, "request_ids_set": few}
-    assert len(lmcache_telemetry.notices(msgspec.json.encode(post)) or []) == lmcache_telemetry.MOST_NAMES
+    assert len(lmcache_telemetry.notices(msgspec.json.encode(post)) or []) == lmcache_telemetry.MAX_NAMES
     post["request_ids_set"] = [*few, "one more"]
     assert lmcache_telemetry.notices(msgspec.json.encode(post)) is None

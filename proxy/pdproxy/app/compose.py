@@ -155,7 +155,7 @@ class Proxy:
             auditor=auditor,
             now=now,
             clock=clock,
-            room=answer_budget,
+            answer_budget=answer_budget,
             tokenizing=tokens.tokenizing if tokens is not None else None,
         )
         known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
@@ -169,7 +169,7 @@ class Proxy:
         )
         legs = PassthroughLegs(
             connect_timeout=deadlines.connect,
-            room=answer_budget,
+            budget=answer_budget,
             key=engines.key if own_keys else no_key,
             tls=engines.tls,
         )

@@ -94,7 +94,7 @@ class Credentials:
     def look(self) -> None:
         """Check all files, now."""
         for one in self._followed:
-            one.look()
+            one.reload_if_changed()
 
     async def follow(self) -> None:
         """Check all files once a second until cancelled."""

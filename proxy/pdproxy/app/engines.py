@@ -50,7 +50,7 @@ class EngineSetup:
             connect_timeout=self._settings.deadlines.connect,
             keepalive=self._settings.limits.engine_keepalive,
             clock=self._clock,
-            room=self._answers,
+            budget=self._answers,
             # Without keys of clients, their own header goes on: our key would open the engines to everybody.
             key=credentials.key if self._credentials.keys.wanted else no_key,
             tls=credentials.tls,

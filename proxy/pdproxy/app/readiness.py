@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from pdproxy.kit.text import cut
+from pdproxy.kit.text import truncate
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.request.admission import Admission
 from pdproxy.web.app import Readiness
@@ -31,10 +31,10 @@ class ReadinessCheck:
         """Return whether a request could be served now."""
         reason = "shutting down" if self._admission.closed else self._ledger.not_ready()
         details = [detail for source in self._sources for detail in source()]
-        shown = [cut(detail, MAX_DETAIL) for detail in details[:MAX_DETAILS]]
+        shown = [truncate(detail, MAX_DETAIL) for detail in details[:MAX_DETAILS]]
         if len(details) > MAX_DETAILS:
             shown.append(f"and {len(details) - MAX_DETAILS} more")
-        return Readiness(cut(reason, MAX_REASON) if reason is not None else None, shown)
+        return Readiness(truncate(reason, MAX_REASON) if reason is not None else None, shown)
 
 
 def ledger_source(ledger: Ledger) -> Callable[[], Sequence[str]]:

@@ -20,7 +20,7 @@ from pdproxy.fleet.engine import Engine, Judgement
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.errors import EngineError, EngineRefusedError, OverloadedError
 from pdproxy.kit.frames import frames
-from pdproxy.kit.text import cut
+from pdproxy.kit.text import truncate
 from pdproxy.observe.events import Event, NodeChanged, Observers, TokenizerJudged
 from pdproxy.scheduling.nodes import Node
 from pdproxy.tokens.canaries import CANARIES, Agreement, Answer, compare
@@ -215,7 +215,7 @@ class Canaries:
             try:
                 tokenizer = self._tokenizer or await self._tokenizer_of(card.root or card.id)
             except UnusableError as error:
-                why = f"{cut(card.root or card.id)}: {cut(error)}: name its folder with `tokenizer`"
+                why = f"{truncate(card.root or card.id)}: {truncate(error)}: name its folder with `tokenizer`"
                 judged[card.id] = Judgement(None, Agreement(False, False, _NOTHING), why)
                 continue
             judged[card.id] = await self._compared(url, card.id, tokenizer)
@@ -225,7 +225,7 @@ class Canaries:
         answers: dict[str, Answer] = {}
         for canary in CANARIES:
             try:
-                answers[canary.name] = await self._admin.token_ids(url, canary.question(model), most=MAX_ANSWER)
+                answers[canary.name] = await self._admin.token_ids(url, canary.tokenize_body(model), most=MAX_ANSWER)
             except EngineRefusedError as error:
                 if error.status in _NO_ROUTE:
                     why = f"its /tokenize answers {error.status}: nothing can be compared"

@@ -19,7 +19,7 @@ from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError, OverloadedError
 from pdproxy.kit.frames import frames
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.kit.text import cut
+from pdproxy.kit.text import truncate
 from pdproxy.observe.events import DeadlinePassed, Event, LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence
@@ -140,7 +140,7 @@ class Prober:
                 self._lost(engine, error)
             return
         if self._ledger.saw(engine.url, evidence):
-            reason = f"{cut(','.join(sorted(evidence.models)))} on vLLM {evidence.version or '?'}"
+            reason = f"{truncate(','.join(sorted(evidence.models)))} on vLLM {evidence.version or '?'}"
             self._observers.notify(NodeChanged(engine.url, node.role.value, up=True, reason=reason))
         self._auditor.scraped(engine, metrics)
 

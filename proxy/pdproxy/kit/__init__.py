@@ -1,1 +1,1 @@
-"""What every other room may use: errors, identifiers, task ownership. Standard library only."""
+"""What every other package may use: errors, identifiers, task ownership. Standard library only."""

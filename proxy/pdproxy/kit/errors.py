@@ -1,27 +1,27 @@
-"""Errors by fault, so that every failure has one meaning wherever it surfaces.
+"""Errors by fault, so that every failure has one meaning everywhere.
 
-Owns the vocabulary of failure: whose fault it was (`Fault`), what we waited for (`Wait`), and the exceptions that
-carry them. What a client sees of each is decided in one place, `pdproxy.web.errors`.
+Owns the kinds of failure: whose fault it was (`Fault`), what the proxy waited for (`Wait`), and the exceptions with these. What a
+client gets of each is decided in one place, `pdproxy.wire.errors`.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
-from pdproxy.kit.text import cut
+from pdproxy.kit.text import truncate
 
 MAX_MESSAGE = 1000
-"""Characters of an engine error's message, which may quote the engine, is kept with the engine's state, logged and shown."""
+"""Characters of an engine error's message. It may quote the engine, and is kept with the engine's state, logged and shown."""
 
 
 class Fault(Enum):
     """Who has to act for the failure to go away."""
 
     CLIENT = "client"  # the request is wrong
-    ENGINE = "engine"  # an engine failed, hung or answered nonsense
-    CAPACITY = "capacity"  # nothing is wrong but the amount of work
+    ENGINE = "engine"  # an engine failed, hung or answered with invalid data
+    CAPACITY = "capacity"  # too much work at once
     OURS = "ours"  # a defect in pdproxy
-    CLIENT_LEFT = "client_left"  # nobody is listening any more
+    CLIENT_LEFT = "client_left"  # nobody reads the answer any more
 
 
 class Wait(Enum):
@@ -46,13 +46,13 @@ class Wait(Enum):
 
 
 class PdproxyError(Exception):
-    """A failure with a fault. `status` is the HTTP status it has before the first byte was sent."""
+    """A failure with a fault. `status` is its HTTP status if nothing was sent yet."""
 
     fault: Fault = Fault.OURS
     status = 500
     type = "InternalServerError"
     public: str | None = None
-    """What a client reads in place of the message, where that holds what is none of its business."""
+    """What a client gets in place of a message that it may not read; None: the message."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -61,12 +61,12 @@ class PdproxyError(Exception):
 
     @property
     def code(self) -> int | str | None:
-        """What a body says as `code`: vLLM repeats the status."""
+        """The `code` of the body: vLLM repeats the status."""
         return self.status
 
     @property
     def logged(self) -> str:
-        """What the log may say of it."""
+        """The text for the log."""
         return self.message
 
 
@@ -79,18 +79,18 @@ class BadRequestError(PdproxyError):
 
 
 class UnreadableError(BadRequestError):
-    """The body can't be read at all. vLLM's type for what fails its schema; its words quote what the client sent."""
+    """The body can't be read. The type is vLLM's for what fails its schema; the message quotes what the client sent."""
 
     type = "Bad Request"
 
     @property
     def logged(self) -> str:
-        """No words of a client's."""
+        """Without what the client sent."""
         return f"the request is not readable{f' at {self.param}' if self.param else ''}"
 
 
 class UnparsableError(BadRequestError):
-    """The body's bytes are no text, or JSON beyond a parser's bounds. FastAPI has a body of its own for it."""
+    """The body is not text, or JSON beyond a parser's limits. FastAPI has its own body for this error."""
 
     def __init__(self) -> None:
         super().__init__("There was an error parsing the body", param="body")
@@ -103,7 +103,7 @@ class HeadTooLargeError(BadRequestError):
 
 
 class PathTooLongError(BadRequestError):
-    """The request's path is longer than that of any route."""
+    """The request's path is longer than that of every route."""
 
     status = 414
 
@@ -116,7 +116,7 @@ class HeadTimeoutError(BadRequestError):
 
 
 class NotStoredError(BadRequestError):
-    """The client asked for something that was never kept. vLLM's type for it."""
+    """The client asked for something that is not stored. The type is vLLM's."""
 
     status = 404
     type = "invalid_request_error"
@@ -136,7 +136,7 @@ class BodyTimeoutError(BadRequestError):
 
 
 class UnauthorizedError(PdproxyError):
-    """Proxy keys are set and the client brought none of them. Spoken of as OpenAI does: vLLM has no such body."""
+    """Proxy keys are set and the client sent none of them. The body is OpenAI's: vLLM has none for it."""
 
     fault = Fault.CLIENT
     status = 401
@@ -148,7 +148,7 @@ class UnauthorizedError(PdproxyError):
 
     @property
     def code(self) -> str | None:
-        """OpenAI's own word, None where it has none."""
+        """OpenAI's own code, None if it has none."""
         return self._code
 
 
@@ -161,18 +161,18 @@ class OverloadedError(PdproxyError):
 
 
 class EngineError(PdproxyError):
-    """An engine failed: it answered nonsense, or closed the connection before its answer was whole."""
+    """An engine failed: it sent invalid data, or closed the connection before its answer was whole."""
 
     fault = Fault.ENGINE
     status = 502
     type = "BadGatewayError"
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(cut(message, MAX_MESSAGE), param=param)
+        super().__init__(truncate(message, MAX_MESSAGE), param=param)
 
 
-class NoAnswerRoomError(EngineError):
-    """An answer found no room beside others (`limits.max_buffered_answer_bytes`): no fault of its engine."""
+class AnswerBudgetError(EngineError):
+    """Other answers use up `limits.max_buffered_answer_bytes`. Not a fault of the engine."""
 
     fault = Fault.CAPACITY
     status = 503
@@ -180,7 +180,7 @@ class NoAnswerRoomError(EngineError):
 
 
 class EngineUnreachableError(EngineError):
-    """An engine did not take the connection. It has seen nothing of the request."""
+    """An engine did not accept the connection. It has received nothing of the request."""
 
     status = 503
     type = "ServiceUnavailableError"
@@ -197,7 +197,7 @@ class EngineTlsError(EngineUnreachableError):
 
 
 class StaleConnectionError(EngineError):
-    """A kept connection closed before the first byte of an answer: the engine had shut it while it was idle."""
+    """A kept connection closed before the first byte of an answer: the engine had closed it while it was idle."""
 
 
 class EngineTimeoutError(EngineError):

@@ -1,12 +1,12 @@
-"""A traceback without the words of the exception: those may quote what failed, and that may be a prompt or a key."""
+"""A traceback without the exception's message, which may quote a prompt or a key."""
 
 from __future__ import annotations
 
 import traceback
 
 FIRST_FRAMES, LAST_FRAMES = 3, 12
-"""Of a traceback: the entry, and where it went wrong. A recursion without an end has a thousand frames."""
-MOST_CAUSES = 5
+"""Frames of a traceback that are shown. An endless recursion has a thousand."""
+MAX_CAUSES = 5
 
 
 def frames(error: BaseException) -> str:
@@ -15,11 +15,11 @@ def frames(error: BaseException) -> str:
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
-        if len(parts) == MOST_CAUSES:
+        if len(parts) == MAX_CAUSES:
             parts.append("others")
             break
         seen.add(id(one))
-        # Not `extract_tb`, which also reads the lines of the source, from a disk that may hang.
+        # `extract_tb` would also read the lines of the source, from a disk that may hang.
         walked = [(step.f_code, line) for step, line in traceback.walk_tb(one.__traceback__)]
         steps = [f"{code.co_filename}:{line} {code.co_name}" for code, line in walked]
         if len(steps) > FIRST_FRAMES + LAST_FRAMES:
@@ -31,10 +31,10 @@ def frames(error: BaseException) -> str:
 
 
 def drop_traceback(error: BaseException) -> None:
-    """Part an error that has been dealt with, and those that it came from, from their tracebacks and from each other.
+    """Remove the traceback of an error that was handled, and of its causes, and the references between them.
 
-    A traceback holds the frames that were passed, and mostly one of these holds the error, or a future that was failed by it:
-    all of a request would wait for the garbage collector.
+    A traceback refers to frames, and mostly one of these refers to the error, or to a future that failed with it. Without this,
+    all objects of a request would stay until the garbage collector runs.
     """
     one: BaseException | None = error
     while one is not None:

@@ -1,4 +1,4 @@
-"""Request identifiers: taken from the client where usable, minted otherwise."""
+"""Request identifiers: the client's if usable, otherwise made here."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def mint() -> str:
 
 
 def usable(candidate: str | None) -> str | None:
-    """Return the candidate if it can be an id in headers, logs and engine ids alike, else None.
+    """Return the candidate if it can be an id in headers, logs and engine ids, else None.
 
-    Up to 128 characters without white space, quotes or control characters: what a log line can show unescaped.
+    It has up to 128 characters without white space, quotes or control characters, so that a log line needs no escapes.
     """
     if candidate is not None and _USABLE.fullmatch(candidate):
         return candidate

@@ -1,6 +1,6 @@
-"""What is read from files and read again when they change: keys, certificates. What was good once stays until better comes.
+"""Values that are read from files, and read again when the files change: keys, certificates.
 
-Owns the rule for files that go bad while the process runs: the last good value is kept, and the failure is told once.
+Owns the rule for files that become unusable while the process runs: the last good value stays, and the failure is logged once.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class ReloadingFile(Generic[T]):
         """Read it for the first time; raise what `read` raises."""
         self.name = name
         self.failure: str | None = None
-        """Why the files can't be used as they are now; None while the value is theirs."""
+        """Why the files can't be used as they are now; None while the value is that of the files."""
         self._paths = tuple(paths)
         self._read = read
-        self._seen = self._stamps()  # before reading: a change in between is read twice and not missed
+        self._stamps_read = self._stamps()  # before reading: a change in between is read twice, but not missed
         self._value = read()
 
     def __repr__(self) -> str:
@@ -35,18 +35,18 @@ class ReloadingFile(Generic[T]):
         """Return the newest good value."""
         return self._value
 
-    def look(self) -> None:
-        """Read the files again if they are others than before, or could not be used."""
+    def reload_if_changed(self) -> None:
+        """Read the files again if they have changed, or could not be used."""
         stamps = self._stamps()
-        if stamps == self._seen and self.failure is None:
+        if stamps == self._stamps_read and self.failure is None:
             return
-        self._seen = stamps
+        self._stamps_read = stamps
         try:
             self._value = self._read()
         except (OSError, ValueError) as error:
-            # The same failure is not told each second: it is in /ready for as long as it lasts.
+            # The same failure is not logged each second: `/ready` shows it for as long as it lasts.
             if self.failure != str(error):
-                logger.error("%s can't be read again, what was read before stays in force: %s", self.name, error)  # noqa: TRY400
+                logger.error("%s can't be read again, the value from before stays in use: %s", self.name, error)  # noqa: TRY400
             self.failure = str(error)
         else:
             self.failure = None
@@ -58,7 +58,7 @@ class ReloadingFile(Generic[T]):
 
 def _stamp(path: str) -> tuple[int, ...] | None:
     try:
-        found = os.stat(path)  # noqa: PTH116 - follows links: Kubernetes swaps a link to renew a secret
+        found = os.stat(path)  # noqa: PTH116 - follows links: Kubernetes replaces a link to renew a secret
     except (OSError, ValueError):
         return None
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 
 from pdproxy.kit.frames import drop_traceback, frames
-from pdproxy.kit.text import cut
+from pdproxy.kit.text import truncate
 
 logger = logging.getLogger("pdproxy")
 
@@ -129,14 +129,14 @@ class TaskOwner:
         for task in self._tasks:
             if task.get_name() == self._full_name(name):
                 task.cancel()
-        self._failures = [failures for failures in self._failures if failures.name != cut(name, MAX_NAME)]
+        self._failures = [failures for failures in self._failures if failures.name != truncate(name, MAX_NAME)]
 
     def _full_name(self, name: str) -> str:
-        return f"{self._name}:{cut(name, MAX_NAME)}"
+        return f"{self._name}:{truncate(name, MAX_NAME)}"
 
     def watch(self, name: str) -> Failures:
         """Return where the failures of something that must always run are to be reported."""
-        failures = Failures(cut(name, MAX_NAME), self._pauses, self._now)
+        failures = Failures(truncate(name, MAX_NAME), self._pauses, self._now)
         self._failures.append(failures)
         return failures
 

@@ -1,12 +1,12 @@
-"""Words of others, cut to a length that a log line, an answer and memory can bear."""
+"""Texts that clients and engines choose, cut to a length that is acceptable in a log line, an answer and memory."""
 
 from __future__ import annotations
 
-MOST = 300
+MAX_LENGTH = 300
 """Characters."""
 
 
-def cut(words: object, most: int = MOST) -> str:
-    """Return words as a text of so many characters at the most, and say so where some are left out."""
-    text = str(words)
-    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+def truncate(value: object, limit: int = MAX_LENGTH) -> str:
+    """Return a value as text of at most `limit` characters; if it is longer, its whole length follows."""
+    text = str(value)
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"

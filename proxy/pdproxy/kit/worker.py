@@ -1,6 +1,6 @@
-"""A worker process, as it is inside: it reads a question and data from its standard input, and writes the answer to its output.
+"""Inside a worker process: it reads questions with data from its standard input, and writes answers to its standard output.
 
-Owns the frames that pass between `kit.workers` and a worker, and the bounds that a worker sets itself before its first question.
+Owns the frames between `kit.workers` and a worker, and the limits that a worker sets for itself before its first question.
 """
 
 from __future__ import annotations
@@ -14,39 +14,37 @@ import sys
 from collections.abc import Callable
 
 QUESTION = struct.Struct(">IQ")
-"""Before a question: its bytes, and those of the data that follow it."""
+"""Before a question: its size and that of the data behind it, in bytes."""
 ANSWER = struct.Struct(">?Q")
-"""Before an answer: whether there was memory for it, and its bytes."""
+"""Before an answer: whether there was memory for it, and its size in bytes."""
 NICE = 10
-"""How far a worker stands back behind the process that serves."""
+"""Added to the niceness of a worker, so that the serving process runs first."""
 
 
 def work(answer: Callable[[bytes, bytes], bytes]) -> None:
-    """Answer questions until standard input ends. The first argument of the command line bounds the memory, in bytes."""
-    _bound(int(sys.argv[1]))
-    take, give = sys.stdin.buffer, sys.stdout.buffer
-    while len(head := take.read(QUESTION.size)) == QUESTION.size:
+    """Answer questions until standard input ends. The first argument of the command line limits the memory, in bytes."""
+    _set_limits(int(sys.argv[1]))
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    while len(head := source.read(QUESTION.size)) == QUESTION.size:
         sizes = QUESTION.unpack(head)
         try:
-            question, data = (take.read(size) for size in sizes)
+            question, data = (source.read(size) for size in sizes)
             if len(data) < sizes[1]:
                 return
             found, enough = answer(question, data), True
         except MemoryError:
             found, enough = b"", False
-        give.write(ANSWER.pack(enough, len(found)))
-        give.write(found)
-        give.flush()
+        sink.write(ANSWER.pack(enough, len(found)))
+        sink.write(found)
+        sink.flush()
         if not enough:
-            return  # what was in the way of the data is still there, and some of the data may not have been read
+            return  # the memory is not free yet, and the rest of the data may still be in the input
         question = data = found = b""
 
 
-def _bound(memory: int) -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is for the process that started this one, which closes the input
+def _set_limits(memory: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process, which closes the input
     os.nice(NICE)
-    for kind, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
-        with contextlib.suppress(ValueError, OSError):  # lower bounds are in force already
-            resource.setrlimit(kind, (most, most))
+    for kind, limit in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
+        with contextlib.suppress(ValueError, OSError):  # lower limits apply already
+            resource.setrlimit(kind, (limit, limit))

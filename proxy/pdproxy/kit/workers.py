@@ -1,7 +1,7 @@
-"""Worker processes for what would hold up the event loop: a few, started when they are needed, each with one question at a time.
+"""Worker processes for work that would hold up the event loop: a few, started on demand, each with one question at a time.
 
-Owns the processes. A process and not a thread, since the work that is meant never gives up the interpreter's lock. A worker
-whose caller stops waiting is killed: nothing else ends its work.
+Owns the processes. They are not threads, since such work never releases the interpreter's lock. A worker whose caller stops
+waiting is killed: nothing else ends its work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.kit.worker import ANSWER, QUESTION
 
 _PIECE = 2**18
-"""Bytes that are written in one go: whatever a worker takes at once holds up the event loop meanwhile."""
+"""Bytes per write: a write holds up the event loop for as long as it takes."""
 _BUFFER = 2**20
 """Bytes of an answer that are read ahead."""
 
@@ -30,14 +30,14 @@ class WorkerLostError(OverloadedError):
 
 
 class NoMemoryError(Exception):
-    """The work takes more memory than a worker may have."""
+    """The work needs more memory than a worker may use."""
 
 
 class Workers:
     """At most `most` processes that run a Python `module`, whose main is `kit.worker.work`.
 
-    `waiting`: callers that may wait for one. `memory`: bytes of addresses that one may have. One that has had nothing to do for
-    `idle` seconds is ended.
+    `waiting`: callers that may wait for one. `memory`: bytes of address space of each. A process that was idle for `idle` seconds
+    is ended.
     """
 
     def __init__(self, module: str, *, most: int, waiting: int, memory: int, idle: float) -> None:
@@ -60,7 +60,7 @@ class Workers:
 
     @property
     def idle(self) -> int:
-        """How many have nothing to do."""
+        """How many are idle."""
         return len(self._idle)
 
     @property
@@ -68,22 +68,22 @@ class Workers:
         """Callers that wait for one."""
         return self._turns.waiting
 
-    async def ask(self, asker: Hashable, question: bytes, data: bytes | bytearray) -> bytes | memoryview:
-        """Have a worker answer, when it is the asker's turn. Cancelled, it ends the worker that is at work on it.
+    async def ask(self, client: Hashable, question: bytes, data: bytes | bytearray) -> bytes | memoryview:
+        """Return a worker's answer, once it is the client's turn. Cancellation ends the worker that is at work on it.
 
         Raises:
-            OverloadedError: too many wait already, or this one gave way to an asker with fewer.
+            OverloadedError: too many wait already, or a client with fewer of them took the place.
             WorkerLostError: the worker ended, or none could be started.
-            NoMemoryError: the work takes more memory than a worker may have.
+            NoMemoryError: the work needs more memory than a worker may use.
         """
         try:
-            await self._turns.enter(asker)
+            await self._turns.enter(client)
         except NoPlaceError:
             raise OverloadedError("too many large requests are waiting to be read") from None
         try:
             process = await self._ready()
         except BaseException:
-            self._turns.leave(asker)
+            self._turns.leave(client)
             raise
         try:
             answer = await _asked(process, question, data)
@@ -97,7 +97,7 @@ class Workers:
             self._keep(process)
             return answer
         finally:
-            self._turns.leave(asker)
+            self._turns.leave(client)
 
     async def close(self) -> None:
         """End all workers."""
@@ -107,7 +107,7 @@ class Workers:
 
     async def _ready(self) -> Process:
         while self._idle:
-            process, timer = self._idle.popitem()  # the last that was at work: others may end
+            process, timer = self._idle.popitem()  # the last that was used: others may time out
             timer.cancel()
             if process.returncode is None:
                 return process
@@ -148,7 +148,7 @@ class Workers:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         if process.stdin is not None and not process.stdin.transport.is_closing():
-            process.stdin.transport.abort()  # what it has not read is let go of
+            process.stdin.transport.abort()  # drop what it has not read
         self._ending.spawn(_ended(process), str(process.pid))
 
 
@@ -157,26 +157,24 @@ async def _ended(process: Process) -> None:
 
 
 async def _asked(process: Process, question: bytes, data: bytes | bytearray) -> bytes | memoryview:
-    take, give = process.stdin, process.stdout
-    assert take is not None
-    assert give is not None
-    take.write(QUESTION.pack(len(question), len(data)) + question)
-    given = memoryview(data)
-    with contextlib.suppress(
-        ConnectionError
-    ):  # what the worker has said before it stopped reading, if anything, is its answer
-        for at in range(0, len(given), _PIECE):
-            take.write(given[at : at + _PIECE])
-            await take.drain()
-    enough, size = ANSWER.unpack(await give.readexactly(ANSWER.size))
+    stdin, stdout = process.stdin, process.stdout
+    assert stdin is not None
+    assert stdout is not None
+    stdin.write(QUESTION.pack(len(question), len(data)) + question)
+    view = memoryview(data)
+    with contextlib.suppress(ConnectionError):  # it may have answered before it stopped reading
+        for at in range(0, len(view), _PIECE):
+            stdin.write(view[at : at + _PIECE])
+            await stdin.drain()
+    enough, size = ANSWER.unpack(await stdout.readexactly(ANSWER.size))
     if not enough:
         raise NoMemoryError
     if size <= _BUFFER:
-        return await give.readexactly(size)
-    # Piece by piece into memory that is not touched before: to make one of many pieces at the end would hold up the event loop.
+        return await stdout.readexactly(size)
+    # Piece by piece into memory that is not touched before: joining many pieces at the end would hold up the event loop.
     whole, at = mmap.mmap(-1, size), 0
     while at < size:
-        piece = await give.read(min(size - at, _BUFFER))
+        piece = await stdout.read(min(size - at, _BUFFER))
         if not piece:
             raise EOFError
         whole[at : at + len(piece)] = piece
@@ -184,6 +182,6 @@ async def _asked(process: Process, question: bytes, data: bytes | bytearray) -> 
     return memoryview(whole)
 
 
-def _environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """Return a worker's environment: ours without our settings, which may hold keys."""
-    return {name: value for name, value in ours.items() if not name.startswith("PDPROXY_")}
+def _environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return a worker's environment: this one without the settings of pdproxy, which may hold keys."""
+    return {name: value for name, value in environment.items() if not name.startswith("PDPROXY_")}

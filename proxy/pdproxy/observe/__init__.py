@@ -1,1 +1,1 @@
-"""What happened, as frozen events; who wants to know subscribes. Changes nothing."""
+"""What happened, as frozen events, and the observers that get them: metrics and the log. Changes nothing."""

@@ -1,7 +1,7 @@
-"""The events that pdproxy emits, and the protocol of those who hear them.
+"""The events that pdproxy emits, and the protocol of their observers.
 
-Events say what happened in the past tense and hold plain values only. Observers are called in the event loop, once a
-request or a state change and never once a chunk, and must not raise or wait.
+Events have names in the past tense and hold plain values only. Observers are called in the event loop, once per request or state
+change and never per chunk, and must not raise or wait.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Gaps(msgspec.Struct):
 
 
 class LegTimes(msgspec.Struct, frozen=True):
-    """One prompt's way: engines by url, durations in seconds, None where a phase did not happen.
+    """The legs of one prompt: engines by URL, durations in seconds, None if a phase did not happen.
 
     `prefill_s` from the prefill leg's start to its answer, `kv_s` from the decode leg's start to its first data (the
-    transfer and the first step), `why_alone` the rule or failure by which one engine served it.
+    transfer and the first step), `why_alone` the rule or failure because of which one engine served it alone.
     """
 
     prefill: str | None = None
@@ -38,7 +38,7 @@ class LegTimes(msgspec.Struct, frozen=True):
 
 
 class RequestEnded(msgspec.Struct, frozen=True):
-    """A request is over. `outcome` is "ok", "client_left", or the fault that ended it; `first_s` is the time to first token."""
+    """A request has ended. `outcome` is "ok", "client_left", or the fault that ended it; `first_s` is the time to first token."""
 
     request_id: str
     endpoint: str
@@ -69,7 +69,7 @@ class DeadlinePassed(msgspec.Struct, frozen=True):
 
 
 class HandleEnded(msgspec.Struct, frozen=True):
-    """A KV handle is over. `end`: loaded, released, refused (the decode engine released it), aborted or lost."""
+    """A KV handle has ended. `end`: loaded, released, refused (the decode engine released it), aborted or lost."""
 
     end: str
     prefill: str
@@ -77,7 +77,7 @@ class HandleEnded(msgspec.Struct, frozen=True):
 
 
 class LegFailed(msgspec.Struct, frozen=True):
-    """A leg to an engine failed; `will_retry` says whether another engine is asked."""
+    """A leg to an engine failed; `will_retry`: whether another engine is asked."""
 
     request_id: str
     node: str
@@ -87,7 +87,7 @@ class LegFailed(msgspec.Struct, frozen=True):
 
 
 class NodeChanged(msgspec.Struct, frozen=True):
-    """An engine came up, went down or was shut out."""
+    """An engine came up, went down or was excluded."""
 
     node: str
     role: str
@@ -105,7 +105,7 @@ class PairEjected(msgspec.Struct, frozen=True):
 
 
 class KvShortfall(msgspec.Struct, frozen=True):
-    """A decode engine received fewer prompt tokens by KV transfer than were sent to it: it recomputed them, silently."""
+    """A decode engine received fewer prompt tokens by KV transfer than were sent to it: it computed them again."""
 
     node: str
     tokens: int
@@ -121,10 +121,10 @@ class KvCounted(msgspec.Struct, frozen=True):
 
 
 class KvNoticed(msgspec.Struct, frozen=True):
-    """An engine told something of a KV transfer. `result`: what became of it.
+    """An engine sent a notice about a KV transfer. `result`: what the proxy did with it.
 
-    awaited; double (its rank had been heard); early (nobody waits yet); late (nobody waits any more); unknown (early, and
-    nobody came); undecodable. Of a handle's later life: known, or over (it had ended for us).
+    awaited; double (its rank had sent one); early (nothing waits yet); late (nothing waits any more); unknown (early, and
+    nothing waited later); undecodable. About a handle after that: known, or over (the handle had ended for the proxy).
     """
 
     event: str
@@ -132,14 +132,14 @@ class KvNoticed(msgspec.Struct, frozen=True):
 
 
 class KvTransferred(msgspec.Struct, frozen=True):
-    """A decode engine told that it has loaded a prompt's KV: in how many seconds, and how many bytes; None: it doesn't say."""
+    """A decode engine reported that it has loaded a prompt's KV, with the duration and the size; None: not reported."""
 
     seconds: float | None
     bytes: int | None
 
 
 class KvWaited(msgspec.Struct, frozen=True):
-    """A wait for notices of a prefill engine is over. `result`: ready or timeout; `missing`: the ranks that were silent."""
+    """A wait for notices of a prefill engine has ended. `result`: ready or timeout; `missing`: the ranks that sent none."""
 
     node: str
     result: str
@@ -148,10 +148,10 @@ class KvWaited(msgspec.Struct, frozen=True):
 
 
 class Tokenized(msgspec.Struct, frozen=True):
-    """A prompt was to become token ids before an engine sees it.
+    """Token ids of a prompt were requested before an engine gets it.
 
-    `source`: here, or an engine (its `/tokenize`); `result`: ok, unsure (only an engine can tell what it would make of the
-    request), rejected (by the template, or by the engine), late, busy or failed; `seconds` from the wish to the result.
+    `source`: here, or an engine (its `/tokenize`); `result`: ok, unsure (only an engine knows the ids of this request), rejected
+    (by the template, or by the engine), late, busy or failed; `seconds` from the request for ids to the result.
     """
 
     source: str
@@ -161,9 +161,9 @@ class Tokenized(msgspec.Struct, frozen=True):
 
 
 class TokenizerJudged(msgspec.Struct, frozen=True):
-    """An engine's token ids of canary prompts were compared with ours. `agrees` None: there was nothing to compare.
+    """An engine's token ids of canary prompts were compared with those made here. `agrees` None: there was nothing to compare.
 
-    Unless they agree, prompts are not tokenized here for it.
+    Prompts are tokenized here for the engine only if they agree.
     """
 
     node: str
@@ -173,9 +173,9 @@ class TokenizerJudged(msgspec.Struct, frozen=True):
 
 
 class Evicted(msgspec.Struct, frozen=True):
-    """Something was taken from a client that held more than its share while others waited.
+    """A client that held more than its share while others waited lost something.
 
-    `what`: queue (a request that waited for a place), body (one that was not whole), connection (an idle one), reader (an
+    `what`: queue (a request that waited for a place), body (one that was not whole), connection (an idle one), reader (a
     stream that was read too slowly), answer (a whole one that was not read).
     """
 
@@ -183,9 +183,9 @@ class Evicted(msgspec.Struct, frozen=True):
 
 
 class LoopBeat(msgspec.Struct, frozen=True):
-    """The event loop was to call back at a certain time, and did so this many seconds later.
+    """The event loop called a timer `late_s` seconds after its time.
 
-    `swallowed`: at that time it was held up by what an event before this one has reported.
+    `swallowed`: an earlier event has reported the delay that caused it.
     """
 
     late_s: float
@@ -213,14 +213,14 @@ Event = (
 
 
 class Observer(Protocol):
-    """Hears events."""
+    """Gets events."""
 
     def notify(self, event: Event) -> None:
-        """Take note of an event, quickly."""
+        """Process an event, quickly."""
 
 
 class Observers:
-    """Passes each event to all observers, in order."""
+    """All observers. Each event goes to them in order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
@@ -230,6 +230,6 @@ class Observers:
         self._observers += observers
 
     def notify(self, event: Event) -> None:
-        """Tell every observer."""
+        """Pass an event to every observer."""
         for observer in self._observers:
             observer.notify(event)

@@ -1,8 +1,8 @@
-"""The formats of a log line, text and JSON, and their bounds: no text of a client or an engine makes a line long, or two of one.
+"""The formats of a log line, text and JSON, and their limits: no text of a client or an engine makes a line long, or two lines.
 
-Each value is cut to `MAX_VALUE` characters and shows how long it was. Where a whole line is still over `MAX_LINE`, its values are
-cut shorter before it is made, so that every line can be read. Exceptions are shown by their types and places alone: their words
-may quote a prompt.
+Each value is truncated to `MAX_VALUE` characters and shows its length. If a whole line is still over `MAX_LINE`, its values are
+truncated further before it is made, so that every line can be read. Exceptions are shown by their types and places only: their
+messages may quote a prompt.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import lru_cache
 import msgspec
 
 from pdproxy.kit.frames import frames
-from pdproxy.kit.text import cut
+from pdproxy.kit.text import truncate
 
 MAX_VALUE = 512
 """Characters of a value, before it is quoted."""
@@ -25,23 +25,23 @@ MAX_MESSAGE = 8192
 """Characters of a message, and of the places of an exception."""
 MAX_LINE = 32_768
 """Characters of a line."""
-MOST_ITEMS = 32
+MAX_ITEMS = 32
 """Items of a list."""
-_CUTS = (1, 8, 64)
-"""What both are divided by, one after the other, until the line is short enough."""
-_OFTEN = 256
-"""Characters of a word that is kept, since it may come again: an engine's address, a model, a path."""
-_PLAIN = frozenset((int, float, bool))
+_DIVISORS = (1, 8, 64)
+"""Divisors of both limits, tried one after the other until the line is short enough."""
+_MAX_CACHED = 256
+"""Characters of a value whose quoted form is cached, since it may be logged again: an engine's address, a model, a path."""
+_NUMBERS = frozenset((int, float, bool))
 _EXCEPTION = "exception"
 
 Fields = Mapping[str, object]
 
 
 class Formatter(logging.Formatter):
-    """What both formats share: the parts of a record, and the bounds of a line."""
+    """The base of both formats: the parts of a record, and the limits of a line."""
 
     def __init__(self, clock: str) -> None:
-        """Make one; `clock` is how `time.strftime` shows a second, which is kept from one line to the next."""
+        """`clock` is the format of `time.strftime` for a second, whose text is kept for the next lines."""
         super().__init__()
         self._clock = clock
         self._second = 0
@@ -56,17 +56,17 @@ class Formatter(logging.Formatter):
         return self.line(record.created, record.levelname, record.name, record.getMessage().rstrip(), fields)
 
     def own_line(self, created: float, level: str, logger: str, message: str, fields: Fields) -> str:
-        """Return the same as `line`, at less cost, of texts that are bounded already: every request writes such a line."""
+        """Return the same as `line`, at less cost, for texts that are short already: every request writes such a line."""
         try:
             line = self._line(created, level, logger, message, fields)
             if len(line) <= MAX_VALUE:
-                return line  # so no value is longer
+                return line  # so every value is short enough
         except (ValueError, TypeError):
             pass
         return self.line(created, level, logger, message, fields)
 
     def line(self, created: float, level: str, logger: str, message: str, fields: Fields) -> str:
-        """Return the line of what happened at `created`, in Unix seconds."""
+        """Return the line of an event at `created`, in Unix seconds."""
         try:
             if _is_short(message, fields):
                 line = self._line(created, level, logger, message, fields)
@@ -74,10 +74,10 @@ class Formatter(logging.Formatter):
                     return line
         except (ValueError, TypeError, OverflowError, RecursionError):
             pass  # half of a surrogate pair, or a number of thousands of digits
-        for by in _CUTS:
-            bounds = MAX_VALUE // by, MAX_MESSAGE // by
-            values = {name: _bounded(value, bounds[name == _EXCEPTION]) for name, value in fields.items()}
-            line = self._line(created, level, logger, _encodable(cut(message, bounds[1])), values)
+        for divisor in _DIVISORS:
+            limits = MAX_VALUE // divisor, MAX_MESSAGE // divisor
+            values = {name: _bounded(value, limits[name == _EXCEPTION]) for name, value in fields.items()}
+            line = self._line(created, level, logger, _encodable(truncate(message, limits[1])), values)
             if len(line) <= MAX_LINE:
                 return line
         return self._line(created, level, logger, "a line that is too long was left out", {})
@@ -95,9 +95,9 @@ class TextFormatter(Formatter):
     """`time LEVEL logger message key=value ...`, values quoted where they hold spaces."""
 
     def __init__(self) -> None:
-        """Make one. It keeps short words that it has shown."""
+        """Make one. It caches the quoted forms of short values."""
         super().__init__("%Y-%m-%d %H:%M:%S")
-        self._word = lru_cache(256)(_as_word)
+        self._cached = lru_cache(256)(_quoted)
 
     def _line(self, created: float, level: str, logger: str, message: str, fields: Fields) -> str:
         second = int(created)
@@ -105,18 +105,18 @@ class TextFormatter(Formatter):
             message = json.dumps(message)[1:-1]
         line = f"{self._time(second)},{int(1000 * (created - second)):03d} {level} {logger} {message}"
         for name, value in fields.items():
-            # Most values of most lines are numbers, or words that stood in a line before.
+            # Most values of most lines are numbers, or values that were logged before.
             if type(value) is str:
                 if not value.isalnum():
-                    value = self._word(value) if len(value) <= _OFTEN else _as_word(value)
-            elif type(value) not in _PLAIN:
-                value = _as_word(str(value))
+                    value = self._cached(value) if len(value) <= _MAX_CACHED else _quoted(value)
+            elif type(value) not in _NUMBERS:
+                value = _quoted(str(value))
             line += f" {name}={value}"
         return line
 
 
 class JsonFormatter(Formatter):
-    """One JSON object a line."""
+    """One JSON object per line."""
 
     def __init__(self) -> None:
         """Make one."""
@@ -133,41 +133,41 @@ class JsonFormatter(Formatter):
         return msgspec.json.encode(line, enc_hook=str).decode()
 
 
-def formatter(log_format: str) -> Formatter:
-    """Return that of a format: "json" or "text"."""
+def make_formatter(log_format: str) -> Formatter:
+    """Return the formatter of a format: "json" or "text"."""
     return JsonFormatter() if log_format == "json" else TextFormatter()
 
 
 _SEPARATORS = re.compile(r'[ "=]')
 
 
-def _as_word(text: str) -> str:
+def _quoted(text: str) -> str:
     if text and text.isprintable() and not _SEPARATORS.search(text):
         return text
     return json.dumps(text)  # escapes whatever a terminal would act on
 
 
 def _is_short(message: str, fields: Fields) -> bool:
-    """Tell whether nothing need be cut. Every request asks."""
+    """Return whether nothing must be truncated. Called for every request."""
     for value in fields.values():
         kind = type(value)
-        if (kind is str and len(value) > MAX_VALUE) or (kind is not str and kind not in _PLAIN):  # type: ignore[arg-type]
+        if (kind is str and len(value) > MAX_VALUE) or (kind is not str and kind not in _NUMBERS):  # type: ignore[arg-type]
             return False
     return len(message) <= MAX_MESSAGE
 
 
-def _bounded(value: object, most: int) -> object:
-    """Return a value as a line can show it: numbers and short texts as they are, long ones cut, of lists the first items."""
+def _bounded(value: object, limit: int) -> object:
+    """Return a value in the form for a line: numbers as they are, texts truncated, the first items of lists."""
     if isinstance(value, str):
-        return _encodable(cut(value, most))
+        return _encodable(truncate(value, limit))
     if value is None or isinstance(value, bool | float):
         return value
     if isinstance(value, int):
         return value if value.bit_length() <= 64 else f"a number of {value.bit_length()} bits"
     if isinstance(value, list | tuple):
-        items = [_bounded(item, most) for item in value[:MOST_ITEMS]]
-        return items if len(value) <= MOST_ITEMS else [*items, f"{len(value) - MOST_ITEMS} more"]
-    return _encodable(cut(str(value), most))
+        items = [_bounded(item, limit) for item in value[:MAX_ITEMS]]
+        return items if len(value) <= MAX_ITEMS else [*items, f"{len(value) - MAX_ITEMS} more"]
+    return _encodable(truncate(str(value), limit))
 
 
 def _encodable(text: str) -> str:

@@ -1,11 +1,11 @@
-"""The writer of log lines: a thread, so that a standard error that nobody reads holds up nothing but that thread.
+"""The writer of log lines: a thread, so that a standard error that nobody reads holds up only that thread.
 
-Owns the lines that are not written yet, bounded in bytes and in number, and the count of those that were dropped.
+Owns the lines that are not written yet, limited in bytes and in number, and the count of dropped lines.
 
 A write to a full pipe blocks until somebody reads it, and a pipe can't be made non-blocking here: that would change it for
 every process that shares it. So callers only put lines into a queue. The thread sleeps while the queue is empty. The first line
-wakes it; it lets more lines come for `GATHER` seconds and writes all of them with one system call: a wake-up for each line
-would cost more than the line.
+wakes it; it waits `GATHER` seconds for more lines and writes all of them with one system call: to wake up for each line would
+cost more than the line.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ MAX_BYTES = 4 << 20
 """Bytes of lines that may wait to be written: about 10,000 requests."""
 MAX_LINES = 20_000
 LINE_COST = 64
-"""Bytes that a line takes in memory besides its own."""
+"""Bytes of memory that a line takes besides its text."""
 GATHER = 0.1
-"""Seconds from the first line of a batch to its being written."""
+"""Seconds from the first line of a batch until it is written."""
 BATCH = 64 << 10
-"""Bytes of one write at the most."""
+"""Bytes of one write, at most."""
 RETRY = 0.05
 """Seconds until a standard error that somebody else has made non-blocking is tried again."""
 CLOSE = 2.0
@@ -34,10 +34,10 @@ CLOSE = 2.0
 
 
 class LineWriter:
-    """Writes lines in the order in which they came, from any thread, and never lets a caller wait.
+    """Writes lines in the order in which they came, from any thread, and never makes a caller wait.
 
-    Once the queue is full, lines are dropped until all of it is written. Then the line that `report` makes of their number is
-    written. Lines that can't be written (a closed pipe, a full disk) count as dropped, too. `stream` None: all of them.
+    Once the queue is full, lines are dropped until all of it is written. Then the line that `report` makes from their number is
+    written. Lines that can't be written (a closed pipe, a full disk) count as dropped as well. `stream` None: all lines.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class LineWriter:
         return f"<LineWriter {len(self._lines)} lines wait, {self.dropped} were dropped>"
 
     def _begin(self) -> None:
-        # For all below, and never held during anything that may block. Of the kind that its holder may take again: the garbage
-        # collector may run at any time, and a destructor may log.
+        # Guards everything below, and is never held while something may block. It is reentrant, since the garbage collector may
+        # run at any time, and a destructor may log.
         self._lock = threading.RLock()
         self._wake = threading.Lock()
         self._wake.acquire()
@@ -81,7 +81,7 @@ class LineWriter:
         self._thread: threading.Thread | None = None
 
     def write(self, line: str) -> None:
-        """Have a line written, or dropped where there is no room. Raises nothing."""
+        """Put a line into the queue, or drop it if there is no space. Raises nothing."""
         data = f"{line}\n".encode("utf-8", "backslashreplace")
         with self._lock:
             cost = len(data) + LINE_COST
@@ -108,7 +108,7 @@ class LineWriter:
         return True
 
     def close(self, timeout: float = CLOSE) -> bool:
-        """Write what waits, for so many seconds at most. Return whether that was enough. Later lines are dropped."""
+        """Write what waits, for `timeout` seconds at most. Return whether that was enough. Later lines are dropped."""
         with self._lock:
             self._closed = True
             thread = self._thread
@@ -126,7 +126,7 @@ class LineWriter:
             if not self._closed:
                 time.sleep(GATHER)
             self._write_all()
-        self._write_all()  # what came between the last look and the end
+        self._write_all()  # lines that came after the last write
 
     def _write_all(self) -> None:
         """Write until the queue is empty."""
@@ -149,7 +149,7 @@ class LineWriter:
                     self._size -= len(data) + len(batch) * LINE_COST
                     self.dropped += 0 if written else len(batch)
             else:
-                tried = True  # once each time: it may be what can't be written
+                tried = True  # once per call: the report itself may be what can't be written
                 report = f"{self._report(dropped - self._reported)}\n"
                 if self._written(report.encode("utf-8", "backslashreplace")):
                     self._reported = dropped
@@ -183,11 +183,11 @@ class LineWriter:
 
 
 def _descriptor(stream: TextIO | None) -> int | None:
-    """Return the descriptor that a stream writes to; None if it has none, as where tests capture it."""
+    """Return the descriptor of a stream; None if it has none, as when tests capture it."""
     if stream is None:
         return None
     try:
-        stream.flush()  # what it holds goes first
+        stream.flush()  # write what it holds first
         return stream.fileno()
     except (OSError, ValueError):
         return None

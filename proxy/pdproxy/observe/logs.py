@@ -1,6 +1,6 @@
-"""Log lines: one at INFO for each request, the way through the engines at DEBUG, trouble where it happens.
+"""Log lines: one at INFO for each request, its steps at DEBUG, failures at WARNING and ERROR.
 
-Owns what is said of each event, and where lines go. No prompt and no key is ever logged: events hold none.
+Owns the line of each event, and where lines go. No prompt and no key is ever logged: events hold none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pdproxy.observe.events import (
     Tokenized,
     TokenizerJudged,
 )
-from pdproxy.observe.formats import Fields, Formatter, formatter
+from pdproxy.observe.formats import Fields, Formatter, make_formatter
 from pdproxy.observe.lines import LineWriter
 
 access = logging.getLogger("pdproxy.access")
@@ -41,17 +41,17 @@ kv = logging.getLogger("pdproxy.kv")
 
 
 class Log:
-    """Where lines go, and in which format. Made by `configure`; close it before the process ends, or its last lines are lost."""
+    """Where lines go, and in which format. Made by `configure`. Close it before the process ends, or its last lines are lost."""
 
-    def __init__(self, writer: LineWriter, made_by: Formatter, *, shows_requests: bool) -> None:
-        """Make one; `shows_requests`: whether the level is low enough for access lines."""
+    def __init__(self, writer: LineWriter, formatter: Formatter, *, shows_requests: bool) -> None:
+        """Make one. `shows_requests`: whether the level is low enough for access lines."""
         self.shows_requests = shows_requests
         self._writer = writer
-        self._formatter = made_by
+        self._formatter = formatter
 
     @property
     def dropped(self) -> int:
-        """How many lines nobody will read."""
+        """How many lines were dropped."""
         return self._writer.dropped
 
     def request(self, fields: Fields) -> None:
@@ -59,19 +59,19 @@ class Log:
         self._writer.write(self._formatter.own_line(time.time(), "INFO", access.name, "request", fields))
 
     def close(self) -> bool:
-        """Write what waits to be written, as far as somebody reads it. Return whether that was all."""
+        """Write what waits, as long as it is read in time. Return whether all was written."""
         return self._writer.close()
 
 
 HELD_UP = 1.0
-"""Seconds of lateness of the event loop that a log line reports."""
+"""Seconds of delay of the event loop from which on it is logged."""
 
 
 class LogObserver:
     """Writes events to the log. Access lines go straight to `log`, if there is one, all others through the logging package."""
 
     def __init__(self, log: Log | None = None) -> None:
-        """Make one; without a log, tests and tools see all lines as records."""
+        """Make one. Without a log, as in tests and tools, all lines are records."""
         self._log = log
 
     def notify(self, event: Event) -> None:
@@ -86,29 +86,34 @@ class LogObserver:
                 elif access.isEnabledFor(logging.INFO):
                     _log(access, logging.INFO, "request", access_fields(event))
             case LegFailed():
-                _log(legs, logging.WARNING, "leg failed", _plain(event))
+                _log(legs, logging.WARNING, "leg failed", _fields(event))
             case NodeChanged(up=up):
                 _log(
                     fleet,
                     logging.INFO if up else logging.WARNING,
                     "engine is up" if up else "engine is down",
-                    _plain(event),
+                    _fields(event),
                 )
             case PairEjected():
-                _log(fleet, logging.ERROR, "pair ejected: prefill and decode saw different prompts", _plain(event))
+                _log(
+                    fleet,
+                    logging.ERROR,
+                    "pair ejected: prefill and decode counted different prompt lengths",
+                    _fields(event),
+                )
             case KvShortfall():
-                _log(fleet, logging.WARNING, "KV did not arrive: the decode engine computed it again", _plain(event))
+                _log(fleet, logging.WARNING, "KV did not arrive: the decode engine computed it again", _fields(event))
             case LoopBeat(late_s, swallowed):
                 if late_s >= HELD_UP and not swallowed:
-                    _log(fleet, logging.WARNING, "the event loop was held up", _plain(event))
+                    _log(fleet, logging.WARNING, "the event loop was held up", _fields(event))
             case KvWaited(result="timeout"):
-                _log(kv, logging.WARNING, "ranks did not tell that their KV is ready", _plain(event))
+                _log(kv, logging.WARNING, "ranks sent no notice that their KV is ready", _fields(event))
             case TokenizerJudged(agrees=agrees):
                 _log(
                     fleet,
                     logging.ERROR if agrees is False else logging.INFO,
-                    _TOKENIZED[agrees],
-                    _plain(event),
+                    _TOKENIZER_LINES[agrees],
+                    _fields(event),
                 )
             case HandleEnded() | ServedAlone() | DeadlinePassed() | KvCounted() | Tokenized() | Evicted():
                 _debug(event)
@@ -116,7 +121,7 @@ class LogObserver:
                 _debug(event)
 
 
-_TOKENIZED: Mapping[bool | None, str] = {
+_TOKENIZER_LINES: Mapping[bool | None, str] = {
     True: "prompts may be tokenized here",
     False: "prompts are NOT tokenized here",
     None: "prompts are left to the engine's own tokenizer",
@@ -125,11 +130,11 @@ _TOKENIZED: Mapping[bool | None, str] = {
 
 def _debug(event: Event) -> None:
     if legs.isEnabledFor(logging.DEBUG):
-        _log(legs, logging.DEBUG, type(event).__name__, _plain(event))
+        _log(legs, logging.DEBUG, type(event).__name__, _fields(event))
 
 
 def access_fields(event: RequestEnded) -> Fields:
-    """Return what the access line says: times in milliseconds, engines as prefill>decode, one for each prompt."""
+    """Return the fields of the access line: times in milliseconds, engines as prefill>decode, one for each prompt."""
     legs = event.legs
     slowest = legs[0] if len(legs) == 1 else _slowest(legs)
     found: dict[str, object] = {
@@ -138,8 +143,8 @@ def access_fields(event: RequestEnded) -> Fields:
         "model": event.model,
         "status": event.status,
         "outcome": event.outcome,
-        "nodes": _each([f"{leg.prefill or ''}>{leg.decode or ''}" for leg in legs]),
-        "why_alone": _each([leg.why_alone for leg in legs if leg.why_alone]),
+        "nodes": _distinct([f"{leg.prefill or ''}>{leg.decode or ''}" for leg in legs]),
+        "why_alone": _distinct([leg.why_alone for leg in legs if leg.why_alone]),
         "attempts": slowest.attempts,
         "queue_ms": _ms(event.queue_s),
         "prefill_ms": _ms(slowest.prefill_s),
@@ -153,14 +158,14 @@ def access_fields(event: RequestEnded) -> Fields:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _each(words: Sequence[str]) -> str | None:
-    if len(words) == 1:
-        return words[0]
-    return ",".join(dict.fromkeys(words)) or None
+def _distinct(values: Sequence[str]) -> str | None:
+    if len(values) == 1:
+        return values[0]
+    return ",".join(dict.fromkeys(values)) or None
 
 
 def _slowest(legs: Sequence[LegTimes]) -> LegTimes:
-    """Return the longest of each of several prompts' times."""
+    """Return the longest time of each phase of several prompts."""
     return LegTimes(
         prefill_s=max((leg.prefill_s for leg in legs if leg.prefill_s is not None), default=None),
         kv_s=max((leg.kv_s for leg in legs if leg.kv_s is not None), default=None),
@@ -172,7 +177,7 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(1000 * seconds, 1)
 
 
-def _plain(event: Event) -> Fields:
+def _fields(event: Event) -> Fields:
     return {name: getattr(event, name) for name in event.__struct_fields__}
 
 
@@ -181,39 +186,41 @@ def _log(logger: logging.Logger, level: int, message: str, fields: Fields) -> No
 
 
 class _Handler(logging.Handler):
-    """Hands the lines of records to a writer."""
+    """Passes the lines of records to a writer."""
 
-    def __init__(self, writer: LineWriter, made_by: Formatter) -> None:
+    def __init__(self, writer: LineWriter, formatter: Formatter) -> None:
         super().__init__()
         self._writer = writer
-        self._made_by = made_by
+        self._formatter = formatter
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            line = self._made_by.format(record)
-        except Exception as error:  # its arguments don't fit its text: no reason to fail who logs it
-            said = {"exception": frames(error)}
-            line = self._made_by.line(record.created, record.levelname, record.name, "a line could not be made", said)
+            line = self._formatter.format(record)
+        except Exception as error:  # its arguments don't fit its text: the caller must not fail
+            fields = {"exception": frames(error)}
+            line = self._formatter.line(
+                record.created, record.levelname, record.name, "a line could not be made", fields
+            )
         self._writer.write(line)
 
 
 def configure(level: str, log_format: str) -> Log:
-    """Send the log lines of pdproxy, of uvicorn and of all libraries to standard error. Return what access lines go to."""
-    made_by = formatter(log_format)
+    """Send the log lines of pdproxy, of uvicorn and of all libraries to standard error. Return the log of access lines."""
+    made = make_formatter(log_format)
 
     def report(count: int) -> str:
         message = "log lines were dropped: standard error was not read, or could not be written"
-        return made_by.line(time.time(), "WARNING", "pdproxy.log", message, {"lines": count})
+        return made.line(time.time(), "WARNING", "pdproxy.log", message, {"lines": count})
 
     writer = LineWriter(sys.stderr, report)
-    handler = _Handler(writer, made_by)
-    ours = logging.getLevelName(level.upper())
-    # Libraries warn, asyncio of tasks that failed: by the same way, lest they write to standard error themselves.
-    for name, least in (("pdproxy", ours), ("uvicorn", max(logging.INFO, ours)), (None, logging.WARNING)):
+    handler = _Handler(writer, made)
+    own = logging.getLevelName(level.upper())
+    # Libraries log warnings, and asyncio tasks that failed. Without this they would write to standard error themselves.
+    for name, lowest in (("pdproxy", own), ("uvicorn", max(logging.INFO, own)), (None, logging.WARNING)):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
-        logger.setLevel(least)
-    logging.getLogger("uvicorn.access").disabled = True  # the access line is ours
+        logger.setLevel(lowest)
+    logging.getLogger("uvicorn.access").disabled = True  # pdproxy writes access lines itself
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    return Log(writer, made_by, shows_requests=access.isEnabledFor(logging.INFO))
+    return Log(writer, made, shows_requests=access.isEnabledFor(logging.INFO))

@@ -1,7 +1,7 @@
-"""Prometheus metrics of what happened (events) and of how things are (gauges read at scrape time).
+"""Prometheus metrics of what happened (events) and of the present state (gauges that are read at scrape time).
 
-Owns one registry. Counts are kept as plain numbers and turned into samples when somebody scrapes, so that an event costs a
-few additions and no label look-up happens a chunk.
+Owns one registry. Counts are kept as plain numbers and become samples at a scrape, so that an event costs a few additions, and
+no chunk costs a look-up of labels.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from pdproxy.observe.events import (
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Upper bounds in seconds for phases of a request."""
 LATENESS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Upper bounds in seconds for the event loop's lateness."""
-MAX_MODEL, MOST_MODELS = 256, 1000
-"""Characters of a model's name that is a label, and how many such names there may be. All others are counted as "other"."""
-MOST_RANKS = 64
+"""Upper bounds in seconds for the event loop's delay."""
+MAX_MODEL, MAX_MODELS = 256, 1000
+"""Characters of a model's name that is a label, and the number of such names. All others are counted as "other"."""
+MAX_RANKS = 64
 """Ranks of an engine that are labels."""
 
 
@@ -64,7 +64,7 @@ class _Histogram:
         self.total += total
 
     def samples(self) -> list[tuple[str, float]]:
-        """Return cumulative (upper bound, count) as Prometheus wants them."""
+        """Return cumulative (upper bound, count) pairs, as Prometheus expects them."""
         found: list[tuple[str, float]] = []
         count = 0
         for bound, bucket in zip([*(f"{b:g}" for b in self.bounds), "+Inf"], self.buckets, strict=True):
@@ -75,7 +75,7 @@ class _Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """A gauge, or a counter that somebody else keeps, read at scrape time: `read` yields (label values, value)."""
+    """A gauge, or a counter that another object keeps. `read` is called at a scrape and yields (label values, value)."""
 
     name: str
     text: str
@@ -86,7 +86,7 @@ class Gauge:
 
 
 class Metrics:
-    """An observer that counts, and the page that shows the counts. `lists` tells whether an engine lists a model."""
+    """An observer that counts, and the page that shows the counts. `lists` returns whether an engine lists a model."""
 
     def __init__(self, lists: Callable[[str], bool] = lambda _: True) -> None:
         """Make one that has counted nothing."""
@@ -134,7 +134,7 @@ class Metrics:
             case KvWaited(node, result, seconds, missing):
                 self._histogram("pdproxy_kv_ready_wait_seconds", result, SECONDS).observe(seconds)
                 for at, rank in enumerate(missing):
-                    self._count("pdproxy_kv_silent_ranks", node, rank if at < MOST_RANKS else "more")
+                    self._count("pdproxy_kv_silent_ranks", node, rank if at < MAX_RANKS else "more")
             case Tokenized():
                 self._count("pdproxy_tokenize", event.source, event.result)
                 self._histogram("pdproxy_tokenize_seconds", event.source, SECONDS).observe(event.seconds)
@@ -148,10 +148,10 @@ class Metrics:
     def _ended(self, event: RequestEnded) -> None:
         model = event.model or ""
         if model not in self._models:
-            # A model's name comes from the client: one that no engine serves must not make a time series. Engines that serve
-            # any name exist, and names that they list are theirs to choose, too.
-            is_one = event.outcome == "ok" and len(model) <= MAX_MODEL and (not model or self._lists(model))
-            if is_one and len(self._models) < MOST_MODELS:
+            # The client chooses the model's name: one that no engine serves must not make a time series. Some engines serve any
+            # name, and an engine also chooses the names that it lists.
+            is_label = event.outcome == "ok" and len(model) <= MAX_MODEL and (not model or self._lists(model))
+            if is_label and len(self._models) < MAX_MODELS:
                 self._models.add(model)
             else:
                 model = "other"
@@ -212,28 +212,34 @@ class Metrics:
 
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pdproxy_requests": (
-        "Requests that engines were asked to serve, and that are over",
+        "Requests that were sent to engines and have ended",
         ("model", "endpoint", "outcome"),
     ),
     "pdproxy_alone": ("Prompts served by one engine alone", ("reason",)),
     "pdproxy_deadline": ("Waits ended by their deadline", ("wait",)),
-    "pdproxy_evicted": ("What clients lost that held more than their share while others waited", ("what",)),
-    "pdproxy_kv_handles_ended": ("KV handles by how they ended", ("end",)),
-    "pdproxy_kv_moved": ("Prompt tokens sent by KV transfer, by what the decode engine's counters say", ("result",)),
-    "pdproxy_kv_notices": ("Notices of KV transfers, by what became of them", ("event", "result")),
+    "pdproxy_evicted": ("What was taken from clients that held more than their share while others waited", ("what",)),
+    "pdproxy_kv_handles_ended": ("KV handles that have ended", ("end",)),
+    "pdproxy_kv_moved": (
+        "Prompt tokens sent by KV transfer, by result in the decode engines' counters",
+        ("result",),
+    ),
+    "pdproxy_kv_notices": ("Notices of KV transfers, by result", ("event", "result")),
     "pdproxy_kv_silent_ranks": ("Ranks that sent no notice before the deadline", ("node", "rank")),
-    "pdproxy_kv_transfer_bytes": ("Bytes of KV that decode engines told to have loaded", ()),
+    "pdproxy_kv_transfer_bytes": ("Bytes of KV that decode engines reported as loaded", ()),
     "pdproxy_leg_failures": ("Legs that failed", ("node", "phase")),
-    "pdproxy_pairs_ejected": ("Pairs ejected for counting different prompt lengths", ()),
-    "pdproxy_tokenize": ("Prompts that were to become token ids before an engine sees them", ("source", "result")),
+    "pdproxy_pairs_ejected": ("Pairs ejected because they counted different prompt lengths", ()),
+    "pdproxy_tokenize": ("Prompts whose token ids were requested before an engine gets them", ("source", "result")),
     "pdproxy_tokens": ("Tokens of answered requests", ("kind",)),
 }
 _HISTOGRAMS: dict[str, tuple[str, str]] = {
-    "pdproxy_ttft_seconds": ("Time from a request's arrival to its first data", "path"),
-    "pdproxy_itl_seconds": ("Gap between stream events", ""),
-    "pdproxy_phase_seconds": ("Phases of a request", "phase"),
-    "pdproxy_loop_lateness_seconds": ("How late the event loop called back, looked at every 0.1 s", ""),
-    "pdproxy_kv_transfer_seconds": ("Transfers of KV, as decode engines told", ""),
-    "pdproxy_kv_ready_wait_seconds": ("Waits for notices that KV is ready, from the prefill's answer on", "result"),
-    "pdproxy_tokenize_seconds": ("Time that a prompt's token ids took", "source"),
+    "pdproxy_ttft_seconds": ("Seconds from the arrival of a request to its first data", "path"),
+    "pdproxy_itl_seconds": ("Seconds between the events of a stream", ""),
+    "pdproxy_phase_seconds": ("Seconds of each phase of a request", "phase"),
+    "pdproxy_loop_lateness_seconds": ("Seconds by which the event loop called a timer late, measured every 0.1 s", ""),
+    "pdproxy_kv_transfer_seconds": ("Seconds of KV transfers, as decode engines reported them", ""),
+    "pdproxy_kv_ready_wait_seconds": (
+        "Seconds from the prefill's answer to the notices that its KV is ready",
+        "result",
+    ),
+    "pdproxy_tokenize_seconds": ("Seconds to get the token ids of a prompt", "source"),
 }

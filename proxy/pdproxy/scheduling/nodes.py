@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pdproxy.kit.text import cut
+from pdproxy.kit.text import truncate
 
 
 class Role(Enum):
@@ -74,7 +74,7 @@ class Evidence:
 
 
 def _names(models: frozenset[str]) -> str:
-    return cut(",".join(sorted(models))) or "none"
+    return truncate(",".join(sorted(models))) or "none"
 
 
 @dataclass(slots=True, eq=False)

@@ -1,8 +1,8 @@
-"""Prompts that engines are asked for, to be sure that ours would be theirs. Pure: the asking is `fleet.canary`'s.
+"""Prompts whose ids engines are asked for, to check that the ids made here are the same. Pure: `fleet.canary` asks the engines.
 
-Together they touch what tokenizers and templates differ in: white space, scripts, digits, special tokens inside a text, roles,
-parts, tools, calls and their answers, thoughts, both ends of a conversation. How a template is given a message's content
-can't be asked; the form under which all canaries agree is the engine's.
+Together they cover what tokenizers and templates differ in: white space, scripts, digits, special tokens inside a text, roles,
+parts, tools, calls and their answers, reasoning, both ends of a conversation. Engines don't report in which form a template gets
+a message's content. It is the form with which all canaries agree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from pdproxy.tokens.chat import ContentFormat
 from pdproxy.tokens.errors import RejectedError, UnsureError
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.tokens.tokenize_request import question
+from pdproxy.tokens.tokenize_request import tokenize_body
 from pdproxy.tokens.tokenizer import LocalTokenizer, ids_of
 from pdproxy.wire.request import Parsed, Prompt, Route, parse
 
@@ -40,11 +40,11 @@ _TOOL = {
 _TALK = [_USER, {"role": "assistant", "content": _LONG}, {"role": "user", "content": f"{_SPECIALS} {TEXT}"}]
 
 Answer = TokenIds | None
-"""What an engine or a template made of a canary; None: it was refused."""
+"""The ids of a canary, made by an engine or here; None: it was refused."""
 
 
 class Canary(msgspec.Struct, frozen=True):
-    """One question. `body` is that of a completion or a chat, as a client would send it."""
+    """One prompt. `body` is that of a completion or a chat, as a client would send it."""
 
     name: str
     route: Route
@@ -52,7 +52,7 @@ class Canary(msgspec.Struct, frozen=True):
 
     @property
     def tools(self) -> bool:
-        """Whether the template is given tools, and may be another one for it."""
+        """Whether the template gets tools, for which a model may have another template."""
         return "tools" in self.body
 
     def parsed(self, model: str) -> tuple[Parsed, Prompt]:
@@ -61,9 +61,9 @@ class Canary(msgspec.Struct, frozen=True):
         (prompt,) = parsed.prompts
         return parsed, prompt
 
-    def question(self, model: str) -> bytes:
+    def tokenize_body(self, model: str) -> bytes:
         """Return the body for an engine's `/tokenize`."""
-        return question(*self.parsed(model))
+        return tokenize_body(*self.parsed(model))
 
 
 def _text(name: str, prompt: str, **fields: Any) -> Canary:
@@ -112,10 +112,10 @@ FORMS: tuple[ContentFormat, ...] = ("string", "openai")
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """How far a tokenizer here makes an engine's ids.
+    """Which prompts a tokenizer here encodes as an engine does.
 
     `texts`, `chats`: whether prompts of that route may be tokenized here; `forms`: the content's form without tools and with
-    tools; `differs`: the canaries that came out otherwise; `unsure`: why some could not be made here.
+    tools; `differs`: the canaries with other ids; `unsure`: why some could not be encoded here.
     """
 
     texts: bool
@@ -126,16 +126,16 @@ class Agreement(msgspec.Struct, frozen=True):
 
 
 def compare(tokenizer: LocalTokenizer, answers: Mapping[str, Answer], model: str) -> Agreement:
-    """Compare an engine's answers, by the canaries' names, with what a tokenizer makes."""
+    """Compare an engine's answers, by the canaries' names, with the ids that a tokenizer makes."""
     differs: list[str] = []
     unsure: list[str] = []
     forms: dict[bool, ContentFormat] = {}
 
     def judge(group: list[Canary], form: ContentFormat) -> tuple[list[str], list[str]]:
-        said = [_said(tokenizer, one, answers[one.name], form, model) for one in group]
-        wrong = [one.name for one, what in zip(group, said, strict=True) if what == "differs"]
+        results = [_result(tokenizer, one, answers[one.name], form, model) for one in group]
+        wrong = [one.name for one, what in zip(group, results, strict=True) if what == "differs"]
         open_ = [
-            f"{one.name}: {what}" for one, what in zip(group, said, strict=True) if what not in ("alike", "differs")
+            f"{one.name}: {what}" for one, what in zip(group, results, strict=True) if what not in ("same", "differs")
         ]
         return wrong, open_
 
@@ -148,23 +148,23 @@ def compare(tokenizer: LocalTokenizer, answers: Mapping[str, Answer], model: str
 
     texts = [one for one in CANARIES if one.route is Route.COMPLETIONS]
     settle(texts)
-    texts_alike = not differs and not unsure
+    texts_agree = not differs and not unsure
     for tools in (False, True):
         forms[tools] = settle([one for one in CANARIES if one.route is Route.CHAT and one.tools is tools])
     named = {one.name for one in texts}
-    chats_alike = not [name for name in differs if name not in named] and not [
+    chats_agree = not [name for name in differs if name not in named] and not [
         why for why in unsure if why.partition(": ")[0] not in named
     ]
-    return Agreement(texts_alike, chats_alike, forms, tuple(differs), tuple(unsure))
+    return Agreement(texts_agree, chats_agree, forms, tuple(differs), tuple(unsure))
 
 
-def _said(tokenizer: LocalTokenizer, canary: Canary, answer: Answer, form: ContentFormat, model: str) -> str:
+def _result(tokenizer: LocalTokenizer, canary: Canary, answer: Answer, form: ContentFormat, model: str) -> str:
     parsed, prompt = canary.parsed(model)
     try:
         ours: Answer = ids_of(tokenizer, parsed, prompt, {False: form, True: form})
     except UnsureError as error:
-        # Where the engine refuses, too, there is nothing to be unsure of: it has no template either.
-        return "alike" if answer is None else str(error)
+        # If the engine refuses as well, the result is known: it has no template either.
+        return "same" if answer is None else str(error)
     except RejectedError:
         ours = None
-    return "alike" if ours == answer else "differs"
+    return "same" if ours == answer else "differs"

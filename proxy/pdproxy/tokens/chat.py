@@ -1,7 +1,7 @@
-"""A chat's body as its template sees it: what vLLM makes of messages, tools and arguments before it renders.
+"""A chat's body as its template gets it: what vLLM makes of messages, tools and arguments before it renders.
 
-Owns which fields change a prompt, and the canonical forms that are understood. Anything else is an `UnsureError`: the engines'
-own rules for it are many, and a wrong prompt is worse than none. Source: vLLM 0.32.0 `renderers/chat_utils.py`,
+Owns which fields change a prompt, and the forms of them that are known here. Every other form is an `UnsureError`: engines have
+many rules for those, and a wrong prompt is worse than none. Source: vLLM 0.32.0 `renderers/chat_utils.py`,
 `renderers/hf.py`, `entrypoints/openai/chat_completion/protocol.py`.
 """
 
@@ -17,12 +17,12 @@ from pdproxy.tokens.errors import UnsureError
 from pdproxy.wire.fields import Fields
 
 ContentFormat = Literal["string", "openai"]
-"""How a template is given a message's content: as one text, or as a list of parts."""
+"""The form of a message's content for a template: one text, or a list of parts."""
 
 Message = dict[str, Any]
 Tool = dict[str, Any]
 
-_CALLERS_OWN = frozenset({
+_RENDERER_ARGUMENTS = frozenset({
     "chat_template",
     "conversation",
     "messages",
@@ -49,11 +49,11 @@ _UNKNOWN = (
 )
 """Fields that change a prompt in ways that are left to the engines."""
 _BILLING = "x-anthropic-billing-header"
-"""vLLM cuts a line that begins so out of system messages: it differs in each request of some clients."""
+"""vLLM removes a line with this beginning from system messages: it differs in each request of some clients."""
 
 
 class Chat(msgspec.Struct, frozen=True):
-    """What a template is rendered with. `arguments` are all variables beside `messages` and `tools`."""
+    """The input of a template. `arguments` are all variables besides `messages` and `tools`."""
 
     messages: Sequence[Message]
     tools: Sequence[Tool] | None
@@ -65,17 +65,17 @@ def read_chat(fields: Fields) -> Chat:
     """Read a chat's body.
 
     Raises:
-        UnsureError: it holds something that only an engine can tell the meaning of.
+        UnsureError: it has something whose effect on the prompt only an engine knows.
     """
     refuse_unknown(fields)
     tools = _tools(fields)
     given = _value(fields, "chat_template_kwargs", dict) or {}
-    if clash := given.keys() & _CALLERS_OWN:
+    if clash := given.keys() & _RENDERER_ARGUMENTS:
         raise UnsureError(f"chat_template_kwargs has {min(clash)}")
     arguments = {name: value for name, value in given.items() if value not in (None, "auto")} | template_arguments(
         fields
     )
-    # They stand above what the client put among the arguments, as their defaults do.
+    # They and their defaults override the client's arguments.
     arguments["add_generation_prompt"] = flag(fields, "add_generation_prompt", True)
     arguments["continue_final_message"] = flag(fields, "continue_final_message", False)
     messages = _value(fields, "messages", list)
@@ -92,7 +92,7 @@ def refuse_unknown(fields: Fields) -> None:
 
 
 def template_arguments(fields: Fields) -> dict[str, Any]:
-    """Return what vLLM hands to a template of a chat's own fields, beside the two flags of the generation prompt."""
+    """Return what vLLM passes to a template of a chat's own fields, besides the two flags of the generation prompt."""
     arguments: dict[str, Any] = {}
     if (documents := _value(fields, "documents", list)) is not None:
         if not all(isinstance(one, dict) and all(isinstance(text, str) for text in one.values()) for one in documents):
@@ -106,7 +106,7 @@ def template_arguments(fields: Fields) -> dict[str, Any]:
 
 
 def conversation(messages: Sequence[Message], form: ContentFormat, *, developer: bool) -> list[Message]:
-    """Return messages with their content in the template's form; `developer`: whether the template knows that role."""
+    """Return messages with their content in the template's form. `developer`: whether the template has that role."""
     made = [
         {**one, "content": _content(one["content"], "string" if one["role"] == "tool" else form)} for one in messages
     ]
@@ -126,7 +126,7 @@ def _content(texts: Sequence[str], form: ContentFormat) -> str | list[dict[str, 
 
 
 def _one_system_message(messages: list[Message]) -> list[Message]:
-    """Return the messages with all system messages joined in the first place, unless there is just one, and there."""
+    """Return the messages with all system messages joined into the first one, unless there is only one and it is the first."""
     if [at for at, one in enumerate(messages) if one["role"] == "system"] in ([], [0]):
         return messages
     contents = [one["content"] for one in messages if one["role"] == "system"]
@@ -136,7 +136,7 @@ def _one_system_message(messages: list[Message]) -> list[Message]:
 
 
 def _message(given: object) -> Message:
-    """Return a message as templates see it, its content still a list of texts."""
+    """Return a message as templates get it, but with its content as a list of texts."""
     if not isinstance(given, dict) or not isinstance(role := given.get("role"), str):
         raise UnsureError("a message without a role")
     message: Message = {"role": role, "content": _texts(role, given.get("content"))}
@@ -185,7 +185,7 @@ def _thoughts(given: Mapping[str, Any]) -> str | None:
 
 
 def _call(given: object) -> dict[str, Any]:
-    """Return a call as vLLM's schema writes it, its arguments as an object: any that are none become an empty one."""
+    """Return a call as vLLM's schema writes it, with its arguments as an object, empty if they are something else."""
     if not isinstance(given, dict) or given.get("type") != "function" or not isinstance(given.get("function"), dict):
         raise UnsureError("tool_calls")
     function: dict[str, Any] = given["function"]
@@ -220,10 +220,10 @@ def _tools(fields: Fields) -> list[Tool] | None:
 
 
 def tool(given: object) -> Tool:
-    """Return a tool as vLLM's schema writes it: known fields alone, in its own order.
+    """Return a tool as vLLM's schema writes it: only known fields, in its own order.
 
     Raises:
-        UnsureError: it is none that the schema takes as it stands.
+        UnsureError: the schema would change or refuse it.
     """
     if not isinstance(given, dict) or given.get("type", "function") != "function":
         raise UnsureError("tools")
@@ -253,7 +253,7 @@ def _optional(given: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def _any(fields: Fields, name: str) -> Any:
-    # As the engines parse it: by Python's own parser, whose numbers a template may print.
+    # With Python's own parser, as engines do: a template may print its numbers.
     try:
         return json.loads(bytes(fields[name])) if name in fields else None
     except (ValueError, RecursionError):
@@ -287,5 +287,5 @@ def _text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise UnsureError(name)
     if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise UnsureError(name)  # half a character: no tokenizer takes it
+        raise UnsureError(name)  # half a character: no tokenizer accepts it
     return value

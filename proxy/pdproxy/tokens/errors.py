@@ -1,15 +1,15 @@
-"""Why a prompt has no ids here. None of these is a fault of the request's."""
+"""Why a prompt gets no ids here. None of these is a fault of the request."""
 
 from __future__ import annotations
 
 
 class UnsureError(Exception):
-    """It can't be told what an engine would make of this prompt. The words name fields, never what they hold."""
+    """The ids that an engine would make of this prompt are not known. The message names fields, never their values."""
 
 
 class RejectedError(Exception):
-    """The model's chat template takes no such conversation. An engine would refuse the request in its own words."""
+    """The model's chat template refuses this conversation. An engine would refuse the request with its own message."""
 
 
 class UnusableError(Exception):
-    """A folder holds no tokenizer that could be used. One line."""
+    """A folder has no tokenizer that can be used. The message is one line."""

@@ -1,4 +1,4 @@
-"""The token ids of a prompt, as the JSON that legs carry: those of a long prompt are made and sent, and seldom a list."""
+"""The token ids of a prompt, as the JSON that is sent to engines: a list of numbers is seldom needed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class TokenIds(msgspec.Struct, frozen=True):
-    """A prompt's ids. `json` is a JSON array of them, `count` how many they are."""
+    """A prompt's ids. `json` is a JSON array of them, `count` their number."""
 
     json: bytes
     count: int

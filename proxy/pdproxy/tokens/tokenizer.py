@@ -1,8 +1,8 @@
-"""One model's tokenizer and chat template: a request's prompt to the ids that its engines would make of it.
+"""One model's tokenizer and chat template: from a request's prompt to the ids that its engines would make of it.
 
-Owns the tokenizer, and the cache of pieces. `transformers` is imported when the first one is loaded, and not before: who doesn't
-tokenize doesn't pay for it. Models come with code of their own: that is never run. What an engine's renderer does beside the
-template (vLLM 0.32.0 `renderers/hf.py`) is `pdproxy.tokens.chat`'s.
+Owns the tokenizer, and the cache of segments. `transformers` is imported when the first one is loaded, so that a proxy that
+doesn't tokenize doesn't pay for it. A model's own code is never run. `pdproxy.tokens.chat` does what an engine's renderer does
+besides the template (vLLM 0.32.0 `renderers/hf.py`).
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ import msgspec
 from pdproxy.tokens.chat import Chat, ContentFormat, conversation, flag, read_chat, refuse_unknown, text_of
 from pdproxy.tokens.errors import RejectedError, UnsureError, UnusableError
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.tokens.segment_cache import Cuts, Pieces
+from pdproxy.tokens.segment_cache import SegmentBoundaries, SegmentCache
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 CACHE_BYTES = 64 * 2**20
-"""Pieces of prompts that a tokenizer keeps: some thousand conversations of 20 KB each with its ids."""
+"""Bytes of segments that a tokenizer keeps: about a thousand conversations of 20 KB each with its ids."""
 _ARGUMENTS = frozenset({"documents", "add_generation_prompt", "continue_final_message"})
-"""What a template may be given even where it doesn't name it: the renderer acts on it."""
+"""Arguments that are passed to a template even if it doesn't name them: the renderer uses them."""
 
 
 class LocalTokenizer(Protocol):
-    """What makes ids here. To be called by several threads at once."""
+    """Makes token ids in this process. Several threads may call it at once."""
 
     def completion(self, text: str, *, add_special_tokens: bool) -> TokenIds:
         """Return the ids of a text."""
 
     def chat(self, chat: Chat, form: ContentFormat) -> TokenIds:
-        """Return the ids of a chat; UnsureError or RejectedError where that can't be."""
+        """Return the ids of a chat; raise UnsureError or RejectedError if that is not possible."""
 
 
 def ids_of(tokenizer: LocalTokenizer, parsed: Parsed, prompt: Prompt, forms: Mapping[bool, ContentFormat]) -> TokenIds:
     """Return the ids of one prompt of a request. `forms`: the content's form without tools and with tools.
 
     Raises:
-        UnsureError, RejectedError: none can be told.
+        UnsureError, RejectedError: they are not known.
     """
     if parsed.route is Route.CHAT:
         chat = read_chat(parsed.fields)
@@ -64,22 +64,22 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = bool(getattr(model, "split_special_tokens", False))
-        # Then they are not looked for, or it is left to chance how words are merged: no text is the sum of its pieces.
-        whole = backend.encode_special_tokens or bool(getattr(backend.model, "dropout", None))
-        added = () if whole else backend.get_added_tokens_decoder().values()
-        self._pieces = Pieces(Cuts(added), self._encode, 0 if whole else capacity)
+        # In these cases added tokens are not searched for, or words are merged at random: a text is not the sum of its segments.
+        uncut = backend.encode_special_tokens or bool(getattr(backend.model, "dropout", None))
+        added = () if uncut else backend.get_added_tokens_decoder().values()
+        self._segments = SegmentCache(SegmentBoundaries(added), self._encode, 0 if uncut else capacity)
         self._around = self._specials()
         self._names: dict[str, frozenset[str]] = {}
 
     def __repr__(self) -> str:
-        return f"<Tokenizer {self._model.name_or_path} {self._pieces!r}>"
+        return f"<Tokenizer {self._model.name_or_path} {self._segments!r}>"
 
     def completion(self, text: str, *, add_special_tokens: bool) -> TokenIds:
         """Return the ids of a text, with the special tokens that the model's tokenizer puts around it, or without."""
         if add_special_tokens and self._around is None:
             (ids,) = [one.ids for one in self._backend.encode_batch_fast([text], add_special_tokens=True)]
             return TokenIds(msgspec.json.encode(ids), len(ids))
-        json, count, _ = self._pieces.encoded(text)
+        json, count, _ = self._segments.encode(text)
         before, after = self._around if add_special_tokens and self._around is not None else ((), ())
         parts = [*(b"%d" % one for one in before), *([json] if count else []), *(b"%d" % one for one in after)]
         return TokenIds(b"[%b]" % b",".join(parts), len(before) + count + len(after))
@@ -113,17 +113,17 @@ class Tokenizer:
                 **{name: value for name, value in chat.arguments.items() if name in names},
             )
         except Exception as error:
-            # Whatever a template raises, for words of a client's: they stay out of the log.
+            # Whatever a template raises, its message may quote the client: it stays out of the log.
             raise RejectedError(type(error).__name__) from None
         return text
 
     def _variables(self, template: str) -> frozenset[str]:
-        """Return the variables that a template reads and doesn't set: others are not given to it."""
+        """Return the variables that a template reads and doesn't set: others are not passed to it."""
         names = self._names.get(template)
         if names is None:
             meta = importlib.import_module("jinja2.meta")
             rendering = importlib.import_module("transformers.utils.chat_template_utils")
-            # The same that will render it: with the tags and filters of transformers, and from its cache.
+            # The same environment that renders it: with the tags and filters of transformers, and its cache.
             tree = rendering._compile_jinja_template(template).environment.parse(template)  # noqa: SLF001
             names = self._names[template] = frozenset(meta.find_undeclared_variables(tree))
         return names
@@ -132,12 +132,12 @@ class Tokenizer:
         return [one.ids for one in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def _specials(self) -> tuple[list[int], list[int]] | None:
-        """Return what the tokenizer puts before and behind any text, None if it is not the same for all."""
+        """Return the ids that the tokenizer adds before and behind any text, None if they are not the same for all."""
         around: list[tuple[list[int], list[int]]] = []
         for text in ("a", "b c\nd"):
             bare, full = (self._backend.encode(text, add_special_tokens=special).ids for special in (False, True))
-            spare = len(full) - len(bare)
-            places = [at for at in range(spare + 1) if full[at : at + len(bare)] == bare] if bare else []
+            added = len(full) - len(bare)
+            places = [at for at in range(added + 1) if full[at : at + len(bare)] == bare] if bare else []
             if len(places) != 1:
                 return None
             around.append((full[: places[0]], full[places[0] + len(bare) :]))
@@ -151,12 +151,12 @@ def load(path: str, *, capacity: int = CACHE_BYTES) -> Tokenizer:
         UnusableError: in one line.
     """
     if not Path(path).is_dir():
-        raise UnusableError("is no folder")
+        raise UnusableError("is not a folder")
     return _loaded(path, capacity)
 
 
 def find(name: str, *, capacity: int = CACHE_BYTES) -> Tokenizer:
-    """Load the tokenizer of a model by what an engine calls its `root`: a folder, or a name that the hub's cache here knows.
+    """Load the tokenizer of a model by its `root` in an engine's list: a folder, or a name in the local cache of the hub.
 
     Raises:
         UnusableError: in one line.
@@ -165,24 +165,24 @@ def find(name: str, *, capacity: int = CACHE_BYTES) -> Tokenizer:
 
 
 def _loaded(name: str, capacity: int) -> Tokenizer:
-    # One prompt at a time is encoded in a thread: the library's own threads would only be one pool more.
+    # A thread encodes one prompt at a time: the library's own threads would only be another pool.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         transformers = importlib.import_module("transformers")  # seconds, and 60 MB
     except ImportError as error:
         raise UnusableError(f"transformers can't be imported: {_line(error)}") from None
-    # Its log lines go the way of all others: its own handler writes to standard error, which may block.
+    # Its log lines go where all others go: its own handler writes to standard error, which may block.
     library = logging.getLogger("transformers")
     library.handlers.clear()
     library.propagate = True
     try:
         model = transformers.AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise UnusableError(f"holds no tokenizer that can be loaded: {_line(error)}") from None
+        raise UnusableError(f"has no tokenizer that can be loaded: {_line(error)}") from None
     if not getattr(model, "is_fast", False) or not hasattr(model, "backend_tokenizer"):
         raise UnusableError(
-            "holds a tokenizer that is written in Python: only those of the tokenizers library are exact here"
+            "has a tokenizer that is written in Python: only those of the tokenizers library are exact here"
         )
     return Tokenizer(model, capacity=capacity)
 

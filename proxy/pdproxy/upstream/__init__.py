@@ -1,1 +1,1 @@
-"""The legs to engines. Socket errors become `EngineError`s here, once."""
+"""Connections and requests to engines. Socket errors become `EngineError`s here, once."""

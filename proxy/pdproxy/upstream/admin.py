@@ -1,7 +1,7 @@
-"""Questions to engines outside the data path: health, models, version, tokenize, metrics. On aiohttp.
+"""Requests to engines outside the data path: health, models, version, tokenize, metrics. On aiohttp.
 
-Owns one aiohttp session. Every question has a deadline, and a bound on its answer; what goes wrong becomes an `EngineError`, with
-what it quotes of an engine's words cut.
+Owns one aiohttp session. Every request has a deadline, and a limit on its answer. Every failure becomes an `EngineError`, with
+quotes of the engine's answer truncated.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from pdproxy.kit.errors import (
     OverloadedError,
     Wait,
 )
-from pdproxy.kit.text import cut
+from pdproxy.kit.text import truncate
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.upstream.client import OUR_LIMITS, tls_words
-from pdproxy.upstream.metrics_page import MOST_PAGE, Scrape, read_metrics
-from pdproxy.wire.model import LONGEST_MODEL
+from pdproxy.upstream.client import LOCAL_ERRORS, describe_tls
+from pdproxy.upstream.metrics_page import MAX_PAGE, Scrape, read_metrics
+from pdproxy.wire.model import MAX_MODEL_NAME
 
-MOST_SAID = 64 << 10
-"""Bytes of an answer that says next to nothing."""
-MOST_LISTED = 4 << 20
-"""Bytes of a list of models: 600 bytes each."""
-MOST_MODELS = 4096
+MAX_SHORT_ANSWER = 64 << 10
+"""Bytes of a version, or of the ids of a short prompt."""
+MAX_MODEL_LIST = 4 << 20
+"""Bytes of a list of models, which has 600 bytes for each."""
+MAX_MODELS = 4096
 """Models and adapters of an engine."""
-_MOST_NAME = 1024
-_OBJECTS = 2
-"""Of a model in such a list, in vLLM: its permissions are one, too."""
+_MAX_NAME = 1024
+_OBJECTS_PER_MODEL = 2
+"""JSON objects of a model in such a list, in vLLM: itself and its permissions."""
 _IDS_PER_BYTE = 8
 _IDS = 1 << 20
-"""Bytes of a prompt's ids. One has up to eight with its comma, and stands for a byte of the question or more; a chat template and
-images add to them."""
+"""Bytes of a prompt's ids. An id has up to eight with its comma, and is for at least one byte of the request. A chat template and
+images add ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,9 @@ class _TokenIds(msgspec.Struct):
 
 
 class EngineAdmin:
-    """Asks engines about themselves. `timeout` in seconds bounds each question.
+    """Asks engines for their state. `timeout` in seconds limits each request.
 
-    `key` and `tls` are asked with an engine's URL at each question: its bearer token, and the context of TLS with it.
+    `key` and `tls` are called with an engine's URL for each request: its bearer token, and the context of TLS with it.
     """
 
     def __init__(
@@ -98,27 +98,29 @@ class EngineAdmin:
         self._session: aiohttp.ClientSession | None = None
 
     async def healthy(self, url: str) -> None:
-        """Return if the engine says that it is alive; raise EngineError otherwise."""
+        """Return if the engine reports that it is up; raise EngineError otherwise."""
         await self._request("GET", url, "/health", None, most=0)
 
     async def models(self, url: str) -> list[ModelCard]:
-        """Return the models an engine serves, but for names that are longer than any request's are read here."""
-        found = self._read("/v1/models", _few(await self._get(url, "/v1/models", MOST_LISTED)), _Models)
-        if any(len(name or "") > _MOST_NAME for card in found.data for name in (card.id, card.parent)):
-            raise EngineError(f"/v1/models has a name of more than {_MOST_NAME} characters")
-        return [ModelCard(card.id, card.root, card.parent) for card in found.data if len(card.id) <= LONGEST_MODEL]
+        """Return the models that an engine serves, but for those with a name of more than `MAX_MODEL_NAME` characters."""
+        found = self._read("/v1/models", _checked(await self._get(url, "/v1/models", MAX_MODEL_LIST)), _Models)
+        if any(len(name or "") > _MAX_NAME for card in found.data for name in (card.id, card.parent)):
+            raise EngineError(f"/v1/models has a name of more than {_MAX_NAME} characters")
+        return [ModelCard(card.id, card.root, card.parent) for card in found.data if len(card.id) <= MAX_MODEL_NAME]
 
     async def models_body(self, url: str, authorization: str | None = None) -> bytes:
-        """Return the engine's own answer to `/v1/models`, asked with this header ("": with none) in place of our key."""
-        return _few(await self._request("GET", url, "/v1/models", None, authorization, most=MOST_LISTED))
+        """Return the engine's own answer to `/v1/models`. `authorization`: a header in place of the engine's key, "" for none."""
+        return _checked(await self._request("GET", url, "/v1/models", None, authorization, most=MAX_MODEL_LIST))
 
     async def version(self, url: str) -> str:
-        """Return the engine's version, "" if it does not say."""
-        return cut(self._read("/version", await self._get(url, "/version", MOST_SAID), _Version).version, 100)
+        """Return the engine's version, "" if it does not report one."""
+        return truncate(
+            self._read("/version", await self._get(url, "/version", MAX_SHORT_ANSWER), _Version).version, 100
+        )
 
     async def tokenize(self, url: str, body: Mapping[str, object]) -> tuple[int, ...]:
         """Return the token ids of a prompt or a chat."""
-        answer = await self._request("POST", url, "/tokenize", msgspec.json.encode(body), most=MOST_SAID)
+        answer = await self._request("POST", url, "/tokenize", msgspec.json.encode(body), most=MAX_SHORT_ANSWER)
         return tuple(self._read("/tokenize", answer, _Tokens).tokens)
 
     async def token_ids(
@@ -130,10 +132,10 @@ class EngineAdmin:
         authorization: str | None = None,
         most: int | None = None,
     ) -> TokenIds:
-        """Return the token ids for a body of `/tokenize`, within `timeout` seconds (None: those of every question).
+        """Return the token ids for a body of `/tokenize`, within `timeout` seconds (None: those of every request).
 
-        Asked with this header ("": with none) in place of our key. `most`: bytes of the answer, None: what such a prompt may
-        have.
+        `authorization`: a header in place of the engine's key, "" for none. `most`: bytes of the answer; None: a limit from the
+        length of the body.
         """
         most = most or _IDS + _IDS_PER_BYTE * len(body)
         answer = await self._request("POST", url, "/tokenize", body, authorization, timeout=timeout, most=most)
@@ -142,7 +144,7 @@ class EngineAdmin:
 
     async def scrape(self, url: str) -> Scrape:
         """Return an engine's load and counters."""
-        return read_metrics(await self._get(url, "/metrics", MOST_PAGE))
+        return read_metrics(await self._get(url, "/metrics", MAX_PAGE))
 
     async def close(self) -> None:
         """Close the session."""
@@ -163,10 +165,10 @@ class EngineAdmin:
         timeout: float | None = None,
         most: int,
     ) -> bytes:
-        """Return an answer's body of `most` bytes; with 0 it is not read."""
+        """Return an answer's body of at most `most` bytes; with 0 it is not read."""
         if self._session is None:
-            jar = aiohttp.DummyCookieJar()  # engines set none, and to look for them costs at each question
-            # What is compressed may become a thousand times as much.
+            jar = aiohttp.DummyCookieJar()  # engines set no cookies, and a search for them costs at each request
+            # Not decompressed: the data may become a thousand times as large.
             self._session = aiohttp.ClientSession(
                 trust_env=False, cookie_jar=jar, auto_decompress=False, skip_auto_headers=("Accept-Encoding",)
             )
@@ -194,21 +196,21 @@ class EngineAdmin:
                 wait=Wait.PROBE if timeout is None else Wait.TOKENIZE,
             ) from None
         except aiohttp.ClientConnectorCertificateError as error:
-            raise EngineTlsError(certificate_words(error.certificate_error)) from None
+            raise EngineTlsError(describe_certificate(error.certificate_error)) from None
         except aiohttp.ClientConnectorSSLError as error:
-            raise EngineTlsError(certificate_words(error.os_error)) from None
+            raise EngineTlsError(describe_certificate(error.os_error)) from None
         except aiohttp.ClientConnectorError as error:
-            if error.errno in OUR_LIMITS:
+            if error.errno in LOCAL_ERRORS:
                 raise OverloadedError(f"pdproxy can open no more connections: {error.strerror}") from None
             raise EngineUnreachableError(f"no connection: {error.strerror or error}") from None
         except aiohttp.ServerDisconnectedError:
-            # vLLM's server says no more than that to a client without the certificate that it wants.
+            # vLLM's server just closes if a client lacks the certificate that it wants.
             hint = "" if tls is None else ": does it want a certificate of ours (tls.certificate)?"
             raise EngineError(f"{path}: closed the connection{hint}") from None
         except ssl.SSLError as error:
-            raise EngineTlsError(tls_words(error)) from None
+            raise EngineTlsError(describe_tls(error)) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineError(f"{path}: {type(error).__name__}: {cut(error)}") from None
+            raise EngineError(f"{path}: {type(error).__name__}: {truncate(error)}") from None
         if answer.status != 200:
             hint = ": set auth.engine_api_key, or the node's api_key" if answer.status == 401 else ""
             raise EngineRefusedError(f"{path} answered {answer.status}{hint}", status=answer.status, body=b"")
@@ -218,7 +220,7 @@ class EngineAdmin:
         try:
             return msgspec.json.decode(content, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise EngineError(f"{path} answered something else: {cut(error)}") from None
+            raise EngineError(f"{path} answered something else: {truncate(error)}") from None
 
 
 async def _body(answer: aiohttp.ClientResponse, path: str, most: int) -> bytes:
@@ -234,13 +236,13 @@ async def _body(answer: aiohttp.ClientResponse, path: str, most: int) -> bytes:
     raise EngineError(f"{path} answered more than {most} bytes")
 
 
-def _few(listed: bytes) -> bytes:
-    """Return a list of models, unless they are so many that to read it would take long."""
-    if listed.count(b"{") > _OBJECTS * MOST_MODELS + 1:
-        raise EngineError(f"/v1/models has more than {MOST_MODELS} models")
+def _checked(listed: bytes) -> bytes:
+    """Return a list of models, unless it has so many that reading it would take long."""
+    if listed.count(b"{") > _OBJECTS_PER_MODEL * MAX_MODELS + 1:
+        raise EngineError(f"/v1/models has more than {MAX_MODELS} models")
     return listed
 
 
-def certificate_words(error: Exception) -> str:
-    """Say why an engine's certificate is not trusted, from what aiohttp says of it."""
-    return tls_words(error) if isinstance(error, ssl.SSLError) else f"no TLS: {error}"
+def describe_certificate(error: Exception) -> str:
+    """Return why an engine's certificate is not trusted, from aiohttp's error."""
+    return describe_tls(error) if isinstance(error, ssl.SSLError) else f"no TLS: {error}"

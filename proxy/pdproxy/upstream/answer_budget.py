@@ -1,16 +1,16 @@
-"""Room for what engines have sent and nobody may have yet: whole answers, events that are not whole, streams not yet proven.
+"""The memory for what engines have sent and nobody may have yet: whole answers, events that are not whole, unproven streams.
 
-Owns the number of those bytes, over all legs. A leg ends in a dozen ways, so its share is given back with the last reference to
-it: what is counted is what is held.
+Owns the number of those bytes, over all legs. A leg ends in many ways, so its share is released with the last reference to it:
+what is counted is what is held.
 """
 
 from __future__ import annotations
 
-from pdproxy.kit.errors import EngineError, NoAnswerRoomError
+from pdproxy.kit.errors import AnswerBudgetError, EngineError
 
-MOST_ANSWER = 128 << 20
+MAX_ANSWER = 128 << 20
 """Bytes of one answer, where nobody sets another bound."""
-MOST_TOGETHER = 256 << 20
+MAX_TOTAL = 256 << 20
 """Bytes of all answers that are held at once, where nobody sets another bound."""
 WHOLE = "the engine sent an answer"
 """How an error names a whole answer that is too large."""
@@ -19,34 +19,34 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class AnswerBudget:
-    """At most `most` bytes of one answer, and `together` bytes at once; `held` are."""
+    """At most `max_answer` bytes of one answer, and `max_total` bytes at once. `held`: bytes that are held now."""
 
-    __slots__ = ("held", "most", "together")
+    __slots__ = ("held", "max_answer", "max_total")
 
-    def __init__(self, most: int = MOST_ANSWER, together: int = MOST_TOGETHER) -> None:
-        self.most = most
-        self.together = together
+    def __init__(self, max_answer: int = MAX_ANSWER, max_total: int = MAX_TOTAL) -> None:
+        self.max_answer = max_answer
+        self.max_total = max_total
         self.held = 0
 
     def __repr__(self) -> str:
-        return f"<AnswerBudget {self.held} of {self.together} bytes>"
+        return f"<AnswerBudget {self.held} of {self.max_total} bytes>"
 
-    def share(self, most: int | None = None, what: str = WHOLE) -> BudgetShare:
-        """Return an empty share for one leg, of `most` bytes or of one answer. `what`: how an error begins if that is passed."""
-        return BudgetShare(self, self.most if most is None or most > self.most else most, what)
+    def share(self, limit: int | None = None, what: str = WHOLE) -> BudgetShare:
+        """Return an empty share for one leg, of at most `limit` bytes (None: one answer). `what`: the beginning of its error."""
+        return BudgetShare(self, self.max_answer if limit is None else min(limit, self.max_answer), what)
 
 
 class BudgetShare:
-    """What one leg holds: `size` bytes, of which those that were added are kept here, in one buffer.
+    """What one leg holds: `size` bytes. Those that were added are kept here, in one buffer.
 
-    One buffer, since a list of tiny parts would cost many times their bytes.
+    A list of tiny parts would cost many times their bytes.
     """
 
-    __slots__ = ("_buffer", "_most", "_room", "_what", "kept", "size")
+    __slots__ = ("_budget", "_buffer", "_limit", "_what", "kept", "size")
 
-    def __init__(self, room: AnswerBudget, most: int, what: str) -> None:
-        self._room = room
-        self._most = most
+    def __init__(self, budget: AnswerBudget, limit: int, what: str) -> None:
+        self._budget = budget
+        self._limit = limit
         self._what = what
         self._buffer: bytes | bytearray = b""
         self.kept = 0
@@ -54,68 +54,70 @@ class BudgetShare:
         self.size = 0
 
     def __del__(self) -> None:
-        self._room.held -= self.size
+        self._budget.held -= self.size
 
     def __repr__(self) -> str:
-        return f"<BudgetShare of {self.size} of {self._most} bytes>"
+        return f"<BudgetShare of {self.size} of {self._limit} bytes>"
 
-    def limit(self, most: int, what: str) -> None:
-        """Have another bound, and other words for what passes it, before anything is held."""
-        self._most, self._what = min(most, self._most), what
+    def set_limit(self, limit: int, what: str) -> None:
+        """Set another limit, and another beginning of its error, before anything is held."""
+        self._limit, self._what = min(limit, self._limit), what
 
-    def expect(self, headers: Headers) -> None:
-        """Look at an answer's headers; raise EngineError if it says that it is too large."""
+    def check_length(self, headers: Headers) -> None:
+        """Raise EngineError if an answer's headers announce more than the limit."""
         for name, value in headers:
-            if name == b"content-length" and value.isdigit() and int(value) > self._most:
+            if name == b"content-length" and value.isdigit() and int(value) > self._limit:
                 raise self._too_large()
 
     def grow(self, count: int, what: str | None = None) -> None:
-        """Hold so many bytes more, somewhere else. `what`: how the error begins, if not as said. Nothing is held after an error.
+        """Hold `count` bytes more, which are kept elsewhere. After an error nothing is held.
+
+        `what`: the beginning of the error about the limit, None for that of the share.
 
         Raises:
-            EngineError: they are more than one answer may have.
-            NoAnswerRoomError: other answers take all of the room.
+            EngineError: the share is over its limit.
+            AnswerBudgetError: the budget is used up by other answers.
         """
         size = self.size + count
-        room = self._room
-        if size > self._most:
+        budget = self._budget
+        if size > self._limit:
             self.drop()
             raise self._too_large(what)
-        if room.held + count > room.together:
+        if budget.held + count > budget.max_total:
             self.drop()
-            raise NoAnswerRoomError(
-                f"answers of {room.together} bytes are held (limits.max_buffered_answer_bytes): no room for more"
+            raise AnswerBudgetError(
+                f"answers of {budget.max_total} bytes are held (limits.max_buffered_answer_bytes): no space for more"
             )
-        room.held += count
+        budget.held += count
         self.size = size
 
     def hold(self, count: int) -> None:
-        """Hold so many bytes in all, somewhere else. Raises as `grow`."""
+        """Hold `count` bytes in all, which are kept elsewhere. Raises as `grow`."""
         if count > self.size:
             self.grow(count - self.size)
         else:
             self.shrink(self.size - count)
 
     def drop(self) -> None:
-        """Hold nothing more: the leg has failed, and what refers to the share may live on."""
+        """Hold nothing any more: the leg has failed, and others may still refer to the share."""
         self.shrink(self.size)
         self._buffer, self.kept = b"", 0
 
     def shrink(self, count: int) -> None:
-        """Hold so many bytes less."""
+        """Hold `count` bytes less."""
         self.size -= count
-        self._room.held -= count
+        self._budget.held -= count
 
     def add(self, chunk: bytes) -> None:
-        """Keep bytes behind those that are kept. Raises as `grow`."""
+        """Append bytes to the buffer. Raises as `grow`."""
         count = len(chunk)
-        room, size = self._room, self.size + count
-        if size > self._most or room.held + count > room.together:
+        budget, size = self._budget, self.size + count
+        if size > self._limit or budget.held + count > budget.max_total:
             self.grow(count)  # which raises
-        room.held += count
+        budget.held += count
         self.size = size
         if not self.kept:
-            self._buffer = chunk  # most answers come in one read: no copy is made of those
+            self._buffer = chunk  # most answers come in one read: those are not copied
         else:
             if not isinstance(self._buffer, bytearray):
                 self._buffer = bytearray(self._buffer)
@@ -123,22 +125,22 @@ class BudgetShare:
         self.kept += count
 
     def ends_with(self, end: bytes) -> bool:
-        """Tell how the bytes end that are kept."""
+        """Return whether the buffer ends so."""
         return self._buffer.endswith(end)
 
-    def whole(self) -> bytes:
-        """Return the bytes that were kept, and keep them no longer: they count on, for whoever has them now."""
+    def take_counted(self) -> bytes:
+        """Return the buffer's bytes and empty it. The bytes still count, for whoever has them now."""
         whole, self._buffer, self.kept = self._buffer, b"", 0
         return whole if isinstance(whole, bytes) else bytes(whole)
 
-    def taken(self) -> bytes:
-        """Return the bytes that were kept, and count them no longer."""
+    def take(self) -> bytes:
+        """Return the buffer's bytes and empty it. The bytes no longer count."""
         kept, buffer = self.kept, self._buffer
         self._buffer, self.kept = b"", 0
         self.size -= kept
-        self._room.held -= kept
+        self._budget.held -= kept
         return buffer if isinstance(buffer, bytes) else bytes(buffer)
 
     def _too_large(self, what: str | None = None) -> EngineError:
-        setting = " (limits.max_answer_bytes)" if self._most == self._room.most else ""
-        return EngineError(f"{what or self._what} of more than {self._most} bytes{setting}")
+        setting = " (limits.max_answer_bytes)" if self._limit == self._budget.max_answer else ""
+        return EngineError(f"{what or self._what} of more than {self._limit} bytes{setting}")

@@ -1,8 +1,8 @@
 """The client for one engine: a pool of kept connections, and the two ways to use one.
 
-Owns the engine's connections. `ask` waits for a whole answer (prefill legs, releases); `send` hands the answer to a sink
-as it comes (decode legs). Connecting has a deadline here; every other deadline belongs to the caller. What a whole answer may
-have of memory is bounded by the room that all engines share.
+Owns the engine's connections. `ask` waits for a whole answer (prefill legs, releases); `send` passes the answer to a sink as it
+comes (decode legs). Connecting has a deadline here; every other deadline belongs to the caller. The answer budget of all engines
+limits the memory of whole answers.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from pdproxy.kit.errors import (
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
 from pdproxy.upstream.connection import Connection, Headers, Leg, Message, Sink
 
-OUR_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
-"""Errors of a connect that say nothing of the other side."""
+LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
+"""Errors of a connect whose cause is this process or machine, not the engine."""
 
 
 JOINED = 64 << 10
-"""Bytes of a body that is written together with its head; to copy a larger one costs more than a second write."""
-MOST_RELEASE = 1 << 20
+"""Bytes of a body that is written together with its head. Copying a larger one costs more than a second write."""
+MAX_RELEASE_ANSWER = 1 << 20
 """Bytes of an answer to `EngineClient.whole`: a token, or a refusal."""
 
 Request = Message | Callable[[], Message]
-"""A request's bytes, or what makes them once there is a connection for them: many may wait for one, each with a body."""
+"""A request's bytes, or a function that makes them once there is a connection: waiting requests then hold no bodies."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -54,7 +54,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Pending:
-    """A request whose whole answer is awaited. Whoever holds it may await `answered`, again or elsewhere, or close it."""
+    """A request whose whole answer is awaited. Its owner may await `answered`, several times one after the other, or close it."""
 
     __slots__ = ("_headers", "_leg", "_outcome", "_share", "_status", "_waiter")
 
@@ -67,16 +67,16 @@ class Pending:
         self._leg: Leg | None = None
 
     def attach(self, leg: Leg) -> None:
-        """Note where the request is."""
+        """Set the leg of the request."""
         self._leg = leg
 
     def close(self) -> None:
-        """Give the answer up. An engine that is still at work aborts it."""
+        """Close the leg. An engine that is still at work aborts the request."""
         if self._leg is not None:
             self._leg.close()
 
     async def answered(self) -> Answer:
-        """Wait for the answer, one caller at a time. To stop waiting is not to give it up.
+        """Wait for the answer, one caller at a time. A cancelled wait does not close the leg.
 
         Raises:
             EngineError: there will be none.
@@ -110,27 +110,27 @@ class Pending:
         return None if self._outcome is None else await self.answered()
 
     def head(self, status: int, headers: Headers) -> None:
-        self._share.expect(headers)
+        self._share.check_length(headers)
         self._status, self._headers = status, headers
 
     def data(self, chunk: bytes) -> None:
         self._share.add(chunk)
 
     def end(self) -> None:
-        self._over(Answer(self._status, self._headers, self._share.whole()))
+        self._set(Answer(self._status, self._headers, self._share.take_counted()))
 
     def failed(self, error: EngineError) -> None:
         self._share.drop()
-        self._over(error)
+        self._set(error)
 
-    def _over(self, outcome: Answer | EngineError) -> None:
+    def _set(self, outcome: Answer | EngineError) -> None:
         self._outcome = outcome
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
-def tls_words(error: ssl.SSLError) -> str:
-    """Say why there is no TLS with an engine. May name hosts."""
+def describe_tls(error: ssl.SSLError) -> str:
+    """Return why there is no TLS with an engine. The text may name hosts."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message}"
     return f"no TLS: {(error.reason or str(error)).replace('_', ' ').lower()}"
@@ -140,8 +140,8 @@ class EngineClient:
     """All connections to one engine at `url` (`http://host:port` or `https://host:port`).
 
     Kept connections are reused for `keepalive` seconds, and closed once they are older; vLLM closes idle ones after 5. `key` and
-    `tls` are asked at each request and connection, since both may change: the bearer token, and the context of an engine that
-    speaks TLS. `clock` judges the deadlines, `room` bounds whole answers.
+    `tls` are called for each request and connection, since both may change: the bearer token, and the context of an engine with
+    TLS. `clock` keeps the deadlines, `budget` limits whole answers.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class EngineClient:
         connect_timeout: float,
         keepalive: float,
         clock: Clock,
-        room: AnswerBudget,
+        budget: AnswerBudget,
         key: Callable[[], str | None] = lambda: None,
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     ) -> None:
@@ -163,7 +163,7 @@ class EngineClient:
         self._connect_timeout = connect_timeout
         self._keepalive = keepalive
         self._clock = clock
-        self._room = room
+        self._budget = budget
         self._key = key
         self._tls = tls
         self._idle: list[Connection] = []
@@ -188,38 +188,38 @@ class EngineClient:
         return head + body if len(body) <= JOINED else (head, body)
 
     async def send(self, request: Request, sink: Sink, *, fresh: bool = False) -> Leg:
-        """Send a request and return the hold on it, at once; the answer goes to `sink`.
+        """Send a request and return its leg at once; the answer goes to `sink`.
 
         Raises:
-            EngineUnreachableError: the engine refused the connection, or did not take it in time.
+            EngineUnreachableError: the engine refused the connection, or did not accept it in time.
         """
         connection = (None if fresh else self._kept()) or await self._connect()
         try:
-            made = request() if callable(request) else request
+            message = request() if callable(request) else request
         except BaseException:
             self._free(connection)
             raise
-        return connection.send(made, sink)
+        return connection.send(message, sink)
 
     async def ask(self, request: Request, *, fresh: bool = False, most: int | None = None) -> Pending:
-        """Send a request whose whole answer, of `most` bytes, will be awaited; on a new connection if `fresh`.
+        """Send a request whose whole answer, of at most `most` bytes, is awaited; on a new connection if `fresh`.
 
         Raises:
             EngineUnreachableError: as `send`.
         """
-        pending = Pending(self._room.share(most))
+        pending = Pending(self._budget.share(most))
         pending.attach(await self.send(request, pending, fresh=fresh))
         return pending
 
     async def whole(self, request: Message, timeout: float, wait: Wait) -> Answer:
-        """Send a request and wait up to `timeout` seconds for its whole answer, of `MOST_RELEASE` bytes.
+        """Send a request and wait up to `timeout` seconds for its whole answer, of `MAX_RELEASE_ANSWER` bytes.
 
         Raises:
             EngineTimeoutError: the deadline named by `wait` passed; the request was closed.
-            EngineError: the engine could not be reached, closed the connection or answered with too much.
+            EngineError: the engine could not be reached, closed the connection or sent a too large answer.
         """
         for last in (False, True):
-            pending = Pending(self._room.share(MOST_RELEASE))
+            pending = Pending(self._budget.share(MAX_RELEASE_ANSWER))
             try:
                 async with self._clock.within(timeout):
                     pending.attach(await self.send(request, pending, fresh=last))
@@ -256,7 +256,7 @@ class EngineClient:
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
         tls = self._tls()
-        # A timer of the event loop, which is judged before sockets are read: the clock's deadline comes first.
+        # This is a timer of the event loop, which runs before sockets are read. So the clock's deadline must come first.
         handshake = 2 * self._connect_timeout + 1 if tls is not None else None
         try:
             async with self._clock.within(self._connect_timeout):
@@ -272,9 +272,9 @@ class EngineClient:
                 f"{self.url} took no connection in {self._connect_timeout:g} s", wait=Wait.CONNECT
             ) from None
         except ssl.SSLError as error:
-            raise EngineTlsError(f"{self.url}: {tls_words(error)}") from None
+            raise EngineTlsError(f"{self.url}: {describe_tls(error)}") from None
         except OSError as error:
-            if error.errno in OUR_LIMITS:
+            if error.errno in LOCAL_ERRORS:
                 raise OverloadedError(f"pdproxy can open no more connections: {error.strerror}") from None
             raise EngineUnreachableError(f"{self.url} took no connection: {error.strerror or error}") from None
         self._all.add(connection)
@@ -284,8 +284,7 @@ class EngineClient:
         now = asyncio.get_running_loop().time()
         connection.idle_since = now
         self._idle.append(connection)
-        # The oldest is the first, and its engine may not have closed it.
-        while self._idle and self._idle[0].idle_since < now - self._keepalive:
+        while self._idle[0].idle_since < now - self._keepalive:  # the first is the oldest
             self._idle.pop(0).close()
 
     def _lost(self, connection: Connection) -> None:

@@ -1,9 +1,9 @@
 """One keep-alive HTTP/1.1 connection to an engine, as an asyncio protocol on httptools.
 
-Owns the socket, the response parser and, while a request is on it, the sink that hears of the answer. The sink is called
-once a TCP read with all body bytes of that read, whole HTTP chunks or not, so a relay pays per read and not per chunk. Whole
-chunks that are framed as servers do it go past the parser. What an engine sends beside the body (heads, interim answers, chunk
-extensions, trailers) is bounded here; the body is the sink's to bound.
+Owns the socket, the response parser and, while a request is on it, the sink of the answer. The sink is called once per TCP read
+with all body bytes of that read, whole HTTP chunks or not, so a relay pays per read and not per chunk. Whole chunks with the
+usual framing go past the parser. This module limits what an engine sends beside the body (heads, interim answers, chunk
+extensions, trailers); the sink limits the body.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Protocol, cast
 import httptools
 
 from pdproxy.kit.errors import EngineError, EngineTlsError, StaleConnectionError
-from pdproxy.wire.chunks import whole
+from pdproxy.wire.chunks import whole_chunks
 
 STALE_WITHIN = 0.25
-"""Seconds. A kept connection that closes so soon after a request was shut before the engine saw it; later, the engine may
-have begun to work, and the request must not be sent again as it is (a KV handle used twice makes wrong tokens)."""
+"""Seconds. If a kept connection closes so soon after a request, the engine had closed it before the request arrived. Later, the
+engine may have begun to work, and the request must not be sent again as it is (a KV handle used twice makes wrong tokens)."""
 
 LARGE_READ = 128 << 10
-"""Bytes. Behind a read like this, others have their turn before the next: uvloop reads a socket that is always full 32 times in a
-row, 8 MB, and so with each engine that sends as fast as it can."""
-MOST_HEAD = 64 << 10
-"""Bytes of an answer's headers, and bytes in a row that are no body: heads, interim answers, chunk extensions, trailers."""
+"""Bytes. After a read of this size, other sockets are read before this one again. uvloop reads a socket that is always full 32
+times in a row, 8 MB, and does so for each engine that sends as fast as it can."""
+MAX_HEAD = 64 << 10
+"""Bytes of an answer's headers, and bytes in a row that are not body: heads, interim answers, chunk extensions, trailers."""
 
 Headers = list[tuple[bytes, bytes]]
 Message = bytes | tuple[bytes, bytes]
-"""A whole request; or its head and its body, where that is large."""
+"""A whole request; or its head and its body, if the body is large."""
 
 
 class Sink(Protocol):
-    """Who hears of an answer. `head` first, then `data` any number of times, then `end` or `failed`; `failed` may come alone.
+    """What receives an answer: `head` first, then `data` any number of times, then `end` or `failed`. `failed` may come alone.
 
-    `head` and `data` may raise an EngineError where they want no more: the answer is given up, and `failed` hears of that error.
+    `head` and `data` may raise an EngineError to refuse the rest: the connection closes, and `failed` gets that error.
     """
 
     def head(self, status: int, headers: Headers) -> None:
@@ -52,12 +52,12 @@ class Sink(Protocol):
         """No more will come."""
 
 
-TakeRead = Callable[[bytes], int]
-"""Takes whole chunks off a read that begins between two of them, as it was on the wire; tells how many bytes it took."""
+ForwardRead = Callable[[bytes], int]
+"""Gets a read that begins between two chunks. Forwards the whole chunks at its beginning, returns their bytes with framing."""
 
 
 class Leg:
-    """One request on a connection. Once its answer is over it does nothing: the connection may carry another's by then."""
+    """One request on a connection. Does nothing once its answer is over: the connection may carry another request by then."""
 
     __slots__ = ("_connection", "_number")
 
@@ -69,17 +69,17 @@ class Leg:
         return f"<Leg {self._number} on {self._connection!r}>"
 
     def close(self) -> None:
-        """Give the answer up: the engine sees its client leave."""
+        """Close the connection: the engine aborts the request."""
         if self._connection.carries(self._number):
             self._connection.close()
 
     def let_finish(self, seconds: float) -> None:
-        """The caller has what it wanted: give up only if the answer isn't whole within `seconds`."""
+        """Close the connection only if the answer isn't whole within `seconds`: the caller has what it needs of it."""
         if self._connection.carries(self._number):
             asyncio.get_running_loop().call_later(seconds, self.close)
 
     def pause(self) -> None:
-        """Stop reading: the engine's sends block once the buffers are full."""
+        """Stop reading: the engine's writes block once the buffers are full."""
         if self._connection.carries(self._number):
             self._connection.pause()
 
@@ -88,10 +88,10 @@ class Leg:
         if self._connection.carries(self._number):
             self._connection.resume()
 
-    def take_reads(self, take: TakeRead) -> None:
-        """From now on, offer reads that begin between two chunks to `take` as they are, and not to the sink."""
+    def offer_reads(self, forward: ForwardRead) -> None:
+        """From now on, pass reads that begin between two chunks to `forward`. The sink gets what it leaves."""
         if self._connection.carries(self._number):
-            self._connection.take_reads(take)
+            self._connection.offer_reads(forward)
 
 
 class Connection(asyncio.Protocol):
@@ -103,9 +103,10 @@ class Connection(asyncio.Protocol):
         "_complete",
         "_extra",
         "_final",
+        "_forward",
+        "_forward_next",
         "_headers",
         "_keep",
-        "_lane",
         "_name",
         "_on_free",
         "_on_lost",
@@ -116,10 +117,9 @@ class Connection(asyncio.Protocol):
         "_sent_at",
         "_sink",
         "_stopped_between",
-        "_take",
+        "_stopped_by",
         "_transport",
         "_until_eof",
-        "_wrong",
         "idle_since",
     )
 
@@ -139,12 +139,12 @@ class Connection(asyncio.Protocol):
         self._requests = 0
         self._sent_at = 0.0
         self._paused = False
-        self._take: TakeRead | None = None
-        self._lane: TakeRead | None = None  # as `_take`, while the parser stands between two chunks
+        self._forward: ForwardRead | None = None
+        self._forward_next: ForwardRead | None = None  # as `_forward`, while the parser stands between two chunks
         self._between = False
         self._stopped_between = False  # what was read so far ends between two chunks
-        self._extra = 0  # bytes since the last one of a body, those that are being parsed among them
-        self._wrong: EngineError | None = None  # why the parser was stopped
+        self._extra = 0  # bytes since the last body byte, including those that are being parsed
+        self._stopped_by: EngineError | None = None  # raised inside the parser
         self.idle_since = 0.0
 
     def __repr__(self) -> str:
@@ -175,25 +175,25 @@ class Connection(asyncio.Protocol):
                 self._transport.write(part)
         return Leg(self, self._requests)
 
-    def take_reads(self, take: TakeRead) -> None:
-        """Offer reads of the present answer that begin between two chunks to `take`."""
-        self._take = take
+    def offer_reads(self, forward: ForwardRead) -> None:
+        """Pass reads of the present answer that begin between two chunks to `forward`."""
+        self._forward = forward
         if self._stopped_between:
-            self._lane = take
+            self._forward_next = forward
 
     def carries(self, number: int) -> bool:
-        """Tell whether the connection is still at work on its `number`th request."""
+        """Return whether the connection is still at work on its `number`th request."""
         return self._sink is not None and self._requests == number
 
     def close(self) -> None:
-        """Drop the connection at once. The sink hears nothing more."""
-        self._sink = self._take = self._lane = None
+        """Drop the connection at once. The sink is not called any more."""
+        self._sink = self._forward = self._forward_next = None
         self._stopped_between = False
         if self._transport is not None:
             self._transport.abort()
 
     def pause(self) -> None:
-        """Stop reading: the engine's sends block once the buffers are full."""
+        """Stop reading: the engine's writes block once the buffers are full."""
         if self._transport is not None and not self._transport.is_closing():
             self._paused = True
             self._transport.pause_reading()
@@ -208,22 +208,21 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._parser = httptools.HttpResponseParser(
-            self
-        )  # not before, since each holds the other until the connection is lost
+        # Not made before, since parser and connection refer to each other until the connection is lost.
+        self._parser = httptools.HttpResponseParser(self)
 
     def data_received(self, data: bytes) -> None:
         if len(data) >= LARGE_READ:
-            self._give_way()
-        lane = self._lane
-        if lane is not None:
-            # The parser stands between two chunks, and may stay there while whole ones go past it.
-            taken = lane(data)
-            if taken:
-                if taken == len(data):
+            self._pause_shortly()
+        forward = self._forward_next
+        if forward is not None:
+            # The parser stands between two chunks, and may stay there while whole chunks go past it.
+            forwarded = forward(data)
+            if forwarded:
+                if forwarded == len(data):
                     return
-                data = data[taken:]
-            payloads, rest = whole(data)
+                data = data[forwarded:]
+            payloads, rest = whole_chunks(data)
             if payloads:
                 self._parts = payloads
                 self._flush()
@@ -232,7 +231,7 @@ class Connection(asyncio.Protocol):
             data = data[rest:] if rest else data
         sink = self._sink
         if sink is None:
-            self.close()  # bytes nobody asked for: the stream is out of step
+            self.close()  # bytes without a request
             return
         self._answering = True
         self._extra += len(data)
@@ -240,30 +239,30 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._flush()
-            if self._complete:  # what followed the answer was wrong, or a second one
+            if self._complete:  # the bytes behind the answer are invalid, or a second answer
                 self._finish(keep=False)
                 return
-            self._fail(self._wrong or EngineError(f"{self._name} does not speak HTTP/1.1: {error}"))
+            self._fail(self._stopped_by or EngineError(f"{self._name} does not speak HTTP/1.1: {error}"))
             return
         if self._parts or self._complete:
             self._extra = 0
-        elif self._extra > MOST_HEAD:
-            # A header's value is kept by the parser until it is whole; nobody hears of interim answers and chunk extensions.
+        elif self._extra > MAX_HEAD:
+            # The parser keeps a header's value until it is whole, and reports neither interim answers nor chunk extensions.
             self._fail(self._too_much())
             return
-        # A size line that has only begun does not end like this; one that is whole has been told.
+        # A size line that has only begun does not end so, and for a whole one `on_chunk_header` was called.
         self._stopped_between = self._between and data.endswith(b"\r\n")
-        self._lane = self._take if self._stopped_between else None
+        self._forward_next = self._forward if self._stopped_between else None
         self._flush()
         if self._complete and self._sink is sink:
             self._finish(keep=self._keep)
 
-    def _give_way(self) -> None:
+    def _pause_shortly(self) -> None:
         if self._transport is not None and not self._paused and not self._transport.is_closing():
             self._transport.pause_reading()
-            asyncio.get_running_loop().call_soon(self._go_on)
+            asyncio.get_running_loop().call_soon(self._resume_unless_paused)
 
-    def _go_on(self) -> None:
+    def _resume_unless_paused(self) -> None:
         if self._transport is not None and not self._paused and not self._transport.is_closing():
             self._transport.resume_reading()
 
@@ -272,13 +271,13 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._on_lost(self)
-        del self._parser  # each holds the other
+        del self._parser  # it refers to this connection
         if self._sink is None:
             return
         if self._until_eof and exc is None:
             self._finish(keep=False)
         elif isinstance(exc, ssl.SSLError) and self._requests == 1 and not self._answering:
-            # With TLS 1.3 an engine that wants a certificate, and not ours, says so only after our side of the handshake.
+            # With TLS 1.3 an engine refuses our certificate only after our side of the handshake.
             self._fail(EngineTlsError(f"{self._name} refused TLS: {(exc.reason or '').replace('_', ' ').lower()}"))
         elif self._requests > 1 and not self._answering and self._age() < STALE_WITHIN:
             self._fail(StaleConnectionError(f"{self._name} closed a kept connection"))
@@ -290,12 +289,12 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._complete:
-            raise EngineError("an answer to nothing")  # stops the parser
+            raise EngineError("an answer without a request")  # stops the parser
         self._headers = []
         self._final = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._final:  # a trailer is no header: nothing may change behind what was decided
+        if not self._final:  # trailers are dropped: the sink has the headers already
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -303,21 +302,21 @@ class Connection(asyncio.Protocol):
         self._final = status >= 200
         if not self._final or self._sink is None:
             return
-        if self._extra > MOST_HEAD and sum(len(name) + len(value) for name, value in self._headers) > MOST_HEAD:
-            self._wrong = self._too_much()
-            raise self._wrong  # stops the parser
+        if self._extra > MAX_HEAD and sum(len(name) + len(value) for name, value in self._headers) > MAX_HEAD:
+            self._stopped_by = self._too_much()
+            raise self._stopped_by  # stops the parser
         names = [name for name, _ in self._headers]
         framed = b"content-length" in names or b"transfer-encoding" in names
         self._until_eof = not framed and status not in (204, 304)
-        headers, self._headers = self._headers, []  # the sink's: a stream lets go of them long before it ends
+        headers, self._headers = self._headers, []  # a stream's sink drops them long before its end
         try:
             self._sink.head(status, headers)
         except EngineError as error:
-            self._wrong = error
+            self._stopped_by = error
             raise  # stops the parser
 
     def on_body(self, body: bytes) -> None:
-        if self._final:  # an informational answer that has a body is no reason to take it for the real one's
+        if self._final:  # the body of an interim answer is dropped
             self._parts.append(body)
 
     def on_chunk_header(self) -> None:
@@ -329,10 +328,10 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         self._between = False
         self._complete = self._final
-        self._keep = self._parser.should_keep_alive()  # asked here, since the parser forgets it after the message
+        self._keep = self._parser.should_keep_alive()  # the parser forgets it after the message
 
     def _too_much(self) -> EngineError:
-        return EngineError(f"{self._name} sent more than {MOST_HEAD} bytes that are no body")
+        return EngineError(f"{self._name} sent more than {MAX_HEAD} bytes that are not body")
 
     def _age(self) -> float:
         return asyncio.get_running_loop().time() - self._sent_at
@@ -349,7 +348,7 @@ class Connection(asyncio.Protocol):
 
     def _finish(self, *, keep: bool) -> None:
         sink, self._sink = self._sink, None
-        self._take = self._lane = None
+        self._forward = self._forward_next = None
         self._stopped_between = False
         self._complete = False
         if keep:
@@ -360,7 +359,7 @@ class Connection(asyncio.Protocol):
             sink.end()
 
     def _fail(self, error: EngineError) -> None:
-        sink, self._wrong = self._sink, None
+        sink, self._stopped_by = self._sink, None
         self.close()
         if sink is not None:
-            sink.failed(error.with_traceback(None))  # which would refer to all that it passed
+            sink.failed(error.with_traceback(None))  # a traceback would refer to the sink

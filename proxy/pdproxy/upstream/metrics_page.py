@@ -1,6 +1,6 @@
-"""What is read of an engine's `/metrics`: a dozen lines of its page, found and not parsed with the rest.
+"""What is read of an engine's `/metrics`: a dozen lines, which are found without parsing the rest of the page.
 
-Owns the names (vLLM 0.32.0) and the bounds: the library takes 50 us a line, so a page may hold only so many that are read.
+Owns the names (vLLM 0.32.0) and the limits: the library takes 50 us per line, so the lines that are read are limited.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy.kit.errors import EngineError
-from pdproxy.kit.text import cut
+from pdproxy.kit.text import truncate
 
-MOST_PAGE = 8 << 20
+MAX_PAGE = 8 << 20
 """Bytes of a page. An engine's has 60 KB, and each data-parallel rank adds as much."""
-MOST_SAMPLES = 512
+MAX_SAMPLES = 512
 """Lines of a page that are read. A rank has 6 to 8 of them."""
-MOST_LINES = 64 << 10
-"""Bytes of the lines that are read: one of 1000 that names all settings of the KV cache, and others of 100."""
-MOST_LINE = 4 << 10
-"""Bytes of one of them: what the library takes for a line grows with the square of its labels."""
+MAX_LINES_BYTES = 64 << 10
+"""Bytes of the lines that are read: one of 1000 with all settings of the KV cache, and others of 100."""
+MAX_LINE = 4 << 10
+"""Bytes of one of these lines: the library's time for a line grows with the square of its labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """What we read of an engine's `/metrics` (names of vLLM 0.32.0). Token counts are since the engine's start.
+    """The values of an engine's `/metrics` (names of vLLM 0.32.0). Token counts are since the engine's start.
 
-    `by_source`: prompt tokens by where their KV came from; empty where the engine does not say.
+    `by_source`: prompt tokens by the source of their KV; empty if the engine does not report it.
     """
 
     started: float
@@ -41,19 +41,18 @@ class Scrape:
 
 
 NO_METRICS = Scrape(0.0, None, 0.0, 0.0, 0.0, {})
-"""What is read of an engine that shows no metrics."""
+"""The values of an engine without metrics."""
 
 
 def read_metrics(page: bytes) -> Scrape:
-    """Read the Prometheus text of an engine; raise EngineError if what is read of it is none.
+    """Read the Prometheus text of an engine; raise EngineError if the lines that are read are invalid.
 
-    A page is 60 KB, of which a dozen lines are read, and a fleet has hundreds of pages: these lines are found, and no other is
-    looked at.
+    A page is 60 KB, of which a dozen lines are read, and a fleet has hundreds of pages. So only these lines are parsed.
     """
     found: dict[bytes, list[tuple[dict[str, str], float]]] = {name: [] for name in _READ}
     text = b"\n" + page
-    if sum(text.count(b"\n" + name) for name in _READ) > MOST_SAMPLES:
-        raise EngineError(f"/metrics has more than {MOST_SAMPLES} lines of those that are read")
+    if sum(text.count(b"\n" + name) for name in _READ) > MAX_SAMPLES:
+        raise EngineError(f"/metrics has more than {MAX_SAMPLES} lines of those that are read")
     size = 0
     for name, samples in found.items():
         lines: list[bytes] = []
@@ -64,12 +63,12 @@ def read_metrics(page: bytes) -> Scrape:
             if line[len(name) : len(name) + 1] in b"{ \t":
                 lines.append(line)
             at = text.find(b"\n" + name, at + 1)
-        if name in _LAST:
+        if name in _SINGLE:
             del lines[:-1]
         size += sum(map(len, lines))
-        if size > MOST_LINES or max(map(len, lines), default=0) > MOST_LINE:
+        if size > MAX_LINES_BYTES or max(map(len, lines), default=0) > MAX_LINE:
             raise EngineError(
-                f"/metrics has more than {MOST_LINES} bytes in the lines that are read, or {MOST_LINE} in one of them"
+                f"/metrics has more than {MAX_LINES_BYTES} bytes in the lines that are read, or {MAX_LINE} in one of them"
             )
         samples += map(_sample, lines)
     by_source: dict[str, float] = {}
@@ -96,8 +95,8 @@ _READ = (
     _BY_SOURCE := b"vllm:prompt_tokens_by_source_total",
     _CACHE := b"vllm:cache_config_info",
 )
-_LAST = (_STARTED, _CACHE)
-"""Of these the last line counts."""
+_SINGLE = (_STARTED, _CACHE)
+"""Metrics with one value: the last line counts."""
 
 
 def _sample(line: bytes) -> tuple[dict[str, str], float]:
@@ -106,7 +105,7 @@ def _sample(line: bytes) -> tuple[dict[str, str], float]:
         (family,) = text_string_to_metric_families(line.decode("utf-8", "replace") + "\n")
         (sample,) = family.samples
     except (ValueError, KeyError, IndexError) as error:
-        raise EngineError(f"/metrics is not in Prometheus text format: {cut(error)}") from None
+        raise EngineError(f"/metrics is not in Prometheus text format: {truncate(error)}") from None
     if not math.isfinite(sample.value):
-        raise EngineError(f"/metrics has a count that is none: {cut(sample.name)} {sample.value}")
+        raise EngineError(f"/metrics has a value that is not finite: {truncate(sample.name)} {sample.value}")
     return sample.labels, sample.value

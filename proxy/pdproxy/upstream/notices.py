@@ -1,7 +1,7 @@
-"""The socket on which engines tell that KV is ready: ZMQ PULL, bound here, connected to by every prefill rank.
+"""The socket for engines' notices that KV is ready: ZMQ PULL, bound here. Every prefill rank connects to it.
 
-Owns the socket and its ZMQ context. Whoever reaches the port can send: messages are bounded in size by ZMQ itself, their number
-by its high-water mark, and a burst of them is read in portions, so that streams flow in between.
+Owns the socket and its ZMQ context. Anybody who reaches the port can send: ZMQ itself limits the size of messages, and their
+number by its high-water mark. A burst is read in portions, so that streams flow in between.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ logger = logging.getLogger("pdproxy.kv")
 
 AT_ONCE = 64
 """Messages read in one turn of the event loop: about a millisecond."""
-AGAIN = 1.0
+RETRY = 1.0
 """Seconds until a socket that failed is read again."""
 AT_ONCE_BYTES = 1 << 20
-"""Bytes read in one turn: long messages cost by their bytes, some milliseconds for so many."""
+"""Bytes read in one turn, which take some milliseconds: long messages cost by their bytes."""
 HIGH_WATER = 256
-"""Messages that ZMQ keeps of each sender while we are busy; then the sender's own queue fills. All of them as long as may be take
-256 MiB."""
+"""Messages that ZMQ keeps of each sender while the event loop is busy. Then the sender's own queue fills. If all have the maximum
+length, they take 256 MiB."""
 
 
 class NoticeSocket:
-    """Receives notices and hands each to `heard`; what is none is told to `undecodable`.
+    """Receives notices and passes each to `received`. For every other message it calls `undecodable`.
 
-    What goes wrong is reported to `failed`, and reading goes on: at once behind a notice that could not be handled, after
-    `AGAIN` seconds where the socket itself failed.
+    Failures are reported to `failed`, and reading continues: at once after a notice that could not be handled, after `RETRY`
+    seconds if the socket itself failed.
     """
 
     def __init__(
         self,
-        heard: Callable[[Notice], None],
+        received: Callable[[Notice], None],
         undecodable: Callable[[], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        self._heard = heard
+        self._received = received
         self._undecodable = undecodable
         self._failed = failed
         self._failing = False
@@ -48,13 +48,13 @@ class NoticeSocket:
         self._socket: zmq.Socket[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.address: str | None = None
-        """Where it is bound, None before and after."""
+        """The address, None while the socket is not bound."""
 
     def __repr__(self) -> str:
         return f"<NoticeSocket {self.address or 'not bound'}>"
 
     def bind(self, host: str, port: int) -> None:
-        """Bind and begin to listen in the running event loop; port 0 is any free one.
+        """Bind and begin to listen in the running event loop. Port 0 is any free one.
 
         Raises:
             OSError: the address can't be bound.
@@ -78,7 +78,7 @@ class NoticeSocket:
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(socket.fileno(), self._readable)
-        self._loop.call_soon(self._readable)  # the descriptor tells of changes alone
+        self._loop.call_soon(self._readable)  # the descriptor reports only changes
 
     def close(self) -> None:
         """Stop listening. Closing what is not bound changes nothing."""
@@ -102,10 +102,10 @@ class NoticeSocket:
                 return
             except zmq.ZMQError as error:
                 if not self._failing:
-                    logger.error("the socket for notices failed: %s", error.strerror)  # noqa: TRY400 - says all
+                    logger.error("the socket for notices failed: %s", error.strerror)  # noqa: TRY400 - complete without a traceback
                 self._failing = True
                 self._failed(error)
-                self._loop.call_later(AGAIN, self._readable)
+                self._loop.call_later(RETRY, self._readable)
                 return
             self._failing = False
             read += sum(map(len, frames))
@@ -114,7 +114,7 @@ class NoticeSocket:
                 if notice is None:
                     self._undecodable()
                 else:
-                    self._heard(notice)
-            except Exception as error:  # a defect of ours: it must not cost the notices behind this one
+                    self._received(notice)
+            except Exception as error:  # a defect here must not lose the notices behind this one
                 self._failed(error)
         self._loop.call_soon(self._readable)

@@ -1,8 +1,7 @@
-"""Legs that pass a request whole to one engine. On aiohttp: these routes are rare, and convenience wins.
+"""Legs that pass a request whole to one engine. On aiohttp, which is simpler: these routes are rare.
 
-Owns one aiohttp session. Connections are not kept: a POST on a connection that the engine is just closing could not be told from
-one that it has begun to serve. What is read whole counts in the room that all engines share. Translates what goes wrong into
-`EngineError`s, once.
+Owns one aiohttp session. Connections are not kept: if one closes behind a POST, nothing shows whether the engine has begun to
+serve it. Answers that are read whole count in the answer budget of all engines. Failures become `EngineError`s here, once.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from yarl import URL
 
 from pdproxy.kit.errors import EngineError, EngineTlsError, EngineUnreachableError, OverloadedError, Wait
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
-from pdproxy.upstream.client import OUR_LIMITS
+from pdproxy.upstream.client import LOCAL_ERRORS
 
-_LONGEST_HEADER = 4 * 2**20
+_MAX_HEADER = 4 * 2**20
 """Bytes. vLLM describes each item of a binary embedding in a header."""
 
 
 class PassthroughLeg:
-    """An engine's answer whose head is here. `share` is what of it may be held."""
+    """An engine's answer whose head has come. `share` counts what is held of it."""
 
     def __init__(self, url: str, answer: aiohttp.ClientResponse, share: BudgetShare) -> None:
         self._url = url
@@ -38,16 +37,16 @@ class PassthroughLeg:
         return self._answer.content_type == "text/event-stream"
 
     def close(self) -> None:
-        """Be done with the answer: what is left of it is not wanted, and its engine sees that."""
+        """Close the leg. An engine that is still at work aborts the request."""
         self._answer.close()
 
     async def read(self) -> bytes:
         """Return the whole body. Raises EngineError, also for one that is too large."""
-        self.share.expect(self.headers)
+        self.share.check_length(self.headers)
         with translated(self._url):
             while chunk := await self._answer.content.readany():
                 self.share.add(chunk)
-        return self.share.whole()
+        return self.share.take_counted()
 
     async def chunk(self) -> bytes:
         """Return what has come since the last call, waiting for something; b"" at the end. Raises EngineError."""
@@ -56,31 +55,31 @@ class PassthroughLeg:
 
 
 class PassthroughLegs:
-    """Opens legs. `connect_timeout` in seconds; all other waits are the caller's to bound.
+    """Opens legs. `connect_timeout` in seconds; all other deadlines belong to the caller.
 
-    `key` and `tls` are asked for an engine's own at each request, None where it has none.
+    `key` and `tls` are called with an engine's URL for each request; None: it has none.
     """
 
     def __init__(
         self,
         *,
         connect_timeout: float,
-        room: AnswerBudget,
+        budget: AnswerBudget,
         key: Callable[[str], str | None] = lambda _: None,
         tls: Callable[[str], SSLContext | None] = lambda _: None,
     ) -> None:
         self._connect_timeout = connect_timeout
-        self._room = room
+        self._budget = budget
         self._key = key
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, url: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> PassthroughLeg:
-        """Send a request, and return the answer once its head is here. Close it, whatever becomes of it.
+        """Send a request, and return the answer once its head has come. The caller must close it.
 
         Raises:
-            EngineUnreachableError: the engine took no connection, and has seen nothing.
-            EngineError: it answered nonsense or closed.
+            EngineUnreachableError: the engine accepted no connection, and has received nothing.
+            EngineError: it sent invalid data, or closed the connection.
         """
         lines = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
         if (key := self._key(url)) is not None:
@@ -94,7 +93,7 @@ class PassthroughLegs:
                 allow_redirects=False,
                 ssl=tls if tls is not None else True,
             )
-        return PassthroughLeg(url, answer, self._room.share())
+        return PassthroughLeg(url, answer, self._budget.share())
 
     async def close(self) -> None:
         """Close all connections."""
@@ -102,15 +101,15 @@ class PassthroughLegs:
             await self._session.close()
 
     def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:  # made inside the loop that it belongs to
+        if self._session is None:  # made inside its event loop
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, force_close=True),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=("Accept-Encoding", "User-Agent", "Content-Type"),
                 auto_decompress=False,
-                max_line_size=_LONGEST_HEADER,
-                max_field_size=_LONGEST_HEADER,
+                max_line_size=_MAX_HEADER,
+                max_field_size=_MAX_HEADER,
                 trust_env=False,
             )
         return self._session
@@ -118,7 +117,7 @@ class PassthroughLegs:
 
 @contextmanager
 def translated(url: str) -> Iterator[None]:
-    """Turn aiohttp's exceptions into ours."""
+    """Turn aiohttp's exceptions into `EngineError`s and `OverloadedError`s."""
     try:
         yield
     except aiohttp.ConnectionTimeoutError:
@@ -128,7 +127,7 @@ def translated(url: str) -> Iterator[None]:
     except aiohttp.ClientConnectorCertificateError as error:
         raise EngineTlsError(f"{url}: {error.certificate_error}") from None
     except aiohttp.ClientConnectorError as error:
-        if error.errno in OUR_LIMITS:
+        if error.errno in LOCAL_ERRORS:
             raise OverloadedError(f"pdproxy can open no more connections: {error.strerror}") from None
         raise EngineUnreachableError(f"no connection to {url}: {error.strerror or error}") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:

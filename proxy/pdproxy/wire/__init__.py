@@ -1,1 +1,1 @@
-"""What crosses the network, and the stages of a request. Pure: no sockets, no clock."""
+"""What crosses the network: requests, answers, streams, notices. Pure: no sockets, no clock."""

@@ -1,4 +1,4 @@
-"""The APIs that are passed to one engine whole: how each says that it failed, and how its streams begin and end.
+"""The APIs that are passed whole to one engine: how each reports a failure, and how its streams begin and end.
 
 Owns the splitting of their streams into whole events, so that a failure never follows half an event.
 """
@@ -15,18 +15,18 @@ from pdproxy.kit.errors import EngineError, EngineRefusedError, PdproxyError, Un
 from pdproxy.wire.engine import error_of
 from pdproxy.wire.errors import error_body
 
-MOST_EVENT = 64 * 2**20
+MAX_EVENT = 64 * 2**20
 """Bytes of one event. The last event of a Responses stream repeats the whole answer."""
 
 _NUMBER = b'"sequence_number":'
 _SEQUENCE = re.compile(rb"\s*(\d{1,18})")
 _LAST = re.compile(rb"(?:event: (?:response\.(?:completed|incomplete|failed)|message_stop|error)|data: \[DONE\])\r?\n")
-"""The first line of an event that ends a stream, wherever it stands: that it begins a line is looked at apart, since a search for
-line starts costs at each line."""
+"""The first line of an event that ends a stream. That it begins a line is checked separately: a pattern for line starts costs
+time at each line."""
 
 
 class Dialect(Enum):
-    """Whose API a route speaks."""
+    """The API of a route."""
 
     OPENAI = "openai"
     RESPONSES = "responses"
@@ -34,17 +34,17 @@ class Dialect(Enum):
 
     @property
     def preamble(self) -> int:
-        """How many events of a stream vLLM sends before its model has done anything."""
+        """How many events of a stream vLLM sends before its model has begun to work."""
         return 2 if self is Dialect.RESPONSES else 0
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _ErrorFields(msgspec.Struct, frozen=True):
     type: str = ""
     message: str = ""
 
 
 class _MessagesError(msgspec.Struct, frozen=True):
-    error: _Said
+    error: _ErrorFields
     type: str = "error"
 
 
@@ -57,13 +57,13 @@ class _ResponsesError(msgspec.Struct, frozen=True):
 
 
 class _Body(msgspec.Struct):
-    error: _Said
+    error: _ErrorFields
 
 
 def failure_body(dialect: Dialect, error: PdproxyError) -> bytes:
     """Return the body of an answer that is an error; an engine's own body as it is.
 
-    What can't be read is refused by vLLM's server before the route's own code runs: in the same words on every route.
+    A body that can't be read is refused by vLLM's server before the route's own code runs: with the same text on every route.
     """
     body = error_body(error)
     engines_own = isinstance(error, EngineRefusedError) and error_of(error.body) is not None
@@ -73,15 +73,15 @@ def failure_body(dialect: Dialect, error: PdproxyError) -> bytes:
 
 
 def failure_event(dialect: Dialect, error: PdproxyError, sequence: int) -> bytes:
-    """Return the event that ends a stream which failed. `sequence` is the number that the next event has."""
-    said = msgspec.json.decode(error_body(error), type=_Body).error
+    """Return the event that ends a stream that failed. `sequence` is the number of that event."""
+    fields = msgspec.json.decode(error_body(error), type=_Body).error
     match dialect:
         case Dialect.OPENAI:
             return b"data: " + error_body(error) + b"\n\n"
         case Dialect.RESPONSES:
-            body = msgspec.json.encode(_ResponsesError(said.type, said.message, sequence))
+            body = msgspec.json.encode(_ResponsesError(fields.type, fields.message, sequence))
         case Dialect.MESSAGES:
-            body = msgspec.json.encode(_MessagesError(_Said("api_error", said.message)))
+            body = msgspec.json.encode(_MessagesError(_ErrorFields("api_error", fields.message)))
         case _:
             assert_never(dialect)
     return b"event: error\ndata: " + body + b"\n\n"
@@ -92,32 +92,32 @@ def _begins_line(text: bytes, at: int) -> bool:
 
 
 class WholeEvents:
-    """Hands a stream on in whole events, and knows where it is. Owns the bytes of an event that is not whole yet."""
+    """Cuts a stream into whole events, and counts them. Owns the bytes of an event that is not whole yet."""
 
     def __init__(self, dialect: Dialect) -> None:
         self.count = 0
         self.sequence = 0
         self.ended = dialect is Dialect.OPENAI
-        """Whether the stream has said that it is over. A stream of no known end is over when it ends."""
+        """Whether the stream's end mark has come; always True for an API without one."""
         self._rest = bytearray()
         self._preamble = dialect.preamble
 
     @property
     def generating(self) -> bool:
-        """Whether the model has shown life: vLLM begins some streams before it has looked at the request."""
+        """Whether the model has begun to work: vLLM begins some streams before it has read the request."""
         return self.count > self._preamble
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes; return the events that are whole now, and keep the rest.
+        """Add bytes; return the events that are whole now, and keep the rest.
 
         Raises:
-            EngineError: an event is larger than any could be.
+            EngineError: an event is larger than `MAX_EVENT`.
         """
         searched = max(len(self._rest) - 1, 0)
         self._rest += data
         cut = self._rest.rfind(b"\n\n", searched)
         if cut < 0:
-            if len(self._rest) > MOST_EVENT:
+            if len(self._rest) > MAX_EVENT:
                 raise EngineError("an engine sent an event without an end")
             return b""
         whole = bytes(self._rest[: cut + 2])
@@ -131,10 +131,10 @@ class WholeEvents:
 
     @property
     def waiting(self) -> int:
-        """How many bytes came behind the last whole event."""
+        """Bytes behind the last whole event."""
         return len(self._rest)
 
     @property
     def rest(self) -> bytes:
-        """What came behind the last whole event."""
+        """The bytes behind the last whole event."""
         return bytes(self._rest)

@@ -1,8 +1,8 @@
-"""How much a body may hold, and which bodies are read at once because that takes a few milliseconds at most.
+"""How much a body may hold, and which bodies are quick to read: in a few milliseconds at most.
 
-Owns the bounds and the counting. What costs time and memory in JSON is not bytes but strings, arrays and objects: 64 MiB of
-text is read in 70 ms, 64 MiB of `[],` in seconds and gigabytes. Nothing here makes an object per item, so a body is counted
-before it is parsed.
+Owns the bounds and the counting. The cost of JSON is in its strings, arrays and objects, not in its bytes: 64 MiB of text
+take 70 ms, 64 MiB of `[],` take seconds and gigabytes. Nothing here makes an object per item. So a body is counted before it
+is parsed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import msgspec
 from pdproxy.kit.errors import BadRequestError, UnparsableError
 
 Body = bytes | bytearray
-"""A request's body. A large one stays the buffer that it came in."""
+"""A request's body. A large one stays in the buffer that received it."""
 SMALL = 72 * 1024
-"""Bytes that are read at once, whatever they hold: 4 ms at most (`messages` of empty objects). A prompt of 64 KiB is below."""
+"""Bytes of a body that is quick to read, whatever it holds: 4 ms at most (`messages` of empty objects). 64 KiB of prompt fit."""
 LARGE = 512 * 1024
-"""Bytes above which no body is read at once: text takes 1 ms per MiB, token ids 3 ms, a list of texts with escapes 10 ms."""
-ITEMS_AT_ONCE = 12_000
-"""Strings, arrays and objects that are read at once: up to 0.25 us each."""
-MOST_FIELDS = 1024
+"""Bytes above which no body is quick to read: text takes 1 ms per MiB, token ids 3 ms, a list of texts with escapes 10 ms."""
+MAX_QUICK_ITEMS = 12_000
+"""Strings, arrays and objects of a body that is quick to read: up to 0.25 us each."""
+MAX_FIELDS = 1024
 """Fields at a body's top level, of which vLLM knows fewer than a hundred. Each leg to an engine copies them all."""
 
 _QUOTE = ord('"')
@@ -34,7 +34,7 @@ _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """What one body may hold: prompts of one request; strings (names included), arrays and objects together."""
+    """What one body may hold: `prompts` of one request; `items` are strings (names included), arrays and objects together."""
 
     prompts: int = 2048
     items: int = 500_000
@@ -46,30 +46,30 @@ DEFAULT = Bounds()
 class TooManyPromptsError(BadRequestError):
     """A list of prompts is longer than `limits.max_prompts`."""
 
-    def __init__(self, most: int, param: str) -> None:
+    def __init__(self, limit: int, param: str) -> None:
         super().__init__(
-            f"`{param}` is a list of more than {most} prompts, the most that one request may have", param=param
+            f"`{param}` is a list of more than {limit} prompts, the most that one request may have", param=param
         )
 
 
 class TooManyItemsError(BadRequestError):
     """A body holds more than `limits.max_body_items`."""
 
-    def __init__(self, most: int, what: str = "strings, arrays and objects") -> None:
-        super().__init__(f"The body holds more than {most} {what}, the most that one request may have", param="body")
+    def __init__(self, limit: int, what: str = "strings, arrays and objects") -> None:
+        super().__init__(f"The body holds more than {limit} {what}, the most that one request may have", param="body")
 
 
 class TooManyFieldsError(BadRequestError):
-    """A body's top level has more than `MOST_FIELDS` fields."""
+    """A body's top level has more than `MAX_FIELDS` fields."""
 
     def __init__(self) -> None:
-        super().__init__(f"The body has more than {MOST_FIELDS} fields", param="body")
+        super().__init__(f"The body has more than {MAX_FIELDS} fields", param="body")
 
 
-def is_light(body: Body) -> bool:
-    """Tell whether a body of plain JSON is surely read within a few milliseconds.
+def is_quick(body: Body) -> bool:
+    """Return whether a body of plain JSON is surely read within a few milliseconds.
 
-    Strings are not told from what stands in them: more may be counted than is there, never less.
+    Brackets in strings are counted as well, so the count may be too high, but never too low.
     """
     size = len(body)
     if size <= SMALL:
@@ -77,39 +77,39 @@ def is_light(body: Body) -> bool:
     if size > LARGE:
         return False
     found = body.translate(None, _ALL_BUT_BEGINNINGS)
-    return len(found) - found.count(_QUOTE) // 2 <= ITEMS_AT_ONCE
+    return len(found) - found.count(_QUOTE) // 2 <= MAX_QUICK_ITEMS
 
 
-def count_items(body: Body, most: int) -> int:
-    """Return how many strings, arrays and objects a body holds, in whatever encoding JSON may have.
+def count_items(body: Body, limit: int) -> int:
+    """Return how many strings, arrays and objects a body holds, in any encoding that JSON may have.
 
-    Of a body that is no JSON, what stands before the first mistake is counted at least.
+    In a body that is not JSON, at least those before the first mistake are counted.
 
     Raises:
-        TooManyItemsError: more than `most`.
-        UnparsableError: the body is no text.
+        TooManyItemsError: more than `limit`.
+        UnparsableError: the body is not text.
     """
     marks = _marks(_utf8(body)).translate(None, _COMMAS)
     strings = (marks.count(_QUOTE) + 1) // 2
-    if strings > most:
-        raise TooManyItemsError(most)
+    if strings > limit:
+        raise TooManyItemsError(limit)
     brackets = _outside_strings(marks)
     items = strings + brackets.count(b"[") + brackets.count(b"{")
-    if items > most:
-        raise TooManyItemsError(most)
+    if items > limit:
+        raise TooManyItemsError(limit)
     return items
 
 
-def check_values(body: Body, most: int) -> None:
-    """Refuse a body that holds more than `most` values, numbers included: where all of them have to become objects.
+def check_values(body: Body, limit: int) -> None:
+    """Refuse a body that holds more than `limit` values, numbers included, since all of them have to become objects.
 
     Raises:
         TooManyItemsError: it does.
-        UnparsableError: the body is no text.
+        UnparsableError: the body is not text.
     """
     marks = _outside_strings(_marks(_utf8(body)))
-    if marks.count(_COMMAS) + marks.count(b"[") + marks.count(b"{") > most:
-        raise TooManyItemsError(most, "values in a form that is not plain JSON")
+    if marks.count(_COMMAS) + marks.count(b"[") + marks.count(b"{") > limit:
+        raise TooManyItemsError(limit, "values in a form that is not plain JSON")
 
 
 def depth(raw: Body) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What a decoder raises for bytes that are not what it was made for, nested as deeply as it may be."""
+"""What a decoder raises for other data than it was made for, deeply nested data included."""
 _ABSENT = msgspec.Raw(b"null")  # a union of Raw with None is not decoded as Raw
 
 
@@ -41,13 +41,13 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
     usage: Usage = Usage()
 
     def details(self) -> TokensDetails:
-        """Return what the engine says of its prefix cache; nothing, if it doesn't."""
+        """Return what the engine reports of its prefix cache; nothing, if it doesn't."""
         return self.usage.prompt_tokens_details or TokensDetails()
 
     def token_ids(self) -> bytes | None:
-        """Return the prompt's token ids as a JSON array, or None if the engine does not say them.
+        """Return the prompt's token ids as a JSON array, or None if the engine does not send them.
 
-        Completions carry them in the choice, chats at the top (vLLM 0.32.0).
+        Completions have them in the choice, chats at the top (vLLM 0.32.0).
         """
         candidates = [self.prompt_token_ids, *(choice.prompt_token_ids for choice in self.choices[:1])]
         for raw in candidates:
@@ -57,7 +57,7 @@ class PrefillAnswer(msgspec.Struct, frozen=True):
 
 
 class DecodeAnswer(msgspec.Struct, frozen=True):
-    """The part of a decode engine's whole answer, or of its last stream event, that we read."""
+    """The part of a decode engine's whole answer, or of its last stream event, that is read here."""
 
     usage: Usage | None = None
 
@@ -84,8 +84,8 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
         return self.error or _ErrorBody(self.message, self.type, self.param, self.code)
 
 
-MOST_OBJECTS = 4096
-"""Objects in a prefill's answer, which has one choice, a usage and a handle. Choices are made of them, 25 bytes per byte."""
+MAX_OBJECTS = 4096
+"""Objects in a prefill's answer, which has one choice, a usage and a handle. Choices take 25 bytes of memory per byte."""
 
 _prefill = msgspec.json.Decoder(PrefillAnswer)
 _decode = msgspec.json.Decoder(DecodeAnswer)
@@ -94,7 +94,7 @@ _error = msgspec.json.Decoder(ErrorAnswer)
 
 def prefill_answer(body: bytes) -> PrefillAnswer | None:
     """Read a prefill engine's answer; None if it is not one."""
-    if len(body) > MOST_OBJECTS and body.count(b"{") > MOST_OBJECTS:
+    if len(body) > MAX_OBJECTS and body.count(b"{") > MAX_OBJECTS:
         return None
     try:
         return _prefill.decode(body)

@@ -35,11 +35,13 @@ def error_body(error: PdproxyError) -> bytes:
         return msgspec.json.format(error.body, indent=-1) if b"\n" in error.body else error.body
     if isinstance(error, UnparsableError):
         return msgspec.json.encode(_Detail(error.message))
-    if isinstance(error, UnreadableError):  # an engine's words on a client's own text: nothing in them is ours to hide
+    if isinstance(
+        error, UnreadableError
+    ):  # an engine's own text about the client's body: it holds nothing that has to be hidden
         return msgspec.json.encode(_ErrorBody(_Error(error.message, error.type, error.param, error.status)))
     match error.fault:
         case Fault.CLIENT | Fault.CAPACITY | Fault.ENGINE | Fault.CLIENT_LEFT:
-            # Where the engines are is the operator's business: the log names them.
+            # Clients don't need the engines' addresses: the log has them.
             message = error.public or _ENGINE_URL.sub("an engine", error.message)
         case Fault.OURS:
             message = "Internal error in pdproxy"  # the log has the rest

@@ -1,8 +1,8 @@
-"""What plain events have in common: learned from one of them, proven, and then found in others by a few compares.
+"""What plain events of a stream have in common: learned from one event, checked, and then found in others by a few compares.
 
-Nearly all events of a stream are the same JSON with another piece of text and other token ids. Whoever knows what stands around
-those two needs no parser, no matter how the engine spaces its JSON or which fields it writes. A model's text cannot pass for what
-stands behind it: a quote in it is escaped, and `middle` begins with the text's closing quote.
+Nearly all events of a stream are the same JSON with another piece of text and other token ids. Who knows the bytes around those
+two needs no parser, no matter how the engine spaces its JSON or which fields it writes. A model's text cannot be mistaken for the
+bytes behind it: a quote in the text is escaped, and `middle` begins with the text's closing quote.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ import re
 
 import msgspec
 
-from pdproxy.wire.chunks import HEADS, LONGEST
+from pdproxy.wire.chunks import MAX_CHUNK, SIZE_LINE_OF_CHUNK
 from pdproxy.wire.sse import END
 
 _PREFIX = b"data: "
 _OPENING = re.compile(rb'data: \{"id": ?"')
 _TEXT = re.compile(rb'"(?:text|content|reasoning|reasoning_content)": ?"')
 _IDS = re.compile(rb'"token_ids": ?\[')
-_PROBE, _PROBE_IDS = "a text that no model was asked for", [20011, 3]
-_MOST_KNOWN = 32
-_MOST_OPENINGS = 512
-"""Sizes of chunks for which a template keeps their beginning: more than events with short texts have."""
+_TEST_TEXT, _TEST_IDS = "a text that no model was asked for", [20011, 3]
+_MAX_TEMPLATES = 32
+_MAX_OPENINGS = 512
+"""Sizes of chunks for which a template keeps the opening: more than events with short texts have."""
 
 
-class Template:
-    """A plain event is `opening`, fields and a text, `middle`, and then, if ids are taken, the ids and `end`.
+class EventTemplate:
+    """The form of plain events: `opening`, fields and a text, `middle`, and then, if ids are taken, the ids and `end`.
 
-    `opening` goes to the quote of the event's id, `middle` begins with the text's closing one. With ids, `middle` ends with `[`,
-    the event's last one, and `end` begins with `]`; without, `end` is empty and `middle` goes to the event's end. In a chunk,
-    `last` is what it ends with, `tail` what stands there instead once the ids are out; `openings` has what whole ones begin with,
-    by their size in bytes, as far as such were seen.
+    `opening` goes to the opening quote of the event's id, `middle` begins with the closing quote of the text. With ids, `middle`
+    ends with `[`, the last one of the event, and `end` begins with `]`. Without ids, `end` is empty and `middle` goes to the end
+    of the event. In a chunk, `last` is its last bytes, and `tail` replaces them once the ids are removed. `openings` has the
+    first bytes of whole chunks by their size, for the sizes that were used.
 
-    Streams of one form share one template: what all of them compare with stays in the processor's caches.
+    Streams of one form share one template: then the bytes that all of them compare with stay in the processor's caches.
     """
 
-    __slots__ = ("before_ids", "end", "last", "middle", "opening", "openings", "tail", "takes_ids", "width")
+    __slots__ = ("before_ids", "end", "last", "middle", "opening", "opening_size", "openings", "tail", "takes_ids")
 
     def __init__(self, opening: bytes, middle: bytes, end: bytes, *, takes_ids: bool) -> None:
         self.opening = opening
@@ -45,87 +45,93 @@ class Template:
         self.takes_ids = takes_ids
         self.last = (end if takes_ids else middle) + b"\r\n"
         self.tail = b"null" + self.last[1:]
-        self.width = len(opening)
+        self.opening_size = len(opening)
         self.openings: dict[int, bytes] = {}
 
-    def opened(self, size: int) -> bytes | None:
-        """Return what a whole chunk of that size begins with, and keep it while they are few; None if it is too long."""
-        if size >= LONGEST:
+    def chunk_opening(self, size: int) -> bytes | None:
+        """Return the first bytes of a whole chunk of `size` bytes, None if it is too long. Keep them while they are few."""
+        if size >= MAX_CHUNK:
             return None
-        opening = HEADS[size] + self.opening
-        if len(self.openings) < _MOST_OPENINGS:
+        opening = SIZE_LINE_OF_CHUNK[size] + self.opening
+        if len(self.openings) < _MAX_OPENINGS:
             self.openings[size] = opening
         return opening
 
     def __repr__(self) -> str:
-        return f"<Template {self.opening!r} {self.middle!r} {self.end!r}>"
+        return f"<EventTemplate {self.opening!r} {self.middle!r} {self.end!r}>"
 
 
-_UNKNOWN = Template(b"\n", b"\n\n\n", b"", takes_ids=False)
-"""No event is like this."""
-_known: dict[tuple[bytes, bytes, bytes, bool], Template] = {}
-_latest: dict[bool, Template] = {}
+class EventTemplates:
+    """The templates of all streams of a process, `_MAX_TEMPLATES` at most. A new stream begins with the latest one."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[bytes, bytes, bytes, bool], EventTemplate] = {}
+        # No event has the form of these two: they are in use until the first event is learned.
+        self._latest = {takes_ids: EventTemplate(b"\n", b"\n\n\n", b"", takes_ids=False) for takes_ids in (False, True)}
+
+    def __repr__(self) -> str:
+        return f"<EventTemplates {len(self._known)}>"
+
+    def latest(self, *, takes_ids: bool) -> EventTemplate:
+        """Return the template that was learned last. A stream of another form learns its own from its first events."""
+        return self._latest[takes_ids]
+
+    def learn(self, event: bytes, *, takes_ids: bool) -> EventTemplate | None:
+        """Return the template of an event; None unless it is plain data.
+
+        Plain data is one choice that has not ended and has a text, without usage; with `takes_ids`, it has a list of ids as well.
+        """
+        key = _parts(event, takes_ids)
+        if key is None:
+            return None
+        known = self._known.get(key)
+        if known is None:
+            if not _is_plain(event, *key[1:]):
+                return None
+            if len(self._known) >= _MAX_TEMPLATES:  # some engine writes each event in another form
+                self._known.clear()
+            known = self._known[key] = EventTemplate(*key[:3], takes_ids=takes_ids)
+        self._latest[takes_ids] = known
+        return known
 
 
-def guess(*, takes_ids: bool) -> Template:
-    """Return the template that was learned last. What does not match it is learned from, so a wrong guess costs little."""
-    return _latest.get(takes_ids, _UNKNOWN)
-
-
-def learn(event: bytes, *, takes_ids: bool) -> Template | None:
-    """Return the template of an event; None unless it is plain data.
-
-    Plain is one choice that has not ended and has text, and no usage; with `takes_ids`, a list of ids as well.
-    """
+def _parts(event: bytes, takes_ids: bool) -> tuple[bytes, bytes, bytes, bool] | None:
+    """Return the opening, middle and end of an event, and `takes_ids`; None if they are not found."""
     opening, text = _OPENING.match(event), _TEXT.search(event)
     closing = event.find(b'"', text.end()) if text else -1
-    if (
-        opening is None
-        or text is None
-        or closing < 0
-        or not event.endswith(END)
-        or event.count(b"\n") != 2
-        or b"\r" in event
-    ):
+    if opening is None or closing < 0 or not event.endswith(END) or event.count(b"\n") != 2 or b"\r" in event:
         return None
-    middle, end = event[closing:], b""
-    if takes_ids:
-        ids = _IDS.search(event, closing)
-        bracket = event.find(b"]", ids.end()) if ids else -1
-        if ids is None or bracket < 0 or event.find(b"[", bracket) >= 0:
-            return None
-        middle, end = event[closing : ids.end()], event[bracket:]
-    key = opening[0], middle, end, takes_ids
-    if key in _known:
-        _latest[takes_ids] = _known[key]
-        return _known[key]
-    if middle.startswith(b'""') or not _is_plain(event, event[: text.end()], middle, end, takes_ids):
+    if not takes_ids:
+        return opening[0], event[closing:], b"", takes_ids
+    ids = _IDS.search(event, closing)
+    bracket = event.find(b"]", ids.end()) if ids else -1
+    if ids is None or bracket < 0 or event.find(b"[", bracket) >= 0:
         return None
-    if len(_known) >= _MOST_KNOWN:  # engines that write each event in another form: nothing to be learned from those
-        _known.clear()
-    _known[key] = _latest[takes_ids] = Template(*key[:3], takes_ids=takes_ids)
-    return _known[key]
+    return opening[0], event[closing : ids.end()], event[bracket:], takes_ids
 
 
-def _is_plain(event: bytes, front: bytes, middle: bytes, end: bytes, takes_ids: bool) -> bool:
-    """Prove it: with another text and other ids in their places, the event says the same but for those."""
-    other = front + _PROBE.encode() + middle
+def _is_plain(event: bytes, middle: bytes, end: bytes, takes_ids: bool) -> bool:
+    """Return whether the event with another text and other ids in their places differs in nothing but those."""
+    text = _TEXT.search(event)
+    if text is None or middle.startswith(b'""'):
+        return False
+    other = event[: text.end()] + _TEST_TEXT.encode() + middle
     if takes_ids:
-        other += b",".join([b"%d" % one for one in _PROBE_IDS]) + end
+        other += b",".join([b"%d" % one for one in _TEST_IDS]) + end
     try:
         was, now = msgspec.json.decode(event[len(_PREFIX) :]), msgspec.json.decode(other[len(_PREFIX) :])
-        (choice,), (probed,) = was["choices"], now["choices"]
+        (choice,), (changed,) = was["choices"], now["choices"]
         if choice["finish_reason"] is not None or choice.get("logprobs") is not None:
-            return False  # what differs in each event is no form
+            return False  # those differ in each event
         if was.get("usage") is not None or "error" in was:
             return False
         if "delta" in choice:
             (kind,) = choice["delta"]
-            text, probe = choice["delta"].pop(kind), probed["delta"].pop(kind)
+            text_was, text_now = choice["delta"].pop(kind), changed["delta"].pop(kind)
         else:
-            text, probe = choice.pop("text"), probed.pop("text")
-        if takes_ids and (not isinstance(choice.pop("token_ids"), list) or probed.pop("token_ids") != _PROBE_IDS):
+            text_was, text_now = choice.pop("text"), changed.pop("text")
+        if takes_ids and (not isinstance(choice.pop("token_ids"), list) or changed.pop("token_ids") != _TEST_IDS):
             return False
-        return isinstance(text, str) and probe == _PROBE and was == now
+        return isinstance(text_was, str) and text_now == _TEST_TEXT and was == now
     except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError):
         return False

@@ -1,7 +1,7 @@
-"""The top level of a JSON body: its fields as the bytes that the client wrote, without KV handles of the client's making.
+"""The top level of a JSON body: its fields as the bytes that the client wrote, without KV handles that a client made up.
 
 Owns the reading of that level, and the removal of handles wherever a client could put one. A body that only the engines' own
-parser takes (`wire.lenient_json`) is parsed, cleaned and written anew.
+parser takes (`wire.lenient_json`) is parsed, cleaned and encoded again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from pdproxy.wire import lenient_json
-from pdproxy.wire.body_bounds import MOST_FIELDS, SMALL, Body, TooManyFieldsError, is_light
+from pdproxy.wire.body_bounds import MAX_FIELDS, SMALL, Body, TooManyFieldsError, is_quick
 from pdproxy.wire.model import model_name
 
 _T = TypeVar("_T")
@@ -27,15 +27,15 @@ STRING = msgspec.json.Decoder(str | None)
 _fields_decoder = msgspec.json.Decoder(Fields)
 
 
-def read_fields_light(body: Body) -> Fields | None:
-    """Return a body's fields without any KV handle of a client's making; None if reading it may take long.
+def read_fields_if_quick(body: Body) -> Fields | None:
+    """Return a body's fields without KV handles; None if reading it may take long.
 
     Raises:
         UnreadableError, UnparsableError, TooManyFieldsError: as `parse`.
     """
-    fields = plain_fields(body) if is_light(body) else None
+    fields = plain_fields(body) if is_quick(body) else None
     if fields is None and len(body) <= SMALL:
-        return unusual_fields(body)
+        return lenient_fields(body)
     return fields
 
 
@@ -43,9 +43,9 @@ def plain_fields(body: Body) -> Fields | None:
     """Return the fields of a plain JSON object in UTF-8 without KV handles, None if it is something else.
 
     Raises:
-        TooManyFieldsError: it has more than any request has.
+        TooManyFieldsError: it has more than `MAX_FIELDS`.
     """
-    fields = decoded(body)
+    fields = decode_fields(body)
     try:
         if fields is not None:
             strip_handles(fields)
@@ -54,11 +54,11 @@ def plain_fields(body: Body) -> Fields | None:
     return fields
 
 
-def decoded(body: Body) -> Fields | None:
+def decode_fields(body: Body) -> Fields | None:
     """Return the fields of a plain JSON object in UTF-8 as they came, None if it is something else.
 
     Raises:
-        TooManyFieldsError: it has more than any request has.
+        TooManyFieldsError: it has more than `MAX_FIELDS`.
     """
     try:
         fields = _fields_decoder.decode(body)
@@ -66,11 +66,11 @@ def decoded(body: Body) -> Fields | None:
             body.decode()  # what was skipped as `Raw` was not checked
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    return _few(fields)
+    return _checked(fields)
 
 
-def unusual_fields(body: Body) -> Fields:
-    """Read a body that only the engines' own parser may take. Its keys may be spelled in any way: here they are plain.
+def lenient_fields(body: Body) -> Fields:
+    """Return the fields of a body that only the engines' own parser may take, keys and values in plain JSON.
 
     Raises:
         UnreadableError, UnparsableError, TooManyFieldsError: as `parse`.
@@ -79,11 +79,11 @@ def unusual_fields(body: Body) -> Fields:
     _strip_from(value, ())
     for path in _NESTED_CARRIERS:
         _strip_from(value, path)
-    return {name: msgspec.Raw(lenient_json.dump(item)) for name, item in _few(value).items() if _is_text_key(name)}
+    return {name: msgspec.Raw(lenient_json.dump(item)) for name, item in _checked(value).items() if _is_text_key(name)}
 
 
-def _few(fields: dict[str, _T]) -> dict[str, _T]:
-    if len(fields) > MOST_FIELDS:
+def _checked(fields: dict[str, _T]) -> dict[str, _T]:
+    if len(fields) > MAX_FIELDS:
         raise TooManyFieldsError
     return fields
 
@@ -101,25 +101,25 @@ def body_request_id(fields: Fields) -> str | None:
         return None
 
 
-def read(fields: Fields, name: str, decoder: msgspec.json.Decoder[_T]) -> _T | None:
-    """Return a field's value, None if it is not there. Raises what its decoder does."""
+def read_field(fields: Fields, name: str, decoder: msgspec.json.Decoder[_T]) -> _T | None:
+    """Return a field's value, None if it is not there. Raises what its decoder raises."""
     raw = fields.get(name)
     return None if raw is None else decoder.decode(raw)
 
 
-def says(fields: Fields, name: str, literal: bytes) -> bool:
-    """Tell whether a field is there and is written so. A long value is not copied for it."""
+def has_value(fields: Fields, name: str, literal: bytes) -> bool:
+    """Return whether a field is there and its JSON is `literal`. A long value is not copied."""
     raw = fields.get(name)
     return raw is not None and memoryview(raw).nbytes == len(literal) and bytes(raw) == literal
 
 
-def absent(fields: Fields, name: str) -> bool:
-    """Tell whether a field is not there, or null."""
-    return name not in fields or says(fields, name, b"null")
+def is_absent(fields: Fields, name: str) -> bool:
+    """Return whether a field is not there, or null."""
+    return name not in fields or has_value(fields, name, b"null")
 
 
 def model_of(fields: Fields) -> str | None:
-    """Return the model that a body names, None if it names none that could be one."""
+    """Return the model that a body names, None if it names none, or no text."""
     try:
         return model_name(fields.get("model"))
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -136,7 +136,7 @@ def strip_handles(fields: Fields) -> None:
 
 
 def _strip_from(value: object, path: tuple[str, ...]) -> None:
-    """Remove handles from the object at `path` below an object; what is no object cannot hold one."""
+    """Remove handles from the object at `path` below an object; other values cannot hold one."""
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
     if isinstance(value, dict):
@@ -145,10 +145,10 @@ def _strip_from(value: object, path: tuple[str, ...]) -> None:
 
 
 def _without_handles(raw: msgspec.Raw, path: tuple[str, ...]) -> msgspec.Raw:
-    """Return an object without handles at `path` below it; what is no object cannot hold one."""
+    """Return an object without handles at `path` below it; other values cannot hold one."""
     try:
         inner = _fields_decoder.decode(raw)
-    except msgspec.ValidationError:  # no object: the raw bytes are known to be JSON
+    except msgspec.ValidationError:  # not an object: the raw bytes are known to be JSON
         return raw
     if path:
         if path[0] in inner:

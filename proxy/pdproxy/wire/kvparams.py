@@ -1,9 +1,9 @@
 """`kv_transfer_params` of engines whose KV lies in a store under keys that the proxy chooses (vLLM PR 12957).
 
 Owns that object's shape and the keys. Such an engine knows no handle: P stores a prompt's KV under names that the request
-brings, D loads it by the same names. What a request brings is flat, one prompt's ids and keys; an engine that works on
-several requests at once puts theirs side by side, one level deeper, None for a request that has none. How many keys there are
-says nothing about how many ids: a store may keep whole prompts or blocks.
+has, D loads it by the same names. A request has flat lists, one prompt's ids and keys. An engine that works on several requests
+at once puts theirs side by side, one level deeper, with None for a request that has none. The number of keys does not depend on
+the number of ids: a store may keep whole prompts or blocks.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Ids = list[int]
 Keys = list[str]
 
 _DIGEST_BYTES = 16
-"""Of a key: that any two of a billion prompts share one is a chance of less than one in 10^20."""
+"""Of a key. The probability that any two of a billion prompts share one is less than 10^-20."""
 _PERSON = b"pdproxy kv keys"
 
 
 class KVParamsError(ValueError):
-    """The object is not what an engine would take. The text names the field, where it is one field's fault."""
+    """The object is not what an engine would take. The text names the field, if one field is wrong."""
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request tells such an engine. All three are flat lists, or lists of one list (or None) a request.
+    """What a request sends to such an engine. All three are flat lists, or lists of one list (or None) per request.
 
-    Written with all its fields, null where one says nothing. Making one raises KVParamsError where a field doesn't fit.
+    The JSON has all fields, null for those without a value. Making one raises KVParamsError if a field has a wrong type.
     """
 
     prefix_prompt_ids: Ids | list[Ids | None] | None = None
@@ -50,11 +50,11 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_flat(self) -> bool:
-        """Whether this is one request's."""
+        """Whether this belongs to one request."""
         return not any(_is_nested(value) for value in self.as_dict().values())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name, as they travel in a request."""
+        """Return the fields by name, as a request has them."""
         return {name: getattr(self, name) for name in FIELDS}
 
     def as_json(self) -> bytes:
@@ -66,10 +66,10 @@ FIELDS: tuple[str, ...] = KVTransferParams.__struct_fields__
 
 
 def read(value: Mapping[str, object] | str | bytes | None) -> KVTransferParams | None:
-    """Read what a request brought: an object, the JSON text of one, or None for none.
+    """Read what a request has: an object, the JSON text of one, or None for none.
 
     Raises:
-        KVParamsError: it is something else, holds an unknown field, or one whose value is no flat list of its kind.
+        KVParamsError: it is something else, or has an unknown field, or one whose value is not a flat list of its type.
     """
     params = read_batch(value)
     if params is not None:
@@ -80,7 +80,7 @@ def read(value: Mapping[str, object] | str | bytes | None) -> KVTransferParams |
 
 
 def read_batch(value: Mapping[str, object] | str | bytes | None) -> KVTransferParams | None:
-    """Read as `read` does, but take several requests' lists side by side, too.
+    """Read as `read` does, but accept the lists of several requests side by side as well.
 
     Raises:
         KVParamsError: as `read`.
@@ -103,8 +103,8 @@ def read_batch(value: Mapping[str, object] | str | bytes | None) -> KVTransferPa
 def store_keys(token_ids: Iterable[int], scope: str = "") -> Keys:
     """Return the names of a prompt's KV: one, for the whole prompt, the same in every process.
 
-    `scope` keeps apart what may not be shared although its ids are the same: the KV of two models in one store. Python's own
-    `hash`, which the pull request's proxy used, differs from process to process and from a restart to the next.
+    `scope` separates KV that may not be shared although its ids are the same: that of two models in one store. Python's own
+    `hash`, which the pull request's proxy used, differs between processes and restarts.
 
     Raises:
         KVParamsError: an id that no tokenizer has: negative, or beyond 32 bits.
@@ -114,7 +114,7 @@ def store_keys(token_ids: Iterable[int], scope: str = "") -> Keys:
         packed = pack(f"<{len(ids)}I", *ids)
     except pack_error:
         raise KVParamsError("prefix_prompt_ids: expected token ids of 0 to 4294967295") from None
-    # The scope's length goes first: no scope and ids together read like others'.
+    # The scope's length goes first, so that no two pairs of scope and ids have the same bytes.
     digest = blake2b(len(name).to_bytes(8, "little") + name + packed, digest_size=_DIGEST_BYTES, person=_PERSON)
     return [digest.hexdigest()]
 
@@ -133,11 +133,11 @@ def _check(name: str, value: object, kind: type) -> None:
     if value is None or (isinstance(value, list) and (_all_of(value, kind) or _batch_of(value, kind))):
         return
     got = f"got {_kind(value)}" if not isinstance(value, list) else "got a list of something else"
-    raise KVParamsError(f"{name}: expected {_flat(name)}, or one such list or null a request, {got}")
+    raise KVParamsError(f"{name}: expected {_flat(name)}, or one such list or null per request, {got}")
 
 
 def _all_of(values: list[object], kind: type) -> bool:
-    # `true` is an int to Python, and no token to a tokenizer.
+    # `True` is an int in Python, but not a token id.
     return all(isinstance(one, kind) and not isinstance(one, bool) for one in values)
 
 

@@ -1,8 +1,8 @@
 """Bodies that are not plain JSON objects in UTF-8, read as the engines' own framework reads them.
 
-Owns what vLLM's server says of a body before any model looks at it: FastAPI takes whatever `json.loads` takes from bytes (UTF-16,
-a byte order mark, NaN, lone surrogates), and words its refusals its own way. What it takes is handed on in canonical JSON, so
-that an engine sees the same objects; what it refuses is refused here, in the same words, without an engine.
+Owns what vLLM's server answers to a body before any model gets it: FastAPI accepts whatever `json.loads` accepts from bytes
+(UTF-16, a byte order mark, NaN, lone surrogates), and refuses the rest with its own texts. What it accepts is forwarded as plain
+JSON, so that an engine reads the same objects. What it refuses is refused here, with the same texts, without an engine.
 Source: FastAPI 0.136 `routing.get_request_handler`, vLLM 0.32.0 `entrypoints/serve/exception_handling`.
 """
 
@@ -16,11 +16,11 @@ from pdproxy.kit.errors import UnparsableError, UnreadableError
 from pdproxy.wire.body_bounds import SMALL, Body, depth
 
 JSON_MEDIA_TYPE = "application/json"
-MOST_DEPTH = 100
-"""Levels of nesting that any engine's parser takes. Its own bound is Python's recursion limit less the depth of its stack."""
+MAX_DEPTH = 100
+"""Levels of nesting that any engine's parser accepts. Its limit is Python's recursion limit less the depth of its stack."""
 
-_MOST_INPUT = 200
-_MOST_ERROR = 1000
+_MAX_INPUT = 200
+_MAX_ERROR = 1000
 _HIDDEN = (
     (re.compile(r" at 0x[0-9a-fA-F]+>"), ">"),
     (re.compile(r'\n?\s*File "[^"]+", line \d+, in \S+(\n\s+.*)?'), ""),
@@ -30,11 +30,10 @@ _HIDDEN = (
 
 
 def check_content_type(content_type: str, body: Body) -> None:
-    """Refuse what is not declared as JSON.
+    """Refuse a body that is not declared as JSON. Other JSON (`application/x+json`) is read first, if that is quick.
 
     Raises:
-        UnreadableError, UnparsableError: a body that calls itself some other JSON (`application/x+json`) is read first, unless
-            that may take long: it is refused whatever it holds.
+        UnreadableError: another content type; UnparsableError: such a body that can't be parsed.
     """
     if content_type.lower().split(";", maxsplit=1)[0] == JSON_MEDIA_TYPE:
         return
@@ -51,10 +50,10 @@ def check_content_type(content_type: str, body: Body) -> None:
 
 
 def load(body: Body) -> object:
-    """Return what a body holds, whatever it is.
+    """Return the value that a body holds.
 
     Raises:
-        UnreadableError: it is not JSON; UnparsableError: its bytes are no text, its nesting or a number is beyond the parser.
+        UnreadableError: it is not JSON; UnparsableError: it is not text, or has nesting or a number beyond the parser's limits.
     """
     try:
         return json.loads(body)
@@ -81,7 +80,7 @@ def load_object(body: Body) -> dict[str, object]:
 
 
 def dump(value: object) -> bytes:
-    """Return canonical JSON of what `load` returned; NaN and infinities as an engine's parser takes them.
+    """Return what `load` returned as plain JSON in ASCII, but for NaN and infinities, which an engine's parser accepts.
 
     Raises:
         UnparsableError: it is nested too deeply.
@@ -93,26 +92,26 @@ def dump(value: object) -> bytes:
 
 
 def readable(raw: bytes) -> bool:
-    """Tell whether every engine's parser will surely take a piece of JSON that is known to be well-formed."""
+    """Return whether every engine's parser surely accepts a piece of JSON that is known to be well-formed."""
     try:
         json.loads(raw)
     except (ValueError, RecursionError):
         return False
-    return raw.count(b"[") + raw.count(b"{") <= MOST_DEPTH or depth(raw) <= MOST_DEPTH
+    return raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH or depth(raw) <= MAX_DEPTH
 
 
 def _shown(value: object) -> str:
     if isinstance(value, list):
         return f"<list of {len(value)} items>"
     text = str(value)
-    return text if len(text) <= _MOST_INPUT else text[:_MOST_INPUT] + "...[truncated]"
+    return text if len(text) <= _MAX_INPUT else text[:_MAX_INPUT] + "...[truncated]"
 
 
 def _refused(found: dict[str, object]) -> UnreadableError:
     text = str(found)
-    if len(text) > _MOST_ERROR:
-        text = text[:_MOST_ERROR] + "...[truncated]"
+    if len(text) > _MAX_ERROR:
+        text = text[:_MAX_ERROR] + "...[truncated]"
     message = f"1 validation error:\n  {text}"
-    for pattern, instead in _HIDDEN:
-        message = pattern.sub(instead, message)
+    for pattern, replacement in _HIDDEN:
+        message = pattern.sub(replacement, message)
     return UnreadableError(message.strip(), param=str(found["loc"]))

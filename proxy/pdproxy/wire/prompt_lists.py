@@ -1,7 +1,7 @@
-"""Lists of prompts: where each of them stands in the body.
+"""Lists of prompts: where each of them is in the body.
 
-Owns the counting of prompts. A list is looked through one prompt at a time, and no further than its bound: the list itself is
-never made, since one of sixteen million short prompts would take a gigabyte.
+Owns the counting of prompts. A list is searched one prompt at a time, and no further than its limit. The list itself is never
+made, since one of sixteen million short prompts would take a gigabyte.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import msgspec
 from pdproxy.wire.body_bounds import TooManyPromptsError
 
 Span = tuple[int, int]
-"""Where something begins and ends, in bytes."""
+"""The offsets at which something begins and ends, in bytes."""
 
 _PROMPT = re.compile(
     rb"""[ \t\n\r]*+ ( "(?:[^"\\]++|\\.)*+" | \[[^\[\]{}"]*+\] ) [ \t\n\r]*+ ( [,\]] )""", re.VERBOSE | re.DOTALL
 )
-"""A text, or an array that holds no arrays, objects or strings; and what follows it in a list."""
+"""A text, or an array that holds no arrays, objects or strings; and the separator behind it in a list."""
 _BEGIN, _END = b"[]"
 
 
-def prompts_in(raw: msgspec.Raw, most: int, name: str) -> list[Span] | None:
-    """Return where each prompt of a list stands in the list; None for what is no list of texts or of arrays of numbers.
+def prompts_in(raw: msgspec.Raw, limit: int, name: str) -> list[Span] | None:
+    """Return where each prompt of a list is in the list; None if this is not a list of texts or of arrays of numbers.
 
     `raw` is well-formed JSON, the value of the field `name`.
 
     Raises:
-        TooManyPromptsError: there are more than `most`.
+        TooManyPromptsError: there are more than `limit`.
     """
     listed = memoryview(raw)
     if listed[0] != _BEGIN:
@@ -36,8 +36,8 @@ def prompts_in(raw: msgspec.Raw, most: int, name: str) -> list[Span] | None:
     spans: list[Span] = []
     at = 1
     while (found := _PROMPT.match(listed, at)) is not None:
-        if len(spans) == most:
-            raise TooManyPromptsError(most, name)
+        if len(spans) == limit:
+            raise TooManyPromptsError(limit, name)
         spans.append(found.span(1))
         at = found.end()
         if listed[at - 1] == _END:

@@ -1,7 +1,7 @@
-"""Bodies that take long to read, read in a process of their own: the question, the reading, and the answer.
+"""Bodies that take long to read are read in a process of their own: the question, the reading, and the answer.
 
-Owns what passes between the two processes. The answer is small: it says where in the body the fields stand, so that the body,
-which the asking process has, never comes back; only what had to be written anew does. Run as a module, it is the reader process.
+Owns what the two processes send to each other. The answer is small: it has the places of the fields in the body, which the asking
+process has. Only what had to be encoded again is sent back. Run as a module, this is the reader process.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pdproxy.kit.errors import BadRequestError, UnparsableError, UnreadableError
 from pdproxy.kit.worker import work
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import LARGE, Body, Bounds, check_values, count_items
-from pdproxy.wire.fields import Fields, decoded, strip_handles, unusual_fields
+from pdproxy.wire.fields import Fields, decode_fields, lenient_fields, strip_handles
 from pdproxy.wire.passthrough_body import check_lists
 from pdproxy.wire.prompt_lists import Span, part, prompts_in
-from pdproxy.wire.request import Alone, Parsed, Prompt, Route, understood, unusual
+from pdproxy.wire.request import Alone, Parsed, Prompt, Route, interpret, unusual_request
 
 _MEMBER = re.compile(rb"""[ \t\n\r,{]*+"(?:[^"\\]++|\\.)*+"[ \t\n\r]*+:[ \t\n\r]*+""", re.DOTALL)
-"""What stands before the value of a top-level field."""
+"""The bytes before the value of a top-level field."""
 Found = bytes | memoryview
 """A reader's answer."""
 _HEAD = 4
-"""Bytes that say how long an answer is without what was written anew, which follows it."""
+"""Bytes of the size of the answer's head. Behind the head is what was encoded again."""
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
-    """How a body is to be read: as a generating request to `route`, or, if that is None, as one of a passed route."""
+    """How to read a body: as a generating request to `route`, or as one of a passed route if that is None."""
 
     bounds: Bounds
     route: Route | None
@@ -36,16 +36,16 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Field(msgspec.Struct, frozen=True, array_like=True):
-    """Where a top-level field stands: in the body, or in what was written anew."""
+    """Where a top-level field is: in the body, or in what was encoded again."""
 
     name: str
     begin: int
     end: int
-    anew: bool
+    encoded: bool
 
 
 class _Prompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt. `place` in the field `prompt`, None for messages; the others as in `Prompt`."""
+    """A prompt. `place` is that in the field `prompt`, None for messages; the others as in `Prompt`."""
 
     place: Span | None
     tokens: int | None
@@ -53,7 +53,7 @@ class _Prompt(msgspec.Struct, frozen=True, array_like=True):
     messages: int
 
 
-class _Said(msgspec.Struct, frozen=True, array_like=True):
+class _Summary(msgspec.Struct, frozen=True, array_like=True):
     """What a generating request asks for, as in `Parsed`."""
 
     model: str | None
@@ -73,7 +73,7 @@ class _Refused(msgspec.Struct, frozen=True, array_like=True):
 
 class _Answer(msgspec.Struct, frozen=True):
     fields: tuple[_Field, ...] = ()
-    said: _Said | None = None
+    summary: _Summary | None = None
     refused: _Refused | None = None
 
 
@@ -85,19 +85,19 @@ _answers = msgspec.msgpack.Decoder(_Answer)
 
 
 def answer(question: bytes, body: bytes) -> bytes:
-    """Read a body; return what `request_in` or `fields_in` understands."""
+    """Read a body; return what `request_in` or `fields_in` reads."""
     asked = _questions.decode(question)
     try:
-        head, anew = _answer(asked, body)
+        head, encoded = _answer(asked, body)
     except BadRequestError as error:
-        head, anew = _Answer(refused=_Refused(type(error).__name__, error.message, error.param)), []
-    encoded = msgspec.msgpack.encode(head)
-    return b"".join([len(encoded).to_bytes(_HEAD, "big"), encoded, *anew])
+        head, encoded = _Answer(refused=_Refused(type(error).__name__, error.message, error.param)), []
+    data = msgspec.msgpack.encode(head)
+    return b"".join([len(data).to_bytes(_HEAD, "big"), data, *encoded])
 
 
 def _answer(asked: Question, body: bytes) -> tuple[_Answer, list[bytes]]:
     items = count_items(body, asked.bounds.items)
-    fields = decoded(body)
+    fields = decode_fields(body)
     places: dict[str, Span] = {}
     came: Fields = {}
     if fields is not None:
@@ -109,34 +109,33 @@ def _answer(asked: Question, body: bytes) -> tuple[_Answer, list[bytes]]:
     plain = fields is not None
     if fields is None:
         check_values(body, asked.bounds.items)
-        fields = unusual_fields(body)
-    said = None
+        fields = lenient_fields(body)
+    summary = None
     if asked.route is None:
         check_lists(asked.dialect, fields, asked.bounds)
     else:
-        size = len(body)
         parsed = (
-            understood(asked.route, fields, size, asked.bounds, LARGE)
+            interpret(asked.route, fields, len(body), asked.bounds, LARGE)
             if plain
-            else unusual(asked.route, fields, size, asked.bounds)
+            else unusual_request(asked.route, fields, len(body), asked.bounds)
         )
-        said = _said(parsed, asked.bounds, items)
+        summary = _summary(parsed, asked.bounds, items)
     listed: list[_Field] = []
-    anew: list[bytes] = []
-    written = 0
+    encoded: list[bytes] = []
+    size = 0
     for name, raw in fields.items():
         if plain and name in places and came[name] is raw:
             listed.append(_Field(name, *places[name], False))
         else:
-            anew.append(bytes(raw))
-            listed.append(_Field(name, written, written := written + len(anew[-1]), True))
-    return _Answer(tuple(listed), said), anew
+            encoded.append(bytes(raw))
+            listed.append(_Field(name, size, size := size + len(encoded[-1]), True))
+    return _Answer(tuple(listed), summary), encoded
 
 
 def _places(body: bytes, fields: Fields) -> dict[str, Span]:
-    """Return where the values of top-level fields stand in a body. Of fields that come twice, and those behind them, maybe not.
+    """Return where the values of top-level fields are in a body. Fields that come twice, and those behind them, may be missing.
 
-    Any place with the same bytes is as good as a value's own.
+    Any place with the same bytes is as good as the value's own.
     """
     places: dict[str, Span] = {}
     at = 0
@@ -149,7 +148,7 @@ def _places(body: bytes, fields: Fields) -> dict[str, Span]:
     return places
 
 
-def _said(parsed: Parsed, bounds: Bounds, items: int) -> _Said:
+def _summary(parsed: Parsed, bounds: Bounds, items: int) -> _Summary:
     spans: list[Span | None] = [None]
     if parsed.is_list:
         spans = list(prompts_in(parsed.fields["prompt"], bounds.prompts, "prompt") or ())
@@ -159,7 +158,7 @@ def _said(parsed: Parsed, bounds: Bounds, items: int) -> _Said:
         _Prompt(span, prompt.tokens, prompt.text_bytes, prompt.messages)
         for span, prompt in zip(spans, parsed.prompts, strict=False)
     )
-    return _Said(parsed.model, parsed.stream, parsed.wants_usage, parsed.is_list, prompts, parsed.alone, items)
+    return _Summary(parsed.model, parsed.stream, parsed.wants_usage, parsed.is_list, prompts, parsed.alone, items)
 
 
 # -- in the asking process
@@ -167,44 +166,44 @@ def _said(parsed: Parsed, bounds: Bounds, items: int) -> _Said:
 
 def request_in(found: Found, route: Route, body: Body) -> Parsed:
     """Return the request that a reader's answer describes. Raises what the reader refused it with."""
-    fields, said = _taken(found, body)
-    assert said is not None
+    fields, summary = _decoded(found, body)
+    assert summary is not None
     prompts = tuple(
         Prompt(
             None if one.place is None else part(fields["prompt"], one.place), one.tokens, one.text_bytes, one.messages
         )
-        for one in said.prompts
+        for one in summary.prompts
     )
     return Parsed(
         route,
         fields,
-        said.model,
-        said.stream,
-        said.wants_usage,
-        said.is_list,
+        summary.model,
+        summary.stream,
+        summary.wants_usage,
+        summary.is_list,
         prompts,
-        said.alone,
+        summary.alone,
         len(body),
-        said.items,
+        summary.items,
     )
 
 
 def fields_in(found: Found, body: Body) -> Fields:
     """Return the fields that a reader's answer describes. Raises what the reader refused them with."""
-    return _taken(found, body)[0]
+    return _decoded(found, body)[0]
 
 
-def _taken(found: Found, body: Body) -> tuple[Fields, _Said | None]:
-    whole, anew = memoryview(body), memoryview(found)
+def _decoded(found: Found, body: Body) -> tuple[Fields, _Summary | None]:
+    whole, rest = memoryview(body), memoryview(found)
     start = _HEAD + int.from_bytes(found[:_HEAD], "big")
-    head = _answers.decode(anew[_HEAD:start])
-    anew = anew[start:]
+    head = _answers.decode(rest[_HEAD:start])
+    rest = rest[start:]
     if head.refused is not None:
         raise _error(head.refused)
     fields = {
-        field.name: msgspec.Raw((anew if field.anew else whole)[field.begin : field.end]) for field in head.fields
+        field.name: msgspec.Raw((rest if field.encoded else whole)[field.begin : field.end]) for field in head.fields
     }
-    return fields, head.said
+    return fields, head.summary
 
 
 def _error(refused: _Refused) -> BadRequestError:

@@ -1,12 +1,12 @@
 """A client's request as far as routing needs it: the body stays bytes, field by field.
 
-Owns the reading of an OpenAI body. Every top-level field is kept as the raw JSON that the client wrote
-(`msgspec.Raw`), so that unknown fields survive untouched and a 64 KiB prompt is never turned into objects. Fields
-that the prefill leg rewrites must have their canonical JSON type; anything else marks the request `unusual`, which
-sends it whole to one engine, so that the engine's own validation answers and no KV is ever at stake. So does a body that
-only the engines' own parser takes (`wire.lenient_json`): it is parsed, cleaned and written anew.
+Owns the reading of an OpenAI body. Every top-level field is kept as the raw JSON that the client wrote (`msgspec.Raw`), so that
+unknown fields stay as they are and a 64 KiB prompt never becomes objects. Fields that the prefill leg rewrites must have the
+JSON type of their schema. A request in which one has another type is `unusual`: it goes whole to one engine, whose own
+validation answers, and no KV is involved. So does a body that only the engines' own parser accepts (`wire.lenient_json`): it is
+parsed, cleaned and encoded again.
 
-`parse_light` reads what takes a few milliseconds; anything else is read by `parse`, in another process (`wire.reader_process`).
+`parse_if_quick` reads bodies that take a few milliseconds, `parse` all others, in another process (`wire.reader_process`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from enum import Enum
 import msgspec
 
 from pdproxy.wire import lenient_json
-from pdproxy.wire.body_bounds import DEFAULT, LARGE, SMALL, Body, Bounds, is_light
-from pdproxy.wire.fields import Fields, absent, model_of, plain_fields, read, says, unusual_fields
+from pdproxy.wire.body_bounds import DEFAULT, LARGE, SMALL, Body, Bounds, is_quick
+from pdproxy.wire.fields import Fields, has_value, is_absent, lenient_fields, model_of, plain_fields, read_field
 from pdproxy.wire.model import model_name
 from pdproxy.wire.prompt_lists import Span, part, prompts_in
 
@@ -32,9 +32,10 @@ UNSEEN_BY_PREFILL = (
     "structured_outputs",
     "response_format",
 )
-"""Fields that a prefill leg may do without. None of them changes the prompt, save a chat's `response_format`."""
+"""Fields that a prefill leg does not need. None of them changes the prompt, but for a chat's `response_format`."""
 _HUGE_INT = re.compile(rb"(?<![0-9])[0-9]{4301}")
-"""Python's parser takes no integer of more than 4300 digits. Only a run's beginning is tried: each digit would be quadratic."""
+"""Python's parser accepts no integer of more than 4300 digits. Matched only where digits begin: at each digit, the time would be
+quadratic."""
 
 
 class Route(Enum):
@@ -65,9 +66,9 @@ class Alone(Enum):
 
 
 class Incoming(msgspec.Struct):
-    """A request as it came off the socket. Who reads the body takes it out.
+    """A request as it was received. Who reads the body removes it from here.
 
-    `forward` holds the header lines (name, value) that go on to engines, without the credentials.
+    `forward` has the headers (name, value) that are forwarded to engines, without the credentials.
     """
 
     route: Route
@@ -81,7 +82,7 @@ class Incoming(msgspec.Struct):
 class Prompt(msgspec.Struct, frozen=True):
     """One prompt of a request. `raw` is its JSON; None where the prompt is the chat's messages.
 
-    `tokens` is the exact length where the client sent token ids, else None; `text_bytes` an upper bound of its UTF-8
+    `tokens` is the exact length if the client sent token ids, else None; `text_bytes` is an upper bound of its UTF-8
     size; `messages` how many chat messages it has (0 for a completion).
     """
 
@@ -92,7 +93,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """A readable request. `alone` is a reason in the request itself to use one engine, None where it may be split."""
+    """A readable request. `alone` is a reason in the request itself to use one engine, None if it may be split."""
 
     route: Route
     fields: Fields
@@ -108,15 +109,15 @@ class Parsed(msgspec.Struct, frozen=True):
 
     @property
     def starts_in_silence(self) -> bool:
-        """Whether nothing shows that an engine is at work before it is done: an answer in one piece, or thoughts kept back."""
-        return not self.stream or says(self.fields, "include_reasoning", b"false")
+        """Whether an engine may send nothing before it is done: the answer is not a stream, or its reasoning is left out."""
+        return not self.stream or has_value(self.fields, "include_reasoning", b"false")
 
     @property
     def adds_usage(self) -> bool:
         """Whether an engine is asked for a usage event that the client didn't ask for.
 
-        Not with several choices in one stream: the usage event takes the fingerprint of each one's last chunk, and comes
-        after all of them.
+        Not with several choices in one stream: then the fingerprint would move from the last chunk of each choice to the
+        usage event, which comes after all of them.
         """
         several = self.alone is Alone.N or (self.alone is not None and len(self.prompts) > 1)
         return self.stream and not self.wants_usage and not several
@@ -125,19 +126,20 @@ class Parsed(msgspec.Struct, frozen=True):
     def adds_ids(self) -> bool:
         """Whether an engine is asked for the token ids of a stream that the client didn't ask for.
 
-        Not with tools, whose parser says the same with other events then, nor where thoughts are hidden, and their ids with them.
+        Not with tools, whose parser then sends other events with the same content, nor with hidden reasoning, whose ids would be
+        missing.
         """
         return (
             self.stream
             and self.alone is None
             and not self.starts_in_silence
             and "tools" not in self.fields
-            and not says(self.fields, "return_token_ids", b"true")
+            and not has_value(self.fields, "return_token_ids", b"true")
         )
 
 
 class _UnusualError(Exception):
-    """A field that the prefill leg rewrites is not of its canonical type."""
+    """A field that the prefill leg rewrites has another type than in its schema."""
 
 
 class _Message(msgspec.Struct):
@@ -155,8 +157,8 @@ _int_decoder = msgspec.json.Decoder(int | None)
 _stream_options_decoder = msgspec.json.Decoder(_StreamOptions | None)
 
 
-class _HeavyError(Exception):
-    """More of a body than `SMALL` has to become objects."""
+class _NotQuickError(Exception):
+    """More bytes of a body than `SMALL` have to become objects."""
 
 
 _LIMITS = frozenset({"max_tokens", "max_completion_tokens"})
@@ -179,33 +181,33 @@ def parse(route: Route, body: Body, bounds: Bounds = DEFAULT) -> Parsed:
     """Read a body.
 
     Raises:
-        UnreadableError, UnparsableError: no engine would take it as a JSON object.
+        UnreadableError, UnparsableError: no engine would accept it as a JSON object.
         TooManyPromptsError, TooManyFieldsError: it holds more than one request may.
     """
     return _parsed(route, body, bounds, len(body))
 
 
-def parse_light(route: Route, body: Body, bounds: Bounds = DEFAULT) -> Parsed | None:
+def parse_if_quick(route: Route, body: Body, bounds: Bounds = DEFAULT) -> Parsed | None:
     """Read a body that takes a few milliseconds, None if it may take longer. Raises as `parse`."""
-    if not is_light(body):
+    if not is_quick(body):
         return None
     try:
         return _parsed(route, body, bounds, SMALL)
-    except _HeavyError:
+    except _NotQuickError:
         return None
 
 
-def _parsed(route: Route, body: Body, bounds: Bounds, most_objects: int) -> Parsed:
+def _parsed(route: Route, body: Body, bounds: Bounds, max_objects: int) -> Parsed:
     fields = plain_fields(body)
     if fields is not None:
-        return understood(route, fields, len(body), bounds, most_objects)
-    if len(body) > most_objects:
-        raise _HeavyError
-    return unusual(route, unusual_fields(body), len(body), bounds)
+        return interpret(route, fields, len(body), bounds, max_objects)
+    if len(body) > max_objects:
+        raise _NotQuickError
+    return unusual_request(route, lenient_fields(body), len(body), bounds)
 
 
-def understood(route: Route, fields: Fields, size: int, bounds: Bounds, most_objects: int) -> Parsed:
-    """Return what a plain body of `size` bytes asks for. `most_objects`: bytes of it that may become objects.
+def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objects: int) -> Parsed:
+    """Return the request in a plain body of `size` bytes. `max_objects`: bytes of it that may become objects.
 
     Raises:
         TooManyPromptsError: it asks for more than one request may.
@@ -213,90 +215,90 @@ def understood(route: Route, fields: Fields, size: int, bounds: Bounds, most_obj
     spans = _listed(route, fields, bounds)
     try:
         model = model_name(fields.get("model"))
-        stream = bool(read(fields, "stream", _bool_decoder))
+        stream = bool(read_field(fields, "stream", _bool_decoder))
         wants_usage = _wants_usage(fields, stream)
         is_list, prompts, non_text = _messages(fields) if route is Route.CHAT else _prompts(fields, spans)
         alone = Alone.NON_TEXT if non_text else _alone(fields, route)
-        _check_unseen(fields, most_objects)
+        _check_unseen(fields, max_objects)
     except (_UnusualError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return unusual(route, fields, size, bounds)
+        return unusual_request(route, fields, size, bounds)
     return Parsed(route, fields, model, stream, wants_usage, is_list, prompts, alone, size)
 
 
-def unusual(route: Route, fields: Fields, size: int, bounds: Bounds) -> Parsed:
-    """Return a request that one engine is to judge.
+def unusual_request(route: Route, fields: Fields, size: int, bounds: Bounds) -> Parsed:
+    """Return a request that one engine alone has to validate.
 
     Raises:
         TooManyPromptsError: it asks for more than one request may.
     """
     _listed(route, fields, bounds)
-    # wants_usage: an engine may yet read the request as a stream with usage, and then that event is the client's.
+    # wants_usage: an engine may read the request as a stream with usage, and then the client gets that event.
     return Parsed(route, fields, model_of(fields), False, True, False, (), Alone.UNUSUAL, size)
 
 
-def _check_unseen(fields: Fields, most: int) -> None:
-    """Make sure that decode engines can parse what prefill engines never see, or a prefill would have been for nothing."""
+def _check_unseen(fields: Fields, limit: int) -> None:
+    """Check that decode engines can parse the fields that prefill engines never get: otherwise a prefill would be wasted."""
     if fields.keys().isdisjoint(UNSEEN_BY_PREFILL):
         return
     unseen = [fields[name] for name in UNSEEN_BY_PREFILL if name in fields]
     size = sum(memoryview(raw).nbytes for raw in unseen)
     if size > LARGE:
-        raise _UnusualError  # no schema is as long: to read it would take its time, and its memory
-    if size > most:
-        raise _HeavyError
+        raise _UnusualError  # no schema is so long, and reading it would take time and memory
+    if size > limit:
+        raise _NotQuickError
     if not all(lenient_json.readable(bytes(raw)) for raw in unseen):
         raise _UnusualError
 
 
 def _wants_usage(fields: Fields, stream: bool) -> bool:
-    options = read(fields, "stream_options", _stream_options_decoder)
+    options = read_field(fields, "stream_options", _stream_options_decoder)
     if options is not None and not stream:
-        raise _UnusualError  # the engine refuses it, the prefill leg would not
+        raise _UnusualError  # a decode engine would refuse it after the prefill
     return options is not None and bool(options.include_usage)
 
 
 def _alone(fields: Fields, route: Route) -> Alone | None:
     present = fields.keys() & _DECIDING
-    if present <= _LIMITS:  # so are most requests
+    if present <= _LIMITS:  # as in most requests
         for name in present:
-            limit = read(fields, name, _int_decoder)
+            limit = read_field(fields, name, _int_decoder)
             if limit is not None and limit < 1:
                 raise _UnusualError
         return None
-    n = read(fields, "n", _int_decoder)
+    n = read_field(fields, "n", _int_decoder)
     if n is not None and n != 1:
         return Alone.N
-    if read(fields, "echo", _bool_decoder):
+    if read_field(fields, "echo", _bool_decoder):
         return Alone.ECHO
-    if read(fields, "prompt_logprobs", _int_decoder) is not None:
+    if read_field(fields, "prompt_logprobs", _int_decoder) is not None:
         return Alone.PROMPT_LOGPROBS
-    if read(fields, "use_beam_search", _bool_decoder):
+    if read_field(fields, "use_beam_search", _bool_decoder):
         return Alone.BEAM_SEARCH
-    limits = [read(fields, name, _int_decoder) for name in ("max_tokens", "max_completion_tokens")]
-    least = read(fields, "min_tokens", _int_decoder) or 0
+    limits = [read_field(fields, name, _int_decoder) for name in ("max_tokens", "max_completion_tokens")]
+    min_tokens = read_field(fields, "min_tokens", _int_decoder) or 0
     for limit in limits:
-        if limit is not None and (limit < 1 or limit < least):
-            raise _UnusualError  # every engine refuses it: so no prefill is spent on it
-    if least < 0:
+        if limit is not None and (limit < 1 or limit < min_tokens):
+            raise _UnusualError  # every engine refuses it: a prefill would be wasted
+    if min_tokens < 0:
         raise _UnusualError
-    read(fields, "return_token_ids", _bool_decoder)
+    read_field(fields, "return_token_ids", _bool_decoder)
     if route is Route.CHAT:
-        logprobs = read(fields, "logprobs", _bool_decoder)
-        top = read(fields, "top_logprobs", _int_decoder)
+        logprobs = read_field(fields, "logprobs", _bool_decoder)
+        top = read_field(fields, "top_logprobs", _int_decoder)
         if top and not logprobs:
             raise _UnusualError
-        if read(fields, "return_prompt_text", _bool_decoder):
-            return Alone.ECHO  # a decode engine that is handed a chat's ids has no text of it (vLLM 0.32.0)
+        if read_field(fields, "return_prompt_text", _bool_decoder):
+            return Alone.ECHO  # a decode engine that gets a chat's ids does not have its text (vLLM 0.32.0)
     else:
-        logprobs = read(fields, "logprobs", _int_decoder) is not None
-    if not logprobs and not absent(fields, "logprob_token_ids"):
+        logprobs = read_field(fields, "logprobs", _int_decoder) is not None
+    if not logprobs and not is_absent(fields, "logprob_token_ids"):
         raise _UnusualError
     return None
 
 
 def _messages(fields: Fields) -> tuple[bool, tuple[Prompt, ...], bool]:
     """Return (is a list, the one prompt, whether any content is not text)."""
-    messages = read(fields, "messages", _messages_decoder)
+    messages = read_field(fields, "messages", _messages_decoder)
     if not messages:
         raise _UnusualError
     size, non_text = 0, False
@@ -309,12 +311,12 @@ def _messages(fields: Fields) -> tuple[bool, tuple[Prompt, ...], bool]:
 
 
 def _is_text(part: Fields) -> bool:
-    """Tell whether a content part is text and nothing else: vLLM takes media parts without a type, too."""
+    """Return whether a content part is only text: vLLM also accepts media parts without a type."""
     return part.keys() <= {"type", "text"} and bytes(part.get("type", msgspec.Raw(b""))) == b'"text"'
 
 
 def _listed(route: Route, fields: Fields, bounds: Bounds) -> list[Span] | None:
-    """Return where the prompts of a list are, None if there is no list of them."""
+    """Return where the prompts of a list are, None if there is no list."""
     if route is Route.CHAT:
         return None
     if "prompt_embeds" in fields:
@@ -323,8 +325,8 @@ def _listed(route: Route, fields: Fields, bounds: Bounds) -> list[Span] | None:
 
 
 def _prompts(fields: Fields, spans: list[Span] | None) -> tuple[bool, tuple[Prompt, ...], bool]:
-    """Return (is a list, the prompts in order, whether any is not text). `spans`: where a list's prompts are."""
-    if not absent(fields, "prompt_embeds"):
+    """Return (is a list, the prompts in order, whether any is not text). `spans`: where the prompts of a list are."""
+    if not is_absent(fields, "prompt_embeds"):
         return False, (), True
     raw = fields.get("prompt")
     if raw is None:
@@ -332,7 +334,7 @@ def _prompts(fields: Fields, spans: list[Span] | None) -> tuple[bool, tuple[Prom
     if spans is None:
         return False, (_one_prompt(raw),), False
     if _HUGE_INT.search(raw):
-        raise _UnusualError  # the prompts before it would be at work when it is refused
+        raise _UnusualError  # engines would already work on the prompts before it when it is refused
     prompts = tuple(_one_prompt(part(raw, span)) for span in spans)
     if len({prompt.tokens is None for prompt in prompts}) != 1:
         raise _UnusualError  # texts and token ids mixed

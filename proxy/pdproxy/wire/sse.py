@@ -18,22 +18,22 @@ _FINGERPRINT = b',"system_fingerprint":'
 _FINISHED = b'"finish_reason":"'
 UNFINISHED = b'"finish_reason":null'
 PLAIN = b'data: {"id":'
-"""What an event of plain data begins with, and neither an error nor the end mark does."""
+"""The beginning of an event of plain data. Errors and the end mark begin otherwise."""
 _ABORTED = b'"finish_reason":"abort"'
 _ROLE = b'"delta":{"role":"'
 _SPACED = b'data: {"id": '
 _SPACED_FINISHED, _SPACED_UNFINISHED = b'"finish_reason": "', b'"finish_reason": null'
 _ESCAPED_BACKSLASH, _ESCAPED_QUOTE = b"\\\\", b'\\"'
-_LONGEST_COMPACTED = 256 << 10
-"""Bytes. A longer line is no last event, no usage and no error: it is left as it is, since this one costs 8 ms."""
-_MOST_TEXTS = 1024
-"""Strings of a line that are more than a sixth of its bytes: it is no event then, and each of them costs as much as 100 bytes."""
-_FEW_LINES = 512
-_SHORT_LINE = 32
+_MAX_COMPACTED = 256 << 10
+"""Bytes. A longer line is not a last event, a usage or an error, and stays as it is: a line of this length takes 8 ms."""
+_MAX_STRINGS = 1024
+"""Strings of a line. A line with more, and with one in six bytes, is not an event: each string costs as much as 100 bytes."""
+_MAX_TINY_LINES = 512
+_TINY_LINE = 32
 
 
 def is_spaced(batch: bytes) -> bool:
-    """Tell whether a batch begins with data whose JSON has spaces, where vLLM writes none. Its errors do have them."""
+    """Return whether a batch begins with data whose JSON has spaces. vLLM writes none, but for its errors."""
     return batch.startswith(_SPACED)
 
 
@@ -43,16 +43,16 @@ def compact(batch: bytes) -> bytes:
 
 
 def _compact(line: bytes) -> bytes:
-    if len(line) > _LONGEST_COMPACTED:
+    if len(line) > _MAX_COMPACTED:
         return line
     text = line[6:]
     escapes = text.find(b"\\") >= 0
-    if escapes:  # an escaped quote would be taken for a string's end; no JSON has these two bytes
+    if escapes:  # an escaped quote would be mistaken for a string's end; no JSON has these two bytes
         if text.find(b"\0") >= 0 or text.find(b"\1") >= 0:
             return line
         text = text.replace(_ESCAPED_BACKSLASH, b"\0").replace(_ESCAPED_QUOTE, b"\1")
     quotes = text.count(b'"')
-    if quotes > 2 * _MOST_TEXTS and 3 * quotes > len(text):
+    if quotes > 2 * _MAX_STRINGS and 3 * quotes > len(text):
         return line
     parts = text.split(b'"')
     parts[::2] = [part.replace(b" ", b"") for part in parts[::2]]
@@ -62,18 +62,18 @@ def _compact(line: bytes) -> bytes:
     return b"data: " + text
 
 
-def is_crumbs(batch: bytes) -> bool:
-    """Tell whether a batch is many lines with next to nothing in them: each costs as much as an event of
-    an engine, none of which has less than 64 bytes.
+def has_tiny_lines(batch: bytes) -> bool:
+    """Return whether a batch is many lines of a few bytes: each costs as much as an event, and an engine's events have at
+    least 64 bytes.
     """
-    if len(batch) <= _FEW_LINES:
+    if len(batch) <= _MAX_TINY_LINES:
         return False
     lines = batch.count(b"\n")
-    return lines > _FEW_LINES and len(batch) < _SHORT_LINE * lines
+    return lines > _MAX_TINY_LINES and len(batch) < _TINY_LINE * lines
 
 
 def is_regular(batch: bytes) -> bool:
-    """Tell whether every event of a batch is as vLLM writes data: one line that begins with `data: `."""
+    """Return whether every event of a batch has the form in which vLLM writes data: one line that begins with `data: `."""
     count = batch.count(END)
     return (
         batch.count(b"\n") == 2 * count
@@ -84,48 +84,48 @@ def is_regular(batch: bytes) -> bool:
 
 
 def data_lines(event: bytes) -> list[bytes]:
-    """Return the lines of an event that hold data, as vLLM would write each; none for a comment."""
+    """Return the lines of an event that hold data, each in vLLM's form; none for a comment."""
     return [b"data: " + _value(line[5:]) for line in event.split(b"\n") if line.startswith(b"data:")]
 
 
 def _value(text: bytes) -> bytes:
-    """Return a value as clients read it: one space belongs to the framing, more of them mean nothing before JSON alone."""
+    """Return a value as clients read it: one space belongs to the framing. More of them are ignored before JSON only."""
     bare = text.lstrip(b" ")
     return bare if bare.startswith(b"{") else text.removeprefix(b" ")
 
 
 def is_error(event: bytes) -> bool:
-    """Tell whether an event is an error object instead of data."""
+    """Return whether an event is an error object instead of data."""
     return event.startswith(_ERRORS)
 
 
 def is_aborted(data: bytes) -> bool:
-    """Tell whether an event, or a whole answer, was given up half-way. vLLM says so when it is terminated, as if it were done."""
+    """Return whether an event or a whole answer reports that generation was aborted. vLLM sends that when it is terminated."""
     return _ABORTED in data
 
 
 def is_done(event: bytes) -> bool:
-    """Tell whether an event is the end mark."""
+    """Return whether an event is the end mark."""
     return event.startswith(DONE)
 
 
 def is_usage_only(event: bytes) -> bool:
-    """Tell whether an event is the last one of `include_usage`: no choices, the usage of the whole answer."""
+    """Return whether an event is the last one of `include_usage`: no choices, the usage of the whole answer."""
     return _USAGE_ONLY in event
 
 
 def is_role_only(event: bytes) -> bool:
-    """Tell whether an event is a chat's opening chunk, which vLLM sends before the engine has produced anything."""
+    """Return whether an event is a chat's first chunk, which vLLM sends before the engine has produced anything."""
     return _ROLE in event
 
 
 def is_last_of_choice(event: bytes) -> bool:
-    """Tell whether an event ends a choice."""
+    """Return whether an event ends a choice."""
     return _FINISHED in event
 
 
 def with_fingerprint(event: bytes, usage_event: bytes) -> bytes:
-    """Return a choice's last event with the fingerprint that stands in the usage event.
+    """Return a choice's last event with the fingerprint of the usage event.
 
     vLLM puts it into the very last event: a stream without a usage event has it beside the finish reason.
     """
@@ -136,9 +136,9 @@ def with_fingerprint(event: bytes, usage_event: bytes) -> bytes:
     return event.rstrip().removesuffix(b"}") + _FINGERPRINT + value + b"}" + END
 
 
-def may_need_care(batch: bytes) -> bool:
-    """Tell whether a batch of whole events holds one that is not plain data: an error, a finish, the usage, the end mark,
-    or anything that is not written as vLLM writes its data.
+def may_be_special(batch: bytes) -> bool:
+    """Return whether a batch of whole events may hold one that is not plain data: an error, the end of a choice, the usage, the
+    end mark, or anything that does not have vLLM's form of data.
     """
     count = batch.count(END)
     spaced = is_spaced(batch)
@@ -169,7 +169,7 @@ def payload(event: bytes) -> bytes:
 
 
 def with_index(event: bytes, index: int) -> bytes:
-    """Return an event of a single-choice stream as one of choice `index`. Unchanged if it holds no choice 0."""
+    """Return an event of a stream with one choice as one of choice `index`. Unchanged if it has no choice 0."""
     return event.replace(_FIRST_INDEX, b'"choices":[{"index":%d,' % index, 1)
 
 
@@ -180,11 +180,16 @@ def created_of(event: bytes) -> bytes | None:
 
 
 def with_created(event: bytes, created: bytes) -> bytes:
-    """Return an event with another time of creation: that of the stream it becomes a part of."""
+    """Return an event with another time of creation, unchanged if it has none."""
     own = created_of(event)
     return event if own is None else event.replace(_CREATED + own, _CREATED + created, 1)
 
 
+def has_first_index(event: bytes) -> bool:
+    """Return whether `with_index` would find choice 0."""
+    return _FIRST_INDEX in event
+
+
 def data(json: bytes) -> bytes:
-    """Frame a JSON value as an event."""
+    """Return a JSON value as an event."""
     return b"data: " + json + END

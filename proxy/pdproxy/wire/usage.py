@@ -1,4 +1,4 @@
-"""Token counts of several answers as those of one, whatever fields an engine's version has in them."""
+"""Token counts of several answers as those of one, with all fields that an engine's version has."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _COUNTS = {name: re.compile(rb'"%s":\d+' % name) for name in (b"cached_tokens", 
 
 
 def add_up(usages: Sequence[bytes], *, details_of: int) -> bytes:
-    """Return one `usage` object from several: numbers are added, objects field by field, what is null everywhere stays so.
+    """Return one `usage` object from several: numbers are added, objects field by field; a field that is null in all stays null.
 
-    `details_of`: whose `prompt_tokens_details` stand for all, by its place. vLLM adds everything else up, but tells those of
-    the last prompt in a whole answer and of the first one in a stream (0.32.0, `entrypoints/openai/completion/serving.py`).
+    `details_of`: the index of the one whose `prompt_tokens_details` are returned. vLLM adds everything else up, but reports those
+    of the last prompt in a whole answer and of the first one in a stream (0.32.0, `entrypoints/openai/completion/serving.py`).
 
     Raises:
         msgspec.MsgspecError: one of them is not JSON.
@@ -29,10 +29,10 @@ def add_up(usages: Sequence[bytes], *, details_of: int) -> bytes:
 
 
 def with_cache(answer: bytes, *, cached: int | None, created: int | None) -> bytes:
-    """Return a whole answer, or a stream's usage event, that says of prefix caches what the prefill engine said.
+    """Return a whole answer, or a stream's usage event, with the prefix cache counts of the prefill engine.
 
-    A decode engine speaks of its own: there nearly all of the prompt is `cached`, the KV that it was given, and next to
-    nothing was `created`. None leaves a count as it is; so does an answer that has none. In a text the quotes would be escaped.
+    A decode engine reports its own: there nearly all of the prompt is `cached`, by the KV transfer, and almost nothing `created`.
+    None leaves a count unchanged, and a missing one stays missing. In a text the quotes would be escaped.
     """
     for name, tokens in ((b"cached_tokens", cached), (b"created_cache_tokens", created)):
         if tokens is not None and (at := answer.rfind(b'"%s":' % name)) >= 0:

@@ -34,7 +34,7 @@ from pdproxy.transfer.nixl import handle, release_body
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import Answer, Pending
 from pdproxy.upstream.connection import Connection
-from pdproxy.upstream.metrics_page import MOST_PAGE, read_metrics
+from pdproxy.upstream.metrics_page import MAX_PAGE, read_metrics
 from pdproxy.web.client_identifier import ClientIdentifier
 from pdproxy.web.cycle import FORWARDED
 from pdproxy.web.passthrough_asgi import PassthroughAsgi, PassthroughResponse
@@ -44,8 +44,8 @@ from pdproxy.wire.body_bounds import DEFAULT
 from pdproxy.wire.chunks import chunk
 from pdproxy.wire.engine import error_of, prefill_answer, usage_of
 from pdproxy.wire.fields import body_request_id
-from pdproxy.wire.passthrough_body import read_light, written
-from pdproxy.wire.request import Parsed, Route, parse, parse_light
+from pdproxy.wire.passthrough_body import passed_body, read_if_quick
+from pdproxy.wire.request import Parsed, Route, parse, parse_if_quick
 from tests.fuzz import ingress, streams
 from tests.fuzz.cost import bounds, shapes
 from tests.fuzz.cost.bounds import KIB, MIB, Bound
@@ -96,7 +96,7 @@ def _question(route: Route | None, dialect: Dialect = Dialect.OPENAI) -> bytes:
     return msgspec.msgpack.encode(reader_process.Question(DEFAULT, route, dialect))
 
 
-def _is_light(read: Callable[[], object]) -> bool:
+def _is_quick(read: Callable[[], object]) -> bool:
     """Tell whether a body is read, or refused, at once."""
     try:
         return read() is not None
@@ -119,12 +119,12 @@ def _read(
     question = _question(route)
 
     def run(data: bytes) -> Awaitable[int | None]:
-        light = _is_light(lambda: parse_light(route, data))
+        light = _is_quick(lambda: parse_if_quick(route, data))
         found = None if light else reader_process.answer(question, data)
 
         async def measured() -> int | None:
             try:
-                parsed = parse_light(route, data)
+                parsed = parse_if_quick(route, data)
                 if parsed is None:
                     assert found is not None
                     parsed = reader_process.request_in(found, route, data)
@@ -142,14 +142,14 @@ def passed(dialect: Dialect) -> Run:
     question = _question(None, dialect)
 
     def run(data: bytes) -> Awaitable[None]:
-        light = _is_light(lambda: read_light(dialect, data))
+        light = _is_quick(lambda: read_if_quick(dialect, data))
         found = None if light else reader_process.answer(question, data)
 
         async def measured() -> None:
             try:
-                if read_light(dialect, data) is None:
+                if read_if_quick(dialect, data) is None:
                     assert found is not None
-                    written(dialect, reader_process.fields_in(found, data))
+                    passed_body(dialect, reader_process.fields_in(found, data))
             except PdproxyError as error:
                 failure_body(dialect, error)
 
@@ -310,7 +310,7 @@ async def prefilled(data: bytes) -> None:
 async def answered(data: bytes) -> None:
     """A decode engine's whole answer, through the relay, and an engine's error."""
     connection, relay = Connection("engine", lambda _: None, lambda _: None), Relay(wants_usage=True)
-    relay.cached_tokens = relay.created_cache_tokens = 1
+    relay.filter.cached_tokens = relay.filter.created_cache_tokens = 1
     connection.connection_made(Transport())
     connection.send(b"", relay)
     connection.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(data))
@@ -371,7 +371,7 @@ PATHS = [
     Path("prefill's answer", prefilled, shapes.JSON_ANSWER, shapes.JSON_ANSWERS, bounds.ENGINE_JSON),
     Path("decode's answer", answered, shapes.JSON_ANSWER, shapes.JSON_ANSWERS, bounds.ENGINE_JSON),
     Path("answers merged", merged, shapes.JSON_ANSWER, shapes.JSON_ANSWERS, bounds.MERGED),
-    Path("metrics page", scraped, shapes.PAGE, shapes.PAGES, bounds.METRICS, MOST_PAGE),
+    Path("metrics page", scraped, shapes.PAGE, shapes.PAGES, bounds.METRICS, MAX_PAGE),
     Path("notices", noticed, shapes.NOTICE, shapes.NOTICES, bounds.NOTICE, notices.MAX_BYTES - KIB),
     Path("telemetry", posted, shapes.TELEMETRY, shapes.TELEMETRY_POSTS, bounds.NOTICE, lmcache_telemetry.MAX_BYTES),
 ]  # fmt: skip

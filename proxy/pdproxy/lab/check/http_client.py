@@ -16,7 +16,7 @@ from email.utils import parsedate_to_datetime
 import aiohttp
 
 from pdproxy.lab.check.facts import Trouble
-from pdproxy.upstream.admin import certificate_words
+from pdproxy.upstream.admin import describe_certificate
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class HttpClient:
         except TimeoutError:
             return Trouble("silent", f"{path} did not answer in {self.timeout:g} s")
         except aiohttp.ClientConnectorCertificateError as error:
-            return Trouble("unreachable", certificate_words(error.certificate_error))
+            return Trouble("unreachable", describe_certificate(error.certificate_error))
         except aiohttp.ClientConnectorError as error:
             return Trouble("unreachable", f"no connection: {_os_error_text(error.os_error)}")
         except (aiohttp.ClientError, OSError, ValueError) as error:

@@ -230,6 +230,6 @@ def new_relay(attempt: Attempt) -> Relay:
     """Return a relay for an attempt's answer, and keep it as the attempt's. What it says of caches is the prefill engine's."""
     relay = attempt.relay = attempt.request.new_relay()
     if attempt.custody is not None:
-        relay.cached_tokens = attempt.custody.handle.cached_tokens
-        relay.created_cache_tokens = attempt.custody.handle.created_cache_tokens
+        relay.filter.cached_tokens = attempt.custody.handle.cached_tokens
+        relay.filter.created_cache_tokens = attempt.custody.handle.created_cache_tokens
     return relay

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineUnreachableError, NoAnswerRoomError
+from pdproxy.kit.errors import AnswerBudgetError, EngineError, EngineRefusedError, EngineUnreachableError
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.upstream.client import Answer
 from pdproxy.wire.engine import error_of
@@ -16,7 +16,7 @@ def verdict_of(error: EngineError, *, with_kv: bool = False) -> Verdict:
     """
     if isinstance(error, EngineUnreachableError):
         return Verdict.UNREACHABLE
-    if isinstance(error, NoAnswerRoomError):
+    if isinstance(error, AnswerBudgetError):
         return Verdict.NEUTRAL
     if isinstance(error, EngineRefusedError) and (with_kv or error.status < 500 or error.status == 503):
         return Verdict.NEUTRAL

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pdproxy.kit.errors import EngineError, EngineRefusedError, NoAnswerRoomError, OverloadedError, PdproxyError
+from pdproxy.kit.errors import AnswerBudgetError, EngineError, EngineRefusedError, OverloadedError, PdproxyError
 from pdproxy.upstream.client import Answer
 from pdproxy.wire.request import Alone
 
@@ -52,7 +52,7 @@ class DecodeFailed(msgspec.Struct, frozen=True):
     @property
     def is_retryable(self) -> bool:
         """Whether another engine may do better."""
-        if self.data_sent or isinstance(self.error, NoAnswerRoomError):
+        if self.data_sent or isinstance(self.error, AnswerBudgetError):
             return False
         # Every engine would refuse what one refuses, unless it is full.
         return not isinstance(self.error, EngineRefusedError) or self.error.status >= 500 or self.error.status == 429

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -22,6 +22,7 @@ from pdproxy.settings.limits import Deadlines
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Contract
 from pdproxy.upstream.answer_budget import AnswerBudget
+from pdproxy.wire.event_template import EventTemplates
 from pdproxy.wire.request import Parsed, Prompt
 
 
@@ -52,8 +53,9 @@ class ExchangeResources:
     auditor: Auditor
     now: Callable[[], float]
     clock: Clock
-    room: AnswerBudget
+    answer_budget: AnswerBudget
     tokenizing: Tokenizing | None = None
+    templates: EventTemplates = field(default_factory=EventTemplates)
 
     async def ids(self, parsed: Parsed, prompt: Prompt, heading: LegHeaders) -> TokenIds | None:
         """Return a prompt's token ids, None where they are not wanted or can't be made."""

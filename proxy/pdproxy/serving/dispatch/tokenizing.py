@@ -23,9 +23,9 @@ from pdproxy.observe.events import DeadlinePassed, Observers, Tokenized
 from pdproxy.serving.dispatch.tokenizer_check import TokenizerCheck
 from pdproxy.tokens.errors import RejectedError, UnsureError
 from pdproxy.tokens.ids import TokenIds, from_numbers
-from pdproxy.tokens.tokenize_request import question
+from pdproxy.tokens.tokenize_request import tokenize_body
 from pdproxy.tokens.tokenizer import ids_of
-from pdproxy.wire.fields import absent
+from pdproxy.wire.fields import is_absent
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 THREADS = 2
@@ -123,7 +123,7 @@ class Tokenizing:
 
     @staticmethod
     def _given(parsed: Parsed, prompt: Prompt) -> TokenIds | None:
-        if prompt.raw is None or not absent(parsed.fields, "truncate_prompt_tokens"):
+        if prompt.raw is None or not is_absent(parsed.fields, "truncate_prompt_tokens"):
             return None
         if memoryview(prompt.raw).nbytes > MAX_BYTES:
             return None  # parsing them would stop the event loop
@@ -165,7 +165,7 @@ class Tokenizing:
         if parsed.route is Route.CHAT and _is_long(parsed, prompt):
             return "long", None  # parts of it would be parsed to ask
         try:
-            body = question(parsed, prompt)
+            body = tokenize_body(parsed, prompt)
         except UnsureError:
             return "unsure", None
         now = self._now()

@@ -15,9 +15,9 @@ from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.serving.access.clients import Client
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import Body, Bounds
-from pdproxy.wire.passthrough_body import PassedBody, read_light, written
+from pdproxy.wire.passthrough_body import PassedBody, passed_body, read_if_quick
 from pdproxy.wire.reader_process import Found, Question, fields_in, request_in
-from pdproxy.wire.request import Parsed, Route, parse_light
+from pdproxy.wire.request import Parsed, Route, parse_if_quick
 
 READER = "pdproxy.wire.reader_process"
 WAITING = 64
@@ -52,7 +52,7 @@ class BodyReader:
             BadRequestError: no engine would read it as a JSON object, or it holds more than one request may.
             OverloadedError: too many are being read, or it took too long.
         """
-        light = parse_light(route, body, self._bounds)
+        light = parse_if_quick(route, body, self._bounds)
         if light is not None:
             return light
         question = Question(self._bounds, route)
@@ -60,11 +60,11 @@ class BodyReader:
 
     async def passed(self, dialect: Dialect, body: Body, client: Client) -> PassedBody:
         """Read the body of a request that one engine serves whole. Raises as `request`."""
-        light = read_light(dialect, body, self._bounds)
+        light = read_if_quick(dialect, body, self._bounds)
         if light is not None:
             return light
         question = Question(self._bounds, None, dialect)
-        return written(dialect, fields_in(await self._in_process(question, body, client), body))
+        return passed_body(dialect, fields_in(await self._in_process(question, body, client), body))
 
     async def _in_process(self, question: Question, body: Body, client: Client) -> Found:
         try:

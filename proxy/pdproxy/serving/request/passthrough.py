@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from pdproxy.kit.errors import (
+    AnswerBudgetError,
     ClientLeftError,
     EngineError,
     EngineTimeoutError,
-    NoAnswerRoomError,
     OverloadedError,
     PdproxyError,
     Wait,
@@ -119,7 +119,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 again = (
                     not self.writer.begun
                     and self._attempts < engines.attempts
-                    and not isinstance(error, NoAnswerRoomError)
+                    and not isinstance(error, AnswerBudgetError)
                 )
                 wait = getattr(error, "wait", None)
                 if wait is not None:

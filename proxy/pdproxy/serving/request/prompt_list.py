@@ -16,7 +16,7 @@ from pdproxy.serving.request.merged_answer import MergedAnswer, MergedStream
 from pdproxy.serving.request.totals import RequestTotals
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
-from pdproxy.serving.stream.whole_events import Parts
+from pdproxy.serving.stream.whole_events import CreationTime
 from pdproxy.upstream.connection import Headers
 from pdproxy.wire.request import Parsed
 
@@ -36,8 +36,8 @@ class PromptList:
         begin: Callable[[Headers], None],
         totals: RequestTotals,
     ) -> None:
-        self.parts = Parts()
-        self.answer = MergedAnswer(dispatcher.resources.room.share(what="the engines sent answers"))
+        self.creation_time = CreationTime()
+        self.answer = MergedAnswer(dispatcher.resources.answer_budget.share(what="the engines sent answers"))
         self.usage_events: dict[int, bytes] = {}
         """Of streams, by the index of their prompt in the list."""
         self._dispatcher = dispatcher
@@ -70,8 +70,8 @@ class PromptList:
             channel.close()
             self._totals.add(index, exchange)
         if answer is None:
-            if exchange.relay is not None and exchange.relay.usage_event is not None:
-                self.usage_events[index] = exchange.relay.usage_event
+            if exchange.relay is not None and exchange.relay.filter.usage_event is not None:
+                self.usage_events[index] = exchange.relay.filter.usage_event
         elif answer.status == 200:
             self.answer.add(index, answer)
         else:
@@ -83,9 +83,10 @@ class PromptList:
             wants_done=False,
             index=index,
             keeps_usage=self._parsed.wants_usage,
-            parts=self.parts,
+            creation_time=self.creation_time,
             takes_ids=self._parsed.adds_ids,
-            room=self._dispatcher.resources.room,
+            budget=self._dispatcher.resources.answer_budget,
+            templates=self._dispatcher.resources.templates,
         )
 
 

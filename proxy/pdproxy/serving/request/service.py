@@ -83,7 +83,11 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             return partial(self._serve_list, parsed, heading)
         prompt = None if parsed.alone is not None else parsed.prompts[0]
         new_relay = partial(
-            Relay, wants_usage=not parsed.adds_usage, takes_ids=parsed.adds_ids, room=service.engines.room
+            Relay,
+            wants_usage=not parsed.adds_usage,
+            takes_ids=parsed.adds_ids,
+            budget=service.engines.answer_budget,
+            templates=service.engines.templates,
         )
         self._exchange = service.dispatcher.exchange(parsed, prompt, heading, new_relay)
         return self._serve_one
@@ -123,7 +127,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
 
     def _end_merged(self, parsed: Parsed, prompts: PromptList) -> None:
         events = [prompts.usage_events[index] for index in sorted(prompts.usage_events)]
-        created = prompts.parts.created
+        created = prompts.creation_time.created
         if parsed.wants_usage and events:
             event = merge_usage_events(events)
             self.writer.write(event if created is None else sse.with_created(event, created))

@@ -58,16 +58,16 @@ class RequestTotals:
         relay = exchange.relay
         if relay is None:
             return
-        lane = relay.lane
+        fast_path = relay.fast_path
         gaps = self._gaps
         if gaps is None:
-            self._gaps = Gaps(lane.buckets, lane.total)
+            self._gaps = Gaps(fast_path.buckets, fast_path.total)
         else:
-            buckets = [a + b for a, b in zip(gaps.buckets, lane.buckets, strict=True)]
-            self._gaps = Gaps(buckets, gaps.total + lane.total)
+            buckets = [a + b for a, b in zip(gaps.buckets, fast_path.buckets, strict=True)]
+            self._gaps = Gaps(buckets, gaps.total + fast_path.total)
         if relay.usage is not None:
             self._reported = True
             self._prompt += relay.usage.prompt_tokens
             self._completion += relay.usage.completion_tokens or 0
         else:
-            self._counted += lane.tokens or lane.events
+            self._counted += fast_path.tokens or fast_path.events

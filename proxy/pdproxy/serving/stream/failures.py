@@ -10,12 +10,17 @@ from pdproxy.wire.engine import error_of
 
 
 def failure_in(event: bytes, lines: Sequence[bytes]) -> EngineError | None:
-    """Return what an event says has failed, None if it is data."""
-    if b"\r" in event:  # a client would see other events in it than we do
+    """Return the error that an event reports, None if it is data. `lines` are its data lines."""
+    if b"\r" in event:  # a client would read other events in it than pdproxy
         return EngineError("the engine sent something else than vLLM's events")
     if sse.is_aborted(event):
         return _refusal(event)
     return next((_refusal(line) for line in lines if sse.is_error(line)), None)
+
+
+def tiny_lines() -> EngineError:
+    """Return the error for a batch that `sse.has_tiny_lines`."""
+    return EngineError("the engine sent many lines with next to nothing in them")
 
 
 def _refusal(event: bytes) -> EngineError:
@@ -25,5 +30,5 @@ def _refusal(event: bytes) -> EngineError:
     detail = error_of(payload)
     code = detail.code if detail is not None else None
     status = code if isinstance(code, int) and 400 <= code <= 599 else 500
-    # Its words may quote the prompt. The client gets them; the log, which is what this message is for, does not.
+    # The engine's text may quote the prompt. The client gets it; the log, which shows this message, does not.
     return EngineRefusedError(f"the engine sent an error event with status {status}", status=status, body=payload)

@@ -1,11 +1,11 @@
-"""The lane: what takes nearly all reads of a stream past the parser and the relay's care, and on to the client.
+"""The fast path: it forwards nearly all reads of a stream to the client, past the HTTP parser and the relay.
 
-A read in it is whole chunks of plain data, each an event of the form that was learned of the stream (`wire.event_template`).
-It is told by a few compares, loses the ids that its client did not ask for, and goes on. Anything else, though it may be right,
-is left to the relay.
+Such a read is whole chunks of plain data, each of them an event of the form that was learned from the stream
+(`wire.event_template`). A few compares recognize it. The fast path removes the ids that the client did not ask for, and forwards
+the rest. It leaves everything else to the relay.
 
-What a chunk costs is mostly what of it is not in the processor's caches: other streams, and other processes, had their turn since
-the one before. So what every chunk of a stream needs stands together in one object, and all that can be is shared by streams.
+A chunk costs mostly what of its data is not in the processor's caches, since other streams and processes ran since the chunk
+before. So one object holds everything that each chunk of a stream needs, and streams share as much as they can.
 """
 
 from __future__ import annotations
@@ -17,79 +17,82 @@ from contextlib import suppress
 
 from pdproxy.observe.events import ITL_BOUNDS
 from pdproxy.wire import tokens
-from pdproxy.wire.chunks import LINES, LONGEST_LINE, SIZES
-from pdproxy.wire.event_template import guess, learn
+from pdproxy.wire.chunks import MAX_SIZE_LINE, PAYLOAD_SIZE, SIZE_LINE_OF_PAYLOAD
+from pdproxy.wire.event_template import EventTemplates
 
-_MANY = 32
-"""Ids that are kept as they came before they are made numbers together, which costs less than one by one."""
-_LESSON_EVERY = 8
-"""Events. A stream whose events are all unlike each other (logprobs) is not studied in vain at each of them."""
+_MAX_UNPARSED = 32
+"""Lists of ids that are kept as bytes before they are parsed together, which costs less than one by one."""
+_LEARN_INTERVAL = 8
+"""Events from one attempt to learn to the next, for streams whose events all differ (logprobs)."""
 
 
 class FastPath:
-    """One stream's counts, and the way past its relay while `plain`: it flows, and nothing of it is kept back.
+    """One stream's counts, and its way past the relay while `enabled`: the stream flows, and the relay holds back nothing of it.
 
-    `events` that went on, `last` when (loop time, s), `buckets` and `total` as in `Gaps`.
+    `events` that were forwarded, `last` when (loop time, s), `buckets` and `total` as in `Gaps`. `templates` are those of all
+    streams; `takes_ids`: whether token ids are removed from the events and kept.
     """
 
     __slots__ = (
-        "_fresh",
         "_ids",
-        "_lesson",
-        "_more",
+        "_learn_at",
+        "_not_kept",
         "_template",
+        "_templates",
         "_time",
+        "_unparsed",
         "_write",
         "buckets",
+        "enabled",
         "events",
         "last",
-        "plain",
         "takes_ids",
         "total",
     )
 
-    def __init__(self, time: Callable[[], float], *, takes_ids: bool) -> None:
-        self.plain = False
+    def __init__(self, time: Callable[[], float], templates: EventTemplates, *, takes_ids: bool) -> None:
+        self.enabled = False
         self.events = 0
         self.last = time()
         self.total = 0.0
         self.buckets = [0] * (len(ITL_BOUNDS) + 1)
         self._ids = tokens.new()
-        self._fresh: list[bytes] = []  # of chunks that were told by `_template`: ids and its `last`
-        self._more = 0  # ids beyond those that are kept
+        self._unparsed: list[bytes] = []  # of chunks that matched `_template`: ids and its `last`
+        self._not_kept = 0  # ids that were counted only
         self.takes_ids = takes_ids
-        self._template = guess(takes_ids=takes_ids)
-        self._lesson = 0
+        self._templates = templates
+        self._template = templates.latest(takes_ids=takes_ids)
+        self._learn_at = 0  # `events` from which on the next attempt is allowed
         self._time = time
-        self._write: Callable[[bytes], None] = _nowhere
+        self._write: Callable[[bytes], None] = _no_writer
 
     def __repr__(self) -> str:
-        return f"<FastPath {'plain' if self.plain else 'closed'}, {self.events} events>"
+        return f"<FastPath {'enabled' if self.enabled else 'disabled'}, {self.events} events>"
 
     @property
     def ids(self) -> array[int]:
         """The token ids that were taken, as many as are kept."""
-        if self._fresh:
-            self._convert()
+        if self._unparsed:
+            self._parse_ids()
         return self._ids
 
     @property
     def tokens(self) -> int:
         """How many token ids were taken."""
-        return len(self.ids) + self._more
+        return len(self.ids) + self._not_kept
 
-    def keep(self, listed: bytes) -> None:
-        """Take ids, with commas between them, that did not pass here."""
-        if self._fresh:
-            self._convert()  # which came before
-        self._more += tokens.keep(listed, self._ids)
+    def keep_ids(self, listed: bytes) -> None:
+        """Keep ids, with commas between them, of events that the relay forwards."""
+        if self._unparsed:
+            self._parse_ids()  # they came before
+        self._not_kept += tokens.keep(listed, self._ids)
 
-    def open(self, write: Callable[[bytes], None]) -> None:
-        """From now on `take` passes reads on. `write` sends whole HTTP chunks to the client."""
+    def write_to(self, write: Callable[[bytes], None]) -> None:
+        """Have `forward` send whole HTTP chunks to the client by `write`. Call it before `forward`."""
         self._write = write
 
     def count(self, events: int, now: float) -> None:
-        """Count events that go on together."""
+        """Count events that are forwarded together."""
         if events <= 0:
             return
         if self.events:
@@ -100,16 +103,16 @@ class FastPath:
         self.events += events
         self.last = now
 
-    def take(self, data: bytes) -> int:
-        """Pass on the plain chunks that a read begins with, return their bytes. Most reads are one chunk with one event."""
+    def forward(self, data: bytes) -> int:
+        """Forward the plain chunks that a read begins with, return their bytes. Most reads are one chunk with one event."""
         size = len(data)
         template = self._template
         opening = template.openings.get(size)
-        if opening is None or not data.startswith(opening) or not data.endswith(template.last) or not self.plain:
-            return self._several(data)
+        if opening is None or not data.startswith(opening) or not data.endswith(template.last) or not self.enabled:
+            return self._forward_several(data)
         if template.takes_ids:
             front, _, back = data.rpartition(b"[")
-            body = front[len(opening) - template.width :]
+            body = front[len(opening) - template.opening_size :]
             ids = len(back) - len(template.last)
             if (
                 not front.endswith(template.before_ids)
@@ -117,14 +120,14 @@ class FastPath:
                 or body.find(b"\n") >= 0
                 or body.find(b"\r") >= 0
             ):
-                return self._several(data)
-            self._fresh.append(back)
-            if len(self._fresh) >= _MANY:
-                self._convert()
-            # The payload: its chunk's two last bytes don't count; null is two longer than its brackets.
-            data = b"".join((LINES[len(body) + len(template.tail) - 2], body, template.tail))
+                return self._forward_several(data)
+            self._unparsed.append(back)
+            if len(self._unparsed) >= _MAX_UNPARSED:
+                self._parse_ids()
+            # The payload is without the chunk's last two bytes, and `null` is two bytes longer than the brackets.
+            data = b"".join((SIZE_LINE_OF_PAYLOAD[len(body) + len(template.tail) - 2], body, template.tail))
         elif data.find(b"\n", len(opening)) != size - 4 or data.find(b"\r", len(opening)) != size - 2:
-            return self._several(data)
+            return self._forward_several(data)
         now = self._time()
         gap = now - self.last
         self.last = now
@@ -134,12 +137,12 @@ class FastPath:
         try:
             self._write(data)
         except RuntimeError:
-            return size  # the client has just left: the notice of it is on its way
+            return size  # the client has just left, and the relay is informed soon
         return size
 
-    def _several(self, data: bytes, *, learns: bool = True) -> int:
-        """Take the plain chunks that a read begins with. Learn from the first that is none, but not from each."""
-        if not self.plain:
+    def _forward_several(self, data: bytes, *, learns: bool = True) -> int:
+        """Forward the plain chunks that a read begins with. Learn from the first other one, if an attempt is allowed."""
+        if not self.enabled:
             return 0
         template = self._template
         last, takes_ids = template.last, template.takes_ids
@@ -148,58 +151,59 @@ class FastPath:
         at = count = 0
         for part in data.split(last):
             size = len(part) + len(last)
-            opening = template.openings.get(size) or template.opened(size)
+            opening = template.openings.get(size) or template.chunk_opening(size)
             if at + size > len(data) or opening is None or not part.startswith(opening):
                 break
             if takes_ids:
                 front, _, digits = part.rpartition(b"[")
-                body = front[len(opening) - template.width :]
+                body = front[len(opening) - template.opening_size :]
                 if not front.endswith(template.before_ids) or len(digits) > tokens.DIGITS or _has_line_end(body, 0):
                     break
-                if digits:  # a text may come without any
+                if digits:  # an event may have a text and no ids
                     ids.append(digits)
-                out += LINES[len(body) + len(template.tail) - 2], body, template.tail
+                out += SIZE_LINE_OF_PAYLOAD[len(body) + len(template.tail) - 2], body, template.tail
             elif _has_line_end(part, len(opening)):
                 break
             at += size
             count += 1
         if count:
             if ids:
-                self._fresh.append(last.join(ids) + last)
-                if len(self._fresh) >= _MANY:
-                    self._convert()
+                self._unparsed.append(last.join(ids) + last)
+                if len(self._unparsed) >= _MAX_UNPARSED:
+                    self._parse_ids()
             self.count(count, self._time())
             with suppress(RuntimeError):
                 self._write(b"".join(out) if takes_ids else data[:at])
-        if learns and at < len(data) and self.events >= self._lesson and self._learned(data, at):
-            at += self._several(data[at:], learns=False)
+        if learns and at < len(data) and self.events >= self._learn_at and self._learned(data, at):
+            at += self._forward_several(data[at:], learns=False)
         return at
 
     def _learned(self, data: bytes, at: int) -> bool:
-        line = data.find(b"\r\n", at, at + LONGEST_LINE)
-        size = SIZES.get(data[at:line]) if line > 0 else None
+        """Learn from the chunk at `at`. Return whether there is another template now."""
+        line = data.find(b"\r\n", at, at + MAX_SIZE_LINE)
+        size = PAYLOAD_SIZE.get(data[at:line]) if line > 0 else None
         if size is None or not data.startswith(b"\r\n", line + 2 + size):
             return False
-        self._lesson = self.events + _LESSON_EVERY
-        found = learn(data[line + 2 : line + 2 + size], takes_ids=self.takes_ids)
+        self._learn_at = self.events + _LEARN_INTERVAL
+        found = self._templates.learn(data[line + 2 : line + 2 + size], takes_ids=self.takes_ids)
         if found is None or found is self._template:
             return False
-        if self._fresh:
-            self._convert()
+        if self._unparsed:
+            self._parse_ids()
         self._template = found
         return True
 
-    def _convert(self) -> None:
+    def _parse_ids(self) -> None:
         last = self._template.last
-        listed = b"".join(self._fresh).replace(last, b",").rstrip(b",")
-        self._fresh.clear()
-        self._more += tokens.keep(listed, self._ids)
+        listed = b"".join(self._unparsed).replace(last, b",").rstrip(b",")
+        self._unparsed.clear()
+        self._not_kept += tokens.keep(listed, self._ids)
 
 
 def _has_line_end(part: bytes, start: int) -> bool:
-    """Tell whether clients would read more than one event, or another one, in what is to be one."""
+    """Return whether clients would read several events, or another one, where one is expected."""
     return part.find(b"\n", start) >= 0 or part.find(b"\r", start) >= 0
 
 
-def _nowhere(data: bytes) -> None:
-    raise RuntimeError("a lane that was not opened")
+def _no_writer(data: bytes) -> None:
+    raise RuntimeError("a fast path without a writer")

@@ -1,9 +1,9 @@
 """The relay: a decode engine's answer to the client, byte for byte, read by read.
 
-Owns one answer from its first byte to its last. It holds everything back until the answer is proven good by real data
-(an engine may say 200 and then fail: status first would be a lie), then passes reads on with as little work as possible:
-whole events that hold nothing special are forwarded as they are, and only errors, the usage and the end mark are looked at.
-A stream that ends without its end mark has failed, whatever the connection says.
+Owns one answer from its first byte to its last. It holds everything back until real data proves that the answer is good: an
+engine may answer 200 and then fail, and a status that was sent can't be changed. Then it forwards each read with as little work
+as possible: whole plain events as they are, all others through its `EventFilter`. A stream that ends without its end mark has
+failed, whatever the connection reports.
 
     HOLDING --real data--> PROVEN --flow()--> FLOWING --[DONE]--> ENDED
        |  whole answer: `first` gets it           |
@@ -16,19 +16,21 @@ import asyncio
 from collections.abc import Callable
 from enum import Enum
 
-from pdproxy.kit.clock import Clock, Timer
+from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, PdproxyError, Wait
 from pdproxy.kit.one_shot_event import OneShotEvent
-from pdproxy.serving.stream.failures import failure_in
+from pdproxy.serving.stream.event_filter import EventFilter
 from pdproxy.serving.stream.fast_path import FastPath
+from pdproxy.serving.stream.proof import has_real_data
 from pdproxy.serving.stream.response_writer import ResponseWriter
-from pdproxy.serving.stream.whole_events import Parts, crumbs, for_events, whole_events
+from pdproxy.serving.stream.stall_timer import StallTimer
+from pdproxy.serving.stream.whole_events import CreationTime, limit_to_events, whole_events
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers, Leg
 from pdproxy.wire import sse, tokens
-from pdproxy.wire.engine import Usage, usage_of
-from pdproxy.wire.usage import with_cache
+from pdproxy.wire.engine import Usage
+from pdproxy.wire.event_template import EventTemplates
 
 
 class _Phase(Enum):
@@ -48,43 +50,32 @@ STREAM_STARTED = StreamStarted()
 class Relay:
     """One answer of an engine: the sink of its connection, the source of the client's bytes.
 
-    `first` resolves once the answer is known to be good or bad, `done` once it is over; both before and after that the
-    caller closes the connection. `wants_usage`: whether the client asked for the usage event that we always ask for.
-    `keeps_usage`: whether the client will see it at the end of several streams, after all (default: as `wants_usage`).
-    `wants_done`: whether the end mark goes to the client (False for one stream of several).
-    `takes_ids`: whether the engine was asked for token ids that the client did not ask for. They are kept in `lane.ids`.
-    `room`: where all that is held back counts; one of its own where none is given.
+    `first` resolves once the answer is known to be good or bad, `done` once it is over. A caller that stops waiting for one of
+    them closes the connection. `takes_ids`: whether the engine was asked for token ids that the client did not ask for; they are
+    kept in `fast_path.ids`. `budget`, `templates`: those of the process; without them, the relay has its own. All other
+    parameters are those of `EventFilter`; `keeps_usage` is as `wants_usage` if it is None.
     """
 
     __slots__ = (
         "_ending",
-        "_finished",
-        "_headers",
         "_held",
-        "_index",
         "_is_stream",
-        "_keeps_usage",
         "_leg",
         "_output",
-        "_parts",
         "_paused",
         "_phase",
-        "_saw_done",
         "_share",
-        "_status",
         "_takes_ids",
         "_time",
         "_wants_done",
-        "_wants_usage",
         "accepted",
-        "cached_tokens",
-        "created_cache_tokens",
+        "budget",
         "done",
+        "fast_path",
+        "filter",
         "first",
-        "lane",
-        "room",
-        "usage",
-        "usage_event",
+        "headers",
+        "status",
     )
 
     def __init__(
@@ -94,64 +85,59 @@ class Relay:
         wants_done: bool = True,
         index: int | None = None,
         keeps_usage: bool | None = None,
-        parts: Parts | None = None,
+        creation_time: CreationTime | None = None,
         takes_ids: bool = False,
-        room: AnswerBudget | None = None,
+        budget: AnswerBudget | None = None,
+        templates: EventTemplates | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.first: asyncio.Future[Answer | StreamStarted] = loop.create_future()
         self.done: asyncio.Future[None] = loop.create_future()
         self.accepted = OneShotEvent()
-        self.usage: Usage | None = None
-        self.usage_event: bytes | None = None
-        self.cached_tokens: int | None = None
-        self.created_cache_tokens: int | None = None
-        """What the usage must say of the prefill engine's cache; None: what the engine says."""
+        """Set once the engine has answered with headers, or the leg has failed."""
+        self.status = 0
+        """The engine's, 0 before it came."""
+        self.headers: Headers = []
+        """The engine's, until they are used."""
+        self.budget = AnswerBudget() if budget is None else budget
+        self.fast_path = FastPath(loop.time, EventTemplates() if templates is None else templates, takes_ids=takes_ids)
+        self.filter = EventFilter(
+            wants_usage=wants_usage,
+            keeps_usage=wants_usage if keeps_usage is None else keeps_usage,
+            wants_done=wants_done,
+            index=index,
+            creation_time=creation_time,
+        )
         self._time = loop.time
-        self.lane = FastPath(loop.time, takes_ids=takes_ids)
-        self._wants_usage = wants_usage
-        self._keeps_usage = wants_usage if keeps_usage is None else keeps_usage
         self._wants_done = wants_done
         self._takes_ids = takes_ids
-        self._index = index
-        self._parts = parts
         self._phase = _Phase.HOLDING
-        self._status = 0
-        self._headers: Headers = []
         self._is_stream = False
         self._held: list[bytes] = []  # of a stream, until it flows
-        self.room = AnswerBudget() if room is None else room
-        self._share = self.room.share()  # all that is held; it keeps a whole answer, or the beginning of an event
-        self._saw_done = False
-        self._finished: list[bytes] = []
+        self._share = self.budget.share()  # of all that is held; it keeps a whole answer, or the beginning of an event
         self._output: ResponseWriter | None = None
         self._leg: Leg | None = None
         self._paused = False
         self._ending: EngineError | None = None
 
     def __repr__(self) -> str:
-        return f"<Relay {self._phase.value}, {self.lane.events} events, status {self._status}>"
+        return f"<Relay {self._phase.value}, {self.fast_path.events} events, status {self.status}>"
 
     @property
-    def status(self) -> int:
-        """The engine's status, 0 before it came."""
-        return self._status
+    def usage(self) -> Usage | None:
+        """The answer's token counts, None before they came."""
+        return self.filter.usage
 
-    @property
-    def headers(self) -> Headers:
-        """The engine's headers."""
-        return self._headers
-
-    # -- the caller's side
+    # -- for the caller
 
     def flow(self, output: ResponseWriter, leg: Leg | None, *, direct: bool = True) -> None:
-        """Pass on what was held, and from now on everything as it comes; `direct`: as it was on the wire, unless somebody looks.
+        """Forward what was held, and from now on each read as it comes. Without a leg, all has come.
 
-        Without a leg, all has come.
+        `direct`: the leg's answer is the client's, so that reads may take the fast path.
         """
-        self._output, self._leg, self._headers = output, leg, []
+        self._output, self._leg, self.headers = output, leg, []
         self._phase = _Phase.FLOWING if self._phase is _Phase.PROVEN else self._phase
-        self.lane.last = self._time()
+        self.fast_path.last = self._time()
         output.on_pressure(self._pause, self._resume)
         held, self._held = self._held, []
         if held:
@@ -159,128 +145,94 @@ class Relay:
             self._share.shrink(len(batch))
             self._forward(tokens.without_prompt(batch) if self._takes_ids else batch)
         if self._ending is not None:
-            self._over(self._ending)
+            self._stream_over(self._ending)
         elif output.paused:
             self._pause()
-        self._look_ahead()
-        if leg is not None and direct and self._index is None and (write := output.chunk_writer()) is not None:
-            self.lane.open(write)
-            leg.take_reads(self.lane.take)
+        self._set_fast_path()
+        if leg is not None and direct and not self.filter.every and (write := output.chunk_writer()) is not None:
+            self.fast_path.write_to(write)
+            leg.offer_reads(self.fast_path.forward)
 
     async def watch(self, clock: Clock, between_tokens: float, passed: Callable[[Wait], None]) -> None:
-        """Wait until the stream is over. How slowly its client may read is its connection's to judge.
+        """Wait until the stream is over. The client's connection checks how slowly its client may read.
 
         Raises:
             EngineError: the stream failed after data had been sent; EngineTimeoutError: no event for `between_tokens` s.
         """
 
-        timer: Timer
-        suspected = -1.0
+        def stalled() -> None:
+            passed(Wait.BETWEEN_TOKENS)
+            self._fail(
+                EngineTimeoutError(f"the engine sent nothing for {between_tokens:g} s", wait=Wait.BETWEEN_TOKENS)
+            )
 
-        def look() -> None:
-            nonlocal timer, suspected
-            now, last = clock.now(), self.lane.last
-            if self._paused:
-                wait = between_tokens
-            elif now < last + between_tokens:
-                wait = last + between_tokens - now
-            elif suspected != last:
-                # A loop that was held up may not have read what is here: it is judged in the tick after a read.
-                suspected, wait = last, 0.0
-            else:
-                passed(Wait.BETWEEN_TOKENS)
-                message = f"the engine sent nothing for {between_tokens:g} s"
-                self._fail(EngineTimeoutError(message, wait=Wait.BETWEEN_TOKENS))
-                return
-            timer = clock.after(wait, look)  # noqa: F821
-
-        timer = clock.after(between_tokens, look)
+        timer = StallTimer(clock, between_tokens, lambda: None if self._paused else self.fast_path.last, stalled)
         try:
             await self.done
         finally:
             timer.cancel()
-            del look  # which refers to itself
 
-    # -- the connection's side
+    # -- for the connection
 
     def head(self, status: int, headers: Headers) -> None:
-        self._status, self._headers = status, headers
+        self.status, self.headers = status, headers
         content_type = next((value for name, value in headers if name == b"content-type"), b"")
         self._is_stream = status == 200 and content_type.startswith(b"text/event-stream")
         self.accepted.set()
         if self._is_stream:
-            for_events(self._share)
+            limit_to_events(self._share)
         else:
-            self._share.expect(headers)
+            self._share.check_length(headers)
 
     def data(self, chunk: bytes) -> None:
         if not self._is_stream:
             self._share.add(chunk)
             return
-        self.lane.plain = False
+        self.fast_path.enabled = False
         if (self._share.kept or not chunk.endswith(sse.END)) and not (chunk := whole_events(self._share, chunk)):
             return
         if self._phase is _Phase.FLOWING:
             self._forward(chunk)
-            self._look_ahead()
+            self._set_fast_path()
         elif self._phase is not _Phase.ENDED:
             self._hold(chunk)
 
     def end(self) -> None:
-        if not self._is_stream:
-            body = self._share.whole()
-            if self._status == 200:
-                body = with_cache(body, cached=self.cached_tokens, created=self.created_cache_tokens)
-                self.usage = usage_of(body)
-                self.lane.events = 1
-            self._phase = _Phase.ENDED
-            if not self.first.done():
-                self.first.set_result(Answer(self._status, self._headers, body))
+        if self._is_stream:
+            self._stream_over(EngineError("the engine ended the stream without its end mark"))
             return
-        self._over(EngineError("the engine ended the stream without its end mark"))
+        body = self._share.take_counted()
+        if self.status == 200:
+            body = self.filter.whole(body)
+            self.fast_path.events = 1
+        self._phase = _Phase.ENDED
+        if not self.first.done():
+            self.first.set_result(Answer(self.status, self.headers, body))
 
     def failed(self, error: EngineError) -> None:
         self.accepted.set()
         if self._is_stream:
-            self._over(error)
+            self._stream_over(error)
         else:
             self._fail(error)
 
     # -- inside
 
-    def _look_ahead(self) -> None:
-        self.lane.plain = self._phase is _Phase.FLOWING and not self._share.kept and not self._finished
+    def _set_fast_path(self) -> None:
+        held = self._share.kept or self.filter.last_events
+        self.fast_path.enabled = self._phase is _Phase.FLOWING and not held
 
     def _hold(self, batch: bytes) -> None:
-        """Keep events until one of them is real data: not the opening of a chat, a comment, an error or the end mark."""
+        """Keep events until one of them is real data."""
         self._share.grow(len(batch), "the engine sent a stream without data")
         self._held.append(batch)
         if self._phase is _Phase.PROVEN:
             return
-        if sse.is_crumbs(batch):
-            self._fail(crumbs())
+        try:
+            real = has_real_data(batch)
+        except EngineError as error:
+            self._fail(error.with_traceback(None))  # a traceback would refer to this relay
             return
-        real = False
-        spaced = sse.is_spaced(batch)
-        for bare in batch.split(sse.END):
-            if not bare:
-                continue
-            event = sse.compact(bare) if spaced else bare
-            lines = sse.data_lines(event)
-            if not lines or sse.is_role_only(event):  # nothing, a keep-alive comment, the opening of a chat
-                continue
-            if (error := failure_in(event, lines)) is not None:
-                self._fail(error)
-                return
-            if sse.is_done(lines[0]):
-                if not real:
-                    self._fail(EngineError("the engine ended the stream without any data"))
-                    return
-                break
-            plain = not real and not sse.may_need_care(batch)
-            real = True
-            if plain:
-                break  # so are all others
         if real:
             self._phase = _Phase.PROVEN
             if not self.first.done():
@@ -288,101 +240,49 @@ class Relay:
 
     def _forward(self, batch: bytes) -> None:
         now = self._time()
+        fast_path, events = self.fast_path, self.filter
         if self._takes_ids:
             if tokens.are_too_many(batch):
                 self._fail(EngineError("the engine sent an event with many lists of token ids"))
                 return
             batch, listed = tokens.taken(batch)
             if listed:
-                self.lane.keep(listed)
+                fast_path.keep_ids(listed)
             if tokens.WITHHELD in batch:
-                batch = b"".join(
-                    [event + sse.END for event in batch.split(sse.END) if event and tokens.WITHHELD not in event]
-                )
-        if self._finished or self._index is not None or sse.may_need_care(batch):
-            batch = self._care(batch)
-        count = batch.count(sse.END) - (self._saw_done and self._wants_done)
-        self.lane.count(count, now)
-        self.lane.last = now
+                batch = tokens.without_withheld(batch)
+        if events.every or events.last_events or sse.may_be_special(batch):
+            batch = events.filtered(batch)
+            if events.failure is not None:
+                self._fail(events.failure)
+        count = batch.count(sse.END) - (events.done and self._wants_done)
+        fast_path.count(count, now)
+        fast_path.last = now
         if batch and self._output is not None:
             self._output.write(batch)
-        if self._saw_done:
-            self._over(None)
+        if events.done:
+            self._stream_over(None)
 
-    def _care(self, batch: bytes) -> bytes:
-        """Look at each event of a batch: take out what is ours, mark what ends the stream, return what goes on."""
-        passed: list[bytes] = []
-        if sse.is_crumbs(batch):
-            self._fail(crumbs())
-            return b""
-        for bare in batch.split(sse.END):
-            if not bare:
-                continue
-            event = bare.lstrip(b"\n") + sse.END
-            if self._index is None and not sse.may_need_care(event):
-                passed += [*self._take_finished(), event]
-                continue
-            if sse.is_spaced(event):
-                event = sse.compact(event)
-            lines = sse.data_lines(event)
-            if (error := failure_in(event, lines)) is not None:
-                self._fail(error)
-                break
-            if not lines:
-                passed.append(event)  # a keep-alive comment
-                continue
-            if sse.is_usage_only(event):
-                event = with_cache(event, cached=self.cached_tokens, created=self.created_cache_tokens)
-                self.usage = usage_of(sse.payload(event))
-                self.usage_event = event
-                if not self._wants_usage:
-                    passed += [sse.with_fingerprint(last, event) for last in self._take_finished()]
-                    continue
-            passed += self._take_finished()
-            if sse.is_done(lines[0]):
-                self._saw_done = True
-                if self._wants_done:
-                    passed.append(event)
-                break
-            if self._index is not None:
-                event = self._as_part(event)
-            if not self._keeps_usage and sse.is_last_of_choice(event):
-                self._finished.append(event)  # our usage event, which comes next, has taken its fingerprint
-                continue
-            passed.append(event)
-        return b"".join(passed)
-
-    def _as_part(self, event: bytes) -> bytes:
-        """Return an event as one of a stream that several make up."""
-        if self._parts is not None:
-            event = self._parts.joined(event)
-        return sse.with_index(event, self._index or 0)
-
-    def _take_finished(self) -> list[bytes]:
-        finished, self._finished = self._finished, []
-        return finished
-
-    def _over(self, error: EngineError | None) -> None:
+    def _stream_over(self, error: EngineError | None) -> None:
         if self._phase is _Phase.PROVEN:
-            self._ending = error  # what was held may hold the end mark: `flow` will see
+            self._ending = error  # the end mark may be in what is held: `flow` finds it
             return
-        if error is not None and not self._saw_done:
+        if error is not None and not self.filter.done:
             self._fail(error)
             return
         self._phase = _Phase.ENDED
-        self.lane.plain = False
+        self.fast_path.enabled = False
         if not self.done.done():
             self.done.set_result(None)
 
     def _fail(self, error: PdproxyError) -> None:
         """Fail where the caller is waiting: at the first data, or in the stream."""
         before, self._phase = self._phase, _Phase.ENDED
-        self.lane.plain = False
+        self.fast_path.enabled = False
         self._held = []
         self._share.drop()
         if before is _Phase.HOLDING and not self.first.done():
             self.first.set_exception(error)
-            self.first.exception()  # read: a caller that has left must not be reported as careless
+            self.first.exception()  # read it, since asyncio logs an error that a caller who has left never reads
         elif before is not _Phase.ENDED and not self.done.done():
             self.done.set_exception(error)
             self.done.exception()
@@ -395,5 +295,5 @@ class Relay:
     def _resume(self) -> None:
         if self._paused and self._leg is not None:
             self._paused = False
-            self.lane.last = self._time()
+            self.fast_path.last = self._time()
             self._leg.resume()

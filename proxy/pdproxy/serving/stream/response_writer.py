@@ -1,4 +1,4 @@
-"""What a request is answered through, whoever is on the other side."""
+"""The interface through which a request is answered, whatever the client's side is."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class ResponseWriter(Protocol):
         """Return what sends stream bytes that are framed as one HTTP chunk already; None if chunks can't be sent."""
 
     def finish(self) -> None:
-        """End the stream in good order."""
+        """End the stream normally."""
 
     def break_off(self) -> None:
         """End the stream, without its end mark, and close the connection."""
 
     def let_go_of_body(self) -> None:
-        """No engine may need the request's body any more."""
+        """Release the request's body: no engine needs it any more."""
 
     @property
     def client(self) -> Client:

@@ -1,14 +1,14 @@
-"""Between a decode leg and its relay, where the client is to see another answer than the engine gives.
+"""Between a decode leg and its relay, where the client gets another answer than the engine sends.
 
-Owns the bytes of an event that has not come whole. Errors, comments and the end mark go on as they are; what can't be
-rewritten fails the relay as any other nonsense of an engine would.
+Owns the bytes of an event that is not whole yet. Errors, comments and the end mark go on as they are. What can't be rewritten
+fails the relay, like any other invalid data of an engine.
 """
 
 from __future__ import annotations
 
 from pdproxy.kit.errors import EngineError
 from pdproxy.serving.stream.relay import Relay
-from pdproxy.serving.stream.whole_events import for_events, whole_events
+from pdproxy.serving.stream.whole_events import limit_to_events, whole_events
 from pdproxy.transfer.splice import NotACompletionError, Splice
 from pdproxy.upstream.connection import Headers, Sink
 from pdproxy.wire import sse
@@ -25,7 +25,7 @@ class SpliceSink(Sink):
         self._splice = splice
         self._status = 0
         self._is_stream = False
-        self._share = relay.room.share()
+        self._share = relay.budget.share()
 
     def head(self, status: int, headers: Headers) -> None:
         """See `Sink`."""
@@ -33,7 +33,7 @@ class SpliceSink(Sink):
         self._status = status
         self._is_stream = status == 200 and content_type.startswith(b"text/event-stream")
         if self._is_stream:
-            for_events(self._share)
+            limit_to_events(self._share)
         self._relay.head(status, headers)
 
     def data(self, chunk: bytes) -> None:
@@ -47,14 +47,12 @@ class SpliceSink(Sink):
     def end(self) -> None:
         """See `Sink`."""
         if not self._is_stream:
-            body = self._share.taken()
+            body = self._share.take()
             if self._status == 200:
                 try:
                     body = self._splice.whole(body)
                 except NotACompletionError as error:
-                    self._relay.failed(
-                        EngineError(f"the engine answered 200 with something that is no completion: {error}")
-                    )
+                    self._relay.failed(EngineError(f"the engine answered 200 with an invalid completion: {error}"))
                     return
             try:
                 if body:
@@ -79,16 +77,16 @@ class SpliceSink(Sink):
             try:
                 passed += [sse.data(payload) for payload in self._splice.events(sse.payload(compact))]
             except NotACompletionError as error:
-                self._relay.failed(EngineError(f"the engine sent an event that is no completion: {error}"))
+                self._relay.failed(EngineError(f"the engine sent an invalid completion event: {error}"))
                 return
         self._relay.data(b"".join(passed))
 
 
-def tell_finished(relay: Relay, splice: Splice, body: bytes, *, stream: bool) -> None:
-    """Answer `relay` with the prefill engine's whole answer, whose first token was its last.
+def answer_finished(relay: Relay, splice: Splice, body: bytes, *, stream: bool) -> None:
+    """Send the prefill engine's whole answer, whose first token was its last, to `relay`.
 
     Raises:
-        EngineError: it is no completion.
+        EngineError: it is not a completion.
     """
     try:
         if stream:
@@ -101,4 +99,4 @@ def tell_finished(relay: Relay, splice: Splice, body: bytes, *, stream: bool) ->
             relay.data(whole)
             relay.end()
     except NotACompletionError as error:
-        raise EngineError(f"the prefill's answer is no completion: {error}") from None
+        raise EngineError(f"the prefill's answer is not a completion: {error}") from None

@@ -7,7 +7,7 @@ from pdproxy.serving.dispatch.attempt import Attempt, Order
 from pdproxy.serving.dispatch.decode_leg import DecodeLeg, new_relay
 from pdproxy.serving.dispatch.prefill_leg import Prefilled, PrefillLeg
 from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, Outcome
-from pdproxy.serving.stream.splice_sink import tell_finished
+from pdproxy.serving.stream.splice_sink import answer_finished
 from pdproxy.transfer.splice import Splice
 from pdproxy.upstream.client import Answer
 
@@ -45,7 +45,7 @@ async def _finished(attempt: Attempt, body: bytes) -> Answered:
     assert custody is not None
     relay = new_relay(attempt)
     splice = Splice(request.parsed, custody.handle, request.headers.request_id)
-    tell_finished(relay, splice, body, stream=request.parsed.stream)
+    answer_finished(relay, splice, body, stream=request.parsed.stream)
     first = await relay.first
     if isinstance(first, Answer):
         return Answered(first)

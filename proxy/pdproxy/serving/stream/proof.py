@@ -1,0 +1,36 @@
+"""What proves that a stream is good: its first real data. An engine may answer 200 and then send nothing but an error. Pure."""
+
+from __future__ import annotations
+
+from pdproxy.kit.errors import EngineError
+from pdproxy.serving.stream.failures import failure_in, tiny_lines
+from pdproxy.wire import sse
+
+
+def has_real_data(batch: bytes) -> bool:
+    """Return whether one of these events is real data: not the opening of a chat, a comment, an error or the end mark.
+
+    Raises:
+        EngineError: the stream has failed, or ends before any data.
+    """
+    if sse.has_tiny_lines(batch):
+        raise tiny_lines()
+    real = False
+    spaced = sse.is_spaced(batch)
+    for bare in batch.split(sse.END):
+        if not bare:
+            continue
+        event = sse.compact(bare) if spaced else bare
+        lines = sse.data_lines(event)
+        if not lines or sse.is_role_only(event):  # nothing, a keep-alive comment, the opening of a chat
+            continue
+        if (error := failure_in(event, lines)) is not None:
+            raise error
+        if sse.is_done(lines[0]):
+            if not real:
+                raise EngineError("the engine ended the stream without any data")
+            break
+        if not real and not sse.may_be_special(batch):
+            return True  # all other events are plain data, too
+        real = True
+    return real

@@ -1,0 +1,47 @@
+"""The deadline between the events of a stream. It starts again with each event, at no cost per event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pdproxy.kit.clock import Clock
+
+
+class StallTimer:
+    """Calls `stalled` once, when nothing has come for `seconds`. Runs until it is cancelled.
+
+    `last` returns when something came last (loop time, s), None while the stream is paused.
+    """
+
+    __slots__ = ("_clock", "_last", "_seconds", "_stalled", "_suspected", "_timer")
+
+    def __init__(
+        self, clock: Clock, seconds: float, last: Callable[[], float | None], stalled: Callable[[], None]
+    ) -> None:
+        self._clock = clock
+        self._seconds = seconds
+        self._last = last
+        self._stalled = stalled
+        self._suspected: float | None = None
+        self._timer = clock.after(seconds, self._look)
+
+    def __repr__(self) -> str:
+        return f"<StallTimer of {self._seconds:g} s>"
+
+    def cancel(self) -> None:
+        """Stop. Cancelling again changes nothing."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        last, now = self._last(), self._clock.now()
+        if last is None:
+            wait = self._seconds
+        elif now < last + self._seconds:
+            wait = last + self._seconds - now
+        elif self._suspected != last:
+            # An event loop that was held up may not have read what has arrived: it reads before the next tick.
+            self._suspected, wait = last, 0.0
+        else:
+            self._stalled()
+            return
+        self._timer = self._clock.after(wait, self._look)
