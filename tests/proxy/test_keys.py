@@ -81,7 +81,7 @@ async def test_what_is_open_without_a_key() -> None:
 
 async def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first key costs as many comparisons as the last or none, all of digests of one length."""
-    from pdproxy.serving import keys as module
+    from pdproxy.serving.access import keys as module
 
     lengths: list[tuple[int, int]] = []
     real = module.hmac.compare_digest

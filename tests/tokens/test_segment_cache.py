@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
-from pdproxy.tokens import pieces as pieces_module
+from pdproxy.tokens import segment_cache
 from pdproxy.tokens.segment_cache import Cuts, Pieces
 from pdproxy.tokens.tokenizer import Tokenizer
 from tests.tokens.models import KINDS, SPECIALS, WORDS, byte_level, model, stripping, words_alone
@@ -23,7 +23,7 @@ TEXTS = st.lists(st.one_of(st.sampled_from(PARTS), st.sampled_from(SPECIALS), st
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut wherever it is allowed, so that short texts have many pieces."""
-    monkeypatch.setattr(pieces_module, "LEAST", 1)
+    monkeypatch.setattr(segment_cache, "LEAST", 1)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -79,7 +79,7 @@ class _Counting:
 
 def test_a_longer_conversation_costs_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """The turns before are not encoded again, also where another conversation begins with them."""
-    monkeypatch.setattr(pieces_module, "LEAST", 12)
+    monkeypatch.setattr(segment_cache, "LEAST", 12)
     encode = _Counting()
     pieces = Pieces(Cuts(byte_level_tokens()), encode, 100_000)
     turns = [f"<|im_start|>turn {number} of a conversation<|im_end|>" for number in range(6)]
@@ -147,7 +147,7 @@ def test_a_text_is_searched_in_windows(text: str, window: int) -> None:
             return cuts._pattern.search(text, at, end)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces_module, "WINDOW", window)
+        patch.setattr(segment_cache, "WINDOW", window)
         narrow = [(one.start(), one.group()) for one in cuts._found(Looking(), text)]  # type: ignore[arg-type]
     assert narrow == wide
     assert max(seen, default=0) <= window + cuts._longest
