@@ -12,8 +12,6 @@ from pdproxy.web.unread_answers import Unread
 
 LINGER = 2.0
 """Seconds for a refused client to read why, and to stop sending."""
-LOOK_AGAIN = 0.02
-"""Seconds after a deadline for what is here already: a loop that was held up runs its timers before it reads its sockets."""
 UNSENT = 4096
 """Bytes that wait for a client before its engine's leg is paused. With one more read of uvloop, a client holds up to 256 KiB."""
 MOST_WAITING = 64

@@ -14,6 +14,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from pdproxy.kit.clock import Timer
 from pdproxy.kit.errors import (
     BadRequestError,
     BodyTimeoutError,
@@ -30,7 +31,6 @@ from pdproxy.serving.access.clients import Client, address_name
 from pdproxy.web.connection_bounds import (
     LEAST_PART,
     LINGER,
-    LOOK_AGAIN,
     MOST_PARTS,
     MOST_PATH,
     MOST_REFUSED,
@@ -87,7 +87,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._hosts = self._parts = self._part_bytes = self._unparsed = 0
         self._progress = False
         self._refusal: PdproxyError | None = None
-        self._late: asyncio.TimerHandle | None = None
+        self._late: Timer | None = None
         self._reading: Reading | None = None
         self._unread: Client | None = None
         """Whose whole answer is not read yet."""
@@ -348,10 +348,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._run_clock(self.bounds.head_timeout, self._head_is_late)
 
     def _run_clock(self, seconds: float, then: Callable[[], None]) -> None:
-        def look_again() -> None:
-            self._late = self.loop.call_later(LOOK_AGAIN, then)
-
-        self._late = self.loop.call_later(seconds, look_again)
+        self._late = self.bounds.floor.clock.after(seconds, then)
 
     def nothing_to_answer(self) -> bool:
         """Whether every request that was read has had its answer."""
