@@ -16,8 +16,8 @@ from .shapes import Shape
 
 SOURCE = "vllm:prompt_tokens_by_source_total"
 USED = "vllm:kv_cache_usage_perc"
-SETTLED = 5.0  # seconds for counters to show what happened and for P to free its blocks
-STRICT_TRIES = 6
+SETTLED = 30.0  # seconds for counters to show what happened and for P to free its blocks
+STRICT_TRIES = 12  # an engine that lags joins two tokens into one chunk
 
 Rose = dict[str, float]
 """By how much counters rose: see `Moved.since`."""

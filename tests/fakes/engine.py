@@ -93,7 +93,7 @@ class FakeEngine:
             hardware=Hardware(speed=0),
             eos_every=0,
             kv_lease_duration=lease,
-            handshake_timeout=0.2,
+            handshake_timeout=20.0,
         )
         self.sim = SimServer(msgspec.structs.replace(usual, **facts), port=free_port(), tls=tls)
         self.sim.scripts = self.sim.faults.scripts = _Scripts(self)

@@ -16,7 +16,7 @@ async def sim():
 
 @pytest.fixture
 async def pair():
-    facts = {"hardware": FAST.hardware, "eos_every": 0, "handshake_timeout": 0.2}
+    facts = {"hardware": FAST.hardware, "eos_every": 0, "handshake_timeout": 20.0}
     async with (
         SimServer(Facts(role="prefill", **facts), chance=1) as p,
         SimServer(Facts(role="decode", **facts), chance=2) as d,

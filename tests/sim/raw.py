@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-PATIENCE = 5.0
+PATIENCE = 30.0
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 

@@ -227,7 +227,7 @@ def test_admission_keeps_its_bounds(steps: list[str], places: int, queue: int) -
             assert not closing.done()
             admission.leave(one)
             await asyncio.sleep(0)
-        await asyncio.wait_for(closing, 1)
+        await asyncio.wait_for(closing, 30)
         with pytest.raises(OverloadedError):
             await admission.enter(one)
 
@@ -244,5 +244,5 @@ async def test_a_place_given_to_one_that_is_just_cancelled_goes_on() -> None:
     admission.leave(one)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    await asyncio.wait_for(second, 1)
+    await asyncio.wait_for(second, 30)
     assert admission.inflight == 1

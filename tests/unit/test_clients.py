@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from ipaddress import ip_network
 from typing import Any
 
@@ -101,7 +103,13 @@ class Socket:
 
 
 async def looked(
-    monkeypatch: pytest.MonkeyPatch, taken: list[int | None], left: list[int], *, rate: int = 100, crowd: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    taken: list[int | None],
+    left: list[int],
+    *,
+    rate: int = 100,
+    crowd: bool = False,
+    now: Callable[[], float] = time.monotonic,
 ) -> tuple[Socket, list[Event], Clients, bool]:
     """Look at a client once for each number that the system gives; `left`: what waits to be sent at each look."""
     events: list[Event] = []
@@ -113,11 +121,12 @@ async def looked(
     numbers, sock, known = iter(taken), Socket(), Clients()
     monkeypatch.setattr(slow_readers, "bytes_taken", lambda _: next(numbers))
     clock, caught_up = Clock(), asyncio.Event()
+    clock.now = now
     floor = Floor(rate, 1.2, clock, known, Observers([Hears()]), lambda _: crowd)
     client: Client = known.enter("a")
     one = Reading(floor, client, sock, caught_up.set)  # type: ignore[arg-type]
-    for now in left:
-        sock.left = now
+    for waiting in left:
+        sock.left = waiting
         one._timer.cancel()
         one._look()
         if sock.aborted or caught_up.is_set():
@@ -154,10 +163,8 @@ async def test_it_goes_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 async def _after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Any:
-    start = asyncio.get_running_loop().time()
-    times = iter([start, start + seconds, start + seconds])
-    monkeypatch.setattr(Clock, "now", lambda _: next(times))
-    return await looked(monkeypatch, [0, 0, 0], [5, 5])
+    times = iter([0.0, seconds, seconds])
+    return await looked(monkeypatch, [0, 0, 0], [5, 5], now=lambda: next(times))
 
 
 async def test_who_has_caught_up_is_looked_at_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ class Stage:
         self.inbox = inbox
         self.scheduler = getattr(nixl, kind)(settings, "scheduler", kv_cache_config=None)
         self.workers = [getattr(nixl, kind)(settings, "worker", kv_cache_config=None) for _ in range(2)]
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while True:  # connected once a first notice arrives
             self.finish(Request("cmpl-hello-0-00000000", {"do_remote_decode": True}), False, None)
             if inbox.raw(0.1) is not None:

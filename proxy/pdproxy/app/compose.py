@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
@@ -117,8 +116,11 @@ class Proxy:
         library: Library = TRANSFORMERS,
         watch: Watch = UNWATCHED,
         log: Log | None = None,
+        clock: Clock | None = None,
     ) -> Proxy:
         """Wire a proxy. Nothing is sent yet. `log`: where access lines go; None: they are records of the logging package.
+
+        `clock`: of all deadlines and durations; None: the real one.
 
         Raises:
             SettingsError: a file of keys or certificates, or the tokenizer, can't be used.
@@ -136,7 +138,8 @@ class Proxy:
         tasks = TaskOwner("fleet")
         # Without keys of clients, theirs go on: ours would open the engines to everybody.
         engine_key = credentials.engine_key if credentials.keys.wanted else _no_key
-        clock = Clock(tasks.watch("deadlines").failed)
+        deadline_failures = tasks.watch("deadlines")
+        clock = clock or Clock(deadline_failures.failed)
         answers = AnswerBudget(limits.max_answer_bytes, limits.max_buffered_answer_bytes)
         clients = {
             node.url: watch.client(
@@ -161,17 +164,18 @@ class Proxy:
             interval=settings.probes.interval,
             scrape_interval=settings.probes.scrape_interval,
             block_sizes=block_sizes,
+            now=clock.now,
         )
         transfer = build_transfer(settings, clock, observers)
         contract = transfer.contract
-        custodian = Custodian(contract, ledger, clients, deadlines, observers, time.monotonic, clock)
+        custodian = Custodian(contract, ledger, clients, deadlines, observers, clock.now, clock)
         tokenized = tokens(
             pool,
             ledger,
             admin,
             observers,
             clock,
-            time.monotonic,
+            clock.now,
             deadline=deadlines.tokenize,
             needed=contract.needs_ids,
             own_keys=credentials.keys.wanted,
@@ -187,7 +191,7 @@ class Proxy:
             limits.attempts,
             observers,
             auditor,
-            time.monotonic,
+            clock.now,
             clock,
             answers,
             tokenized.tokenizing if tokenized is not None else None,
@@ -337,7 +341,7 @@ class Proxy:
         return Answers(
             self.service.keys.check,
             self.readiness,
-            partial(models, self.ledger, self.admin, own_keys=self.credentials.keys.wanted),
+            partial(models, self.ledger, self.admin, self.clock.now, own_keys=self.credentials.keys.wanted),
             self.metrics.page,
             passing,
             self.settings.listen.cors,
@@ -355,7 +359,7 @@ class Proxy:
 
     def readiness(self) -> Readiness:
         """Tell whether a request could be served now."""
-        now = time.monotonic()
+        now = self.clock.now()
         details = [
             *self.tasks.shortcomings(),
             *self.ledger.shortcomings(now),

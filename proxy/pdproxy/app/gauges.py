@@ -5,7 +5,6 @@ Owns their names and texts. Counts of what happened are `observe.metrics`', but 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -37,7 +36,7 @@ def gauges(proxy: Proxy) -> Iterable[Gauge]:
             "pdproxy_node_up",
             "Whether an engine may be used",
             node_labels,
-            lambda: [((n.url, n.role.value), float(n.usable(time.monotonic()))) for n in nodes],
+            lambda: [((n.url, n.role.value), float(n.usable(proxy.clock.now()))) for n in nodes],
         ),
         Gauge("pdproxy_kv_handles", "KV handles that are not over, by state", ("state",), handles),
         Gauge("pdproxy_kv_handle_age_seconds", "Age of the oldest KV handle in a state", ("state",), ages),

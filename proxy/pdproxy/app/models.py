@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -21,7 +21,9 @@ class _ModelName(msgspec.Struct):
     id: str
 
 
-async def models(ledger: Ledger, admin: EngineAdmin, authorization: bytes | None, *, own_keys: bool) -> bytes:
+async def models(
+    ledger: Ledger, admin: EngineAdmin, now: Callable[[], float], authorization: bytes | None, *, own_keys: bool
+) -> bytes:
     """Return the models of all engines that can serve by themselves, each once, in the engines' own words.
 
     Asked with the client's own key, or with ours for clients that brought a key of ours.
@@ -29,11 +31,11 @@ async def models(ledger: Ledger, admin: EngineAdmin, authorization: bytes | None
     own = None if own_keys else (authorization or b"").decode("latin-1")
     cards: dict[str, msgspec.Raw] = {}
     failed: EngineError | None = None
-    now = time.monotonic()
+    asked = now()
     for node in ledger.nodes:
         if (
             node.role is Role.PREFILL
-            or not node.usable(now)
+            or not node.usable(asked)
             or node.evidence is None
             or node.evidence.models <= set(cards)
         ):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.serving.dispatch.resources import KvTransfer
@@ -47,7 +45,7 @@ def build_transfer(settings: Settings, clock: Clock, observers: Observers) -> Kv
         capacity = dict.fromkeys(receivers, slots)
     return KvTransfer(
         contracts[pool.connector],
-        KvReady(clock, observers, time.monotonic),
+        KvReady(clock, observers, clock.now),
         ReceiveBuffers(capacity, lmcache.chunk_size, clock, observers, settings.deadlines.queue),
         receivers,
         recomputes=settings.kv_ready.on_timeout == "recompute",

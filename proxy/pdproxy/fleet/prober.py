@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from pdproxy.fleet.audit import Auditor
@@ -52,6 +51,7 @@ class Prober:
         interval: float,
         scrape_interval: float,
         block_sizes: dict[str, int],
+        now: Callable[[], float],
     ) -> None:
         self._ledger = ledger
         self._admin = admin
@@ -60,6 +60,7 @@ class Prober:
         self._interval = interval
         self._scrape_every = max(1, round(scrape_interval / interval))
         self._block_sizes = block_sizes
+        self._now = now
         self._late = {node.url: 0 for node in ledger.nodes}
         self._wake: dict[str, asyncio.Event] = {node.url: asyncio.Event() for node in ledger.nodes}
 
@@ -120,7 +121,7 @@ class Prober:
             self._observers.notify(DeadlinePassed(error.wait.value, node.url))
 
     def _lost(self, node: Node, error: EngineError) -> None:
-        if self._ledger.lost(node.url, error.message, time.monotonic()):
+        if self._ledger.lost(node.url, error.message, self._now()):
             self._observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=error.message))
 
     async def _scraped(self, node: Node) -> Scrape:

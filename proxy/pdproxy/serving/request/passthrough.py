@@ -263,7 +263,7 @@ class Passthrough:
 
                 def look() -> None:
                     if node.down_for(engines.now()) >= gone:
-                        limit.reschedule(clock.now())
+                        limit.reschedule(0.0)  # at once
                     else:
                         timers.append(clock.after(gone / 4, look))  # noqa: F821
 

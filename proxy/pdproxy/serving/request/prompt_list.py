@@ -86,6 +86,7 @@ class PromptList:
             parts=self.parts,
             takes_ids=self._parsed.adds_ids,
             room=self._engines.room,
+            now=self._engines.now,
         )
 
 

@@ -135,7 +135,11 @@ class Service:
             return partial(self._serve_list, parsed, heading)
         prompt = None if parsed.alone is not None else parsed.prompts[0]
         new_relay = partial(
-            Relay, wants_usage=not parsed.adds_usage, takes_ids=parsed.adds_ids, room=self._engines.room
+            Relay,
+            wants_usage=not parsed.adds_usage,
+            takes_ids=parsed.adds_ids,
+            room=self._engines.room,
+            now=self._engines.now,
         )
         report.exchange = Exchange(self._engines, parsed, prompt, heading, new_relay)
         return self._serve_one

@@ -29,7 +29,7 @@ _LESSON_EVERY = 8
 class FastPath:
     """One stream's counts, and the way past its relay while `plain`: it flows, and nothing of it is kept back.
 
-    `events` that went on, `last` when (loop time, s), `buckets` and `total` as in `Gaps`.
+    `events` that went on, `last` when (the clock's time, s), `buckets` and `total` as in `Gaps`.
     """
 
     __slots__ = (

@@ -13,6 +13,7 @@ A stream that ends without its end mark has failed, whatever the connection says
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from enum import Enum
 
@@ -97,6 +98,7 @@ class Relay:
         parts: Parts | None = None,
         takes_ids: bool = False,
         room: AnswerBudget | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.first: asyncio.Future[Answer | StreamStarted] = loop.create_future()
@@ -107,8 +109,8 @@ class Relay:
         self.cached_tokens: int | None = None
         self.created_cache_tokens: int | None = None
         """What the usage must say of the prefill engine's cache; None: what the engine says."""
-        self._time = loop.time
-        self.lane = FastPath(loop.time, takes_ids=takes_ids)
+        self._time = now
+        self.lane = FastPath(now, takes_ids=takes_ids)
         self._wants_usage = wants_usage
         self._keeps_usage = wants_usage if keeps_usage is None else keeps_usage
         self._wants_done = wants_done
@@ -173,7 +175,6 @@ class Relay:
         Raises:
             EngineError: the stream failed after data had been sent; EngineTimeoutError: no event for `between_tokens` s.
         """
-
         timer: Timer
         suspected = -1.0
 
