@@ -62,7 +62,7 @@ def mask(value: Any, masked: set[str] = MASKED, unsaid: AbstractSet[str] = froze
         return [mask(item, masked, unsaid) for item in value]
     if not isinstance(value, dict):
         return value
-    out = {}
+    out: dict[str, object] = {}
     for key, item in value.items():
         if key in unsaid:
             continue

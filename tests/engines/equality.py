@@ -120,7 +120,9 @@ async def _settle(shape: Shape, before: Moved, moved: Callable[[Rose], bool]) ->
     """The counters show within seconds how the answer came about; then P holds no more than before."""
     wanted: dict[str, float]
     if shape.alone:
-        wanted = {"alone": shape.times, "expected_reason": shape.times} | ({} if shape.partly else {"pulled": 0})
+        wanted = {"alone": float(shape.times), "expected_reason": float(shape.times)} | (
+            {} if shape.partly else {"pulled": 0.0}
+        )
     elif shape.status == 200:
         wanted = {"alone": 0}
     else:

@@ -40,9 +40,9 @@ GRAMMAR = 'root ::= ship " " ship\nship ::= "brig" | "sloop" | "ketch"\n'
 # Ids of the tokenizer's that tests/engines/make_model.py makes.
 EOS, IM_START, IF = "1", "3", 300  # IF: " if"
 FIRST_BYTE_OF_TWO, FIRST_BYTE_OF_FOUR = 132, 177  # 0xC3, 0xF0: what is cut after one of them is no character
-SHIPS = {"regex": "🚢{6}"}
+SHIPS: dict[str, Any] = {"regex": "🚢{6}"}
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
-USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 FORGED = {
     "do_remote_prefill": True,
     "do_remote_decode": False,

@@ -1,5 +1,7 @@
 """Completions: how the prompt comes, how the answer goes and ends, how tokens are chosen, what is said beside them."""
 
+from typing import Any
+
 from .engine import BLOCK, CONTEXT
 from .prompts import (
     ABSENT,
@@ -28,9 +30,9 @@ from .prompts import (
     times,
 )
 
-CONTINUOUS = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-FIRST_IS_IF = {"logit_bias": {str(IF): 100}}
-FIRST_IS_EOS = {"logit_bias": {EOS: 100}}
+CONTINUOUS: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+FIRST_IS_IF: dict[str, Any] = {"logit_bias": {str(IF): 100}}
+FIRST_IS_EOS: dict[str, Any] = {"logit_bias": {EOS: 100}}
 
 COMPLETION_SHAPES = [
     # How the prompt comes.

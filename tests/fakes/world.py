@@ -19,7 +19,8 @@ from pdproxy.app.server import uvicorn_config
 from pdproxy.app.tokens import Library
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Event, HandleEnded, RequestEnded
-from pdproxy.settings.schema import Auth, Cors, Deadlines, Limits, Listen, Node, Pool, Probes, Settings
+from pdproxy.settings.limits import Deadlines, Limits
+from pdproxy.settings.schema import Auth, Cors, Listen, Node, Pool, Probes, Settings
 from pdproxy.sim.api.template import render
 from pdproxy.sim.tokenizer import Tokenizer
 from tests.fakes.books import Books

@@ -15,7 +15,7 @@ import pytest
 from tests.fakes import answers, scripts
 from tests.fakes.books import Books
 from tests.fakes.client import Client
-from tests.fakes.engine import FakeEngine, prefill
+from tests.fakes.engine import FakeEngine, Reply, prefill
 from tests.fakes.ports import free_port
 from tests.fakes.scripts import WORD
 from tests.fakes.world import COMPLETIONS, LONG, completion, until, world
@@ -30,7 +30,7 @@ async def test_requests_wait_in_order_of_arrival() -> None:
         for number in range(4):
             client = await w.client()
             client.post(COMPLETIONS, completion(), [("x-request-id", f"r{number}")])
-            await until(lambda number=number: w.proxy.admission.inflight + w.proxy.admission.waiting == number + 1)
+            await until(lambda number=number: w.proxy.admission.inflight + w.proxy.admission.waiting == number + 1)  # type: ignore[misc]
             clients.append(client)
         assert (w.proxy.admission.inflight, w.proxy.admission.waiting) == (1, 3)
         assert w.metric("pdproxy_inflight") == 1
@@ -49,7 +49,7 @@ async def test_a_full_queue_refuses_at_once() -> None:
         waiting = [await w.client() for _ in range(2)]
         for count, client in enumerate(waiting):
             client.post(COMPLETIONS, completion())
-            await until(lambda count=count: w.proxy.admission.inflight + w.proxy.admission.waiting == count + 1)
+            await until(lambda count=count: w.proxy.admission.inflight + w.proxy.admission.waiting == count + 1)  # type: ignore[misc]
         refused = await w.ask(COMPLETIONS, completion())
         assert (refused.status, refused.header("retry-after")) == (503, "1")
         assert refused.json["error"]["type"] == "ServiceUnavailableError"
@@ -81,7 +81,7 @@ async def test_drain_lets_streams_end_and_refuses_the_rest() -> None:
         assert w.metric("pdproxy_deadline_total", wait="drain") == 0
 
 
-async def _rest(reply: scripts.Reply) -> None:
+async def _rest(reply: Reply) -> None:
     await reply.pieces(WORD, answers.DONE)
     await reply.finish()
 

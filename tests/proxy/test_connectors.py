@@ -13,6 +13,7 @@ from pdproxy.app.compose import Proxy
 from pdproxy.observe.events import HandleEnded, KvNoticed, KvWaited, ServedAlone
 from pdproxy.settings.errors import SettingsError
 from pdproxy.sim.facts import Hardware
+from pdproxy.sim.lmcache_pd import LMCachePD
 from tests.fakes.client import Client, request
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool
@@ -208,6 +209,7 @@ def left_over(pair: Pair) -> int:
     """Chunks that lie in D's receive buffers."""
     core = pair.d.engine._core
     assert core is not None
+    assert isinstance(core.connector, LMCachePD)
     return sum(len(buffer.held) for buffer in core.connector.buffers)
 
 

@@ -25,7 +25,7 @@ STREAM_ONLY: tuple[Moment, ...] = ("before_first_token", "mid_stream", "before_d
 
 def cases() -> list[tuple[str, str, Moment, bool]]:
     """Engine, kind, moment and whether the client streams, as far as they go together; every second, `.ci/full` takes all."""
-    found = []
+    found: list[tuple[str, str, Moment, bool]] = []
     for kind, facts in KINDS.items():
         for moment in facts.moments:
             if moment == "notice":

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import DeadlinePassed
+from pdproxy.web.connection_bounds import MOST_WAITING
 from pdproxy.web.cycle import DataPath
-from pdproxy.web.guard import MOST_WAITING
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client, request
 from tests.fakes.engine import Reply, serve
@@ -124,7 +124,8 @@ ATTACKS = [
 
 def data_path(w: World) -> DataPath:
     assert w.server is not None
-    return w.server.config.http_protocol_class.data_path  # type: ignore[union-attr]
+    found: DataPath = w.server.config.http_protocol_class.data_path  # type: ignore[attr-defined]
+    return found
 
 
 @asynccontextmanager

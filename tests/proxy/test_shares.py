@@ -102,7 +102,7 @@ async def slow(w: World, clock: ManualClock, count: int) -> None:
 def buffered(w: World) -> int:
     """Bytes that wait to be sent to clients."""
     assert w.server is not None
-    return sum(one.transport.get_write_buffer_size() for one in w.server.server_state.connections)  # type: ignore[union-attr]
+    return sum(one.transport.get_write_buffer_size() for one in w.server.server_state.connections)
 
 
 async def unread(w: World, headers: list[tuple[str, str]], address: str = "127.0.0.1") -> Client:

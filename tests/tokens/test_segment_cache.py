@@ -52,17 +52,21 @@ def test_a_text_that_begins_alike_is_cut_alike(texts: list[str]) -> None:
 
 
 def byte_level_tokens() -> list[Any]:
-    return list(model(byte_level).backend_tokenizer.get_added_tokens_decoder().values())
+    return added(model(byte_level))
+
+
+def added(tokenizer: Any) -> list[Any]:
+    return list(tokenizer.backend_tokenizer.get_added_tokens_decoder().values())
 
 
 def test_where_it_is_cut() -> None:
     """Before added tokens, the longest at each place; not before those that take or begin with white space."""
     cuts = Cuts(byte_level_tokens())
     assert list(cuts.pieces("a<|im_end|>xb<|im_c<s>")) == ["a", "<|im_end|>xb", "<|im_c", "<s>"]
-    cuts = Cuts(model(stripping).backend_tokenizer.get_added_tokens_decoder().values())
+    cuts = Cuts(added(model(stripping)))
     assert list(cuts.pieces("a <s> b</s>c\n<|im_start|>  <|im_end|>")) == ["a <s> b</s>c\n<|im_start|>  ", "<|im_end|>"]
     text = "a<s>b<s>c"
-    assert list(Cuts(model(words_alone).backend_tokenizer.get_added_tokens_decoder().values()).pieces(text)) == [text]
+    assert list(Cuts(added(model(words_alone))).pieces(text)) == [text]
     assert list(Cuts([]).pieces(text)) == [text]
 
 

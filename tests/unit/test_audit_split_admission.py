@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -167,9 +168,8 @@ def test_recorded_metrics_are_read() -> None:
 def test_short_prompts(body: dict[str, object], block: int | None, alone: Alone | None) -> None:
     """A prompt is alone only if it is under a block for certain."""
     parsed = parse(Route.COMPLETIONS, json.dumps(body).encode())
-    assert (
-        why_alone(parsed, parsed.prompts[0] if parsed.prompts else None, block_size=block, template_tokens=5) is alone
-    )  # type: ignore[arg-type]
+    prompt: Any = parsed.prompts[0] if parsed.prompts else None
+    assert why_alone(parsed, prompt, block_size=block, template_tokens=5) is alone
 
 
 def test_short_chats() -> None:

@@ -71,7 +71,7 @@ async def server() -> AsyncIterator[tuple[Server, EngineClient]]:
     listening.close()
 
 
-def request(client: EngineClient) -> bytes:
+def request(client: EngineClient) -> bytes | tuple[bytes, bytes]:
     return client.request("/v1/completions", (), b"x")
 
 
