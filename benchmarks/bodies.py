@@ -57,7 +57,7 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
                     continue
                 growth = cost.seconds * 256  # cost may grow with the square of the size
                 row = {"path": path.name, "input": name, "size": cost.size, "ns": cost.ns}
-                row |= {"ratio": row["ns"] / unit, "memory": cost.bytes, "turn_ms": 1000 * cost.longest}
+                row |= {"ratio": cost.ns / unit, "memory": cost.bytes, "turn_ms": 1000 * cost.longest}
                 found.append(row)
                 cells += [f"{row['ratio']:.1f}", f"{row['memory']:.1f}", f"{row['turn_ms']:.1f}"]
             print(f"| {path.name} | {name} | " + " | ".join(cells) + " |", flush=True)

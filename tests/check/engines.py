@@ -23,7 +23,7 @@ from pdproxy.settings.schema import Role, Settings
 from pdproxy.sim.facts import Facts, Hardware
 from pdproxy.sim.server import SimServer
 
-QUICK = Options(timeout=2.0, lease_watch=0.1, settle=0.5, poll=0.01)
+QUICK = Options(timeout=30.0, lease_watch=0.1, settle=0.5, poll=0.01)
 """Simulated engines need no time for anything."""
 
 
@@ -59,7 +59,7 @@ class Bench:
 
     async def start(self, role: Role, **facts: Any) -> SimServer:
         """An engine that is well but for `facts`."""
-        well = {"enable_prompt_tokens_details": True, "handshake_timeout": 0.2, "hardware": Hardware(speed=0)}
+        well = {"enable_prompt_tokens_details": True, "handshake_timeout": 20.0, "hardware": Hardware(speed=0)}
         one = SimServer(Facts(role=role, **{**well, **facts}), chance=len(self.running))
         await one.start()
         self.running.append(one)

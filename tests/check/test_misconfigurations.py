@@ -177,7 +177,8 @@ async def test_no_connector_on_prefill(bench):
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
 async def test_a_wrong_side_channel_host(bench, host, policy, monkeypatch):
     _keep_names_off_the_network(monkeypatch)
-    checked = await pair(bench, {"side_channel_host": host}, {"kv_load_failure_policy": policy})
+    decode = {"kv_load_failure_policy": policy, "handshake_timeout": 0.2}
+    checked = await pair(bench, {"side_channel_host": host}, decode)
     found = checked["side_channel"]
     assert found.level == "error"
     assert f"{host}:" in found.says
@@ -281,7 +282,7 @@ async def test_a_frozen_process_takes_connections_and_never_answers(bench):
 async def test_a_frozen_core_is_healthy_and_mute(bench):
     await bench.start("prefill")
     (await bench.start("decode")).engine.freeze()
-    checked = await bench.check(options=structs.replace(QUICK, timeout=0.3))
+    checked = await bench.check(options=structs.replace(QUICK, timeout=2.0))
     found = checked["engine_mute"]
     assert found.where == (bench.running[1].url,)
     assert "healthy" in found.says
@@ -369,8 +370,8 @@ async def test_requests_of_others_are_noted(bench):
 async def test_frozen_engines_are_asked_at_once_and_do_not_add_up(bench):
     for role in ("prefill", "decode", "decode", "decode", "decode", "decode"):
         await (await bench.start(role)).freeze()
-    async with asyncio.timeout(4):
-        checked = await bench.check(options=structs.replace(QUICK, timeout=1.0))
+    async with asyncio.timeout(11):  # one after the other they would take 12 s
+        checked = await bench.check(options=structs.replace(QUICK, timeout=2.0))
     assert [one.code for one in checked.findings] == ["engine_down"] * 6
 
 

@@ -13,7 +13,8 @@ from pdproxy.lab.conformance.checks import CHECKS
 from pdproxy.lab.conformance.options import Options
 from pdproxy.lab.conformance.results import Result
 from pdproxy.lab.conformance.runner import run
-from pdproxy.settings.schema import Deadlines, KvReady, Listen, LMCache, Node, Pool, Probes, Receiver, Settings
+from pdproxy.settings.limits import Deadlines
+from pdproxy.settings.schema import KvReady, Listen, LMCache, Node, Pool, Probes, Receiver, Settings
 from pdproxy.sim.facts import Facts, Hardware
 from pdproxy.sim.facts import LMCache as SimLMCache
 from pdproxy.sim.server import SimServer
@@ -72,10 +73,15 @@ async def rig(
     usual |= {"handshake_timeout": 0.5, "tensor_parallel_size": ranks}
     usual |= {"enable_prefix_caching": False} if connector == "lmcache-pd" else {}
     told = {"notify": notify[connector]} if connector in notify else {}
-    receives = {"pd_peer_init_port": 0, "pd_peer_alloc_port": 0, "skip_last_n_tokens": 1}
+    receives: dict[str, Any] = {"pd_peer_init_port": 0, "pd_peer_alloc_port": 0, "skip_last_n_tokens": 1}
     storage = MemoryStorage() if connector in ("shared", "lmcache-mp", "kvstore-keys") else None
-    p_facts = {**usual, **told, "lmcache": SimLMCache(chunk_size=CHUNK), **(p or {})}
-    d_facts = {**usual, **(told if notifier else {}), "lmcache": SimLMCache(chunk_size=CHUNK, **receives), **(d or {})}
+    p_facts: dict[str, Any] = {**usual, **told, "lmcache": SimLMCache(chunk_size=CHUNK), **(p or {})}
+    d_facts: dict[str, Any] = {
+        **usual,
+        **(told if notifier else {}),
+        "lmcache": SimLMCache(chunk_size=CHUNK, **receives),
+        **(d or {}),
+    }
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(SimServer(Facts(role="prefill", **p_facts), chance=1, storage=storage))
         two = await stack.enter_async_context(SimServer(Facts(role="decode", **d_facts), chance=2, storage=storage))
@@ -93,7 +99,7 @@ async def rig(
         )
         settings = Settings(
             listen=Listen(port=http_port),
-            pools=(Pool(connector=connector, nodes=nodes, lmcache=LMCache(chunk_size=CHUNK)),),  # type: ignore[arg-type]
+            pools=(Pool(connector=connector, nodes=nodes, lmcache=LMCache(chunk_size=CHUNK)),),
             deadlines=structs.replace(DEADLINES, **(deadlines or {})),
             kv_ready=KvReady(**{"port": zmq_port, "notifier": notifier, **(kv_ready or {})}),
             probes=Probes(interval=3600, scrape_interval=3600),

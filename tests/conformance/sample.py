@@ -25,7 +25,7 @@ async def report() -> tuple[int, str]:
         with contextlib.redirect_stdout(out):
             code = await asyncio.to_thread(main, ["conformance", *line, "--lease-watch", "20"])
     out.flush()
-    text = out.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    text = out.buffer.getvalue().decode()
     for name, shown in SHOWN.items():
         text = text.replace(urls[name], shown)
     return code, text

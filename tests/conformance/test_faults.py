@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import structs
 
@@ -86,7 +87,7 @@ def hides_ids(engines: Rig, patch: pytest.MonkeyPatch) -> None:
 def two_tokens(engines: Rig, patch: pytest.MonkeyPatch) -> None:
     """D makes more than it is asked for."""
     fields = bodies.decode_fields
-    patch.setattr(nixl, "decode_fields", lambda *args: {**fields(*args), "max_tokens": nixl.raw(b"2")})
+    patch.setattr(nixl, "decode_fields", lambda *args: {**fields(*args), "max_tokens": msgspec.Raw(b"2")})
 
 
 def does_not_wait(engines: Rig, patch: pytest.MonkeyPatch) -> None:
@@ -119,13 +120,13 @@ class Wrong:
     verdict: str = "failed"
 
 
-NO_PULL = {"d": {"connector": "none"}}
-PD = {"connector": "lmcache-pd", "ranks": 2}
-MP = {"connector": "lmcache-mp", "ranks": 2}
-SOON = {"deadlines": {"kv_ready": 1}}
+NO_PULL: dict[str, Any] = {"d": {"connector": "none"}}
+PD: dict[str, Any] = {"connector": "lmcache-pd", "ranks": 2}
+MP: dict[str, Any] = {"connector": "lmcache-mp", "ranks": 2}
+SOON: dict[str, Any] = {"deadlines": {"kv_ready": 1}}
 WRONG = [
     Wrong("pair", "different versions", how={"p": {"version": "0.31.0"}}),
-    Wrong("pair", "no connection", lambda engines, patch: engines.p.faults.add("refuse") and None),
+    Wrong("pair", "no connection", says("refuse")),
     Wrong("kv_moved", "it computed the others itself", how=NO_PULL),
     Wrong("kv_moved", "one engine alone: no_handle", how={"p": {"connector": "none"}}),
     Wrong("kv_moved", "while waiting for a completion through the proxy", hangs),

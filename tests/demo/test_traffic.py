@@ -66,7 +66,7 @@ def traffic(url: str, *, people: int = 4) -> Traffic:
 
 
 async def until_sent(one: Traffic, count: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while one.tally.sent < count:
             await asyncio.sleep(0.01)
 

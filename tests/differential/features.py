@@ -142,7 +142,7 @@ def _tools(*choices: Any) -> Fields:
 
 
 def faults(dialect: Dialect, path: str) -> dict[str, Fields]:
-    shared = {
+    shared: dict[str, Fields] = {
         "max_tokens": _values("max_tokens", 0, -1, dialect.max_model_len, 10**6, "7", 2.0, 2.5),
         "min_tokens": _values("min_tokens", -1, 10**6, "x"),
         "usage without stream": st.just({"stream": False, "stream_options": {"include_usage": True}}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from pdproxy.observe.events import LegFailed
 from pdproxy.sim.tokenizer import EOS, FIRST_BYTE, FIRST_PIECE, PIECES, VOCABULARY
@@ -68,7 +69,7 @@ async def _ask(port: int, wanted: Generated) -> Answer:
 
 
 @asynccontextmanager
-async def stage(prefill: int = 1, decode: int = 1, **facts: object) -> AsyncIterator[Stage]:
+async def stage(prefill: int = 1, decode: int = 1, **facts: Any) -> AsyncIterator[Stage]:
     """Set the stage with so many engines behind the proxy; `facts` are every engine's."""
     facts = {"max_model_len": CONTEXT, "enable_prompt_tokens_details": True, "eos_every": 31} | facts
     plain = FakeEngine("aggregated", Books(), connector="none", **facts)

@@ -31,7 +31,10 @@ async def bench_serve(
     flags += ["--random-output-len", str(tokens), "--num-prompts", str(requests), "--max-concurrency", str(clients)]
     flags += ["--ignore-eos", "--save-result", "--result-filename", str(result)]
     done = await asyncio.create_subprocess_exec(
-        *(built.python, "-c", BENCH, *flags),
+        built.python,
+        "-c",
+        BENCH,
+        *flags,
         env=ENVIRONMENT | {"HOME": str(folder), "PATH": "/usr/bin:/bin"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

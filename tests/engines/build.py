@@ -109,7 +109,8 @@ def _make_environment(root: Path, torch_index: str | None) -> None:
     python = venv / "bin" / "python"
     _run(
         "the engines' packages can't be installed (for torch see PDPROXY_TORCH_INDEX in tests/engines/build.py)",
-        *(uv, "pip", "install", "--python", python, "--no-deps", *_torch_source(torch_index)),
+        *(uv, "pip", "install", "--python", python, "--no-deps"),
+        *_torch_source(torch_index),
         *("-r", HERE / "requirements.lock"),
     )
     _run("the engines' packages can't be patched", python, HERE / "patch_env.py")

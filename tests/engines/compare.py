@@ -61,7 +61,7 @@ def mask(value: Any, masked: set[str] = MASKED, ignored: AbstractSet[str] = froz
         return [mask(item, masked, ignored) for item in value]
     if not isinstance(value, dict):
         return value
-    out = {}
+    out: dict[str, object] = {}
     for key, item in value.items():
         if key in ignored:
             continue

@@ -80,7 +80,7 @@ def by_lmcache(folder: Path, ports: Ports, connector: Mapping[str, Any], buffer:
         "pd_buffer_size": buffer,
     }
     sender = {"pd_role": "sender", "pd_proxy_host": "127.0.0.1", "pd_proxy_port": ports.notices}
-    receiver = {"pd_role": "receiver", "pd_peer_host": "127.0.0.1"}
+    receiver: dict[str, object] = {"pd_role": "receiver", "pd_peer_host": "127.0.0.1"}
     receiver |= {"pd_peer_init_port": ports.init, "pd_peer_alloc_port": ports.alloc}
     env: dict[Role, dict[str, str]] = {}
     own: dict[Role, dict[str, Any]] = {"prefill": sender, "decode": receiver}
@@ -102,7 +102,7 @@ DECODES_BEHIND = {"kv_connector_extra_config": {"skip_last_n_tokens": 1}}
 def lmcache_settings(fleet: Fleet, ports: Ports, **more: Any) -> dict[str, Any]:
     """Return the proxy's settings for such a pair; `more`: additions to the pool's `lmcache`."""
     receiver = {"init_ports": [ports.init], "alloc_ports": [ports.alloc]}
-    nodes = [{"url": engine.url, "role": "prefill"} for engine in fleet.prefills]
+    nodes: list[dict[str, object]] = [{"url": engine.url, "role": "prefill"} for engine in fleet.prefills]
     nodes += [{"url": engine.url, "role": "decode", "receiver": receiver} for engine in fleet.decodes]
     pool = {"connector": "lmcache-pd", "lmcache": {"chunk_size": CHUNK} | more, "nodes": nodes}
     return {"pools": [pool], "kv_ready": {"port": ports.notices}}

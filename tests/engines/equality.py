@@ -16,8 +16,8 @@ from .shapes import Shape
 
 SOURCE = "vllm:prompt_tokens_by_source_total"
 USED = "vllm:kv_cache_usage_perc"
-SETTLED = 5.0  # seconds until counters are up to date and P has freed its blocks
-STRICT_TRIES = 6
+SETTLED = 30.0  # seconds until counters are up to date and P has freed its blocks
+STRICT_TRIES = 12  # an engine that lags joins two tokens into one chunk
 
 Increases = dict[str, float]
 """Increases of counters by name: see `Moved.since`."""
@@ -120,7 +120,9 @@ async def _settle(shape: Shape, before: Moved, moved: Callable[[Increases], bool
     """Wait until the counters show how the answer was made, and P holds no more than before."""
     wanted: dict[str, float]
     if shape.alone:
-        wanted = {"alone": shape.times, "expected_reason": shape.times} | ({} if shape.partly else {"pulled": 0})
+        wanted = {"alone": float(shape.times), "expected_reason": float(shape.times)} | (
+            {} if shape.partly else {"pulled": 0.0}
+        )
     elif shape.status == 200:
         wanted = {"alone": 0}
     else:

@@ -165,7 +165,7 @@ def _claim() -> TextIO:
 def exchange(prefill: Engine, decode: Engine) -> None:
     """Send one prompt through a pair without a proxy."""
     body = {"model": MODEL, "prompt": f"{decode.pid} meets {prefill.pid} " * 20, "temperature": 0}
-    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    params: dict[str, object] = {"do_remote_decode": True, "do_remote_prefill": False}
     params |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
     answer = prefill.post(COMPLETIONS, body | {"max_tokens": 1, "kv_transfer_params": params})
     decode.post(COMPLETIONS, body | {"max_tokens": 2, "kv_transfer_params": answer["kv_transfer_params"]})

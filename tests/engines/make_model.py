@@ -11,6 +11,7 @@ import os
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -59,7 +60,9 @@ def main(out: Path) -> None:
         model_max_length=POSITIONS,
     ).save_pretrained(out)
 
-    specials = {f"{name}_token_id": tokenizer.token_to_id(f"<|{name}|>") for name in ("bos", "eos", "pad")}
+    specials: dict[str, Any] = {
+        f"{name}_token_id": tokenizer.token_to_id(f"<|{name}|>") for name in ("bos", "eos", "pad")
+    }
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=VOCABULARY,

@@ -43,9 +43,9 @@ FIRST_BYTE_OF_TWO, FIRST_BYTE_OF_FOUR = (
     132,
     177,
 )  # 0xC3, 0xF0: text that ends after one of them has an incomplete character
-SHIPS = {"regex": "🚢{6}"}
+SHIPS: dict[str, Any] = {"regex": "🚢{6}"}
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
-USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 FORGED = {
     "do_remote_prefill": True,
     "do_remote_decode": False,

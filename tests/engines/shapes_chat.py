@@ -1,5 +1,7 @@
 """Chats: messages and templates, form and end of the answer, tools and grammars."""
 
+from typing import Any
+
 from .prompts import (
     ABSENT,
     ALONE_BEAM,
@@ -30,13 +32,17 @@ from .prompts import (
     tool_result,
 )
 
-CONTINUOUS = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-FIRST_IS_IF = {"logit_bias": {str(IF): 100}}
-FIRST_IS_EOS = {"logit_bias": {EOS: 100}}
-TIDES = {"type": "function", "function": {"name": "tide_table"}}
-CALLED = {"tools": TOOLS, "structured_outputs": {"regex": CALL}, "max_tokens": 120}
-CALLED_TWICE = {"tools": TOOLS, "structured_outputs": {"regex": CALL + r"\n" + CALL}, "max_tokens": 240}
-CALLED_AFTER_WORDS = {"tools": TOOLS, "structured_outputs": {"regex": "Let me see\\. " + CALL}, "max_tokens": 140}
+CONTINUOUS: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+FIRST_IS_IF: dict[str, Any] = {"logit_bias": {str(IF): 100}}
+FIRST_IS_EOS: dict[str, Any] = {"logit_bias": {EOS: 100}}
+TIDES: dict[str, Any] = {"type": "function", "function": {"name": "tide_table"}}
+CALLED: dict[str, Any] = {"tools": TOOLS, "structured_outputs": {"regex": CALL}, "max_tokens": 120}
+CALLED_TWICE: dict[str, Any] = {"tools": TOOLS, "structured_outputs": {"regex": CALL + r"\n" + CALL}, "max_tokens": 240}
+CALLED_AFTER_WORDS: dict[str, Any] = {
+    "tools": TOOLS,
+    "structured_outputs": {"regex": "Let me see\\. " + CALL},
+    "max_tokens": 140,
+}
 
 CHAT_SHAPES = [
     # Forms of the prompt.

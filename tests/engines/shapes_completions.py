@@ -1,5 +1,7 @@
 """Completions: forms of the prompt, form and end of the answer, sampling, and other fields of the answer."""
 
+from typing import Any
+
 from .engine import BLOCK, CONTEXT
 from .prompts import (
     ABSENT,
@@ -28,9 +30,9 @@ from .prompts import (
     times,
 )
 
-CONTINUOUS = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-FIRST_IS_IF = {"logit_bias": {str(IF): 100}}
-FIRST_IS_EOS = {"logit_bias": {EOS: 100}}
+CONTINUOUS: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+FIRST_IS_IF: dict[str, Any] = {"logit_bias": {str(IF): 100}}
+FIRST_IS_EOS: dict[str, Any] = {"logit_bias": {EOS: 100}}
 
 COMPLETION_SHAPES = [
     # Forms of the prompt.

@@ -3,6 +3,8 @@
 The reasoning of random weights never ends by itself: `thinking_token_budget` ends it after a number of tokens.
 """
 
+from typing import Any
+
 from .prompts import CALL, EOS, IF, JSON_SCHEMA, TOOLS, USAGE, Body, chat, question
 
 THINK_END = "4095"  # the id of </think> in tests/engines/make_model.py
@@ -17,10 +19,10 @@ def _thought(nonce: str) -> list[Body]:
     return [*question(nonce), {"role": "assistant", "content": "<think>A barrel.</think>"}]
 
 
-GOES_ON = {"add_generation_prompt": False, "continue_final_message": True}
+GOES_ON: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
 BRIEFLY = GOES_ON | {"thinking_token_budget": 5, "max_tokens": 20}
-CALLED = {"tools": TOOLS, "structured_outputs": {"regex": CALL}, "max_tokens": 150}
-CONTINUOUS = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+CALLED: dict[str, Any] = {"tools": TOOLS, "structured_outputs": {"regex": CALL}, "max_tokens": 150}
+CONTINUOUS: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 REASONING_SHAPES = [
     chat("thoughts-alone"),

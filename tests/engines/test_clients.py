@@ -41,7 +41,7 @@ async def test_openai_chat(fleet: Fleet, openai: OpenAI) -> None:
         "max_tokens": 16,
     }
     text = await _plain_text(fleet, CHAT, body)
-    whole = await asyncio.to_thread(openai.chat.completions.create, **body)
+    whole = await asyncio.to_thread(openai.chat.completions.create, **body)  # type: ignore[arg-type]
     assert whole.choices[0].message.content == text
     assert whole.usage
     assert whole.usage.completion_tokens == 16
@@ -79,9 +79,11 @@ async def test_openai_tools(openai: OpenAI) -> None:
         "tools": TOOLS,
     }
     body |= {"max_tokens": 120, "extra_body": {"structured_outputs": {"regex": CALL}}}
-    whole = await asyncio.to_thread(openai.chat.completions.create, **body)
+    whole = await asyncio.to_thread(openai.chat.completions.create, **body)  # type: ignore[arg-type]
     assert whole.choices[0].finish_reason == "tool_calls"
-    call = whole.choices[0].message.tool_calls[0].function
+    calls = whole.choices[0].message.tool_calls
+    assert calls
+    call = calls[0].function  # type: ignore[union-attr]
     assert call.name == "forecast"
 
     def stream() -> list[Any]:
@@ -103,7 +105,7 @@ class Trip(BaseModel):
 async def test_openai_structured_output(openai: OpenAI) -> None:
     """`parse` returns an object of the class: the grammar reached the decode engine."""
     answer = await asyncio.to_thread(
-        openai.chat.completions.parse,
+        openai.chat.completions.parse,  # type: ignore[arg-type]
         model=MODEL,
         messages=question(secrets.token_hex(6)),
         response_format=Trip,
@@ -117,7 +119,9 @@ async def test_openai_error(openai: OpenAI) -> None:
     """An engine's 404 arrives as the library's own exception, with the engine's text."""
     with pytest.raises(NotFoundError, match="no-such-model"):
         await asyncio.to_thread(
-            openai.chat.completions.create, model="no-such-model", messages=[{"role": "user", "content": "hello"}]
+            openai.chat.completions.create,  # type: ignore[arg-type]
+            model="no-such-model",
+            messages=[{"role": "user", "content": "hello"}],
         )
 
 

@@ -153,7 +153,7 @@ class Simulated:
             "eos_every": 0,
             "hardware": Hardware(decode_step_s=0.01),
         }
-        named = {"plain": "aggregated", "p": "prefill", "d": "decode"}
+        named: dict[str, Any] = {"plain": "aggregated", "p": "prefill", "d": "decode"}
         async with AsyncExitStack() as stack:
             servers = {role: SimServer(Facts(role=named[role], **common)) for role in roles}
             yield cls({role: await stack.enter_async_context(server) for role, server in servers.items()})

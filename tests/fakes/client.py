@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 @dataclass

@@ -93,7 +93,7 @@ class FakeEngine:
             hardware=Hardware(speed=0),
             eos_every=0,
             kv_lease_duration=lease,
-            handshake_timeout=0.2,
+            handshake_timeout=20.0,
         )
         self.sim = SimServer(msgspec.structs.replace(usual, **facts), port=free_port(), tls=tls)
         self.sim.scripts = self.sim.faults.scripts = _Scripts(self)
@@ -155,7 +155,7 @@ class FakeEngine:
     @property
     def default(self) -> Script:
         """What answers when there is no script."""
-        return self.sim.scripts.default or serve  # type: ignore[return-value]
+        return self.sim.scripts.default or serve
 
     @default.setter
     def default(self, script: Script) -> None:
@@ -164,7 +164,7 @@ class FakeEngine:
     @property
     def on_release(self) -> Script | None:
         """What answers requests that give a handle back; None: the engine."""
-        return self.sim.scripts.on_release  # type: ignore[return-value]
+        return self.sim.scripts.on_release
 
     @on_release.setter
     def on_release(self, script: Script | None) -> None:
@@ -321,7 +321,7 @@ class FakeEngine:
                 books.note(request.kv, "asked")
             note(request)
 
-        nixl.finished, core.loaded, core.abort = given, moved, aborted  # type: ignore[method-assign]
+        nixl.finished, core.loaded, core.abort = given, moved, aborted  # type: ignore[assignment, method-assign]
         core.reject, core.add, self.sim.journal.note = rejected, added, noted  # type: ignore[method-assign]
 
     def loaded(self, request: Request) -> None:

@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pdproxy.app.compose import Proxy
+from pdproxy.app.tokens import TRANSFORMERS
+from pdproxy.kit.clock import Clock
 from pdproxy.settings.schema import KvReady, LMCache, Node, Pool, Probes, Receiver, Settings
 from pdproxy.sim.facts import Facts, Hardware
 from pdproxy.sim.facts import LMCache as SimLMCache
@@ -20,7 +22,7 @@ from pdproxy.sim.storage import MemoryStorage
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.ports import free_port
 from tests.fakes.tokenizer import Shelf, SimTokenizer
-from tests.fakes.world import DEADLINES, World, _Recorder, _serve, until
+from tests.fakes.world import DEADLINES, LONG, World, _Recorder, _serve, until
 
 FAST = Hardware(speed=0)
 CHUNK = 32
@@ -72,10 +74,11 @@ async def pool(
     sim_lmcache: Mapping[str, Any] | None = None,
     notices: bool = True,
     tokenizer: SimTokenizer | None = None,
+    clock: Clock | None = None,
 ) -> AsyncIterator[Pair]:
     """Run one pair of a connector. `p`, `d`: facts of theirs alone; `notices` False: P is told a socket that nobody reads.
 
-    `tokenizer`: makes ids of all prompts.
+    `tokenizer`: makes ids of all prompts. `clock`: the proxy's; a test that reaches deadlines passes a `ManualClock`.
     """
     zmq_port, http_port = free_port(), free_port()
     told = {"lmcache-pd": f"tcp://127.0.0.1:{zmq_port if notices else free_port()}"}
@@ -107,7 +110,7 @@ async def pool(
         settings = Settings(
             pools=(
                 Pool(
-                    connector=connector,  # type: ignore[arg-type]
+                    connector=connector,
                     nodes=(
                         Node(url=sims[0].url, role="prefill"),
                         Node(url=sims[1].url, role="decode", receiver=receiver),
@@ -117,20 +120,21 @@ async def pool(
                     tokenizer="model" if tokenizer is not None else None,
                 ),
             ),
-            deadlines=msgspec.structs.replace(DEADLINES, **{"kv_ready": 5, "tokenize": 5, **(deadlines or {})}),
+            deadlines=msgspec.structs.replace(DEADLINES, **{"kv_ready": LONG, "tokenize": LONG, **(deadlines or {})}),
             kv_ready=KvReady(**{"port": zmq_port, "notifier": connector == "nixl", **(kv_ready or {})}),
             probes=Probes(interval=3600, scrape_interval=3600),
         )
         recorder = _Recorder()
-        proxy = Proxy.build(settings, *([Shelf(model=tokenizer)] if tokenizer is not None else []))
+        library = TRANSFORMERS if tokenizer is None else Shelf(model=tokenizer)
+        proxy = Proxy.build(settings, library, clock=clock)
         proxy.observers._observers += (recorder,)
         world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
         proxy.start()
         server = world.server = await _serve(proxy, world, http_port)
         try:
-            await until(lambda: all(node.probed for node in proxy.ledger.nodes), 20)
+            await until(lambda: all(node.probed for node in proxy.ledger.nodes))
             yield Pair(world, *sims)
-            await until(lambda: not world.busy(), 10)
+            await until(lambda: not world.busy())
         finally:
             for listener in server.servers:
                 listener.close()

@@ -1,38 +1,51 @@
 """Free ports for tests that must know one before anybody listens on it, or that close one and expect nobody behind it."""
 
 import itertools
-import os
 import random
 import socket
+from collections.abc import Iterator
 
 LOWEST, HIGHEST = 12_000, 32_000  # below those that the system gives to connections
-WORKERS = 8
+BLOCK = 500
+"""Ports that belong to one process of tests: workers and whole runs beside each other never try the same one."""
 
 
-def _range() -> tuple[int, int]:
-    """This worker's own ports: those of the others would be just as free a moment ago."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % WORKERS
-    size = (HIGHEST - LOWEST) // WORKERS
-    return LOWEST + worker * size, size
+def _bound(port: int, *, reuse: bool) -> socket.socket | None:
+    one = socket.socket()
+    try:
+        if reuse:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(("127.0.0.1", port))
+    except OSError:
+        one.close()
+        return None
+    return one
 
 
-def _ports() -> "itertools.cycle[int]":
-    first, size = _range()
-    begin = random.randrange(size)  # runs beside each other, a second one of the same worker's name too
-    return itertools.cycle(first + (begin + at) % size for at in range(size))
+def _block() -> tuple[int, socket.socket]:
+    """Take a block that no other process has: whoever listens on its first port owns it, until the process ends."""
+    firsts = list(range(LOWEST, HIGHEST, BLOCK))
+    random.shuffle(firsts)
+    for first in firsts:
+        if (owner := _bound(first, reuse=False)) is not None:
+            owner.listen()
+            return first, owner
+    raise AssertionError("every block of ports is taken")
+
+
+def _ports() -> Iterator[int]:
+    first, owner = _block()
+    with owner:
+        yield from itertools.cycle(range(first + 1, first + BLOCK))
 
 
 _PORTS = _ports()
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that no other test is given for a long time."""
-    for port in _PORTS:
-        with socket.socket() as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                one.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+    """Return a port that nobody listens on, and that no other test is given for a long time."""
+    for port in itertools.islice(_PORTS, BLOCK):
+        if (one := _bound(port, reuse=True)) is not None:
+            one.close()
             return port
     raise AssertionError("no port is free")

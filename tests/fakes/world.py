@@ -17,8 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdproxy.app.compose import Proxy
 from pdproxy.app.server import uvicorn_config
 from pdproxy.app.tokens import Library
+from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Event, HandleEnded, RequestEnded
-from pdproxy.settings.schema import Auth, Cors, Deadlines, Limits, Listen, Node, Pool, Probes, Settings
+from pdproxy.settings.limits import Deadlines, Limits
+from pdproxy.settings.schema import Auth, Cors, Listen, Node, Pool, Probes, Settings
 from pdproxy.sim.api.template import render
 from pdproxy.sim.tokenizer import Tokenizer
 from tests.fakes.books import Books
@@ -27,20 +29,22 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.tokenizer import Shelf
 from tests.sim.engines import plain
 
+LONG = 30.0
+"""Seconds: a deadline that no test reaches, however long the machine stalls. One that is to be reached has a manual clock."""
 DEADLINES = Deadlines(
-    connect=1,
-    queue=2,
-    prefill=4,
-    first_token=4,
-    between_tokens=4,
-    client_write=4,
-    client_head=4,
-    client_body=4,
-    abandoned_prefill=2,
-    release=2,
-    drain=3,
-    total=30,
-    probe=2,
+    connect=LONG,
+    queue=LONG,
+    prefill=LONG,
+    first_token=LONG,
+    between_tokens=LONG,
+    client_write=LONG,
+    client_head=LONG,
+    client_body=LONG,
+    abandoned_prefill=LONG,
+    release=LONG,
+    drain=LONG,
+    total=3 * LONG,
+    probe=LONG,
 )
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -85,7 +89,7 @@ class World:
     def __init__(self, proxy: Proxy, books: Books, engines: Sequence[FakeEngine], recorder: _Recorder) -> None:
         self.proxy = proxy
         self.books = books
-        self.engines = engines
+        self.engines = list(engines)
         self.prefill = [engine for engine in engines if engine.role == "prefill"]
         self.decode = [engine for engine in engines if engine.role == "decode"]
         self.aggregated = [engine for engine in engines if engine.role == "aggregated"]
@@ -179,7 +183,7 @@ class World:
             raise AssertionError(f"not over: {self.busy()}") from None
 
 
-async def until(condition: Callable[[], object], patience: float = 4.0) -> None:
+async def until(condition: Callable[[], object], patience: float = LONG) -> None:
     """Wait until a condition holds; TimeoutError if it does not."""
     deadline = time.monotonic() + patience
     while not condition():
@@ -208,6 +212,7 @@ async def world(
     facts: Mapping[str, Any] | None = None,
     cors: Cors | None = None,
     library: Library | None = None,
+    clock: Clock | None = None,
 ) -> AsyncIterator[World]:
     """Run a proxy in front of so many engines.
 
@@ -216,6 +221,7 @@ async def world(
     before, unless they are `strangers`. `lease`: seconds that a prefill engine keeps a prompt's KV.
     `engine_tls` is what engines are met with, `client_tls` what clients connect with; `adjust` has the last word on settings.
     `facts`: of all engines, where they differ from the usual ones. `library`: where tokenizers come from; None: nowhere.
+    `clock`: the proxy's; a test that reaches deadlines passes a `ManualClock`.
     """
     books, recorder = Books(), _Recorder()
     roles = ["prefill"] * prefill + ["decode"] * decode + ["aggregated"] * aggregated
@@ -230,7 +236,7 @@ async def world(
         limits=Limits(**(limits or {})),
         probes=Probes(interval=3600, scrape_interval=3600),
     )
-    proxy = Proxy.build(adjust(settings), library or Shelf())
+    proxy = Proxy.build(adjust(settings), library or Shelf(), clock=clock)
     proxy.observers._observers += (recorder,)
     made = World(proxy, books, engines, recorder)
     made.tls = client_tls

@@ -158,7 +158,7 @@ class Ingress:
         self.config.load()
 
     async def _generate(self, incoming: Incoming, output: GenerateCycle) -> None:
-        self.seen.served.append((b"POST", incoming.route.value.encode(), incoming.body))
+        self.seen.served.append((b"POST", incoming.route.value.encode(), bytes(incoming.body)))
         if len(incoming.body) % 2:
             output.whole(200, [(b"content-type", b"application/json")], b"{}")
         else:
@@ -185,7 +185,7 @@ class Ingress:
         self.seen = Seen()
         loop = asyncio.get_running_loop()
         state, transport = ServerState(), Transport()
-        protocol = self.config.http_protocol_class(  # type: ignore[operator]
+        protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
             config=self.config, server_state=state, app_state={}, _loop=loop
         )
         protocol.connection_made(transport)
@@ -245,7 +245,7 @@ def requests_by_h11(data: bytes) -> tuple[list[tuple[bytes, bytes, bytes]], bool
 
 async def check_ingress(ingress: Ingress, data: bytes, cuts: Sequence[int]) -> None:
     """Assert that each request gets one well-formed answer or the connection closes, that nothing is smuggled or left."""
-    complaints, errors = Complaints(), []  # type: ignore[var-annotated]
+    complaints, errors = Complaints(), list[Any]()
     loggers = [logging.getLogger(name) for name in ("pdproxy", "uvicorn.error", "asyncio")]
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: errors.append(context))

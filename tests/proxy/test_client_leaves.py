@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from pdproxy.observe.events import HandleEnded
+from pdproxy.serving.dispatch.decode_start import ACCEPT_GRACE, ACCEPTED_UNSEEN
+from pdproxy.sim.journal import Request
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client
-from tests.fakes.engine import Reply, Request, prefill
+from tests.fakes.clock import ManualClock
+from tests.fakes.engine import Reply, prefill
 from tests.fakes.scripts import WORD
-from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
+from tests.fakes.world import CHAT, COMPLETIONS, LONG, World, chat, completion, until, world
 
-AT_ONCE = 0.2
-"""Seconds in which a decode leg is closed once its client has left."""
-SLACK = 0.15
-"""Seconds that a busy machine may add."""
 STREAM = pytest.mark.parametrize("stream", [False, True])
 
 
-async def leave(client: Client, how: str = "close") -> float:
-    """Have the client leave; return when."""
+async def leave(client: Client, how: str = "close") -> None:
+    """Have the client leave."""
     if how == "reset":
         client.reset()
     else:
         client.close()
-    return time.monotonic()
 
 
-async def closed_in(request: Request, left: float) -> float:
-    """Return after how many seconds an engine saw its leg closed."""
-    async with asyncio.timeout(3):
-        await request.left.wait()
-    assert request.left_at is not None
-    return request.left_at - left
+async def closed(request: Request) -> None:
+    """Wait until an engine sees its leg closed. Where the clock stands still this shows that nothing waited for a deadline."""
+    await asyncio.wait_for(request.left.wait(), LONG)
 
 
 def ends(w: World) -> list[str]:
@@ -91,29 +85,35 @@ async def test_before_a_prefill_that_fails(after: str) -> None:
 
 async def test_before_a_prefill_that_never_answers() -> None:
     """The grace for an abandoned prefill has a deadline; then its leg is closed and counted."""
-    async with world(deadlines={"abandoned_prefill": 0.15}) as w:
+    clock = ManualClock()
+    async with world(deadlines={"abandoned_prefill": 7}, clock=clock) as w:
         w.prefill[0].script(scripts.stall)
         client = await w.client()
         client.post(COMPLETIONS, completion())
         request = await w.prefill[0].asked()
-        left = await leave(client)
-        assert 0.1 < await closed_in(request, left) < 1
+        await leave(client)
+        await w.ended()
+        assert not request.left.is_set()
+        await clock.reach(7)
+        await closed(request)
         await w.quiet()
         assert w.metric("pdproxy_deadline_total", wait="abandoned_prefill") == 1
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
 async def test_after_the_decode_engine_was_asked_before_its_headers_streamed(how: str) -> None:
-    """An engine that shows nothing is closed within 0.2 s, and the KV is given back: it may not have seen the handle."""
-    async with world(decode=2) as w:
+    """An engine that shows nothing is closed after a grace, and the KV is given back: it may not have seen the handle."""
+    clock = ManualClock()
+    async with world(decode=2, clock=clock) as w:
         for engine in w.decode:
             engine.script(scripts.stall)
         client = await w.client()
         client.post(CHAT, chat(stream=True))
         await until(lambda: any(engine.requests for engine in w.decode))
         request = next(engine.requests[0] for engine in w.decode if engine.requests)
-        left = await leave(client, how)
-        assert await closed_in(request, left) < AT_ONCE + SLACK
+        await leave(client, how)
+        await clock.reach(ACCEPT_GRACE)
+        await closed(request)
         await w.quiet()
         assert ends(w) == ["released"]
         assert sum(len(engine.releases) for engine in w.decode) == 1
@@ -122,14 +122,14 @@ async def test_after_the_decode_engine_was_asked_before_its_headers_streamed(how
 async def test_after_the_decode_engine_was_asked_and_its_headers_come_in_the_grace() -> None:
     """An engine that accepts the request just after the client left owns the KV: it is closed, nothing is released."""
     go = asyncio.Event()
-    async with world() as w:
+    async with world(clock=ManualClock()) as w:
         w.decode[0].script(scripts.gate(go, scripts.streams(then="stall")))
         client = await w.client()
         client.post(COMPLETIONS, completion(stream=True))
         request = await w.decode[0].asked()
-        left = await leave(client)
+        await leave(client)
         go.set()
-        assert await closed_in(request, left) < AT_ONCE + SLACK
+        await closed(request)
         await w.quiet()
         assert ends(w) == ["aborted"]
         assert not w.decode[0].releases
@@ -140,7 +140,7 @@ async def test_after_the_decode_engine_was_asked_and_its_headers_come_in_the_gra
 async def test_a_decode_engine_that_refuses_in_the_grace(status: int) -> None:
     """An engine that refuses just after the client left owns nothing: the KV is given back."""
     go = asyncio.Event()
-    async with world() as w:
+    async with world(clock=ManualClock()) as w:
         w.decode[0].script(scripts.gate(go, scripts.whole(answers.SCHEMA_400, status)))
         client = await w.client()
         client.post(COMPLETIONS, completion(stream=True))
@@ -152,30 +152,31 @@ async def test_a_decode_engine_that_refuses_in_the_grace(status: int) -> None:
 
 
 async def test_after_the_decode_engine_was_asked_unstreamed() -> None:
-    """An unstreamed leg shows nothing before its end: closed within 0.2 s, the KV given back if it was just asked."""
-    async with world() as w:
+    """An unstreamed leg shows nothing before its end: closed after the grace, the KV given back if it was just asked."""
+    clock = ManualClock()
+    async with world(clock=clock) as w:
         w.decode[0].script(scripts.stall)
         client = await w.client()
         client.post(COMPLETIONS, completion())
         request = await w.decode[0].asked()
-        left = await leave(client)
-        assert await closed_in(request, left) < AT_ONCE + SLACK
+        await leave(client)
+        await clock.reach(ACCEPT_GRACE)
+        await closed(request)
         await w.quiet()
         assert ends(w) == ["released"]
 
 
-async def test_long_after_the_decode_engine_was_asked_unstreamed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_after_the_decode_engine_was_asked_unstreamed() -> None:
     """Once time has shown that the engine has the request, closing its leg is enough."""
-    monkeypatch.setattr("pdproxy.serving.dispatch.decode_start.ACCEPTED_UNSEEN", 0.05)
-    async with world() as w:
+    clock = ManualClock()
+    async with world(clock=clock) as w:
         w.decode[0].script(scripts.stall)
         client = await w.client()
         client.post(COMPLETIONS, completion())
         request = await w.decode[0].asked()
-        asked = time.monotonic()
-        await until(lambda: time.monotonic() - asked > 0.1)
-        left = await leave(client)
-        assert await closed_in(request, left) < AT_ONCE + SLACK
+        await clock.advance(2 * ACCEPTED_UNSEEN)
+        await leave(client)
+        await closed(request)
         await w.quiet()
         assert ends(w) == ["aborted"]
         assert not w.decode[0].releases
@@ -191,14 +192,14 @@ async def test_after_headers_before_data(how: str) -> None:
         sent.set()
         await reply.stall()
 
-    async with world() as w:
+    async with world(clock=ManualClock()) as w:
         w.decode[0].script(script)
         client = await w.client()
         client.post(COMPLETIONS, completion(stream=True))
         request = await w.decode[0].asked()
         await sent.wait()
-        left = await leave(client, how)
-        assert await closed_in(request, left) < AT_ONCE + SLACK
+        await leave(client, how)
+        await closed(request)
         await w.quiet()
         assert ends(w) == ["aborted"]
 
@@ -206,15 +207,15 @@ async def test_after_headers_before_data(how: str) -> None:
 @pytest.mark.parametrize("how", ["close", "reset"])
 async def test_mid_stream(how: str) -> None:
     """In the stream: the decode leg is closed at once; the KV had been loaded."""
-    async with world() as w:
+    async with world(clock=ManualClock()) as w:
         w.decode[0].script(scripts.streams(WORD, then="stall"))
         client = await w.client()
         client.post(COMPLETIONS, completion(stream=True))
         await client.head()
         assert await client.piece() == WORD
         request = w.decode[0].requests[0]
-        left = await leave(client, how)
-        assert await closed_in(request, left) < AT_ONCE
+        await leave(client, how)
+        await closed(request)
         await w.quiet()
         assert ends(w) == ["loaded"]
         assert (await w.ended()).outcome == "client_left"
@@ -222,16 +223,16 @@ async def test_mid_stream(how: str) -> None:
 
 async def test_in_the_middle_of_a_list() -> None:
     """All streams of a list are closed together."""
-    async with world() as w:
+    async with world(clock=ManualClock()) as w:
         w.decode[0].default = scripts.streams(WORD, then="stall")
         client = await w.client()
         client.post(COMPLETIONS, completion(prompt=["p" * 50, "q" * 50], stream=True))
         await client.head()
         await client.piece()
         await w.decode[0].asked(2)
-        left = await leave(client)
+        await leave(client)
         for request in w.decode[0].requests:
-            assert await closed_in(request, left) < AT_ONCE + SLACK
+            await closed(request)
         await w.quiet()
 
 

@@ -13,7 +13,9 @@ from pdproxy.app.compose import Proxy
 from pdproxy.observe.events import HandleEnded, KvNoticed, KvWaited, ServedAlone
 from pdproxy.settings.errors import SettingsError
 from pdproxy.sim.facts import Hardware
+from pdproxy.sim.lmcache_pd import LMCachePD
 from tests.fakes.client import Client, request
+from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool
 from tests.fakes.world import until
 
@@ -102,9 +104,13 @@ async def test_each_rank_tells(connector: str, ranks: int) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_silent_rank_is_not_waited_for_for_ever(connector: str, stream: bool) -> None:
     """At the deadline the decode engine computes, the answer is right, and the metric says which rank was silent."""
-    async with pool(connector, ranks=2, deadlines={"kv_ready": 0.3}) as pair:
+    clock = ManualClock()
+    async with pool(connector, ranks=2, deadlines={"kv_ready": 7}, clock=clock) as pair:
         pair.p.faults.add("lost_notice:rank=1,rate=1")
-        await same(pair, COMPLETIONS, completion(stream=stream))
+        asked = asyncio.create_task(same(pair, COMPLETIONS, completion(stream=stream)))
+        await until(lambda: pair.world.events(KvNoticed))
+        await clock.reach(7)
+        await asked
         rank = "1" if connector == "lmcache-mp" else "unnamed"
         assert pair.world.metric("pdproxy_kv_silent_ranks_total", node=pair.p.url, rank=rank) == 1
         assert pair.world.metric("pdproxy_deadline_total", wait="kv_ready") == 1
@@ -114,13 +120,20 @@ async def test_a_silent_rank_is_not_waited_for_for_ever(connector: str, stream: 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_silent_rank_fails_the_request_where_the_operator_wants_it(connector: str, stream: bool) -> None:
     """A well-formed 504; the decode engine was not asked."""
-    async with pool(connector, ranks=2, deadlines={"kv_ready": 0.3}, kv_ready={"on_timeout": "fail"}) as pair:
+    clock = ManualClock()
+    async with pool(
+        connector, ranks=2, deadlines={"kv_ready": 7}, kv_ready={"on_timeout": "fail"}, clock=clock
+    ) as pair:
         pair.p.faults.add("lost_notice:rank=0,rate=1")
-        answer = await pair.ask(COMPLETIONS, completion(stream=stream))
+        asked = asyncio.create_task(pair.ask(COMPLETIONS, completion(stream=stream)))
+        await until(lambda: pair.world.events(KvNoticed))
+        await clock.reach(7)
+        answer = await asked
         assert answer.status == 504
         error = json.loads(answer.body)["error"]
         assert "did not report in 0.3 s that the KV is ready" in error["message"]
         assert (pair.loaded, pair.computed) == (0, 0)
+        await clock.through(until(lambda: not pair.world.busy()))  # what was pushed is awaited as long again
 
 
 @pytest.mark.parametrize(
@@ -196,6 +209,7 @@ def left_over(pair: Pair) -> int:
     """Chunks that lie in D's receive buffers."""
     core = pair.d.engine._core
     assert core is not None
+    assert isinstance(core.connector, LMCachePD)
     return sum(len(buffer.held) for buffer in core.connector.buffers)
 
 
@@ -204,7 +218,7 @@ async def test_what_was_pushed_is_read_even_if_nobody_wants_it() -> None:
     async with pool("lmcache-pd") as pair:
         for path, make in ((COMPLETIONS, completion), (CHAT, chat)):
             await same(pair, path, make(max_tokens=1))
-        await until(lambda: not pair.world.busy(), 10)
+        await until(lambda: not pair.world.busy())
         assert left_over(pair) == 0
         assert [event.end for event in pair.world.events(HandleEnded)] == ["released", "released"]
 
@@ -213,7 +227,7 @@ async def test_what_was_pushed_is_read_even_if_nobody_wants_it() -> None:
 async def test_clients_that_leave_kill_nobody_and_fill_no_buffer(ranks: int) -> None:
     """LMCache's sender dies of a leg that is closed before its first token; its receiver keeps what nobody reads."""
     chance = random.Random(11)
-    async with pool("lmcache-pd", ranks=ranks, deadlines={"abandoned_prefill": 10}) as pair:
+    async with pool("lmcache-pd", ranks=ranks) as pair:
         pair.p.faults.add("slow@queued:delay=0.02,rate=0.5")
         pair.d.faults.add("slow@queued:delay=0.02,rate=0.5")
 
@@ -229,11 +243,11 @@ async def test_clients_that_leave_kill_nobody_and_fill_no_buffer(ranks: int) -> 
 
         for begin in range(0, 80, 16):
             await asyncio.gather(*(one(number) for number in range(begin, begin + 16)))
-        await until(lambda: not pair.world.busy(), 20)
+        await until(lambda: not pair.world.busy())
         assert not pair.p.engine.dead
         await same(pair, COMPLETIONS, completion())
-        await until(lambda: not pair.world.busy(), 20)
-        await until(lambda: left_over(pair) == 0, 10)
+        await until(lambda: not pair.world.busy())
+        await until(lambda: left_over(pair) == 0)
         assert "lost" not in {event.end for event in pair.world.events(HandleEnded)}
 
 
@@ -289,15 +303,15 @@ async def test_a_client_that_leaves_before_its_turn_leaves_nothing_in_the_buffer
     async with pool("lmcache-pd", d={"max_num_seqs": 1, "hardware": Hardware(speed=0.2)}) as pair:
         first, second = [await pair.world.client() for _ in range(2)]
         first.send(request("POST", COMPLETIONS, completion(stream=True, max_tokens=60)))
-        await until(lambda: pair.loaded > 0, 20)
+        await until(lambda: pair.loaded > 0)
         second.send(request("POST", COMPLETIONS, completion(prompt="x" + TEXT, stream=True)))
-        await until(lambda: pair.d.engine.stats.waiting, 20)
+        await until(lambda: pair.d.engine.stats.waiting)
         await asyncio.sleep(0.3)  # its headers are out: the decode engine has the request
         second.close()
         await until(lambda: len(pair.world.events(HandleEnded)) == 2, 40)
         assert [event.end for event in pair.world.events(HandleEnded)] == ["loaded", "released"]
         first.close()
-        await until(lambda: not pair.world.busy(), 20)
+        await until(lambda: not pair.world.busy())
         assert left_over(pair) == 0
 
 
@@ -307,7 +321,7 @@ async def test_what_nobody_told_of_is_not_read() -> None:
     async with pool("lmcache-pd", ranks=2, deadlines=deadlines, kv_ready={"on_timeout": "fail"}) as pair:
         pair.p.faults.add("lost_notice:rank=0,rate=1")
         assert (await pair.ask(COMPLETIONS, completion())).status == 504
-        await until(lambda: [event.end for event in pair.world.events(HandleEnded)] == ["lost"], 10)
+        await until(lambda: [event.end for event in pair.world.events(HandleEnded)] == ["lost"])
         assert not pair.d.requests
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
 from tests.fakes import answers, scripts
+from tests.fakes.clock import ManualClock
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.scripts import WORD
-from tests.fakes.world import CHAT, COMPLETIONS, chat, completion, until, world
+from tests.fakes.world import CHAT, COMPLETIONS, LONG, chat, completion, until, world
 
 
 @contextmanager
@@ -39,13 +39,15 @@ def deaf(engine: FakeEngine) -> Iterator[None]:
 @pytest.mark.parametrize("role", [0, 1])
 async def test_connect(role: int) -> None:
     """An engine that takes no connection is left for another within `connect`, and counted."""
-    async with world(2, 2, deadlines={"connect": 0.15}) as w:
+    clock = ManualClock()
+    async with world(2, 2, deadlines={"connect": 7}, clock=clock) as w:
         engine = (w.prefill, w.decode)[role][1]  # round robin begins behind the first
         with deaf(engine):
-            started = time.monotonic()
-            answer = await w.ask(COMPLETIONS, completion(stream=True))
-            assert answer.status == 200
-            assert 0.1 < time.monotonic() - started < 3
+            asked = asyncio.create_task(w.ask(COMPLETIONS, completion(stream=True)))
+            if role:
+                await until(lambda: any(one.requests for one in w.prefill))
+            await clock.reach(7)
+            assert (await asked).status == 200
             await w.quiet()
         assert w.metric("pdproxy_deadline_total", wait="connect") == 1
         assert w.metric("pdproxy_node_up", node=engine.url) == 0
@@ -94,11 +96,15 @@ async def test_a_connection_that_never_asks_anything() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_total(stream: bool) -> None:
     """A request that takes too long in all: 504 before data, an error event and a closed connection after."""
-    async with world(deadlines={"total": 0.2}) as w:
+    clock = ManualClock()
+    async with world(deadlines={"total": 7}, clock=clock) as w:
         w.decode[0].script(scripts.streams(WORD, then="stall") if stream else scripts.stall)
         client = await w.client()
         client.post(COMPLETIONS, completion(stream=stream))
-        answer = await client.answer()
+        await w.decode[0].asked()
+        head = await client.head() if stream else None
+        await clock.reach(7)
+        answer = await (client.rest(head) if head else client.answer())
         assert answer.status == (200 if stream else 504)
         if stream:
             assert answer.events[0] == WORD
@@ -110,12 +116,12 @@ async def test_total(stream: bool) -> None:
         assert w.metric("pdproxy_deadline_total", wait="total") == 1
         assert w.metric("pdproxy_deadline_total", wait="first_token") == 0
         assert (await w.ended()).outcome == "engine"
-        await asyncio.wait_for(w.decode[0].requests[0].left.wait(), 1)
+        await asyncio.wait_for(w.decode[0].requests[0].left.wait(), LONG)
 
 
 async def test_thoughts_that_are_kept_back_have_no_first_token_deadline() -> None:
     """With `include_reasoning: false` an engine says nothing while it thinks: it may take until `total`, as if unstreamed."""
-    thought = asyncio.Event()
+    thought, clock = asyncio.Event(), ManualClock()
 
     async def think(reply: Reply) -> None:
         await reply.start()
@@ -124,21 +130,26 @@ async def test_thoughts_that_are_kept_back_have_no_first_token_deadline() -> Non
         await reply.pieces(scripts.CHAT_WORD, answers.DONE)
         await reply.finish()
 
-    async with world(deadlines={"first_token": 0.1, "total": 5}) as w:
+    async with world(deadlines={"first_token": 7}, clock=clock) as w:
         for hidden in (True, False):
             thought.clear()
             w.decode[0].script(think)
             client = await w.client()
             client.post(CHAT, chat(stream=True, include_reasoning=not hidden))
             await w.decode[0].asked(2 - hidden)
-            asyncio.get_running_loop().call_later(0.3, thought.set)
+            if hidden:
+                await clock.advance(10)
+                thought.set()
+            else:
+                await clock.reach(7)
             assert (await client.answer()).status == 200
             assert w.metric("pdproxy_deadline_total", wait="first_token") == (not hidden)
 
 
 async def test_probe() -> None:
     """An engine whose health route is late three times in a row is not used, and /ready says so."""
-    async with world(deadlines={"probe": 0.1}) as w:
+    async with world() as w:
+        w.proxy.admin._timeout = 0.1  # now that engines are up: their answers may take longer
         w.decode[0].admin["/health"] = scripts.stall
         for late in range(1, 4):
             assert (await w.get("/ready")).status == 200
@@ -190,14 +201,14 @@ async def test_client_write() -> None:
         while True:
             await reply.piece(BIG)
 
-    async with world(deadlines={"client_write": 0.3, "between_tokens": 3}) as w:
+    async with world(deadlines={"client_write": 0.3}) as w:
         w.decode[0].script(flood)
         client = await w.client(receive_buffer=16384)
         client.post(COMPLETIONS, completion(stream=True))
         await client.head()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         request = w.decode[0].requests[0]
-        await asyncio.wait_for(request.left.wait(), 3)
+        await asyncio.wait_for(request.left.wait(), LONG)
         assert w.metric("pdproxy_deadline_total", wait="client_write") == 1
         assert w.metric("pdproxy_deadline_total", wait="between_tokens") == 0
         assert (await w.ended()).outcome == "client_left"
@@ -221,20 +232,28 @@ async def test_client_write_of_a_whole_answer() -> None:
 async def test_a_slow_client_is_not_taken_for_a_silent_engine() -> None:
     """While the client does not read, the wait between tokens does not run."""
 
+    clock, sent = ManualClock(), 0
+
     async def flood(reply: Reply) -> None:
+        nonlocal sent
         await reply.start()
         for _ in range(300):
             await reply.piece(BIG)
+            sent += 1
         await reply.pieces(answers.DONE)
         await reply.finish()
 
-    async with world(deadlines={"between_tokens": 0.15, "client_write": 3}) as w:
+    async with world(deadlines={"between_tokens": 7, "client_write": 60}, clock=clock) as w:
         w.decode[0].script(flood)
         client = await w.client(receive_buffer=16384)
         client.post(COMPLETIONS, completion(stream=True))
         head = await client.head()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        await asyncio.sleep(0.4)
+        last = -1
+        while sent != last:
+            last = sent
+            await asyncio.sleep(0.1)
+        await clock.advance(20)
         client.writer.transport.resume_reading()  # type: ignore[attr-defined]
         answer = await client.rest(head)
         assert answer.body.endswith(answers.DONE)

@@ -8,9 +8,10 @@ import pytest
 
 from pdproxy.observe.events import HandleEnded
 from tests.fakes import answers, scripts
+from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply, Script
 from tests.fakes.scripts import WORD, streams
-from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, chat, completion, until, world
+from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, LONG, chat, completion, until, world
 
 ROLE = answers.role()
 ERROR = answers.error_event()
@@ -60,10 +61,15 @@ async def _garbage(reply: Reply) -> None:
 @pytest.mark.parametrize("broken", BEFORE_DATA)
 async def test_another_decode_engine_with_a_fresh_prefill(broken: str) -> None:
     """A stream that fails before real data starts over elsewhere: a new handle, the first one given back or left to its owner."""
-    async with world(decode=2, deadlines={"first_token": 1.0}) as w:
+    clock = ManualClock()
+    async with world(decode=2, deadlines={"first_token": 7}, clock=clock) as w:
         first, second = w.decode[1], w.decode[0]  # round robin begins behind the first
         first.script(BEFORE_DATA[broken])
-        answer = await w.ask(CHAT, chat(stream=True))
+        asked = asyncio.create_task(w.ask(CHAT, chat(stream=True)))
+        if "stall" in broken and "event" not in broken:
+            await first.asked()
+            await clock.reach(7)
+        answer = await asked
         assert (answer.status, answer.text) == (200, CHAT_TEXT)
         assert len(w.prefill[0].requests) == 2
         kvs = [engine.requests[0].kv or {} for engine in (first, second)]
@@ -128,7 +134,8 @@ async def test_one_decode_engine_that_fails_once_serves_alone_at_the_second_try(
 )
 async def test_all_decode_engines_fail(script: Script, status: int, kind: str) -> None:
     """If none can, the client gets the last failure as an error status with an OpenAI body, never a 200."""
-    async with world(decode=2, deadlines={"first_token": 0.1}, leaves=True) as w:
+    first_token = 0.1 if status == 504 else LONG
+    async with world(decode=2, deadlines={"first_token": first_token}, leaves=True) as w:
         for engine in w.decode:
             engine.default = script
         answer = await w.ask(CHAT, chat(stream=True))
@@ -158,7 +165,7 @@ BAD_ENDS: dict[str, tuple[Script, str]] = {
 async def test_a_stream_that_fails_after_data_ends_with_an_error_and_no_end_mark(bad: str) -> None:
     """The client keeps what came, then gets one OpenAI error event, no [DONE], and a closed connection."""
     script, message = BAD_ENDS[bad]
-    async with world(decode=2, deadlines={"between_tokens": 0.2}) as w:
+    async with world(decode=2, deadlines={"between_tokens": 0.2 if "stall" in bad else LONG}) as w:
         seen = asyncio.Event()
         for engine in w.decode:
             engine.script(scripts.after_word(seen, script))

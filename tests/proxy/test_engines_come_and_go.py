@@ -10,7 +10,7 @@ import pytest
 from pdproxy.fleet import prober
 from pdproxy.settings.schema import Node
 from tests.fakes import answers, scripts
-from tests.fakes.engine import FakeEngine
+from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.scripts import WORD
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
 
@@ -20,7 +20,7 @@ async def add(w: World, role: str = "decode") -> FakeEngine:
     engine = FakeEngine(role, w.books)
     await engine.listen()
     w.engines.append(engine)
-    getattr(w, role).append(engine)
+    (w.prefill if role == "prefill" else w.decode).append(engine)
     for prefill in w.prefill:
         for other in w.decode:
             other.meet(prefill)
@@ -34,7 +34,7 @@ async def up(w: World, engine: FakeEngine) -> None:
     await until(lambda: w.proxy.engines[engine.url].node.alive)
 
 
-async def _rest(reply: scripts.Reply) -> None:
+async def _rest(reply: Reply) -> None:
     await reply.pieces(WORD, answers.DONE)
     await reply.finish()
 

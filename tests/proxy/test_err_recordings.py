@@ -51,6 +51,7 @@ async def test_the_answer_is_the_recorded_one(name):
         assert answer.status == 200
         return
     assert answer.status == exchange.answer.status
+    assert exchange.answer.headers is not None
     assert answer.header("content-type") == exchange.answer.headers.get("content-type")
     wanted, got = Seen(exchange.answer.status, exchange.answer.body), Seen(answer.status, answer.body)
     found = unlike(body_view(wanted), body_view(got))

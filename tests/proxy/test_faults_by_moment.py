@@ -15,18 +15,9 @@ from pdproxy.sim.faults.book import Fault
 from pdproxy.sim.faults.kinds import KINDS
 from pdproxy.sim.faults.moments import Moment
 from tests.fakes.client import Answer
+from tests.fakes.clock import ManualClock
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
 
-DEADLINES = {
-    "connect": 0.5,
-    "prefill": 0.6,
-    "first_token": 0.6,
-    "between_tokens": 0.6,
-    "release": 0.5,
-    "abandoned_prefill": 0.5,
-    "total": 12.0,
-}
-"""Long enough for what ends, however slow the machine: only what nobody else ends waits for the request's own deadline."""
 PASSING = ("slow", "split", "join", "lease_expiry", "load_failure")
 """Kinds that delay an answer or cut it elsewhere, or that the proxy can go round."""
 SILENT = ("stall", "freeze", "no_fin")
@@ -35,7 +26,7 @@ STREAM_ONLY: tuple[Moment, ...] = ("before_first_token", "mid_stream", "before_d
 
 def cases() -> list[tuple[str, str, Moment, bool]]:
     """Engine, kind, moment and whether the client streams, as far as they go together; every second, `.ci/full` takes all."""
-    found = []
+    found: list[tuple[str, str, Moment, bool]] = []
     for kind, facts in KINDS.items():
         for moment in facts.moments:
             if moment == "notice":
@@ -77,7 +68,7 @@ def seen(answer: Answer) -> str:
     return "error event"
 
 
-async def lives_again(w: World) -> None:
+async def lives_again(w: World, clock: ManualClock) -> None:
     """Bring every engine back to life, and see that all is well."""
     for engine in w.engines:
         engine.sim.faults.clear()
@@ -86,7 +77,7 @@ async def lives_again(w: World) -> None:
         if engine.sim.life != "up" or engine.sim.engine.dead:
             await engine.sim.restart()
     await w.probe()
-    await w.quiet()
+    await clock.through(w.quiet())
 
 
 def expected(role: str, kind: str, moment: Moment, stream: bool) -> str:
@@ -110,23 +101,23 @@ def left_to_the_lease(role: str, kind: str, moment: Moment) -> bool:
 @pytest.mark.parametrize(("role", "kind", "moment", "stream"), cases())
 async def test_what_a_client_sees(role: str, kind: str, moment: Moment, stream: bool) -> None:
     prefills, decodes = (2, 1) if role == "prefill" else (1, 2)
-    total = 1.6 if expected(role, kind, moment, stream) == "error" else DEADLINES["total"]
-    async with world(prefills, decodes, deadlines={**DEADLINES, "total": total}, leaves=True) as w:
+    clock = ManualClock()
+    # Only what nobody else ends may wait for a deadline.
+    waits = kind in SILENT or (kind, moment) == ("garbage", "head")
+    async with world(prefills, decodes, leaves=True, clock=clock) as w:
         engine = (w.prefill if role == "prefill" else w.decode)[1]
         engine.sim.faults.add(Fault(kind=kind, at=moment))
-        for _ in range(
-            5
-        ):  # ties go round: one of the next two requests is this engine's, unless a stall has it taken for dead
-            answer = await w.ask(COMPLETIONS, completion(stream=stream))
+        for _ in range(2):  # ties go round: one of the two requests is this engine's
+            asked = w.ask(COMPLETIONS, completion(stream=stream))
+            answer = await (clock.through(asked) if waits else asked)
             if engine.sim.faults.happened or kind == "refuse":
                 break
             assert seen(answer) == "right"
-            await w.probe()
         assert seen(answer) == expected(role, kind, moment, stream), (answer.status, answer.body)
         assert engine.sim.faults.happened or kind == "refuse", "the fault came to nothing"
-        await lives_again(w)
+        await lives_again(w, clock)
         assert seen(await w.ask(COMPLETIONS, completion(stream=stream))) == "right"
-        await w.quiet()
+        await clock.through(w.quiet())
         if left_to_the_lease(role, kind, moment):
             for one in w.prefill:
                 one.sim.engine.expire_leases()

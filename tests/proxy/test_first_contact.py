@@ -6,6 +6,7 @@ import pytest
 
 from pdproxy.observe.events import HandleEnded
 from tests.fakes import answers, scripts
+from tests.fakes.engine import Script
 from tests.fakes.world import COMPLETIONS, completion, world
 
 
@@ -14,7 +15,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdproxy.serving.kv.release.FIRST_CONTACT", 0.05)
 
 
-def refuses() -> scripts.Script:
+def refuses() -> Script:
     """A refusal by the handler, which gives KV back by itself, sooner or later."""
     return scripts.whole(answers.error("no", "BadRequestError", 400, "max_tokens"), 400)
 

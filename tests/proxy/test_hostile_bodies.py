@@ -15,8 +15,7 @@ import pytest
 from pdproxy.kit.workers import Workers
 from pdproxy.observe.events import ServedAlone
 from pdproxy.serving.dispatch.exchange import Exchange
-from pdproxy.serving.request import body_reader as bodies_module
-from pdproxy.serving.request import prompt_list
+from pdproxy.serving.request import body_reader, prompt_list
 from pdproxy.wire import body_bounds
 from pdproxy.wire.body_bounds import is_quick
 from tests.fakes import answers, scripts
@@ -65,7 +64,7 @@ def parsed_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of bodies that the event loop has parsed, and nothing that might take long among them."""
     seen: list[int] = []
     for name in ("parse_if_quick", "read_if_quick"):
-        read = getattr(bodies_module, name)
+        read = getattr(body_reader, name)
 
         def reading(kind: Any, body: bytes, *rest: Any, read: Any = read) -> Any:
             found = read(kind, body, *rest)
@@ -74,7 +73,7 @@ def parsed_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 assert is_quick(body)
             return found
 
-        monkeypatch.setattr(bodies_module, name, reading)
+        monkeypatch.setattr(body_reader, name, reading)
     return seen
 
 

@@ -24,7 +24,7 @@ from tests.fakes.client import Client, request
 from tests.fakes.engine import Reply, serve
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
 
-PATIENCE = 20.0
+PATIENCE = 30.0
 SHORT = {"client_head": 0.5, "client_body": 0.5, "client_write": 0.5}
 MAX_BODY = 1_000_000
 LIMITS = {"max_body_bytes": MAX_BODY}
@@ -124,7 +124,8 @@ ATTACKS = [
 
 def data_path(w: World) -> DataPath:
     assert w.server is not None
-    return w.server.config.http_protocol_class.data_path  # type: ignore[union-attr]
+    found: DataPath = w.server.config.http_protocol_class.data_path  # type: ignore[attr-defined]
+    return found
 
 
 @asynccontextmanager

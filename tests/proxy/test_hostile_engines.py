@@ -270,7 +270,7 @@ async def test_a_number_that_no_counter_has() -> None:
     """Of 5000 digits Python makes no integer: the stream goes on all the same."""
     event = b'event: response.completed\ndata: {"sequence_number":%b}\n\n' % (b"9" * 5000)
     async with bounded() as w:
-        everyone(w, RESPONSES, scripts.streams(*[b'data: {"sequence_number":1}\n\n'] * 3, event))  # type: ignore[arg-type]
+        everyone(w, RESPONSES, scripts.streams(*[b'data: {"sequence_number":1}\n\n'] * 3, event))
         answer = await w.ask(RESPONSES, responses(stream=True))
         assert (answer.status, answer.events[-1]) == (200, event)
 

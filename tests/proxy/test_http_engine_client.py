@@ -14,7 +14,7 @@ from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
 from tests.fakes.legs import CHUNKED, HEAD, LAST, LIKE, OK, Heard, Wire
 
-PATIENCE = 5.0
+PATIENCE = 30.0
 LARGE = b"x" * (8 << 20)
 """More than the sockets' buffers take."""
 CLOSE = HEAD + b"connection: close\r\ncontent-length: 2\r\n\r\nok"

@@ -1,6 +1,7 @@
 """API keys: who is accepted, when that is decided, what a client without a key reads, and files of keys that change."""
 
 import asyncio
+import hmac
 import json
 import logging
 import sys
@@ -11,6 +12,7 @@ import msgspec
 import pytest
 
 from pdproxy.cli.main import main
+from pdproxy.kit.errors import UnauthorizedError
 from pdproxy.observe.events import RequestEnded
 from pdproxy.settings.schema import Auth, Settings
 from tests.fakes.client import request
@@ -84,19 +86,19 @@ async def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPa
     from pdproxy.serving.access import keys as module
 
     lengths: list[tuple[int, int]] = []
-    real = module.hmac.compare_digest
+    real = hmac.compare_digest
 
     def counted(a: bytes, b: bytes) -> bool:
         lengths.append((len(a), len(b)))
         return real(a, b)
 
-    monkeypatch.setattr(module.hmac, "compare_digest", counted)
+    monkeypatch.setattr(hmac, "compare_digest", counted)
     keys = module.Keys(lambda: [module.digest(key) for key in (b"a", b"bb", b"c" * 99)])
     for given in (b"a", b"c" * 99):
         keys.check(b"Bearer " + given)
         assert lengths == [(32, 32)] * 3
         lengths.clear()
-    with pytest.raises(module.UnauthorizedError):
+    with pytest.raises(UnauthorizedError):
         keys.check(b"Bearer nothing")
     assert lengths == [(32, 32)] * 3
 

@@ -15,6 +15,7 @@ from pdproxy.observe.events import DeadlinePassed, HandleEnded, KvNoticed, LegFa
 from pdproxy.sim.facts import Hardware
 from pdproxy.wire.request import Route
 from tests.fakes.client import Client, request
+from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool
 from tests.fakes.tokenizer import SimTokenizer
 from tests.fakes.world import until
@@ -29,7 +30,7 @@ def endings(pair: Pair) -> list[str]:
 async def heard(pair: Pair) -> None:
     """Wait until both engines' sockets are connected: the notifier drops what it has to say before. Then forget all of that."""
     events = {"loaded", "released"}
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not events <= {event.event for event in pair.world.events(KvNoticed)}:
             await pair.ask(COMPLETIONS, completion())
             await asyncio.sleep(0.1)
@@ -41,7 +42,7 @@ async def heard(pair: Pair) -> None:
 
 async def nothing_held(pair: Pair) -> None:
     """Wait until P keeps nothing for anybody."""
-    await until(lambda: not pair.p.engine.handles, 10)
+    await until(lambda: not pair.p.engine.handles)
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -50,7 +51,7 @@ async def test_a_handle_ends_when_the_engines_say_so(early: bool) -> None:
     async with pool("nixl", kv_ready={"early": early}) as pair:
         await heard(pair)
         await same(pair, CHAT, chat(stream=True))
-        await until(lambda: len(pair.world.events(KvNoticed)) >= 3, 20)
+        await until(lambda: len(pair.world.events(KvNoticed)) >= 3)
         assert endings(pair) == ["loaded"]
         told = {(event.event, event.result) for event in pair.world.events(KvNoticed)}
         # Asked early, the answer may be quicker still: then the notice is late.
@@ -62,40 +63,48 @@ async def test_a_handle_ends_when_the_engines_say_so(early: bool) -> None:
 
 async def test_a_notice_proves_ids_as_an_answer_does() -> None:
     """It says which ones were served: the next prompt of its kind is sent as ids."""
-    async with pool("nixl", deadlines={"prefill": 3.0}, kv_ready={"early": True}, tokenizer=SimTokenizer()) as pair:
+    clock, early = ManualClock(), {"early": True}
+    async with pool("nixl", deadlines={"prefill": 7}, kv_ready=early, tokenizer=SimTokenizer(), clock=clock) as pair:
         await heard(pair)
         canaries = pair.world.proxy.tokens.canaries  # type: ignore[union-attr]
-        await until(lambda: canaries.trusted("tiny", Route.CHAT), 20)
+        await until(lambda: canaries.trusted("tiny", Route.CHAT))
         pair.p.faults.add("stall@handed_over")
         for _ in range(2):
             assert (await pair.ask(CHAT, chat())).status == 200
         asked = [one.json["kv_transfer_params"] for one in pair.p.journal.requests if one.chat]
         assert ["prompt_token_ids" in one for one in asked] == [False, True]
+        await clock.reach(7)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_decode_engine_is_asked_before_the_prefills_answer(stream: bool) -> None:
     """Its notice is enough: an answer that never comes delays nobody, and its engine is let go at the deadline."""
-    async with pool("nixl", deadlines={"prefill": 6.0}, kv_ready={"early": True}) as pair:
+    clock = ManualClock()
+    async with pool("nixl", deadlines={"prefill": 7}, kv_ready={"early": True}, clock=clock) as pair:
         await heard(pair)
         pair.p.faults.add("stall@handed_over")
         await same(pair, COMPLETIONS, completion(stream=stream))
         (prefill,) = (node for node in pair.world.proxy.ledger.nodes if node.url == pair.p.url)
         assert prefill.requests == 1, "its answer is still out"
-        await until(lambda: not prefill.requests, 30)
+        await clock.reach(7)
+        await until(lambda: not prefill.requests)
         assert endings(pair) == ["loaded"]
         assert pair.world.events(LegFailed) == []
 
 
 async def test_kv_of_a_prefill_that_was_given_up_is_given_back() -> None:
     """Its answer never came, and with it no handle; the notice has it."""
-    async with pool("nixl", deadlines={"prefill": 0.5, "abandoned_prefill": 0.3}) as pair:
+    clock = ManualClock()
+    async with pool("nixl", deadlines={"prefill": 7, "abandoned_prefill": 3}, clock=clock) as pair:
         await heard(pair)
         pair.p.faults.add("late_notice:delay=1.5")
         pair.p.faults.add("stall@handed_over")
-        answer = await pair.ask(COMPLETIONS, completion())
+        asked = asyncio.create_task(pair.ask(COMPLETIONS, completion()))
+        await clock.reach(7)
+        await clock.reach(3)
+        answer = await asked
         assert answer.status == 200
-        await until(lambda: "released" in endings(pair), 20)
+        await until(lambda: "released" in endings(pair))
         await nothing_held(pair)
         assert ("ready", "given_up") in {(event.event, event.result) for event in pair.world.events(KvNoticed)}
 
@@ -129,7 +138,7 @@ async def test_a_lease_that_ends_before_the_kv_was_loaded_fails_the_leg_at_once(
 async def test_clients_that_leave_at_random_leave_nothing_behind(early: bool) -> None:
     """Every handle ends loaded, released or aborted; none expires; the prefill engine keeps nothing."""
     chance = random.Random(7)
-    async with pool("nixl", deadlines={"abandoned_prefill": 10}, kv_ready={"early": early}) as pair:
+    async with pool("nixl", kv_ready={"early": early}) as pair:
         pair.p.faults.add("slow@queued:delay=0.02,rate=0.5")
         pair.d.faults.add("slow@queued:delay=0.02,rate=0.5")
 
@@ -145,7 +154,7 @@ async def test_clients_that_leave_at_random_leave_nothing_behind(early: bool) ->
 
         for begin in range(0, 200, 20):
             await asyncio.gather(*(one(number) for number in range(begin, begin + 20)))
-        await until(lambda: not pair.world.busy(), 20)
+        await until(lambda: not pair.world.busy())
         await nothing_held(pair)
         found = endings(pair)
         assert set(found) <= {"loaded", "released", "aborted", "refused"}
@@ -183,14 +192,14 @@ async def test_notices_for_a_proxy_that_is_gone() -> None:
         for _ in range(5):
             await same(pair, COMPLETIONS, completion())
         await task
-        await until(lambda: len([e for e in pair.world.events(KvNoticed) if e.result in ("early", "over")]) >= 500, 20)
+        await until(lambda: len([e for e in pair.world.events(KvNoticed) if e.result in ("early", "over")]) >= 500)
         assert endings(pair) == ["loaded"] * 5
         assert pair.world.proxy.transfer.ready.kept == 100
 
 
 async def test_a_strangers_word_ends_no_handle() -> None:
     """An id that is not a live handle's changes nothing; a live one's needs the engine's own id of it."""
-    async with pool("nixl", deadlines={"first_token": 2}) as pair:
+    async with pool("nixl") as pair:
         address = pair.world.proxy.notices.address
         assert address is not None
         pair.d.faults.add("slow@queued:delay=0.5")
@@ -204,17 +213,19 @@ async def test_a_strangers_word_ends_no_handle() -> None:
 
 async def test_a_notice_is_enough_once_nobody_waits_for_the_answer() -> None:
     """It comes while the leg of a client that left is still awaited; the answer never does."""
-    async with pool("nixl", deadlines={"abandoned_prefill": 5}) as pair:
+    clock = ManualClock()
+    async with pool("nixl", deadlines={"abandoned_prefill": 7}, clock=clock) as pair:
         await heard(pair)
         pair.p.faults.add("late_notice:delay=1")
         pair.p.faults.add("stall@handed_over")
         client = await pair.world.client()
         client.send(request("POST", COMPLETIONS, completion()))
-        await until(lambda: pair.p.engine.handles, 20)
+        await until(lambda: pair.p.engine.handles)
         client.close()
-        await until(lambda: "released" in endings(pair), 20)
+        await until(lambda: "released" in endings(pair))
         await nothing_held(pair)
         assert pair.world.proxy.custodian.orphans.count == 1, "its answer is still out"
+        await clock.reach(7)
 
 
 async def test_kv_that_could_not_be_read_is_given_back_though_the_request_goes_on() -> None:
@@ -223,5 +234,5 @@ async def test_kv_that_could_not_be_read_is_given_back_though_the_request_goes_o
         await heard(pair)
         pair.d.faults.add("load_failure")
         await same(pair, COMPLETIONS, completion())
-        await until(lambda: endings(pair) == ["released"], 20)
+        await until(lambda: endings(pair) == ["released"])
         await nothing_held(pair)

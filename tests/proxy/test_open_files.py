@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from pdproxy.app import server
-from pdproxy.settings.schema import Limits, Node, Pool, Settings
+from pdproxy.settings.limits import Limits
+from pdproxy.settings.schema import Node, Pool, Settings
 from tests.fakes.books import Books
 from tests.fakes.client import Client, request
 from tests.fakes.engine import FakeEngine

@@ -17,7 +17,7 @@ from pdproxy.observe.events import DeadlinePassed, NodeChanged
 from pdproxy.serving.access.routes import TABLE
 from tests.fakes import answers, scripts
 from tests.fakes.engine import Reply, Script
-from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
+from tests.fakes.world import CHAT, COMPLETIONS, LONG, World, chat, completion, until, world
 
 
 async def test_health_and_version() -> None:
@@ -117,12 +117,14 @@ async def test_an_engine_that_was_down_is_asked_again(path: str) -> None:
 
 async def test_late_answers_count_only_in_a_row() -> None:
     """Two late answers and a good one, over and over, leave an engine up."""
-    async with world(deadlines={"probe": 0.25}) as w:
+    async with world() as w:
         for _ in range(3):
             w.decode[0].admin["/health"] = scripts.stall
+            w.proxy.admin._timeout = 0.25
             for _ in range(2):
-                await w.probe()
+                await w.proxy.prober.probe(w.proxy.engines[w.decode[0].url], scrape=False)
             w.decode[0].admin.clear()
+            w.proxy.admin._timeout = LONG
             await w.probe()
         assert [event.up for event in w.events(NodeChanged) if event.node == w.decode[0].url] == [True]
 

@@ -9,6 +9,7 @@ import pytest
 
 from pdproxy.sim.journal import Request
 from tests.fakes.client import request
+from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply
 from tests.fakes.passed import (
     BODIES,
@@ -19,7 +20,7 @@ from tests.fakes.passed import (
     message,
     responses,
 )
-from tests.fakes.world import until, world
+from tests.fakes.world import LONG, until, world
 
 # -- failures
 
@@ -60,7 +61,7 @@ async def test_an_engine_that_dies_in_a_stream(path: str, then: str, part: bytes
             case "stall":
                 await reply.stall()
 
-    async with world(deadlines={"between_tokens": 0.3}) as w:
+    async with world(deadlines={"between_tokens": 0.3 if then == "stall" else LONG}) as w:
         seen = everyone(w, path, script)
         answer = await w.ask(path, {**BODIES[path], "stream": True})
         assert (answer.status, answer.ended, len(seen)) == (200, True, 1)
@@ -91,7 +92,8 @@ async def test_before_the_model_has_shown_life_another_engine_is_asked(path: str
         await reply.pieces(*preamble(path))
         await {"eof": _eof, "reset": _reset, "stall": Reply.stall}[then](reply)
 
-    async with world(decode=2, deadlines={"first_token": 0.3}) as w:
+    clock = ManualClock()
+    async with world(decode=2, deadlines={"first_token": 7}, clock=clock) as w:
         first: list[Request] = []
 
         async def once(reply: Reply) -> None:
@@ -102,7 +104,11 @@ async def test_before_the_model_has_shown_life_another_engine_is_asked(path: str
                 await script(reply)
 
         everyone(w, path, once)
-        answer = await w.ask(path, {**BODIES[path], "stream": True})
+        asked = asyncio.create_task(w.ask(path, {**BODIES[path], "stream": True}))
+        if then == "stall":
+            await until(lambda: first)
+            await clock.reach(7)
+        answer = await asked
         assert answer.status == 200
         assert b"error" not in answer.body
         assert answer.body.count(b"event: response.created\n") == (path == RESPONSES)
@@ -262,7 +268,7 @@ async def test_a_client_that_leaves_ends_the_leg(stream: bool) -> None:
         if stream:
             assert (await client.head()).status == 200
         client.close()
-        await asyncio.wait_for(left.wait(), 4)
+        await asyncio.wait_for(left.wait(), LONG)
         ended = await w.ended()
         assert ended.outcome == "client_left"
         await w.quiet()
@@ -285,7 +291,7 @@ async def test_a_client_that_leaves_with_a_request_behind_ends_the_leg() -> None
         client.send(request("POST", RESPONSES, responses()) + request("GET", "/health", b""))
         await until(lambda: seen)
         client.close()
-        await asyncio.wait_for(left.wait(), 4)
+        await asyncio.wait_for(left.wait(), LONG)
         assert (await w.ended()).outcome == "client_left"
         await w.quiet()
 

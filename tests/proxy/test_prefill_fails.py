@@ -9,7 +9,7 @@ import pytest
 
 from pdproxy.observe.events import LegFailed
 from tests.fakes import answers, scripts
-from tests.fakes.engine import Script, prefill, prefilled
+from tests.fakes.engine import Reply, Script, prefill, prefilled
 from tests.fakes.world import CHAT, COMPLETIONS, TEXT, chat, completion, until, world
 
 BROKEN: dict[str, Script] = {
@@ -204,7 +204,7 @@ async def test_the_breaker_shuts_out_an_engine_that_keeps_failing() -> None:
 async def test_ids_that_the_prefill_engine_does_not_say() -> None:
     """Without prompt ids in the answer the handle goes on as it is."""
 
-    async def script(reply: scripts.Reply) -> None:
+    async def script(reply: Reply) -> None:
         body = json.loads(reply.request.body)
         ids = reply.engine.tokenize(body)
         params = await prefilled(reply.engine, ids)

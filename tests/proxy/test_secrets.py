@@ -119,7 +119,7 @@ async def test_through_good_and_bad_ends(read: Read, tmp_path: Path) -> None:
             body = {"model": "tiny", "prompt": PROMPT, "input": PROMPT}
             assert await read.ask(w, route, body, bearer(WRONG_KEY)) == 401
             await read.ask(w, route, body, good)
-        for body in (
+        bodies: tuple[Any, ...] = (
             completion(prompt=PROMPT),
             completion(prompt={"x": PROMPT}),
             completion(prompt=[PROMPT, 3]),
@@ -129,8 +129,9 @@ async def test_through_good_and_bad_ends(read: Read, tmp_path: Path) -> None:
             completion(prompt=PROMPT, request_id="fine"),
             json.dumps(completion(prompt=PROMPT))[:-1].encode(),
             b'{"prompt":"' + PROMPT.encode() + b"\xff" + b'"}',
-        ):
-            await read.ask(w, COMPLETIONS, body, good)
+        )
+        for wrong in bodies:
+            await read.ask(w, COMPLETIONS, wrong, good)
         path.write_text(f"{FILE_KEY} {MARK}")
         w.proxy.credentials.look()
         await read.pages(w)

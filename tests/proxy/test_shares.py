@@ -16,6 +16,7 @@ from pdproxy.settings.schema import Settings
 from pdproxy.web.connections import MAX_LEAVING, MAX_SEARCHED
 from tests.fakes import answers, scripts
 from tests.fakes.client import Client, request
+from tests.fakes.clock import ManualClock
 from tests.fakes.engine import prefill
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
 
@@ -87,6 +88,23 @@ async def test_one_client_alone_has_all_places() -> None:
 # -- clients that read slowly
 
 
+async def slow(w: World, clock: ManualClock, count: int) -> None:
+    """Let time pass until so many clients are known to read slowly: they have taken all that the system holds for them."""
+    last = -1
+    while (taken := buffered(w)) != last or not last:
+        last = taken
+        await asyncio.sleep(0.2)
+    for _ in range(4):
+        await clock.advance(0.5)
+    assert len(w.proxy.known_clients.with_slow) == count
+
+
+def buffered(w: World) -> int:
+    """Bytes that wait to be sent to clients."""
+    assert w.server is not None
+    return sum(one.transport.get_write_buffer_size() for one in w.server.server_state.connections)
+
+
 async def unread(w: World, headers: list[tuple[str, str]], address: str = "127.0.0.1") -> Client:
     """A stream that its client does not read."""
     client = await w.client(receive_buffer=4096, address=address)
@@ -99,12 +117,11 @@ def run_unread(keep: Any, **settings: Any) -> None:
     """Run a test on the loop that serves, before an engine whose streams never end."""
 
     async def scenario() -> None:
+        clock = ManualClock()
         # A look at readers every half second; nobody is dropped for slowness alone.
-        async with world(
-            auth=KEYS, deadlines={"client_write": 6.0, "between_tokens": 20, "queue": 8}, leaves=True, **settings
-        ) as w:
+        async with world(auth=KEYS, deadlines={"client_write": 6.0}, leaves=True, clock=clock, **settings) as w:
             w.decode[0].script(*[scripts.streams(*[EVENT * 40] * 200, then="stall")] * 2)
-            await keep(w)
+            await keep(w, clock)
 
     uvloop.run(scenario())
 
@@ -112,12 +129,15 @@ def run_unread(keep: Any, **settings: Any) -> None:
 def test_a_reader_that_is_too_slow_gives_way_to_a_client_that_waits() -> None:
     """Its places are more than its share, and it takes nothing of what was made for it: one of its streams ends for another's."""
 
-    async def keep(w: World) -> None:
+    async def keep(w: World, clock: ManualClock) -> None:
         await unread(w, GREEDY)
         await unread(w, GREEDY)
-        await until(lambda: len(w.proxy.known_clients.with_slow) == 1, 8)
+        await slow(w, clock, 1)
         w.decode[0].scripts.clear()
-        answer = await w.ask(COMPLETIONS, completion(), OTHER)
+        asked = asyncio.create_task(w.ask(COMPLETIONS, completion(), OTHER))
+        await until(lambda: w.proxy.admission.waiting == 1 or asked.done())
+        await clock.advance(0.5)
+        answer = await asked
         assert (answer.status, answer.text) == (200, TEXT)
         assert w.metric("pdproxy_evicted_total", what="reader") == 1
         assert w.metric("pdproxy_deadline_total", wait="client_write") == 0
@@ -129,7 +149,7 @@ def test_a_reader_that_is_too_slow_gives_way_to_a_client_that_waits() -> None:
 def test_a_reader_that_becomes_too_slow_while_others_wait() -> None:
     """The first one that waits is served as well, as soon as the slowness is noticed."""
 
-    async def keep(w: World) -> None:
+    async def keep(w: World, clock: ManualClock) -> None:
         await unread(w, GREEDY)
         await unread(w, GREEDY)
         await until(lambda: w.proxy.admission.inflight == 2)
@@ -138,6 +158,7 @@ def test_a_reader_that_becomes_too_slow_while_others_wait() -> None:
         await until(lambda: w.proxy.admission.waiting == 1)
         assert not w.proxy.known_clients.with_slow
         w.decode[0].scripts.clear()
+        await slow(w, clock, 1)
         assert (await client.answer()).status == 200
 
     run_unread(keep, limits={"max_inflight": 2})
@@ -146,14 +167,14 @@ def test_a_reader_that_becomes_too_slow_while_others_wait() -> None:
 def test_a_slow_reader_within_its_share_stays() -> None:
     """One place of two for each of two clients: the one that waits, waits on, although the other one reads nothing."""
 
-    async def keep(w: World) -> None:
+    async def keep(w: World, clock: ManualClock) -> None:
         await unread(w, GREEDY)
         await unread(w, OTHER)
-        await until(lambda: len(w.proxy.known_clients.with_slow) == 2, 8)
+        await slow(w, clock, 2)
         client = await w.client()
         client.post(COMPLETIONS, completion(), OTHER)
         await until(lambda: w.proxy.admission.waiting == 1)
-        await asyncio.sleep(1.2)  # two looks
+        await clock.advance(1.2)  # two looks
         assert w.proxy.admission.waiting == 1
         assert w.metric("pdproxy_evicted_total") == 0
 
@@ -476,7 +497,7 @@ async def test_an_empty_body_makes_nobody_a_holder() -> None:
 def test_a_passed_stream_is_its_own_clients() -> None:
     """A slow reader of a route that is passed to one engine is known by its key, and gives way as any other."""
 
-    async def keep(w: World) -> None:
+    async def keep(w: World, clock: ManualClock) -> None:
         w.decode[0].scripts.clear()
         w.decode[0].admin["/v1/messages"] = scripts.streams(*[EVENT * 40] * 200, then="stall")
         for _ in range(2):
@@ -485,7 +506,7 @@ def test_a_passed_stream_is_its_own_clients() -> None:
             body = {"model": "tiny", "max_tokens": 4, "stream": True, "messages": [{"role": "user", "content": "x"}]}
             client.send(request("POST", "/v1/messages", body, GREEDY))
         await until(lambda: w.proxy.admission.inflight == 2)
-        await until(lambda: len(w.proxy.known_clients.with_slow) == 1, 8)
+        await slow(w, clock, 1)
         answer = await w.ask(COMPLETIONS, completion(), OTHER)
         assert (answer.status, answer.text) == (200, TEXT)
         assert w.metric("pdproxy_evicted_total", what="reader") == 1

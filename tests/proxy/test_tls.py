@@ -16,7 +16,7 @@ from tests.fakes import answers, scripts
 from tests.fakes.client import Client, request
 from tests.fakes.engine import Reply
 from tests.fakes.tls import BIG, Side, behind, connections, front, fronted
-from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, TEXT, chat, completion, until, world
+from tests.fakes.world import CHAT, CHAT_TEXT, COMPLETIONS, LONG, TEXT, chat, completion, until, world
 
 # -- clients
 
@@ -132,13 +132,13 @@ async def test_a_client_that_stops_reading_is_dropped(ours: Side) -> None:
         while True:
             await reply.piece(BIG)
 
-    async with fronted(ours, deadlines={"client_write": 0.3, "between_tokens": 3}) as w:
+    async with fronted(ours, deadlines={"client_write": 0.3}) as w:
         w.decode[0].script(flood)
         client = await w.client(receive_buffer=16384)
         client.post(COMPLETIONS, completion(stream=True))
         await client.head()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        await asyncio.wait_for(w.decode[0].requests[0].left.wait(), 3)
+        await asyncio.wait_for(w.decode[0].requests[0].left.wait(), LONG)
         assert w.metric("pdproxy_deadline_total", wait="client_write") == 1
         assert w.metric("pdproxy_deadline_total", wait="between_tokens") == 0
         assert (await w.ended()).outcome == "client_left"
@@ -205,7 +205,7 @@ async def test_the_running_proxy_looks_by_itself(ours: Side, monkeypatch: pytest
         async def changed() -> bool:
             return serial(await w.client()) != before
 
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(LONG):
             while not await changed():
                 await asyncio.sleep(0.01)
 

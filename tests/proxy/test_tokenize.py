@@ -52,7 +52,7 @@ async def proven(w: World, count: int = 2) -> None:
 
 def legs(w: World, at: int = -1) -> tuple[dict[str, Any], dict[str, Any]]:
     """The bodies that P and D got."""
-    return tuple(json.loads(engine.requests[at].body) for engine in (w.prefill[0], w.decode[0]))  # type: ignore[return-value]
+    return tuple(json.loads(engine.requests[at].body) for engine in (w.prefill[0], w.decode[0]))
 
 
 async def test_completion_ids_go_to_both() -> None:

@@ -1,5 +1,7 @@
 """Simulated engines behind HTTP."""
 
+from typing import Any
+
 import pytest
 
 from pdproxy.sim.facts import Facts
@@ -16,7 +18,7 @@ async def sim():
 
 @pytest.fixture
 async def pair():
-    facts = {"hardware": FAST.hardware, "eos_every": 0, "handshake_timeout": 0.2}
+    facts: dict[str, Any] = {"hardware": FAST.hardware, "eos_every": 0, "handshake_timeout": 20.0}
     async with (
         SimServer(Facts(role="prefill", **facts), chance=1) as p,
         SimServer(Facts(role="decode", **facts), chance=2) as d,

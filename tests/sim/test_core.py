@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -6,7 +8,7 @@ from pdproxy.sim.facts import Facts, Hardware
 from pdproxy.sim.tokenizer import EOS
 from tests.sim.engines import OTHER, PROMPT, Engines, plain
 
-SMALL = {"num_gpu_blocks": 20, "max_model_len": 256, "block_size": 16}
+SMALL: dict[str, Any] = {"num_gpu_blocks": 20, "max_model_len": 256, "block_size": 16}
 
 
 def test_two_engines_of_one_model_say_the_same():

@@ -6,7 +6,7 @@ import pytest
 
 from pdproxy.sim.faults.answers import NO_HTTP
 from tests.sim.moments import STREAM_MOMENTS, WORDS
-from tests.sim.raw import COMPLETIONS, Raw, ask, completion, get, post, turns, until
+from tests.sim.raw import COMPLETIONS, PATIENCE, Raw, ask, completion, get, post, turns, until
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
@@ -74,7 +74,7 @@ async def test_a_stream_stalls_with_an_open_socket(sim, at, events):
     assert len(client.answer.chunks) == events
     assert not client.answer.complete
     client.leave()
-    await asyncio.wait_for(sim.requests[-1].left.wait(), 5)
+    await asyncio.wait_for(sim.requests[-1].left.wait(), PATIENCE)
 
 
 @pytest.mark.parametrize("at", ["queued", "prefilling", "last_chunk", "head"])
@@ -87,7 +87,7 @@ async def test_a_whole_answer_stalls(sim, at):
     assert not client.ended
     assert client.answer.body == b""
     client.leave()
-    await asyncio.wait_for(sim.requests[-1].left.wait(), 5)
+    await asyncio.wait_for(sim.requests[-1].left.wait(), PATIENCE)
 
 
 async def test_a_connection_that_stalls_after_an_answer_answers_no_more(sim):
@@ -216,7 +216,7 @@ async def test_no_fin_is_silence_on_an_open_socket_without_a_listener(sim, at):
     assert not client.ended
     assert len(client.answer.chunks) == STREAM_MOMENTS.get(at, 0)
     client.leave()
-    await asyncio.wait_for(sim.requests[-1].left.wait(), 5)
+    await asyncio.wait_for(sim.requests[-1].left.wait(), PATIENCE)
 
 
 async def test_a_frozen_engine_goes_on_where_it_was(sim):

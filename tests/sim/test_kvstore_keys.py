@@ -1,6 +1,7 @@
 """Engines with a KV store under keys that requests bring: what is stored, what is found, and what nobody compares."""
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -87,7 +88,8 @@ def test_what_is_not_found_is_computed(engines, p, d, kv):
 
 
 def test_what_prefill_was_not_told_to_store_is_not_there(engines, p, d):
-    for kv in (None, {}, loading(PROMPT)):
+    nothing: dict[str, Any] = {}
+    for kv in (None, nothing, loading(PROMPT)):
         engines.answer(p, PROMPT, 1, kv)
     assert engines.answer(d, PROMPT, 8, loading(PROMPT)).tokens == plain()
     assert external(d) == 0

@@ -1,5 +1,7 @@
 """What LMCache does with a server of its own, in virtual time."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ class Pair(Engines):
     def __init__(self, chunk=32, degraded=False, **facts):
         super().__init__()
         lmcache = LMCache(chunk_size=chunk, degraded=degraded)
-        usual = {"connector": "lmcache-mp", "lmcache": lmcache} | facts
+        usual: dict[str, Any] = {"connector": "lmcache-mp", "lmcache": lmcache} | facts
         self.p = self.add(Facts(role="prefill", notify=URL, **usual))
         self.d = self.add(Facts(role="decode", enable_prefix_caching=False, **usual))
 

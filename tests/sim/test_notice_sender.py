@@ -105,7 +105,8 @@ async def post(sim, body, path="/v1/completions", ident=None, status=200):
 
 
 def owed(d, req_id="r-1"):
-    return {"ret_first_tok": True, "disagg_spec": spec("127.0.0.1", *d.engine.receiver_ports, req_id)}
+    init, alloc = d.engine.receiver_ports
+    return {"ret_first_tok": True, "disagg_spec": spec("127.0.0.1", init, alloc, req_id)}
 
 
 async def prefill(p, d, req_id="r-1", **more):
@@ -279,7 +280,6 @@ class Telemetry:
     def __init__(self):
         self.bodies = []
         self.heads = []
-        self._server = None
 
     async def __aenter__(self):
         self._server = await asyncio.start_server(self._answer, "127.0.0.1", 0)

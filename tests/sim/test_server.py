@@ -11,7 +11,7 @@ from pdproxy.sim.facts import Facts, Hardware
 from pdproxy.sim.journal import Journal, Request
 from pdproxy.sim.server import SimServer
 from tests.sim.moments import FAST
-from tests.sim.raw import CHAT, COMPLETIONS, Raw, ask, chat, completion, get, post, turns, until
+from tests.sim.raw import CHAT, COMPLETIONS, PATIENCE, Raw, ask, chat, completion, get, post, turns, until
 
 SLOW = Facts(hardware=Hardware(decode_step_s=30), eos_every=0)
 """Never gets to its second token within a test."""
@@ -68,7 +68,7 @@ async def test_stop_ends_whatever_is_under_way():
     for client, stream in zip(clients, (False, False, True), strict=True):
         client.send(completion(stream))
     await sim.journal.received(3)
-    await asyncio.wait_for(sim.stop(), 5)
+    await asyncio.wait_for(sim.stop(), PATIENCE)
     for client in clients:
         await client.end()
     await sim.stop()
@@ -173,7 +173,7 @@ async def test_who_leaves_a_frozen_engine_is_noticed_when_it_goes_on():
         await turns()
         assert not request.left.is_set()
         await sim.thaw()
-        await asyncio.wait_for(request.left.wait(), 5)
+        await asyncio.wait_for(request.left.wait(), PATIENCE)
 
 
 async def test_a_frozen_engine_can_be_killed_and_started_again(sim):
@@ -261,7 +261,7 @@ async def test_a_script_that_stalls_ends_when_the_client_leaves(sim):
     client.send(completion())
     request = await sim.journal.received()
     client.leave()
-    await asyncio.wait_for(ended.wait(), 5)
+    await asyncio.wait_for(ended.wait(), PATIENCE)
     assert request.left_at is not None
     assert not request.over
 
@@ -319,7 +319,7 @@ async def test_the_journal_tells_what_came_and_who_left():
         assert not request.over
         assert not request.left.is_set()
         client.leave()
-        await asyncio.wait_for(request.left.wait(), 5)
+        await asyncio.wait_for(request.left.wait(), PATIENCE)
         assert request.left_at is not None
         assert request.left_at >= request.arrived
         assert not request.over

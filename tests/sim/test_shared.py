@@ -1,5 +1,7 @@
 """What vLLM's ExampleConnector does with storage that engines share, and where it dies of it, in virtual time."""
 
+from typing import Any
+
 import pytest
 
 from pdproxy.sim.facts import Facts
@@ -20,7 +22,7 @@ class Pair(Engines):
 
     def __init__(self, **facts):
         super().__init__()
-        usual = {"connector": "shared", "block_size": SIZE} | facts
+        usual: dict[str, Any] = {"connector": "shared", "block_size": SIZE} | facts
         self.p, self.d = self.add(Facts(role="prefill", **usual)), self.add(Facts(role="decode", **usual))
 
     def __len__(self):
@@ -108,7 +110,7 @@ def test_both_storages_keep_pages(tmp_path):
         pages = [((1 << 64) - 1, (1, 2, 3)), (5, ())]
         storage.put(key, pages)
         assert storage.has(key)
-        assert list(storage.get(key)) == pages
+        assert list(storage.get(key) or ()) == pages
     assert len(list((tmp_path / "new").iterdir())) == 1
     assert FolderStorage(str(tmp_path / "new")).has(key)
 

@@ -52,22 +52,24 @@ def test_a_text_that_begins_alike_is_cut_alike(texts: list[str]) -> None:
 
 
 def byte_level_tokens() -> list[Any]:
-    return list(model(byte_level).backend_tokenizer.get_added_tokens_decoder().values())
+    return added(model(byte_level))
+
+
+def added(tokenizer: Any) -> list[Any]:
+    return list(tokenizer.backend_tokenizer.get_added_tokens_decoder().values())
 
 
 def test_where_it_is_cut() -> None:
     """Before added tokens, the longest at each place; not before those that take or begin with white space."""
     boundaries = SegmentBoundaries(byte_level_tokens())
     assert list(boundaries.segments("a<|im_end|>xb<|im_c<s>")) == ["a", "<|im_end|>xb", "<|im_c", "<s>"]
-    boundaries = SegmentBoundaries(model(stripping).backend_tokenizer.get_added_tokens_decoder().values())
+    boundaries = SegmentBoundaries(added(model(stripping)))
     assert list(boundaries.segments("a <s> b</s>c\n<|im_start|>  <|im_end|>")) == [
         "a <s> b</s>c\n<|im_start|>  ",
         "<|im_end|>",
     ]
     text = "a<s>b<s>c"
-    assert list(
-        SegmentBoundaries(model(words_alone).backend_tokenizer.get_added_tokens_decoder().values()).segments(text)
-    ) == [text]
+    assert list(SegmentBoundaries(added(model(words_alone))).segments(text)) == [text]
     assert list(SegmentBoundaries([]).segments(text)) == [text]
 
 

@@ -43,11 +43,11 @@ class Engines:
         self.threads = ThreadPoolExecutor(2)
         self.canaries = Canaries(
             self.registry,
-            self,
+            self,  # type: ignore[arg-type]
             Observers([self]),
             self.threads,
             tokenizer=tokenizer,
-            find=self._find,  # type: ignore[arg-type]
+            find=self._find,
         )
 
     def up(self, url: str, started: float = 1.0) -> None:
@@ -59,7 +59,7 @@ class Engines:
         """Hear an event."""
         self.events.append(event)
 
-    def judged(self) -> list[tuple[str, str, bool]]:
+    def judged(self) -> list[tuple[str, str, bool | None]]:
         """Engine, model and verdict of each event."""
         return [(one.node, one.model, one.agrees) for one in self.events if isinstance(one, TokenizerJudged)]
 

@@ -63,7 +63,7 @@ async def test_engines_without_space_are_left_out() -> None:
 async def test_an_engine_without_a_bound_is_never_full() -> None:
     """Nothing is counted for it."""
     space = buffers(a=1)
-    space._engines.add(NodeSpec("b", Role.DECODE), unused_client("b"))  # type: ignore[attr-defined]
+    space._engines.add(NodeSpec("b", Role.DECODE), unused_client("b"))
     space.take("b", 100).give_back()
     space.take("elsewhere", 100).give_back()
     assert (space.taken, space.full(1)) == ({"a": 0}, ())
@@ -99,7 +99,7 @@ async def test_who_finds_no_space_waits_in_turn() -> None:
 
 async def test_nothing_waits_where_space_would_not_help() -> None:
     """No engine at all is not a full one."""
-    assert await buffers(a=2).when_room(1, lambda full: None, always) is None
+    await asyncio.wait_for(buffers(a=2).when_room(1, lambda full: None, always), 30)
 
 
 async def test_the_wait_has_a_deadline() -> None:

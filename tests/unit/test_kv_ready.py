@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import msgspec
 import pytest
@@ -133,7 +134,7 @@ async def test_a_wait_that_is_over_frees_its_id_alone() -> None:
 async def test_any_order_of_notices_and_waits(said: list[tuple[int, int | None]]) -> None:
     """What is kept is what came early and was not taken; each notice has one fate."""
     stage = Stage()
-    waits = {}
+    waits: dict[int, Any] = {}
     for name, rank in said:
         if rank is None:
             if name in waits:

@@ -68,10 +68,12 @@ def stream() -> Iterator[Blocking]:
 def test_lines_come_in_order_and_together(stream: Blocking) -> None:
     """From several threads: each thread's lines in its order, and many lines in one write."""
     writer = LineWriter(stream, report)
-    threads = [
-        threading.Thread(target=lambda name=name: [writer.write(f"{name} {number}") for number in range(500)])
-        for name in "abc"
-    ]
+
+    def write(name: str) -> None:
+        for number in range(500):
+            writer.write(f"{name} {number}")
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -16,6 +16,8 @@ PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "mock_engine.py"
 def mock():
     if "mock_engine" not in sys.modules:
         spec = importlib.util.spec_from_file_location("mock_engine", PATH)
+        assert spec is not None
+        assert spec.loader is not None
         sys.modules["mock_engine"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["mock_engine"])
     return sys.modules["mock_engine"]
@@ -82,6 +84,8 @@ def recorded_head(seen):
 )
 async def test_the_mock_engine_answers_like_recorded_ones(name, chunks):
     exchange = read(name)
+    assert exchange.sent is not None
+    assert exchange.answer is not None
     start, body = await answer_of(exchange.sent, chunks)
     assert masked(body) == masked(exchange.answer.body)
     assert head(start) == head(recorded_head(exchange.answer))

@@ -49,7 +49,7 @@ class Inbox:
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def raw(self, seconds: float = 10) -> bytes | None:
-        return self.socket.recv() if self.socket.poll(seconds * 1000) else None
+        return self.socket.recv() if self.socket.poll(int(seconds * 1000)) else None
 
     def next(self) -> Notice:
         payload = self.raw()
@@ -85,7 +85,7 @@ class Stage:
         self.inbox = inbox
         self.scheduler = getattr(nixl, kind)(settings, "scheduler", kv_cache_config=None)
         self.workers = [getattr(nixl, kind)(settings, "worker", kv_cache_config=None) for _ in range(2)]
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while True:  # connected once a first notice arrives
             self.finish(Request("cmpl-hello-0-00000000", {"do_remote_decode": True}), False, None)
             if inbox.raw(0.1) is not None:
@@ -120,7 +120,7 @@ class Stage:
                 metas.append(pickle.loads(pickle.dumps(meta)))
         joined = metas[0] if metas else None
         for meta in metas[1:]:
-            joined = joined.aggregate(meta)
+            joined = meta if joined is None else joined.aggregate(meta)
         self.scheduler.update_connector_output(Output(kv_connector_worker_meta=joined, **finished))
         return metas
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -232,7 +232,7 @@ class Favourite(Policy):
         self.learned.append(("closed", lease.node.url, lease.node.requests, verdict, now))
 
 
-def ledger(policies: dict[Role, Callable[[Role], Policy]], *urls: str) -> Ledger:
+def ledger(policies: Mapping[Role, Callable[[Role], Policy]], *urls: str) -> Ledger:
     """Engines that are up; the first letter of each URL is its role's."""
     roles = {role.value[0]: role for role in Role}
     made = Ledger(
@@ -379,7 +379,7 @@ async def test_the_settings_choose_the_policies(monkeypatch: pytest.MonkeyPatch)
     )
     nodes = [schema.Node(url=f"http://{role[0]}{n}:1", role=role) for role in get_args(schema.Role) for n in (1, 2)]
     for prefill, decode in (("second", "least_load"), ("least_load", "second")):
-        chosen = schema.PoolPolicy(prefill=prefill, decode=decode)  # type: ignore[arg-type]
+        chosen = schema.PoolPolicy(prefill=prefill, decode=decode)
         proxy = Proxy.build(schema.Settings(pools=(schema.Pool(nodes=tuple(nodes), policy=chosen),)))
         for node in nodes:
             proxy.ledger.saw(node.url, evidence())

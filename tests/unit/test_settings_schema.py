@@ -30,12 +30,16 @@ def fields_of(kind: Any, path: str = "") -> set[str]:
     return found
 
 
+def _named(tree: dict[str, object], path: str) -> list[tuple[str, object]]:
+    return [(f"{path}.{key}".lstrip("."), item) for key, item in tree.items()]
+
+
 def keys_of(value: object, path: str = "") -> set[str]:
     """All keys that a YAML tree has, in the spelling of `fields_of`."""
     if isinstance(value, list):
         return set().union(*(keys_of(item, f"{path}[]") for item in value))
     if isinstance(value, dict):
-        return set().union(*({h := f"{path}.{k}".lstrip("."), *keys_of(v, h)} for k, v in value.items()))
+        return set().union(*({name, *keys_of(item, name)} for name, item in _named(value, path)))
     return set()
 
 

@@ -90,7 +90,7 @@ def test_a_receiver_is_where_its_engine_is() -> None:
         ),
     ],
 )
-def test_a_buffer_that_makes_no_sense(options: dict[str, int], words: str) -> None:
+def test_a_buffer_that_makes_no_sense(options: dict[str, Any], words: str) -> None:
     """The section is named."""
     message = wrong(pool(decode("a"), lmcache=LMCache(**options)))
     assert message.startswith("pools[0].lmcache")

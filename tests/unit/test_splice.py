@@ -177,7 +177,12 @@ def test_a_stream_of_one_token(finish: str) -> None:
 
 def test_a_stream_of_one_token_leaves_out_what_is_null() -> None:
     """Whole answers spell it out, at every depth; streams of vLLM don't."""
-    usage = {"prompt_tokens": 3, "total_tokens": 4, "completion_tokens": 1, "completion_tokens_details": None}
+    usage: dict[str, object] = {
+        "prompt_tokens": 3,
+        "total_tokens": 4,
+        "completion_tokens": 1,
+        "completion_tokens_details": None,
+    }
     usage["prompt_tokens_details"] = {"cached_tokens": 0, "created_cache_tokens": None}
     body = whole(" a", usage=usage)
     *_, end = shown(splice(Route.COMPLETIONS, FirstToken(42, " a", "stop"), stream=True).finished_events(body))

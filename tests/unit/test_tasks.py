@@ -145,7 +145,7 @@ async def test_one_deadline_that_fails_leaves_all_others() -> None:
 
     for number in range(3):
         clock.after(0.01, broken)
-        clock.after(0.01 + number * TICK, lambda number=number: reached.append(number))
+        clock.after(0.01 + number * TICK, lambda number=number: reached.append(number))  # type: ignore[misc]
     await until(lambda: len(reached) == 3)
     clock.after(0.01, lambda: reached.append(3))
     await until(lambda: len(reached) == 4)

@@ -94,6 +94,7 @@ def test_a_handle_that_would_kill_an_engine_is_none(change: dict[str, Any]) -> N
 
 def test_an_answer_without_params() -> None:
     """The reason names the engine's option, which is what an operator has to look at."""
+    params: dict[str, Any] | None
     for params in (None, {}):
         body = json.loads(recorded("prefill_completion.txt")) | {"kv_transfer_params": params}
         reason = handle_in(read(json.dumps(body).encode()))

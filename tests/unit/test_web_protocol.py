@@ -87,7 +87,7 @@ def test_flow_and_status_lines() -> None:
 async def test_behind_a_large_read_others_have_their_turn() -> None:
     """A client that sends as fast as it can is read once in a turn; one that is not to be read stays paused."""
     transport = Transport()
-    flow = lean_flow_control.LeanFlowControl(transport)  # type: ignore[arg-type]
+    flow = lean_flow_control.LeanFlowControl(transport)
     flow.received(lean_flow_control.LARGE_READ - 1)
     assert not transport.reading_paused
     flow.received(lean_flow_control.LARGE_READ)
@@ -105,7 +105,7 @@ async def test_behind_a_large_read_others_have_their_turn() -> None:
 async def test_a_connection_counts_its_reads() -> None:
     """Those of a body are such reads."""
     entry, transport = Ingress(), Transport()
-    made = entry.config.http_protocol_class(  # type: ignore[operator]
+    made = entry.config.http_protocol_class(  # type: ignore[call-arg]
         config=entry.config, server_state=ServerState(), app_state={}, _loop=asyncio.get_running_loop()
     )
     made.connection_made(transport)

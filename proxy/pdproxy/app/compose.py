@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
@@ -95,13 +94,16 @@ class Proxy:
         library: Library = TRANSFORMERS,
         watch: Watch = UNWATCHED,
         log: Log | None = None,
+        clock: Clock | None = None,
     ) -> Proxy:
         """Make a proxy. Nothing is sent yet. `log`: where access lines go; None: they are records of the logging package.
+
+        `clock`: of all deadlines and durations; None: the real one.
 
         Raises:
             SettingsError: a file of keys or certificates, or the tokenizer, can't be used.
         """
-        pool, limits, deadlines, now = settings.pool, settings.limits, settings.deadlines, time.monotonic
+        pool, limits, deadlines = settings.pool, settings.limits, settings.deadlines
         credentials = Credentials(settings)
         own_keys = credentials.keys.wanted
 
@@ -118,13 +120,15 @@ class Proxy:
         metrics = Metrics(engines.lists)
         observers = Observers([metrics, LogObserver(log)])
         tasks = TaskOwner("fleet")
-        clock = Clock(tasks.watch("deadlines").failed)
+        deadline_failures = tasks.watch("deadlines")
+        clock = clock or Clock(deadline_failures.failed)
+        now = clock.now
 
         answer_budget = AnswerBudget(limits.max_answer_bytes, limits.max_buffered_answer_bytes)
         setup = EngineSetup(settings, credentials, engines, clock, answer_budget, watch.client)
         admin = EngineAdmin(timeout=deadlines.probe, key=engines.key, tls=engines.tls)
         auditor = Auditor(engines, ledger, observers)
-        prober = Prober(engines, ledger, admin, auditor, observers, tasks, settings.probes)
+        prober = Prober(engines, ledger, admin, auditor, observers, tasks, settings.probes, now)
 
         transfer = build_transfer(settings, engines, clock, observers)
         custodian = Custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
@@ -177,8 +181,8 @@ class Proxy:
         unread_answers = UnreadAnswers(limits.max_buffered_answer_bytes, observers)
         connections = Connections(limits.max_connections, observers)
 
-        wrong = [tasks.shortcomings, ledger_source(ledger), auditor.shortcomings, credentials.shortcomings]
-        metrics.add_gauges(engine_gauges(engines, auditor))
+        wrong = [tasks.shortcomings, ledger_source(ledger, now), auditor.shortcomings, credentials.shortcomings]
+        metrics.add_gauges(engine_gauges(engines, auditor, now))
         metrics.add_gauges(kv_gauges(custodian, transfer.ready, transfer.buffers))
         metrics.add_gauges(request_gauges(admission, bodies))
         metrics.add_gauges(memory_gauges(connections, body_budget, answer_budget, unread_answers))
@@ -202,7 +206,7 @@ class Proxy:
             clock=clock,
             observers=observers,
             readiness=readiness,
-            models=partial(models, engines, admin, own_keys=own_keys),
+            models=partial(models, engines, admin, now, own_keys=own_keys),
             metrics=metrics,
             telemetry=router.telemetry if transfer.contract.has_notices_over(Channel.HTTP) else None,
         )

@@ -5,7 +5,6 @@ Owns the bounds of that answer: its sentences may hold text of engines.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from pdproxy.kit.text import truncate
@@ -37,6 +36,6 @@ class ReadinessCheck:
         return Readiness(truncate(reason, MAX_REASON) if reason is not None else None, shown)
 
 
-def ledger_source(ledger: Ledger) -> Callable[[], Sequence[str]]:
+def ledger_source(ledger: Ledger, now: Callable[[], float]) -> Callable[[], Sequence[str]]:
     """Return the source of what is wrong with engines, at the time of each call."""
-    return lambda: ledger.shortcomings(time.monotonic())
+    return lambda: ledger.shortcomings(now())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
@@ -21,7 +19,7 @@ def build_transfer(settings: Settings, engines: EngineRegistry, clock: Clock, ob
     pool = settings.pool
     return KvTransfer(
         entry_of(pool.connector).contract(settings),
-        KvReady(clock, observers, time.monotonic),
+        KvReady(clock, observers, clock.now),
         ReceiveBuffers(engines, pool.lmcache.chunk_size, clock, observers, settings.deadlines.queue),
         recomputes=settings.kv_ready.on_timeout == "recompute",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engines import EngineRegistry
@@ -11,15 +11,15 @@ from pdproxy.observe.metrics import Gauge
 _LABELS = ("node", "role")
 
 
-def engine_gauges(engines: EngineRegistry, auditor: Auditor) -> list[Gauge]:
+def engine_gauges(engines: EngineRegistry, auditor: Auditor, now: Callable[[], float]) -> list[Gauge]:
     """Return the gauges of all engines. Each is read at every scrape."""
 
     def inflight() -> list[tuple[tuple[str, ...], float]]:
         return [((url, one.node.role.value), one.node.requests) for url, one in engines.items()]
 
     def up() -> list[tuple[tuple[str, ...], float]]:
-        now = time.monotonic()
-        return [((url, one.node.role.value), float(one.node.usable(now))) for url, one in engines.items()]
+        at = now()
+        return [((url, one.node.role.value), float(one.node.usable(at))) for url, one in engines.items()]
 
     def missing() -> list[tuple[tuple[str, ...], float]]:
         return [((url,), tokens) for url, tokens in auditor.missing().items()]

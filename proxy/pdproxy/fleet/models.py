@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -21,7 +21,14 @@ class _ModelName(msgspec.Struct):
     id: str
 
 
-async def models(engines: EngineRegistry, admin: EngineAdmin, authorization: bytes | None, *, own_keys: bool) -> bytes:
+async def models(
+    engines: EngineRegistry,
+    admin: EngineAdmin,
+    now: Callable[[], float],
+    authorization: bytes | None,
+    *,
+    own_keys: bool,
+) -> bytes:
     """Return the models of all engines that can serve by themselves, each once, as the engines describe them.
 
     `own_keys`: clients send keys of the proxy, so engines are asked with the proxy's key; else with the client's `authorization`.
@@ -33,10 +40,10 @@ async def models(engines: EngineRegistry, admin: EngineAdmin, authorization: byt
     own = None if own_keys else (authorization or b"").decode("latin-1")
     cards: dict[str, msgspec.Raw] = {}
     failed: EngineError | None = None
-    now = time.monotonic()
+    at = now()
     for url, engine in list(engines.items()):
         node = engine.node
-        if node.role is Role.PREFILL or not node.usable(now) or node.evidence is None:
+        if node.role is Role.PREFILL or not node.usable(at) or node.evidence is None:
             continue
         if node.evidence.models <= cards.keys():
             continue

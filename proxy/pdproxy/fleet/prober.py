@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
@@ -59,6 +58,7 @@ class Prober:
         observers: Observers,
         tasks: TaskOwner,
         probes: Probes,
+        now: Callable[[], float],
     ) -> None:
         self._engines = engines
         self._ledger = ledger
@@ -66,6 +66,7 @@ class Prober:
         self._auditor = auditor
         self._observers = observers
         self._tasks = tasks
+        self._now = now
         self._interval = probes.interval
         self._scrape_every = max(1, round(probes.scrape_interval / probes.interval))
         self._started = False
@@ -149,7 +150,7 @@ class Prober:
             self._observers.notify(DeadlinePassed(error.wait.value, engine.url))
 
     def _lost(self, engine: Engine, error: EngineError) -> None:
-        if self._ledger.lost(engine.url, error.message, time.monotonic()):
+        if self._ledger.lost(engine.url, error.message, self._now()):
             role = engine.node.role.value
             self._observers.notify(NodeChanged(engine.url, role, up=False, reason=error.message))
 

@@ -1,14 +1,15 @@
 """Deadlines for the data path: any number of them on one timer of the event loop.
 
-Owns that timer. Every request sets several deadlines and reaches none, so setting and dropping one must cost next to nothing;
-being exact need not: a deadline is reached up to `TICK` late, never early. Time in which the loop was held up (a stalled machine,
-a stopped process, work that is too large) counts for no deadline: what had come in time is not late.
+Owns that timer. Every request sets several deadlines and reaches none. So setting and cancelling a deadline must be cheap, and it
+need not be exact: a deadline is reached up to `TICK` late, never early. Time in which the loop was held up (a stalled machine,
+a stopped process, one long computation) counts for no deadline: data that arrived in time is not late.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from types import TracebackType
 
@@ -21,11 +22,11 @@ TICK = 0.05
 
 
 def _nothing() -> None:
-    """What a timer does that was cancelled."""
+    """Do nothing: what a cancelled timer calls."""
 
 
 class Timer:
-    """One thing that is to be done at a certain time, unless it is cancelled first."""
+    """One call at a certain time, unless it is cancelled first."""
 
     __slots__ = ("_number", "_slots", "then")
 
@@ -35,8 +36,8 @@ class Timer:
         self.then = then
 
     def cancel(self) -> None:
-        """Never do it. Cancelling again, or afterwards, changes nothing."""
-        self.then = _nothing  # which mostly refers to whoever holds this timer
+        """Drop the call. Cancelling twice, or after the call, changes nothing."""
+        self.then = _nothing  # `then` often refers to the owner of this timer: no reference circle stays
         slot = self._slots.get(self._number)
         if slot is not None:
             slot.discard(self)
@@ -45,14 +46,16 @@ class Timer:
 
 
 class Clock:
-    """Calls back when times have come, in ticks. Belongs to the event loop that first uses it.
+    """Calls functions at their times, in ticks. Belongs to the event loop that first sets a timer.
 
-    Counts the time in which the loop could look at its sockets. A callback that holds the loop up for seconds makes no wait
-    shorter: the hold-up counts for no timer, and sockets are read between it and the next timer.
+    Only time in which the loop could read its sockets counts. A callback that holds the loop up for seconds makes no wait
+    shorter: that time counts for no timer, and sockets are read between it and the next timer.
     """
 
     def __init__(self, failed: Callable[[Exception], None] | None = None) -> None:
-        """Make one. `failed` gets what was raised by something that was to be done; None: it is logged here."""
+        """Make one. `failed` gets each exception that a timer's function raised; None: it is logged here."""
+        self.now: Callable[[], float] = time.monotonic
+        """Returns seconds of a steady clock, for durations. Timers count these seconds less those of hold-ups."""
         self._failed = failed or _log
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: dict[int, set[Timer]] = {}
@@ -66,14 +69,8 @@ class Clock:
     def __repr__(self) -> str:
         return f"<Clock {sum(map(len, self._slots.values()))} timers>"
 
-    def now(self) -> float:
-        """Return the event loop's time in seconds."""
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-        return self._loop.time()
-
     def after(self, seconds: float, then: Callable[[], None]) -> Timer:
-        """Have `then` called after so many seconds, or up to a tick later."""
+        """Call `then` after `seconds`, or up to a tick later."""
         loop = self._loop
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()
@@ -89,7 +86,7 @@ class Clock:
         return timer
 
     def within(self, seconds: float) -> Within:
-        """Return a block that may take so many seconds: TimeoutError after that, as `asyncio.timeout`."""
+        """Return a context that raises TimeoutError after `seconds`, as `asyncio.timeout` does."""
         return Within(self, seconds)
 
     def _tick_at(self, due: float, *, read: bool) -> None:
@@ -98,14 +95,14 @@ class Clock:
         self._next = self._loop.call_at(due + self._lost, self._tick, read)
 
     def _tick(self, read: bool) -> None:
-        """Call what is due. `read`: the sockets were read since the loop was held up."""
+        """Call all timers that are due. `read`: the sockets were read since the loop was held up."""
         assert self._loop is not None
         now = self._loop.time() - self._lost
         if now > self._due + TICK:
             self._lost += now - self._due
             now = self._due
             if not read:
-                # Timers run before sockets are read: so not in this turn of the loop, but in one after the next read.
+                # The loop runs timers before it reads sockets. So wait for a later turn, after the next read.
                 self._tick_at(now + TICK / 10, read=True)
                 return
         last = int(now / TICK)
@@ -118,7 +115,7 @@ class Clock:
             while slot:
                 try:
                     slot.pop().then()
-                except Exception as error:  # all other deadlines of the process go on
+                except Exception as error:  # the other deadlines of the process still count
                     self._failed(error)
         self._next = None
         if self._slots:
@@ -126,11 +123,11 @@ class Clock:
 
 
 def _log(error: Exception) -> None:
-    logger.error("what was to be done at a deadline failed: %s", frames(error))
+    logger.error("the function of a deadline failed: %s", frames(error))
 
 
 class Within:
-    """See `Clock.within`. Entered once, by the task that it may interrupt."""
+    """See `Clock.within`. It is entered once, by the task that it may interrupt."""
 
     __slots__ = ("_cancelling", "_clock", "_late", "_seconds", "_task", "_timer")
 
@@ -161,6 +158,6 @@ class Within:
         assert self._timer is not None
         self._timer.cancel()
         self._timer = None
-        # A cancellation by somebody else at the same time has to go on.
+        # If somebody else cancelled the task as well, that cancellation must stay.
         if self._late and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError from error

@@ -6,8 +6,8 @@ called in the event loop and must return at once.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -35,12 +35,13 @@ Best = Callable[[Ask], Node]
 """Returns the best of a fixed set of engines for a request."""
 
 
-class Policy(Protocol):
+class Policy(ABC):
     """Ranks engines of one role. Subclasses must define `rank`; everything else has a default.
 
     Engines are read only. Their counters (`requests`, `prompt_bytes`) are up to date in every call.
     """
 
+    @abstractmethod
     def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
         """Return `nodes`, two or more, with the best for this request first."""
 
@@ -53,12 +54,15 @@ class Policy(Protocol):
 
     def engines_changed(self) -> None:
         """An engine came up, went down or changed. No function that `best_of` returned before is called again."""
+        return
 
     def opened(self, lease: Lease, ask: Ask) -> None:
         """A lease was opened on an engine of this role, whether this policy chose it or not."""
+        return
 
     def closed(self, lease: Lease, verdict: Verdict, now: float) -> None:
         """A lease on an engine of this role was closed, at `now` in monotonic seconds."""
+        return
 
 
 PolicyFactory = Callable[[Role], Policy]

@@ -12,8 +12,6 @@ from pdproxy.web.unread_answers import UnreadAnswers
 
 LINGER = 2.0
 """Seconds for a refused client to read the answer, and to stop sending."""
-GRACE = 0.02
-"""Seconds after a deadline in which what is here already is read: a loop that was held up runs timers before it reads sockets."""
 MAX_UNSENT = 4096
 """Bytes that wait for a client before its engine's leg is paused. With one more read of uvloop, a client holds up to 256 KiB."""
 MAX_PIPELINED = 64

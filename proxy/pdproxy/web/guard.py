@@ -12,6 +12,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from pdproxy.kit.clock import Timer
 from pdproxy.kit.errors import (
     BadRequestError,
     BodyTimeoutError,
@@ -25,7 +26,7 @@ from pdproxy.kit.errors import (
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.web.client_connection import ClientConnection
-from pdproxy.web.connection_bounds import GRACE, MAX_PARTS, MAX_PATH, MAX_PIPELINED, MIN_PART, small_parts_error
+from pdproxy.web.connection_bounds import MAX_PARTS, MAX_PATH, MAX_PIPELINED, MIN_PART, small_parts_error
 
 _HOST = re.compile(rb"[\w.~%!$&'()*+,;=:\[\]-]*", re.ASCII)
 """The characters of a URI's host and port (RFC 3986, 3.2.2); empty where the target has none."""
@@ -56,7 +57,7 @@ class GuardedProtocol(ClientConnection):
         """Whether the parser has called back during this read."""
         self._refusal: PdproxyError | None = None
         """Why the parser was stopped."""
-        self._deadline: asyncio.TimerHandle | None = None
+        self._deadline: Timer | None = None
         """Of what the client has to send: a request, the rest of a head, the rest of a body."""
 
     # -- what the rest of the package asks
@@ -231,10 +232,7 @@ class GuardedProtocol(ClientConnection):
             self._call_after(self.bounds.head_timeout, self._head_is_late)
 
     def _call_after(self, seconds: float, then: Callable[[], None]) -> None:
-        def wait_once_more() -> None:
-            self._deadline = self.loop.call_later(GRACE, then)
-
-        self._deadline = self.loop.call_later(seconds, wait_once_more)
+        self._deadline = self.bounds.slow_readers.clock.after(seconds, then)
 
     def _cancel_deadline(self) -> None:
         if self._deadline is not None:

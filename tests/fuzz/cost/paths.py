@@ -225,7 +225,7 @@ def _entry() -> _Entry:
 async def connected(data: bytes) -> None:
     """What a client sends on one connection, read by read."""
     entry, state, transport = _entry(), ServerState(), Transport()
-    protocol = entry.config.http_protocol_class(  # type: ignore[operator]
+    protocol = entry.config.http_protocol_class(  # type: ignore[call-arg]
         config=entry.config, server_state=state, app_state={}, _loop=asyncio.get_running_loop()
     )
     protocol.connection_made(transport)
@@ -265,7 +265,7 @@ def streamed(*, framed: bool, takes_ids: bool) -> Run:
             if not started and relay.first.done() and relay.first.exception() is None:
                 started = True
                 if relay.status == 200 and not isinstance(relay.first.result(), Answer):
-                    relay.flow(Output(), leg)
+                    relay.flow(Output(), leg)  # type: ignore[arg-type]
             await asyncio.sleep(0)
         connection.connection_lost(None)
         if relay.first.done():

@@ -117,7 +117,7 @@ def lmcache(exchanges: int, notices: list[str], *, degraded: bool = False) -> Sc
         try:
             port = proxy.bind_to_random_port("tcp://127.0.0.1")
             both: dict[str, Any] = {"connector": "lmcache-pd", **_IDS}
-            config = {"chunk_size": 32, "pd_backend_mode": "sync", "degraded": degraded}
+            config: dict[str, Any] = {"chunk_size": 32, "pd_backend_mode": "sync", "degraded": degraded}
             receiver = LMCache(**config, skip_last_n_tokens=1)
             engines = {
                 8100: await stage.engine("aggregated", enable_prompt_tokens_details=True, num_gpu_blocks=512),

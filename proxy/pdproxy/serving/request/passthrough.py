@@ -199,7 +199,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
 
                 def look() -> None:
                     if node.down_for(engines.now()) >= max_down:
-                        limit.reschedule(clock.now())
+                        limit.reschedule(0.0)  # at once
                     else:
                         timers.append(clock.after(max_down / 4, look))  # noqa: F821
 

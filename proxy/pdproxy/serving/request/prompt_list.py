@@ -87,6 +87,7 @@ class PromptList:
             takes_ids=self._parsed.adds_ids,
             budget=self._dispatcher.resources.answer_budget,
             templates=self._dispatcher.resources.templates,
+            now=self._dispatcher.resources.now,
         )
 
 

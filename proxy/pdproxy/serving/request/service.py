@@ -88,6 +88,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             takes_ids=parsed.adds_ids,
             budget=service.engines.answer_budget,
             templates=service.engines.templates,
+            now=service.engines.now,
         )
         self._exchange = service.dispatcher.exchange(parsed, prompt, heading, new_relay)
         return self._serve_one

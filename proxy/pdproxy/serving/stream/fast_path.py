@@ -29,8 +29,8 @@ _LEARN_INTERVAL = 8
 class FastPath:
     """One stream's counts, and its way past the relay while `enabled`: the stream flows, and the relay holds back nothing of it.
 
-    `events` that were forwarded, `last` when (loop time, s), `buckets` and `total` as in `Gaps`. `templates` are those of all
-    streams; `takes_ids`: whether token ids are removed from the events and kept.
+    `events` that were forwarded, `last` when (the clock's time, s), `buckets` and `total` as in `Gaps`. `templates` are those
+    of all streams; `takes_ids`: whether token ids are removed from the events and kept.
     """
 
     __slots__ = (

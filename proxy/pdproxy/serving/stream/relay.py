@@ -13,6 +13,7 @@ failed, whatever the connection reports.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from enum import Enum
 
@@ -89,6 +90,7 @@ class Relay:
         takes_ids: bool = False,
         budget: AnswerBudget | None = None,
         templates: EventTemplates | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.first: asyncio.Future[Answer | StreamStarted] = loop.create_future()
@@ -100,7 +102,7 @@ class Relay:
         self.headers: Headers = []
         """The engine's, until they are used."""
         self.budget = AnswerBudget() if budget is None else budget
-        self.fast_path = FastPath(loop.time, EventTemplates() if templates is None else templates, takes_ids=takes_ids)
+        self.fast_path = FastPath(now, EventTemplates() if templates is None else templates, takes_ids=takes_ids)
         self.filter = EventFilter(
             wants_usage=wants_usage,
             keeps_usage=wants_usage if keeps_usage is None else keeps_usage,
@@ -108,7 +110,7 @@ class Relay:
             index=index,
             creation_time=creation_time,
         )
-        self._time = loop.time
+        self._time = now
         self._wants_done = wants_done
         self._takes_ids = takes_ids
         self._phase = _Phase.HOLDING

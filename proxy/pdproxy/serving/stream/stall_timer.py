@@ -10,7 +10,7 @@ from pdproxy.kit.clock import Clock
 class StallTimer:
     """Calls `stalled` once, when nothing has come for `seconds`. Runs until it is cancelled.
 
-    `last` returns when something came last (loop time, s), None while the stream is paused.
+    `last` returns when something came last (the clock's time, s), None while the stream is paused.
     """
 
     __slots__ = ("_clock", "_last", "_seconds", "_stalled", "_suspected", "_timer")
