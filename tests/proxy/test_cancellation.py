@@ -24,7 +24,7 @@ class _Output:
         self.begun = self.gone = self.paused = self.over = False
         self.client = Client("a client")
 
-    def let_go_of_body(self) -> None:
+    def drop_body(self) -> None:
         pass
 
     def whole(self, status: int, headers: object, body: bytes) -> None:

@@ -31,7 +31,7 @@ async def add(w: World, role: str = "decode") -> FakeEngine:
 
 async def up(w: World, engine: FakeEngine) -> None:
     """Wait until an engine is up."""
-    await until(lambda: w.proxy.engines[engine.url].node.alive)
+    await until(lambda: w.proxy.engines[engine.url].node.up)
 
 
 async def _rest(reply: Reply) -> None:
@@ -132,17 +132,17 @@ async def test_one_that_is_added_again_is_probed_again() -> None:
     """Nothing of its past counts: what was learned of it before may be wrong by now."""
     async with world(decode=2) as w:
         engine = w.decode[0]
-        before = w.proxy.ledger.life(engine.url)
+        before = w.proxy.ledger.run_of(engine.url)
         old = w.proxy.setup.remove(engine.url)
-        assert w.proxy.ledger.life(engine.url) == before, "handles that are still open ask for it"
+        assert w.proxy.ledger.run_of(engine.url) == before, "handles that are still open ask for it"
         with pytest.raises(KeyError):
             w.proxy.setup.remove(engine.url)
         new = w.proxy.setup.add(Node(url=engine.url, role="decode"))
         with pytest.raises(ValueError, match="is there already"):
             w.proxy.setup.add(Node(url=engine.url, role="decode"))
         assert new is not old
-        assert w.proxy.ledger.life(engine.url) != before
-        assert not new.node.alive
+        assert w.proxy.ledger.run_of(engine.url) != before
+        assert not new.node.up
         await up(w, engine)
         w.proxy.setup.remove(w.decode[1].url)
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT

@@ -82,7 +82,7 @@ SLOWLY = {"comments"}
 
 def room(w: World) -> AnswerBudget:
     """The room of the proxy's engines."""
-    return w.proxy.service.engines.answer_budget
+    return w.proxy.service.resources.answer_budget
 
 
 @asynccontextmanager
@@ -316,7 +316,7 @@ async def test_an_engine_whose_pages_have_no_end_does_not_come_up(name: str) -> 
         why = w.proxy.ledger.nodes[1].down_because or ""
         assert said in why
         assert len(why) < 500
-        assert w.proxy.ledger.nodes[0].alive
+        assert w.proxy.ledger.nodes[0].up
         if isinstance(script, Endless):
             assert script.sent < LET_THROUGH + 8 * MIB
 
@@ -330,7 +330,7 @@ async def test_a_health_page_without_end() -> None:
     script = Endless(*WHOLE["an answer in chunks"])
     async with world(probed=False, before=before) as w:
         await w.probe()
-        assert w.proxy.ledger.nodes[1].alive
+        assert w.proxy.ledger.nodes[1].up
         assert script.sent < LET_THROUGH
 
 

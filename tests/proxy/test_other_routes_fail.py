@@ -159,7 +159,7 @@ async def test_an_engine_that_is_not_there() -> None:
         w.decode[0].refuse()
         for _ in range(2):
             assert (await w.ask("/tokenize", {"model": "tiny", "prompt": "x"})).status == 200
-        assert [node.alive for node in w.proxy.ledger.nodes] == [True, False, True]
+        assert [node.up for node in w.proxy.ledger.nodes] == [True, False, True]
         await w.decode[0].listen()
 
 
@@ -176,7 +176,7 @@ async def test_the_breaker_hears_of_failures(path: str) -> None:
         answer = await w.ask(path, {"model": "tiny"})
         assert (answer.status, answer.body) == (500, own)
         assert w.proxy.ledger.nodes[1].failures == 2
-        assert not w.proxy.ledger.nodes[1].usable(w.proxy.service.engines.now())
+        assert not w.proxy.ledger.nodes[1].usable(w.proxy.service.resources.now())
 
 
 async def test_what_a_model_cannot_do_is_no_failure() -> None:
@@ -239,7 +239,7 @@ async def test_an_engine_that_probes_have_lost() -> None:
         seen = everyone(w, "/v1/embeddings", script)
         asking = asyncio.ensure_future(w.ask("/v1/embeddings", {"model": "tiny"}))
         await until(lambda: seen)
-        w.proxy.ledger.lost(w.decode[0].url, "gone", w.proxy.service.engines.now())
+        w.proxy.ledger.mark_down(w.decode[0].url, "gone", w.proxy.service.resources.now())
         assert (await asking).status == 504
 
 

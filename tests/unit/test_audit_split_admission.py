@@ -38,7 +38,7 @@ class Recorder:
 def books() -> tuple[Auditor, Engine, Recorder]:
     """An auditor of one decode engine with blocks of 16."""
     engines, ledger = registry(NodeSpec("d", Role.DECODE))
-    ledger.saw("d", Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
+    ledger.mark_up("d", Evidence(frozenset("m"), "1", 16, (), 0, 1.0))
     recorder = Recorder()
     return Auditor(engines, ledger, Observers([recorder])), engines["d"], recorder
 

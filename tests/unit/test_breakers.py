@@ -74,7 +74,7 @@ def test_after_a_breaker_is_closed_engines_are_chosen_the_short_way_again() -> N
 
     made = Ledger(SPECS, breaker_failures=2, breaker_cooldown=10, policies={Role.PREFILL: Watched})
     for url in URLS:
-        made.saw(url, evidence())
+        made.mark_up(url, evidence())
 
     def ranks(now: float) -> bool:
         ranked.clear()
@@ -100,19 +100,19 @@ def test_the_breaker_of_an_engine_that_is_down_is_not_reported() -> None:
     legs = [split(made, 0) for _ in range(7)]
     assert [made.close(legs.pop(), Verdict.UNREACHABLE, 0) for _ in range(2)] == [True, False]
     assert [made.close(legs.pop(), Verdict.FAILED, 0) for _ in range(3)] == [False] * 3
-    made.saw("d1", evidence())
+    made.mark_up("d1", evidence())
     assert d1.usable(0)
     assert [made.close(legs.pop(), Verdict.FAILED, 0) for _ in range(2)] == [False, True]
-    made.lost("d1", "gone", 1)
-    made.saw("d1", evidence())
+    made.mark_down("d1", "gone", 1)
+    made.mark_up("d1", evidence())
     assert (d1.usable(1), d1.failures) == (True, 0)
 
 
 def test_the_breaker_never_takes_the_last_engine() -> None:
     """Where all engines of a role, or of a model, are shut out, they are still used, and the pool stays ready."""
     made = ledger()
-    made.saw("d1", evidence(models="x"))
-    made.lost("a1", "gone", 0)
+    made.mark_up("d1", evidence(models="x"))
+    made.mark_down("a1", "gone", 0)
 
     def shut_out(url: str) -> None:
         for _ in range(2):
@@ -132,6 +132,6 @@ def test_the_breaker_never_takes_the_last_engine() -> None:
     assert pair[Role.DECODE].node.url == "d2"
     assert made.not_ready() is None
     for url in ("d1", "d2"):
-        made.lost(url, "gone", 1)
+        made.mark_down(url, "gone", 1)
     assert made.assign(SPLIT, Ask("m", 1, 1)) is None, "an engine that is down is no engine"
     assert "d1 gone; d2 gone; a1 gone" in (made.not_ready() or "")

@@ -52,7 +52,7 @@ class Engines:
 
     def up(self, url: str, started: float = 1.0) -> None:
         """Have probed an engine."""
-        self.ledger.saw(url, Evidence(frozenset(card.id for card in self.cards), "1", 16, (), 0, started))
+        self.ledger.mark_up(url, Evidence(frozenset(card.id for card in self.cards), "1", 16, (), 0, started))
         self.canaries.changed()
 
     def notify(self, event: Event) -> None:
@@ -149,7 +149,7 @@ async def test_one_that_went_down_does_not_count(engines: Engines) -> None:
     assert engines.judged()[1:] == [(D, "tiny", False)] or engines.judged()[:1] == [(D, "tiny", False)]
     assert engines.canaries.trusted("tiny", Route.CHAT) is None
     assert engines.canaries.trusted("tiny", Route.COMPLETIONS) is not None, "its template differs, not its tokenizer"
-    engines.ledger.lost(D, "gone", 0.0)
+    engines.ledger.mark_down(D, "gone", 0.0)
     engines.canaries.changed()
     assert engines.canaries.trusted("tiny", Route.CHAT) is not None
     engines.up(D)
@@ -169,7 +169,7 @@ async def test_one_that_reports_no_start_is_asked_whenever_it_comes_back(engines
     await engines.canaries.look()
     assert engines.canaries.trusted("tiny", Route.CHAT) is not None
     engines.makes[P] = SimTokenizer("plain")
-    engines.ledger.lost(P, "gone", 0.0)
+    engines.ledger.mark_down(P, "gone", 0.0)
     engines.up(P, started=0.0)
     assert engines.canaries.trusted("tiny", Route.CHAT) is None
     await engines.canaries.look()

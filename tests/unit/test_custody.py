@@ -6,14 +6,14 @@ from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.kv.custody import Custodian, End
-from pdproxy.serving.kv.orphans import PrefillLeg, _Orphan
+from pdproxy.serving.kv.orphans import PrefillRecord, _Orphan
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.transfer.lmcache_pd import lmcache_pd
 from pdproxy.transfer.nixl import NIXL, Options, nixl
 from pdproxy.wire.notices import Event, Notice
 
-LEG = PrefillLeg("http://p", None, (), lambda _: "nothing")
+LEG = PrefillRecord("http://p", None, (), lambda _: "nothing")
 
 
 def custodian(contract: Contract) -> Custodian:
@@ -43,12 +43,12 @@ def test_notices_end_handles_of_engines_with_the_notifier() -> None:
     loaded = Notice(event=Event.LOADED, request_id="leg", remote_request_id="r1")
     kept = custodian(nixl(Options(notifier=True)))
     custody = kept.take(handle("r1"), LEG)
-    kept.heard(loaded)
-    kept.heard(loaded)
+    kept.receive(loaded)
+    kept.receive(loaded)
     assert custody.how is End.LOADED
     without = custodian(NIXL)
     custody = without.take(handle("r1"), LEG)
-    without.heard(loaded)
+    without.receive(loaded)
     assert custody.how is None
 
 
@@ -66,7 +66,7 @@ async def test_an_aborted_push_is_read_unless_it_was_probably_read_before() -> N
 async def test_a_wait_for_a_release_has_a_limit() -> None:
     """The release goes on. Whoever waited gets False."""
     kept = custodian(NIXL)
-    assert not await kept.take(handle("r1"), LEG).given_back(0.01)
+    assert not await kept.take(handle("r1"), LEG).released(0.01)
     assert kept.snapshot()["releasing"][0] == 1
     await kept.settle(0)
 

@@ -22,7 +22,7 @@ P, D, E = NodeSpec("p", Role.PREFILL), NodeSpec("d", Role.DECODE), NodeSpec("e",
 def up(ledger: Ledger, *urls: str, started: float = 1.0) -> None:
     """Have probed engines."""
     for url in urls:
-        ledger.saw(url, Evidence(frozenset("m"), "1", 16, (), 0, started))
+        ledger.mark_up(url, Evidence(frozenset("m"), "1", 16, (), 0, started))
 
 
 class Watcher:
@@ -114,12 +114,12 @@ def test_nobody_gets_a_removed_engine() -> None:
             assert pair is not None
             assert alone is not None
             assert (pair[Role.DECODE].node.url, alone.node.url) == ("e", "e")
-    releaser = ledger.releaser("p", "m", 0.0, prefer_not="e")
+    releaser = ledger.release_through("p", "m", 0.0, prefer_not="e")
     assert releaser is not None
     assert releaser.url == "e"
     engines.remove("p")
     assert ledger.assign(SPLIT, Ask("m", 1, 0.0)) is None
-    assert ledger.releaser("p", "m", 0.0) is not None, "its handles are still to be released"
+    assert ledger.release_through("p", "m", 0.0) is not None, "its handles are still to be released"
 
 
 def test_an_ejected_pair_is_forgotten_with_its_engine() -> None:
@@ -140,14 +140,14 @@ def test_a_run_is_told_from_those_before_the_removal() -> None:
     engines, ledger = registry(D)
     up(ledger, "d")
     up(ledger, "d", started=2.0)
-    lives = [ledger.life("d")]
+    lives = [ledger.run_of("d")]
     engines["d"].run.proven["m", None, False] = 1  # type: ignore[index]
     engines.remove("d")
-    assert ledger.life("d") == lives[0]
+    assert ledger.run_of("d") == lives[0]
     engines.add(D, unused_client("d"))
-    lives.append(ledger.life("d"))
+    lives.append(ledger.run_of("d"))
     up(ledger, "d")
-    lives.append(ledger.life("d"))
+    lives.append(ledger.run_of("d"))
     assert len(set(lives)) == 3
     assert not engines["d"].run.proven
 

@@ -55,8 +55,8 @@ async def test_engines_without_space_are_left_out() -> None:
     taken = space.take("a", 2)
     assert space.full(1) == ("a",)
     assert space.full(2) == ("a", "b")
-    taken.give_back()
-    taken.give_back()
+    taken.release()
+    taken.release()
     assert space.taken == {"a": 0, "b": 0}
 
 
@@ -64,8 +64,8 @@ async def test_an_engine_without_a_bound_is_never_full() -> None:
     """Nothing is counted for it."""
     space = buffers(a=1)
     space._engines.add(NodeSpec("b", Role.DECODE), unused_client("b"))
-    space.take("b", 100).give_back()
-    space.take("elsewhere", 100).give_back()
+    space.take("b", 100).release()
+    space.take("elsewhere", 100).release()
     assert (space.taken, space.full(1)) == ({"a": 0}, ())
 
 
@@ -85,14 +85,14 @@ async def test_who_finds_no_space_waits_in_turn() -> None:
     await asyncio.sleep(0)
     small = asyncio.create_task(come("small", 1))
     await asyncio.sleep(0)
-    held[0].give_back()
+    held[0].release()
     for _ in range(5):
         await asyncio.sleep(0)
     assert order == []
-    held[1].give_back()
+    held[1].release()
     await large
     assert order == ["large"]
-    held[2].give_back()
+    held[2].release()
     await small
     assert order == ["large", "small"]
 
@@ -122,7 +122,7 @@ async def test_who_leaves_the_queue_takes_nothing() -> None:
     staying = asyncio.create_task(space.when_room(1, first_of("a"), always))
     await asyncio.sleep(0)
     leaving.cancel()
-    held.give_back()
+    held.release()
     assert await staying == "a"
     assert space.taken == {"a": 0}
 
@@ -151,5 +151,5 @@ async def test_an_engine_that_is_added_has_space_for_who_waits() -> None:
     assert not waiting.done()
     engines.remove("a")
     assert await asyncio.wait_for(waiting, 1) is None
-    held.give_back()
+    held.release()
     assert (space.taken, space.bounded) == ({}, False)

@@ -34,7 +34,7 @@ def ledger(*, probed: bool = True) -> Ledger:
     made = Ledger(SPECS, breaker_failures=2, breaker_cooldown=10)
     if probed:
         for url in URLS:
-            made.saw(url, evidence())
+            made.mark_up(url, evidence())
     return made
 
 
@@ -63,7 +63,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert frozenset((p.url, d.url)) not in self.ejected
         assert not {p.url, d.url} & (self.down | without)
         for node in (p, d):
-            assert node.alive
+            assert node.up
             others = [n for n in self.ledger.nodes if n.role is node.role and n.url not in without]
             assert node.usable(self.now) or not any(n.usable(self.now) for n in others)
         assert model != "other"
@@ -113,12 +113,12 @@ class LedgerMachine(RuleBasedStateMachine):
         found = evidence(version=version, started=self.started if restarted else node.evidence.started)
         if found != node.evidence:
             self.ejected = {pair for pair in self.ejected if url not in pair}
-        self.ledger.saw(url, found)
+        self.ledger.mark_up(url, found)
         self.down.discard(url)
 
     @rule(url=st.sampled_from(URLS))
     def lost(self, url: str) -> None:
-        assert self.ledger.lost(url, "gone", self.now) is (url not in self.down)
+        assert self.ledger.mark_down(url, "gone", self.now) is (url not in self.down)
         self.down.add(url)
 
     @rule(seconds=st.floats(0.1, 20))
@@ -133,7 +133,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert node.prompt_bytes == sum(lease.prompt_bytes for lease in mine)
             assert node.failures >= 0
         assert isinstance(self.ledger.shortcomings(self.now), list)
-        alive = [n for n in self.ledger.nodes if n.alive]
+        alive = [n for n in self.ledger.nodes if n.up]
         assert {n.url for n in alive} == set(URLS) - self.down
         assert (self.ledger.not_ready() is None) is any(n.role is not Role.PREFILL for n in alive)
 
@@ -177,12 +177,12 @@ def test_how_long_an_engine_has_been_down() -> None:
     """It counts from the first failed probe, not from later ones, and ends with the first good probe."""
     made = ledger()
     node = made.nodes[2]
-    assert (node.alive, node.down_for(50)) == (True, 0)
-    assert made.lost("d1", "gone", 10) is True
-    assert made.lost("d1", "still gone", 20) is False
-    assert (node.alive, node.down_for(25)) == (False, 15)
-    made.saw("d1", evidence())
-    assert (node.alive, node.down_for(30)) == (True, 0)
+    assert (node.up, node.down_for(50)) == (True, 0)
+    assert made.mark_down("d1", "gone", 10) is True
+    assert made.mark_down("d1", "still gone", 20) is False
+    assert (node.up, node.down_for(25)) == (False, 15)
+    made.mark_up("d1", evidence())
+    assert (node.up, node.down_for(30)) == (True, 0)
     lease = made.assign_alone(Ask("m", 0, 31), without={"a1", "d2"})
     assert lease is not None
     made.close(lease, Verdict.UNREACHABLE, 31)
@@ -209,13 +209,13 @@ def test_differences(other: Evidence, why: str | None) -> None:
 def test_a_release_goes_to_an_engine_that_knows_the_model() -> None:
     """A handle is released where its model is served, and not where it failed."""
     made = ledger()
-    made.saw("d2", evidence(models="x"))
-    node = made.releaser("http://p1", "m", 0, prefer_not="d2")
+    made.mark_up("d2", evidence(models="x"))
+    node = made.release_through("http://p1", "m", 0, prefer_not="d2")
     assert node is not None
     assert node.url == "d1"
-    made.saw("d2", evidence())
+    made.mark_up("d2", evidence())
     for _ in range(3):
-        node = made.releaser("http://p1", "m", 0, prefer_not="d1")
+        node = made.release_through("http://p1", "m", 0, prefer_not="d1")
         assert node is not None
         assert node.url == "d2"
 
@@ -241,7 +241,7 @@ def test_a_decode_engine_with_sources_takes_from_no_other() -> None:
     """Whatever the loads are: pairs are as configured, and a decode engine without sources takes from every prefill engine."""
     made = Ledger(SOURCES, breaker_failures=2, breaker_cooldown=10)
     for spec in SOURCES:
-        made.saw(spec.url, evidence())
+        made.mark_up(spec.url, evidence())
     seen = set()
     for size in range(60):
         pair = made.assign(SPLIT, Ask("m", size % 7, 0.0))
@@ -255,9 +255,9 @@ def test_a_decode_engine_whose_sources_are_gone_is_in_no_pair() -> None:
     """Another prefill engine is up, but not one of its own."""
     made = Ledger(SOURCES[:3], breaker_failures=2, breaker_cooldown=10)
     for url in ("p1", "p2", "d1"):
-        made.saw(url, evidence())
+        made.mark_up(url, evidence())
     assert made.assign(SPLIT, Ask("m", 1, 0.0)) is not None
-    made.lost("p1", "gone", 0.0)
+    made.mark_down("p1", "gone", 0.0)
     assert made.assign(SPLIT, Ask("m", 1, 0.0)) is None
     assert made.assign_alone(Ask("m", 1, 0.0)) is not None
     p2, d1 = made.nodes[1], made.nodes[2]
@@ -279,13 +279,13 @@ def test_a_decode_engine_whose_sources_are_gone_is_in_no_pair() -> None:
 def test_which_run_of_an_engine_it_is(before: Evidence, after: Evidence, down: bool, another: bool) -> None:
     """Its start time decides. Where it reports none, an engine that was down or has changed may be another run."""
     made = ledger(probed=False)
-    unseen = made.life("p1")
-    made.saw("p1", before)
-    first, other = made.life("p1"), made.life("p2")
+    unseen = made.run_of("p1")
+    made.mark_up("p1", before)
+    first, other = made.run_of("p1"), made.run_of("p2")
     assert len({unseen, first, other}) == 3
     if down:
-        made.lost("p1", "gone", 0.0)
-        assert made.life("p1") == first
-    made.saw("p1", after)
-    assert (made.life("p1") != first) is another
-    assert made.life("p2") == other
+        made.mark_down("p1", "gone", 0.0)
+        assert made.run_of("p1") == first
+    made.mark_up("p1", after)
+    assert (made.run_of("p1") != first) is another
+    assert made.run_of("p2") == other

@@ -56,7 +56,7 @@ class Reference:
     def alone(self, ask: Ask, without: Collection[str]) -> Lease | None:
         roles = (Role.AGGREGATED, Role.DECODE)
         if not without and not self.tripped:
-            whole = [role for role in roles if any(n.role is role and n.alive for n in self.nodes.values())]
+            whole = [role for role in roles if any(n.role is role and n.up for n in self.nodes.values())]
             groups = [self.group(role, ask.model) for role in whole]
             if groups and all(groups):
                 best = [self.next(role, group) for role, group in zip(whole, groups, strict=True)]
@@ -67,14 +67,14 @@ class Reference:
         found.sort(key=lambda n: (ask.model is not None and not n.serves(ask.model), not n.usable(ask.now)))
         return self.lease(found[0], ask.prompt_bytes)
 
-    def releaser(self, prefill: str, ask: Ask, prefer_not: str) -> Node | None:
+    def release_through(self, prefill: str, ask: Ask, prefer_not: str) -> Node | None:
         source = self.nodes[prefill].spec
         ranked = [node for node in self.ranked(Role.DECODE, ask, ()) if node.spec.takes_from(source)]
         others = [node for node in ranked if node.url != prefer_not]
         return next(iter(others or ranked), None)
 
     def ranked(self, role: Role, ask: Ask, without: Collection[str]) -> list[Node]:
-        alive = [n for n in self.nodes.values() if n.role is role and n.url not in without and n.alive]
+        alive = [n for n in self.nodes.values() if n.role is role and n.url not in without and n.up]
         serving = [n for n in alive if ask.model is None or n.serves(ask.model)]
         fitting = serving or (alive if role is not Role.PREFILL else [])
         candidates = [n for n in fitting if n.usable(ask.now)] or fitting
@@ -95,7 +95,7 @@ class Reference:
         return nodes[turn:] + nodes[:turn]
 
     def group(self, role: Role, model: str | None) -> list[Node]:
-        return [n for n in self.nodes.values() if n.role is role and n.alive and (model is None or n.serves(model))]
+        return [n for n in self.nodes.values() if n.role is role and n.up and (model is None or n.serves(model))]
 
     @staticmethod
     def lease(node: Node, prompt_bytes: int) -> Lease:
@@ -113,7 +113,7 @@ class Reference:
                 node.open_until = 0.0
                 self.tripped.discard(node.url)
         elif verdict is Verdict.UNREACHABLE:
-            return self.lost(node.url, now)
+            return self.mark_down(node.url, now)
         elif verdict is Verdict.FAILED:
             node.failures += 1
             if node.failures >= self.failures and now >= node.open_until and node.down_because is None:
@@ -122,12 +122,12 @@ class Reference:
                 return True
         return False
 
-    def lost(self, url: str, now: float) -> bool:
+    def mark_down(self, url: str, now: float) -> bool:
         node = self.nodes[url]
         was_up, node.down_because, node.down_since, node.probed = node.down_because is None, "gone", now, True
         return was_up
 
-    def saw(self, url: str, found: Evidence) -> None:
+    def mark_up(self, url: str, found: Evidence) -> None:
         node = self.nodes[url]
         if node.evidence is not None and node.evidence != found:
             for other in node.ejected:
@@ -175,8 +175,8 @@ def test_choices_are_those_of_the_reference(
     ]
     made, reference = Ledger(specs, breaker_failures=2, breaker_cooldown=10), Reference(specs, 2, 10)
     for spec in specs:
-        made.saw(spec.url, evidence())
-        reference.saw(spec.url, evidence())
+        made.mark_up(spec.url, evidence())
+        reference.mark_up(spec.url, evidence())
     leases: list[tuple[Lease, Lease]] = []
     now = 0.0
     for act, number, other, model in steps:
@@ -193,18 +193,21 @@ def test_choices_are_those_of_the_reference(
             leases += [(one, two)] if one and two else []
         elif act == "release":
             prefill = f"prefill{number % prefills}"
-            node, same = made.releaser(prefill, model, now, prefer_not=decode), reference.releaser(prefill, ask, decode)
+            node, same = (
+                made.release_through(prefill, model, now, prefer_not=decode),
+                reference.release_through(prefill, ask, decode),
+            )
             assert (node and node.url) == (same and same.url)
         elif act in ("good", "failed", "unreachable") and leases:
             one, two = leases.pop(number % len(leases))
             assert (one.prompt_bytes, one.node.url) == (two.prompt_bytes, two.node.url)
             assert made.close(one, Verdict(act), now) is reference.close(two, Verdict(act), now)
         elif act == "lost":
-            assert made.lost(url, "gone", now) is reference.lost(url, now)
+            assert made.mark_down(url, "gone", now) is reference.mark_down(url, now)
         elif act == "saw":
             found = evidence("m" if other % 3 else "mn", version="12"[other > 35], started=float(other % 2))
-            made.saw(url, found)
-            reference.saw(url, found)
+            made.mark_up(url, found)
+            reference.mark_up(url, found)
         elif act == "eject":
             made.eject(f"prefill{number % prefills}", decode)
             reference.eject(f"prefill{number % prefills}", decode)
@@ -239,7 +242,7 @@ def ledger(policies: Mapping[Role, Callable[[Role], Policy]], *urls: str) -> Led
         [NodeSpec(url, roles[url[0]]) for url in urls], breaker_failures=2, breaker_cooldown=10, policies=policies
     )
     for url in urls:
-        made.saw(url, evidence())
+        made.mark_up(url, evidence())
     return made
 
 
@@ -342,16 +345,16 @@ def test_engines_are_prepared_once_for_all_models_that_they_serve() -> None:
     counting = Counting("d1")
     made = ledger({Role.DECODE: lambda role: counting if role is Role.DECODE else LeastLoad(role)}, "d1", "d2")
     for url in ("d1", "d2"):
-        made.saw(url, evidence("mno"))
-    made.saw("d1", evidence("mnop"))
+        made.mark_up(url, evidence("mno"))
+    made.mark_up("d1", evidence("mnop"))
     for model in ("m", "n", "o", None, "p", "unknown", "m"):
         assert made.assign_alone(Ask(model, 7, 0.0)) is not None
     assert counting.prepared == [["d1", "d2"]]
     changes = counting.changes
-    made.saw("d2", evidence("mno"))
+    made.mark_up("d2", evidence("mno"))
     assert counting.changes == changes, "nothing is new"
-    made.lost("d2", "gone", 0.0)
-    made.saw("d2", evidence("mno"))
+    made.mark_down("d2", "gone", 0.0)
+    made.mark_up("d2", evidence("mno"))
     assert counting.changes == changes + 2
     assert made.assign_alone(Ask("m", 7, 0.0)) is not None
     assert counting.prepared == [["d1", "d2"]] * 2
@@ -362,8 +365,8 @@ def test_loads_of_engines_that_changed_are_dropped() -> None:
     policy = LeastLoad(Role.DECODE)
     made = ledger({Role.DECODE: lambda role: policy if role is Role.DECODE else LeastLoad(role)}, "d1", "d2")
     for _ in range(5):
-        made.lost("d1", "gone", 0.0)
-        made.saw("d1", evidence())
+        made.mark_down("d1", "gone", 0.0)
+        made.mark_up("d1", evidence())
         assert made.assign_alone(Ask("m", 7, 0.0)) is not None
     assert [len(places) for places in policy._places.values()] == [1, 1]
 
@@ -382,7 +385,7 @@ async def test_the_settings_choose_the_policies(monkeypatch: pytest.MonkeyPatch)
         chosen = schema.PoolPolicy(prefill=prefill, decode=decode)
         proxy = Proxy.build(schema.Settings(pools=(schema.Pool(nodes=tuple(nodes), policy=chosen),)))
         for node in nodes:
-            proxy.ledger.saw(node.url, evidence())
+            proxy.ledger.mark_up(node.url, evidence())
         used: set[str] = set()
         for _ in range(4):
             pair, alone = proxy.ledger.assign(SPLIT, Ask("m", 1, 0.0)), proxy.ledger.assign_alone(Ask("m", 1, 0.0))

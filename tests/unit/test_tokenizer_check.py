@@ -61,7 +61,7 @@ def test_each_kind_is_proven_by_itself(stage: Stage, other: Parsed) -> None:
     assert stage.proofs.sent(P, request(), IDS) == IDS
     assert stage.proofs.sent(P, other, IDS) is None
     assert stage.proofs.sent(OTHER, request(), IDS) is None
-    stage.ledger.saw(P, Evidence(frozenset("m"), "1", 16, (), 0, 2.0))
+    stage.ledger.mark_up(P, Evidence(frozenset("m"), "1", 16, (), 0, 2.0))
     assert stage.proofs.sent(P, request(), IDS) is None
 
 

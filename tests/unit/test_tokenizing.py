@@ -39,7 +39,7 @@ class Stage:
         nodes = [NodeSpec("http://p:1", Role.PREFILL), NodeSpec("http://d:1", Role.DECODE)]
         self.engines, self.ledger = registry(*nodes)
         for node in nodes:
-            self.ledger.saw(node.url, Evidence(frozenset({"tiny"}), "1", 16, (), 0, 1.0))
+            self.ledger.mark_up(node.url, Evidence(frozenset({"tiny"}), "1", 16, (), 0, 1.0))
         self.tokenizing = Tokenizing(
             self,
             self._ask,

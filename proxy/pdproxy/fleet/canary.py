@@ -101,7 +101,7 @@ class Canaries:
     def _agreed(self, model: str | None, route: Route) -> Trusted | None:
         agreed: tuple[Trusted, Judgement] | None = None
         for engine in self._engines.values():
-            if not engine.node.alive or not (model is None or engine.node.serves(model)):
+            if not engine.node.up or not (model is None or engine.node.serves(model)):
                 continue
             judged = engine.run.judgements or {}
             if model is None and len(judged) != 1:
@@ -168,7 +168,7 @@ class Canaries:
         new = [
             engine
             for engine in self._engines.values()
-            if engine.node.alive and (engine.run.judgements is None or self._has_new_names(engine.node))
+            if engine.node.up and (engine.run.judgements is None or self._has_new_names(engine.node))
         ]
         return all(await asyncio.gather(*(self._ask(engine) for engine in new)))
 

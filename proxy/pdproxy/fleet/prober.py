@@ -127,20 +127,20 @@ class Prober:
         except EngineError as error:
             self._count_late(engine, error)
             probes.late = probes.late + 1 if isinstance(error, EngineTimeoutError) else MAX_LATE
-            if not node.alive or probes.late >= MAX_LATE:
+            if not node.up or probes.late >= MAX_LATE:
                 self._lost(engine, error)
             return
-        if not scrape and node.alive:
+        if not scrape and node.up:
             return
         try:
             metrics = await self._scraped(engine)
             evidence = await self._evidence(engine, metrics)
         except EngineError as error:
             self._count_late(engine, error)
-            if not node.alive:  # a healthy engine keeps what is known of it until it has time to answer
+            if not node.up:  # a healthy engine keeps what is known of it until it has time to answer
                 self._lost(engine, error)
             return
-        if self._ledger.saw(engine.url, evidence):
+        if self._ledger.mark_up(engine.url, evidence):
             reason = f"{truncate(','.join(sorted(evidence.models)))} on vLLM {evidence.version or '?'}"
             self._observers.notify(NodeChanged(engine.url, node.role.value, up=True, reason=reason))
         self._auditor.scraped(engine, metrics)
@@ -150,7 +150,7 @@ class Prober:
             self._observers.notify(DeadlinePassed(error.wait.value, engine.url))
 
     def _lost(self, engine: Engine, error: EngineError) -> None:
-        if self._ledger.lost(engine.url, error.message, self._now()):
+        if self._ledger.mark_down(engine.url, error.message, self._now()):
             role = engine.node.role.value
             self._observers.notify(NodeChanged(engine.url, role, up=False, reason=error.message))
 
@@ -159,7 +159,7 @@ class Prober:
         return await self._or_default(self._admin.scrape(engine.url), NO_METRICS)
 
     async def _evidence(self, engine: Engine, metrics: Scrape) -> Evidence:
-        known = engine.node.evidence if engine.node.alive else None  # one that was down may be another one now
+        known = engine.node.evidence if engine.node.up else None  # one that was down may be another one now
         cards = await self._admin.models(engine.url)
         names = frozenset(card.id for card in cards)
         if known is not None and known.started == metrics.started and known.models == names:

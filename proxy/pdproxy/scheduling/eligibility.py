@@ -33,7 +33,7 @@ class Eligibility:
         A model that no engine serves matches all but prefill engines: the engine's own 404 is the answer. Engines whose
         breaker is open are left out if there are others, and used if not: they are better than no answer.
         """
-        up = [node for node in self._nodes if node.role is role and node.url not in without and node.alive]
+        up = [node for node in self._nodes if node.role is role and node.url not in without and node.up]
         serving = [node for node in up if ask.model is None or node.serves(ask.model)]
         fitting = serving or (up if role is not Role.PREFILL else [])
         eligible = [node for node in fitting if node.usable(ask.now)] or fitting
@@ -48,7 +48,7 @@ class Eligibility:
 
     def _prepare(self, role: Role, model: str | None) -> Best | None:
         nodes = [
-            node for node in self._nodes if node.role is role and node.alive and (model is None or node.serves(model))
+            node for node in self._nodes if node.role is role and node.up and (model is None or node.serves(model))
         ]
         if not nodes:
             return None  # not remembered: a client can name any number of models

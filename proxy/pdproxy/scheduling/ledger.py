@@ -60,7 +60,7 @@ class Ledger:
 
     # -- what probes and audits report
 
-    def saw(self, url: str, evidence: Evidence) -> bool:
+    def mark_up(self, url: str, evidence: Evidence) -> bool:
         """Note that an engine answered its probe. Return whether it is new: first seen, restarted or changed."""
         node = self._nodes[url]
         was_down = node.down_because is not None
@@ -76,7 +76,7 @@ class Ledger:
             self._changed()
         return new
 
-    def lost(self, url: str, reason: str, now: float) -> bool:
+    def mark_down(self, url: str, reason: str, now: float) -> bool:
         """Note that an engine can't serve. Return whether it could before."""
         if (node := self._nodes.get(url)) is None:
             return False  # it was removed
@@ -100,7 +100,7 @@ class Ledger:
             self._nodes[url].ejected.discard(node.url)
         node.ejected.clear()
 
-    def life(self, url: str) -> tuple[str, int]:
+    def run_of(self, url: str) -> tuple[str, int]:
         """Return what identifies one run of an engine: its URL, and how many runs of it were seen so far."""
         node = self._nodes.get(url)
         return url, self._past_runs[url] if node is None else node.runs
@@ -170,7 +170,9 @@ class Ledger:
             )
         return None if node is None else self._open(node, ask.prompt_bytes, ask)
 
-    def releaser(self, prefill: str, model: str | None, now: float, *, prefer_not: str | None = None) -> Node | None:
+    def release_through(
+        self, prefill: str, model: str | None, now: float, *, prefer_not: str | None = None
+    ) -> Node | None:
         """Return the decode engine through which a prefill engine's handle is released. No lease: a release is no load."""
         source = self._nodes.get(prefill)
         ranked = [
@@ -196,7 +198,7 @@ class Ledger:
         elif verdict is Verdict.FAILED:
             return self._breakers.failed(node, now)
         elif verdict is Verdict.UNREACHABLE:
-            return self.lost(node.url, "connection refused", now)
+            return self.mark_down(node.url, "connection refused", now)
         return False
 
     def _best_of_each(self, roles: Sequence[Role], ask: Ask) -> tuple[Node, ...] | None:
@@ -221,7 +223,7 @@ class Ledger:
         self._eligibility.changed()
         self._compatibility.changed()
         nodes = self._nodes.values()
-        self._alone_roles = [role for role in _ALONE if any(n.role is role and n.alive for n in nodes)]
+        self._alone_roles = [role for role in _ALONE if any(n.role is role and n.up for n in nodes)]
         known = [node.evidence for node in nodes if node.evidence is not None]
         self._block_size = min((one.block_size for one in known if one.block_size), default=None)
         self._template_tokens = max((one.template_tokens for one in known), default=0)

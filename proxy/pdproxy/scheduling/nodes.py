@@ -116,13 +116,13 @@ class Node:
         return self.evidence is not None and model in self.evidence.models
 
     @property
-    def alive(self) -> bool:
+    def up(self) -> bool:
         """Whether the engine was up at its last probe."""
         return self.down_because is None and self.evidence is not None
 
     def usable(self, now: float) -> bool:
         """Return whether a request should be sent to the engine: it is up, and its breaker is not open."""
-        return self.alive and now >= self.open_until
+        return self.up and now >= self.open_until
 
     def down_for(self, now: float) -> float:
         """Return for how many seconds the engine has been down, 0 if it is up."""

@@ -14,7 +14,7 @@ def not_ready(nodes: Sequence[Node]) -> str | None:
     if waiting:
         return f"starting: not probed yet: {', '.join(waiting)}"
     answering = [node for node in nodes if node.role is not Role.PREFILL]
-    if not any(node.alive for node in answering):
+    if not any(node.up for node in answering):
         return "no decode or aggregated engine is up: " + "; ".join(f"{n.url} {n.down_because}" for n in answering)
     return None
 

@@ -249,6 +249,6 @@ class GenerateCycle(ResponseCycle):
             body=body,
         )
 
-    def let_go_of_body(self) -> None:
+    def drop_body(self) -> None:
         """No engine may need the request's body any more: others may have its space."""
         self._forget_body()

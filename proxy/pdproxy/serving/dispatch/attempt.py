@@ -19,7 +19,7 @@ from pdproxy.serving.dispatch.recovery import CannotSplit, Failed, Outcome
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.kv.buffers import BufferSpace
 from pdproxy.serving.kv.custody import Custody, End
-from pdproxy.serving.kv.orphans import PrefillLeg as PrefillRecord
+from pdproxy.serving.kv.orphans import PrefillRecord
 from pdproxy.serving.kv.ready import Expected
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.transfer.contract import NO_DISPATCH, Dispatch
@@ -130,7 +130,7 @@ class Attempt:
         self.custody = custody
         space, self._space = self._space, None
         if space is not None:
-            custody.when_over(space.give_back)
+            custody.when_over(space.release)
         if custody.state is not None:
             custody.expected = self._expected
             self._expected_is_custodys = True
@@ -147,7 +147,7 @@ class Attempt:
         if self._expected is not None and not self._expected_is_custodys:
             self._expected.close()
         if self._space is not None:
-            self._space.give_back()
+            self._space.release()
         if self.custody is not None:
             self.custody.release()  # whatever has not ended by now
 

@@ -19,7 +19,7 @@ ACCEPTED_UNSEEN = 1.0
 
 
 async def first_data(
-    engines: ExchangeResources, relay: Relay, node: Node, *, in_silence: bool
+    resources: ExchangeResources, relay: Relay, node: Node, *, in_silence: bool
 ) -> Answer | StreamStarted:
     """Wait for the first data, or the whole of an unstreamed answer.
 
@@ -32,36 +32,36 @@ async def first_data(
     """
     if not in_silence:
         return await relay.first
-    timeout = engines.deadlines.between_tokens
+    timeout = resources.deadlines.between_tokens
     timers: list[Timer] = []
-    look = partial(_look, engines, relay, node, timeout, timers)
-    timers.append(engines.clock.after(min(timeout, 1.0), look))
+    look = partial(_look, resources, relay, node, timeout, timers)
+    timers.append(resources.clock.after(min(timeout, 1.0), look))
     try:
         return await relay.first
     finally:
         timers[-1].cancel()
 
 
-async def accepted(engines: ExchangeResources, parsed: Parsed, relay: Relay, asked: float) -> bool:
+async def accepted(resources: ExchangeResources, parsed: Parsed, relay: Relay, asked: float) -> bool:
     """Return whether the engine has the request, after `ACCEPT_GRACE` at most. If it has, closing the leg frees the KV.
 
     A stream shows it by its headers. An answer that is not streamed shows nothing before its end: there, the time since `asked`
     decides, which is when the leg was sent.
     """
-    if not parsed.stream and engines.now() - asked > ACCEPTED_UNSEEN:
+    if not parsed.stream and resources.now() - asked > ACCEPTED_UNSEEN:
         return True
     try:
-        async with engines.clock.within(ACCEPT_GRACE):
+        async with resources.clock.within(ACCEPT_GRACE):
             await relay.accepted.wait()
     except TimeoutError:
         return False
     return relay.status == 200  # refused or lost: then the engine owns nothing
 
 
-def _look(engines: ExchangeResources, relay: Relay, node: Node, timeout: float, timers: list[Timer]) -> None:
-    if node.down_for(engines.now()) >= timeout:
+def _look(resources: ExchangeResources, relay: Relay, node: Node, timeout: float, timers: list[Timer]) -> None:
+    if node.down_for(resources.now()) >= timeout:
         message = f"{node.url} has been down for {timeout:g} s"
         relay.failed(EngineTimeoutError(message, wait=Wait.BETWEEN_TOKENS))
     else:
-        look = partial(_look, engines, relay, node, timeout, timers)
-        timers[:] = [engines.clock.after(min(timeout, 1.0), look)]
+        look = partial(_look, resources, relay, node, timeout, timers)
+        timers[:] = [resources.clock.after(min(timeout, 1.0), look)]

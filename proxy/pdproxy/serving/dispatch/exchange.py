@@ -175,9 +175,9 @@ class Exchange:
         match outcome:
             case PrefillFailed(url, reason, error):
                 self._prefill_failed = reason
-                resources.tell(self._request.headers, url, "prefill", error, will_retry=will_retry)
+                resources.report_failure(self._request.headers, url, "prefill", error, will_retry=will_retry)
             case DecodeFailed(url, error, _) if outcome.is_retryable:
-                resources.tell(self._request.headers, url, "decode", error, will_retry=will_retry)
+                resources.report_failure(self._request.headers, url, "decode", error, will_retry=will_retry)
         if isinstance(action, Fail):
             return action
         if action.exclude is not None:

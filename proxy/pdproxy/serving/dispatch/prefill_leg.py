@@ -21,7 +21,7 @@ from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.failure_class import is_clients_fault, refused, verdict_of
 from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, PrefillFailed
 from pdproxy.serving.kv.custody import Custody
-from pdproxy.serving.kv.orphans import PrefillLeg as PrefillRecord
+from pdproxy.serving.kv.orphans import PrefillRecord
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Contract, Dispatch, Handle
 from pdproxy.upstream.client import Answer, EngineClient, Pending

@@ -82,7 +82,9 @@ class ExchangeResources:
             reason = node.down_because or f"failed {node.failures} times in a row, shut out for a while"
             self.observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=reason))
 
-    def tell(self, heading: LegHeaders, node: str, phase: str, error: EngineError, *, will_retry: bool) -> None:
+    def report_failure(
+        self, heading: LegHeaders, node: str, phase: str, error: EngineError, *, will_retry: bool
+    ) -> None:
         """Report a leg that failed."""
         self.observers.notify(LegFailed(heading.request_id, node, phase, error.message, will_retry))
 

@@ -31,7 +31,7 @@ class BufferSpace:
         if buffer is not None:
             buffer.taken += count
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Release the chunks: the KV has left the buffer, or will never come."""
         if self._buffer is not None:
             self._buffer.taken -= self.count

@@ -17,7 +17,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import HandleEnded, KvNoticed, KvTransferred, Observers
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.serving.kv.orphans import Orphans, PrefillLeg
+from pdproxy.serving.kv.orphans import Orphans, PrefillRecord
 from pdproxy.serving.kv.release import Contacts, ReleaseResources, release_for
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
@@ -72,7 +72,7 @@ class Custody:
         "state",
     )
 
-    def __init__(self, custodian: Custodian, handle: Handle, leg: PrefillLeg) -> None:
+    def __init__(self, custodian: Custodian, handle: Handle, leg: PrefillRecord) -> None:
         self._custodian = custodian
         self.handle = handle
         self.prefill = leg.prefill
@@ -131,7 +131,7 @@ class Custody:
         self._custodian.ended(self, how)
         self.handle = Handle(b"", None, self.handle.prompt_tokens, self.handle.remote_request_id)
 
-    async def given_back(self, timeout: float) -> bool:
+    async def released(self, timeout: float) -> bool:
         """Release the handle, and wait until that has ended, `timeout` seconds at most. Return whether it was released."""
         over = asyncio.Event()
         self.when_over(over.set)
@@ -206,7 +206,7 @@ class Custodian:
                 found[custody.state.value] = (count + 1, max(oldest, now - custody.since))
         return found
 
-    def take(self, handle: Handle, leg: PrefillLeg) -> Custody:
+    def take(self, handle: Handle, leg: PrefillRecord) -> Custody:
         """Become responsible for a handle."""
         custody = Custody(self, handle, leg)
         if custody.state is not None:
@@ -235,7 +235,7 @@ class Custodian:
         """Wait up to `timeout` seconds for the background work; return how much was given up."""
         return await self._tasks.settle(timeout)
 
-    def heard(self, notice: Notice) -> None:
+    def receive(self, notice: Notice) -> None:
         """Take a notice of what became of a handle."""
         custody = self._named.get(notice.remote_request_id or "")
         self._observers.notify(KvNoticed(notice.event.value, "known" if custody is not None else "over"))
@@ -261,10 +261,10 @@ class Custodian:
                 if asked and expired is not None:
                     expired()
 
-    def _release_at_once(self, handle: Handle, leg: PrefillLeg) -> None:
+    def _release_at_once(self, handle: Handle, leg: PrefillRecord) -> None:
         custody = self.take(handle, leg)
         if leg.slots is not None:
-            custody.when_over(leg.slots.give_back)
+            custody.when_over(leg.slots.release)
         custody.release()
 
     async def _released(self, custody: Custody) -> None:

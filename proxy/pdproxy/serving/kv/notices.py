@@ -18,8 +18,8 @@ class NoticeRouter:
     def receive(self, notice: Notice) -> None:
         """Take a notice from the notices' socket."""
         if notice.event is not Event.READY:
-            self._custodian.heard(notice)
-        elif not self._custodian.orphans.heard(notice):
+            self._custodian.receive(notice)
+        elif not self._custodian.orphans.receive(notice):
             self._ready.receive(notice)
 
     def telemetry(self, body: bytes) -> bool:

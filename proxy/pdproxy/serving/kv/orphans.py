@@ -28,7 +28,7 @@ MAX_REMEMBERED_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillLeg:
+class PrefillRecord:
     """What custody needs to know of a prefill leg: the engine, and how to ask engines in its client's name.
 
     `read` finds the handle in the answer. `receiver` is the decode engine that KV is pushed to, None if it is not pushed. `id` is
@@ -50,7 +50,7 @@ class PrefillLeg:
         if self.expected is not None:
             self.expected.close()
         if self.slots is not None:
-            self.slots.give_back()
+            self.slots.release()
 
 
 class _Orphan:
@@ -58,7 +58,7 @@ class _Orphan:
 
     __slots__ = ("leg", "size", "taken")
 
-    def __init__(self, leg: PrefillLeg) -> None:
+    def __init__(self, leg: PrefillRecord) -> None:
         self.leg = replace(leg, read=_unread, expected=None, slots=None)
         self.size = sum(len(name) + len(value) for name, value in leg.authorization) + len(leg.model or "")
         self.taken = False
@@ -78,7 +78,7 @@ class Orphans:
         observers: Observers,
         tasks: TaskOwner,
         clock: Clock,
-        release: Callable[[Handle, PrefillLeg], None],
+        release: Callable[[Handle, PrefillRecord], None],
     ) -> None:
         self._handle_from_notice = contract.handle_from_notice
         self._early = contract.early
@@ -94,7 +94,7 @@ class Orphans:
     def __repr__(self) -> str:
         return f"<Orphans {self.count} awaited, {len(self._remembered)} remembered>"
 
-    def adopt(self, pending: Pending, leg: PrefillLeg, done: Callable[[], None]) -> None:
+    def adopt(self, pending: Pending, leg: PrefillRecord, done: Callable[[], None]) -> None:
         """Take over a prefill leg that nobody waits for: await its answer for a time, and release the KV that it names.
 
         Closing the leg instead would lose the handle if the engine was just finishing. `done` is called when the leg has ended.
@@ -123,7 +123,7 @@ class Orphans:
         """
         self._tasks.spawn(self._outlived(pending, timeout, done), "answer behind its notice")
 
-    def heard(self, notice: Notice) -> bool:
+    def receive(self, notice: Notice) -> bool:
         """Take a notice that a prefill engine holds KV. Return whether it is done with: no request waits for it.
 
         It may name KV of a leg whose answer was not awaited long enough. Without the notice that KV would be lost.
@@ -162,7 +162,7 @@ class Orphans:
             done()
 
     async def _adopted(
-        self, pending: Pending, leg: PrefillLeg, orphan: _Orphan, timeout: float, done: Callable[[], None]
+        self, pending: Pending, leg: PrefillRecord, orphan: _Orphan, timeout: float, done: Callable[[], None]
     ) -> None:
         try:
             async with self._clock.within(timeout):

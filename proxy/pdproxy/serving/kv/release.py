@@ -54,12 +54,12 @@ class Contacts:
 
     def met(self, prefill: str, decode: str | None) -> bool:
         """Return whether KV has moved between two engines."""
-        return decode is not None and (self._ledger.life(prefill), self._ledger.life(decode)) in self._pairs
+        return decode is not None and (self._ledger.run_of(prefill), self._ledger.run_of(decode)) in self._pairs
 
     def add(self, prefill: str, decode: str) -> None:
         """Record that KV has moved between two engines."""
         if not self.met(prefill, decode):
-            self._pairs.add((self._ledger.life(prefill), self._ledger.life(decode)))
+            self._pairs.add((self._ledger.run_of(prefill), self._ledger.run_of(decode)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class ReleaseByRefusal(Release):
         timeout = resources.deadlines.release
         for number in range(_MAX_TRIES):
             await self._before_try(number)
-            node = resources.ledger.releaser(kept.prefill, kept.model, resources.now(), prefer_not=kept.decode)
+            node = resources.ledger.release_through(kept.prefill, kept.model, resources.now(), prefer_not=kept.decode)
             if node is None or await self._ask(kept, node.url, body, timeout) != refused:
                 continue
             if not resources.contacts.met(kept.prefill, node.url):

@@ -93,13 +93,13 @@ class LiveRequest(ABC, Generic[Writer]):
 class Lifecycle:
     """Takes requests through their steps. One for all requests of a service."""
 
-    def __init__(self, engines: ExchangeResources, admission: Admission) -> None:
-        self._engines = engines
+    def __init__(self, resources: ExchangeResources, admission: Admission) -> None:
+        self._resources = resources
         self._admission = admission
 
     async def run(self, request: LiveRequest[Writer]) -> None:
         """Serve, answer and report a request. Raises only CancelledError: at a shutdown, or when the client has left."""
-        engines = self._engines
+        engines = self._resources
         error: PdproxyError | None = None
         try:
             serve = await request.read()
@@ -133,13 +133,13 @@ class Lifecycle:
                     drop_traceback(error)
 
     def _report(self, request: LiveRequest[Writer], error: PdproxyError | None) -> None:
-        now = self._engines.now()
+        now = self._resources.now()
         request.add_up()
         totals = request.totals
         outcome = "ok" if error is None else error.fault.value
         if error is None and request.status >= 400:
             outcome = Fault.CLIENT.value
-        self._engines.observers.notify(
+        self._resources.observers.notify(
             RequestEnded(
                 request_id=request.request_id,
                 endpoint=request.endpoint,

@@ -233,7 +233,7 @@ class _Channel:
     def client(self) -> Client:
         return self._stream.client
 
-    def let_go_of_body(self) -> None:
+    def drop_body(self) -> None:
         """The owner drops it once no prompt needs it."""
 
     def whole(self, status: int, headers: Headers, body: bytes) -> None:

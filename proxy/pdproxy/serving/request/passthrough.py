@@ -60,13 +60,13 @@ class Passthrough:
     """Serves the routes of the kind `PASSED`."""
 
     def __init__(
-        self, engines: ExchangeResources, admission: Admission, keys: Keys, legs: PassthroughLegs, bodies: BodyReader
+        self, resources: ExchangeResources, admission: Admission, keys: Keys, legs: PassthroughLegs, bodies: BodyReader
     ) -> None:
-        self.engines = engines
+        self.resources = resources
         self.keys = keys
         self.legs = legs
         self.bodies = bodies
-        self._lifecycle = Lifecycle(engines, admission)
+        self._lifecycle = Lifecycle(resources, admission)
 
     def serve(self, incoming: IncomingPassthrough, output: AsyncResponseWriter) -> Awaitable[None]:
         """Answer a request through `output`. Raises as `Lifecycle.run`."""
@@ -79,7 +79,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     __slots__ = ("_attempts", "_incoming", "_service", "_stream", "_url")
 
     def __init__(self, service: Passthrough, incoming: IncomingPassthrough, output: AsyncResponseWriter) -> None:
-        super().__init__(incoming.entry.path, incoming.request_id, output, service.engines.now())
+        super().__init__(incoming.entry.path, incoming.request_id, output, service.resources.now())
         self._service = service
         self._incoming = incoming
         self._url: str | None = None
@@ -98,7 +98,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
 
     async def _serve(self, body: PassedBody) -> None:
         """Ask engines one after the other, until one has shown data."""
-        incoming, engines, size = self._incoming, self._service.engines, len(body.data)
+        incoming, engines, size = self._incoming, self._service.resources, len(body.data)
         authorization = self._service.keys.to_engine(incoming.authorization)
         headers = (JSON_TYPE, (b"x-request-id", self.request_id.encode()), *authorization, *incoming.forward)
         heading = LegHeaders(self.request_id, incoming.entry.path, headers, authorization)
@@ -124,7 +124,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 wait = getattr(error, "wait", None)
                 if wait is not None:
                     engines.observers.notify(DeadlinePassed(wait.value, url))
-                engines.tell(heading, url, "alone", error, will_retry=again)
+                engines.report_failure(heading, url, "alone", error, will_retry=again)
                 if not again:
                     raise
                 without.add(url)
@@ -132,7 +132,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 engines.close(lease, verdict)
 
     async def _try(self, lease: Lease, heading: LegHeaders, body: PassedBody) -> Verdict:
-        url, deadlines = lease.node.url, self._service.engines.deadlines
+        url, deadlines = lease.node.url, self._service.resources.deadlines
         seconds = deadlines.total if self._incoming.entry.slow and not body.stream else deadlines.first_token
         leg: PassthroughLeg | None = None
         answer: Answer | None = None
@@ -156,7 +156,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
 
     async def _relay(self, leg: PassthroughLeg, lease: Lease) -> None:
         """Pass a stream on in whole events; the first ones only once the model has begun to generate."""
-        engines, output = self._service.engines, self.writer
+        engines, output = self._service.resources, self.writer
         url, deadlines, now = lease.node.url, engines.deadlines, engines.now
         stream = self._stream = WholeEvents(self._incoming.entry.dialect)
         first_by = now() + deadlines.first_token
@@ -192,7 +192,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         Raises:
             EngineTimeoutError: the engine did not answer in time.
         """
-        engines, node, clock = self._service.engines, lease.node, self._service.engines.clock
+        engines, node, clock = self._service.resources, lease.node, self._service.resources.clock
         max_down = engines.deadlines.between_tokens
         try:
             async with clock.within(seconds), asyncio.timeout(None) as limit:

@@ -34,12 +34,12 @@ _PASSED_HEADERS = (b"content-type", b"retry-after")
 class Service:
     """Serves the two generating routes."""
 
-    def __init__(self, engines: ExchangeResources, admission: Admission, keys: Keys, bodies: BodyReader) -> None:
-        self.engines = engines
+    def __init__(self, resources: ExchangeResources, admission: Admission, keys: Keys, bodies: BodyReader) -> None:
+        self.resources = resources
         self.keys = keys
         self.bodies = bodies
-        self.dispatcher = Dispatcher(engines)
-        self._lifecycle = Lifecycle(engines, admission)
+        self.dispatcher = Dispatcher(resources)
+        self._lifecycle = Lifecycle(resources, admission)
 
     def generate(self, incoming: Incoming, output: ResponseWriter) -> Awaitable[None]:
         """Answer a request through `output`. Raises as `Lifecycle.run`."""
@@ -52,7 +52,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
     __slots__ = ("_exchange", "_incoming", "_service")
 
     def __init__(self, service: Service, incoming: Incoming, output: ResponseWriter) -> None:
-        super().__init__(incoming.route.value, incoming.request_id, output, service.engines.now())
+        super().__init__(incoming.route.value, incoming.request_id, output, service.resources.now())
         self._service = service
         self._incoming = incoming
         self._exchange: Exchange | None = None
@@ -86,9 +86,9 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             Relay,
             wants_usage=not parsed.adds_usage,
             takes_ids=parsed.adds_ids,
-            budget=service.engines.answer_budget,
-            templates=service.engines.templates,
-            now=service.engines.now,
+            budget=service.resources.answer_budget,
+            templates=service.resources.templates,
+            now=service.resources.now,
         )
         self._exchange = service.dispatcher.exchange(parsed, prompt, heading, new_relay)
         return self._serve_one
@@ -98,7 +98,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         assert exchange is not None
 
         def begin(relay: Relay) -> ResponseWriter:
-            output.let_go_of_body()
+            output.drop_body()
             self._begin(relay.headers)
             return output
 
@@ -136,14 +136,14 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         self.writer.finish()
 
     def _begin(self, headers: Headers) -> None:
-        self.first = self._service.engines.now()
+        self.first = self._service.resources.now()
         self.status = 200
         self.writer.begin(self.answer_headers(headers, _PASSED_HEADERS))
 
     def _answer(self, answer: Answer) -> None:
         self.status = answer.status
         if self.first is None and answer.status == 200:
-            self.first = self._service.engines.now()
+            self.first = self._service.resources.now()
         self.writer.whole(answer.status, self.answer_headers(answer.headers, _PASSED_HEADERS), answer.body)
 
     async def answer_error(self, error: PdproxyError) -> None:

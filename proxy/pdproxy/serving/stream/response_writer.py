@@ -33,7 +33,7 @@ class ResponseWriter(Protocol):
     def break_off(self) -> None:
         """End the stream, without its end mark, and close the connection."""
 
-    def let_go_of_body(self) -> None:
+    def drop_body(self) -> None:
         """Release the request's body: no engine needs it any more."""
 
     @property

@@ -24,7 +24,7 @@ async def prefill(attempt: Attempt) -> Outcome | None:
     attempt.keep(custody)
     if (reason := custody.handle.alone) is not None:
         # Released before the engine that serves alone could take a part of it.
-        released = await custody.given_back(resources.deadlines.first_token)
+        released = await custody.released(resources.deadlines.first_token)
         return CannotSplit(reason, exclude=custody.prefill if released else attempt.answering_url)
     return await _finished(attempt, got.body) if got.body else None
 
