@@ -59,7 +59,7 @@ _OPTIONS: tuple[_Option, ...] = (
         ("--kv-ready-host", "--nixl-proxy-host"),
         "HOST",
         "kv_ready.host",
-        "address on which prefill engines tell that KV is ready (default: 127.0.0.1)",
+        "address on which prefill engines report that KV is ready (default: 127.0.0.1)",
     ),
     (
         "--kv-notifier",
