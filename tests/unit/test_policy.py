@@ -402,5 +402,5 @@ def test_an_unknown_policy_is_refused(role: str, tmp_path: Path, capsys: pytest.
     path.write_text(f"pools: [{{policy: {{{role}: fastest}}, nodes: [{{url: 'http://a:1', role: decode}}]}}]")
     assert main(["serve", "--config", str(path)]) == 2
     error = capsys.readouterr().err
-    assert f'pools[0].policy.{role}: expected least_load, got "fastest"' in error
+    assert f'pools[0].policy.{role}: expected {" or ".join(names())}, got "fastest"' in error
     assert error.count("\n") == 1
