@@ -131,7 +131,7 @@ async def test_a_silent_rank_fails_the_request_where_the_operator_wants_it(conne
         answer = await asked
         assert answer.status == 504
         error = json.loads(answer.body)["error"]
-        assert "did not report in 0.3 s that the KV is ready" in error["message"]
+        assert "did not report in 7 s that the KV is ready" in error["message"]
         assert (pair.loaded, pair.computed) == (0, 0)
         await clock.through(until(lambda: not pair.world.busy()))  # what was pushed is awaited as long again
 

@@ -266,7 +266,7 @@ def test_a_simulated_engine_refuses_files_that_it_cannot_use(ours: Side, capsys:
     """`pdproxy sim` takes vLLM's flags for TLS too, and exits with 2 where they make no sense."""
     for line, why in (
         (["--ssl-certfile", "/none"], "--ssl-certfile /none: can't be used: No such file or directory"),
-        (["--ssl-keyfile", ours.key], "--ssl-keyfile is of no use without --ssl-certfile"),
+        (["--ssl-keyfile", ours.key], "--ssl-keyfile needs --ssl-certfile"),
     ):
         assert main(["sim", *line]) == 2
         assert why in capsys.readouterr().err

@@ -284,7 +284,7 @@ class EngineClient:
         now = asyncio.get_running_loop().time()
         connection.idle_since = now
         self._idle.append(connection)
-        while self._idle[0].idle_since < now - self._keepalive:  # the first is the oldest
+        while self._idle and self._idle[0].idle_since < now - self._keepalive:  # the first is the oldest
             self._idle.pop(0).close()
 
     def _lost(self, connection: Connection) -> None:
