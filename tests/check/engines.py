@@ -17,8 +17,7 @@ from pdproxy.lab.check.findings import Finding
 from pdproxy.lab.check.gather import gather
 from pdproxy.lab.check.options import Options
 from pdproxy.lab.check.rules import judge
-from pdproxy.settings.load import Engine as Listed
-from pdproxy.settings.load import Flag, load
+from pdproxy.settings.load import EngineFlag, Flag, load
 from pdproxy.settings.schema import Role, Settings
 from pdproxy.sim.facts import Facts, Hardware
 from pdproxy.sim.server import SimServer
@@ -65,9 +64,9 @@ class Bench:
         self.running.append(one)
         return one
 
-    def settings(self, *flags: Flag, more: tuple[Listed, ...] = ()) -> Settings:
+    def settings(self, *flags: Flag, more: tuple[EngineFlag, ...] = ()) -> Settings:
         """Settings that list all running engines."""
-        engines = [Listed(one.facts.role, one.url) for one in self.running]
+        engines = [EngineFlag(one.facts.role, one.url) for one in self.running]
         return load(None, {}, flags, [*engines, *more])
 
     async def check(self, settings: Settings | None = None, options: Options = QUICK) -> Checked:

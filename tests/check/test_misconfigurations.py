@@ -10,8 +10,7 @@ from msgspec import structs
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys
-from pdproxy.settings.load import Engine as Listed
-from pdproxy.settings.load import load
+from pdproxy.settings.load import EngineFlag, load
 from pdproxy.settings.schema import Cors
 from pdproxy.sim.memory import EMPTY
 from pdproxy.web.app import Answers, Readiness, create_app
@@ -75,7 +74,7 @@ async def test_swapped_roles(bench):
     await bench.start("decode")
     await bench.start("prefill")
     one, other = (one.url for one in bench.running)
-    checked = await bench.check(load(None, {}, (), [Listed("prefill", one), Listed("decode", other)]))
+    checked = await bench.check(load(None, {}, (), [EngineFlag("prefill", one), EngineFlag("decode", other)]))
     found = checked["roles_swapped"]
     assert found.level == "error"
     assert set(found.where) == {one, other}
@@ -221,7 +220,7 @@ async def test_a_wrong_key(bench, ours):
     await bench.start("prefill", api_key="right")
     await bench.start("decode", api_key="right")
     env = {"PDPROXY_AUTH__ENGINE_API_KEY": ours} if ours else {}
-    listed = [Listed(one.facts.role, one.url) for one in bench.running]
+    listed = [EngineFlag(one.facts.role, one.url) for one in bench.running]
     checked = await bench.check(load(None, env, (), listed))
     found = checked["wrong_key"]
     assert found.level == "error"
@@ -233,7 +232,7 @@ async def test_the_right_key(bench):
     await bench.start("prefill", api_key="right")
     await bench.start("decode", api_key="right")
     env = {"PDPROXY_AUTH__ENGINE_API_KEY": "right", "PDPROXY_AUTH__API_KEYS": "client"}
-    checked = await bench.check(load(None, env, (), [Listed(one.facts.role, one.url) for one in bench.running]))
+    checked = await bench.check(load(None, env, (), [EngineFlag(one.facts.role, one.url) for one in bench.running]))
     assert checked.findings == []
 
 
@@ -311,7 +310,7 @@ async def test_one_engine_in_two_roles_under_two_names(bench):
     await bench.start("prefill")
     decode = await bench.start("decode")
     again = decode.url.replace("127.0.0.1", "localhost")
-    checked = await bench.check(bench.settings(more=(Listed("aggregated", again),)))
+    checked = await bench.check(bench.settings(more=(EngineFlag("aggregated", again),)))
     assert set(checked["same_engine"].where) == {decode.url, again}
     assert "once" in checked["same_engine"].remedy
 
@@ -354,7 +353,7 @@ async def test_a_url_that_is_pdproxy_itself(bench):
         Answers(lambda key: None, lambda: Readiness(None, []), models, lambda: metrics, passthrough, Cors())
     )
     async with listening(app) as url:
-        checked = await bench.check(bench.settings(more=(Listed("decode", url),)))
+        checked = await bench.check(bench.settings(more=(EngineFlag("decode", url),)))
     assert checked.bad == {"not_an_engine"}
     assert "vLLM server itself" in checked["not_an_engine"].remedy
     assert checked.learned.pairs[0].last.end == "untried"

@@ -9,8 +9,7 @@ from pdproxy.lab.check.facts import Generated
 from pdproxy.lab.check.handles import with_other_engine
 from pdproxy.lab.check.http_client import Reply, _ahead
 from pdproxy.lab.check.machine import machine_facts
-from pdproxy.settings.load import Engine as Listed
-from pdproxy.settings.load import load
+from pdproxy.settings.load import EngineFlag, load
 from pdproxy.transfer.contract import Handle
 
 DATA = Path(__file__).parent.parent / "data"
@@ -85,7 +84,7 @@ def test_a_handle_of_another_engine_is_complete():
 
 
 def test_the_machine():
-    settings = load(None, {}, (), [Listed("prefill", "10.0.0.1:1"), Listed("decode", "engine.internal:2")])
+    settings = load(None, {}, (), [EngineFlag("prefill", "10.0.0.1:1"), EngineFlag("decode", "engine.internal:2")])
     env = {"HTTPS_PROXY": "x", "http_proxy": "http://me:word@proxy:3128", "NO_PROXY": ".internal"}
     found = machine_facts(settings, env)
     assert dict(found.proxies) == {"http_proxy": "proxy:3128"}

@@ -21,8 +21,7 @@ from pdproxy.lab.check.facts import (
 from pdproxy.lab.check.metrics import Metrics
 from pdproxy.lab.check.rules import judge
 from pdproxy.lab.check.rules.transfer import side_trouble
-from pdproxy.settings.load import Engine as Listed
-from pdproxy.settings.load import load
+from pdproxy.settings.load import EngineFlag, load
 
 P, D = "http://10.0.0.1:8200", "http://10.0.0.2:8300"
 SAID = Generated("and so on", (1, 2, 3), details=True)
@@ -50,7 +49,7 @@ def good(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = 
     d = engine(D, "decode", **{"policy": Policy("fail"), **(decode or {})})
     last = Split(end="answered", prompt_tokens=50, due=48, moved=50, answer=SAID, alone=SAID)
     facts = Facts(
-        settings=load(None, {}, (), [Listed("prefill", P), Listed("decode", D)]),
+        settings=load(None, {}, (), [EngineFlag("prefill", P), EngineFlag("decode", D)]),
         engines=[p, d],
         pairs=[PairFacts(prefill=P, decode=D, tries=(last,))],
     )
@@ -181,7 +180,7 @@ def test_a_proxy_in_the_environment_is_named_where_an_engine_cannot_be_reached()
 
 def test_a_key_for_engines_without_keys_for_clients_is_noted():
     env = {"PDPROXY_AUTH__ENGINE_API_KEY": "secret"}
-    facts = good(settings=load(None, env, (), [Listed("prefill", P), Listed("decode", D)]))
+    facts = good(settings=load(None, env, (), [EngineFlag("prefill", P), EngineFlag("decode", D)]))
     (found,) = judge(facts)
     assert found.code == "clients_need_key"
     assert "secret" not in repr(found)

@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 
 from pdproxy.cli.main import main
-from pdproxy.wire.notices import Event, Notice, decode
+from pdproxy.wire.notices import Notice, NoticeEvent, decode
 
 from .client import Answer, ask
 from .engine import MODEL, Engine, free_port
@@ -85,7 +85,7 @@ class Inbox:
             self.seen.append((time.monotonic(), notice))
             self.more.set()
 
-    async def when(self, event: Event, request_id: str, seconds: float = 20) -> tuple[float, Notice]:
+    async def when(self, event: NoticeEvent, request_id: str, seconds: float = 20) -> tuple[float, Notice]:
         """Wait for a notice; return its time and the notice."""
         async with asyncio.timeout(seconds):
             while True:
@@ -95,7 +95,7 @@ class Inbox:
                 self.more.clear()
                 await self.more.wait()
 
-    def about(self, request_id: str) -> list[Event]:
+    def about(self, request_id: str) -> list[NoticeEvent]:
         """Return the events of a request, in order."""
         return [notice.event for _, notice in self.seen if notice.request_id == request_id]
 
@@ -171,13 +171,13 @@ async def test_a_request(pair: Pair, inbox: Inbox, chat: bool) -> None:
     """Ready, loaded and released arrive under the id of P's leg; ready contains everything of P's answer that D needs."""
     request_id, before = _id(), pair.decode.counters().sum("vllm:nixl_bytes_transferred_sum")
     first = await prefilled(pair, request_id, chat)
-    _, ready = await inbox.when(Event.READY, request_id)
+    _, ready = await inbox.when(NoticeEvent.READY, request_id)
     answer = await both(pair, first, chat)
     assert answer.status == 200, answer.body
-    _, loaded = await inbox.when(Event.LOADED, request_id)
-    _, released = await inbox.when(Event.RELEASED, request_id)
+    _, loaded = await inbox.when(NoticeEvent.LOADED, request_id)
+    _, released = await inbox.when(NoticeEvent.RELEASED, request_id)
     assert sorted(event.value for event in inbox.about(request_id)) == ["loaded", "ready", "released"]
-    assert inbox.about(request_id)[0] is Event.READY
+    assert inbox.about(request_id)[0] is NoticeEvent.READY
 
     given = first.json["kv_transfer_params"]
     ids = first.json["prompt_token_ids"] if chat else first.json["choices"][0]["prompt_token_ids"]
@@ -211,7 +211,7 @@ async def test_ready_comes_before_the_answer(
         request_id = _id()
         sent = time.monotonic()
         first = await prefilled(pair, request_id)
-        moment, _ = await inbox.when(Event.READY, request_id)
+        moment, _ = await inbox.when(NoticeEvent.READY, request_id)
         ahead.append((sent + first.first_byte - moment) * 1000)
         await both(pair, first)
     quartiles = statistics.quantiles(ahead, n=4)
@@ -226,8 +226,8 @@ async def test_found_in_decodes_own_cache(pair: Pair, inbox: Inbox) -> None:
     for _ in range(2):
         request_id = _id()
         await both(pair, await prefilled(pair, request_id, prompt=text))
-        notices.append((await inbox.when(Event.LOADED, request_id))[1])
-        await inbox.when(Event.RELEASED, request_id)
+        notices.append((await inbox.when(NoticeEvent.LOADED, request_id))[1])
+        await inbox.when(NoticeEvent.RELEASED, request_id)
     cached = [one.cached_tokens or 0 for one in notices]
     assert cached == [0, (notices[0].tokens or 0) - (notices[1].tokens or 0)]
     assert cached[1] > 0
@@ -239,17 +239,17 @@ async def test_release(pair: Pair, inbox: Inbox) -> None:
     first = await prefilled(pair, request_id)
     body = {"model": MODEL, "prompt": "x", "max_tokens": 0, "kv_transfer_params": first.json["kv_transfer_params"]}
     assert (await ask(pair.decode.url, COMPLETIONS, body)).status == 400
-    await inbox.when(Event.RELEASED, request_id)
-    assert inbox.about(request_id) == [Event.READY, Event.RELEASED]
+    await inbox.when(NoticeEvent.RELEASED, request_id)
+    assert inbox.about(request_id) == [NoticeEvent.READY, NoticeEvent.RELEASED]
 
 
 async def test_an_expired_lease(pair: Pair, inbox: Inbox) -> None:
     """The lease ends, and P reports it at once: D would pull other KV now."""
     request_id = _id()
     await prefilled(pair, request_id)
-    began, _ = await inbox.when(Event.READY, request_id)
-    ended, expired = await inbox.when(Event.EXPIRED, request_id, LEASE + 15)
-    assert inbox.about(request_id) == [Event.READY, Event.EXPIRED]
+    began, _ = await inbox.when(NoticeEvent.READY, request_id)
+    ended, expired = await inbox.when(NoticeEvent.EXPIRED, request_id, LEASE + 15)
+    assert inbox.about(request_id) == [NoticeEvent.READY, NoticeEvent.EXPIRED]
     assert LEASE - 0.5 < ended - began < LEASE + 5
     assert expired.seconds is not None
     assert abs(expired.seconds - (ended - began)) < 2
@@ -262,10 +262,10 @@ async def test_a_pull_that_fails(pair: Pair, inbox: Inbox) -> None:
     first = await prefilled(pair, request_id)
     answer = await both(pair, first, remote_engine_id="nobody", remote_port=free_port())
     assert answer.status == 500, answer.body
-    _, failed = await inbox.when(Event.FAILED, request_id)
+    _, failed = await inbox.when(NoticeEvent.FAILED, request_id)
     assert (failed.role, failed.remote_request_id) == ("D", first.json["kv_transfer_params"]["remote_request_id"])
-    await inbox.when(Event.EXPIRED, request_id, LEASE + 15)
-    assert inbox.about(request_id) == [Event.READY, Event.FAILED, Event.EXPIRED]
+    await inbox.when(NoticeEvent.EXPIRED, request_id, LEASE + 15)
+    assert inbox.about(request_id) == [NoticeEvent.READY, NoticeEvent.FAILED, NoticeEvent.EXPIRED]
 
 
 async def test_an_abandoned_prefill(pair: Pair, inbox: Inbox) -> None:
@@ -282,14 +282,14 @@ async def test_an_abandoned_prefill(pair: Pair, inbox: Inbox) -> None:
         while not inbox.about(request_id) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         for event in inbox.about(request_id):
-            assert event in {Event.FAILED, Event.READY}
+            assert event in {NoticeEvent.FAILED, NoticeEvent.READY}
             seen.add(event)
-            if event is Event.READY:
-                _, ready = await inbox.when(Event.READY, request_id)
+            if event is NoticeEvent.READY:
+                _, ready = await inbox.when(NoticeEvent.READY, request_id)
                 assert ready.params is not None
                 body = {"model": MODEL, "prompt": "x", "max_tokens": 0, "kv_transfer_params": json.loads(ready.params)}
                 assert (await ask(pair.decode.url, COMPLETIONS, body)).status == 400
-                await inbox.when(Event.RELEASED, request_id)
+                await inbox.when(NoticeEvent.RELEASED, request_id)
     assert seen
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.tokens.canaries import CANARIES, Agreement, Answer, compare
+from pdproxy.tokens.canaries import CANARIES, Agreement, CanaryIds, compare
 from pdproxy.tokens.errors import UnsureError
 from pdproxy.tokens.ids import TokenIds, from_numbers
 from pdproxy.tokens.tokenize_request import tokenize_body
@@ -43,7 +43,7 @@ def tokenizer(fleet: Fleet) -> Tokenizer:
 @pytest.fixture(scope="module")
 def agreement(fleet: Fleet, tokenizer: Tokenizer) -> Agreement:
     """The result of the canaries for this tokenizer and the plain engine."""
-    answers: dict[str, Answer] = {}
+    answers: dict[str, CanaryIds] = {}
     for canary in CANARIES:
         try:
             answers[canary.name] = _tokenized(fleet, canary.tokenize_body(MODEL))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import httptools
 
 from pdproxy.kit.errors import EngineError
-from pdproxy.upstream.connection import Connection, Headers
+from pdproxy.upstream.connection import EngineConnection, Headers
 from tests.fuzz.ingress import Transport
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
@@ -65,13 +65,13 @@ class Wire:
     transport: Transport = field(default_factory=Transport)
 
     def __post_init__(self) -> None:
-        self.connection = Connection("engine", self._free, self._lost)
+        self.connection = EngineConnection("engine", self._free, self._lost)
         self.connection.connection_made(self.transport)
 
-    def _free(self, _: Connection) -> None:
+    def _free(self, _: EngineConnection) -> None:
         self.freed += 1
 
-    def _lost(self, _: Connection) -> None:
+    def _lost(self, _: EngineConnection) -> None:
         self.lost += 1
 
     def ask(self, heard: Heard, reads: Sequence[bytes]) -> Heard:

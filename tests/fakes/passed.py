@@ -6,12 +6,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from pdproxy.serving.access.routes import TABLE, Kind
+from pdproxy.serving.access.routes import TABLE, RouteKind
 from pdproxy.sim.journal import Request
 from tests.fakes.engine import FakeEngine, Reply
 from tests.fakes.world import PROMPT, World
 
-PASSED = [entry for entry in TABLE if entry.kind is Kind.PASSED]
+PASSED = [entry for entry in TABLE if entry.kind is RouteKind.PASSED]
 PATHS = [entry.path for entry in PASSED]
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 VLLM = [

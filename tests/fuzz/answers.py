@@ -11,7 +11,7 @@ import h11
 from pdproxy.kit.errors import EngineError, EngineRefusedError
 from pdproxy.transfer.contract import NO_DISPATCH, Handle
 from pdproxy.transfer.nixl import handle, release_body
-from pdproxy.upstream.connection import Connection, Headers
+from pdproxy.upstream.connection import EngineConnection, Headers
 from pdproxy.wire.chunks import whole_chunks
 from pdproxy.wire.engine import error_of, prefill_answer, usage_of
 from pdproxy.wire.errors import error_body
@@ -58,9 +58,9 @@ class Sink:
 
 
 def _answered(pieces: Sequence[bytes]) -> Sink:
-    freed: list[Connection] = []
-    lost: list[Connection] = []
-    connection = Connection("engine", freed.append, lost.append)
+    freed: list[EngineConnection] = []
+    lost: list[EngineConnection] = []
+    connection = EngineConnection("engine", freed.append, lost.append)
     transport, sink = Transport(), Sink()
     connection.connection_made(transport)
     leg = connection.send(b"GET / HTTP/1.1\r\n\r\n", sink)

@@ -193,7 +193,7 @@ class _Asleep(Workers):
 
 def asleep(monkeypatch: pytest.MonkeyPatch, waiting: int) -> Workers:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
-    return _Asleep("tests.fakes.slow_worker", most=1, waiting=waiting, memory=512 * MIB, idle=60)
+    return _Asleep("tests.fakes.slow_worker", max_workers=1, waiting=waiting, memory=512 * MIB, idle=60)
 
 
 LARGE = {"prompt": "x" * body_bounds.LARGE}

@@ -9,7 +9,7 @@ import pytest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse
 
-from pdproxy.serving.access.routes import TABLE, Kind
+from pdproxy.serving.access.routes import TABLE, RouteKind
 from pdproxy.settings.schema import Cors
 from pdproxy.web.cors import CorsHeaders, middleware_options
 from tests.fakes import scripts
@@ -124,7 +124,7 @@ async def test_a_wrong_method(method: str) -> None:
     """405 with the methods that are right: FastAPI's routes answer no HEAD and no plain OPTIONS, and so vLLM's don't."""
     async with world() as w:
         for entry in TABLE:
-            if method in entry.methods or entry.kind is Kind.REFUSED:
+            if method in entry.methods or entry.kind is RouteKind.REFUSED:
                 continue
             answer = await w.ask(entry.path, b"", method=method)
             assert (answer.status, entry.path) == (405, entry.path)

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from pdproxy.observe.events import RequestEnded
-from pdproxy.serving.access.routes import TABLE, Kind
+from pdproxy.serving.access.routes import TABLE, RouteKind
 from tests.fakes.engine import Reply
 from tests.fakes.passed import (
     BODIES,
@@ -62,7 +62,7 @@ async def test_no_route_outside_the_table_reaches_an_engine() -> None:
             before = seen()
             concrete = path.replace("{response_id}", "resp_1").replace("{model_id}", "tiny")
             answer = await w.ask(concrete, b"{}" if method == "POST" else b"", method=method)
-            if kind is Kind.PASSED:
+            if kind is RouteKind.PASSED:
                 assert seen() == before + 1, path
             elif kind is None and path not in OWN_DOCS:
                 assert seen() == before, path

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.tokens.canaries import CANARIES, Agreement, Answer, compare
+from pdproxy.tokens.canaries import CANARIES, Agreement, CanaryIds, compare
 from pdproxy.tokens.errors import RejectedError
 from pdproxy.tokens.tokenizer import LocalTokenizer, Tokenizer, ids_of
 from pdproxy.wire.request import Route
@@ -21,9 +21,9 @@ def made(template: str | None = TEMPLATE, kind: Callable[[], Any] = byte_level) 
     return Tokenizer(copy.deepcopy(model(kind, template)))
 
 
-def engine(tokenizer: LocalTokenizer, form: Any = "string") -> dict[str, Answer]:
+def engine(tokenizer: LocalTokenizer, form: Any = "string") -> dict[str, CanaryIds]:
     """What an engine with this tokenizer answers to the canaries."""
-    answers: dict[str, Answer] = {}
+    answers: dict[str, CanaryIds] = {}
     for canary in CANARIES:
         try:
             answers[canary.name] = ids_of(tokenizer, *canary.parsed("m"), {False: form, True: form})

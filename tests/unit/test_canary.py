@@ -70,7 +70,7 @@ class Engines:
             raise EngineTimeoutError("late", wait=Wait.PROBE)
         return self.cards
 
-    async def token_ids(self, url: str, body: bytes, *, most: int) -> TokenIds:
+    async def token_ids(self, url: str, body: bytes, *, max_bytes: int) -> TokenIds:
         """An engine's ids."""
         await asyncio.sleep(0)
         if url in self.fails:

@@ -14,7 +14,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, Wait
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
-from pdproxy.upstream.connection import LARGE_READ, Connection, Headers
+from pdproxy.upstream.connection import LARGE_READ, EngineConnection, Headers
 from tests.fakes.legs import Heard
 from tests.fuzz.ingress import Transport
 
@@ -200,7 +200,7 @@ async def test_others_have_their_turn_behind_a_large_read() -> None:
     """An engine that sends as fast as it can is read again in the next turn of the loop, unless its client has paused it."""
 
     transport = Transport()
-    connection = Connection("engine", lambda _: None, lambda _: None)
+    connection = EngineConnection("engine", lambda _: None, lambda _: None)
     connection.connection_made(transport)
     leg = connection.send(b"", Heard())
     connection.data_received(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * LARGE_READ)

@@ -11,7 +11,7 @@ from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.transfer.lmcache_pd import lmcache_pd
 from pdproxy.transfer.nixl import NIXL, Options, nixl
-from pdproxy.wire.notices import Event, Notice
+from pdproxy.wire.notices import Notice, NoticeEvent
 
 LEG = PrefillRecord("http://p", None, (), lambda _: "nothing")
 
@@ -40,7 +40,7 @@ def test_handles_of_one_name_are_two() -> None:
 
 def test_notices_end_handles_of_engines_with_the_notifier() -> None:
     """A notice ends the handle that it names, once. Without the notifier no notice counts."""
-    loaded = Notice(event=Event.LOADED, request_id="leg", remote_request_id="r1")
+    loaded = Notice(event=NoticeEvent.LOADED, request_id="leg", remote_request_id="r1")
     kept = custodian(nixl(Options(notifier=True)))
     custody = kept.take(handle("r1"), LEG)
     kept.receive(loaded)
@@ -75,4 +75,4 @@ def test_a_leg_is_remembered_without_its_request() -> None:
     """Its reader holds the request's body, which may be long."""
     orphan = _Orphan(LEG)
     assert orphan.leg.read is not LEG.read
-    assert (orphan.leg.prefill, orphan.leg.expected, orphan.leg.slots) == (LEG.prefill, None, None)
+    assert (orphan.leg.prefill, orphan.leg.expected, orphan.leg.space) == (LEG.prefill, None, None)

@@ -44,7 +44,7 @@ def always() -> bool:
 async def test_slots_are_whole_chunks() -> None:
     """A token more takes a slot more."""
     space = buffers(a=4)
-    assert [space.slots(tokens) for tokens in (1, 256, 257, 1024)] == [1, 1, 2, 4]
+    assert [space.chunks(tokens) for tokens in (1, 256, 257, 1024)] == [1, 1, 2, 4]
     assert space.fits(1024)
     assert not space.fits(1025)
 
@@ -76,7 +76,7 @@ async def test_who_finds_no_space_waits_in_turn() -> None:
     order: list[str] = []
 
     async def come(name: str, count: int) -> None:
-        chosen = await space.when_room(count, first_of("a"), always)
+        chosen = await space.wait_for_space(count, first_of("a"), always)
         assert chosen == "a"
         order.append(name)
         held.append(space.take("a", count))
@@ -99,7 +99,7 @@ async def test_who_finds_no_space_waits_in_turn() -> None:
 
 async def test_nothing_waits_where_space_would_not_help() -> None:
     """No engine at all is not a full one."""
-    await asyncio.wait_for(buffers(a=2).when_room(1, lambda full: None, always), 30)
+    await asyncio.wait_for(buffers(a=2).wait_for_space(1, lambda full: None, always), 30)
 
 
 async def test_the_wait_has_a_deadline() -> None:
@@ -108,7 +108,7 @@ async def test_the_wait_has_a_deadline() -> None:
     space = buffers(0.05, recorder, a=1)
     space.take("a", 1)
     with pytest.raises(OverloadedError, match="space for the prompt's KV"):
-        await space.when_room(1, first_of("a"), always)
+        await space.wait_for_space(1, first_of("a"), always)
     assert recorder.events == [DeadlinePassed("queue")]
     assert space.taken == {"a": 1}
 
@@ -117,9 +117,9 @@ async def test_who_leaves_the_queue_takes_nothing() -> None:
     """The next one gets the space."""
     space = buffers(a=1)
     held = space.take("a", 1)
-    leaving = asyncio.create_task(space.when_room(1, first_of("a"), always))
+    leaving = asyncio.create_task(space.wait_for_space(1, first_of("a"), always))
     await asyncio.sleep(0)
-    staying = asyncio.create_task(space.when_room(1, first_of("a"), always))
+    staying = asyncio.create_task(space.wait_for_space(1, first_of("a"), always))
     await asyncio.sleep(0)
     leaving.cancel()
     held.release()
@@ -136,7 +136,7 @@ async def test_an_engine_that_is_added_has_space_for_who_waits() -> None:
     assert space.bounded
     held = space.take("a", 1)
     waiting = asyncio.create_task(
-        space.when_room(1, lambda full: next((u for u in engines if u not in full), None), always)
+        space.wait_for_space(1, lambda full: next((u for u in engines if u not in full), None), always)
     )
     await asyncio.sleep(0.01)
     assert not waiting.done()
@@ -144,7 +144,7 @@ async def test_an_engine_that_is_added_has_space_for_who_waits() -> None:
     assert await waiting == "b"
     space.take("b", 1)
     waiting = asyncio.create_task(
-        space.when_room(1, lambda full: next((u for u in engines if u not in full), None), lambda: bool(engines))
+        space.wait_for_space(1, lambda full: next((u for u in engines if u not in full), None), lambda: bool(engines))
     )
     engines.remove("b")
     await asyncio.sleep(0.01)

@@ -38,7 +38,7 @@ class Stage:
 
 def notice(name: str = "leg", rank: int | None = None, world: int | None = None) -> Notice:
     """A notice that KV is ready."""
-    return Notice(event=notices.Event.READY, request_id=name, rank=rank, world=world)
+    return Notice(event=notices.NoticeEvent.READY, request_id=name, rank=rank, world=world)
 
 
 async def test_every_rank_is_waited_for() -> None:
@@ -276,7 +276,7 @@ def test_missing_ranks_of_a_great_world_are_not_all_named() -> None:
         ready = KvReady(Clock(), Observers([]), lambda: 0.0)
         expected = ready.expect("leg", None)
         expected.ranks = 1 << 53
-        expected.receive(Notice(event=notices.Event.READY, request_id="leg", rank=3))
+        expected.receive(Notice(event=notices.NoticeEvent.READY, request_id="leg", rank=3))
         assert len(expected.missing()) <= 64
 
     asyncio.run(check())

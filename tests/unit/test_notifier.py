@@ -17,7 +17,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.wire.notices import Event, Notice, decode, request_id_of
+from pdproxy.wire.notices import Notice, NoticeEvent, decode, request_id_of
 from tests.fakes import vllm_nixl
 from tests.fakes.vllm_nixl import Output, Request, Results, Stats, Status, config, modules
 
@@ -161,7 +161,7 @@ def test_ready(stage: Stage) -> None:
     }
     assert notice.at is not None
     assert before <= notice.at <= time.monotonic()
-    assert (notice.event, notice.request_id, notice.remote_request_id) == (Event.READY, "pd-1", PREFILL)
+    assert (notice.event, notice.request_id, notice.remote_request_id) == (NoticeEvent.READY, "pd-1", PREFILL)
     assert (notice.role, notice.engine_id, notice.rank) == ("P", "engine", None)
     assert (notice.tokens, notice.cached_tokens, notice.created_cache_tokens, notice.blocks) == (3, 2, 1, 3)
     assert notice.token_ids == b"[5,6,7]"
@@ -174,7 +174,7 @@ def test_ready_without_the_allocator_of_groups(stage: Stage) -> None:
         stage.scheduler.request_finished(Request(PREFILL, {"do_remote_decode": True}), [1]) == stage.scheduler.decision
     )
     notice = stage.inbox.next()
-    assert (notice.event, notice.request_id) == (Event.READY, "pd-1")
+    assert (notice.event, notice.request_id) == (NoticeEvent.READY, "pd-1")
     assert stage.scheduler.calls[-1] == "request_finished"
 
 
@@ -188,7 +188,7 @@ def test_ready_without_the_whole_prompt(stage: Stage, gone: str) -> None:
         request.prompt_token_ids = None
     stage.finish(request, True, {"remote_block_ids": [[1]]})
     notice = stage.inbox.next()
-    assert (notice.event, notice.token_ids, notice.tokens) == (Event.READY, None, None)
+    assert (notice.event, notice.token_ids, notice.tokens) == (NoticeEvent.READY, None, None)
     assert notice.params == b'{"remote_block_ids":[[1]]}'
 
 
@@ -205,17 +205,17 @@ def test_ready_of_a_long_prompt(stage: Stage, nixl: Any) -> None:
     assert len(payload) < nixl.LONGEST
     long = decode(payload)
     assert long is not None
-    assert (long.event, long.token_ids, long.params, long.blocks) == (Event.READY, None, None, 50_000)
+    assert (long.event, long.token_ids, long.params, long.blocks) == (NoticeEvent.READY, None, None, 50_000)
 
 
 def test_prefill_ends_with_nothing(stage: Stage) -> None:
     """An aborted prefill holds nothing, nor does one whose connector found no blocks."""
     stage.finish(Request(PREFILL, {"do_remote_decode": True}, status=Status("FINISHED_ABORTED")), False, None)
     notice = stage.inbox.next()
-    assert (notice.event, notice.role, notice.reason) == (Event.FAILED, "P", "FINISHED_ABORTED")
+    assert (notice.event, notice.role, notice.reason) == (NoticeEvent.FAILED, "P", "FINISHED_ABORTED")
     assert (notice.request_id, notice.remote_request_id) == ("pd-1", PREFILL)
     stage.finish(Request(PREFILL, {"do_remote_decode": True}), False, {"remote_block_ids": [[]]})
-    assert stage.inbox.next().event is Event.FAILED
+    assert stage.inbox.next().event is NoticeEvent.FAILED
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_loaded(stage: Stage) -> None:
     two.ends |= {12: (1, 0.2)}
     stage.step(finished_recving={DECODE})
     notice = stage.inbox.next()
-    assert (notice.event, notice.role) == (Event.LOADED, "D")
+    assert (notice.event, notice.role) == (NoticeEvent.LOADED, "D")
     assert (notice.request_id, notice.remote_request_id) == ("pd-1", PREFILL)
     assert (notice.tokens, notice.cached_tokens, notice.blocks) == (3, 2, 3)
     assert (notice.moved_bytes, notice.seconds) == (251, 0.7)
@@ -273,7 +273,7 @@ def test_figures_in_doubt_are_none(stage: Stage, caplog: pytest.LogCaptureFixtur
         worker.connector_worker.ends |= {1: None, 2: (7, 0.2)}
     stage.step(finished_recving={other})
     notice = stage.inbox.next()
-    assert (notice.event, notice.moved_bytes, notice.seconds) == (Event.LOADED, None, None)
+    assert (notice.event, notice.moved_bytes, notice.seconds) == (NoticeEvent.LOADED, None, None)
     assert not caplog.records
 
 
@@ -285,7 +285,7 @@ def test_failed(stage: Stage) -> None:
     two.ends |= {11: None, 12: None}
     stage.step(finished_recving={DECODE}, failed_recving={DECODE})
     notice = stage.inbox.next()
-    assert (notice.event, notice.role, notice.request_id, notice.tokens) == (Event.FAILED, "D", "pd-1", 3)
+    assert (notice.event, notice.role, notice.request_id, notice.tokens) == (NoticeEvent.FAILED, "D", "pd-1", 3)
     assert notice.moved_bytes is None
     assert stage.silent()
 
@@ -294,7 +294,7 @@ def test_found_here(stage: Stage) -> None:
     """D has all of it in its cache: vLLM reports no transfer, so it is told when the blocks are found."""
     stage.decode(0)
     notice = stage.inbox.next()
-    assert (notice.event, notice.tokens, notice.cached_tokens) == (Event.LOADED, 0, 2)
+    assert (notice.event, notice.tokens, notice.cached_tokens) == (NoticeEvent.LOADED, 0, 2)
     assert stage.silent()
 
 
@@ -302,7 +302,7 @@ def test_it_is_told_once(stage: Stage) -> None:
     """Blocks are found anew when the KV has come, and after a preemption: these are no transfers."""
     request = stage.decode(3)
     stage.step(finished_recving={DECODE})
-    assert stage.inbox.next().event is Event.LOADED
+    assert stage.inbox.next().event is NoticeEvent.LOADED
     for _ in range(2):
         stage.scheduler.update_state_after_alloc(request, None, 0)
     assert stage.known()
@@ -316,18 +316,18 @@ def test_decode_given_up_while_it_pulls(stage: Stage) -> None:
     stage.finish(stage.decode(3), False, None)
     assert stage.silent()
     stage.step(finished_recving={DECODE})
-    assert stage.inbox.next().event is Event.LOADED
+    assert stage.inbox.next().event is NoticeEvent.LOADED
 
 
 def test_released_and_expired(stage: Stage) -> None:
     """vLLM has one word for both; one worker that gave up makes it an expiry, whenever it said so."""
     for request_id in (PREFILL, "cmpl-pd-2-0-0123abcd"):
-        assert stage.prefill(request_id).event is Event.READY
+        assert stage.prefill(request_id).event is NoticeEvent.READY
     one, two = (worker.connector_worker for worker in stage.workers)
     one.heard, two.heard = {PREFILL}, {PREFILL}
     stage.step(finished_sending={PREFILL})
     notice = stage.inbox.next()
-    assert (notice.event, notice.role, notice.request_id, notice.reason) == (Event.RELEASED, "P", "pd-1", None)
+    assert (notice.event, notice.role, notice.request_id, notice.reason) == (NoticeEvent.RELEASED, "P", "pd-1", None)
     assert notice.seconds is not None
     assert 0 <= notice.seconds < 60
     one.lapsed = {"cmpl-pd-2-0-0123abcd"}
@@ -336,7 +336,7 @@ def test_released_and_expired(stage: Stage) -> None:
     two.heard = {"cmpl-pd-2-0-0123abcd"}
     stage.step(finished_sending={"cmpl-pd-2-0-0123abcd"})
     notice = stage.inbox.next()
-    assert (notice.event, notice.request_id, notice.reason) == (Event.EXPIRED, "pd-2", "1 worker(s)")
+    assert (notice.event, notice.request_id, notice.reason) == (NoticeEvent.EXPIRED, "pd-2", "1 worker(s)")
     assert stage.silent()
     assert stage.known() == []
 
@@ -348,7 +348,7 @@ def test_an_expiry_of_all_workers(stage: Stage) -> None:
         worker.connector_worker.lapsed = {PREFILL}
     assert len(stage.step(finished_sending={PREFILL})) == 2
     notice = stage.inbox.next()
-    assert (notice.event, notice.reason) == (Event.EXPIRED, "2 worker(s)")
+    assert (notice.event, notice.reason) == (NoticeEvent.EXPIRED, "2 worker(s)")
     assert stage.step() == []
 
 
@@ -356,14 +356,14 @@ def test_kept_for_the_next_turn(stage: Stage) -> None:
     """D's handle is told under the prefill's id; what becomes of it, with D's role."""
     request = stage.decode(3)
     stage.step(finished_recving={DECODE})
-    assert stage.inbox.next().event is Event.LOADED
+    assert stage.inbox.next().event is NoticeEvent.LOADED
     stage.finish(request, True, {"do_remote_decode": True, "remote_request_id": DECODE})
     notice = stage.inbox.next()
-    assert (notice.event, notice.role, notice.request_id) == (Event.KEPT, "D", "pd-1")
+    assert (notice.event, notice.role, notice.request_id) == (NoticeEvent.KEPT, "D", "pd-1")
     assert notice.params == b'{"do_remote_decode":true,"remote_request_id":"%b"}' % DECODE.encode()
     stage.step(finished_sending={DECODE})
     notice = stage.inbox.next()
-    assert (notice.event, notice.role, notice.request_id) == (Event.RELEASED, "D", "pd-1")
+    assert (notice.event, notice.role, notice.request_id) == (NoticeEvent.RELEASED, "D", "pd-1")
     assert stage.known() == []
 
 
@@ -375,12 +375,12 @@ def test_push(nixl: Any, listen: Callable[..., Inbox]) -> None:
     )
     stage.prefill(transfer_mode="push")
     stage.step(finished_sending={PREFILL})
-    assert stage.inbox.next().event is Event.RELEASED
+    assert stage.inbox.next().event is NoticeEvent.RELEASED
     request = Request(DECODE, {"do_remote_prefill": True, "remote_request_id": PREFILL})
     stage.scheduler.update_state_after_alloc(request, None, 3)
     stage.step(finished_recving={DECODE})
     notice = stage.inbox.next()
-    assert (notice.event, notice.blocks, notice.moved_bytes) == (Event.LOADED, None, None)
+    assert (notice.event, notice.blocks, notice.moved_bytes) == (NoticeEvent.LOADED, None, None)
 
 
 def _polled(stage: Stage) -> None:
@@ -465,7 +465,7 @@ def test_a_connector_that_has_changed(nixl: Any, listen: Callable[..., Inbox], m
     stage.decode(3)
     stage.step(finished_recving={DECODE})
     notice = stage.inbox.next()
-    assert (notice.event, notice.moved_bytes) == (Event.LOADED, None)
+    assert (notice.event, notice.moved_bytes) == (NoticeEvent.LOADED, None)
 
 
 def test_metadata_of_the_connectors_own(stage: Stage) -> None:
@@ -477,7 +477,7 @@ def test_metadata_of_the_connectors_own(stage: Stage) -> None:
     assert worker.build_connector_worker_meta() is worker.meta
     stage.prefill()
     stage.scheduler.update_connector_output(Output(finished_sending={PREFILL}, kv_connector_worker_meta=worker.meta))
-    assert stage.inbox.next().event is Event.RELEASED
+    assert stage.inbox.next().event is NoticeEvent.RELEASED
 
 
 @pytest.mark.parametrize("extra", [{}, {"pdproxy_notify": []}, {"pdproxy_notify": ""}])
@@ -517,9 +517,9 @@ def test_every_proxy_gets_everything(nixl: Any, listen: Callable[..., Inbox], ca
         assert stage.silent()
     ids = [f"cmpl-pd-{number}-0-0123abcd" for number in range(4)]
     assert [stage.prefill(one).request_id for one in ids] == ["pd-0", "pd-1", "pd-2", "pd-3"]
-    seen = [notice for _ in ids if (notice := two.next()).event is Event.READY]
+    seen = [notice for _ in ids if (notice := two.next()).event is NoticeEvent.READY]
     while len(seen) < len(ids):
-        seen += [notice for notice in [two.next()] if notice.event is Event.READY]
+        seen += [notice for notice in [two.next()] if notice.event is NoticeEvent.READY]
     assert [notice.remote_request_id for notice in seen] == ids
 
 

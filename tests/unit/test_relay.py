@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError
 from pdproxy.serving.stream.relay import STREAM_STARTED, Relay
-from pdproxy.upstream.connection import Connection, ForwardRead
+from pdproxy.upstream.connection import EngineConnection, ForwardRead
 from pdproxy.wire import sse
 from pdproxy.wire.chunks import chunk, whole_chunks
 from tests.fakes import answers
@@ -73,7 +73,7 @@ async def run(pieces: Sequence[bytes], relay: Relay, *, end: bool = True, late: 
         if relay.first.done() and not flowing:
             if waiting == 0:
                 assert await relay.first is STREAM_STARTED
-                relay.flow(sink, cast("Connection", sink))  # type: ignore[arg-type]
+                relay.flow(sink, cast("EngineConnection", sink))  # type: ignore[arg-type]
                 flowing = True
             waiting -= 1
     if end:
@@ -82,7 +82,7 @@ async def run(pieces: Sequence[bytes], relay: Relay, *, end: bool = True, late: 
         relay.failed(EngineError("lost"))
     if not flowing:
         await relay.first
-        relay.flow(sink, cast("Connection", sink))  # type: ignore[arg-type]
+        relay.flow(sink, cast("EngineConnection", sink))  # type: ignore[arg-type]
     try:
         await relay.done
     except EngineError as error:
@@ -239,7 +239,7 @@ def test_what_had_come_while_the_loop_was_held_up_is_not_late() -> None:
         relay.head(200, list(HEAD))
         relay.data(TEXT[0])
         await relay.first
-        relay.flow(sink, cast("Connection", sink))  # type: ignore[arg-type]
+        relay.flow(sink, cast("EngineConnection", sink))  # type: ignore[arg-type]
         pairs = [socket.socketpair() for _ in range(2)]
         (other, others_client), (ours, engine) = pairs
 

@@ -8,13 +8,13 @@ from pdproxy.settings.crosscheck import crosscheck, engine_url, parsed_networks
 from pdproxy.settings.dump import MASK, dump
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.limits import Limits
-from pdproxy.settings.load import Engine, load
+from pdproxy.settings.load import EngineFlag, load
 from pdproxy.settings.schema import Auth, Facts, Listen, Node, Pool, Role, Settings
 
 
 def pool_error(*engines: tuple[Role, str]) -> str:
     with pytest.raises(SettingsError) as caught:
-        load(None, {}, (), [Engine(role, url) for role, url in engines])
+        load(None, {}, (), [EngineFlag(role, url) for role, url in engines])
     return str(caught.value)
 
 
@@ -101,7 +101,7 @@ def test_pools_that_could_serve_nothing() -> None:
 @pytest.mark.parametrize("roles", [("decode",), ("aggregated",), ("decode", "aggregated"), ("prefill", "decode")])
 def test_pools_that_can_serve(roles: tuple[Role, ...]) -> None:
     """One engine that answers by itself is enough; prefill is optional."""
-    settings = load(None, {}, (), [Engine(role, f"host:{port}") for port, role in enumerate(roles, 1)])
+    settings = load(None, {}, (), [EngineFlag(role, f"host:{port}") for port, role in enumerate(roles, 1)])
     assert tuple(node.role for node in settings.pool.nodes) == roles
 
 
@@ -119,7 +119,7 @@ def test_no_engines_needed_for_a_look() -> None:
     """Without engines the rest can still be read, but engines that are there are still checked."""
     assert load(None, {}, need_engines=False).pool.nodes == ()
     with pytest.raises(SettingsError, match="no decode engine"):
-        load(None, {}, (), [Engine("prefill", "a:1")], need_engines=False)
+        load(None, {}, (), [EngineFlag("prefill", "a:1")], need_engines=False)
 
 
 FULL = Settings(

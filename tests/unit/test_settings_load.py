@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.load import POOL, Engine, Flag, load
+from pdproxy.settings.load import POOL, EngineFlag, Flag, load
 from pdproxy.settings.schema import Settings
 
-DECODE = (Engine("decode", "127.0.0.1:8300"),)
+DECODE = (EngineFlag("decode", "127.0.0.1:8300"),)
 
 
 def write(folder: Path, text: str) -> Path:
@@ -56,7 +56,7 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
 def test_engines_of_flags_come_after_those_of_the_file(tmp_path: Path) -> None:
     """Flags add to the first pool; a bare host:port gets a scheme."""
     config = write(tmp_path, "pools: [{name: gpu, nodes: [{url: 'http://a:1', role: prefill, labels: {zone: b}}]}]")
-    pool = load(config, {}, (), [Engine("decode", "b:2"), Engine("aggregated", "http://c:3")]).pool
+    pool = load(config, {}, (), [EngineFlag("decode", "b:2"), EngineFlag("aggregated", "http://c:3")]).pool
     assert [(n.url, n.role) for n in pool.nodes] == [
         ("http://a:1", "prefill"),
         ("http://b:2", "decode"),

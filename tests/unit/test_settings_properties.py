@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from pdproxy.settings.conform import leaves
 from pdproxy.settings.environment import variable
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.load import Engine, Flag, load
+from pdproxy.settings.load import EngineFlag, Flag, load
 from pdproxy.settings.schema import Settings
 
-DECODE = (Engine("decode", "127.0.0.1:8300"),)
+DECODE = (EngineFlag("decode", "127.0.0.1:8300"),)
 PATHS = [path for path, _ in leaves(Settings)]
 KEYS = st.sampled_from(sorted({step for path in PATHS for step in path} | {"pools", "nodes", "url", "role", "labels"}))
 
@@ -100,12 +100,12 @@ def test_any_unknown_variable_is_refused_in_one_line(name: str) -> None:
 def test_any_engine_url_loads_or_is_refused_in_one_line(url: str) -> None:
     """Any text as the URL of an engine: what is accepted has the one spelling."""
     try:
-        loaded = load(None, {}, (), [Engine("decode", url)])
+        loaded = load(None, {}, (), [EngineFlag("decode", url)])
     except SettingsError as error:
         refused(error)
     else:
         (node,) = loaded.pool.nodes
-        assert load(None, {}, (), [Engine("decode", node.url)]) == loaded
+        assert load(None, {}, (), [EngineFlag("decode", node.url)]) == loaded
 
 
 VALUES = {

@@ -7,10 +7,10 @@ import pytest
 from pdproxy.settings.crosscheck import engine_url
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.files import read_key, read_keys, read_password
-from pdproxy.settings.load import Engine, Flag, load
+from pdproxy.settings.load import EngineFlag, Flag, load
 from pdproxy.settings.schema import EngineTls, ListenTls, Node
 
-DECODE = (Engine("decode", "a:1"),)
+DECODE = (EngineFlag("decode", "a:1"),)
 
 
 def refused(tmp_path: Path, text: str) -> str:

@@ -15,7 +15,7 @@ from pdproxy.settings import stage_checks
 from pdproxy.settings.dump import dump
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.external_file import ForeignFile
-from pdproxy.settings.load import POOL, Engine, Flag, load
+from pdproxy.settings.load import POOL, EngineFlag, Flag, load
 from pdproxy.settings.schema import Pool
 from pdproxy.settings.stage_checks import bootstrap, check, pairs
 from pdproxy.settings.stages import Reader, Stage
@@ -563,12 +563,12 @@ def write(folder: Path, *stages: Tree, name: str = "stages.yaml", **more: Any) -
     return path
 
 
-def pool(path: Path, *engines: Engine, config: Path | None = None, flags: tuple[Flag, ...] = ()) -> Pool:
+def pool(path: Path, *engines: EngineFlag, config: Path | None = None, flags: tuple[Flag, ...] = ()) -> Pool:
     """The pool of a stage configuration."""
     return load(config, {}, flags, engines, stage_config=path).pool
 
 
-P, D = Engine("prefill", "p:1"), Engine("decode", "d:2")
+P, D = EngineFlag("prefill", "p:1"), EngineFlag("decode", "d:2")
 
 
 def test_stages_are_engines(tmp_path: Path) -> None:
@@ -580,7 +580,7 @@ def test_stages_are_engines(tmp_path: Path) -> None:
         stage("prefill"),
         stage(None),
     )
-    found = pool(path, D, P, Engine("prefill", "https://p:3"), Engine("aggregated", "a:4"))
+    found = pool(path, D, P, EngineFlag("prefill", "https://p:3"), EngineFlag("aggregated", "a:4"))
     assert [(node.url, node.role) for node in found.nodes] == [
         ("http://p:1", "prefill"),
         ("http://d:2", "decode"),
@@ -598,7 +598,7 @@ def test_pairs_stay_apart(tmp_path: Path) -> None:
     """A decode engine takes KV from the engines of its stage's sources alone."""
     stages = stage("prefill"), stage("prefill"), stage("decode", engine_input_source=[1]), stage("decode")
     path = write(tmp_path, *stages)
-    found = pool(path, P, Engine("prefill", "p:3"), D, Engine("decode", "d:4"))
+    found = pool(path, P, EngineFlag("prefill", "p:3"), D, EngineFlag("decode", "d:4"))
     assert [node.sources for node in found.nodes] == [(), (), ("http://p:3",), ("http://p:1",)]
 
 
@@ -653,7 +653,7 @@ def test_a_url_that_is_none(tmp_path: Path, changes: Tree, says: str) -> None:
         ((P, D, D), "--decode: 2 given, expected 1: "),
     ],
 )
-def test_urls_and_stages_are_as_many(tmp_path: Path, engines: tuple[Engine, ...], says: str) -> None:
+def test_urls_and_stages_are_as_many(tmp_path: Path, engines: tuple[EngineFlag, ...], says: str) -> None:
     """One left over would be an engine that nobody checked."""
     path = write(tmp_path, stage("prefill"), stage("decode"))
     assert refusal(lambda: pool(path, *engines)).startswith(says)
@@ -708,7 +708,7 @@ def test_bootstrap_addresses_of_a_pool(tmp_path: Path) -> None:
     extra = kv(kv_connector_extra_config={"mooncake_bootstrap_port": 25201})
     config = tmp_path / "x.yaml"
     config.write_text("pools: [{connector: nixl, bootstrap_port: 25202}]")
-    found = pool(write(tmp_path, *mooncake(extra, {})), P, Engine("prefill", "p:3"), D, config=config)
+    found = pool(write(tmp_path, *mooncake(extra, {})), P, EngineFlag("prefill", "p:3"), D, config=config)
     assert [node.facts.bootstrap for node in found.nodes] == ["http://p:25201", "http://p:25202", None]
 
 
@@ -716,11 +716,11 @@ def test_one_port_is_not_bound_twice(tmp_path: Path) -> None:
     """On one machine. On two it is two ports."""
     flags = (Flag("--connector", f"{POOL}connector", "nixl"),)
     path = write(tmp_path, *mooncake({}, {}))
-    says = refusal(lambda: pool(path, P, Engine("prefill", "p:3"), D, flags=flags))
+    says = refusal(lambda: pool(path, P, EngineFlag("prefill", "p:3"), D, flags=flags))
     assert says.startswith(
         "stage_args[1]: its Mooncake bootstrap server would be at http://p:8998, like that of stage_args[0]"
     )
-    nodes = pool(path, P, Engine("prefill", "q:3"), D, flags=flags).nodes
+    nodes = pool(path, P, EngineFlag("prefill", "q:3"), D, flags=flags).nodes
     assert [node.facts.bootstrap for node in nodes] == ["http://p:8998", "http://q:8998", None]
 
 
@@ -740,7 +740,7 @@ def test_what_is_printed_can_be_loaded(tmp_path: Path) -> None:
         None,
         {},
         (),
-        (P, Engine("prefill", "p:3"), D, Engine("decode", "d:4")),
+        (P, EngineFlag("prefill", "p:3"), D, EngineFlag("decode", "d:4")),
         stage_config=write(tmp_path, *stages),
     )
     printed = tmp_path / "printed.yaml"

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdproxy.wire import lmcache_telemetry
-from pdproxy.wire.notices import MAX_BYTES, Event, Notice, decode, request_id_of
+from pdproxy.wire.notices import MAX_BYTES, Notice, NoticeEvent, decode, request_id_of
 
 OURS = {
     "type": "PdproxyKV",
@@ -46,7 +46,7 @@ def _packed(message: Any) -> bytes:
 def test_ours() -> None:
     """Every field arrives under its name, and one that a later release adds does no harm."""
     assert decode(_packed(OURS | {"later": {"x": [1]}})) == Notice(
-        event=Event.READY,
+        event=NoticeEvent.READY,
         request_id="pd-1",
         remote_request_id="cmpl-pd-1-0-0123abcd",
         role="P",
@@ -70,12 +70,12 @@ def test_ours() -> None:
         "rank": 1,
     }
     assert decode(_packed(moved | {"world": 2})) == Notice(
-        event=Event.LOADED, request_id="x", moved_bytes=1 << 40, seconds=0.25, rank=1, world=2
+        event=NoticeEvent.LOADED, request_id="x", moved_bytes=1 << 40, seconds=0.25, rank=1, world=2
     )
 
 
-@pytest.mark.parametrize("event", list(Event))
-def test_events(event: Event) -> None:
+@pytest.mark.parametrize("event", list(NoticeEvent))
+def test_events(event: NoticeEvent) -> None:
     """Each event has its word."""
     notice = decode(_packed(OURS | {"event": event.value}))
     assert notice is not None
@@ -86,7 +86,7 @@ def test_events(event: Event) -> None:
 def test_lmcache(tag: dict[str, Any]) -> None:
     """Three generations of LMCache say nothing but whose KV is ready; their further fields are theirs."""
     assert decode(_packed(tag | {"req_id": "a", "tokens": "many", "event": 3})) == Notice(
-        event=Event.READY, request_id="a"
+        event=NoticeEvent.READY, request_id="a"
     )
 
 

@@ -32,7 +32,7 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def workers(**options: Any) -> AsyncIterator[Workers]:
-    given = {"most": 1, "waiting": 4, "memory": MEMORY, "idle": 60.0, **options}
+    given = {"max_workers": 1, "waiting": 4, "memory": MEMORY, "idle": 60.0, **options}
     made = Workers("tests.fakes.slow_worker", **given)
     try:
         yield made
@@ -60,7 +60,7 @@ async def test_data_goes_there_and_back(size: int) -> None:
 
 async def test_no_more_processes_than_allowed() -> None:
     """Others wait for their turn; all are answered."""
-    async with workers(most=2, waiting=20) as w:
+    async with workers(max_workers=2, waiting=20) as w:
         answers = await asyncio.gather(*(w.ask("me", b"who", b"") for _ in range(12)))
         assert len({bytes(one) for one in answers}) <= 2
 
@@ -165,7 +165,7 @@ async def test_reading_a_body_has_a_deadline() -> None:
         async def ask(self, asker: Hashable, question: bytes, data: bytes | bytearray) -> bytes | memoryview:
             return await super().ask(asker, b"sleep", data)
 
-    asleep = Asleep("tests.fakes.slow_worker", most=1, waiting=1, memory=MEMORY, idle=60)
+    asleep = Asleep("tests.fakes.slow_worker", max_workers=1, waiting=1, memory=MEMORY, idle=60)
     bodies = BodyReader(asleep, Clock(), Observers([Hears()]), seconds=0.3, bounds=Bounds())
     with pytest.raises(OverloadedError, match=r"not read in 0\.3 s"):
         await bodies.request(Route.CHAT, b" " * (LARGE + 1), Client("a client"))

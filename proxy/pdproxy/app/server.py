@@ -185,8 +185,8 @@ async def serve(settings: Settings, listener: socket.socket, ending: Ending, log
     port = listener.getsockname()[1]
     logger.info("pdproxy %s listens on %s://%s:%d", __version__, scheme, settings.listen.host, port)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="server")
-    asked = asyncio.create_task(ending.asked.wait(), name="ending")
-    await asyncio.wait({serving, asked}, return_when=asyncio.FIRST_COMPLETED)
+    end_requested = asyncio.create_task(ending.requested.wait(), name="ending")
+    await asyncio.wait({serving, end_requested}, return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
         logger.info("shutting down: %d requests in flight", proxy.admission.inflight)
         draining = asyncio.create_task(proxy.drain(server.server_state.tasks), name="drain")
@@ -197,9 +197,9 @@ async def serve(settings: Settings, listener: socket.socket, ending: Ending, log
         server.should_exit = True
         server.force_exit = ending.at_once.is_set()
         await serving
-    asked.cancel()
+    end_requested.cancel()
     await proxy.stop()
-    if not ending.asked.is_set():
+    if not ending.requested.is_set():
         died = serving.exception()
         logger.error("the server ended by itself%s", f": {frames(died)}" if died is not None else "")
         return 1

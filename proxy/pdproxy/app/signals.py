@@ -22,14 +22,14 @@ class Ending:
 
     def __init__(self, at_once: asyncio.Event | None = None) -> None:
         """Make one without requests. `at_once` may be shared with others that must end at once then."""
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
         self.at_once = at_once or asyncio.Event()
 
     def signalled(self, number: int) -> None:
         """Count a signal: the first one asks for the end, a SIGINT after it asks for the end at once."""
-        if self.asked.is_set() and number == signal.SIGINT:
+        if self.requested.is_set() and number == signal.SIGINT:
             self.at_once.set()
-        self.asked.set()
+        self.requested.set()
 
     def take_signals(self, *numbers: signal.Signals) -> None:
         """Handle these signals in the running loop."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from pdproxy.settings.load import POOL, Engine, Flag, load
+from pdproxy.settings.load import POOL, EngineFlag, Flag, load
 from pdproxy.settings.receivers import ReceiverFlag
 from pdproxy.settings.schema import LogFormat, LogLevel, Pool, Role, Settings, Tokenize
 from pdproxy.transfer import registry
@@ -149,7 +149,7 @@ def settings_from(arguments: argparse.Namespace, *, need_engines: bool = True) -
         for names, _, field, _ in _RECEIVERS
         if given[f"receiver.{field}"] is not None
     ]
-    engines = [Engine(role, url) for role in _ENGINES for url in given[role]]
+    engines = [EngineFlag(role, url) for role in _ENGINES for url in given[role]]
     return load(
         arguments.config,
         os.environ,

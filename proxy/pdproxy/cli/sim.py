@@ -251,12 +251,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _serve(sim: SimServer, facts: Facts) -> int:
-    asked, at_once = asyncio.Event(), asyncio.Event()
+    requested, at_once = asyncio.Event(), asyncio.Event()
 
     def signalled(number: int) -> None:
-        if asked.is_set() and number == signal.SIGINT:
+        if requested.is_set() and number == signal.SIGINT:
             at_once.set()
-        asked.set()
+        requested.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signalled, number)
@@ -270,7 +270,7 @@ async def _serve(sim: SimServer, facts: Facts) -> int:
         return USAGE_ERROR
     admin = f", admin on {sim.admin_url}" if sim.admin_url is not None else ""
     print(f"simulated {facts.role} engine of {facts.model!r} on {sim.url}{admin}", flush=True)
-    await asked.wait()
+    await requested.wait()
     stopping = asyncio.create_task(sim.stop(), name="stop")
     hurried = asyncio.create_task(at_once.wait(), name="at once")
     await asyncio.wait({stopping, hurried}, return_when=asyncio.FIRST_COMPLETED)

@@ -23,7 +23,7 @@ from pdproxy.kit.frames import frames
 from pdproxy.kit.text import truncate
 from pdproxy.observe.events import Event, NodeChanged, Observers, TokenizerJudged
 from pdproxy.scheduling.nodes import Node
-from pdproxy.tokens.canaries import CANARIES, Agreement, Answer, compare
+from pdproxy.tokens.canaries import CANARIES, Agreement, CanaryIds, compare
 from pdproxy.tokens.chat import ContentFormat
 from pdproxy.tokens.errors import UnusableError
 from pdproxy.tokens.tokenizer import LocalTokenizer
@@ -222,10 +222,12 @@ class Canaries:
         return judged
 
     async def _compared(self, url: str, model: str, tokenizer: LocalTokenizer) -> Judgement:
-        answers: dict[str, Answer] = {}
+        answers: dict[str, CanaryIds] = {}
         for canary in CANARIES:
             try:
-                answers[canary.name] = await self._admin.token_ids(url, canary.tokenize_body(model), most=MAX_ANSWER)
+                answers[canary.name] = await self._admin.token_ids(
+                    url, canary.tokenize_body(model), max_bytes=MAX_ANSWER
+                )
             except EngineRefusedError as error:
                 if error.status in _NO_ROUTE:
                     why = f"its /tokenize answers {error.status}: nothing can be compared"

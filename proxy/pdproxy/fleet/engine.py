@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pdproxy.scheduling.nodes import Node
-from pdproxy.tokens.canaries import Agreement, Answer
+from pdproxy.tokens.canaries import Agreement, CanaryIds
 from pdproxy.tokens.tokenizer import LocalTokenizer
 from pdproxy.transfer.contract import Receiver
 from pdproxy.upstream.client import EngineClient
@@ -86,7 +86,7 @@ class Judgement:
     tokenizer: LocalTokenizer | None
     agreement: Agreement
     why: str
-    answers: Mapping[str, Answer] = field(default_factory=dict)
+    answers: Mapping[str, CanaryIds] = field(default_factory=dict)
 
     def compatible(self, other: Judgement) -> bool:
         """Return whether a tokenizer that agrees with one agrees with both: they share it, or gave the same answers."""

@@ -161,11 +161,11 @@ class FairPlaces:
         client = max(self._queue, key=lambda one: len(self._queue[one].waiting), default=None)
         if client is None:
             return False
-        most = self._queue[client]
-        if len(most.waiting) <= len(newcomer.waiting) + 1:
+        largest = self._queue[client]
+        if len(largest.waiting) <= len(newcomer.waiting) + 1:
             return False
-        place = most.waiting.pop()
-        self._stopped_waiting(client, most)
+        place = largest.waiting.pop()
+        self._stopped_waiting(client, largest)
         if not place.done():
             self._displaced()
             place.set_exception(NoPlaceError(displaced=True))

@@ -34,24 +34,24 @@ class NoMemoryError(Exception):
 
 
 class Workers:
-    """At most `most` processes that run a Python `module`, whose main is `kit.worker.work`.
+    """At most `max_workers` processes that run a Python `module`, whose main is `kit.worker.work`.
 
     `waiting`: callers that may wait for one. `memory`: bytes of address space of each. A process that was idle for `idle` seconds
     is ended.
     """
 
-    def __init__(self, module: str, *, most: int, waiting: int, memory: int, idle: float) -> None:
+    def __init__(self, module: str, *, max_workers: int, waiting: int, memory: int, idle: float) -> None:
         self._module = module
-        self._most = most
+        self._max_workers = max_workers
         self._memory = memory
         self._idle_seconds = idle
-        self._turns = FairPlaces(most, waiting)
+        self._turns = FairPlaces(max_workers, waiting)
         self._all: set[Process] = set()
         self._ending = TaskOwner("workers that end")
         self._idle: dict[Process, asyncio.TimerHandle] = {}
 
     def __repr__(self) -> str:
-        return f"<Workers {len(self._all)} of {self._most}, {len(self._idle)} idle, {self.waiting} waiting>"
+        return f"<Workers {len(self._all)} of {self._max_workers}, {len(self._idle)} idle, {self.waiting} waiting>"
 
     @property
     def busy(self) -> int:
@@ -132,7 +132,7 @@ class Workers:
     def _not_wanted(self, starting: asyncio.Future[Process]) -> None:
         if starting.cancelled() or starting.exception() is not None:
             return
-        if len(self._all) > self._most:
+        if len(self._all) > self._max_workers:
             self._end(starting.result())
         else:
             self._keep(starting.result())

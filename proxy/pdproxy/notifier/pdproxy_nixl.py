@@ -250,24 +250,26 @@ class Scheduler:
 
     def finished(self, request: Any, held: bool, params: dict[str, Any] | None) -> None:
         """A request ended; `held`: whether its blocks wait for a reader, which needs `params`."""
-        asked = request.kv_transfer_params or {}
+        requested = request.kv_transfer_params or {}
         internal = request.request_id
         stats = self._prefilling.pop(internal, None)
         remote = self._remotes.pop(internal, None)
-        if not asked.get("do_remote_decode"):
+        if not requested.get("do_remote_decode"):
             if held and params:
                 self._held[internal] = ("D", remote or internal, time.monotonic())
-                self._tell("kept", "D", internal, remote or internal, params=msgspec.json.encode(params))
+                self._send_notice("kept", "D", internal, remote or internal, params=msgspec.json.encode(params))
             return
         if not held or not params:
-            self._tell("failed", "P", internal, internal, reason=getattr(request.status, "name", str(request.status)))
+            self._send_notice(
+                "failed", "P", internal, internal, reason=getattr(request.status, "name", str(request.status))
+            )
             return
         self._held[internal] = ("P", internal, time.monotonic())
         if stats is not None:  # vLLM adds it after this returns
             params = params | {"remote_prefill_cached_tokens": stats.num_cached_tokens}
         # Models with a recurrent state are prefilled without their last tokens: the rest is not the whole prompt.
-        ids = None if asked.get("_p_side_truncated") else request.prompt_token_ids
-        self._tell(
+        ids = None if requested.get("_p_side_truncated") else request.prompt_token_ids
+        self._send_notice(
             "ready",
             "P",
             internal,
@@ -300,7 +302,7 @@ class Scheduler:
         for request in output.finished_sending or ():
             workers = self._expired.pop(request, 0)
             role, remote, since = self._held.pop(request, (None, request, None))
-            self._tell(
+            self._send_notice(
                 "expired" if workers else "released",
                 role,
                 request,
@@ -312,7 +314,7 @@ class Scheduler:
     def _pulled(
         self, event: str, internal: str, pulling: Pulling, size: int | None = None, seconds: float | None = None
     ) -> None:
-        self._tell(
+        self._send_notice(
             event,
             "D",
             internal,
@@ -324,8 +326,8 @@ class Scheduler:
             seconds=seconds,
         )
 
-    def _tell(self, event: str, role: str | None, internal: str, remote: str, **more: Any) -> None:
-        said = {
+    def _send_notice(self, event: str, role: str | None, internal: str, remote: str, **more: Any) -> None:
+        notice = {
             "type": "PdproxyKV",
             "v": 1,
             "event": event,
@@ -337,7 +339,7 @@ class Scheduler:
             "t": time.monotonic(),
             "wall": time.time(),
         }
-        self._sender.send(said | more)
+        self._sender.send(notice | more)
 
 
 def _count(groups: Any) -> int | None:

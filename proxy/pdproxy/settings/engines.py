@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pdproxy.settings.schema import Role
 
 
-class Engine(NamedTuple):
+class EngineFlag(NamedTuple):
     """An engine from the command line. A URL without a scheme gets `http://`."""
 
     role: Role

@@ -14,7 +14,7 @@ import msgspec
 
 from pdproxy.settings.conform import conform, leaves, parse
 from pdproxy.settings.crosscheck import crosscheck
-from pdproxy.settings.engines import Engine, with_scheme
+from pdproxy.settings.engines import EngineFlag, with_scheme
 from pdproxy.settings.environment import CONFIG, read_environment, refuse_empty
 from pdproxy.settings.errors import KeyPath, spell_key
 from pdproxy.settings.receivers import ReceiverFlag, put_receivers
@@ -22,7 +22,7 @@ from pdproxy.settings.schema import VLLM_BOOTSTRAP_PORT, Pool, Settings
 from pdproxy.settings.stage_nodes import read_stages
 from pdproxy.settings.yaml_file import read_yaml, spell_file
 
-__all__ = ["POOL", "Engine", "Flag", "load", "with_scheme"]
+__all__ = ["POOL", "EngineFlag", "Flag", "load", "with_scheme"]
 
 
 class Flag(NamedTuple):
@@ -41,7 +41,7 @@ def load(
     config: Path | None,
     env: Mapping[str, str],
     flags: Iterable[Flag] = (),
-    engines: Iterable[Engine] = (),
+    engines: Iterable[EngineFlag] = (),
     *,
     receivers: Sequence[ReceiverFlag] = (),
     stage_config: Path | None = None,
@@ -90,7 +90,7 @@ def _read_file(config: Path) -> dict[str, Any]:
     return tree
 
 
-def _add_stages(pool: dict[str, Any], stage_config: Path, engines: Iterable[Engine]) -> Iterable[Engine]:
+def _add_stages(pool: dict[str, Any], stage_config: Path, engines: Iterable[EngineFlag]) -> Iterable[EngineFlag]:
     """Add the stages' engines to a pool, and set its contract. Return the engines that belong to no stage."""
     port = pool.get("bootstrap_port", VLLM_BOOTSTRAP_PORT)
     found = read_stages(stage_config, engines, pool.get("connector"), port)

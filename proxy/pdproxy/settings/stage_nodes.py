@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from pdproxy.settings.crosscheck import engine_url
-from pdproxy.settings.engines import Engine, with_scheme
+from pdproxy.settings.engines import EngineFlag, with_scheme
 from pdproxy.settings.errors import SettingsError, spell_key
 from pdproxy.settings.external_file import ForeignFile
 from pdproxy.settings.schema import VLLM_BOOTSTRAP_PORT, Role
@@ -27,11 +27,11 @@ class StageNodes(NamedTuple):
 
     connector: str | None
     nodes: list[dict[str, Any]]
-    engines: list[Engine]
+    engines: list[EngineFlag]
 
 
 def read_stages(
-    config: Path, engines: Iterable[Engine], connector: str | None = None, port: int = VLLM_BOOTSTRAP_PORT
+    config: Path, engines: Iterable[EngineFlag], connector: str | None = None, port: int = VLLM_BOOTSTRAP_PORT
 ) -> StageNodes:
     """Read a stage configuration and make engines from it.
 
@@ -51,7 +51,9 @@ def read_stages(
     return StageNodes(contract, _nodes(stages, found, urls, port, file), rest)
 
 
-def _urls(stages: tuple[Stage, ...], engines: list[Engine], file: ForeignFile) -> tuple[dict[int, str], list[Engine]]:
+def _urls(
+    stages: tuple[Stage, ...], engines: list[EngineFlag], file: ForeignFile
+) -> tuple[dict[int, str], list[EngineFlag]]:
     """Return each stage's URL by its index, and the engines that belong to no stage."""
     if not stages:
         return {}, engines

@@ -39,7 +39,7 @@ _TOOL = {
 }
 _TALK = [_USER, {"role": "assistant", "content": _LONG}, {"role": "user", "content": f"{_SPECIALS} {TEXT}"}]
 
-Answer = TokenIds | None
+CanaryIds = TokenIds | None
 """The ids of a canary, made by an engine or here; None: it was refused."""
 
 
@@ -125,7 +125,7 @@ class Agreement(msgspec.Struct, frozen=True):
     unsure: Sequence[str] = ()
 
 
-def compare(tokenizer: LocalTokenizer, answers: Mapping[str, Answer], model: str) -> Agreement:
+def compare(tokenizer: LocalTokenizer, answers: Mapping[str, CanaryIds], model: str) -> Agreement:
     """Compare an engine's answers, by the canaries' names, with the ids that a tokenizer makes."""
     differs: list[str] = []
     unsure: list[str] = []
@@ -158,10 +158,10 @@ def compare(tokenizer: LocalTokenizer, answers: Mapping[str, Answer], model: str
     return Agreement(texts_agree, chats_agree, forms, tuple(differs), tuple(unsure))
 
 
-def _result(tokenizer: LocalTokenizer, canary: Canary, answer: Answer, form: ContentFormat, model: str) -> str:
+def _result(tokenizer: LocalTokenizer, canary: Canary, answer: CanaryIds, form: ContentFormat, model: str) -> str:
     parsed, prompt = canary.parsed(model)
     try:
-        ours: Answer = ids_of(tokenizer, parsed, prompt, {False: form, True: form})
+        ours: CanaryIds = ids_of(tokenizer, parsed, prompt, {False: form, True: form})
     except UnsureError as error:
         # If the engine refuses as well, the result is known: it has no template either.
         return "same" if answer is None else str(error)

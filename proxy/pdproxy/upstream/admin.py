@@ -99,7 +99,7 @@ class EngineAdmin:
 
     async def healthy(self, url: str) -> None:
         """Return if the engine reports that it is up; raise EngineError otherwise."""
-        await self._request("GET", url, "/health", None, most=0)
+        await self._request("GET", url, "/health", None, max_bytes=0)
 
     async def models(self, url: str) -> list[ModelCard]:
         """Return the models that an engine serves, but for those with a name of more than `MAX_MODEL_NAME` characters."""
@@ -110,7 +110,7 @@ class EngineAdmin:
 
     async def models_body(self, url: str, authorization: str | None = None) -> bytes:
         """Return the engine's own answer to `/v1/models`. `authorization`: a header in place of the engine's key, "" for none."""
-        return _checked(await self._request("GET", url, "/v1/models", None, authorization, most=MAX_MODEL_LIST))
+        return _checked(await self._request("GET", url, "/v1/models", None, authorization, max_bytes=MAX_MODEL_LIST))
 
     async def version(self, url: str) -> str:
         """Return the engine's version, "" if it does not report one."""
@@ -120,7 +120,7 @@ class EngineAdmin:
 
     async def tokenize(self, url: str, body: Mapping[str, object]) -> tuple[int, ...]:
         """Return the token ids of a prompt or a chat."""
-        answer = await self._request("POST", url, "/tokenize", msgspec.json.encode(body), most=MAX_SHORT_ANSWER)
+        answer = await self._request("POST", url, "/tokenize", msgspec.json.encode(body), max_bytes=MAX_SHORT_ANSWER)
         return tuple(self._read("/tokenize", answer, _Tokens).tokens)
 
     async def token_ids(
@@ -130,15 +130,17 @@ class EngineAdmin:
         *,
         timeout: float | None = None,
         authorization: str | None = None,
-        most: int | None = None,
+        max_bytes: int | None = None,
     ) -> TokenIds:
         """Return the token ids for a body of `/tokenize`, within `timeout` seconds (None: those of every request).
 
-        `authorization`: a header in place of the engine's key, "" for none. `most`: bytes of the answer; None: a limit from the
+        `authorization`: a header in place of the engine's key, "" for none. `max_bytes`: the limit on the answer; None: by the
         length of the body.
         """
-        most = most or _IDS + _IDS_PER_BYTE * len(body)
-        answer = await self._request("POST", url, "/tokenize", body, authorization, timeout=timeout, most=most)
+        max_bytes = max_bytes or _IDS + _IDS_PER_BYTE * len(body)
+        answer = await self._request(
+            "POST", url, "/tokenize", body, authorization, timeout=timeout, max_bytes=max_bytes
+        )
         read = self._read("/tokenize", answer, _TokenIds)
         return TokenIds(bytes(read.tokens), read.count)
 
@@ -151,8 +153,8 @@ class EngineAdmin:
         if self._session is not None:
             await self._session.close()
 
-    async def _get(self, url: str, path: str, most: int) -> bytes:
-        return await self._request("GET", url, path, None, most=most)
+    async def _get(self, url: str, path: str, max_bytes: int) -> bytes:
+        return await self._request("GET", url, path, None, max_bytes=max_bytes)
 
     async def _request(
         self,
@@ -163,9 +165,9 @@ class EngineAdmin:
         authorization: str | None = None,
         *,
         timeout: float | None = None,
-        most: int,
+        max_bytes: int,
     ) -> bytes:
-        """Return an answer's body of at most `most` bytes; with 0 it is not read."""
+        """Return an answer's body of at most `max_bytes` bytes; with 0 it is not read."""
         if self._session is None:
             jar = aiohttp.DummyCookieJar()  # engines set no cookies, and a search for them costs at each request
             # Not decompressed: the data may become a thousand times as large.
@@ -189,7 +191,7 @@ class EngineAdmin:
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=timeout or self._timeout),
             ) as answer:
-                content = await _body(answer, path, most) if most else b""
+                content = await _body(answer, path, max_bytes) if max_bytes else b""
         except TimeoutError:
             raise EngineTimeoutError(
                 f"{path} did not answer in {timeout or self._timeout:g} s",
@@ -223,17 +225,17 @@ class EngineAdmin:
             raise EngineError(f"{path} answered something else: {truncate(error)}") from None
 
 
-async def _body(answer: aiohttp.ClientResponse, path: str, most: int) -> bytes:
+async def _body(answer: aiohttp.ClientResponse, path: str, max_bytes: int) -> bytes:
     """Read a body; raise EngineError for one that is too large, as soon as that is known."""
     body = bytearray()
-    if (answer.content_length or 0) <= most:
+    if (answer.content_length or 0) <= max_bytes:
         while chunk := await answer.content.readany():
             body += chunk
-            if len(body) > most:
+            if len(body) > max_bytes:
                 break
         else:
             return bytes(body)
-    raise EngineError(f"{path} answered more than {most} bytes")
+    raise EngineError(f"{path} answered more than {max_bytes} bytes")
 
 
 def _checked(listed: bytes) -> bytes:

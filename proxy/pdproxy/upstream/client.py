@@ -26,7 +26,7 @@ from pdproxy.kit.errors import (
     Wait,
 )
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
-from pdproxy.upstream.connection import Connection, Headers, Leg, Message, Sink
+from pdproxy.upstream.connection import EngineConnection, Headers, Leg, Message, Sink
 
 LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 """Errors of a connect whose cause is this process or machine, not the engine."""
@@ -166,8 +166,8 @@ class EngineClient:
         self._budget = budget
         self._key = key
         self._tls = tls
-        self._idle: list[Connection] = []
-        self._all: set[Connection] = set()
+        self._idle: list[EngineConnection] = []
+        self._all: set[EngineConnection] = set()
 
     def __repr__(self) -> str:
         return f"<EngineClient {self.url}: {len(self._all)} connections, {len(self._idle)} idle>"
@@ -201,13 +201,13 @@ class EngineClient:
             raise
         return connection.send(message, sink)
 
-    async def ask(self, request: Request, *, fresh: bool = False, most: int | None = None) -> Pending:
-        """Send a request whose whole answer, of at most `most` bytes, is awaited; on a new connection if `fresh`.
+    async def ask(self, request: Request, *, fresh: bool = False, max_bytes: int | None = None) -> Pending:
+        """Send a request whose whole answer, of at most `max_bytes` bytes, is awaited; on a new connection if `fresh`.
 
         Raises:
             EngineUnreachableError: as `send`.
         """
-        pending = Pending(self._budget.share(most))
+        pending = Pending(self._budget.share(max_bytes))
         pending.attach(await self.send(request, pending, fresh=fresh))
         return pending
 
@@ -244,7 +244,7 @@ class EngineClient:
         for connection in list(self._idle):
             connection.close()
 
-    def _kept(self) -> Connection | None:
+    def _kept(self) -> EngineConnection | None:
         oldest = asyncio.get_running_loop().time() - self._keepalive
         while self._idle:
             connection = self._idle.pop()
@@ -253,7 +253,7 @@ class EngineClient:
             connection.close()
         return None
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> EngineConnection:
         loop = asyncio.get_running_loop()
         tls = self._tls()
         # This is a timer of the event loop, which runs before sockets are read. So the clock's deadline must come first.
@@ -261,7 +261,7 @@ class EngineClient:
         try:
             async with self._clock.within(self._connect_timeout):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(self.url, self._free, self._lost),
+                    lambda: EngineConnection(self.url, self._free, self._lost),
                     self._host,
                     self._port,
                     ssl=tls,
@@ -280,14 +280,14 @@ class EngineClient:
         self._all.add(connection)
         return connection
 
-    def _free(self, connection: Connection) -> None:
+    def _free(self, connection: EngineConnection) -> None:
         now = asyncio.get_running_loop().time()
         connection.idle_since = now
         self._idle.append(connection)
         while self._idle and self._idle[0].idle_since < now - self._keepalive:  # the first is the oldest
             self._idle.pop(0).close()
 
-    def _lost(self, connection: Connection) -> None:
+    def _lost(self, connection: EngineConnection) -> None:
         self._all.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)

@@ -61,7 +61,7 @@ class Leg:
 
     __slots__ = ("_connection", "_number")
 
-    def __init__(self, connection: Connection, number: int) -> None:
+    def __init__(self, connection: EngineConnection, number: int) -> None:
         self._connection = connection
         self._number = number
 
@@ -94,7 +94,7 @@ class Leg:
             self._connection.offer_reads(forward)
 
 
-class Connection(asyncio.Protocol):
+class EngineConnection(asyncio.Protocol):
     """One connection. `on_free` is called when it can take another request, `on_lost` once when it is gone."""
 
     __slots__ = (
@@ -123,7 +123,9 @@ class Connection(asyncio.Protocol):
         "idle_since",
     )
 
-    def __init__(self, name: str, on_free: Callable[[Connection], None], on_lost: Callable[[Connection], None]) -> None:
+    def __init__(
+        self, name: str, on_free: Callable[[EngineConnection], None], on_lost: Callable[[EngineConnection], None]
+    ) -> None:
         self._name = name
         self._on_free = on_free
         self._on_lost = on_lost
@@ -149,7 +151,7 @@ class Connection(asyncio.Protocol):
 
     def __repr__(self) -> str:
         state = "busy" if self._sink else "idle"
-        return f"<Connection {self._name} {state}, {self._requests} requests>"
+        return f"<EngineConnection {self._name} {state}, {self._requests} requests>"
 
     @property
     def usable(self) -> bool:

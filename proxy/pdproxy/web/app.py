@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from pdproxy import __version__
 from pdproxy.kit.errors import BadRequestError, BodyTooLargeError, NotStoredError, PdproxyError, UnauthorizedError
 from pdproxy.serving.access.keys import CHALLENGE
-from pdproxy.serving.access.routes import TABLE, Entry, Kind
+from pdproxy.serving.access.routes import TABLE, RouteEntry, RouteKind
 from pdproxy.settings.schema import Cors
 from pdproxy.web.cors import middleware_options
 from pdproxy.web.passthrough_asgi import PassthroughAsgi, PassthroughResponse
@@ -29,7 +29,7 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether a request could be served now: `reason` why not (None: it could), and `details` of all that is wrong."""
+    """Whether a request could be served now. `reason`: why not, None if it could; `details`: everything that is wrong."""
 
     reason: str | None
     details: list[str]
@@ -37,7 +37,7 @@ class Readiness:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What the routes answer with. Each is called for every request."""
+    """What the routes call to make their answers, once per request."""
 
     authorize: Callable[[bytes | None], None]
     readiness: Callable[[], Readiness]
@@ -46,7 +46,7 @@ class Answers:
     passthrough: PassthroughAsgi
     cors: Cors
     telemetry: Callable[[bytes], bool] | None = None
-    """Takes a message of LMCache's telemetry; returns whether it was one. None: there is no such route."""
+    """Takes the body of a telemetry request; returns whether it was LMCache's telemetry. None: there is no such route."""
 
 
 def create_app(answers: Answers) -> FastAPI:
@@ -71,9 +71,9 @@ def create_app(answers: Answers) -> FastAPI:
 
     app.add_middleware(CORSMiddleware, **middleware_options(answers.cors))  # type: ignore[arg-type]
 
-    @app.post("/ping", summary="Whether the process is alive", tags=["operation"])
-    @app.get("/ping", summary="Whether the process is alive", tags=["operation"])
-    @app.get("/health", summary="Whether the process is alive", tags=["operation"])
+    @app.post("/ping", summary="Whether the process runs", tags=["operation"])
+    @app.get("/ping", summary="Whether the process runs", tags=["operation"])
+    @app.get("/health", summary="Whether the process runs", tags=["operation"])
     async def health() -> Response:
         return Response(status_code=200)
 
@@ -101,13 +101,13 @@ def create_app(answers: Answers) -> FastAPI:
     if answers.telemetry is not None:
         _add_telemetry(app, answers.telemetry)
     for entry in TABLE:
-        if entry.kind is not Kind.OWN:
+        if entry.kind is not RouteKind.OWN:
             _add(app, entry, answers)
     return app
 
 
 def _add_telemetry(app: FastAPI, take: Callable[[bytes], bool]) -> None:
-    @app.post(lmcache_telemetry.PATH, summary="Where LMCache tells that KV is stored", tags=["engines"])
+    @app.post(lmcache_telemetry.PATH, summary="Where LMCache reports that KV is stored", tags=["engines"])
     async def stored(request: Request) -> Response:
         body = bytearray()
         async for part in request.stream():
@@ -123,13 +123,13 @@ _STATUSES = (
     (400, "The request is wrong"),
     (401, "No valid API key"),
     (413, "The body is too large"),
-    (502, "Every engine that was tried failed"),
+    (502, "All engines that were tried have failed"),
     (503, "No engine, no place, or shutting down"),
     (504, "An engine missed a deadline"),
 )
 
 
-def _add(app: FastAPI, entry: Entry, answers: Answers) -> None:
+def _add(app: FastAPI, entry: RouteEntry, answers: Answers) -> None:
     async def passed(_: Request) -> Response:
         return PassthroughResponse(answers.passthrough, entry)
 
@@ -139,20 +139,20 @@ def _add(app: FastAPI, entry: Entry, answers: Answers) -> None:
         name = request.path_params["response_id"]
         raise NotStoredError(f"Response with id '{name}' not found: {entry.why}", param="response_id")
 
-    endpoint = {Kind.SPLIT: _not_installed, Kind.PASSED: passed, Kind.REFUSED: refused}[entry.kind]
+    endpoint = {RouteKind.SPLIT: _not_installed, RouteKind.PASSED: passed, RouteKind.REFUSED: refused}[entry.kind]
     app.add_api_route(
         entry.path,
         endpoint,
         methods=list(entry.methods),
         summary=entry.why[0].upper() + entry.why[1:],
-        tags=["OpenAI" if entry.kind is Kind.SPLIT else "one engine alone"],
-        openapi_extra=_body(entry) if entry.kind is not Kind.REFUSED else None,
+        tags=["OpenAI" if entry.kind is RouteKind.SPLIT else "one engine alone"],
+        openapi_extra=_body(entry) if entry.kind is not RouteKind.REFUSED else None,
         response_model=None,
         responses={
             200: {"description": "The engine's answer, whole or as server-sent events"},
             **{status: {"description": text} for status, text in _STATUSES},
         }
-        if entry.kind is not Kind.REFUSED
+        if entry.kind is not RouteKind.REFUSED
         else {404: {"description": entry.why}},
     )
 
@@ -162,7 +162,7 @@ async def _not_installed(_: Request) -> Response:
     raise PdproxyError("the data path is not installed")
 
 
-def _body(entry: Entry) -> dict[str, object]:
+def _body(entry: RouteEntry) -> dict[str, object]:
     fields: dict[str, dict[str, object]] = {
         Route.CHAT.value: {"messages": {"type": "array", "items": {"type": "object"}}},
         Route.COMPLETIONS.value: {"prompt": {"description": "A text, token ids, or a list of either"}},

@@ -1,11 +1,11 @@
-"""The memory for bodies: how many bytes of them, over all connections, there may be at once.
+"""The memory for bodies of requests: a limit on their bytes, over all connections together.
 
 Owns that number. A body counts from its first byte until no engine may need it any more. `limits.max_inflight` can't bound it: a
 request counts there only once its body is complete.
 
-Where no space is left, a client that holds less than its share gets some from the client that holds the most: its body that has
-waited longest for its next byte is refused. A body in service is never dropped. So that these can't take everything, an eighth
-is reserved for clients that hold less than their share.
+If no space is left, a client that holds less than its share gets some from the client that holds the most: of that client's
+incomplete bodies, the one that has waited longest for its next byte is refused. A complete body is never dropped. An eighth of
+the space is reserved for clients that hold less than their share, so that complete bodies can't take everything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdproxy.observe.events import Evicted, Observers
 from pdproxy.serving.access.clients import Client
 
 RESERVED = 8
-"""One part in so many is reserved for clients that hold less than their share."""
+"""The space divided by this number is reserved for clients that hold less than their share."""
 
 
 class BodyBudget:
@@ -61,11 +61,11 @@ class BodyBudget:
             return False
         while self.held + size > self._max_bytes:
             others = [other for other in self._holders if other.bodies and other is not client]
-            most = max(others, key=_bytes, default=client)
-            if most.bytes <= share:
+            largest = max(others, key=_bytes, default=client)
+            if largest.bytes <= share:
                 return False
             self._observers.notify(Evicted("body"))
-            next(iter(most.bodies)).evict(
+            next(iter(largest.bodies)).evict(
                 OverloadedError("The body came too slowly: others wait, and this client holds the most")
             )
         return True

@@ -1,8 +1,8 @@
-"""A client's connection: whose it is, how it is counted, how it ends, and how fast its client reads.
+"""A client's connection: which client it belongs to, how it is counted, how it ends, and how fast the client reads.
 
-Owns the end of a connection. It ends with one answer, where there is space for it behind those before. Then it is closed for
-writing, and for `LINGER` seconds what the client still sends is discarded: a close with unread bytes is a reset, and the client
-would lose the answer.
+Owns the end of a connection. A connection that is refused gets one last answer, if the answers before it are complete. Then it
+is closed for writing, and what the client still sends is discarded for `LINGER` seconds. Without that, unread bytes would turn
+the close into a reset, and the client would lose the answer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ClientConnection(HttpToolsProtocol):
         self.active: RequestResponseCycle | None = None
         """The request being served; with requests in the pipeline, `cycle` is the last one that was read."""
         self._discarding = False
-        """Nothing more is read: what comes is discarded."""
+        """Whether everything that the client still sends is discarded."""
         self._lingering = False
         self._read_watch: ReadWatch | None = None
         self._unread_client: Client | None = None
@@ -57,7 +57,7 @@ class ClientConnection(HttpToolsProtocol):
         """Whether the peer is a trusted proxy, which names its clients."""
 
     def more_headers(self) -> list[tuple[bytes, bytes]]:
-        """Return further headers for one of our own answers, as far as they are known from the request's head."""
+        """Return additional headers for an answer of the proxy itself, by the request's head as far as it is known."""
         return []
 
     def request_client(self) -> Client:
@@ -67,7 +67,7 @@ class ClientConnection(HttpToolsProtocol):
     # -- the end
 
     def end(self, *, all_read: bool) -> None:
-        """Close the connection behind an answer; `all_read`: whether its request was read completely."""
+        """Close the connection after an answer; `all_read`: whether its request was read completely."""
         if all_read and not self._discarding:
             self.transport.close()
         else:

@@ -1,4 +1,4 @@
-"""Finds the client of a request: by its key where keys are wanted, else by its address.
+"""Finds the client of a request: by its key if keys are required, otherwise by its address.
 
 Owns that rule. The address is the peer's, or the one that a trusted proxy names (`listen.trusted_proxies`).
 """
@@ -24,7 +24,7 @@ class ClientIdentifier:
     def __call__(
         self, peer: Client, headers: Headers, *, peer_is_trusted: bool
     ) -> tuple[Client, UnauthorizedError | None]:
-        """Return the client of a request on a connection of `peer`, and why it is refused if it has no valid key.
+        """Return the client of a request on a connection of `peer`, and the error if its key is required and not valid.
 
         `peer_is_trusted`: the peer is a trusted proxy, which names its client.
         """
@@ -34,7 +34,7 @@ class ClientIdentifier:
                 # If a header came twice, the first one counts.
                 return self._clients.enter(self._keys.verified(_first(headers, b"authorization"))), None
             except UnauthorizedError as error:
-                drop_traceback(error)  # which holds this frame, and this frame the error
+                drop_traceback(error)  # it refers to this frame, which refers to the error
                 key_error = error
         name = peer.name
         if peer_is_trusted:

@@ -1,4 +1,4 @@
-"""What bounds every connection of a client: the constants, and the settings. Set once."""
+"""The limits of every connection of a client: constants, and values from the settings. Set once."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pdproxy.web.unread_answers import UnreadAnswers
 LINGER = 2.0
 """Seconds for a refused client to read the answer, and to stop sending."""
 MAX_UNSENT = 4096
-"""Bytes that wait for a client before its engine's leg is paused. With one more read of uvloop, a client holds up to 256 KiB."""
+"""Bytes that wait for a client before its engine's leg is paused. With one more read of uvloop, up to 256 KiB may wait."""
 MAX_PIPELINED = 64
 """Requests that may wait behind another on one connection. One read of the socket can hold thousands, each of which costs
-kilobytes: those beyond are not read, and the connection closes behind the last answer."""
+kilobytes: those beyond are not read, and the connection closes after the last answer."""
 MAX_REFUSED = 32
-"""Connections beyond `limits.max_connections` that are answered at a time. Others are dropped: their open files are needed."""
+"""Connections beyond `limits.max_connections` that may get an error answer at a time. Others are dropped: they hold open files."""
 MAX_PATH = 512
 """Bytes of a request's path, without its query: a route has 50. uvicorn replaces the escapes in it, at 0.3 us each."""
 MAX_PARTS, MIN_PART = 65_536, 64
-"""Parts in which a body may come, however small they are, and bytes of a part on average if there are more: each costs 0.3 us."""
+"""A body may come in `MAX_PARTS` parts of any size. If there are more, they must have `MIN_PART` bytes on average: each costs 0.3 us."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionBounds:
-    """What a client may take: seconds for a head and for a body, bytes of a head, slowness of reading, connections, answers."""
+    """The limits from the settings: seconds for a head and a body, bytes of a head; and the shared counts that connections use."""
 
     head_timeout: float
     body_timeout: float

@@ -1,8 +1,8 @@
-"""Connections of clients: how many there may be at once.
+"""Connections of clients: a limit on their number.
 
-Owns that number. It leaves enough open files for the engines: without it, clients that only connect would take all of
-them, and nobody could be served. Where it is reached, the oldest idle connection of the client with the most is closed for
-the new one.
+Owns that count. The limit keeps enough open files for the engines: otherwise clients that only connect could take all of them,
+and no request could be served. At the limit, a new connection replaces the oldest idle connection of the client that has the
+most.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pdproxy.observe.events import Evicted, Observers
 from pdproxy.serving.access.clients import Client, Evictable
 
 MAX_SEARCHED = 64
-"""Clients, and connections of one client, that are searched for an idle one: in a flood, a search of all would cost too much."""
+"""How many clients, and how many connections of one client, are searched for an idle connection: to search all costs too much."""
 
 MAX_LEAVING = 32
-"""Evicted connections that may still send their answer, at a time. Others are dropped: their open files are needed."""
+"""Evicted connections that may still send their answer, at a time. Others are dropped: they hold open files."""
 
 
-class Connection(Evictable, Protocol):
+class CountedConnection(Evictable, Protocol):
     """One connection."""
 
     def drop(self) -> None:
@@ -40,15 +40,15 @@ class Connections:
         self.max_open = max_open
         self.open = 0
         self._observers = observers
-        self._by_client: OrderedDict[Client, dict[Connection, None]] = OrderedDict()
-        self._leaving: set[Connection] = set()
-        """Those that were evicted and are still open: each has its open file until it is closed."""
+        self._by_client: OrderedDict[Client, dict[CountedConnection, None]] = OrderedDict()
+        self._leaving: set[CountedConnection] = set()
+        """Connections that were evicted and are still open: each has an open file until it is closed."""
 
     def __repr__(self) -> str:
         return f"<Connections {self.open} of {self.max_open}>"
 
-    def opened(self, client: Client, connection: Connection) -> None:
-        """Count a connection, until `closed`.
+    def opened(self, client: Client, connection: CountedConnection) -> None:
+        """Count a connection, until `closed` is called for it.
 
         Raises:
             OverloadedError: there are too many. The connection still counts until it is closed: it has to be answered.
@@ -61,7 +61,7 @@ class Connections:
         if self.open - len(self._leaving) > self.max_open and not self._evict_for(client, connection):
             raise OverloadedError(f"{self.max_open} connections are open: no more are taken")
 
-    def closed(self, client: Client, connection: Connection) -> None:
+    def closed(self, client: Client, connection: CountedConnection) -> None:
         """Count it no longer. A second call changes nothing."""
         if connection in self._leaving:
             self._leaving.discard(connection)
@@ -69,7 +69,7 @@ class Connections:
         elif self._forget(client, connection):
             self.open -= 1
 
-    def _forget(self, client: Client, connection: Connection) -> bool:
+    def _forget(self, client: Client, connection: CountedConnection) -> bool:
         own = self._by_client.get(client)
         if own is None or connection not in own:
             return False
@@ -78,19 +78,19 @@ class Connections:
             del self._by_client[client]
         return True
 
-    def _evict_for(self, client: Client, new: Connection) -> bool:
-        """Close an idle connection of the client with the most (`client`, unless another has more); return whether one was."""
+    def _evict_for(self, client: Client, new: CountedConnection) -> bool:
+        """Close an idle connection of the client with the most (`client` in case of a tie). Return whether one was closed."""
         searched = list(islice(self._by_client, MAX_SEARCHED))
         for other in searched:  # others are searched the next time
             self._by_client.move_to_end(other)
-        most = max(searched, key=self._count, default=client)
-        if self._count(most) <= self._count(client):
-            most = client
-        own = self._by_client[most]
+        largest = max(searched, key=self._count, default=client)
+        if self._count(largest) <= self._count(client):
+            largest = client
+        own = self._by_client[largest]
         for connection in list(islice(own, MAX_SEARCHED)):
             if connection is not new and connection.idle:
                 self._observers.notify(Evicted("connection"))
-                self._forget(most, connection)
+                self._forget(largest, connection)
                 self._leaving.add(connection)
                 if len(self._leaving) > MAX_LEAVING:
                     connection.drop()

@@ -1,7 +1,7 @@
 """One generating request on a client's connection: its body is collected, then a task serves it.
 
-Owns the request's body and task. The answer's side is `web.response_cycle`. Thousands of requests are open at once: they have
-slots, and drop what they need no more.
+Owns the request's body and task. `web.response_cycle` writes the answer. Thousands of requests are open at once. So each drops
+what it no longer needs, and has `__slots__`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pdproxy.wire.request import Incoming, Route
 logger = logging.getLogger("pdproxy")
 
 FORWARDED = frozenset({b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
-"""Headers of a client that engines get: tracing, and what vLLM 0.32.0 reads. No other goes on."""
+"""Headers of a client that are forwarded to engines: tracing, and what vLLM 0.32.0 reads. No others are."""
 
 Generate = Callable[[Incoming, "GenerateCycle"], Awaitable[None]]
 
@@ -102,11 +102,11 @@ class GenerateCycle(ResponseCycle):
         self._identified = True
         """Whether the client is in use for this request."""
         self._body_ended = False
-        """Whether nothing more of the body is taken: it is complete or refused."""
+        """Whether the body is complete or refused: what still comes of it is not kept."""
         self._refusal: PdproxyError | None = None
         """Why the body was refused."""
         self._body_wait: asyncio.Future[None] | None = None
-        """Done once the body has ended. None while nobody waits for that."""
+        """Done once the body has ended. None while nothing waits for that."""
         self._serving: asyncio.Task[None] | None = None
 
     # -- what the protocol reports
@@ -123,7 +123,7 @@ class GenerateCycle(ResponseCycle):
         try:
             path.body_budget.take(self.client, len(body))
         except OverloadedError as error:
-            drop_traceback(error)  # which holds this frame, with the cycle and a part of the body
+            drop_traceback(error)  # it refers to this frame, which refers to the cycle and a part of the body
             self.refuse(error)
             return
         if self._size == 0:
@@ -152,7 +152,7 @@ class GenerateCycle(ResponseCycle):
         self.refuse(error)
 
     def _mark_progress(self) -> None:
-        """Put this body behind the client's others that are not complete: it has received a part last."""
+        """Move this body to the end of the client's incomplete bodies: it is the one that received a part last."""
         self.client.bodies.pop(self, None)
         self.client.bodies[self] = None
 
@@ -188,7 +188,7 @@ class GenerateCycle(ResponseCycle):
         elif not self.response_complete:
             self._serving.cancel()
 
-    # -- the service's side
+    # -- what the service calls
 
     async def run_asgi(self, app: object) -> None:
         """Serve the request. uvicorn runs this as the request's task."""
@@ -238,7 +238,7 @@ class GenerateCycle(ResponseCycle):
         return self._as_read(found)
 
     def _as_read(self, found: dict[bytes, bytes]) -> Incoming:
-        # A large body stays in its buffer, to which nothing is added any more: a copy would hold up the event loop.
+        # A large body stays in its buffer, which does not change from now on: a copy would hold up the event loop.
         body, self._body = self._body if self._size > LARGE else bytes(self._body), b""
         return Incoming(
             route=self._route,
@@ -250,5 +250,5 @@ class GenerateCycle(ResponseCycle):
         )
 
     def drop_body(self) -> None:
-        """No engine may need the request's body any more: others may have its space."""
+        """Release the request's body: no engine needs it any more."""
         self._forget_body()

@@ -1,6 +1,6 @@
-"""The bounds of what a client sends that neither uvicorn nor the parser sets: size and time of heads, time and parts of bodies.
+"""Limits on what a client sends, beyond those of uvicorn and the parser: size and time of heads, time and parts of bodies.
 
-Owns what is answered to a client whose bytes are not HTTP, too many, or too late.
+Owns the answers to clients that send no HTTP, too many bytes, or their bytes too late.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class GuardedProtocol(ClientConnection):
         self._refusal: PdproxyError | None = None
         """Why the parser was stopped."""
         self._deadline: Timer | None = None
-        """Of what the client has to send: a request, the rest of a head, the rest of a body."""
+        """The deadline for what the client has to send next: a request, the rest of a head, the rest of a body."""
 
-    # -- what the rest of the package asks
+    # -- for the rest of the package
 
     def refuse_body(self, cycle: RequestResponseCycle, error: PdproxyError) -> None:
         """Refuse a request whose body is not complete."""
@@ -168,7 +168,7 @@ class GuardedProtocol(ClientConnection):
     # -- what the parser has found
 
     def check_host(self) -> None:
-        """Refuse a request for which two servers could find different hosts (RFC 9112, 3.2)."""
+        """Refuse a request in which two servers could read different hosts (RFC 9112, 3.2)."""
         if self._hosts != 1 and (self._hosts or self.parser.get_http_version() > "1.0"):
             self._refusal = BadRequestError("A request of HTTP/1.1 needs one Host header, with a host in it")
             raise self._refusal  # stops the parser
@@ -210,7 +210,7 @@ class GuardedProtocol(ClientConnection):
         self._refuse(self._refusal or BadRequestError(msg))
 
     def _unsupported_upgrade_warning(self) -> None:
-        # The parser has stopped where the other protocol would begin: the request is served as if it had asked for no upgrade.
+        # The parser has stopped at the bytes of the other protocol: the request is served as one without an upgrade.
         self._discarding = True
         self._in_body = False
         self._cancel_deadline()

@@ -1,4 +1,4 @@
-"""Replaces two objects that uvicorn gives each connection, in less memory: thousands of streams are open at once.
+"""Smaller replacements for two objects that uvicorn makes for each connection: thousands of streams are open at once.
 
 An `asyncio.Event` and a deque take more than 600 bytes each, and few connections ever use either. A test compares the names of
 both classes with those of uvicorn.

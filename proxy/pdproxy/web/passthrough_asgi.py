@@ -1,4 +1,4 @@
-"""The ASGI side of routes that one engine serves whole: the body is read, the answer written, and the client's leaving noticed.
+"""The ASGI side of routes that one engine serves whole: reads the body, writes the answer, notices that the client has left.
 
 Owns the body's limit and the two tasks of a request. The connection has the deadlines of clients that send or read too slowly
 (`web.guard`).
@@ -23,7 +23,7 @@ from pdproxy.kit.errors import (
     PdproxyError,
 )
 from pdproxy.serving.access.clients import Client, Clients
-from pdproxy.serving.access.routes import Entry
+from pdproxy.serving.access.routes import RouteEntry
 from pdproxy.serving.request.passthrough import IncomingPassthrough
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.upstream.connection import Headers
@@ -34,10 +34,10 @@ from pdproxy.wire.body_bounds import LARGE, Body
 
 Line = tuple[bytes, bytes]
 CONNECTION = "pdproxy.connection"
-"""The key of a request's ASGI scope for the connection that it came on."""
+"""The key of an ASGI scope under which the request's connection is found."""
 
 
-class Connection(Protocol):
+class PassthroughConnection(Protocol):
     """What is needed of a client's connection."""
 
     peer: Client
@@ -67,13 +67,13 @@ class PassthroughAsgi:
 class PassthroughResponse(Response):
     """The answer to one request. Sending it reads the body and has the request served."""
 
-    def __init__(self, passthrough: PassthroughAsgi, entry: Entry) -> None:
+    def __init__(self, passthrough: PassthroughAsgi, entry: RouteEntry) -> None:
         super().__init__()
         self._passthrough = passthrough
         self._entry = entry
         self._size = 0
         self._client: Client
-        self._connection: Connection
+        self._connection: PassthroughConnection
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, have the request served, and stop that when the client leaves."""
@@ -124,7 +124,7 @@ class PassthroughResponse(Response):
             forward=tuple(line for line in headers if line[0] in passthrough.forwarded),
             body=body,
         )
-        del body  # the request has it
+        del body  # the request refers to it
         serving = asyncio.ensure_future(passthrough.serve(request, output))
         leaving = asyncio.ensure_future(_left(receive))
         try:
@@ -170,9 +170,9 @@ async def _left(receive: Receive) -> None:
 
 
 class _AsgiWriter:
-    """The client's end, over ASGI. `gone` is set by whoever watches the client."""
+    """The client's end, over ASGI. `gone` is set by the task that watches the client."""
 
-    def __init__(self, send: Send, client: Client, connection: Connection) -> None:
+    def __init__(self, send: Send, client: Client, connection: PassthroughConnection) -> None:
         self._send = send
         self._connection = connection
         self.client = client
@@ -202,5 +202,5 @@ class _AsgiWriter:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _body(self, data: bytes, *, more: bool) -> None:
-        # The connection has a deadline for a client that reads nothing (`web.guard`), and then is lost.
+        # A client that reads nothing has a deadline (`web.guard`); after it, the connection is lost.
         await self._send({"type": "http.response.body", "body": data, "more_body": more})

@@ -2,7 +2,7 @@
 
 Owns the client's connection while a generating request is on it. Requests of other routes get uvicorn's own cycle and reach
 FastAPI. A generating request gets a `GenerateCycle`, which collects the body, runs the service in a task and writes to
-the socket without ASGI. It uses few names of uvicorn's class, and a test checks each of them. `web.guard` has the bounds of
+the socket without ASGI. It uses few names of uvicorn's class, and a test checks each of them. `web.guard` has the limits of
 every connection.
 """
 
@@ -22,11 +22,11 @@ from pdproxy.wire.request import Route
 
 _ROUTES = {route.value.encode(): route for route in Route}
 _MAX_PATH = 3 * max(map(len, _ROUTES))
-"""Bytes of a generating route's path, if each letter is escaped."""
+"""Bytes of a generating route's path if every letter in it is escaped."""
 
 
 class DataPathProtocol(GuardedProtocol):
-    """A bounded connection whose generating requests do not reach ASGI. `protocol_class` makes a subclass for one data path."""
+    """A connection with limits, whose generating requests do not use ASGI. `protocol_class` makes a subclass for one data path."""
 
     data_path: DataPath
     __slots__ = ()
@@ -59,7 +59,7 @@ class DataPathProtocol(GuardedProtocol):
             keep_alive=http_1_1 and self.parser.should_keep_alive(),
             expect_100_continue=self.expect_100_continue,
         )
-        # The cycle has what is needed of the head, and drops it when it can.
+        # The cycle has what it needs of the head, and drops that early.
         self.url, self.headers, self.scope = b"", [], {}  # type: ignore[typeddict-item]
         self.begin_body()
         cycle.disconnected = closing  # the connection ends with the answer before: nobody would read this one
@@ -100,8 +100,8 @@ class DataPathProtocol(GuardedProtocol):
                 cycle.disconnected = True
                 cycle.message_event.set()
         super().connection_lost(exc)
-        self.cycle = self.active = None  # type: ignore[assignment]  # each holds the other: only the garbage collector would free them
-        self.scope = {}  # type: ignore[typeddict-item]  # which holds this connection
+        self.cycle = self.active = None  # type: ignore[assignment]  # they refer to each other: only the garbage collector would free them
+        self.scope = {}  # type: ignore[typeddict-item]  # it refers to this connection
 
     def request_client(self) -> Client:
         return self.active.client if isinstance(self.active, GenerateCycle) else super().request_client()

@@ -1,6 +1,6 @@
 """The answer of one generating request, written to the client's socket without ASGI.
 
-Owns what is written. The request's side is `web.cycle`.
+Owns what is written. `web.cycle` has the request's body and task.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pdproxy.web.guard import GuardedProtocol
 from pdproxy.wire.chunks import chunk
 
 SMALL_ANSWER = 65_536
-"""Bytes of an answer that is written in one piece with its head, and not counted while its client reads it."""
+"""A whole answer of up to so many bytes is written together with its head, and not counted in `UnreadAnswers`."""
 
 
 class ResponseCycle(RequestResponseCycle):
     """uvicorn's cycle without ASGI, and most of the service's `ResponseWriter`. `client`: whose request it is."""
 
-    # uvicorn's own attributes are here together with ours: what its constructor is not called for, only its own methods read.
+    # These are uvicorn's own attributes and ours. uvicorn's constructor is not called: only its methods read the others.
     __slots__ = (
         "_chunked",
         "_connection",
@@ -67,7 +67,7 @@ class ResponseCycle(RequestResponseCycle):
         self.client = client
         self._connection = connection
         self._headers = headers
-        """Of the request. Dropped once the answer has a head."""
+        """The request's headers. Dropped once the answer has a head."""
         self._cors = cors
         self._chunked = chunked
         self._fed = False
@@ -134,7 +134,7 @@ class ResponseCycle(RequestResponseCycle):
         return self.transport.write if self._chunked else None
 
     def finish(self) -> None:
-        """End the stream in good order."""
+        """End the stream normally."""
         if self._unwritable() or self.response_complete:
             return
         if self._chunked:
@@ -178,4 +178,4 @@ class ResponseCycle(RequestResponseCycle):
 
 
 _UNUSED_EVENT = asyncio.Event()
-"""uvicorn sets an event of its cycles when their connection is lost. Ours get a call, and nobody awaits this one."""
+"""uvicorn sets an event of a cycle when its connection is lost. Our cycles get a call instead, and nothing awaits this event."""

@@ -1,7 +1,7 @@
-"""Clients that read too slowly: the least speed, which counts only while bytes wait to be sent.
+"""Clients that read too slowly: a minimum speed, which applies only while bytes wait to be sent.
 
-Owns what is known of a connection while its client reads more slowly than we write. Its stream holds a place and KV on an
-engine: a client that reads a few bytes now and then must not hold them without end, nor make others wait.
+Owns the measurements of a connection while its client reads more slowly than we write. Its stream holds a place and KV on an
+engine: a client that reads only a few bytes from time to time must not hold these without end, and make other clients wait.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class SlowReaderPolicy:
 
 
 class ReadWatch:
-    """Measures a client's speed from time to time: from when it reads more slowly than we write until it has caught up."""
+    """Measures a client's speed from time to time. Begins when the client reads more slowly than we write, ends when it has caught up."""
 
     __slots__ = ("_caught_up", "_left", "_policy", "_slow_since", "_taken", "_timer", "_transport", "client")
 
@@ -74,7 +74,7 @@ class ReadWatch:
             self.stop()
             self._caught_up()
             return
-        enough = left < self._left  # nothing else is known where the system does not count
+        enough = left < self._left  # the system does not count: any progress is enough
         if taken is not None and self._taken is not None:
             enough = taken - self._taken >= max(1, policy.min_rate * window)
         self._left, self._taken = left, taken

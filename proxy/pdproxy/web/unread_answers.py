@@ -1,7 +1,7 @@
-"""Whole answers that clients have not read yet: how many bytes of them are kept.
+"""Whole answers that clients have not read yet: a limit on their bytes.
 
-Owns that number. What engines' legs hold is counted elsewhere: an engine's stream must not fail because some client does not
-read. Where there is no space for more, the client with the most unread bytes loses its oldest answer.
+Owns that count. What the legs to engines hold is counted separately (`upstream.answer_budget`): a client that does not read must
+not make an engine's stream fail. If there is no space left, the client with the most unread bytes loses its oldest answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pdproxy.observe.events import Evicted, Observers
 from pdproxy.serving.access.clients import Client
 
 
-class Connection(Protocol):
+class DroppableConnection(Protocol):
     """The connection that an answer waits on."""
 
     def drop(self) -> None:
@@ -25,24 +25,24 @@ class UnreadAnswers:
     def __init__(self, max_bytes: int, observers: Observers) -> None:
         self._max_bytes = max_bytes
         self._observers = observers
-        self._by_client: dict[Client, dict[Connection, int]] = {}
+        self._by_client: dict[Client, dict[DroppableConnection, int]] = {}
         self.held = 0
 
     def __repr__(self) -> str:
         return f"<UnreadAnswers {self.held} of {self._max_bytes} bytes>"
 
-    def hold(self, client: Client, connection: Connection, size: int) -> None:
+    def hold(self, client: Client, connection: DroppableConnection, size: int) -> None:
         """Count the rest of an answer, until `release`. Answers without space are dropped, perhaps this one."""
         self._by_client.setdefault(client, {})[connection] = size
         self.held += size
         while self.held > self._max_bytes:
-            most = max(self._by_client, key=self._bytes)
-            oldest = next(iter(self._by_client[most]))
+            largest = max(self._by_client, key=self._bytes)
+            oldest = next(iter(self._by_client[largest]))
             self._observers.notify(Evicted("answer"))
-            self.release(most, oldest)
+            self.release(largest, oldest)
             oldest.drop()
 
-    def release(self, client: Client, connection: Connection) -> None:
+    def release(self, client: Client, connection: DroppableConnection) -> None:
         """Count it no longer: it was read, or its connection is lost. A second call changes nothing."""
         own = self._by_client.get(client)
         if own is not None and connection in own:

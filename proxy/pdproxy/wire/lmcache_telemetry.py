@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 from pdproxy.wire.engine import UNREADABLE
-from pdproxy.wire.notices import Event, Notice, request_id_of
+from pdproxy.wire.notices import Notice, NoticeEvent, request_id_of
 
 PATH = "/api/v1/telemetry"
 STORED = "request_store_finished"
@@ -50,7 +50,7 @@ def notices(body: bytes) -> list[Notice] | None:
     if post.event != STORED:
         return []
     return [
-        Notice(event=Event.READY, request_id=request_id_of(name), rank=post.kv_rank, world=post.world_size)
+        Notice(event=NoticeEvent.READY, request_id=request_id_of(name), rank=post.kv_rank, world=post.world_size)
         for name in post.request_ids_set
         if 0 < len(name) <= 1024
     ]

@@ -32,7 +32,7 @@ World = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 Text = Annotated[str, msgspec.Meta(max_length=200)]
 
 
-class Event(enum.Enum):
+class NoticeEvent(enum.Enum):
     """What happened to the KV of one prefill."""
 
     READY = "ready"
@@ -52,7 +52,7 @@ class Event(enum.Enum):
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
     """One message of an engine. Fields that its sender doesn't send are None."""
 
-    event: Event
+    event: NoticeEvent
     request_id: str
     """The X-Request-Id of the prefill leg, also in notices of the decode engine."""
     remote_request_id: str | None = None
@@ -98,7 +98,7 @@ class _LMCacheMessage(msgspec.Struct, frozen=True):
 
 class _NotifierMessage(msgspec.Struct, frozen=True):
     v: int
-    event: Event
+    event: NoticeEvent
     req_id: Id
     remote_req_id: Id | None = None
     role: Text | None = None
@@ -138,7 +138,7 @@ def decode(payload: bytes) -> Notice | None:
         if kind == _NOTIFIER:
             return _notice(_notifier.decode(payload))
         if kind in _LMCACHE:
-            return Notice(event=Event.READY, request_id=_lmcache.decode(payload).req_id)
+            return Notice(event=NoticeEvent.READY, request_id=_lmcache.decode(payload).req_id)
     except UNREADABLE:
         pass
     return None

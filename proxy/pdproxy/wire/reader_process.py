@@ -84,19 +84,19 @@ _answers = msgspec.msgpack.Decoder(_Answer)
 # -- in the reader process
 
 
-def answer(question: bytes, body: bytes) -> bytes:
+def answer(encoded_question: bytes, body: bytes) -> bytes:
     """Read a body; return what `request_in` or `fields_in` reads."""
-    asked = _questions.decode(question)
+    question = _questions.decode(encoded_question)
     try:
-        head, encoded = _answer(asked, body)
+        head, encoded = _answer(question, body)
     except BadRequestError as error:
         head, encoded = _Answer(refused=_Refused(type(error).__name__, error.message, error.param)), []
     data = msgspec.msgpack.encode(head)
     return b"".join([len(data).to_bytes(_HEAD, "big"), data, *encoded])
 
 
-def _answer(asked: Question, body: bytes) -> tuple[_Answer, list[bytes]]:
-    items = count_items(body, asked.bounds.items)
+def _answer(question: Question, body: bytes) -> tuple[_Answer, list[bytes]]:
+    items = count_items(body, question.bounds.items)
     fields = decode_fields(body)
     places: dict[str, Span] = {}
     came: Fields = {}
@@ -108,18 +108,18 @@ def _answer(asked: Question, body: bytes) -> tuple[_Answer, list[bytes]]:
             fields = None
     plain = fields is not None
     if fields is None:
-        check_values(body, asked.bounds.items)
+        check_values(body, question.bounds.items)
         fields = lenient_fields(body)
     summary = None
-    if asked.route is None:
-        check_lists(asked.dialect, fields, asked.bounds)
+    if question.route is None:
+        check_lists(question.dialect, fields, question.bounds)
     else:
         parsed = (
-            interpret(asked.route, fields, len(body), asked.bounds, LARGE)
+            interpret(question.route, fields, len(body), question.bounds, LARGE)
             if plain
-            else unusual_request(asked.route, fields, len(body), asked.bounds)
+            else unusual_request(question.route, fields, len(body), question.bounds)
         )
-        summary = _summary(parsed, asked.bounds, items)
+        summary = _summary(parsed, question.bounds, items)
     listed: list[_Field] = []
     encoded: list[bytes] = []
     size = 0

@@ -185,11 +185,6 @@ def with_created(event: bytes, created: bytes) -> bytes:
     return event if own is None else event.replace(_CREATED + own, _CREATED + created, 1)
 
 
-def has_first_index(event: bytes) -> bool:
-    """Return whether `with_index` would find choice 0."""
-    return _FIRST_INDEX in event
-
-
 def data(json: bytes) -> bytes:
     """Return a JSON value as an event."""
     return b"data: " + json + END

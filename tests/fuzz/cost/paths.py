@@ -26,14 +26,14 @@ from pdproxy.observe.formats import JsonFormatter, TextFormatter
 from pdproxy.observe.logs import access_fields
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys
-from pdproxy.serving.access.routes import TABLE, Kind
+from pdproxy.serving.access.routes import TABLE, RouteKind
 from pdproxy.serving.request.merged_answer import MergedAnswer
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.transfer.contract import NO_DISPATCH, Handle
 from pdproxy.transfer.nixl import handle, release_body
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import Answer, Pending
-from pdproxy.upstream.connection import Connection
+from pdproxy.upstream.connection import EngineConnection
 from pdproxy.upstream.metrics_page import MAX_PAGE, read_metrics
 from pdproxy.web.client_identifier import ClientIdentifier
 from pdproxy.web.cycle import FORWARDED
@@ -194,7 +194,7 @@ class _Entry(ingress.Ingress):
 
     def __init__(self) -> None:
         super().__init__(max_body=BODY_LIMIT)
-        passed_on = next(entry for entry in TABLE if entry.kind is Kind.PASSED)
+        passed_on = next(entry for entry in TABLE if entry.kind is RouteKind.PASSED)
         clients = Clients()
         passthrough = PassthroughAsgi(
             self._serve,
@@ -252,7 +252,7 @@ def streamed(*, framed: bool, takes_ids: bool) -> Run:
 
     async def run(data: bytes) -> None:
         connection, relay = (
-            Connection("engine", lambda _: None, lambda _: None),
+            EngineConnection("engine", lambda _: None, lambda _: None),
             Relay(wants_usage=False, takes_ids=takes_ids),
         )
         connection.connection_made(Transport())
@@ -289,7 +289,7 @@ async def passed_stream(data: bytes) -> None:
 
 async def awaited(data: bytes) -> None:
     """An engine's answer of which the whole is awaited, as it is on the wire."""
-    connection, pending = Connection("engine", lambda _: None, lambda _: None), Pending(AnswerBudget().share())
+    connection, pending = EngineConnection("engine", lambda _: None, lambda _: None), Pending(AnswerBudget().share())
     connection.connection_made(Transport())
     connection.send(b"", pending)
     for part in reads(data):
@@ -309,7 +309,7 @@ async def prefilled(data: bytes) -> None:
 
 async def answered(data: bytes) -> None:
     """A decode engine's whole answer, through the relay, and an engine's error."""
-    connection, relay = Connection("engine", lambda _: None, lambda _: None), Relay(wants_usage=True)
+    connection, relay = EngineConnection("engine", lambda _: None, lambda _: None), Relay(wants_usage=True)
     relay.filter.cached_tokens = relay.filter.created_cache_tokens = 1
     connection.connection_made(Transport())
     connection.send(b"", relay)

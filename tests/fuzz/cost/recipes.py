@@ -15,8 +15,8 @@ from typing import Any
 NUMBER = "@@"
 _WIDTHS = {"utf-16": 2, "utf-32": 4}
 _VALUE = re.compile(r'(?<=[:\[,])("(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*|true|false|null)')
-_LONGEST_TEXT = 4000
-_MOST_GROWING = 6
+_MAX_TEXT = 4000
+_MAX_GROWING = 6
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def mutated(one: Recipe, grammar: Grammar, chance: random.Random) -> Recipe:
 
 def _fits(one: Recipe) -> bool:
     growing = sum(span.grows for span in one.spans)
-    return 0 < growing <= _MOST_GROWING and sum(len(span.text) for span in one.spans) < _LONGEST_TEXT
+    return 0 < growing <= _MAX_GROWING and sum(len(span.text) for span in one.spans) < _MAX_TEXT
 
 
 def _unit(grammar: Grammar, chance: random.Random) -> str:

@@ -43,7 +43,7 @@ SUSPECT = 0.5
 PATIENCE = 30
 """Seconds that one measurement may take before its process is ended."""
 MEMORY = 4 << 30
-MOST_DEATHS = 10
+MAX_DEATHS = 10
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ def main(arguments: list[str], findings: File) -> int:
     end, seed, found, deaths = time.monotonic() + 60 * given.minutes, given.seed, False, 0
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        while (left := end - time.monotonic()) > 1 and deaths < MOST_DEATHS:
+        while (left := end - time.monotonic()) > 1 and deaths < MAX_DEATHS:
             command = [sys.executable, "-m", "tests.fuzz.run", "cost", "--inside", folder, "--minutes", f"{left / 60}"]
             command += ["--seed", str(seed + deaths), *(["--paths", given.paths] if given.paths else [])]
             code = subprocess.run(command, check=False).returncode

@@ -23,12 +23,6 @@ class FailedError(VerdictError):
     verdict: Verdict = "failed"
 
 
-class NotApplicableError(VerdictError):
-    """The contract does not have this, or the options exclude it."""
-
-    verdict: Verdict = "not_applicable"
-
-
 class NotJudgedError(VerdictError):
     """It could not be judged."""
 

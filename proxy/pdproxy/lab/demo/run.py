@@ -39,7 +39,7 @@ READY = 30.0
 """Seconds until the proxy must be ready, after its engines are up."""
 TRAFFIC_GRACE, DRAIN = 2.0, 10.0
 """Seconds for unfinished answers, the demo's own and the user's, when it ends."""
-_SMALLEST_CONTEXT = 2048
+_MIN_CONTEXT = 2048
 
 _T = TypeVar("_T")
 
@@ -149,8 +149,8 @@ class _Demo:
             async with session.get(f"{self._url}/v1/models") as answer:
                 listed = msgspec.json.decode(await answer.read(), type=_Models)
         except (TimeoutError, aiohttp.ClientError, msgspec.MsgspecError):
-            return _SMALLEST_CONTEXT
-        return min((card.max_model_len for card in listed.data), default=_SMALLEST_CONTEXT)
+            return _MIN_CONTEXT
+        return min((card.max_model_len for card in listed.data), default=_MIN_CONTEXT)
 
     # -- running
 
@@ -162,7 +162,7 @@ class _Demo:
         end = None if self._options.seconds is None else loop.time() + self._options.seconds
         with Screen(self._title(), self._say, lines=not self._options.quiet) as screen:
             due = loop.time()
-            while not self._ending.asked.is_set() and (end is None or loop.time() < end):
+            while not self._ending.requested.is_set() and (end is None or loop.time() < end):
                 proxy, engines = await scrape(session, self._url, self._engines.places)
                 now = loop.time()
                 history.add(now, proxy, engines)
@@ -181,10 +181,10 @@ class _Demo:
     async def _pause_until(self, moment: float) -> None:
         """Wait for a time or for the end, whichever comes first; the proxy's own end is an error."""
         assert self._proxy is not None
-        asked = asyncio.ensure_future(self._ending.asked.wait())
+        end_requested = asyncio.ensure_future(self._ending.requested.wait())
         left = max(0.0, moment - asyncio.get_running_loop().time())
-        await asyncio.wait({asked, self._proxy}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-        asked.cancel()
+        await asyncio.wait({end_requested, self._proxy}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        end_requested.cancel()
         if self._proxy.done():
             raise DemoError("the proxy ended by itself")
 
@@ -199,7 +199,7 @@ class _Demo:
     async def _end(self) -> int:
         """Stop what was started, in order, and return the exit code. Each step is short once `at_once` is set."""
         at_once = self._ending.at_once
-        self._ending.asked.set()  # from now on a Ctrl-C is the second one
+        self._ending.requested.set()  # from now on a Ctrl-C is the second one
         if not self._options.quiet:
             with contextlib.suppress(OSError):  # the reader of standard output may be gone
                 self._say("ending (Ctrl-C again: at once)")
@@ -208,23 +208,23 @@ class _Demo:
         code = 0
         try:
             if self._proxy is not None:
-                self._proxy_ending.asked.set()
+                self._proxy_ending.requested.set()
                 code = await self._proxy
         finally:
             await self._engines.stop(at_once)
         return INTERRUPTED if at_once.is_set() else code
 
     async def _unless_ended(self, what: Coroutine[Any, Any, _T]) -> _T:
-        """Return what a coroutine returns, or raise `_EndedError` when the end is asked for first."""
+        """Return what a coroutine returns, or raise `_EndedError` when the end is requested first."""
         working = asyncio.ensure_future(what)
-        asked = asyncio.ensure_future(self._ending.asked.wait())
+        end_requested = asyncio.ensure_future(self._ending.requested.wait())
         try:
-            await asyncio.wait({working, asked}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({working, end_requested}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 raise _EndedError
             return working.result()
         finally:
-            asked.cancel()
+            end_requested.cancel()
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
 
@@ -239,7 +239,7 @@ async def _or_at_once(what: Coroutine[Any, Any, None], at_once: asyncio.Event) -
 
 
 class _Card(msgspec.Struct):
-    max_model_len: int = _SMALLEST_CONTEXT
+    max_model_len: int = _MIN_CONTEXT
 
 
 class _Models(msgspec.Struct):

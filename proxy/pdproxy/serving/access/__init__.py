@@ -1,1 +1,1 @@
-"""Who asks for what: clients, their keys, and the table of routes."""
+"""What a request may do: clients, their keys, and the table of routes."""

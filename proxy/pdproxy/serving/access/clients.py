@@ -1,7 +1,7 @@
-"""Clients, by their key or else by their address, and what each of them holds of the shared limits.
+"""Clients, identified by key or address, and what each of them holds of the shared limits.
 
-Owns these counts. A share is an equal part of a limit for each client that holds something of it. It applies only while others
-wait: one client alone may take nearly everything, and clients behind one balancer, who look like one, do not throttle each other.
+Owns these counts. Each client that holds something of a limit has a share of it: an equal part. Shares apply only while others
+wait: one client alone may take nearly everything, and so may all clients behind one balancer, which look like one client.
 A client loses what it holds beyond its share only where no work is lost: a place in the queue, a body that is not complete,
 an idle connection, an answer that it does not read.
 """
@@ -16,18 +16,18 @@ from pdproxy.kit.errors import PdproxyError
 
 Network = IPv4Network | IPv6Network
 _SUBNET = 64
-"""Bits of an IPv6 address that name a client's network: the client may use any address of it."""
+"""Bits of an IPv6 address that identify a client's network: the client may use any address in it."""
 
 
 class Evictable(Protocol):
     """Something that a client holds and can lose."""
 
     def evict(self, error: PdproxyError) -> None:
-        """End it. What it held is released before this returns, or soon after if its connection has to be lost first."""
+        """End it. What it held is released before this returns, or soon after if its connection has to close first."""
 
 
 class Client:
-    """One client. `name` is the digest of a key, or an address. Known as long as it has a connection or a request."""
+    """One client, while it has a connection or a request. `name` is the digest of a key, or an address."""
 
     __slots__ = ("bodies", "bytes", "name", "slow", "uses")
 
@@ -72,7 +72,7 @@ class Clients:
         return client
 
     def leave(self, client: Client) -> None:
-        """End a use of a client. It is forgotten with the last."""
+        """End a use of a client. After the last use the client is forgotten."""
         client.uses -= 1
         if not client.uses:
             self._known.pop(client.name, None)
@@ -83,7 +83,7 @@ class Clients:
         self.with_slow[client] = None
 
     def unmark_slow(self, client: Client, connection: Evictable) -> None:
-        """Note that the answer is not read too slowly any more. It may not have been marked before."""
+        """Note that the answer is no longer read too slowly. Calling it for an unmarked connection changes nothing."""
         if client.slow and client.slow.pop(connection, connection) is None and not client.slow:
             del self.with_slow[client]
 

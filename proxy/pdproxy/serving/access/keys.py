@@ -1,6 +1,6 @@
 """API keys: which clients are accepted, and which `Authorization` header engines get.
 
-Owns the comparison: digests, and always all of them, so that the time it takes shows neither a key's length nor its position.
+Owns the comparison. It always compares the digests of all keys, so that its time shows neither a key's length nor its position.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ CHALLENGE = (b"www-authenticate", b"Bearer")
 class Keys:
     """The keys of clients. `proxy_keys` is called for every request, since keys change; None: all clients are accepted.
 
-    With keys, a client's `Authorization` does not reach engines, which get their own key. Without, it does, and they get no
-    other: a proxy that accepts everybody would open an engine with a key to everybody.
+    With keys, engines get their own key instead of a client's `Authorization`. Without keys, they get the client's header and no
+    other: otherwise a proxy that accepts everybody would open an engine that needs a key to everybody.
     """
 
     def __init__(self, proxy_keys: Callable[[], Iterable[bytes]] | None = None) -> None:
@@ -61,7 +61,7 @@ class Keys:
         return found
 
     def to_engine(self, authorization: bytes | None) -> tuple[tuple[bytes, bytes], ...]:
-        """Return the header line of a client's Authorization that engines get, if any."""
+        """Return a client's `Authorization` as header lines for engines: one line, or none."""
         return ((b"authorization", authorization),) if authorization is not None and not self.wanted else ()
 
 

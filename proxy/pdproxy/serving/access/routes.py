@@ -1,6 +1,6 @@
 """The table of routes: every path that clients can reach, and what is done with it. Only data.
 
-All other paths are a 404 that no engine ever sees: engines have routes that put them to sleep, load weights or run code.
+All other paths get a 404 from the proxy: engines have routes that put them to sleep, load weights or run code.
 `docs/routes.md` documents the table; a test compares the two.
 """
 
@@ -12,37 +12,39 @@ from enum import Enum
 from pdproxy.wire.api_errors import Dialect
 
 
-class Kind(Enum):
+class RouteKind(Enum):
     """What is done with a request."""
 
     SPLIT = "split"  # prefill and decode apart: the data path
     PASSED = "passed"  # whole to one engine that serves the model alone
     OWN = "own"  # answered by pdproxy
-    REFUSED = "refused"  # a 404 that tells clients why it can't work
+    REFUSED = "refused"  # a 404 that states why it can't work
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RouteEntry:
     """One path. `why`: its purpose, or why it is refused. `slow`: the model generates, so only `deadlines.total` bounds it."""
 
     path: str
     methods: tuple[str, ...]
-    kind: Kind
+    kind: RouteKind
     why: str
     dialect: Dialect = Dialect.OPENAI
     slow: bool = True
 
 
-def _passed(path: str, why: str, dialect: Dialect = Dialect.OPENAI, *, slow: bool = True) -> Entry:
-    return Entry(path, ("POST",), Kind.PASSED, why, dialect, slow)
+def _passed(path: str, why: str, dialect: Dialect = Dialect.OPENAI, *, slow: bool = True) -> RouteEntry:
+    return RouteEntry(path, ("POST",), RouteKind.PASSED, why, dialect, slow)
 
 
-TABLE: tuple[Entry, ...] = (
-    Entry("/v1/completions", ("POST",), Kind.SPLIT, "complete prompts"),
-    Entry("/v1/chat/completions", ("POST",), Kind.SPLIT, "answer chats"),
+TABLE: tuple[RouteEntry, ...] = (
+    RouteEntry("/v1/completions", ("POST",), RouteKind.SPLIT, "complete prompts"),
+    RouteEntry("/v1/chat/completions", ("POST",), RouteKind.SPLIT, "answer chats"),
     _passed("/v1/responses", "OpenAI's Responses API, without memory", Dialect.RESPONSES),
-    Entry("/v1/responses/{response_id}", ("GET",), Kind.REFUSED, "no response is stored"),
-    Entry("/v1/responses/{response_id}/cancel", ("POST",), Kind.REFUSED, "no response runs in the background"),
+    RouteEntry("/v1/responses/{response_id}", ("GET",), RouteKind.REFUSED, "no response is stored"),
+    RouteEntry(
+        "/v1/responses/{response_id}/cancel", ("POST",), RouteKind.REFUSED, "no response runs in the background"
+    ),
     _passed("/v1/messages", "Anthropic's Messages API", Dialect.MESSAGES),
     _passed("/v1/messages/count_tokens", "count a message's tokens", Dialect.MESSAGES, slow=False),
     _passed("/tokenize", "token ids of a prompt or a chat", slow=False),
@@ -55,10 +57,10 @@ TABLE: tuple[Entry, ...] = (
     _passed("/rerank", "rank documents for a query"),
     _passed("/v1/rerank", "rank documents for a query"),
     _passed("/v2/rerank", "rank documents for a query"),
-    Entry("/v1/models", ("GET",), Kind.OWN, "the models that the engines serve, each once"),
-    Entry("/health", ("GET",), Kind.OWN, "whether the process is alive"),
-    Entry("/ping", ("GET", "POST"), Kind.OWN, "as /health, under SageMaker's name"),
-    Entry("/ready", ("GET",), Kind.OWN, "whether a request could be served"),
-    Entry("/version", ("GET",), Kind.OWN, "pdproxy's version"),
-    Entry("/metrics", ("GET",), Kind.OWN, "Prometheus metrics"),
+    RouteEntry("/v1/models", ("GET",), RouteKind.OWN, "the models that the engines serve, each once"),
+    RouteEntry("/health", ("GET",), RouteKind.OWN, "whether the process runs"),
+    RouteEntry("/ping", ("GET", "POST"), RouteKind.OWN, "as /health, under SageMaker's name"),
+    RouteEntry("/ready", ("GET",), RouteKind.OWN, "whether a request could be served"),
+    RouteEntry("/version", ("GET",), RouteKind.OWN, "pdproxy's version"),
+    RouteEntry("/metrics", ("GET",), RouteKind.OWN, "Prometheus metrics"),
 )

@@ -1,1 +1,1 @@
-"""One prompt on its engines: which ones, each leg, and what is done where one fails."""
+"""Serves one prompt: chooses the engines, sends them the legs, and recovers from failures."""

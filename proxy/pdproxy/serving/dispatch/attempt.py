@@ -1,7 +1,7 @@
 """One attempt to serve a prompt: the engines that are leased for it, and what is taken for it before its first leg.
 
 Owns the leases that no leg has taken, space in the decode engine's receive buffer, the wait for notices, and custody of the
-KV. Every retry is another attempt. Each attempt is closed once, however it ended.
+KV. Every retry is another attempt. Each attempt is closed once, whatever its outcome.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pdproxy.wire.request import Alone
 
 
 class Attempt:
-    """See the module. `assignment` holds the leased engines: the last one answers the client."""
+    """One attempt. `assignment` holds the leased engines: the last one answers the client."""
 
     __slots__ = (
         "_expected",
@@ -81,12 +81,12 @@ class Attempt:
 
     @property
     def prefill_url(self) -> str | None:
-        """The prefill engine, None where one engine serves alone."""
+        """The prefill engine, None if one engine serves alone."""
         lease = self.assignment.leases[0]
         return lease.node.url if lease.node.role is Role.PREFILL else None
 
     def take(self, lease: Lease) -> None:
-        """Leave one of the leases to the leg that uses it. That leg closes it."""
+        """Pass one of the leases to the leg that uses it. That leg closes the lease."""
         self._unused.remove(lease)
 
     # -- notices
@@ -99,7 +99,7 @@ class Attempt:
     async def kv_ready(self) -> Outcome | None:
         """Wait until each rank has reported that the KV is there.
 
-        Return None then, and where the decode engine may go without.
+        Return None then, and also if the decode engine may be asked without the notices.
         """
         resources, contract = self.resources, self.resources.transfer.contract
         if self._expected is None or contract.early:
@@ -120,13 +120,13 @@ class Attempt:
     # -- custody
 
     def hand_on(self, record: PrefillRecord) -> PrefillRecord:
-        """Return the record with the wait for notices and the space. Whoever adopts the leg ends both: P may still push."""
-        handed = replace(record, expected=self._expected, slots=self._space)
+        """Return the record with the wait for notices and the space. The custodian ends both: P may still push."""
+        handed = replace(record, expected=self._expected, space=self._space)
         self._expected = self._space = None
         return handed
 
     def keep(self, custody: Custody) -> None:
-        """The KV is made. The space that it takes is free again when its custody ends."""
+        """Keep the custody of the KV. The space that the KV takes is released when its custody ends."""
         self.custody = custody
         space, self._space = self._space, None
         if space is not None:
@@ -153,15 +153,15 @@ class Attempt:
 
 
 Stage = Callable[[Attempt], Awaitable[Outcome | None]]
-"""One step of an attempt, a leg or a wait. None: the next stage goes on."""
+"""One step of an attempt: a leg or a wait. It returns an outcome, or None if the next stage follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Which engines an attempt takes, and in which order its legs run: the stages, one after the other, until one has an outcome.
+    """Which engines an attempt takes, and the order of its legs: the stages run one after the other, until one has an outcome.
 
-    `roles`: one engine of each is leased together; the last one answers the client. None of them: any engine that can serve
-    alone.
+    `roles`: one engine of each role is leased; the last one answers the client. Empty: any one engine that can serve alone is
+    leased.
     """
 
     roles: tuple[Role, ...]
@@ -173,7 +173,7 @@ async def begin(
 ) -> Attempt | None:
     """Lease engines and take what the contract needs for them; wait for space in a receive buffer if need be.
 
-    `without` are URLs of engines that must not get the prompt, if there are others. None: there are no engines for it.
+    `without` are URLs of engines that must not get the prompt if there are others. Return None if there are no engines for it.
 
     Raises:
         OverloadedError: no decode engine had space in time.
@@ -184,7 +184,7 @@ async def begin(
     assert prompt is not None
     size = prompt.text_bytes or request.parsed.body_bytes
     buffers = transfer.buffers
-    count = 0 if ids is None else buffers.slots(ids.count)
+    count = 0 if ids is None else buffers.chunks(ids.count)
     space: BufferSpace | None = None
 
     def ask() -> Ask:
@@ -203,7 +203,7 @@ async def begin(
             resources.close(lease, Verdict.NEUTRAL)
         return chosen is not None
 
-    assignment = await buffers.when_room(count, choose, possible) if buffers.bounded else choose(())
+    assignment = await buffers.wait_for_space(count, choose, possible) if buffers.bounded else choose(())
     if assignment is None:
         return None
     dispatch = NO_DISPATCH

@@ -1,6 +1,6 @@
-"""The leg that answers the client: a decode engine with the KV in our custody, or one engine alone.
+"""The leg that answers the client: a decode engine that gets the KV in our custody, or one engine alone.
 
-Owns the leg, the engine's lease, and from its request on the end of the custody. Nothing reaches the client before the engine
+Owns the leg, the engine's lease, and, once the request is sent, the end of the custody. Nothing reaches the client before the engine
 has sent data, so that until then another engine can be asked.
 """
 
@@ -128,7 +128,7 @@ class DecodeLeg:
         return SpliceSink(relay, Splice(request.parsed, custody.handle, request.headers.request_id))
 
     async def _first_data(self) -> Answer | StreamStarted:
-        """Send the request, and wait for its first data: once more on a new connection where a kept one was closed already.
+        """Send the request, and wait for its first data. If a kept connection was closed already, send it again on a new one.
 
         Raises:
             EngineError: the leg failed before its first data.
@@ -193,7 +193,7 @@ class DecodeLeg:
         if custody is None:
             return None
         if custody.handle.first is not None:
-            # It was asked something else than the client asked: only one that is asked the same can say what is wrong.
+            # This leg is not the client's own request: only an engine that gets that can say what is wrong with it.
             return CannotSplit(Alone.PREFILL_REFUSED, exclude=custody.prefill)
         # 401 and 404 come from before the handler that releases KV.
         if answer.status == 400:
@@ -203,7 +203,7 @@ class DecodeLeg:
         return None
 
     def _compare(self) -> None:
-        """Have the prompt's length by both engines compared."""
+        """Have the auditor compare the prompt lengths that both engines reported."""
         custody, relay = self._custody, self._attempt.relay
         if custody is not None and relay is not None and relay.usage is not None:
             self._attempt.resources.auditor.compared(
@@ -211,7 +211,7 @@ class DecodeLeg:
             )
 
     async def _end_if_accepted(self, started: float) -> None:
-        """The client has left before any data: if the engine has the request, closing the leg makes it free the KV."""
+        """End the custody of a client that left before any data: if the engine has the request, closing the leg makes it free the KV."""
         custody, parsed, relay = self._custody, self._attempt.request.parsed, self._attempt.relay
         if self._leg is None or custody is None or custody.state is None or relay is None:
             return
@@ -219,7 +219,7 @@ class DecodeLeg:
             custody.end(End.ABORTED, in_silence=parsed.starts_in_silence)
 
     def _lease_on_kv_expired(self) -> None:
-        """The lease on the KV ended before the decode engine sent data: what it reads may be another prompt's."""
+        """Fail the leg: the lease on the KV ended before the decode engine sent data, and what it reads may be another prompt's KV."""
         relay = self._attempt.relay
         if relay is not None and not relay.first.done():
             message = f"the lease on the KV at {self._attempt.prefill_url} ended before it was loaded"
@@ -227,7 +227,7 @@ class DecodeLeg:
 
 
 def new_relay(attempt: Attempt) -> Relay:
-    """Return a relay for an attempt's answer, and keep it as the attempt's. What it says of caches is the prefill engine's."""
+    """Make the relay for an attempt's answer. The cache counts in its usage are those of the prefill engine."""
     relay = attempt.relay = attempt.request.new_relay()
     if attempt.custody is not None:
         relay.filter.cached_tokens = attempt.custody.handle.cached_tokens

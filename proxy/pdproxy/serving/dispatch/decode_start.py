@@ -13,9 +13,9 @@ from pdproxy.upstream.client import Answer
 from pdproxy.wire.request import Parsed
 
 ACCEPT_GRACE = 0.15
-"""Seconds that a decode leg has to show that the engine has the request, after its client has left (0.2 s in all)."""
+"""After the client has left: seconds for the decode engine to show that it has the request (0.2 s with the clock's tick)."""
 ACCEPTED_UNSEEN = 1.0
-"""Seconds after which an engine counts as having a request for an unstreamed answer."""
+"""Seconds after which an engine is taken to have the request, if the answer is not streamed."""
 
 
 async def first_data(
@@ -24,8 +24,8 @@ async def first_data(
     """Wait for the first data, or the whole of an unstreamed answer.
 
     `in_silence`: the engine sends nothing before its answer is whole, or before reasoning that the client doesn't want is over.
-    An engine that was stopped meanwhile may keep the connection open without end. So the leg fails once probes have found the
-    engine down for `deadlines.between_tokens`.
+    Such an engine may be stopped meanwhile while its connection stays open. So the leg fails once probes have found the engine
+    down for `deadlines.between_tokens`.
 
     Raises:
         EngineError: the leg failed, or the engine is down.
@@ -42,13 +42,13 @@ async def first_data(
         timers[-1].cancel()
 
 
-async def accepted(resources: ExchangeResources, parsed: Parsed, relay: Relay, asked: float) -> bool:
+async def accepted(resources: ExchangeResources, parsed: Parsed, relay: Relay, sent_at: float) -> bool:
     """Return whether the engine has the request, after `ACCEPT_GRACE` at most. If it has, closing the leg frees the KV.
 
-    A stream shows it by its headers. An answer that is not streamed shows nothing before its end: there, the time since `asked`
-    decides, which is when the leg was sent.
+    A stream shows it by its headers. An answer that is not streamed shows nothing before its end: then the time since `sent_at`
+    decides, when the leg was sent.
     """
-    if not parsed.stream and resources.now() - asked > ACCEPTED_UNSEEN:
+    if not parsed.stream and resources.now() - sent_at > ACCEPTED_UNSEEN:
         return True
     try:
         async with resources.clock.within(ACCEPT_GRACE):

@@ -3,11 +3,11 @@
 Chooses the order of an attempt's legs, runs its stages, and asks `recovery` what follows from their outcome. However an attempt
 ends, a cancelled task (the client left) included, its leases are closed once and no KV is left behind:
 
-    before the prefill's answer    the leg is adopted by the custodian, which awaits it and releases the KV
-    before the decode is asked     the handle is released
-    before the decode has shown that it took the request, its leg gets 0.15 s to do so; then it is closed, and the KV is
-                                   released if the engine may not have seen the handle
-    later                          the decode leg is closed, the decode engine frees both sides
+    before the prefill's answer             the custodian adopts the leg: it awaits the answer and releases the KV
+    before the decode engine is asked       the handle is released
+    before that engine has shown that it    its leg gets 0.15 s to show it, then it is closed; the KV is released if the
+    took the request                        engine may not have seen the handle
+    later                                   the decode leg is closed; the decode engine frees both sides
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Dispatcher:
 
 
 class Exchange:
-    """See the module. Run once."""
+    """One prompt's exchange. Run once."""
 
     __slots__ = (
         "_alone",
@@ -82,7 +82,7 @@ class Exchange:
         self._alone: Alone | None = None
         """Why one engine is to serve the prompt; None: it is to be split."""
         self._served_alone: Alone | None = None
-        """The same of the last attempt that had engines."""
+        """Why one engine served the last attempt that had engines; None: it was split."""
         self._prefill_failed: Alone | None = None
 
     def __repr__(self) -> str:
@@ -90,7 +90,7 @@ class Exchange:
 
     @property
     def relay(self) -> Relay | None:
-        """What passed the answer on, None before an engine was asked for it."""
+        """The relay of the answer, None before an engine was asked for it."""
         return None if self._attempt is None else self._attempt.relay
 
     def times(self) -> LegTimes:
@@ -129,7 +129,7 @@ class Exchange:
                 if isinstance(outcome, PrefillFailed | DecodeFailed):
                     drop_traceback(outcome.error)
         finally:
-            self._request.drop()  # it refers to whoever runs this exchange
+            self._request.drop()  # it refers to the caller of this exchange
 
     async def _why_alone(self) -> Alone | None:
         """Return why one engine must serve the prompt, None to split it. Makes its token ids where they are wanted."""

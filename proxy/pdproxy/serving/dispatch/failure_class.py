@@ -9,10 +9,10 @@ from pdproxy.wire.engine import error_of
 
 
 def verdict_of(error: EngineError, *, with_kv: bool = False) -> Verdict:
-    """Return what a failed leg says about its engine. Being full or refusing a bad request is no fault.
+    """Return what a failed leg shows about its engine. It is no failure of an engine that it is full, or refuses a bad request.
 
-    `with_kv`: the leg carried a KV handle. A decode engine that then answers 5xx may have been let down by a dead prefill
-    engine: it must not be shut out for that.
+    `with_kv`: the leg carried a KV handle. If the decode engine then answers 5xx, the cause may be that the prefill engine is
+    down. The decode engine must not be excluded for that.
     """
     if isinstance(error, EngineUnreachableError):
         return Verdict.UNREACHABLE
@@ -24,7 +24,7 @@ def verdict_of(error: EngineError, *, with_kv: bool = False) -> Verdict:
 
 
 def is_clients_fault(answer: Answer) -> bool:
-    """Tell whether an engine refused a request that every engine would refuse."""
+    """Return whether an engine refused a request that every engine would refuse."""
     return 400 <= answer.status < 500 and answer.status != 429
 
 

@@ -1,7 +1,7 @@
 """The prefill leg: a prompt becomes KV in our custody.
 
-Owns the leg and the prefill engine's lease. A client that leaves while it is under way hands both to the custodian; a leg
-that is late goes to the custodian alone.
+Owns the leg and the prefill engine's lease. If the client leaves before the answer, both go to the custodian. If the
+answer is late, the leg goes to the custodian, and the lease ends.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from pdproxy.wire.request import Alone, Parsed
 
 _MAX_ANSWER = 256 << 10
 _MAX_ANSWER_PER_BYTE = 16
-"""Bytes of a prefill's answer, and for each byte of the request. A token id has up to 8 bytes and stands for a byte of the prompt
-at least; block ids of eight groups take half of that. A larger answer is not about this prompt."""
+"""Bytes of a prefill's answer: a constant, and a number per byte of the request. A token id has up to 8 bytes and is made of one
+byte of the prompt or more; block ids of eight groups take half of that. A larger answer is not about this prompt."""
 
 
 class Prefilled(msgspec.Struct, frozen=True):
-    """A prompt's KV is in our custody. `body` is the engine's whole answer, where its token is the client's last."""
+    """A prompt's KV is in our custody. `body`: the engine's whole answer, if its token is already the last one; else empty."""
 
     custody: Custody
     body: bytes = b""
@@ -71,8 +71,8 @@ class PrefillLeg:
     async def run(self) -> Prefilled | Answered | CannotSplit | PrefillFailed:
         """Have the prompt prefilled. Return custody of its KV, or why there is none.
 
-        Where a notice may bring the handle, whichever of notice and answer comes first counts; the answer is then awaited in
-        the background.
+        If a notice may bring the handle, the first of notice and answer is used. After a notice, the answer is awaited in the
+        background.
         """
         resources = self._attempt.resources
         seconds = resources.deadlines.prefill
@@ -91,7 +91,7 @@ class PrefillLeg:
             raise
         except TimeoutError:
             self._verdict = Verdict.FAILED
-            self._adopt(lambda: None)  # it may be just finishing: its answer is the only way to its KV
+            self._adopt(lambda: None)  # it may be about to finish, and only its answer names its KV
             self._adopted = False  # the lease ends now
             self._pending = None
             return self._failed(EngineTimeoutError(f"{self._url} did not prefill in {seconds:g} s", wait=Wait.PREFILL))
@@ -113,21 +113,21 @@ class PrefillLeg:
         """
         request, contract = self._attempt.request, self._attempt.resources.transfer.contract
         assert request.prompt is not None
-        asked = contract.prefill(request.parsed, request.prompt, self._dispatch)
+        leg = contract.prefill(request.parsed, request.prompt, self._dispatch)
         leg_id, headers = self._dispatch.leg_id, request.headers
         return self._client.request(
-            asked.route.value, headers.headers if leg_id is None else headers.named(leg_id), asked.body
+            leg.route.value, headers.headers if leg_id is None else headers.named(leg_id), leg.body
         )
 
     async def _answer_or_notice(self) -> Answer | None:
         """Send the request. Return the answer, None if a notice with the handle came first."""
-        most = _MAX_ANSWER + _MAX_ANSWER_PER_BYTE * self._attempt.request.parsed.body_bytes
-        self._pending = await self._client.ask(self._message, most=most)
+        max_bytes = _MAX_ANSWER + _MAX_ANSWER_PER_BYTE * self._attempt.request.parsed.body_bytes
+        self._pending = await self._client.ask(self._message, max_bytes=max_bytes)
         try:
             return await self._first()
         except StaleConnectionError as stale:
             drop_traceback(stale)
-            self._pending = await self._client.ask(self._message, fresh=True, most=most)
+            self._pending = await self._client.ask(self._message, fresh=True, max_bytes=max_bytes)
             return await self._first()
 
     async def _first(self) -> Answer | None:
@@ -144,7 +144,7 @@ class PrefillLeg:
     # -- what came of it
 
     def _noticed(self, handle: Handle) -> Prefilled:
-        """Take custody of a handle that a notice brought. The answer reports nothing new: its engine is left to finish it."""
+        """Take custody of a handle that a notice brought. The engine may finish its answer, which is not needed any more."""
         resources = self._attempt.resources
         assert self._pending is not None
         self._verdict = Verdict.GOOD
@@ -161,8 +161,8 @@ class PrefillLeg:
             self._verdict = Verdict.GOOD
             if answer.status != 400:
                 return Answered(answer)
-            # The prefill leg is not the client's request: which of its faults comes first, and whether it is one, only an
-            # engine that reads it as it came can say.
+            # The prefill leg is not the client's own request: only an engine that gets that can say whether it is wrong, and
+            # which error comes first.
             return CannotSplit(Alone.PREFILL_REFUSED, exclude=url)
         read = prefill_answer(answer.body)
         if read is None:
@@ -210,7 +210,7 @@ class PrefillLeg:
 def _reader(contract: Contract, parsed: Parsed, dispatch: Dispatch) -> Callable[[PrefillAnswer], Handle | str]:
     """Return what finds the handle in an answer.
 
-    It outlives the attempt where the client has left, and keeps nothing else of it.
+    It is still in use after the attempt if the client has left. So it refers to nothing else of the attempt.
     """
 
     def read(answer: PrefillAnswer) -> Handle | str:

@@ -1,4 +1,4 @@
-"""One prompt as each attempt to serve it needs it."""
+"""What each attempt to serve a prompt needs of it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pdproxy.wire.request import Parsed, Prompt, Route
 class PromptRequest:
     """One prompt (or, with `prompt` None, a whole request for one engine alone), and where its answer goes.
 
-    `ids` are the prompt's token ids, None while they are not known; `stream_to` returns the writer for a relay's stream. A
-    stream that flows needs nothing of it any more, since no other engine can take over: `drop` frees the client's body then.
-    So nobody else keeps a reference to its parts.
+    `ids` are the prompt's token ids, None while they are not known; `stream_to` returns the writer for a relay's stream. Once
+    a stream flows, no other engine can take over, and nothing of this is needed: `drop` then frees the client's body. So nothing
+    else may keep a reference to its parts.
     """
 
     __slots__ = ("headers", "ids", "new_relay", "parsed", "prompt", "stream_to")
@@ -39,7 +39,7 @@ class PromptRequest:
         return f"<PromptRequest {self.headers.request_id}{' (dropped)' if self.parsed is _DROPPED else ''}>"
 
     def drop(self) -> None:
-        """Drop all but the headers. Nothing may be asked in its name any more."""
+        """Drop everything but the headers. No further leg may be made from it."""
         self.parsed, self.prompt, self.new_relay, self.stream_to, self.ids = _DROPPED, None, _no_relay, _no_writer, None
 
 

@@ -1,6 +1,6 @@
-"""What became of an attempt, and what is done next: another engine, one engine alone, or the error. Pure.
+"""The outcomes of an attempt, and the actions that follow: another engine, one engine alone, or an error. Pure.
 
-A stage of an attempt ends with an outcome. An answer ends the exchange; for everything else `after` says how it goes on.
+A stage of an attempt ends with an outcome. `Answered` ends the exchange; for all other outcomes `after` returns the action.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pdproxy.wire.request import Alone
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """The client can be answered: with a whole answer, or None where a stream was passed on to its end."""
+    """The client can be answered with `answer`; or, if it is None, a stream was passed on to its end."""
 
     answer: Answer | None
 
@@ -36,14 +36,14 @@ class PrefillFailed(msgspec.Struct, frozen=True):
 
 
 class CannotSplit(msgspec.Struct, frozen=True):
-    """This prompt needs one engine alone, whichever engines are free. `exclude` is the URL of one that must not get it."""
+    """One engine must serve this prompt alone, whichever engines are free. `exclude`: the URL of one that must not get it."""
 
     reason: Alone
     exclude: str
 
 
 class DecodeFailed(msgspec.Struct, frozen=True):
-    """The engine at `url` that was to answer has failed. `data_sent`: the client has seen a part of its answer."""
+    """The answering engine at `url` has failed. `data_sent`: a part of its answer was sent to the client."""
 
     url: str
     error: EngineError
@@ -51,7 +51,7 @@ class DecodeFailed(msgspec.Struct, frozen=True):
 
     @property
     def is_retryable(self) -> bool:
-        """Whether another engine may do better."""
+        """Whether another engine may succeed."""
         if self.data_sent or isinstance(self.error, AnswerBudgetError):
             return False
         # Every engine would refuse what one refuses, unless it is full.
@@ -59,7 +59,7 @@ class DecodeFailed(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """The request fails, whatever engines are left."""
+    """The request fails, even if other engines are left."""
 
     error: PdproxyError
 
@@ -93,9 +93,9 @@ Action = Retry | ServeAlone | Fail
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """How far an exchange has come: the attempt's number (from 1), how many there may be, and whether it was one engine alone.
+    """The progress of an exchange: the attempt's number (from 1), the limit of attempts, and whether one engine served it alone.
 
-    `prefill_failed` is why the last prefill of an earlier attempt gave nothing, None if none failed.
+    `prefill_failed`: why the last failed prefill of an earlier attempt failed, None if none failed.
     """
 
     number: int
@@ -112,7 +112,7 @@ def after(outcome: Failure, progress: Progress) -> Action:
         case NoEngines():
             return ServeAlone(progress.prefill_failed or Alone.NO_PAIR)
         case PrefillFailed(url, reason, _):
-            # A prefill that failed never fails the request: the last resort is an engine that needs none.
+            # A failed prefill alone never fails the request: in the end one engine serves it without a prefill leg.
             return Retry(url) if progress.number < progress.limit else ServeAlone(reason, url)
         case CannotSplit(reason, exclude):
             return ServeAlone(reason, exclude)

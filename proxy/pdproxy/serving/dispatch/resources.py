@@ -1,4 +1,4 @@
-"""What every exchange works with: the engines, the ledger, the custodian and others; and the reports that exchanges share."""
+"""What every exchange works with: the engines, the ledger, the custodian and others; and reports that all exchanges make."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pdproxy.wire.request import Parsed, Prompt
 
 @dataclass(frozen=True, slots=True)
 class KvTransfer:
-    """How KV gets from one engine to another, and what that needs besides the legs.
+    """How KV gets from one engine to another: the contract, and what it needs besides the legs.
 
     `recomputes`: a decode engine is asked even if no notice came in time, and computes the KV that did not arrive.
     """
@@ -57,40 +57,40 @@ class ExchangeResources:
     tokenizing: Tokenizing | None = None
     templates: EventTemplates = field(default_factory=EventTemplates)
 
-    async def ids(self, parsed: Parsed, prompt: Prompt, heading: LegHeaders) -> TokenIds | None:
+    async def ids(self, parsed: Parsed, prompt: Prompt, headers: LegHeaders) -> TokenIds | None:
         """Return a prompt's token ids, None where they are not wanted or can't be made."""
         if self.tokenizing is None:
             return None
-        own = next((value for _, value in heading.authorization), None)
+        own = next((value for _, value in headers.authorization), None)
         return await self.tokenizing.ids(parsed, prompt, own)
 
     def ids_to_send(self, url: str, parsed: Parsed, ids: TokenIds | None) -> TokenIds | None:
         """Return the ids that a prefill engine is sent, None where it makes them itself."""
-        return ids if self.tokenizing is None else self.tokenizing.proofs.sent(url, parsed, ids)
+        return ids if self.tokenizing is None else self.tokenizing.check.sent(url, parsed, ids)
 
     def ids_served(
         self, url: str, parsed: Parsed, ids: TokenIds | None, sent: TokenIds | None, served: bytes | None
     ) -> None:
         """Check the ids of the prompt that a prefill engine has served, by its own answer."""
         if self.tokenizing is not None:
-            self.tokenizing.proofs.served(url, parsed, ids, sent, served)
+            self.tokenizing.check.served(url, parsed, ids, sent, served)
 
     def close(self, lease: Lease, verdict: Verdict) -> None:
-        """End a lease, and report if that shut its engine out."""
+        """End a lease. Report it if this takes the engine out of use."""
         node = lease.node
         if self.ledger.close(lease, verdict, self.now()):
-            reason = node.down_because or f"failed {node.failures} times in a row, shut out for a while"
+            reason = node.down_because or f"failed {node.failures} times in a row: its breaker is open"
             self.observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=reason))
 
     def report_failure(
-        self, heading: LegHeaders, node: str, phase: str, error: EngineError, *, will_retry: bool
+        self, headers: LegHeaders, node: str, phase: str, error: EngineError, *, will_retry: bool
     ) -> None:
         """Report a leg that failed."""
-        self.observers.notify(LegFailed(heading.request_id, node, phase, error.message, will_retry))
+        self.observers.notify(LegFailed(headers.request_id, node, phase, error.message, will_retry))
 
 
 class LegHeaders(msgspec.Struct, frozen=True):
-    """What every leg of one request carries: its id, its path and the headers that go on."""
+    """What every leg of one request carries: its id, its path and the headers that are forwarded."""
 
     request_id: str
     path: str

@@ -1,8 +1,8 @@
-"""Proofs: the ids that an engine really serves, compared with the ids that are made here.
+"""Compares the token ids that a prefill engine really serves with those that are made here.
 
-Owns how often a prefill engine tokenizes a prompt by itself although its ids are known. Canaries ask `/tokenize`, and an
-engine's generating routes may tokenize otherwise (vLLM 0.32.0 renders chats of gpt-oss by another library there, and by the
-template in `/tokenize`). So an engine gets ids only after an answer of its own has shown the same ids, and is checked again
+Owns how often a prefill engine tokenizes a prompt by itself although its ids are known. Canaries only use `/tokenize`, but an
+engine's generating routes may make other ids (vLLM 0.32.0 renders chats of gpt-oss by another library there, and by the
+template in `/tokenize`). So an engine is sent ids only after one of its answers has shown the same ids, and is checked again
 from time to time.
 """
 
@@ -18,7 +18,7 @@ from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.request import Parsed, Route
 
 EVERY = 100
-"""One in so many of an engine's prompts is a proof, so checking costs a hundredth of its tokenizing."""
+"""The engine tokenizes one of so many prompts by itself, for the check: a hundredth of the work without ids."""
 
 _ids_decoder = msgspec.json.Decoder(list[int])
 
@@ -31,7 +31,7 @@ class Refuted(Protocol):
 
 
 class TokenizerCheck:
-    """Decides which ids a prefill engine is sent, and checks its answers: by its run, and by model, route and tools or none."""
+    """Decides which ids a prefill engine is sent, and checks its answers: separately per run, model, route, and with or without tools."""
 
     def __init__(self, engines: EngineRegistry, refuted: Refuted) -> None:
         self._engines = engines
@@ -42,7 +42,7 @@ class TokenizerCheck:
         return f"<TokenizerCheck of {count} kinds of prompts>"
 
     def sent(self, url: str, parsed: Parsed, ids: TokenIds | None) -> TokenIds | None:
-        """Return the ids that an engine is sent, None where it is to make its own."""
+        """Return the ids that an engine is sent, None if it has to make them itself."""
         if ids is None or (engine := self._engines.known.get(url)) is None:
             return None
         kind, proven = _kind(parsed), engine.run.proven

@@ -1,8 +1,8 @@
-"""One prompt's token ids before an engine gets it: made here, off the event loop, or asked of an engine.
+"""One prompt's token ids before an engine gets the prompt: made here in a thread, or by an engine's `/tokenize`.
 
-Owns the threads that tokenize, and how many prompts wait for them. Ids save work. Where nothing needs them, a request goes on
-without them after every failure: a deadline, a full queue, a request that only an engine understands. Where the contract
-needs them, an engine's `/tokenize` is asked next.
+Owns the threads that tokenize, and the number of prompts that wait for them. Ids save the engines work. If the contract does not
+need them, a request continues without ids after any failure: a deadline, a full queue, a request that only an engine understands.
+If the contract needs them, an engine's `/tokenize` is asked next.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from pdproxy.wire.fields import is_absent
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 THREADS = 2
-"""More would only wait for each other: the interpreter's lock lets one thread at a time render templates and write ids."""
+"""Number of threads. More would wait for each other: the interpreter's lock lets one at a time render templates and write ids."""
 WAITING = 64
-"""Prompts that may wait for a thread. One more goes to the engines at once, without ids, rather than after its deadline."""
+"""Prompts that may wait for a thread. One more would only reach its deadline: it goes to the engines at once, without ids."""
 MAX_BYTES = 4 * 2**20
 """Bytes that are read here for a prompt: more would take longer than its deadline."""
 MAX_ITEMS = 20_000
@@ -39,8 +39,8 @@ MAX_ITEMS = 20_000
 NO_ID = 2**32
 """Token ids are below this: engines keep them in 32 bits, and refuse others by themselves."""
 
-Ask = Callable[[str, bytes, bytes | None], Awaitable[TokenIds]]
-"""Asks the engine with this URL: a body for `/tokenize`, and the client's own `Authorization`."""
+AskEngine = Callable[[str, bytes, bytes | None], Awaitable[TokenIds]]
+"""Sends an engine (its URL) a body for `/tokenize` with the client's own `Authorization`, and returns the ids."""
 
 _Result = tuple[str, TokenIds | None]
 """The `result` of the event `Tokenized`, and the prompt's ids."""
@@ -52,7 +52,7 @@ class Trust(Protocol):
     """Knows which tokenizer makes a model's ids: `fleet.canary.Canaries`."""
 
     def trusted(self, model: str | None, route: Route) -> Trusted | None:
-        """Return it, None if there is none."""
+        """Return the tokenizer, None if there is none."""
 
     def refuted(self, url: str, model: str | None, route: Route, why: str) -> None:
         """Stop using the tokenizer: an engine serves other ids."""
@@ -64,7 +64,7 @@ class Tokenizing:
     def __init__(
         self,
         trust: Trust,
-        ask: Ask,
+        ask: AskEngine,
         engines: EngineRegistry,
         observers: Observers,
         clock: Clock,
@@ -74,7 +74,7 @@ class Tokenizing:
         deadline: float,
         required: bool,
     ) -> None:
-        self.proofs = TokenizerCheck(engines, trust)
+        self.check = TokenizerCheck(engines, trust)
         self._trust = trust
         self._ask = ask
         self._engines = engines
@@ -86,7 +86,7 @@ class Tokenizing:
         self._required = required
         self._waiting = 0
         self._abandoned: set[Future[_Result]] = set()
-        """What threads are at work on and nobody waits for any more."""
+        """Prompts that threads still work on, although no request waits for them."""
 
     def __repr__(self) -> str:
         return f"<Tokenizing {self._waiting} waiting>"

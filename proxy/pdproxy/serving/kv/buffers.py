@@ -82,13 +82,13 @@ class ReceiveBuffers:
         """Taken chunks by the engine's URL."""
         return {url: buffer.taken for url, buffer in self._buffers()}
 
-    def slots(self, tokens: int) -> int:
+    def chunks(self, tokens: int) -> int:
         """Return how many chunks the KV of so many tokens takes."""
         return -(-tokens // self._unit)
 
     def fits(self, tokens: int) -> bool:
         """Return whether any buffer is large enough for so many tokens, once it is empty."""
-        return self.slots(tokens) <= max((buffer.capacity for _, buffer in self._buffers()), default=0)
+        return self.chunks(tokens) <= max((buffer.capacity for _, buffer in self._buffers()), default=0)
 
     def full(self, count: int) -> tuple[str, ...]:
         """Return the engines that have no space for so many chunks."""
@@ -99,7 +99,7 @@ class ReceiveBuffers:
         engine = self._engines.known.get(url)
         return BufferSpace(engine.buffer if engine is not None else None, count, self._freed)
 
-    async def when_room(
+    async def wait_for_space(
         self, count: int, choose: Callable[[tuple[str, ...]], _T | None], possible: Callable[[], bool]
     ) -> _T | None:
         """Return what `choose` chooses; wait while it finds nothing but engines without space, whose URLs it is given.

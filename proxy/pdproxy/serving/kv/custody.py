@@ -21,8 +21,7 @@ from pdproxy.serving.kv.orphans import Orphans, PrefillRecord
 from pdproxy.serving.kv.release import Contacts, ReleaseResources, release_for
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
-from pdproxy.wire.notices import Event as NoticeEvent
-from pdproxy.wire.notices import Notice
+from pdproxy.wire.notices import Notice, NoticeEvent
 
 logger = logging.getLogger("pdproxy.kv")
 
@@ -255,16 +254,16 @@ class Custodian:
                     custody.end(End.LOADED if custody.state is State.ASKED else End.RELEASED)
             case NoticeEvent.EXPIRED if custody is not None:
                 expired, custody.on_expired = custody.on_expired, None
-                asked = custody.state is State.ASKED
+                decode_may_read = custody.state is State.ASKED
                 custody.end(End.EXPIRED)
                 logger.warning("the lease on %s at %s has ended", notice.remote_request_id, custody.prefill)
-                if asked and expired is not None:
+                if decode_may_read and expired is not None:
                     expired()
 
     def _release_at_once(self, handle: Handle, leg: PrefillRecord) -> None:
         custody = self.take(handle, leg)
-        if leg.slots is not None:
-            custody.when_over(leg.slots.release)
+        if leg.space is not None:
+            custody.when_over(leg.space.release)
         custody.release()
 
     async def _released(self, custody: Custody) -> None:

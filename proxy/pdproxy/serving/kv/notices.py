@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdproxy.serving.kv.custody import Custodian
 from pdproxy.serving.kv.ready import KvReady
 from pdproxy.wire import lmcache_telemetry
-from pdproxy.wire.notices import Event, Notice
+from pdproxy.wire.notices import Notice, NoticeEvent
 
 
 class NoticeRouter:
@@ -17,7 +17,7 @@ class NoticeRouter:
 
     def receive(self, notice: Notice) -> None:
         """Take a notice from the notices' socket."""
-        if notice.event is not Event.READY:
+        if notice.event is not NoticeEvent.READY:
             self._custodian.receive(notice)
         elif not self._custodian.orphans.receive(notice):
             self._ready.receive(notice)

@@ -32,7 +32,7 @@ class PrefillRecord:
     """What custody needs to know of a prefill leg: the engine, and how to ask engines in its client's name.
 
     `read` finds the handle in the answer. `receiver` is the decode engine that KV is pushed to, None if it is not pushed. `id` is
-    the leg's own id. `expected` and `slots` are the wait for its notices and its space in the receiver's buffer, if custody must
+    the leg's own id. `expected` and `space` are the wait for its notices and its space in the receiver's buffer, if custody must
     end them.
     """
 
@@ -43,14 +43,14 @@ class PrefillRecord:
     receiver: str | None = None
     id: str | None = None
     expected: Expected | None = None
-    slots: BufferSpace | None = None
+    space: BufferSpace | None = None
 
     def nothing_kept(self) -> None:
         """End the wait and free the space: the leg left no KV."""
         if self.expected is not None:
             self.expected.close()
-        if self.slots is not None:
-            self.slots.release()
+        if self.space is not None:
+            self.space.release()
 
 
 class _Orphan:
@@ -59,7 +59,7 @@ class _Orphan:
     __slots__ = ("leg", "size", "taken")
 
     def __init__(self, leg: PrefillRecord) -> None:
-        self.leg = replace(leg, read=_unread, expected=None, slots=None)
+        self.leg = replace(leg, read=_unread, expected=None, space=None)
         self.size = sum(len(name) + len(value) for name, value in leg.authorization) + len(leg.model or "")
         self.taken = False
 

@@ -16,7 +16,7 @@ import msgspec
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.events import DeadlinePassed, KvNoticed, KvWaited, Observers
-from pdproxy.wire.notices import Event, Notice
+from pdproxy.wire.notices import Notice, NoticeEvent
 
 KEPT = 4096
 """Early notices that are kept, and ids whose wait is over that are remembered."""
@@ -169,4 +169,4 @@ class KvReady:
             self._report("unknown")
 
     def _report(self, result: str) -> None:
-        self._observers.notify(KvNoticed(Event.READY.value, result))
+        self._observers.notify(KvNoticed(NoticeEvent.READY.value, result))

@@ -21,18 +21,18 @@ from pdproxy.wire.request import Parsed, Route, parse_if_quick
 
 READER = "pdproxy.wire.reader_process"
 WAITING = 64
-"""Requests that may wait for a reader process. Each is read in a second at most, so that one more would be late."""
+"""Requests that may wait for a reader process. Each takes up to a second, so one more would miss its deadline."""
 IDLE = 60.0
 """Seconds after which a reader process without work ends. A process takes 20 MB, and 60 ms to start."""
 MEMORY = 256 * 2**20
-"""Bytes of address space for a reader process itself, and for objects: `limits.max_body_items` of them take 100 MB."""
+"""Bytes of address space for a reader process itself, and for its objects: `limits.max_body_items` objects take 100 MB."""
 COPIES = 6
-"""How many times the largest body a reader process may hold in addition: NaN or UTF-16 becomes objects, and JSON again."""
+"""Additional address space, as a multiple of the largest body: a body with NaN or in UTF-16 becomes objects, then JSON again."""
 
 
 def readers(max_readers: int, max_body: int) -> Workers:
     """Return at most `max_readers` reader processes for bodies of up to `max_body` bytes. None is started yet."""
-    return Workers(READER, most=max_readers, waiting=WAITING, memory=MEMORY + COPIES * max_body, idle=IDLE)
+    return Workers(READER, max_workers=max_readers, waiting=WAITING, memory=MEMORY + COPIES * max_body, idle=IDLE)
 
 
 class BodyReader:
@@ -59,7 +59,7 @@ class BodyReader:
         return request_in(await self._in_process(question, body, client), route, body)
 
     async def passed(self, dialect: Dialect, body: Body, client: Client) -> PassedBody:
-        """Read the body of a request that one engine serves whole. Raises as `request`."""
+        """Read the body of a request that one engine serves whole. Raises what `request` raises."""
         light = read_if_quick(dialect, body, self._bounds)
         if light is not None:
             return light

@@ -1,7 +1,7 @@
-"""The life of a request that engines serve: read, admitted, served, answered, reported. The same for every route.
+"""The steps of a request that engines serve, the same for every route: it is read, admitted, served, answered, reported.
 
-Owns the order of these steps, the request's place, its total deadline, and the one report (`RequestEnded`) that each request
-leaves, whatever became of it. What differs by route is a `LiveRequest`.
+Owns the order of these steps, the request's place, its total deadline, and the report of its end (`RequestEnded`): one per
+request, however it ended. The subclasses of `LiveRequest` have what differs by route.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Serve = Callable[[], Awaitable[None]]
 
 
 class LiveRequest(ABC, Generic[Writer]):
-    """One request, and what is known of it so far. A subclass has the steps that differ. Owned by one `Lifecycle.run`.
+    """One request, and what is known of it so far. Subclasses have the steps that differ. Owned by one call of `Lifecycle.run`.
 
     `endpoint`: the route's path. `received`, `admitted` and `first` are times in seconds of `ExchangeResources.now`;
     `first` is that of the first data.
@@ -70,7 +70,7 @@ class LiveRequest(ABC, Generic[Writer]):
 
     @abstractmethod
     async def answer_error(self, error: PdproxyError) -> None:
-        """Answer an error, as far as an answer is still possible. ClientLeftError: only end what was begun."""
+        """Answer an error, as far as an answer is still possible. After ClientLeftError, only end an answer that was begun."""
 
     @abstractmethod
     def add_up(self) -> None:
@@ -99,13 +99,13 @@ class Lifecycle:
 
     async def run(self, request: LiveRequest[Writer]) -> None:
         """Serve, answer and report a request. Raises only CancelledError: at a shutdown, or when the client has left."""
-        engines = self._resources
+        resources = self._resources
         error: PdproxyError | None = None
         try:
             serve = await request.read()
-            async with engines.clock.within(engines.deadlines.total):
+            async with resources.clock.within(resources.deadlines.total):
                 await self._admission.enter(request.writer.client)
-                request.admitted = engines.now()
+                request.admitted = resources.now()
                 await serve()
         except asyncio.CancelledError:
             error = ClientLeftError("the client closed the connection")
@@ -113,8 +113,8 @@ class Lifecycle:
                 error = OverloadedError("pdproxy is shutting down")
             raise
         except TimeoutError:
-            total = engines.deadlines.total
-            engines.observers.notify(DeadlinePassed(Wait.TOTAL.value))
+            total = resources.deadlines.total
+            resources.observers.notify(DeadlinePassed(Wait.TOTAL.value))
             error = EngineTimeoutError(f"the request took longer than {total:g} s", wait=Wait.TOTAL)
         except PdproxyError as failed:
             error = failed

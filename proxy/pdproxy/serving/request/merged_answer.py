@@ -1,7 +1,7 @@
-"""Merges the answers to a list of prompts, of which each is one exchange, in the order of the list.
+"""Merges the answers to a list of prompts, in the order of the list.
 
-vLLM keeps only the first prompt's KV handle of a list and decodes the others on it, so lists are never sent whole to a
-prefill engine. The merged answer is the one that a single engine would have sent: the choices by index, the usage added up.
+Each prompt is one exchange. Lists are never sent whole to a prefill engine: vLLM keeps only the KV handle of the first prompt and
+decodes the others with it. The merged answer is the one that a single engine would send: choices by index, usage added up.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pdproxy.wire.fields import Fields
 from pdproxy.wire.usage import add_up
 
 MAX_USAGE = 4096
-"""Bytes of a usage: that of vLLM has 200, and all of it becomes objects."""
+"""Bytes of a usage, all of which becomes objects. vLLM's has 200."""
 MAX_REENCODED = 1 << 20
 """Bytes of an answer that is decoded and encoded again, since its form is not vLLM's: all of its fields become objects."""
 _FIRST = b'{"index":0,'
 """How each of vLLM's choices begins."""
 _MAX_SAME_NAME = 16
-"""Fields of one name that are searched, in an answer and in the objects inside it."""
+"""How many fields of one name are examined, in an answer and in the objects inside it."""
 _CHOICES, _USAGE = b"\0", b"\1"
-"""Placeholders for both in the first answer until all answers are there: JSON never contains these bytes."""
+"""Placeholders for choices and usage in the first answer until all answers have come: JSON never contains these bytes."""
 
 
 class _Completion(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ _choices_decoder = msgspec.json.Decoder(tuple[_Choice])  # of one prompt: a list
 
 
 class MergedAnswer:
-    """One whole answer, merged from one per prompt, each of status 200. `share` counts the bytes that are kept of them."""
+    """One whole answer, merged from the prompts' answers, each of status 200. `share` counts the bytes that are kept of them."""
 
     def __init__(self, share: BudgetShare) -> None:
         self._share = share
@@ -105,7 +105,7 @@ def _usage(raw: msgspec.Raw) -> bytes:
 
 
 def _with(body: bytes, **changes: tuple[msgspec.Raw, bytes]) -> bytes:
-    """Return a JSON object with some fields changed. `changes`: by name, the value now (empty: no such field) and the new one.
+    """Return a JSON object with some fields changed. `changes`: the old value (empty: no such field) and the new one, by name.
 
     The bytes are changed without decoding the object: an engine may have sent millions of fields.
 
@@ -162,7 +162,7 @@ def merge_usage_events(events: Sequence[bytes]) -> bytes:
 
 
 class MergedStream:
-    """One client stream from several engine streams. Whoever owns the client's output begins and ends it, once each."""
+    """One client stream from several engine streams. The owner of the client's output begins and ends that, once each."""
 
     def __init__(self, output: ResponseWriter) -> None:
         self._output = output
@@ -174,7 +174,7 @@ class MergedStream:
         return _Channel(self)
 
     def close(self) -> None:
-        """Pause and resume the streams no more, and forget them."""
+        """Forget the streams: they are no longer paused and resumed."""
         self._pressure.clear()
 
     def write(self, data: bytes) -> None:
@@ -193,7 +193,7 @@ class MergedStream:
 
     @property
     def client(self) -> Client:
-        """Whose request it is."""
+        """The client whose request it is."""
         return self._output.client
 
     def add(self, channel: _Channel, pause: Callable[[], None], resume: Callable[[], None]) -> None:
@@ -201,7 +201,7 @@ class MergedStream:
         self._pressure[channel] = pause, resume
 
     def remove(self, channel: _Channel) -> None:
-        """Pause and resume a stream no more: it has ended."""
+        """Forget one stream: it has ended."""
         self._pressure.pop(channel, None)
 
     def _pause(self) -> None:
@@ -214,7 +214,7 @@ class MergedStream:
 
 
 class _Channel:
-    """The output of one stream of a merged one: it passes bytes on. The owner of the merged one begins and ends it."""
+    """The output of one of the engine streams: it passes bytes on. The owner of the merged stream begins and ends the answer."""
 
     def __init__(self, stream: MergedStream) -> None:
         self._stream = stream
@@ -234,13 +234,13 @@ class _Channel:
         return self._stream.client
 
     def drop_body(self) -> None:
-        """The owner drops it once no prompt needs it."""
+        """Do nothing: the owner drops the body once no prompt needs it."""
 
     def whole(self, status: int, headers: Headers, body: bytes) -> None:
         raise RuntimeError("one stream of several cannot answer for all")
 
     def begin(self, headers: Headers) -> None:
-        """The owner has begun the stream."""
+        """Do nothing: the owner begins the stream."""
 
     def write(self, data: bytes) -> None:
         self._stream.write(data)
@@ -249,10 +249,10 @@ class _Channel:
         return None
 
     def finish(self) -> None:
-        """The owner ends the stream once all have ended."""
+        """Do nothing: the owner ends the stream once all have ended."""
 
     def break_off(self) -> None:
-        """The owner breaks the stream off."""
+        """Do nothing: the owner breaks the stream off."""
 
     def on_pressure(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
         self._stream.add(self, pause, resume)

@@ -1,6 +1,6 @@
-"""A request that one engine serves whole: passed on to one engine after the other, until one has shown data.
+"""A request that one engine serves whole: it is sent to one engine after the other, until one has sent data.
 
-Owns the answer to the client. Nothing reaches the client before the engine has shown data, so that until then another engine
+Owns the answer to the client. Nothing reaches the client before the engine has sent data, so that until then another engine
 can be asked. The request's steps are those of `lifecycle`.
 """
 
@@ -26,7 +26,7 @@ from pdproxy.observe.events import DeadlinePassed, LegTimes
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.access.keys import Keys
-from pdproxy.serving.access.routes import Entry
+from pdproxy.serving.access.routes import RouteEntry
 from pdproxy.serving.dispatch.failure_class import is_clients_fault, refused, verdict_of
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.request.admission import Admission
@@ -48,7 +48,7 @@ _PASSED_HEADERS = (b"content-type", b"retry-after", b"metadata")
 class IncomingPassthrough:
     """A request as it came: `forward` holds the header lines that go on to the engine, without the credentials."""
 
-    entry: Entry
+    entry: RouteEntry
     request_id: str | None
     authorization: bytes | None
     content_type: str
@@ -57,7 +57,7 @@ class IncomingPassthrough:
 
 
 class Passthrough:
-    """Serves the routes of the kind `PASSED`."""
+    """Serves the routes of the kind `RouteKind.PASSED`."""
 
     def __init__(
         self, resources: ExchangeResources, admission: Admission, keys: Keys, legs: PassthroughLegs, bodies: BodyReader
@@ -83,7 +83,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         self._service = service
         self._incoming = incoming
         self._url: str | None = None
-        """Of the engine that was asked last."""
+        """The URL of the engine that was asked last."""
         self._attempts = 0
         self._stream: WholeEvents | None = None
 
@@ -97,48 +97,48 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         return partial(self._serve, body)
 
     async def _serve(self, body: PassedBody) -> None:
-        """Ask engines one after the other, until one has shown data."""
-        incoming, engines, size = self._incoming, self._service.resources, len(body.data)
+        """Ask engines one after the other, until one has sent data."""
+        incoming, resources, size = self._incoming, self._service.resources, len(body.data)
         authorization = self._service.keys.to_engine(incoming.authorization)
         headers = (JSON_TYPE, (b"x-request-id", self.request_id.encode()), *authorization, *incoming.forward)
-        heading = LegHeaders(self.request_id, incoming.entry.path, headers, authorization)
+        leg_headers = LegHeaders(self.request_id, incoming.entry.path, headers, authorization)
         without: set[str] = set()
         while True:
-            ask = Ask(body.model, size, engines.now())
-            lease = engines.ledger.assign_alone(ask, without=without) or engines.ledger.assign_alone(ask)
+            ask = Ask(body.model, size, resources.now())
+            lease = resources.ledger.assign_alone(ask, without=without) or resources.ledger.assign_alone(ask)
             if lease is None:
                 raise OverloadedError("no engine can serve this request: see /ready")
             url = self._url = lease.node.url
             self._attempts += 1
             verdict = Verdict.NEUTRAL
             try:
-                verdict = await self._try(lease, heading, body)
+                verdict = await self._try(lease, leg_headers, body)
                 return
             except EngineError as error:
                 verdict = verdict_of(error)
                 again = (
                     not self.writer.begun
-                    and self._attempts < engines.attempts
+                    and self._attempts < resources.attempts
                     and not isinstance(error, AnswerBudgetError)
                 )
                 wait = getattr(error, "wait", None)
                 if wait is not None:
-                    engines.observers.notify(DeadlinePassed(wait.value, url))
-                engines.report_failure(heading, url, "alone", error, will_retry=again)
+                    resources.observers.notify(DeadlinePassed(wait.value, url))
+                resources.report_failure(leg_headers, url, "alone", error, will_retry=again)
                 if not again:
                     raise
                 without.add(url)
             finally:
-                engines.close(lease, verdict)
+                resources.close(lease, verdict)
 
-    async def _try(self, lease: Lease, heading: LegHeaders, body: PassedBody) -> Verdict:
+    async def _try(self, lease: Lease, leg_headers: LegHeaders, body: PassedBody) -> Verdict:
         url, deadlines = lease.node.url, self._service.resources.deadlines
         seconds = deadlines.total if self._incoming.entry.slow and not body.stream else deadlines.first_token
         leg: PassthroughLeg | None = None
         answer: Answer | None = None
         try:
             async with self._answered_within(lease, seconds):
-                leg = await self._service.legs.post(url, heading.path, heading.headers, body.data)
+                leg = await self._service.legs.post(url, leg_headers.path, leg_headers.headers, body.data)
                 if not (leg.streamed and leg.status == 200):
                     answer = Answer(leg.status, leg.headers, await leg.read())
             if answer is None:
@@ -147,7 +147,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         finally:
             if leg is not None:
                 leg.close()
-        # 501 is how vLLM reports that its model can't do this: the engine is well.
+        # vLLM answers 501 if its model can't do this: the engine has not failed.
         if answer.status not in (200, 501) and not is_clients_fault(answer):
             raise refused(url, answer)
         self.status = answer.status
@@ -156,8 +156,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
 
     async def _relay(self, leg: PassthroughLeg, lease: Lease) -> None:
         """Pass a stream on in whole events; the first ones only once the model has begun to generate."""
-        engines, output = self._service.resources, self.writer
-        url, deadlines, now = lease.node.url, engines.deadlines, engines.now
+        resources, output = self._service.resources, self.writer
+        url, deadlines, now = lease.node.url, resources.deadlines, resources.now
         stream = self._stream = WholeEvents(self._incoming.entry.dialect)
         first_by = now() + deadlines.first_token
         held = b""
@@ -167,7 +167,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             else:
                 wait, seconds = Wait.FIRST_TOKEN, max(first_by - now(), 0)
             try:
-                async with engines.clock.within(seconds):
+                async with resources.clock.within(seconds):
                     data = await leg.chunk()
             except TimeoutError:
                 raise EngineTimeoutError(f"{url} sent no data in time", wait=wait) from None
@@ -187,18 +187,18 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
 
     @asynccontextmanager
     async def _answered_within(self, lease: Lease, seconds: float) -> AsyncIterator[None]:
-        """Limit the wait for an engine, to less if probes find it down: a machine that is down closes no connection.
+        """Limit the wait for an engine. It ends earlier if probes find the engine down: a machine that is down closes no connection.
 
         Raises:
             EngineTimeoutError: the engine did not answer in time.
         """
-        engines, node, clock = self._service.resources, lease.node, self._service.resources.clock
-        max_down = engines.deadlines.between_tokens
+        resources, node, clock = self._service.resources, lease.node, self._service.resources.clock
+        max_down = resources.deadlines.between_tokens
         try:
             async with clock.within(seconds), asyncio.timeout(None) as limit:
 
                 def look() -> None:
-                    if node.down_for(engines.now()) >= max_down:
+                    if node.down_for(resources.now()) >= max_down:
                         limit.reschedule(0.0)  # at once
                     else:
                         timers.append(clock.after(max_down / 4, look))  # noqa: F821
@@ -208,7 +208,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                     yield
                 finally:
                     timers[0].cancel()
-                    del look  # which refers to itself
+                    del look  # it refers to itself
         except TimeoutError:
             raise EngineTimeoutError(f"{node.url} did not answer in {seconds:g} s", wait=Wait.FIRST_TOKEN) from None
 

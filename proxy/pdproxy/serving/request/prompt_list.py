@@ -1,7 +1,7 @@
-"""A list of prompts, as one exchange per prompt: how many run at once, and what is kept of those that have ended.
+"""Serves a list of prompts, one exchange per prompt. A limited number of exchanges runs at once.
 
-Owns the tasks of one list. An exchange is made when its turn comes. Before that, only the position of its prompt in the body is
-kept.
+Owns the tasks of one list. An exchange is made when its turn comes: until then, only the position of its prompt in the body is
+kept. Of an exchange that has ended, its answer and its totals are kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PromptList:
         self,
         dispatcher: Dispatcher,
         parsed: Parsed,
-        heading: LegHeaders,
+        leg_headers: LegHeaders,
         output: ResponseWriter,
         begin: Callable[[Headers], None],
         totals: RequestTotals,
@@ -39,16 +39,16 @@ class PromptList:
         self.creation_time = CreationTime()
         self.answer = MergedAnswer(dispatcher.resources.answer_budget.share(what="the engines sent answers"))
         self.usage_events: dict[int, bytes] = {}
-        """Of streams, by the index of their prompt in the list."""
+        """The usage events of streams, by the index of their prompt in the list."""
         self._dispatcher = dispatcher
         self._parsed = parsed
-        self._heading = heading
+        self._leg_headers = leg_headers
         self._begin = begin
         self._totals = totals
         self._stream = MergedStream(output)
 
     async def run(self) -> None:
-        """Serve all prompts: begun in order, some at once. The first that fails or is refused ends the others and is raised."""
+        """Serve all prompts: begun in order, some at once. The first failure or refusal ends the others and is raised."""
         try:
             await in_order(len(self._parsed.prompts), self._one)
         finally:
@@ -56,7 +56,7 @@ class PromptList:
 
     async def _one(self, index: int) -> None:
         exchange = self._dispatcher.exchange(
-            self._parsed, self._parsed.prompts[index], self._heading, lambda: self._relay(index)
+            self._parsed, self._parsed.prompts[index], self._leg_headers, lambda: self._relay(index)
         )
         channel = self._stream.channel()
 

@@ -56,7 +56,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         self._service = service
         self._incoming = incoming
         self._exchange: Exchange | None = None
-        """The only one of a request that is no list."""
+        """The only exchange, if the request is not a list."""
 
     async def read(self) -> Serve:
         """Check and read the request.
@@ -73,14 +73,14 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             self.request_id = usable(body_request_id(parsed.fields)) or self.request_id
         authorization = service.keys.to_engine(incoming.authorization)
         request_id = self.request_id.encode()
-        heading = LegHeaders(
+        leg_headers = LegHeaders(
             self.request_id,
             incoming.route.value,
             ((b"x-request-id", request_id), *authorization, *incoming.forward),
             authorization,
         )
         if parsed.is_list and len(parsed.prompts) > 1 and parsed.alone is None:
-            return partial(self._serve_list, parsed, heading)
+            return partial(self._serve_list, parsed, leg_headers)
         prompt = None if parsed.alone is not None else parsed.prompts[0]
         new_relay = partial(
             Relay,
@@ -90,7 +90,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             templates=service.resources.templates,
             now=service.resources.now,
         )
-        self._exchange = service.dispatcher.exchange(parsed, prompt, heading, new_relay)
+        self._exchange = service.dispatcher.exchange(parsed, prompt, leg_headers, new_relay)
         return self._serve_one
 
     async def _serve_one(self) -> None:
@@ -108,14 +108,14 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         else:
             self._answer(answer)
 
-    async def _serve_list(self, parsed: Parsed, heading: LegHeaders) -> None:
+    async def _serve_list(self, parsed: Parsed, leg_headers: LegHeaders) -> None:
         output = self.writer
 
         def begin(headers: Headers) -> None:
             if self.first is None:
                 self._begin(headers)
 
-        prompts = PromptList(self._service.dispatcher, parsed, heading, output, begin, self.totals)
+        prompts = PromptList(self._service.dispatcher, parsed, leg_headers, output, begin, self.totals)
         await prompts.run()
         if output.gone:
             return

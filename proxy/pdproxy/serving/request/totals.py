@@ -24,7 +24,7 @@ class RequestTotals:
         self._prompt = 0
         self._completion = 0
         self._counted = 0
-        """Tokens, or else events, of streams without a usage."""
+        """Tokens of streams without a usage; events, where their tokens are not known."""
 
     @property
     def legs(self) -> Sequence[LegTimes]:
@@ -40,12 +40,12 @@ class RequestTotals:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """As engines reported them; None: none did."""
+        """Tokens of all prompts as engines reported them, None if no engine did."""
         return self._prompt if self._reported else None
 
     @property
     def completion_tokens(self) -> int | None:
-        """As engines reported them; where none did, as counted in the streams; None: there were none."""
+        """Tokens of all answers as engines reported them, otherwise as counted in the streams; None if there were none."""
         return self._completion if self._reported else self._counted or None
 
     def add_legs(self, index: int, times: LegTimes) -> None:

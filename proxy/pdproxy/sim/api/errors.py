@@ -13,9 +13,9 @@ from fastapi.responses import Response
 
 from pdproxy.sim.error_body import error_body
 
-_MOST_ERRORS = 10
-_MOST_INPUT = 200
-_MOST_ERROR = 1000
+_MAX_ERRORS = 10
+_MAX_INPUT = 200
+_MAX_ERROR = 1000
 _INTERNAL = frozenset(
     (
         *("function-wrap", "function-after", "function-before", "function-plain", "json-or-python", "lax-or-strict"),
@@ -73,9 +73,9 @@ def schema_message(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None
     """Return the message and the `param` for pydantic's errors."""
     param = _clean(errors[0]["loc"]) if errors and errors[0].get("loc") else None
     label = "error" if len(errors) == 1 else "errors"
-    lines = [f"  {_formatted(error)}" for error in errors[:_MOST_ERRORS]]
-    if len(errors) > _MOST_ERRORS:
-        lines.append(f"  ...and {len(errors) - _MOST_ERRORS} more {label}")
+    lines = [f"  {_formatted(error)}" for error in errors[:_MAX_ERRORS]]
+    if len(errors) > _MAX_ERRORS:
+        lines.append(f"  ...and {len(errors) - _MAX_ERRORS} more {label}")
     return "\n".join([f"{len(errors)} validation {label}:", *lines]), param
 
 
@@ -92,7 +92,7 @@ def _formatted(error: Mapping[str, Any]) -> str:
     if "loc" in shown:
         shown["loc"] = _clean(shown["loc"])
     text = str(shown)
-    return text if len(text) <= _MOST_ERROR else text[:_MOST_ERROR] + "...[truncated]"
+    return text if len(text) <= _MAX_ERROR else text[:_MAX_ERROR] + "...[truncated]"
 
 
 def _summary(value: object) -> object:
@@ -101,4 +101,4 @@ def _summary(value: object) -> object:
     if isinstance(value, bytes | bytearray):
         return f"<{type(value).__name__} of {len(value)} bytes>"
     text = str(value)
-    return text if len(text) <= _MOST_INPUT else text[:_MOST_INPUT] + "...[truncated]"
+    return text if len(text) <= _MAX_INPUT else text[:_MAX_INPUT] + "...[truncated]"

@@ -16,8 +16,8 @@ from pdproxy.sim.kvstore_keys import refusal
 from pdproxy.sim.request import Grammar, SamplingParams
 from pdproxy.sim.tokenizer import Tokenizer
 
-_MOST_LOGPROBS = 20
-_MOST_CHOICES = 16384
+_MAX_LOGPROBS = 20
+_MAX_CHOICES = 16384
 _GREEDY = 1e-5
 """A lower temperature counts as 0."""
 
@@ -125,9 +125,9 @@ def admit(
     """
     for kind, count in (("sample", params.logprobs), ("prompt", params.prompt_logprobs)):
         asked = tokenizer.vocab_size if count == -1 else count
-        if asked is not None and asked > _MOST_LOGPROBS:
+        if asked is not None and asked > _MAX_LOGPROBS:
             raise EngineRefused(
-                f"Requested {kind} logprobs of {asked}, which is greater than max allowed: {_MOST_LOGPROBS}",
+                f"Requested {kind} logprobs of {asked}, which is greater than max allowed: {_MAX_LOGPROBS}",
                 "logprobs" if kind == "sample" else "prompt_logprobs",
                 value=asked,
             )
@@ -176,9 +176,9 @@ def _verify(body: GenerationBody, temperature: float, max_tokens: int) -> None:
     n = body.children
     if n < 1:
         raise Refused(f"n must be at least 1, got {n}.")
-    if n > _MOST_CHOICES:
+    if n > _MAX_CHOICES:
         raise Refused(
-            f"n must be at most {_MOST_CHOICES}, got {n}. To increase this limit, set the VLLM_MAX_N_SEQUENCES"
+            f"n must be at most {_MAX_CHOICES}, got {n}. To increase this limit, set the VLLM_MAX_N_SEQUENCES"
             " environment variable."
         )
     for name in ("presence_penalty", "frequency_penalty"):

@@ -1,4 +1,4 @@
-"""The orders in which legs can run, one module each with its `ORDER`. A contract names the module of its own."""
+"""The orders in which legs can run: one module per order, with its `ORDER`. A contract names its module (`Contract.order`)."""
 
 from __future__ import annotations
 

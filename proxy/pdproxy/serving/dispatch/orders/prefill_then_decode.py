@@ -1,4 +1,4 @@
-"""The prefill engine first, then the decode engine that goes on from its KV."""
+"""First a prefill engine makes the KV, then a decode engine reads it and generates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def prefill(attempt: Attempt) -> Outcome | None:
     custody = got.custody
     attempt.keep(custody)
     if (reason := custody.handle.alone) is not None:
-        # Released before the engine that serves alone could take a part of it.
+        # Release the KV first: otherwise the engine that serves the prompt alone could read a part of it.
         released = await custody.released(resources.deadlines.first_token)
         return CannotSplit(reason, exclude=custody.prefill if released else attempt.answering_url)
     return await _finished(attempt, got.body) if got.body else None
