@@ -157,7 +157,7 @@ BAD_ENDS: dict[str, tuple[Script, str]] = {
     "given up": (tail(answers.piece(False, "", finish="abort"), answers.DONE), "gave the answer up"),
     "stall": (tail(then="stall"), "sent nothing for"),
     "stall in an event": (tail(WORD[:30], then="stall"), "sent nothing for"),
-    "garbage": (_garbage, "does not speak HTTP"),
+    "garbage": (_garbage, "sends no valid HTTP"),
 }
 
 

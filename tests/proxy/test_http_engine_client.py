@@ -203,7 +203,7 @@ async def test_nothing_is_used_again_after_a_failure(pair: tuple[Engine, EngineC
     """What is no HTTP is a failure, not asked again, and ends the connection."""
     engine, client = pair
     engine.scripts = [answering(said), answering(OK)]
-    with pytest.raises(EngineError, match="does not speak HTTP"):
+    with pytest.raises(EngineError, match="sends no valid HTTP"):
         await ask(client)
     assert await ask(client) == b"ok"
     client.close()

@@ -109,7 +109,7 @@ async def test_an_engine_may_ask_for_our_certificate(ours: Side, theirs: Side) -
     async with world(adjust=behind(ca=theirs.authority, **mine), engine_tls=wants) as w:
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT
     async with world(0, 1, adjust=behind(ca=theirs.authority), engine_tls=wants) as w:
-        assert "does it want a certificate of ours (tls.certificate)?" in (await w.get("/ready")).json["reason"]
+        assert "does it require a client certificate (tls.certificate)?" in (await w.get("/ready")).json["reason"]
 
 
 async def test_an_engine_that_says_why_it_refuses_us(theirs: Side, ours: Side) -> None:

@@ -150,6 +150,6 @@ async def test_an_engine_that_is_added_has_space_for_who_waits() -> None:
     await asyncio.sleep(0.01)
     assert not waiting.done()
     engines.remove("a")
-    assert await asyncio.wait_for(waiting, 1) is None
+    assert await asyncio.wait_for(waiting, 30) is None
     held.release()
     assert (space.taken, space.bounded) == ({}, False)

@@ -115,7 +115,7 @@ def test_what_fails_at_each_message_of_a_stranger_is_few_lines(caplog: pytest.Lo
         failures.failed(ValueError(SECRET))
     assert failures.total == 1000
     assert len(caplog.records) == 10
-    assert "and goes on since" in (failures.shortcoming() or "")
+    assert "and has continued for" in (failures.shortcoming() or "")
 
 
 async def test_a_task_that_fails_once_is_logged_without_words(caplog: pytest.LogCaptureFixture) -> None:

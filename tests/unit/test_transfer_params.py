@@ -284,7 +284,7 @@ def test_nothing_is_held_for_no_answer() -> None:
 
 
 def test_a_later_answer_takes_the_place_of_the_first() -> None:
-    held = Held(most=2)
+    held = Held(max_requests=2)
     held.hold("r", {"a": 1})
     held.hold("s", {})
     held.hold("r", {"a": 2})
@@ -296,7 +296,7 @@ def test_a_later_answer_takes_the_place_of_the_first() -> None:
 
 
 def test_what_nobody_drops_is_forgotten() -> None:
-    held = Held(most=3)
+    held = Held(max_requests=3)
     for n in range(10):
         held.hold(f"r{n}", {"n": n})
     assert len(held) == 3

@@ -1,4 +1,4 @@
-"""The composition root: makes all parts of a proxy from the settings, and starts and stops them."""
+"""Makes all parts of a proxy from the settings, and starts and stops them."""
 
 from __future__ import annotations
 

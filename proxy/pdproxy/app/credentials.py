@@ -1,6 +1,6 @@
 """Keys and certificates in force: read from the settings, and from files that are checked while the process runs.
 
-Owns the one task that checks those files, once a second. Requests don't check them: a key file on a slow disk must not delay
+Owns the one task that checks those files, once per second. Requests don't check them: a key file on a slow disk must not delay
 an answer, certificates are used without any request, and a file that can't be read must be reported without traffic.
 """
 
@@ -62,7 +62,7 @@ class Credentials:
         return self._engines[node.url]
 
     def forget(self, url: str) -> None:
-        """Check the files of an engine that was removed no more, unless others use them."""
+        """Stop checking the files of a removed engine, unless others use them."""
         removed = self._engines.pop(url)
         self._unverified = [other for other in self._unverified if other != url]
         used = {id(one) for left in self._engines.values() for one in (left.key, left.tls)} | {id(self._common_key)}
@@ -97,7 +97,7 @@ class Credentials:
             one.reload_if_changed()
 
     async def follow(self) -> None:
-        """Check all files once a second until cancelled."""
+        """Check all files once per second until cancelled."""
         while True:
             await asyncio.sleep(LOOK_EVERY)
             self.look()

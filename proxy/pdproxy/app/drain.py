@@ -23,7 +23,7 @@ async def drain(
 ) -> None:
     """Refuse new requests, wait for those in flight, cut off what is left at the deadline, and wait until all KV is released.
 
-    `timeout`: seconds for the requests in flight. How long KV may take is the custodian's to say.
+    `timeout`: seconds for the requests in flight. The custodian decides how long the release of KV may take.
     """
     try:
         async with asyncio.timeout(timeout):

@@ -51,7 +51,7 @@ class EngineSetup:
             keepalive=self._settings.limits.engine_keepalive,
             clock=self._clock,
             budget=self._answers,
-            # Without keys of clients, their own header goes on: our key would open the engines to everybody.
+            # Without keys of clients, their own header is forwarded: our key would open the engines to everybody.
             key=credentials.key if self._credentials.keys.wanted else no_key,
             tls=credentials.tls,
         )

@@ -1,4 +1,4 @@
-"""What clients meet, wired for uvicorn: the data path's protocol class, and the answers of all other routes."""
+"""Connects the parts that serve clients for uvicorn: the data path's protocol class, and the answers of all other routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How late the event loop is: a callback at fixed times, and by how much each of them missed its time.
+"""Measures how late the event loop is: a callback that is due every 0.1 s reports by how much it was late.
 
 Owns that callback. What blocks the loop delays all requests: an operator should see it before clients do.
 """
@@ -12,7 +12,7 @@ from pdproxy.observe.events import LoopBeat, Observers
 EVERY = 0.1
 """Seconds between two beats."""
 MAX_MISSED = 100
-"""Beats that are reported for one delay of the loop: each beat in that time is late, too, by the rest of the delay."""
+"""Beats that are reported for one delay of the loop: each beat that was due in that time is late by the rest of the delay."""
 
 
 class Heartbeat:

@@ -1,4 +1,4 @@
-"""The answer to `GET /ready`: whether a request could be served now, and what is wrong although it could.
+"""The answer to `GET /ready`: whether a request could be served now, and what is wrong even if it could.
 
 Owns the bounds of that answer: its sentences may hold text of engines.
 """

@@ -1,4 +1,4 @@
-"""The server process: limits checked, signals taken, drained in order, one exit code.
+"""The server process: checks limits, handles signals, drains in order, and returns one exit code.
 
 Owns the order of the end. At the first SIGTERM or SIGINT `/ready` becomes 503 and new requests are refused; when streams have
 ended and KV is released, the process ends with 0. A second SIGINT ends it at once. SIGHUP is ignored: by default it would end the
@@ -45,7 +45,7 @@ often looks at the newest thousand or five thousand objects, and seldom at all o
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers: this module has an order of its own for the end."""
+    """uvicorn's server without its signal handlers: this module has its own order of the shutdown."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -200,7 +200,7 @@ async def serve(settings: Settings, listener: socket.socket, ending: Ending, log
     end_requested.cancel()
     await proxy.stop()
     if not ending.requested.is_set():
-        died = serving.exception()
-        logger.error("the server ended by itself%s", f": {frames(died)}" if died is not None else "")
+        failure = serving.exception()
+        logger.error("the server ended unexpectedly%s", f": {frames(failure)}" if failure is not None else "")
         return 1
     return INTERRUPTED if ending.at_once.is_set() else 0

@@ -14,7 +14,7 @@ from collections.abc import Callable
 logger = logging.getLogger("pdproxy")
 
 HANGUP_LINES_EVERY = 10.0
-"""Least seconds between two log lines of ignored signals."""
+"""Minimum of seconds between two log lines about ignored signals."""
 
 
 class Ending:
@@ -39,7 +39,7 @@ class Ending:
 
 
 class Hangups:
-    """Ignores SIGHUP and logs that, at most every 10 s: who sends it may expect that the settings are read again."""
+    """Ignores SIGHUP and logs that, at most every 10 s: its sender may expect that the settings are read again."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """Make one that has received none."""
@@ -58,7 +58,7 @@ class Hangups:
         if self._logged is None or now - self._logged >= HANGUP_LINES_EVERY:
             self._logged = now
             logger.warning(
-                "SIGHUP was ignored (%d so far): settings are read at the start alone, files of keys and certificates when "
+                "SIGHUP was ignored (%d so far): settings are read only at the start, files of keys and certificates when "
                 "they change; SIGTERM ends the process",
                 self._count,
             )

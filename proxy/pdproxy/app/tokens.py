@@ -93,7 +93,7 @@ def build_tokens(
     canaries = Canaries(engines, admin, observers, threads, tokenizer=named, find=library.find)
 
     async def ask(url: str, body: bytes, authorization: bytes | None) -> TokenIds:
-        # As on the data path: without keys of clients, their own header goes on. Our key would open the engines to everybody.
+        # As on the data path: without keys of clients, their own header is forwarded. Our key would open engines to everybody.
         own = None if own_keys else (authorization or b"").decode("latin-1")
         return await admin.token_ids(url, body, timeout=deadline, authorization=own)
 

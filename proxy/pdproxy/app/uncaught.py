@@ -1,4 +1,4 @@
-"""Exceptions that nobody caught: logged by their types and places, as everything else is.
+"""Uncaught exceptions: logged by their types and places, as all others are.
 
 Python's and asyncio's own handlers quote the exception, which may quote a prompt, and write to standard error, which may block.
 """
@@ -23,7 +23,7 @@ def install() -> None:
 
 
 def log_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log what failed in a callback, or in a task that nobody waits for: asyncio's own handler would quote the exception."""
+    """Log what failed in a callback, or in a task that nothing waits for: asyncio's own handler would quote the exception."""
     error = context.get("exception")
     # The part of the message before a callback's arguments: what follows may hold text of clients.
     what = re.split(r"[<(\n]", str(context.get("message", "")), maxsplit=1)[0].strip() or "a callback failed"

@@ -83,13 +83,13 @@ _RECEIVERS: tuple[_Option, ...] = (
         ("--receiver-init-port", "--nixl-peer-init-port"),
         "PORTS",
         "init_ports",
-        "LMCache's pd_peer_init_port, one a rank",
+        "LMCache's pd_peer_init_port, one per rank",
     ),
     (
         ("--receiver-alloc-port", "--nixl-peer-alloc-port"),
         "PORTS",
         "alloc_ports",
-        "LMCache's pd_peer_alloc_port, one a rank; these three once for all decode engines, or once for each",
+        "LMCache's pd_peer_alloc_port, one per rank; these three once for all decode engines, or once for each",
     ),
 )
 _ENGINES: dict[Role, str] = {

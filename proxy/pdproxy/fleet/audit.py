@@ -1,8 +1,8 @@
-"""The audit: did the KV that was sent to each decode engine arrive, or was it silently computed again?
+"""The audit: whether the KV that was sent to each decode engine arrived, or was silently computed again.
 
 Compares two sums for each decode engine: the prompt tokens that split requests should have moved (counted when their first data
-came), and what the engine's own counters say since the same moment. A decode engine that never pulls answers rightly and
-slowly; only its `vllm:prompt_tokens_by_source_total` shows it.
+came), and the engine's own counters since the same time. A decode engine that never pulls sends right answers, slowly: only its
+`vllm:prompt_tokens_by_source_total` shows that.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Auditor:
             self._observers.notify(PairEjected(prefill, decode, prefill_tokens, decode_tokens))
 
     def scraped(self, engine: Engine, scrape: Scrape) -> None:
-        """Take an engine's counters, which have just been read."""
+        """Process an engine's counters, which have just been read."""
         state, url = engine.audit, engine.url
         if engine.node.role is not Role.DECODE:
             return

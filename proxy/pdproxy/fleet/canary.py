@@ -1,8 +1,8 @@
-"""Canaries: would the engines make the same token ids of a prompt as we do?
+"""Canaries: whether the engines make the same token ids of a prompt as this process.
 
 Owns the judgements in each `EngineRun`, and the tokenizers that were found for the engines' models. Every engine, P and D, is
 asked for the ids of `tokens.canaries` when it comes up and each time that it has changed. Prompts of a model are tokenized here
-while all engines that are up and serve it agree with the tokenizer here. One that differs switches that off, with a warning.
+as long as all engines that are up and serve it make the same ids. One that differs ends that, with a warning.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Canaries:
         self.changed()
 
     def changed(self) -> None:
-        """Forget whom to trust, and ask engines again: one came up, went down or was replaced."""
+        """Forget which tokenizers are trusted, and ask engines again: one came up, went down or was replaced."""
         self._trusted.clear()
         self._wake.set()
 

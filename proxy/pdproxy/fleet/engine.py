@@ -1,4 +1,4 @@
-"""One engine and all that the proxy knows of it: the one object that every part of the proxy looks up.
+"""One engine and all that the proxy knows about it: one object, which every part of the proxy uses.
 
 Owns no behaviour. Each part of the state has one writer, which its docstring names.
 """

@@ -1,6 +1,6 @@
-"""The registry of engines: the one place where an engine becomes known to the proxy, and where it is taken out again.
+"""The registry of engines: the only place where engines are added to the proxy and removed.
 
-Owns every `Engine`. Who has to act when engines come and go watches the registry.
+Owns every `Engine`. A part that must act when engines come and go is a watcher of the registry.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class EngineWatcher(Protocol):
 class EngineRegistry(Mapping[str, Engine]):
     """All engines of one pool by URL, in the order in which they were added.
 
-    `known` holds the same engines, and those removed ones that legs may still be under way to: who has a lease finds its engine
-    there. It is a plain dict for the data path; only the registry writes to it.
+    `known` holds the same engines, and removed ones to which legs may still run: every lease finds its engine there. It is a
+    plain dict, since the data path reads it; only the registry writes to it.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -87,7 +87,7 @@ class EngineRegistry(Mapping[str, Engine]):
         return engine
 
     def remove(self, url: str) -> Engine:
-        """Take an engine out. It gets no new request; legs under way go on, and their leases are closed as ever.
+        """Take an engine out. It gets no new request; legs that run continue, and their leases are closed as usual.
 
         Raises:
             KeyError: there is no engine with this URL.
@@ -120,7 +120,7 @@ class EngineRegistry(Mapping[str, Engine]):
         return engine
 
     def _drop_idle(self) -> None:
-        """Drop removed engines that no leg is under way to."""
+        """Drop removed engines to which no leg runs."""
         self._leaving = [engine for engine in self._leaving if engine.node.requests]
         needed = self._engines.keys() | {engine.url for engine in self._leaving}
         for url in self.known.keys() - needed:

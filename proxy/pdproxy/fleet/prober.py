@@ -1,4 +1,4 @@
-"""Probing: is each engine up, and is it still the engine that it was?
+"""Probing: whether each engine is up, and whether it is still the same run of it.
 
 Owns the tasks that ask, and how often; what they find is written to the ledger. An engine is asked for its full identity when it
 is new or has restarted (its start time changed), and for its health alone otherwise.
@@ -29,14 +29,14 @@ from pdproxy.upstream.metrics_page import NO_METRICS, Scrape
 logger = logging.getLogger("pdproxy.fleet")
 
 CANARY = "The quick brown fox jumps over 13 lazy dogs.\n\tdéjà vu — 日本語 🦊"
-"""Words, digits, white space, accents, CJK and an emoji: what tokenizers differ in."""
+"""A text with everything in which tokenizers differ: words, digits, white space, accents, CJK and an emoji."""
 
 
 _T = TypeVar("_T")
 
 
 MIN_GAP = 1.0
-"""Least seconds between two probes of an engine."""
+"""Minimum of seconds between two probes of an engine."""
 MAX_BASES = 16
 """Base models of an engine that are asked for the canary: an engine has one, under some names."""
 MAX_LATE = 3
@@ -99,7 +99,9 @@ class Prober:
             try:
                 await self.probe(engine, scrape=count % self._scrape_every == 0)
             except OverloadedError as error:
-                logger.warning("%s was not probed: %s", engine.url, error.message)  # which shows nothing of the engine
+                logger.warning(
+                    "%s was not probed: %s", engine.url, error.message
+                )  # this shows nothing about the engine
             except Exception as error:  # the next probe may succeed
                 logger.error("a probe of %s failed in pdproxy itself: %s", engine.url, frames(error))  # noqa: TRY400
             count += 1
@@ -181,7 +183,7 @@ class Prober:
         return tuple(found), overhead
 
     async def _ids(self, url: str, body: dict[str, object]) -> tuple[int, ...]:
-        # A base model without a chat template answers 400, which tells it apart as well.
+        # A base model without a chat template answers 400. This distinguishes it, too.
         return await self._or_default(self._admin.tokenize(url, body), ())
 
     async def _or_default(self, question: Awaitable[_T], default: _T) -> _T:

@@ -1,1 +1,1 @@
-"""What every other package may use: errors, identifiers, task ownership. Standard library only."""
+"""Tools that every package may use: errors, ids, owned tasks, worker processes, the clock. Standard library only."""

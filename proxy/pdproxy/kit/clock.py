@@ -37,7 +37,7 @@ class Timer:
 
     def cancel(self) -> None:
         """Drop the call. Cancelling twice, or after the call, changes nothing."""
-        self.then = _nothing  # `then` often refers to the owner of this timer: no reference circle stays
+        self.then = _nothing  # `then` often refers to the owner of this timer: no reference cycle stays
         slot = self._slots.get(self._number)
         if slot is not None:
             slot.discard(self)

@@ -21,7 +21,7 @@ class Fault(Enum):
     ENGINE = "engine"  # an engine failed, hung or answered with invalid data
     CAPACITY = "capacity"  # too much work at once
     OURS = "ours"  # a defect in pdproxy
-    CLIENT_LEFT = "client_left"  # nobody reads the answer any more
+    CLIENT_LEFT = "client_left"  # the client does not read the answer
 
 
 class Wait(Enum):

@@ -1,8 +1,8 @@
-"""Places that several clients share: at most so many are taken, at most so many requests wait, and each client gets its part.
+"""Places that clients share fairly, with limits on the places and on the requests that wait for one.
 
-Owns who has how many places and who waits. A place that comes free goes to the client with the fewest places among those that
-wait, and there to its oldest request. Where no more may wait, a client with fewer waiting requests displaces the newest waiting
-request of the client with the most.
+Owns the places of each client and its requests that wait. A place that comes free goes to the client with the fewest places
+among those that wait, and there to its oldest request. If no more requests may wait, a client with fewer waiting requests
+displaces the newest waiting request of the client with the most.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class FairPlaces:
             self._forget(client, held)
 
     def _displace(self, newcomer: _Held) -> bool:
-        """Let a request of the client with the most waiting ones wait no more; return whether there was one."""
+        """Displace a waiting request of the client that has the most of them. Return whether one was displaced."""
         client = max(self._queue, key=lambda one: len(self._queue[one].waiting), default=None)
         if client is None:
             return False

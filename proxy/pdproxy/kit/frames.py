@@ -33,8 +33,8 @@ def frames(error: BaseException) -> str:
 def drop_traceback(error: BaseException) -> None:
     """Remove the traceback of an error that was handled, and of its causes, and the references between them.
 
-    A traceback refers to frames, and mostly one of these refers to the error, or to a future that failed with it. Without this,
-    all objects of a request would stay until the garbage collector runs.
+    A traceback refers to frames, and one of these usually refers to the error, or to a future that failed with it. Such a cycle
+    would keep all objects of a request until the garbage collector runs.
     """
     one: BaseException | None = error
     while one is not None:

@@ -1,8 +1,8 @@
-"""Named background tasks with an owner, so that none is forgotten and none dies unheard.
+"""Named background tasks with an owner, so that none is forgotten and none fails without a log line.
 
 Two kinds: one-shot tasks, whose failure is logged (`TaskOwner.spawn`), and tasks that must run for as long as the process, which
-are started again when they fail (`TaskOwner.keep`). What has no task of its own but must go on as well, such as a callback of the
-event loop, reports its failures to a `Failures` (`TaskOwner.watch`). No exception's words are logged: they may quote a prompt.
+are started again when they fail (`TaskOwner.keep`). A callback of the event loop that must always work, but has no task,
+reports its failures to a `Failures` (`TaskOwner.watch`). Messages of exceptions are not logged: they may quote a prompt.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pdproxy.kit.text import truncate
 logger = logging.getLogger("pdproxy")
 
 MAX_NAME = 128
-"""Characters of a task's name, which may hold an engine's words."""
+"""Characters of a task's name, which may contain text from an engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
     """Seconds until a failed task is started again: `first`, doubled each time up to `longest`.
 
-    A task that has run for `well` seconds is well: its failures are forgotten, but for their count in all.
+    A task that has run for `well` seconds counts as well: its failures are forgotten, except for their total.
     """
 
     first: float = 1.0
@@ -35,15 +35,15 @@ class Pauses:
 
 
 class Failures:
-    """What went wrong with one task that must always run, or with what stands for one. Owned by a `TaskOwner`."""
+    """The failures of one task that must always run, or of a callback like that. Owned by a `TaskOwner`."""
 
     def __init__(self, name: str, pauses: Pauses, now: Callable[[], float]) -> None:
-        """Make one of a task that is well."""
+        """Make one without failures."""
         self.name = name
         self.count = 0
-        """How often it has failed since it was well."""
+        """How often it has failed since it was last well."""
         self.total = 0
-        """How often it has failed."""
+        """How often it has failed in total."""
         self.pause = 0.0
         """Seconds that it waits, or has waited, before it is started again."""
         self._pauses = pauses
@@ -60,7 +60,7 @@ class Failures:
         self._began, self._due = self._now(), None
 
     def failed(self, error: BaseException | None, *, pauses: bool = False) -> None:
-        """Take note of a failure, and log it; None: it ended, which it must not. `pauses`: it is to be started again later."""
+        """Count a failure, and log it. None: it ended without an error. `pauses`: it will be started again after a pause."""
         now = self._now()
         if self.count == 0 or self._is_well(now):
             self.count, self.pause = 0, self._pauses.first
@@ -73,7 +73,9 @@ class Failures:
         what = self._kind if error is None else frames(error)
         if pauses:
             logger.error("background task %s failed, and starts again in %g s: %s", self.name, self.pause, what)
-        elif self.total == 1 or self.count & (self.count - 1) == 0:  # it may fail at each message of a stranger's
+        elif (
+            self.total == 1 or self.count & (self.count - 1) == 0
+        ):  # any sender's messages may make it fail, one by one
             logger.error("background task %s failed %d times, and goes on: %s", self.name, self.count, what)
 
     def _is_well(self, now: float) -> bool:
@@ -87,11 +89,11 @@ class Failures:
         failed = f"background task {self.name} has failed {self.count} times, the last time by {self._kind}"
         if self._due is not None:
             return f"{failed}: it starts again in {max(0.0, self._due - now):.1f} s"
-        return f"{failed}, and goes on since {now - self._began:.1f} s"
+        return f"{failed}, and has continued for {now - self._began:.1f} s"
 
 
 class TaskOwner:
-    """Owns every background task of one component: the only reference that keeps them alive."""
+    """Owns every background task of one component: it has the only reference to them."""
 
     def __init__(self, name: str, pauses: Pauses | None = None, now: Callable[[], float] = time.monotonic) -> None:
         """Make one without any task. `pauses`: of the tasks that are kept running."""
@@ -159,7 +161,7 @@ class TaskOwner:
 
     def shortcomings(self) -> list[str]:
         """Return which tasks that must always run have failed lately, a sentence each."""
-        return [said for failures in self._failures if (said := failures.shortcoming()) is not None]
+        return [text for failures in self._failures if (text := failures.shortcoming()) is not None]
 
     def failures(self) -> Iterable[tuple[str, int]]:
         """Yield how often each task that must always run has failed."""

@@ -65,7 +65,7 @@ class Workers:
 
     @property
     def waiting(self) -> int:
-        """Callers that wait for one."""
+        """Callers that wait for a worker."""
         return self._turns.waiting
 
     async def ask(self, client: Hashable, question: bytes, data: bytes | bytearray) -> bytes | memoryview:

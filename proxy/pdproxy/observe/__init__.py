@@ -1,1 +1,1 @@
-"""What happened, as frozen events, and the observers that get them: metrics and the log. Changes nothing."""
+"""Frozen events for everything that happened, and their observers: metrics and the log. Observers change nothing."""

@@ -124,7 +124,8 @@ class KvNoticed(msgspec.Struct, frozen=True):
     """An engine sent a notice about a KV transfer. `result`: what the proxy did with it.
 
     awaited; double (its rank had sent one); early (nothing waits yet); late (nothing waits any more); unknown (early, and
-    nothing waited later); undecodable. About a handle after that: known, or over (the handle had ended for the proxy).
+    nothing waited later); given_up (its client had left, and the KV is released); undecodable. About a handle: known, or over
+    (the handle had ended for the proxy).
     """
 
     event: str

@@ -1,4 +1,4 @@
-"""The formats of a log line, text and JSON, and their limits: no text of a client or an engine makes a line long, or two lines.
+"""The formats of a log line, text and JSON, and their limits: no text from outside makes a line too long, or makes two of it.
 
 Each value is truncated to `MAX_VALUE` characters and shows its length. If a whole line is still over `MAX_LINE`, its values are
 truncated further before it is made, so that every line can be read. Exceptions are shown by their types and places only: their

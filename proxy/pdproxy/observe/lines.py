@@ -28,7 +28,7 @@ GATHER = 0.1
 BATCH = 64 << 10
 """Bytes of one write, at most."""
 RETRY = 0.05
-"""Seconds until a standard error that somebody else has made non-blocking is tried again."""
+"""Seconds until a write is tried again, if another process has made standard error non-blocking."""
 CLOSE = 2.0
 """Seconds that the end of the process waits for lines to be written."""
 

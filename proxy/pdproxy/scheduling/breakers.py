@@ -1,4 +1,4 @@
-"""The breakers of the engines: who failed too often in a row gets no requests for a while."""
+"""The breakers: an engine that failed too often in a row gets no requests for a time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pdproxy.scheduling.nodes import Node
 class Breakers:
     """After `failures` failed legs in a row, an engine's breaker is open for `cooldown` seconds.
 
-    While it is open, the engine is chosen only where there is no other. Legs that were sent before may still end then: their
-    failures neither open the breaker again nor keep it open for longer, and a good one does not close it, but the count of
-    failures begins again. After the cooldown a good leg closes the breaker, and if the count still stands, one failure opens it.
+    While it is open, the engine is chosen only if there is no other. Legs that were sent before may still end then. Their
+    failures neither open the breaker again nor keep it open for longer. A good one resets the count of failures, but does not
+    close the breaker. After the cooldown a good leg closes it; without a reset of the count, one failure opens it again.
     """
 
     def __init__(self, failures: int, cooldown: float) -> None:

@@ -31,7 +31,7 @@ class Eligibility:
         """Return the engines of a role that may serve a request, best first.
 
         A model that no engine serves matches all but prefill engines: the engine's own 404 is the answer. Engines whose
-        breaker is open are left out if there are others, and used if not: they are better than no answer.
+        breaker is open are used only if there are no others: they are better than no answer.
         """
         up = [node for node in self._nodes if node.role is role and node.url not in without and node.up]
         serving = [node for node in up if ask.model is None or node.serves(ask.model)]
@@ -40,7 +40,7 @@ class Eligibility:
         return self._policies[role].rank(ask, eligible) if len(eligible) > 1 else eligible
 
     def changed(self) -> None:
-        """Forget what was prepared: an engine came up, went down or changed."""
+        """Forget all preparations: an engine came up, went down or changed."""
         self._best.clear()
         self._sets.clear()
         for policy in self._policies.values():

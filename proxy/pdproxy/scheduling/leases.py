@@ -1,4 +1,4 @@
-"""What a request holds of the engines while its legs run."""
+"""Leases: the share of engines' load that a request holds while its legs run."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class LeastLoad(Policy):
         self._measures = attrgetter(*measures)
         self._turn = 0
         self._places: dict[Node, list[tuple[list[int], int]]] = {}
-        """Where an engine's load stands: lists of loads, and its index in each."""
+        """For each engine: the lists of loads that it is in, and its index in each."""
 
     def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
         """See `Policy`."""

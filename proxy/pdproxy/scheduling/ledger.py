@@ -1,7 +1,7 @@
-"""The ledger: all engines of a pool, what each is doing, and which ones serve the next request.
+"""The ledger: all engines of a pool and their load. It chooses the engines for each request.
 
 Owns every `Node` and every open `Lease`. Choosing and leasing are one synchronous step, so that two requests can't both
-see the same free engine. A lease is closed once, and only this closing changes an engine's load and its breaker.
+see the same free engine. A lease is closed once. Only this changes the breaker, and reduces the load, of its engine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Ledger:
     ) -> None:
         self._nodes = {spec.url: Node(spec) for spec in specs}
         self._past_runs: dict[str, int] = {}
-        """How many runs were seen of engines that were removed."""
+        """For each removed engine: how many runs of it were seen."""
         self._policies = make_policies(policies)
         self._breakers = Breakers(breaker_failures, breaker_cooldown)
         self._eligibility = Eligibility(self._nodes.values(), self._policies)
@@ -107,7 +107,7 @@ class Ledger:
 
     def add(self, spec: NodeSpec) -> Node:
         """Add an engine. Nothing is sent to it before it has answered a probe."""
-        # One that was here before may be another one now: what was learned of its runs must not count for it.
+        # An engine that was removed may be another engine now: what was learned of its runs must not count.
         node = self._nodes[spec.url] = Node(spec, runs=self._past_runs.pop(spec.url, -1) + 1)
         self._changed()
         return node
@@ -118,7 +118,7 @@ class Ledger:
         self._past_runs[url] = node.runs
         self._pardon(node)
         self._breakers.reset(node)
-        node.open_until = math.inf  # so that no leg that is under way opens or closes its breaker
+        node.open_until = math.inf  # so that legs which still run neither open nor close its breaker
         self._changed()
 
     # -- what a request asks
@@ -162,7 +162,7 @@ class Ledger:
                 node, *_ = [choose(ask) for choose in choosers if choose is not None]
         if node is None:
             ranked = [self._eligibility.ranked(role, ask, without) for role in _ALONE]
-            # One that serves the model before one that doesn't, then one whose breaker is not open before one whose is.
+            # First engines that serve the model; among these first the ones whose breaker is not open.
             node = min(
                 (nodes[0] for nodes in ranked if nodes),
                 key=lambda n: (ask.model is not None and not n.serves(ask.model), not n.usable(ask.now)),
@@ -219,7 +219,7 @@ class Ledger:
         return lease
 
     def _changed(self) -> None:
-        """Forget what was derived from the engines' state."""
+        """Forget all that was computed from the engines' state."""
         self._eligibility.changed()
         self._compatibility.changed()
         nodes = self._nodes.values()

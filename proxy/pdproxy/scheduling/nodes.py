@@ -1,4 +1,4 @@
-"""What the scheduler knows about an engine: its configuration, what probes found, and what it is doing."""
+"""What the scheduler knows about an engine: its configuration, the result of probes, and its load."""
 
 from __future__ import annotations
 

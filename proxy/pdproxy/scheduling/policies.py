@@ -1,4 +1,4 @@
-"""The policies by their names in the settings. A new one is a module beside `least_load`, and a line here."""
+"""The policies by their names in the settings. A new one is a module beside `least_load`, and an entry in `POLICIES`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def names() -> tuple[str, ...]:
 
 
 def make_policies(factories: Mapping[Role, PolicyFactory]) -> dict[Role, Policy]:
-    """Return a policy of its own for each role. A role without a factory gets `LeastLoad`, but aggregated engines decode's."""
+    """Return a policy of its own for each role. Without a factory: `LeastLoad`; for aggregated engines that of decode."""
     decode = factories.get(Role.DECODE, LeastLoad)
     defaults = {role: decode if role is Role.AGGREGATED else LeastLoad for role in Role}
     return {role: factories.get(role, default)(role) for role, default in defaults.items()}

@@ -32,7 +32,7 @@ def shortcomings(nodes: Sequence[Node], now: float) -> list[str]:
     for prefill in (node for node in up if node.role is Role.PREFILL):
         for decode in (node for node in up if node.role is Role.DECODE):
             if not decode.spec.takes_from(prefill.spec):
-                continue  # the operator wants it so
+                continue  # the operator configured it
             if (why := why_incompatible(prefill, decode)) is not None:
                 found.append(f"{prefill.url} and {decode.url} are not paired: {why}")
     return found

@@ -1,4 +1,4 @@
-"""Split or alone: whether two engines serve a prompt. It is split where no rule is against it.
+"""Decides whether two engines serve a prompt, or one alone. A prompt is split if no rule forbids it.
 
 Rules that need only the request are in `wire.request.Parsed.alone`. This module adds the one that needs the engines: a prompt
 shorter than a KV block has no whole block to move.
@@ -16,8 +16,8 @@ def why_alone(parsed: Parsed, prompt: Prompt, *, block_size: int | None, templat
     """Return the rule by which one engine serves this prompt alone, None to split it.
 
     `block_size`: the smallest KV block in tokens, None while unknown. `template_tokens`: the largest number of tokens that a
-    chat template adds to one message. How many tokens a text has is not known here, but a byte-level tokenizer never makes
-    more tokens than bytes: a text is sent alone only if it is certainly shorter than a block.
+    chat template adds to one message. The number of tokens of a text is not known here, but a byte-level tokenizer never
+    makes more tokens than bytes. So a text is served alone only if it is certainly shorter than a block.
     """
     if parsed.alone is not None:
         return parsed.alone

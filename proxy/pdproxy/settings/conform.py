@@ -1,7 +1,7 @@
 """Checks a tree of plain values against the schema and names the first key that is wrong.
 
-msgspec would find it too, but its errors have its own paths and type names, and lack what is known here: where the value was
-read, which key was probably meant, and which values must not be shown. Owns the texts of what is expected.
+msgspec would find it, too. But its errors have its own paths and type names, and don't state where the value was read, which key
+was probably meant, and hide no secret values. Owns the texts of what is expected.
 """
 
 from __future__ import annotations

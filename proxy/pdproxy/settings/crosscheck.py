@@ -1,4 +1,4 @@
-"""Checks of fields against each other: whether the engines form a pool that can serve requests, and what excludes what.
+"""Checks of fields against each other: whether the engines form a pool that can serve requests, and which fields exclude others.
 
 Owns the normal spelling of an engine's URL: one engine has one, so that naming it twice is noticed and metrics agree.
 """

@@ -1,7 +1,7 @@
 """Reads settings from `PDPROXY_*` variables: `PDPROXY_DEADLINES__FIRST_TOKEN=5` is `deadlines.first_token: 5`.
 
-Lists are comma separated. Nodes can't be given in this way, only by flags and YAML. Owns which variables with our prefix are
-no settings. All other unknown variables with the prefix are errors, so that a misspelt one is noticed.
+Lists are comma separated. Nodes can't be given in this way, only by flags and YAML. Owns the list of variables with this prefix
+that are no settings. All other unknown variables with the prefix are errors, so that a misspelt one is noticed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a pool's contract needs of the settings, and no single field shows: where KV is received, and how much of it fits.
+"""Checks what a pool's contract needs of several settings together: where KV is received, and how much of it fits.
 
 Owns these rules for all contracts. They run after every URL has its normal spelling.
 """

@@ -1,1 +1,1 @@
-"""Prompts become token ids here, as the engines would make them: chat templates, tokenizers, canaries. Pure but for loading."""
+"""Makes the token ids of prompts as engines do: chat templates, tokenizers, canaries. Pure except for loading."""

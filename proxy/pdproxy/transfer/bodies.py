@@ -1,4 +1,4 @@
-"""The parts of the legs' bodies that all contracts of vLLM share.
+"""The parts of the legs' bodies that all contracts share.
 
 Source: vLLM 0.32.0 `entrypoints/openai/*/protocol.py`. A prefill leg must not carry some fields: the engine refuses them
 (`stream_options` without a stream, `min_tokens` over `max_tokens`), or they cost work on a token that is not used.

@@ -1,7 +1,7 @@
 """What a KV transfer contract declares, so that one exchange can run all of them.
 
-Owns the vocabulary between `serving` and the contracts: what each leg is sent, what shows that the KV is ready, where the
-first token comes from, and who holds the KV afterwards. `serving` asks a contract for these things, never for its name.
+Owns the vocabulary between `serving` and the contracts: what each leg is sent, what shows that the KV is ready, which
+engine makes the first token, and who holds the KV afterwards. `serving` asks a contract for these things, never for its name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Dispatch(msgspec.Struct, frozen=True):
 
 
 NO_DISPATCH = Dispatch()
-"""For contracts that need none of it."""
+"""The dispatch for contracts that need nothing of it."""
 
 
 class LegRequest(msgspec.Struct, frozen=True):

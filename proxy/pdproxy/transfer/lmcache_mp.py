@@ -1,4 +1,4 @@
-"""LMCache as a process of its own (multi-process mode): both engines share its store; a notice says when it has the KV.
+"""LMCache as a separate process (multi-process mode): both engines share its store; notices report that it has the KV.
 
 Source: LMCache 0.5.6, `examples/disagg_prefill_mp`. The legs are those of `shared`, but the prefill engine answers before its KV
 is stored. Each of its ranks then posts `request_store_finished` with the engine's internal id, which contains ours.

@@ -1,17 +1,17 @@
 """LMCache's own PD: the prefill engine pushes KV to the decode engine that was chosen before, and each rank sends a notice.
 
 Source: LMCache 0.5.6 `v1/storage_backend/pd_backend.py`, `examples/disagg_prefill`; production-stack's pull requests 841 and 913.
-The prefill leg is a completion of token ids with a `disagg_spec`: where the decode engine's ranks receive, and an id of ours
-that the notices repeat. The answer's first token may be the prefill engine's. Then the decode engine continues behind it, as a
-completion too, and `transfer.splice` makes one answer of both. Or it may be the decode engine's, which gets the client's own
-request and computes one token more.
+The prefill leg is a completion of token ids with a `disagg_spec`: where the decode engine's ranks receive, and the leg's own
+id, which the notices repeat. Either engine may make the answer's first token. If the prefill engine does, the decode engine
+continues behind it, as a completion too, and `transfer.splice` makes one answer of both. If the decode engine does, it gets the
+client's own request and computes one token more.
 
 What was pushed stays in the decode engine's buffer until that engine reads it. So if no decode leg will read a prompt, the
 proxy has it read by a completion of its own. The prefill leg is never closed before its answer: if the request is aborted
-before its first token, the engine crashes, since it looks for that token anyway. And where no notice came, the chunks may have
+before its first token, the engine crashes, since it looks for that token anyway. If no notice came, the chunks may have
 names but no KV yet: nothing is decoded from them.
 
-The first way is used only for requests whose answer does not change if another engine continues after one token. If anything
+The prefill engine makes the first token only if the answer does not change when another engine continues after it. If anything
 depends on the output so far, or parses it from its beginning (penalties, stop strings, seeds, grammars, tools, reasoning), one
 engine decodes all of it.
 
@@ -171,7 +171,7 @@ def _with(ids: bytes, token: int) -> bytes:
 
 
 class Options(msgspec.Struct, frozen=True):
-    """What LMCache's PD mode is configured to do. Names and defaults are its own.
+    """The configuration of LMCache's PD mode. Names and defaults are LMCache's.
 
     `first_token`: whose token is the answer's first, where it can be the prefill engine's. `chunk_size`: tokens in a chunk.
     `save_unfull_chunk`: partial chunks are moved, too. `first_rank_only`: only the first rank stores (models with one latent KV

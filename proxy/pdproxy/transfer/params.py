@@ -1,7 +1,7 @@
-"""`kv_transfer_params` put together for engines that vllm-omni's rules describe: what each leg says, and which source wins.
+"""Makes the `kv_transfer_params` of each leg by vllm-omni's rules, from several sources.
 
-Source: vllm-omni's `pd_utils` (its PR 1303). Lowest first: what the client sent (None unless a setting trusts clients with
-it), what P answered, and last the flags that say who prefills, which nobody overrides. Pure; nothing that is passed in changes.
+Source: vllm-omni's `pd_utils` (its PR 1303). A later source overrides an earlier one: what the client sent (None unless a setting
+allows it), what P answered, and the flags that state who prefills. Pure; arguments are not changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def transfer_id(request_id: str) -> str:
 
 
 def prefill_params(request_id: str, given: object = None) -> Params:
-    """Return what P is told: `given` below the flags and the transfer's name, which are ours.
+    """Return P's params: `given`, overridden by the flags and the transfer's name.
 
     Raises:
         NotAMappingError: `given` is neither None nor anything with names and values.
@@ -36,10 +36,10 @@ def prefill_params(request_id: str, given: object = None) -> Params:
 def decode_params(
     request_id: str, given: object = None, answered: object = None, bootstrap: str | None = None
 ) -> Params:
-    """Return what D is told: `given`, above it what P `answered`, above both the flags.
+    """Return D's params: `given`, overridden by what P `answered`, overridden by the flags.
 
-    `bootstrap` is the address of P's bootstrap server as the settings know it: it fills in where `given` names none, and
-    P's own word is stronger. A transfer that nobody named, or named by nothing, gets this request's name.
+    `bootstrap`: the address of P's bootstrap server by the settings. It is used if neither `given` nor `answered` has one. A
+    transfer without a name, or with an empty one, gets the name that belongs to this request.
 
     Raises:
         NotAMappingError: `given` or `answered` is neither None nor anything with names and values.
@@ -78,14 +78,14 @@ def until_length(fields: Fields) -> Fields:
 
 
 class Held:
-    """Params that P answered and D was not yet told, by request. Whoever waits for both legs at once keeps them here.
+    """Params that P has answered and D was not sent yet, by request. For callers that wait for both legs at once.
 
-    At most `most` requests: beyond that the oldest is forgotten, so that a path that drops nothing can't fill the memory.
+    Beyond `max_requests`, the oldest is forgotten: a caller that drops nothing must not fill the memory.
     """
 
-    def __init__(self, most: int = 65_536) -> None:
+    def __init__(self, max_requests: int = 65_536) -> None:
         self._by_request: dict[str, Params] = {}
-        self._most = most
+        self._max_requests = max_requests
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -94,7 +94,7 @@ class Held:
         return request_id in self._by_request
 
     def hold(self, request_id: str, answered: object) -> None:
-        """Keep what P answered, in place of what is kept; nothing, if it answered None.
+        """Keep what P answered, and replace what is kept. None changes nothing.
 
         Raises:
             NotAMappingError: it can't be read.
@@ -104,21 +104,21 @@ class Held:
             return
         self._by_request.pop(request_id, None)
         self._by_request[request_id] = params
-        if len(self._by_request) > self._most:
+        if len(self._by_request) > self._max_requests:
             del self._by_request[next(iter(self._by_request))]
 
     def pop(self, request_id: str, fallback: object = None) -> Params | None:
         """Return the params that belong to a request, and keep them no longer.
 
-        `fallback` is what came with the answer itself: newer than what is kept, and taken in its place if it says anything.
+        `fallback` is what came with the answer itself. It is newer, and returned instead of what is kept unless it is None.
 
         Raises:
-            NotAMappingError: `fallback` can't be read; what is kept is gone all the same.
+            NotAMappingError: `fallback` can't be read; what is kept is dropped nevertheless.
         """
         kept = self._by_request.pop(request_id, None)
-        said = as_mapping(fallback)
-        return kept if said is None else said
+        newer = as_mapping(fallback)
+        return kept if newer is None else newer
 
     def drop(self, request_id: str) -> None:
-        """Forget a request. One that is not known changes nothing."""
+        """Forget a request. An unknown request changes nothing."""
         self._by_request.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""All contracts that the proxy can run. A new one is a module with an `ENTRY`, and a line here.
+"""All contracts that the proxy can run. A new one is a module with an `ENTRY`, and an entry in `ENTRIES`.
 
 The order matters in one place: where several contracts serve one `kv_connector`, the first is chosen if the operator names
 none.

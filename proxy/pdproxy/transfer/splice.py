@@ -1,4 +1,4 @@
-"""One answer of two engines: the prefill engine's first token, then the decode engine's completion behind it.
+"""Makes one answer of two engines': the prefill engine's first token, then the decode engine's completion.
 
 Owns the state of one such answer: whether its opening has been sent. The decode engine gets a completion whose prompt ends with
 the first token. The client gets the same answer as from one engine that served its own request: a chat if it was one, with the

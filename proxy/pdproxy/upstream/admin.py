@@ -40,8 +40,8 @@ _OBJECTS_PER_MODEL = 2
 """JSON objects of a model in such a list, in vLLM: itself and its permissions."""
 _IDS_PER_BYTE = 8
 _IDS = 1 << 20
-"""Bytes of a prompt's ids. An id has up to eight with its comma, and is for at least one byte of the request. A chat template and
-images add ids."""
+"""Bytes of a prompt's ids. An id has up to eight bytes with its comma, and is made of one byte of the request or more. A chat
+template and images add ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +206,8 @@ class EngineAdmin:
                 raise OverloadedError(f"pdproxy can open no more connections: {error.strerror}") from None
             raise EngineUnreachableError(f"no connection: {error.strerror or error}") from None
         except aiohttp.ServerDisconnectedError:
-            # vLLM's server just closes if a client lacks the certificate that it wants.
-            hint = "" if tls is None else ": does it want a certificate of ours (tls.certificate)?"
+            # vLLM's server only closes the connection if a client lacks the certificate that it requires.
+            hint = "" if tls is None else ": does it require a client certificate (tls.certificate)?"
             raise EngineError(f"{path}: closed the connection{hint}") from None
         except ssl.SSLError as error:
             raise EngineTlsError(describe_tls(error)) from None

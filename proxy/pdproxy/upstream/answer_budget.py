@@ -1,7 +1,7 @@
-"""The memory for what engines have sent and nobody may have yet: whole answers, events that are not whole, unproven streams.
+"""The memory for engines' data that can't be forwarded yet: whole answers, events that are not whole, streams not yet proven.
 
 Owns the number of those bytes, over all legs. A leg ends in many ways, so its share is released with the last reference to it:
-what is counted is what is held.
+then the count is always right.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from pdproxy.kit.errors import AnswerBudgetError, EngineError
 
 MAX_ANSWER = 128 << 20
-"""Bytes of one answer, where nobody sets another bound."""
+"""The default limit of bytes for one answer."""
 MAX_TOTAL = 256 << 20
-"""Bytes of all answers that are held at once, where nobody sets another bound."""
+"""The default limit of bytes for all answers that are held at once."""
 WHOLE = "the engine sent an answer"
 """How an error names a whole answer that is too large."""
 
@@ -129,7 +129,7 @@ class BudgetShare:
         return self._buffer.endswith(end)
 
     def take_counted(self) -> bytes:
-        """Return the buffer's bytes and empty it. The bytes still count, for whoever has them now."""
+        """Return the buffer's bytes and empty it. The bytes still count, although the caller has them now."""
         whole, self._buffer, self.kept = self._buffer, b"", 0
         return whole if isinstance(whole, bytes) else bytes(whole)
 

@@ -29,7 +29,7 @@ from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
 from pdproxy.upstream.connection import EngineConnection, Headers, Leg, Message, Sink
 
 LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
-"""Errors of a connect whose cause is this process or machine, not the engine."""
+"""Errors at connecting that this process or machine causes, not the engine."""
 
 
 JOINED = 64 << 10

@@ -244,7 +244,7 @@ class EngineConnection(asyncio.Protocol):
             if self._complete:  # the bytes behind the answer are invalid, or a second answer
                 self._finish(keep=False)
                 return
-            self._fail(self._stopped_by or EngineError(f"{self._name} does not speak HTTP/1.1: {error}"))
+            self._fail(self._stopped_by or EngineError(f"{self._name} sends no valid HTTP/1.1: {error}"))
             return
         if self._parts or self._complete:
             self._extra = 0
@@ -252,7 +252,7 @@ class EngineConnection(asyncio.Protocol):
             # The parser keeps a header's value until it is whole, and reports neither interim answers nor chunk extensions.
             self._fail(self._too_much())
             return
-        # A size line that has only begun does not end so, and for a whole one `on_chunk_header` was called.
+        # An incomplete size line does not end so, and for a complete one `on_chunk_header` was called.
         self._stopped_between = self._between and data.endswith(b"\r\n")
         self._forward_next = self._forward if self._stopped_between else None
         self._flush()

@@ -1,6 +1,6 @@
-"""What is read of an engine's `/metrics`: a dozen lines, which are found without parsing the rest of the page.
+"""Reads about a dozen lines of an engine's `/metrics`, without parsing the rest of the page.
 
-Owns the names (vLLM 0.32.0) and the limits: the library takes 50 us per line, so the lines that are read are limited.
+Owns the names (vLLM 0.32.0) and the limits: the library takes 50 us per line, so their number is limited.
 """
 
 from __future__ import annotations

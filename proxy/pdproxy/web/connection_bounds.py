@@ -18,16 +18,16 @@ MAX_PIPELINED = 64
 """Requests that may wait behind another on one connection. One read of the socket can hold thousands, each of which costs
 kilobytes: those beyond are not read, and the connection closes after the last answer."""
 MAX_REFUSED = 32
-"""Connections beyond `limits.max_connections` that may get an error answer at a time. Others are dropped: they hold open files."""
+"""Connections beyond `limits.max_connections` that may get an error at a time. Others are dropped: they hold open files."""
 MAX_PATH = 512
 """Bytes of a request's path, without its query: a route has 50. uvicorn replaces the escapes in it, at 0.3 us each."""
 MAX_PARTS, MIN_PART = 65_536, 64
-"""A body may come in `MAX_PARTS` parts of any size. If there are more, they must have `MIN_PART` bytes on average: each costs 0.3 us."""
+"""Parts of any size in which a body may come. More parts must have `MIN_PART` bytes on average: each costs 0.3 us."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionBounds:
-    """The limits from the settings: seconds for a head and a body, bytes of a head; and the shared counts that connections use."""
+    """Limits from the settings: seconds for a head and a body, bytes of a head. And the shared counts of connections."""
 
     head_timeout: float
     body_timeout: float

@@ -26,7 +26,7 @@ _MAX_PATH = 3 * max(map(len, _ROUTES))
 
 
 class DataPathProtocol(GuardedProtocol):
-    """A connection with limits, whose generating requests do not use ASGI. `protocol_class` makes a subclass for one data path."""
+    """A connection whose generating requests do not use ASGI. `protocol_class` makes a subclass for one data path."""
 
     data_path: DataPath
     __slots__ = ()

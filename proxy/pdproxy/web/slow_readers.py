@@ -40,7 +40,7 @@ class SlowReaderPolicy:
 
 
 class ReadWatch:
-    """Measures a client's speed from time to time. Begins when the client reads more slowly than we write, ends when it has caught up."""
+    """Measures a client's speed from time to time, from when it reads more slowly than we write until it has caught up."""
 
     __slots__ = ("_caught_up", "_left", "_policy", "_slow_since", "_taken", "_timer", "_transport", "client")
 

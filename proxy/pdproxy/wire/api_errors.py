@@ -1,4 +1,4 @@
-"""The APIs that are passed whole to one engine: how each reports a failure, and how its streams begin and end.
+"""The APIs of routes that one engine serves whole: how each reports a failure, and how its streams begin and end.
 
 Owns the splitting of their streams into whole events, so that a failure never follows half an event.
 """

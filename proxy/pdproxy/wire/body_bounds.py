@@ -1,8 +1,8 @@
-"""How much a body may hold, and which bodies are quick to read: in a few milliseconds at most.
+"""Limits on what a body may hold, and which bodies are quick to read: in a few milliseconds at most.
 
-Owns the bounds and the counting. The cost of JSON is in its strings, arrays and objects, not in its bytes: 64 MiB of text
-take 70 ms, 64 MiB of `[],` take seconds and gigabytes. Nothing here makes an object per item. So a body is counted before it
-is parsed.
+Owns the limits and the counting. The time to read JSON depends on its strings, arrays and objects more than on its bytes: 64 MiB
+of text take 70 ms, 64 MiB of `[],` take seconds and gigabytes. So a body is counted before it is parsed, and counting makes no
+object per item.
 """
 
 from __future__ import annotations

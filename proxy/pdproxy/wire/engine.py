@@ -1,4 +1,4 @@
-"""What engines answer, as far as pdproxy reads it. Unknown fields are ignored here and forwarded elsewhere."""
+"""The parts of engines' answers that pdproxy reads. Unknown fields are ignored here; other modules forward them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI-shaped error bodies: one exhaustive match from a fault to what a client may read."""
+"""OpenAI-shaped error bodies: for each fault, what a client may read."""
 
 from __future__ import annotations
 

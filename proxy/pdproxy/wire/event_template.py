@@ -1,7 +1,7 @@
-"""What plain events of a stream have in common: learned from one event, checked, and then found in others by a few compares.
+"""The common form of the plain events of a stream: learned from one event, then recognized in others by a few comparisons.
 
-Nearly all events of a stream are the same JSON with another piece of text and other token ids. Who knows the bytes around those
-two needs no parser, no matter how the engine spaces its JSON or which fields it writes. A model's text cannot be mistaken for the
+Nearly all events of a stream are the same JSON with another piece of text and other token ids. If the bytes around those two are
+known, no parser is needed, whatever spaces and fields the engine writes. A model's text cannot be mistaken for the
 bytes behind it: a quote in the text is escaped, and `middle` begins with the text's closing quote.
 """
 
@@ -21,7 +21,7 @@ _IDS = re.compile(rb'"token_ids": ?\[')
 _TEST_TEXT, _TEST_IDS = "a text that no model was asked for", [20011, 3]
 _MAX_TEMPLATES = 32
 _MAX_OPENINGS = 512
-"""Sizes of chunks for which a template keeps the opening: more than events with short texts have."""
+"""For how many sizes of chunks a template keeps the opening: events with short texts have fewer sizes."""
 
 
 class EventTemplate:

@@ -19,7 +19,7 @@ Fields = dict[str, msgspec.Raw]
 """Top-level fields of a JSON object, each as the bytes that were on the wire."""
 
 NEVER_FROM_CLIENTS = ("kv_transfer_params", "ec_transfer_params")
-"""A made-up KV handle kills an engine (vLLM 0.32.0): removed wherever a client could put one."""
+"""The fields of a KV handle. One that a client made up crashes an engine (vLLM 0.32.0), so they are removed."""
 _NESTED_CARRIERS = (("vllm_xargs",), ("sampling_params", "extra_args"))
 
 

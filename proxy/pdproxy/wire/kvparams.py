@@ -1,8 +1,8 @@
 """`kv_transfer_params` of engines whose KV lies in a store under keys that the proxy chooses (vLLM PR 12957).
 
-Owns that object's shape and the keys. Such an engine knows no handle: P stores a prompt's KV under names that the request
-has, D loads it by the same names. A request has flat lists, one prompt's ids and keys. An engine that works on several requests
-at once puts theirs side by side, one level deeper, with None for a request that has none. The number of keys does not depend on
+Owns that object's shape and the keys. Such an engine has no handles: P stores a prompt's KV under keys that the request
+names, and D loads it by the same keys. A request has flat lists: one prompt's ids and keys. An engine that works on several
+requests at once has lists of such lists, with None for a request without any. The number of keys does not depend on
 the number of ids: a store may keep whole prompts or blocks.
 """
 

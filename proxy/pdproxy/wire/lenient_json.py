@@ -1,6 +1,6 @@
 """Bodies that are not plain JSON objects in UTF-8, read as the engines' own framework reads them.
 
-Owns what vLLM's server answers to a body before any model gets it: FastAPI accepts whatever `json.loads` accepts from bytes
+Owns the answers of vLLM's server to a body before any model gets it: FastAPI accepts whatever `json.loads` accepts from bytes
 (UTF-16, a byte order mark, NaN, lone surrogates), and refuses the rest with its own texts. What it accepts is forwarded as plain
 JSON, so that an engine reads the same objects. What it refuses is refused here, with the same texts, without an engine.
 Source: FastAPI 0.136 `routing.get_request_handler`, vLLM 0.32.0 `entrypoints/serve/exception_handling`.

@@ -2,7 +2,7 @@
 
 Owns the reading of these formats, each a msgpack map in one frame: that of `pdproxy.notifier` (tag "PdproxyKV"), that of LMCache
 ("ProxyNotif", in older releases "NixlProxyNotif"), and LMCache's oldest, `{"req_id": ..}` without a tag. Anybody who reaches the
-port can send any bytes: all others are not notices, and nothing here raises.
+port can send any bytes: everything else is not a notice, and nothing here raises.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdproxy.wire.engine import UNREADABLE
 MAX_BYTES = 1 << 20
 """A longer message is not a notice. The notifier's own limit is a quarter of it; without a handle a notice has some 300 bytes."""
 VERSION = 1
-"""Of the notifier's format: in a later one the same names may have another meaning."""
+"""The version of the notifier's format: in a later one the same names may have another meaning."""
 
 _NOTIFIER = "PdproxyKV"
 _LMCACHE = ("ProxyNotif", "NixlProxyNotif", None)
@@ -44,7 +44,7 @@ class NoticeEvent(enum.Enum):
     RELEASED = "released"
     """All readers are done and the prefill engine has freed its blocks."""
     EXPIRED = "expired"
-    """Nobody read in time: the prefill engine has freed its blocks. Who pulls them now reads other requests' KV."""
+    """Nobody read in time: the prefill engine has freed its blocks. An engine that pulls them now reads other requests' KV."""
     KEPT = "kept"
     """The decode engine keeps the finished request's KV for the conversation's next turn (bidirectional transfer alone)."""
 

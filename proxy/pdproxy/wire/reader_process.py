@@ -1,7 +1,7 @@
-"""Bodies that take long to read are read in a process of their own: the question, the reading, and the answer.
+"""Reads bodies that take long in a reader process: the question, the reading, and the answer.
 
-Owns what the two processes send to each other. The answer is small: it has the places of the fields in the body, which the asking
-process has. Only what had to be encoded again is sent back. Run as a module, this is the reader process.
+Owns what the two processes send to each other. The answer is small: it has the positions of the fields in the body, which the
+asking process has. Only what had to be encoded again is sent back. Run as a module, this is the reader process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Field(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Prompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt. `place` is that in the field `prompt`, None for messages; the others as in `Prompt`."""
+    """A prompt. `place`: its position in the field `prompt`, None for messages; the others as in `Prompt`."""
 
     place: Span | None
     tokens: int | None

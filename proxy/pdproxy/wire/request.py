@@ -1,10 +1,10 @@
-"""A client's request as far as routing needs it: the body stays bytes, field by field.
+"""A client's request: what routing needs of it is read, and each field of the body stays bytes.
 
 Owns the reading of an OpenAI body. Every top-level field is kept as the raw JSON that the client wrote (`msgspec.Raw`), so that
 unknown fields stay as they are and a 64 KiB prompt never becomes objects. Fields that the prefill leg rewrites must have the
 JSON type of their schema. A request in which one has another type is `unusual`: it goes whole to one engine, whose own
-validation answers, and no KV is involved. So does a body that only the engines' own parser accepts (`wire.lenient_json`): it is
-parsed, cleaned and encoded again.
+validation answers, and no KV is involved. The same holds for a body that only the engines' own parser accepts
+(`wire.lenient_json`): it is parsed, cleaned and encoded again.
 
 `parse_if_quick` reads bodies that take a few milliseconds, `parse` all others, in another process (`wire.reader_process`).
 """
@@ -66,7 +66,7 @@ class Alone(Enum):
 
 
 class Incoming(msgspec.Struct):
-    """A request as it was received. Who reads the body removes it from here.
+    """A request as it was received. The reader of the body removes it from here.
 
     `forward` has the headers (name, value) that are forwarded to engines, without the credentials.
     """

@@ -16,13 +16,13 @@ from pdproxy.wire.sse import END
 DIGITS = 9
 """Digits of an id at the most."""
 WITHHELD = b'"delta":{},"logprobs":null,"finish_reason":null'
-"""In an event that a plain answer would not have: a parser held the text back, and it was sent for its ids alone."""
+"""Marks an event that a plain answer would not have: a parser held its text back, and it was sent only for its ids."""
 _IDS = re.compile(rb'"token_ids": ?\[([0-9, ]*)\]')
 _SPACED = b'"token_ids": '
 _MIN_CHECKED = 64
 """Lists of ids up to which a batch is not checked."""
 MAX_KEPT = 1 << 18
-"""Ids of one stream that are kept, a megabyte. Those behind them are only counted."""
+"""Ids of one stream that are kept, a megabyte. Further ones are only counted."""
 _read = msgspec.json.Decoder(list[int]).decode
 _PROMPT_IDS = re.compile(rb'"prompt_token_ids": ?\[')
 

@@ -186,7 +186,7 @@ class _Demo:
         await asyncio.wait({end_requested, self._proxy}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         end_requested.cancel()
         if self._proxy.done():
-            raise DemoError("the proxy ended by itself")
+            raise DemoError("the proxy ended unexpectedly")
 
     def _capture(self, path: Path, figures: Figures) -> None:
         try:

@@ -1,7 +1,7 @@
 """The leg that answers the client: a decode engine that gets the KV in our custody, or one engine alone.
 
-Owns the leg, the engine's lease, and, once the request is sent, the end of the custody. Nothing reaches the client before the engine
-has sent data, so that until then another engine can be asked.
+Owns the leg, the engine's lease, and, once the request is sent, the end of the custody. Nothing reaches the client before the
+engine has sent data, so that until then another engine can be asked.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class DecodeLeg:
             )
 
     async def _end_if_accepted(self, started: float) -> None:
-        """End the custody of a client that left before any data: if the engine has the request, closing the leg makes it free the KV."""
+        """The client has left before any data. If the engine has the request, closing the leg makes it free the KV."""
         custody, parsed, relay = self._custody, self._attempt.request.parsed, self._attempt.relay
         if self._leg is None or custody is None or custody.state is None or relay is None:
             return
@@ -219,7 +219,7 @@ class DecodeLeg:
             custody.end(End.ABORTED, in_silence=parsed.starts_in_silence)
 
     def _lease_on_kv_expired(self) -> None:
-        """Fail the leg: the lease on the KV ended before the decode engine sent data, and what it reads may be another prompt's KV."""
+        """Fail the leg: the lease on the KV ended before any data, and the decode engine may read another prompt's KV."""
         relay = self._attempt.relay
         if relay is not None and not relay.first.done():
             message = f"the lease on the KV at {self._attempt.prefill_url} ended before it was loaded"

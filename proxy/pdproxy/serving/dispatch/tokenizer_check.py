@@ -31,7 +31,7 @@ class Refuted(Protocol):
 
 
 class TokenizerCheck:
-    """Decides which ids a prefill engine is sent, and checks its answers: separately per run, model, route, and with or without tools."""
+    """Decides which ids a prefill engine is sent, and checks its answers: per run, model, route, and with or without tools."""
 
     def __init__(self, engines: EngineRegistry, refuted: Refuted) -> None:
         self._engines = engines

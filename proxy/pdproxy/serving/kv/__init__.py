@@ -1,1 +1,1 @@
-"""KV that is kept for us: custody, orphaned prefills, waits for notices, space in receive buffers."""
+"""KV that engines hold for the proxy: custody, orphaned prefill legs, waits for notices, space in receive buffers."""

@@ -1,7 +1,7 @@
-"""Space in the decode engines' receive buffers: a prefill engine is asked only once there is space for what it will push.
+"""Space in the decode engines' receive buffers: a prefill engine is asked only once there is space for the KV that it will push.
 
-Owns the count of taken chunks in each `Engine.buffer`, and the queue of those who wait for space. LMCache's receiver makes a
-sender wait while its buffer is full, together with everything that the prefill engine has in that step: so the wait is here.
+Owns the count of taken chunks in each `Engine.buffer`, and the queue of prompts that wait for space. They wait here and not at
+the engines, because a full buffer stops the sender with everything else that the prefill engine has in that step.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class ReceiveBuffers:
         return f"<ReceiveBuffers {', '.join(buffers)}>"
 
     def added(self, engine: Engine) -> None:
-        """Take in one more engine, which may have space for who waits."""
+        """Add an engine. Its buffer may have space for a prompt that waits."""
         self._count_bounded()
 
     def removed(self, engine: Engine) -> None:
-        """Wait for space in this engine no more."""
+        """Remove an engine: nothing waits for its buffer any more."""
         self._count_bounded()
 
     def _count_bounded(self) -> None:
@@ -102,10 +102,11 @@ class ReceiveBuffers:
     async def wait_for_space(
         self, count: int, choose: Callable[[tuple[str, ...]], _T | None], possible: Callable[[], bool]
     ) -> _T | None:
-        """Return what `choose` chooses; wait while it finds nothing but engines without space, whose URLs it is given.
+        """Return what `choose` returns. Wait as long as that is None only because engines have no space.
 
-        `possible` returns whether it would choose anything if none were full: otherwise there is nothing to wait for. First come,
-        first served, so that small prompts can't overtake a large one without end.
+        `choose` is called with the URLs of the engines without space. `possible` returns whether it would find engines if none
+        were full: otherwise there is nothing to wait for. Prompts are served in their order, so that small ones can't overtake a
+        large one without end.
 
         Raises:
             OverloadedError: there was no space in `timeout` seconds.

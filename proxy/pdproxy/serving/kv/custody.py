@@ -1,7 +1,7 @@
-"""Custody of KV: every handle from a prefill engine ends loaded or released, none is forgotten.
+"""Custody of KV: every handle from a prefill engine is loaded or released in the end, and none is forgotten.
 
-Owns all live handles and the background work that ends them: releasing (`serving.kv.release`), and what `serving.kv.orphans`
-does for prefills whose client has left. That work outlives the request; shutdown waits for it.
+Owns all live handles and the background work that ends them: the releases (`serving.kv.release`), and the prefill legs whose
+client has left (`serving.kv.orphans`). That work may last longer than the request; a shutdown waits for it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ logger = logging.getLogger("pdproxy.kv")
 
 
 class State(Enum):
-    """Where a live handle is."""
+    """The state of a live handle."""
 
-    HELD = "held"  # the KV is held for us, no decode engine was asked
+    HELD = "held"  # the KV is held for the proxy, no decode engine was asked
     ASKED = "asked"  # a decode engine was sent the handle, and has shown nothing yet
     RELEASING = "releasing"  # it is being released
 
@@ -49,9 +49,9 @@ _BY_DECODE = frozenset({End.REFUSED, End.ABORTED})
 
 
 class Custody:
-    """One live handle. Ended once; ending again changes nothing. After the end only the handle's counts are kept.
+    """One live handle. It ends once; ending it again changes nothing. After the end only the handle's counts are kept.
 
-    If nothing is held for us, it only carries the handle: it is in no state, and releasing it does nothing.
+    If no KV is held for the proxy, this object only carries the handle: it has no state, and releasing it does nothing.
     """
 
     __slots__ = (
@@ -77,18 +77,18 @@ class Custody:
         self.prefill = leg.prefill
         self.decode = leg.receiver
         self.expected = leg.expected
-        """The wait for the notices of its push. It ends with the custody: what is still being pushed can't be released."""
+        """The wait for the notices of its push. It ends with the custody: KV that is still being pushed can't be released."""
         self.model = leg.model
         self.authorization = leg.authorization
         self.state: State | None = State.HELD if custodian.holds else None
         self.how: End | None = None
         self.since = custodian.now()
         self.on_expired: Callable[[], None] | None = None
-        """Called if the lease ends while a decode engine may still read: it would read another prompt's KV."""
+        """Called if the lease ends while a decode engine may still read the KV: it could read another prompt's KV."""
         self._over: list[Callable[[], None]] = []
         self._unread = False
         self.freed = 0
-        """Ranks of the prefill engine that reported that they no longer hold it."""
+        """How many ranks of the prefill engine have reported that they no longer hold it."""
 
     def __repr__(self) -> str:
         return f"<Custody {self.handle.remote_request_id} {self.state and self.state.value} of {self.prefill}>"
@@ -107,13 +107,13 @@ class Custody:
             self.state = State.ASKED
 
     def end(self, how: End, *, in_silence: bool = False) -> None:
-        """End the handle. If the decode engine should release it and may not do so, release it instead.
+        """End the handle. If the decode engine is expected to release it, but may not do so, release it here.
 
-        `in_silence`: the decode engine shows nothing before its whole answer. Then it has probably read what was pushed, and a
-        second read may take another prompt's KV.
+        `in_silence`: the decode engine sends nothing before its whole answer. It has then probably read what was pushed, and a
+        second read could take another prompt's KV.
         """
         if self.state is None and self.how is None:
-            self.how = how  # nothing is held for us, so nothing has to be released
+            self.how = how  # no KV is held for the proxy, so none has to be released
         if self.state is None or (self.state is State.RELEASING and how in _BY_DECODE):
             return
         if self._unread and how is End.LOADED:
@@ -141,7 +141,7 @@ class Custody:
         return self.how is End.RELEASED
 
     def not_read(self) -> None:
-        """Release KV that the decode engine could not read: it may compute it and go on, and reports nothing to the holder."""
+        """Release KV that the decode engine could not read. That engine may compute the KV, and report nothing to the holder."""
         if self.state is not None:
             self._unread = True
             self.release()
@@ -172,7 +172,7 @@ class Custodian:
         self.clock = clock
         self._live: set[Custody] = set()
         self._has_notices = contract.handle_from_notice is not None
-        self._named: dict[str, Custody] = {}  # the same by the engines' own ids, if engines send notices with them
+        self._named: dict[str, Custody] = {}  # the same custodies by the engines' own ids, if notices carry these
         self._tasks = TaskOwner("custody")
         self.contacts = Contacts(ledger)
         resources = ReleaseResources(ledger, engines, deadlines, observers, now, clock, self.contacts)
@@ -182,7 +182,7 @@ class Custodian:
 
     @property
     def holds(self) -> bool:
-        """Whether KV is held for us at all."""
+        """Whether engines hold KV for the proxy under this contract."""
         return self._release is not None
 
     @property
@@ -215,7 +215,7 @@ class Custodian:
         return custody
 
     def decode_releases(self, prefill: str, decode: str | None, *, in_silence: bool) -> bool:
-        """Return whether a decode engine releases a handle by itself when it refuses or aborts the request."""
+        """Return whether a decode engine that refuses or aborts the request releases the handle itself."""
         return self._release is None or self._release.decode_releases(prefill, decode, in_silence=in_silence)
 
     def ended(self, custody: Custody, how: End) -> None:
@@ -231,11 +231,11 @@ class Custodian:
         self._tasks.spawn(self._released(custody), custody.handle.remote_request_id)
 
     async def settle(self, timeout: float) -> int:
-        """Wait up to `timeout` seconds for the background work; return how much was given up."""
+        """Wait up to `timeout` seconds for the background work. Return how many tasks were cancelled."""
         return await self._tasks.settle(timeout)
 
     def receive(self, notice: Notice) -> None:
-        """Take a notice of what became of a handle."""
+        """Process a notice about the KV of a handle."""
         custody = self._named.get(notice.remote_request_id or "")
         self._observers.notify(KvNoticed(notice.event.value, "known" if custody is not None else "over"))
         match notice.event:

@@ -1,4 +1,4 @@
-"""Where each notice of an engine goes: to the wait for KV, to custody, or to the prefill legs that nobody waits for."""
+"""Passes each notice of an engine on: to the wait for KV, to the custody, or to the prefill legs whose client has left."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Prefill legs whose client has left: their answers are still awaited for a time, since only an answer names the KV.
+"""Prefill legs whose client has left: their answers are still awaited for a time, because only an answer names the KV.
 
-Owns these legs, and what is remembered of them where engines send notices of their KV: a notice may come in place of an answer,
-or long after the wait for the answer has ended.
+Owns these legs. Where engines send notices, it also remembers legs whose wait has ended: a notice with the handle may come in
+place of an answer, or long after that wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pdproxy.wire.notices import Notice
 MAX_REMEMBERED = 1024
 """Legs for which a notice may still come."""
 MAX_REMEMBERED_BYTES = 4 << 20
-"""Bytes of what their clients sent: a header with a key may be as long as a request's head."""
+"""Bytes of client headers that are remembered with them: a header with a key may be as long as a request's head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class PrefillRecord:
     """What custody needs to know of a prefill leg: the engine, and how to ask engines in its client's name.
 
     `read` finds the handle in the answer. `receiver` is the decode engine that KV is pushed to, None if it is not pushed. `id` is
-    the leg's own id. `expected` and `space` are the wait for its notices and its space in the receiver's buffer, if custody must
-    end them.
+    the leg's own id. `expected` and `space` are the wait for its notices and its space in the receiver's buffer, if the custodian
+    must end them.
     """
 
     prefill: str
@@ -46,7 +46,7 @@ class PrefillRecord:
     space: BufferSpace | None = None
 
     def nothing_kept(self) -> None:
-        """End the wait and free the space: the leg left no KV."""
+        """End the wait and release the space: the leg left no KV."""
         if self.expected is not None:
             self.expected.close()
         if self.space is not None:
@@ -54,7 +54,7 @@ class PrefillRecord:
 
 
 class _Orphan:
-    """What is remembered of a leg: all but its request, which may be long. `taken`: its KV is in custody already."""
+    """What is remembered of a leg: everything except its request, which may be long. `taken`: its KV is already in custody."""
 
     __slots__ = ("leg", "size", "taken")
 
@@ -67,7 +67,7 @@ class _Orphan:
 class Orphans:
     """All such legs of one pool.
 
-    `timeout`: seconds that an answer is awaited. None: engines hold nothing for us, so legs are closed at once.
+    `timeout`: seconds that an answer is awaited. None: engines hold no KV for the proxy, so legs are closed at once.
     `release` takes custody of a handle and releases it at once.
     """
 
@@ -95,7 +95,7 @@ class Orphans:
         return f"<Orphans {self.count} awaited, {len(self._remembered)} remembered>"
 
     def adopt(self, pending: Pending, leg: PrefillRecord, done: Callable[[], None]) -> None:
-        """Take over a prefill leg that nobody waits for: await its answer for a time, and release the KV that it names.
+        """Adopt a prefill leg whose client has left: await its answer for a time, and release the KV that it names.
 
         Closing the leg instead would lose the handle if the engine was just finishing. `done` is called when the leg has ended.
         """
@@ -117,16 +117,16 @@ class Orphans:
         self._tasks.spawn(self._adopted(pending, leg, orphan, timeout, done), "adopted prefill")
 
     def outlive(self, pending: Pending, timeout: float, done: Callable[[], None]) -> None:
-        """Await a prefill's answer that is not needed any more, for `timeout` seconds, so that its engine is not disturbed.
+        """Await a prefill's answer that is no longer needed, for `timeout` seconds, so that the engine can finish it.
 
         `done` is called when the leg has ended.
         """
         self._tasks.spawn(self._outlived(pending, timeout, done), "answer behind its notice")
 
     def receive(self, notice: Notice) -> bool:
-        """Take a notice that a prefill engine holds KV. Return whether it is done with: no request waits for it.
+        """Process a notice that a prefill engine holds KV. Return whether that is all: no request waits for it.
 
-        It may name KV of a leg whose answer was not awaited long enough. Without the notice that KV would be lost.
+        It may name KV of a leg whose wait for the answer has ended. Without the notice that KV would be lost.
         """
         known = self._take(notice)
         if self._handle_from_notice is None or (not known and self._early):
@@ -170,7 +170,7 @@ class Orphans:
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.ABANDONED_PREFILL.value, leg.prefill))
             leg.nothing_kept()
-            return  # it stays remembered: its engine may work on it for long
+            return  # it stays remembered: its engine may work on it for a long time
         except EngineError:
             self.forget(leg.id or "")
             leg.nothing_kept()

@@ -1,8 +1,8 @@
-"""KV-ready: who waits for which notice, and what became of every notice.
+"""Waits for the notices that KV is ready, and the notices that come before their wait.
 
-Owns the waits and the notices that nobody waits for yet. A wait is for one prefill leg, named by an id that was minted for
-it, and is over once each of the engine's ranks has sent its notice. Notices that come early are kept, bounded in time and number;
-those of an id whose wait is over are late; all others expire as unknown. Senders can't make anything here grow without bound.
+Owns both. A wait is for one prefill leg, identified by an id that was made for it, and is over once each of the engine's ranks
+has sent its notice. Early notices are kept, with limits on their time and number. Notices of an id whose wait is over are late;
+early ones whose wait never begins expire as unknown. Everything that is kept here has a limit, whatever is sent.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pdproxy.wire.notices import Notice, NoticeEvent
 KEPT = 4096
 """Early notices that are kept, and ids whose wait is over that are remembered."""
 MAX_MISSING = 64
-"""Missing ranks that are named: their number comes from an engine."""
+"""How many missing ranks are named: an engine decides how many ranks there are."""
 KEPT_FOR = 30.0
-"""Seconds that they are kept. A notice comes milliseconds before or after the prefill's answer."""
+"""Seconds for which both are kept. A notice comes milliseconds before or after the prefill's answer."""
 
 
 class Expected:
     """One wait for the notices of a prefill leg's ranks. It is over when all have come, or when it is closed.
 
-    `ranks` is how many ranks send one; None: as many as the notices say, one if they don't. A rank that gives its number counts
-    once, however many notices it sends. Notices without a number count each.
+    `ranks`: how many ranks send a notice; None: the notices state it, otherwise one. Of a rank that states its number, only the
+    first notice counts. Notices without a rank's number count each.
     """
 
     __slots__ = ("_named", "_unnamed", "_where", "done", "leg_id", "notice", "ranks", "since")
@@ -65,7 +65,7 @@ class Expected:
         return True
 
     def missing(self) -> list[str]:
-        """Return the first missing ranks: by number where notices give numbers, else "unnamed" for each."""
+        """Return the first missing ranks: their numbers if notices state numbers, otherwise "unnamed" for each."""
         ranks = min(self.ranks or 1, len(self._named) + self._unnamed + MAX_MISSING)
         missing = max(0, ranks - len(self._named) - self._unnamed)
         if self._unnamed or (not self._named and ranks > 1):
@@ -99,7 +99,7 @@ class KvReady:
 
     @property
     def kept(self) -> int:
-        """Number of notices that are kept and that nobody waits for."""
+        """Number of early notices that are kept."""
         return self._early_count
 
     def expect(self, leg_id: str, ranks: int | None) -> Expected:
@@ -126,7 +126,7 @@ class KvReady:
         return True
 
     def receive(self, notice: Notice) -> None:
-        """Take a notice that KV is ready."""
+        """Process a notice that KV is ready."""
         expected = self._expected.get(notice.request_id)
         if expected is not None:
             self._report("awaited" if expected.receive(notice) else "double")

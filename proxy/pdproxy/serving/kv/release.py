@@ -1,4 +1,4 @@
-"""Releasing KV that no decode leg will read. Who holds it decides how:
+"""Releasing KV that no decode leg will read. The holder of the KV decides how:
 
 - `ReleaseByRefusal`: the prefill engine holds it. Any compatible decode engine refuses a request with the handle, and reports
   to the prefill engine that the KV may be freed. If that fails, a lease at the prefill engine frees it.
@@ -27,8 +27,8 @@ from pdproxy.transfer.contract import Handle, HeldByDecode, HeldByPrefill, Holde
 RELEASE_PATH = "/v1/completions"
 _MAX_TRIES = 3
 FIRST_CONTACT = 1.0
-"""Seconds. A decode engine that has never pulled from a prefill engine begins a handshake when it is to free KV there. It
-reports the release only in a later step of its own, and an idle engine has none. So it is asked again after the handshake."""
+"""Seconds between two tries. A decode engine that has never pulled from a prefill engine must first make a handshake with it. It
+reports the release in a step after the handshake, and an idle engine has no steps: a second request causes one."""
 
 
 class Kept(Protocol):
@@ -43,7 +43,7 @@ class Kept(Protocol):
 
 
 class Contacts:
-    """Pairs of engines between which KV has moved since both of them started."""
+    """The pairs of engines between which KV has moved since both were started."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -93,9 +93,9 @@ class Release(ABC):
 
     @abstractmethod
     def decode_releases(self, prefill: str, decode: str | None, *, in_silence: bool) -> bool:
-        """Return whether a decode engine releases a request's KV by itself when it refuses or aborts the request.
+        """Return whether a decode engine that refuses or aborts a request releases its KV itself.
 
-        `in_silence`: it shows nothing before its whole answer, so it may have read the KV without showing it.
+        `in_silence`: it sends nothing before its whole answer, so it may have read the KV without showing it.
         """
 
     @abstractmethod
@@ -104,7 +104,7 @@ class Release(ABC):
 
     @abstractmethod
     def lost(self, kept: Kept) -> str:
-        """Return what becomes of KV that could not be released, for a log line."""
+        """Return what happens to KV that could not be released, for a log line."""
 
     async def _ask(self, kept: Kept, decode: str, body: bytes, timeout: float) -> int | None:
         """Send a decode engine the completion that releases KV. Return the answer's status, 0 for none, None if it was late."""
@@ -164,7 +164,7 @@ class ReleaseByRefusal(Release):
         return False
 
     def lost(self, kept: Kept) -> str:
-        """Return what becomes of KV that could not be released."""
+        """Return what happens to KV that could not be released."""
         return f"{kept.prefill} frees it when its lease ends"
 
 
@@ -199,7 +199,7 @@ class ReleaseByReading(Release):
             await self._before_try(number)
             if kept.decode is None:
                 continue
-            # The engine reads it when the request's turn comes. A request that is given up before leaves the KV there.
+            # The engine reads the KV when the request's turn comes. A request that is closed earlier leaves the KV there.
             status = await self._ask(kept, kept.decode, body, self._resources.deadlines.total)
             if status == done:
                 return True
@@ -208,7 +208,7 @@ class ReleaseByReading(Release):
         return False
 
     async def _all_written(self, kept: Kept) -> bool:
-        """Wait until all of the KV is there: a later part would stay, and what is not written yet must not be read."""
+        """Wait until all of the KV is written: a part that came later would stay, and a missing part must not be read."""
         if kept.expected is None:
             return True
         resources = self._resources
@@ -221,7 +221,7 @@ class ReleaseByReading(Release):
         return True
 
     def lost(self, kept: Kept) -> str:
-        """Return what becomes of KV that could not be released."""
+        """Return what happens to KV that could not be released."""
         return f"it stays in the buffer of {kept.decode}"
 
 

@@ -1,8 +1,8 @@
 """Admission: requests wait here, before any engine works for them.
 
 Owns the places of requests being served; `kit.fair_places` decides which request is next. A prefilled request never waits here,
-because the lease on its KV is running. While a request waits, a client with more places than its share loses one whose answer it reads too
-slowly.
+because the lease on its KV is running. While a request waits, a client with more places than its share loses one place, if it
+reads that answer too slowly.
 """
 
 from __future__ import annotations

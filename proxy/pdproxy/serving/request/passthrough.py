@@ -187,7 +187,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
 
     @asynccontextmanager
     async def _answered_within(self, lease: Lease, seconds: float) -> AsyncIterator[None]:
-        """Limit the wait for an engine. It ends earlier if probes find the engine down: a machine that is down closes no connection.
+        """Limit the wait for an engine. Less if probes find it down: a machine that is down closes no connection.
 
         Raises:
             EngineTimeoutError: the engine did not answer in time.

@@ -1,4 +1,4 @@
-"""What a request is answered through where each write waits for the client. See `response_writer` for the synchronous one."""
+"""The interface for answers whose writes wait for the client. `response_writer` has the one whose writes never wait."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdproxy.upstream.connection import Headers
 class AsyncResponseWriter(Protocol):
     """The client's end. An answer is either `whole`, or `begin`, `write`..., `finish`.
 
-    Each waits until the client has space for more, and raises ClientLeftError where it takes too long.
+    Each call waits until the client can take more, and raises ClientLeftError if that takes too long.
     """
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
@@ -28,7 +28,7 @@ class AsyncResponseWriter(Protocol):
 
     @property
     def client(self) -> Client:
-        """Whose request it is."""
+        """The client whose request it is."""
 
     @property
     def begun(self) -> bool:

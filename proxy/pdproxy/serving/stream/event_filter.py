@@ -1,7 +1,8 @@
-"""What of a stream's events goes on to the client: events that only pdproxy asked for are taken out, errors end the stream.
+"""Decides which events of a stream go to the client. Events that only pdproxy asked for are removed, errors end the stream.
 
-Owns the usage of a stream, and the last event of a choice until the next event shows whether it needs the fingerprint: an
-engine that was asked for a usage event puts the fingerprint there, and the client did not ask for that event.
+Owns the usage of a stream, and the last event of each choice until the usage event has come. An engine puts the fingerprint into
+the usage event if it sends one, otherwise into these last events. If the client did not ask for the usage event, its fingerprint
+is moved back to them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class EventFilter:
     """The filter of one stream.
 
     `wants_usage`: whether the client asked for the usage event, which pdproxy always asks for.
-    `keeps_usage`: whether the client gets that event, be it at the end of several merged streams.
+    `keeps_usage`: whether the client gets that event, possibly at the end of several merged streams.
     `wants_done`: whether the end mark goes to the client (False for one stream of several).
     `index`, `creation_time`: what the events of one stream of several show in place of their own.
     `every`: each batch must go through `filtered`; otherwise only those that `sse.may_be_special`.
@@ -57,16 +58,16 @@ class EventFilter:
         self.every = index is not None
         self.cached_tokens: int | None = None
         self.created_cache_tokens: int | None = None
-        """What the usage must say of the prefill engine's cache; None: what the engine says."""
+        """Cache counts of the prefill engine for the usage; None: the usage stays as it is."""
         self.usage: Usage | None = None
         self.usage_event: bytes | None = None
-        """The stream's, None before it came."""
+        """The stream's usage event, None before it has come."""
         self.done = False
         """Whether the end mark has come."""
         self.failure: EngineError | None = None
-        """What an event says has failed."""
+        """The error that an event reports, None if none did."""
         self.last_events: list[bytes] = []
-        """Last events of choices that are held back."""
+        """Last events of choices, which are held back."""
 
     def __repr__(self) -> str:
         return f"<EventFilter {'done' if self.done else self.failure or 'open'}, {len(self.last_events)} events held>"
@@ -78,7 +79,7 @@ class EventFilter:
         return body
 
     def filtered(self, batch: bytes) -> bytes:
-        """Return what of a batch of whole events goes on. Nothing behind the end mark or a failure does."""
+        """Return the part of a batch of whole events that goes to the client: nothing after the end mark or a failure."""
         if sse.has_tiny_lines(batch):
             self.failure = tiny_lines()
             return b""
@@ -115,13 +116,13 @@ class EventFilter:
             if self._index is not None:
                 event = self._with_index(event, self._index)
             if not self._keeps_usage and sse.is_last_of_choice(event):
-                self.last_events.append(event)  # the usage event, which comes next, has taken its fingerprint
+                self.last_events.append(event)  # its fingerprint is in the usage event, which comes next
                 continue
             passed.append(event)
         return b"".join(passed)
 
     def _with_index(self, event: bytes, index: int) -> bytes:
-        """Return an event as one of a stream that several streams are merged into."""
+        """Return an event as an event of the merged stream."""
         if self._creation_time is not None:
             event = self._creation_time.put_into(event)
         return sse.with_index(event, index)

@@ -1,4 +1,4 @@
-"""What an event of a stream says has failed. Pure."""
+"""Errors that events of a stream report. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdproxy.wire.engine import error_of
 
 def failure_in(event: bytes, lines: Sequence[bytes]) -> EngineError | None:
     """Return the error that an event reports, None if it is data. `lines` are its data lines."""
-    if b"\r" in event:  # a client would read other events in it than pdproxy
+    if b"\r" in event:  # a client would find other events in it than pdproxy
         return EngineError("the engine sent something else than vLLM's events")
     if sse.is_aborted(event):
         return _refusal(event)
@@ -20,7 +20,7 @@ def failure_in(event: bytes, lines: Sequence[bytes]) -> EngineError | None:
 
 def tiny_lines() -> EngineError:
     """Return the error for a batch that `sse.has_tiny_lines`."""
-    return EngineError("the engine sent many lines with next to nothing in them")
+    return EngineError("the engine sent many lines that are almost empty")
 
 
 def _refusal(event: bytes) -> EngineError:

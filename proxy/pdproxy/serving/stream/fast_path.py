@@ -1,11 +1,11 @@
 """The fast path: it forwards nearly all reads of a stream to the client, past the HTTP parser and the relay.
 
-Such a read is whole chunks of plain data, each of them an event of the form that was learned from the stream
-(`wire.event_template`). A few compares recognize it. The fast path removes the ids that the client did not ask for, and forwards
-the rest. It leaves everything else to the relay.
+Such a read consists of whole chunks of plain data. Each chunk is an event of the form that was learned from the stream
+(`wire.event_template`), and a few comparisons recognize it. The fast path removes the ids that the client did not ask for, and
+forwards the rest. It leaves everything else to the relay.
 
-A chunk costs mostly what of its data is not in the processor's caches, since other streams and processes ran since the chunk
-before. So one object holds everything that each chunk of a stream needs, and streams share as much as they can.
+Most of the time per chunk goes to data that is not in the processor's caches, because other streams and processes ran since the
+last chunk. So one object holds everything that a stream needs per chunk, and streams share as much as they can.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pdproxy.wire.event_template import EventTemplates
 _MAX_UNPARSED = 32
 """Lists of ids that are kept as bytes before they are parsed together, which costs less than one by one."""
 _LEARN_INTERVAL = 8
-"""Events from one attempt to learn to the next, for streams whose events all differ (logprobs)."""
+"""Events between two attempts to learn, for streams whose events all differ (logprobs)."""
 
 
 class FastPath:
     """One stream's counts, and its way past the relay while `enabled`: the stream flows, and the relay holds back nothing of it.
 
-    `events` that were forwarded, `last` when (the clock's time, s), `buckets` and `total` as in `Gaps`. `templates` are those
-    of all streams; `takes_ids`: whether token ids are removed from the events and kept.
+    `events`: how many were forwarded; `last`: when the last one was (the clock's time, s); `buckets` and `total`: as in `Gaps`.
+    `templates`: those of all streams; `takes_ids`: whether token ids are removed from the events and kept.
     """
 
     __slots__ = (
@@ -71,20 +71,20 @@ class FastPath:
 
     @property
     def ids(self) -> array[int]:
-        """The token ids that were taken, as many as are kept."""
+        """The token ids that were removed from events and kept."""
         if self._unparsed:
             self._parse_ids()
         return self._ids
 
     @property
     def tokens(self) -> int:
-        """How many token ids were taken."""
+        """How many token ids were removed from events."""
         return len(self.ids) + self._not_kept
 
     def keep_ids(self, listed: bytes) -> None:
         """Keep ids, with commas between them, of events that the relay forwards."""
         if self._unparsed:
-            self._parse_ids()  # they came before
+            self._parse_ids()  # those came earlier
         self._not_kept += tokens.keep(listed, self._ids)
 
     def write_to(self, write: Callable[[bytes], None]) -> None:
@@ -104,7 +104,7 @@ class FastPath:
         self.last = now
 
     def forward(self, data: bytes) -> int:
-        """Forward the plain chunks that a read begins with, return their bytes. Most reads are one chunk with one event."""
+        """Forward the plain chunks at the beginning of a read, return their bytes. Most reads are one chunk with one event."""
         size = len(data)
         template = self._template
         opening = template.openings.get(size)
@@ -141,7 +141,7 @@ class FastPath:
         return size
 
     def _forward_several(self, data: bytes, *, learns: bool = True) -> int:
-        """Forward the plain chunks that a read begins with. Learn from the first other one, if an attempt is allowed."""
+        """Forward the plain chunks at the beginning of a read. Learn from the first other chunk, if an attempt is allowed."""
         if not self.enabled:
             return 0
         template = self._template
@@ -201,7 +201,7 @@ class FastPath:
 
 
 def _has_line_end(part: bytes, start: int) -> bool:
-    """Return whether clients would read several events, or another one, where one is expected."""
+    """Return whether clients would find several events, or another event, where one is expected."""
     return part.find(b"\n", start) >= 0 or part.find(b"\r", start) >= 0
 
 

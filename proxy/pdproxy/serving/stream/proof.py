@@ -1,4 +1,4 @@
-"""What proves that a stream is good: its first real data. An engine may answer 200 and then send nothing but an error. Pure."""
+"""Whether a stream is proven good, by its first real data: an engine may answer 200 and then send only an error. Pure."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The relay: a decode engine's answer to the client, byte for byte, read by read.
 
-Owns one answer from its first byte to its last. It holds everything back until real data proves that the answer is good: an
-engine may answer 200 and then fail, and a status that was sent can't be changed. Then it forwards each read with as little work
-as possible: whole plain events as they are, all others through its `EventFilter`. A stream that ends without its end mark has
-failed, whatever the connection reports.
+Owns one answer from its first byte to its last. It holds everything back until real data proves that the answer is good
+(`proof`): an engine may answer 200 and then fail, and a status that was sent can't be changed. Then it forwards each read with as
+little work as possible: whole plain events as they are, all others through its `EventFilter`. A stream that ends without its end
+mark has failed, whatever the connection reports.
 
     HOLDING --real data--> PROVEN --flow()--> FLOWING --[DONE]--> ENDED
        |  whole answer: `first` gets it           |
@@ -98,9 +98,9 @@ class Relay:
         self.accepted = OneShotEvent()
         """Set once the engine has answered with headers, or the leg has failed."""
         self.status = 0
-        """The engine's, 0 before it came."""
+        """The status of the answer, 0 before it has come."""
         self.headers: Headers = []
-        """The engine's, until they are used."""
+        """The headers of the answer, until they are used."""
         self.budget = AnswerBudget() if budget is None else budget
         self.fast_path = FastPath(now, EventTemplates() if templates is None else templates, takes_ids=takes_ids)
         self.filter = EventFilter(
@@ -116,7 +116,7 @@ class Relay:
         self._phase = _Phase.HOLDING
         self._is_stream = False
         self._held: list[bytes] = []  # of a stream, until it flows
-        self._share = self.budget.share()  # of all that is held; it keeps a whole answer, or the beginning of an event
+        self._share = self.budget.share()  # counts all that is held; keeps a whole answer, or the beginning of an event
         self._output: ResponseWriter | None = None
         self._leg: Leg | None = None
         self._paused = False
@@ -133,7 +133,7 @@ class Relay:
     # -- for the caller
 
     def flow(self, output: ResponseWriter, leg: Leg | None, *, direct: bool = True) -> None:
-        """Forward what was held, and from now on each read as it comes. Without a leg, all has come.
+        """Forward what was held, and from now on each read as it comes. Without a leg, everything has already come.
 
         `direct`: the leg's answer is the client's, so that reads may take the fast path.
         """
@@ -284,7 +284,7 @@ class Relay:
         self._share.drop()
         if before is _Phase.HOLDING and not self.first.done():
             self.first.set_exception(error)
-            self.first.exception()  # read it, since asyncio logs an error that a caller who has left never reads
+            self.first.exception()  # asyncio would log the error if the caller has left and never reads it
         elif before is not _Phase.ENDED and not self.done.done():
             self.done.set_exception(error)
             self.done.exception()

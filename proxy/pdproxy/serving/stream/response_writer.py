@@ -1,4 +1,4 @@
-"""The interface through which a request is answered, whatever the client's side is."""
+"""The interface for answers whose writes never wait."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ResponseWriter(Protocol):
 
     @property
     def client(self) -> Client:
-        """Whose request it is."""
+        """The client whose request it is."""
 
     @property
     def begun(self) -> bool:
@@ -50,7 +50,7 @@ class ResponseWriter(Protocol):
 
     @property
     def paused(self) -> bool:
-        """Whether the client reads slower than we write."""
+        """Whether the client reads more slowly than we write."""
 
     def on_pressure(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
-        """Have `pause` and `resume` called when the client stops and goes on reading."""
+        """Have `pause` and `resume` called when the client stops and continues to read."""

@@ -1,6 +1,6 @@
-"""Between a decode leg and its relay, where the client gets another answer than the engine sends.
+"""Rewrites an answer between the decode leg and its relay, if the client gets another answer than the engine sends.
 
-Owns the bytes of an event that is not whole yet. Errors, comments and the end mark go on as they are. What can't be rewritten
+Owns the bytes of an event that is not whole yet. Errors, comments and the end mark are not changed. Data that can't be rewritten
 fails the relay, like any other invalid data of an engine.
 """
 

@@ -1,4 +1,4 @@
-"""The deadline between the events of a stream. It starts again with each event, at no cost per event."""
+"""The deadline between the events of a stream. It restarts with each event, without any work per event."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StallTimer:
         elif now < last + self._seconds:
             wait = last + self._seconds - now
         elif self._suspected != last:
-            # An event loop that was held up may not have read what has arrived: it reads before the next tick.
+            # If the event loop was held up, it may not have read what has arrived. It reads that before the next tick.
             self._suspected, wait = last, 0.0
         else:
             self._stalled()

@@ -1,4 +1,4 @@
-"""Whole events out of reads: the rest waits in a leg's share of the answer budget. And the time that merged streams share."""
+"""Cuts reads into whole events; the rest waits in a leg's share of the answer budget. And the creation time of merged streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ a million tokens take half of it. An event of this size holds up the event loop 
 
 
 def limit_to_events(share: BudgetShare) -> None:
-    """Make an empty share of a whole answer one of a stream."""
+    """Set the limit of an empty share to that of a stream."""
     share.set_limit(MAX_EVENT, "the engine sent an event")
 
 
@@ -48,7 +48,7 @@ class CreationTime:
         return self._created
 
     def put_into(self, event: bytes) -> bytes:
-        """Return an event of any of the streams with the time that all show."""
+        """Return an event of any of the streams with the common time."""
         created = sse.created_of(event)
         if self._created is None:
             self._created = created

@@ -38,7 +38,7 @@ def _template(w: World) -> None:
         (_template, "another tokenizer or chat template"),
     ],
 )
-async def test_unlike_engines_are_not_paired(change: Callable[[World], None], said: str) -> None:
+async def test_incompatible_engines_are_not_paired(change: Callable[[World], None], said: str) -> None:
     """A prefill engine unlike the decode engine is not asked; /ready says why; another pair is used."""
     async with world(before=change) as w:
         assert (await w.ask(COMPLETIONS, completion())).status == 200
