@@ -18,10 +18,11 @@ import pytest
 
 from pdproxy.observe.events import RequestEnded
 from tests.fakes.client import Answer, request
-from tests.fakes.world import CHAT, COMPLETIONS, World, completion, until, world
+from tests.fakes.world import CHAT, COMPLETIONS, LONG, World, completion, until, world
 
 SECONDS = float(os.environ.get("PDPROXY_TEST_CHAOS_SECONDS", "8"))
 CLIENTS = 64
+ENOUGH = 4 * CLIENTS
 LEASE = 3.0
 RATES = {
     "decode": (
@@ -123,6 +124,7 @@ async def test_everything_goes_wrong_at_random() -> None:
     chance = random.Random(20261121)
     requests = bodies(chance, 40)
     deadlines = {"connect": 0.5, "prefill": 0.6, "first_token": 0.6, "between_tokens": 0.6, "total": 2, "queue": 3}
+    deadlines |= {"abandoned_prefill": 2, "release": 2, "probe": 2}
     async with world(2, 2, aggregated=1, deadlines=deadlines, leaves=True, lease=LEASE, strangers=True) as w:
         judge_engine = w.aggregated[0]
         right = [(await _direct(judge_engine.port, path, body)).text for path, body in requests]
@@ -138,7 +140,7 @@ async def test_everything_goes_wrong_at_random() -> None:
 
         async def client(number: int) -> None:
             own = random.Random(number)
-            while asyncio.get_running_loop().time() < end:
+            while asyncio.get_running_loop().time() < end or tally.total() < ENOUGH:  # on a machine that is slow
                 which = own.randrange(len(requests))
                 tally[await visit(w, own, *requests[which], right[which])] += 1
 
@@ -157,13 +159,13 @@ async def test_everything_goes_wrong_at_random() -> None:
                 await engine.sim.restart()
         await w.probe()
         print(f"chaos, {SECONDS:g} s, {CLIENTS} clients: {dict(tally.most_common())}")
-        assert tally["right"] > max(CLIENTS, tally.total() / 3)
+        assert tally["right"] > tally.total() / 3
         await w.quiet()
         assert len(w.events(RequestEnded)) == sum(tally.values()), "each request ended once"
-        await until(lambda: all(not engine.sim.engine.handles for engine in w.engines), LEASE + 5)
-        await until(lambda: all(engine.core().pool.usage == 0 for engine in w.engines), 10)
-        await until(lambda: len(asyncio.all_tasks()) <= tasks + 8, 10)
-        await until(lambda: _files() <= files + 60, 10)  # kept connections, two for each engine and role of the proxy
+        await until(lambda: all(not engine.sim.engine.handles for engine in w.engines), LEASE + LONG)
+        await until(lambda: all(engine.core().pool.usage == 0 for engine in w.engines))
+        await until(lambda: len(asyncio.all_tasks()) <= tasks + 8)
+        await until(lambda: _files() <= files + 60)  # kept connections, two for each engine and role of the proxy
 
 
 async def _direct(port: int, path: str, body: dict[str, Any]) -> Answer:

@@ -254,7 +254,8 @@ async def test_clients_that_leave_kill_nobody_and_fill_no_buffer(ranks: int) -> 
 async def test_a_client_that_leaves_its_prefill_does_not_kill_the_engine() -> None:
     """LMCache's sender dies of an abort before its first token: its leg is left to end, and its lease with it."""
     room = {"pd_buffer_size": 131_072 * 32 * 12, "kv_bytes_per_token": 131_072}
-    async with pool("lmcache-pd", lmcache=room, p={"hardware": Hardware(speed=0.02)}) as pair:
+    async with pool("lmcache-pd", lmcache=room) as pair:
+        pair.p.engine.freeze()
         client = await pair.world.client()
         client.send(request("POST", COMPLETIONS, completion()))
         (asked,) = await _asked(pair)
@@ -264,7 +265,8 @@ async def test_a_client_that_leaves_its_prefill_does_not_kill_the_engine() -> No
         assert not asked.over, "P was at work when its client left"
         buffers = pair.world.proxy.transfer.buffers
         assert sum(buffers.taken.values()) > 0, "what is still pushed has its place in the buffer"
-        await until(lambda: not pair.world.busy(), 10)
+        pair.p.engine.thaw()
+        await until(lambda: not pair.world.busy())
         assert asked.over
         assert not asked.left.is_set()
         assert not pair.p.engine.dead
@@ -279,7 +281,8 @@ async def _asked(pair: Pair) -> list[Any]:
 
 async def test_a_client_that_leaves_its_prefill_leaves_no_wait_for_notices() -> None:
     """Where nothing is held for anybody, the leg is closed, and its wait with it."""
-    async with pool("lmcache-mp", p={"hardware": Hardware(speed=0.02)}) as pair:
+    async with pool("lmcache-mp") as pair:
+        pair.p.engine.freeze()
         client = await pair.world.client()
         client.send(request("POST", COMPLETIONS, completion()))
         await until(lambda: pair.p.requests)
@@ -287,6 +290,7 @@ async def test_a_client_that_leaves_its_prefill_leaves_no_wait_for_notices() -> 
         client.close()
         assert (await pair.world.ended()).outcome == "client_left"
         await until(lambda: not pair.world.proxy.transfer.ready.waiting)
+        pair.p.engine.thaw()
 
 
 async def test_a_taken_port_stops_the_start() -> None:
@@ -328,14 +332,19 @@ async def test_what_nobody_told_of_is_not_read() -> None:
 async def test_an_orderly_end_waits_for_prefills_that_must_not_be_closed() -> None:
     """The grace of other connectors is over long before: the prefill engine outlives the proxy."""
     deadlines = {"abandoned_prefill": 0.1, "release": 0.1}
-    async with pool("lmcache-pd", deadlines=deadlines, p={"hardware": Hardware(speed=0.02)}) as pair:
+    async with pool("lmcache-pd", deadlines=deadlines) as pair:
+        pair.p.engine.freeze()
         client = await pair.world.client()
         client.send(request("POST", COMPLETIONS, completion()))
         (asked,) = await _asked(pair)
         client.close()
         await pair.world.ended()
         assert not asked.over
-        await pair.world.proxy.drain([])
+        drain = asyncio.create_task(pair.world.proxy.drain([]))
+        await asyncio.sleep(0.4)  # four times those deadlines
+        assert not drain.done()
+        pair.p.engine.thaw()
+        await drain
         assert asked.over
         assert not asked.left.is_set()
         assert not pair.p.engine.dead

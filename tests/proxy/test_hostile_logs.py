@@ -154,8 +154,10 @@ async def test_models_as_long_as_bodies(log_format: str, tmp_path: Path) -> None
         async with served(log, log_format=log_format) as proxy:
             await proxy.ask("POST", COMPLETIONS, completion(model="x" * 8 * MIB))
             before = proxy.memory()
+            name = "é" * 4 * MIB
             for number in range(20):
-                answer = await proxy.ask("POST", COMPLETIONS, completion(model=f"{number} " + "é" * 4 * MIB))
+                body = json.dumps(completion(model=f"{number} @")).replace("@", name).encode()
+                answer = await proxy.ask("POST", COMPLETIONS, body)
                 assert answer.status == 404
             assert proxy.memory() - before < 64 * MIB
             assert len(proxy.decode.requests[-1].body) > 8 * MIB

@@ -152,13 +152,13 @@ async def test_clients_that_leave_at_random_leave_nothing_behind(early: bool) ->
                 await client.answer()
             client.close()
 
-        for begin in range(0, 200, 20):
+        for begin in range(0, 100, 20):  # .ci/full has 200, of real engines
             await asyncio.gather(*(one(number) for number in range(begin, begin + 20)))
         await until(lambda: not pair.world.busy())
         await nothing_held(pair)
         found = endings(pair)
         assert set(found) <= {"loaded", "released", "aborted", "refused"}
-        assert len(found) > 60
+        assert len(found) > 30
 
 
 def speak(address: str, *messages: dict[str, Any]) -> None:

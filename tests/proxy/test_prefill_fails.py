@@ -8,6 +8,7 @@ import json
 import pytest
 
 from pdproxy.observe.events import LegFailed
+from pdproxy.serving.dispatch.attempt import Attempt
 from tests.fakes import answers, scripts
 from tests.fakes.engine import Reply, Script, prefill, prefilled
 from tests.fakes.world import CHAT, COMPLETIONS, TEXT, chat, completion, until, world
@@ -214,3 +215,28 @@ async def test_ids_that_the_prefill_engine_does_not_say() -> None:
         w.prefill[0].script(script)
         assert (await w.ask(COMPLETIONS, completion())).status == 200
         assert "prompt_token_ids" not in (w.decode[0].requests[0].kv or {})
+
+
+async def test_an_attempt_that_cannot_be_prepared_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect of a contract is answered with 500, and the engines that were leased are free again."""
+
+    def fails(self: Attempt) -> None:
+        raise RuntimeError("a defect")
+
+    async with world() as w:
+        with monkeypatch.context() as patch:
+            patch.setattr(Attempt, "prepare", fails)
+            assert (await w.ask(COMPLETIONS, completion())).status == 500
+        assert [node.requests for node in w.proxy.ledger.nodes] == [0, 0]
+        assert (await w.ask(COMPLETIONS, completion())).status == 200
+
+
+async def test_an_engine_that_was_not_asked_is_not_named() -> None:
+    """A prefill engine answered the client: the report names no decode engine, though one was leased."""
+    async with world() as w:
+        w.prefill[0].script(
+            scripts.whole(b'{"error":{"message":"no","type":"NotFoundError","param":null,"code":404}}', 404)
+        )
+        assert (await w.ask(COMPLETIONS, completion())).status == 404
+        (legs,) = (await w.ended()).legs
+        assert (legs.prefill, legs.decode) == (w.prefill[0].url, None)

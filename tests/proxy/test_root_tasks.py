@@ -124,5 +124,7 @@ async def test_a_notice_that_can_not_be_handled() -> None:
             await until(lambda: len(received) == 3)
         assert p.world.metric("pdproxy_task_restarts_total", task="notices") == 1
         (detail,) = [line for line in (await p.world.get("/ready")).json["details"] if "background task" in line]
-        assert "background task notices has failed 1 times, the last time by ValueError, and has continued for" in detail
+        assert (
+            "background task notices has failed 1 times, the last time by ValueError, and has continued for" in detail
+        )
         assert SECRET not in detail

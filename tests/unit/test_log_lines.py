@@ -230,7 +230,11 @@ def test_a_forked_child_writes_its_own_lines() -> None:
     """It has no thread of its parent's, and starts one; what waited before is its parent's to write, once."""
     path = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
-        [sys.executable, "-c", FORK], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", FORK],
+        env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0
     assert sorted(done.stderr.splitlines()) == ["before", "child", "parent"]

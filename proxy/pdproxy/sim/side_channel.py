@@ -146,7 +146,10 @@ class SideChannel:
         try:
             self._server = await asyncio.start_server(self._accepted, host, port, backlog=1024)
         except OSError as error:
-            if not isinstance(error, socket.gaierror) and error.errno != errno.EADDRNOTAVAIL:
+            nameless = (
+                isinstance(error, socket.gaierror) or error.errno is None
+            )  # since Python 3.13, for such an address
+            if not nameless and error.errno != errno.EADDRNOTAVAIL:
                 raise
             # Not an address of this machine: handles then name a wrong address, as with a real misconfigured engine.
             self._server = await asyncio.start_server(self._accepted, "127.0.0.1", port, backlog=1024)

@@ -34,6 +34,7 @@ class Attempt:
         "_expected_is_custodys",
         "_space",
         "_unused",
+        "asked_url",
         "assignment",
         "custody",
         "dispatch",
@@ -49,13 +50,14 @@ class Attempt:
         resources: ExchangeResources,
         request: PromptRequest,
         assignment: Assignment,
-        dispatch: Dispatch = NO_DISPATCH,
         space: BufferSpace | None = None,
     ) -> None:
         self.resources = resources
         self.request = request
         self.assignment = assignment
-        self.dispatch = dispatch
+        self.dispatch = NO_DISPATCH
+        self.asked_url: str | None = None
+        """The engine that was asked to answer the client, None before."""
         self.custody: Custody | None = None
         self.relay: Relay | None = None
         self.prefill_s: float | None = None
@@ -64,11 +66,6 @@ class Attempt:
         self._space = space
         self._expected: Expected | None = None
         self._expected_is_custodys = False
-        contract = resources.transfer.contract
-        if dispatch.leg_id is not None:
-            ranks = 1 if contract.early else contract.notices(dispatch)
-            if ranks != 0:
-                self._expected = resources.transfer.ready.expect(dispatch.leg_id, ranks)
 
     def __repr__(self) -> str:
         urls = " -> ".join(lease.node.url for lease in self.assignment.leases)
@@ -84,6 +81,19 @@ class Attempt:
         """The prefill engine, None if one engine serves alone."""
         lease = self.assignment.leases[0]
         return lease.node.url if lease.node.role is Role.PREFILL else None
+
+    def prepare(self) -> None:
+        """Make what the contract needs for these engines: an id for the prefill leg, and a wait for its notices."""
+        resources, ids = self.resources, self.request.ids
+        contract = resources.transfer.contract
+        if contract.needs_leg_id:
+            receiver = resources.engines.known[self.answering_url].receiver
+            dispatch = self.dispatch = Dispatch(mint(), ids, receiver=receiver)
+            ranks = 1 if contract.early else contract.notices(dispatch)
+            if ranks != 0 and dispatch.leg_id is not None:
+                self._expected = resources.transfer.ready.expect(dispatch.leg_id, ranks)
+        elif ids is not None:
+            self.dispatch = Dispatch(ids=ids)
 
     def take(self, lease: Lease) -> None:
         """Pass one of the leases to the leg that uses it. That leg closes the lease."""
@@ -180,43 +190,55 @@ async def begin(
     """
     if not order.roles:
         return _alone(resources, request, without)
-    transfer, ids, prompt = resources.transfer, request.ids, request.prompt
-    assert prompt is not None
-    size = prompt.text_bytes or request.parsed.body_bytes
-    buffers = transfer.buffers
+    space: BufferSpace | None = None
+    if resources.transfer.buffers.bounded:
+        assignment, space = await _with_space(resources, request, order, without)
+    else:
+        assignment = resources.ledger.assign(order.roles, _ask(resources, request), without=without)
+    if assignment is None:
+        return None
+    attempt = Attempt(resources, request, assignment, space)
+    try:
+        attempt.prepare()
+    except BaseException:
+        attempt.close()
+        raise
+    return attempt
+
+
+def _ask(resources: ExchangeResources, request: PromptRequest) -> Ask:
+    parsed, prompt = request.parsed, request.prompt
+    size = parsed.body_bytes if prompt is None else prompt.text_bytes or parsed.body_bytes
+    return Ask(parsed.model, size, resources.now(), request.ids, parsed)
+
+
+async def _with_space(
+    resources: ExchangeResources, request: PromptRequest, order: Order, without: Sequence[str]
+) -> tuple[Assignment | None, BufferSpace | None]:
+    """Lease engines of which the last has space for the prompt's KV in its receive buffer."""
+    buffers, ids = resources.transfer.buffers, request.ids
     count = 0 if ids is None else buffers.chunks(ids.count)
     space: BufferSpace | None = None
 
-    def ask() -> Ask:
-        return Ask(request.parsed.model, size, resources.now(), ids, request.parsed)
-
     def choose(full: tuple[str, ...]) -> Assignment | None:
         nonlocal space
-        chosen = resources.ledger.assign(order.roles, ask(), without=(*without, *full))
-        if chosen is not None and buffers.bounded:
+        chosen = resources.ledger.assign(order.roles, _ask(resources, request), without=(*without, *full))
+        if chosen is not None:
             space = buffers.take(chosen.leases[-1].node.url, count)
         return chosen
 
     def possible() -> bool:
-        chosen = resources.ledger.assign(order.roles, ask(), without=without)
+        chosen = resources.ledger.assign(order.roles, _ask(resources, request), without=without)
         for lease in chosen.leases if chosen is not None else ():
             resources.close(lease, Verdict.NEUTRAL)
         return chosen is not None
 
-    assignment = await buffers.wait_for_space(count, choose, possible) if buffers.bounded else choose(())
-    if assignment is None:
-        return None
-    dispatch = NO_DISPATCH
-    if transfer.contract.needs_leg_id:
-        dispatch = Dispatch(mint(), ids, receiver=resources.engines.known[assignment.leases[-1].node.url].receiver)
-    elif ids is not None:
-        dispatch = Dispatch(ids=ids)
-    return Attempt(resources, request, assignment, dispatch, space)
+    return await buffers.wait_for_space(count, choose, possible), space
 
 
 def _alone(resources: ExchangeResources, request: PromptRequest, without: Sequence[str]) -> Attempt | None:
-    ask = Ask(request.parsed.model, request.parsed.body_bytes, resources.now(), request.ids, request.parsed)
-    ledger = resources.ledger
+    parsed, ledger = request.parsed, resources.ledger
+    ask = Ask(parsed.model, parsed.body_bytes, resources.now(), request.ids, parsed)
     # An engine that failed is better than no answer.
     lease = ledger.assign_alone(ask, without=without) or ledger.assign_alone(ask)
     return None if lease is None else Attempt(resources, request, Assignment((lease,)))

@@ -57,6 +57,7 @@ class DecodeLeg:
         data_came = whole = False
         relay = new_relay(attempt)
         attempt.take(self._lease)
+        attempt.asked_url = self._url
         try:
             if custody is not None:
                 custody.asked(url)
@@ -101,6 +102,7 @@ class DecodeLeg:
                 else:
                     self._leg.close()
             if custody is not None:
+                custody.on_expired = None  # it refers to this leg
                 resources.auditor.over(url, custody.handle.prompt_tokens, loaded=custody.how is End.LOADED)
                 custody.release()  # whatever has not ended by now
             resources.close(self._lease, verdict)

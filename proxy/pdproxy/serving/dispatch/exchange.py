@@ -98,7 +98,7 @@ class Exchange:
         attempt = self._attempt
         return LegTimes(
             prefill=attempt.prefill_url if attempt is not None else None,
-            decode=attempt.answering_url if attempt is not None else None,
+            decode=attempt.asked_url if attempt is not None else None,
             why_alone=self._served_alone.value if self._served_alone else None,
             prefill_s=attempt.prefill_s if attempt is not None else None,
             kv_s=attempt.kv_s if attempt is not None else None,

@@ -6,7 +6,7 @@ from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.dispatch.attempt import Attempt, Order
 from pdproxy.serving.dispatch.decode_leg import DecodeLeg, new_relay
 from pdproxy.serving.dispatch.prefill_leg import Prefilled, PrefillLeg
-from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, Outcome
+from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, Outcome, PrefillFailed
 from pdproxy.serving.stream.splice_sink import answer_finished
 from pdproxy.transfer.splice import Splice
 from pdproxy.upstream.client import Answer
@@ -17,6 +17,8 @@ async def prefill(attempt: Attempt) -> Outcome | None:
     resources = attempt.resources
     started = resources.now()
     got = await PrefillLeg(attempt).run()
+    if isinstance(got, PrefillFailed):
+        return got
     attempt.prefill_s = resources.now() - started
     if not isinstance(got, Prefilled):
         return got
