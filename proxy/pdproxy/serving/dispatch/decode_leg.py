@@ -206,11 +206,11 @@ class DecodeLeg:
 
     def _compare(self) -> None:
         """Have the auditor compare the prompt lengths that both engines reported."""
-        custody, relay = self._custody, self._attempt.relay
-        if custody is not None and relay is not None and relay.usage is not None:
-            self._attempt.resources.auditor.compared(
-                custody.prefill, self._url, custody.handle.prompt_tokens, relay.usage.prompt_tokens
-            )
+        custody, attempt = self._custody, self._attempt
+        usage = attempt.relay.usage if attempt.relay is not None else None
+        if custody is not None and usage is not None:
+            counted = custody.handle.prompt_tokens
+            attempt.resources.auditor.compared(custody.prefill, self._url, counted, usage.prompt_tokens)
 
     async def _end_if_accepted(self, started: float) -> None:
         """The client has left before any data. If the engine has the request, closing the leg makes it free the KV."""

@@ -65,9 +65,10 @@ class RequestTotals:
         else:
             buckets = [a + b for a, b in zip(gaps.buckets, fast_path.buckets, strict=True)]
             self._gaps = Gaps(buckets, gaps.total + fast_path.total)
-        if relay.usage is not None:
+        usage = relay.usage
+        if usage is not None:
             self._reported = True
-            self._prompt += relay.usage.prompt_tokens
-            self._completion += relay.usage.completion_tokens or 0
+            self._prompt += usage.prompt_tokens
+            self._completion += usage.completion_tokens or 0
         else:
             self._counted += fast_path.tokens or fast_path.events
