@@ -1,9 +1,8 @@
 """The relay: a decode engine's answer to the client, byte for byte, read by read.
 
 Owns one answer from its first byte to its last. It holds everything back until real data proves that the answer is good
-(`proof`): an engine may answer 200 and then fail, and a status that was sent can't be changed. Then it forwards each read with as
-little work as possible: whole plain events as they are, all others through its `EventFilter`. A stream that ends without its end
-mark has failed, whatever the connection reports.
+(`proof`): an engine may answer 200 and then fail, and a status that was sent can't be changed. Then it forwards whole plain
+events as they are, all others through its `EventFilter`. A stream without its end mark has failed.
 
     HOLDING --real data--> PROVEN --flow()--> FLOWING --[DONE]--> ENDED
        |  whole answer: `first` gets it           |
