@@ -1,8 +1,8 @@
-"""Named background tasks with an owner, so that none is forgotten and none dies unheard.
+"""Named background tasks with an owner: no task is lost, and each failure is logged.
 
 Two kinds: one-shot tasks, whose failure is logged (`TaskOwner.spawn`), and tasks that must run for as long as the process, which
-are started again when they fail (`TaskOwner.keep`). What has no task of its own but must go on as well, such as a callback of the
-event loop, reports its failures to a `Failures` (`TaskOwner.watch`). No exception's words are logged: they may quote a prompt.
+are started again when they fail (`TaskOwner.keep`). Work that has no task but must not stop either, such as a callback of the
+event loop, reports its failures to a `Failures` (`TaskOwner.watch`). No exception's text is logged: it may quote a prompt.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pdproxy.kit.text import cut
 logger = logging.getLogger("pdproxy")
 
 MAX_NAME = 128
-"""Characters of a task's name, which may hold an engine's words."""
+"""Characters of a task's name. It may hold text that an engine sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
     """Seconds until a failed task is started again: `first`, doubled each time up to `longest`.
 
-    A task that has run for `well` seconds is well: its failures are forgotten, but for their count in all.
+    After `well` seconds without a failure a task is well: its failures are forgotten, except in the total.
     """
 
     first: float = 1.0
@@ -35,10 +35,10 @@ class Pauses:
 
 
 class Failures:
-    """What went wrong with one task that must always run, or with what stands for one. Owned by a `TaskOwner`."""
+    """The failures of one task that must always run, or of a callback. Owned by a `TaskOwner`."""
 
     def __init__(self, name: str, pauses: Pauses, now: Callable[[], float]) -> None:
-        """Make one of a task that is well."""
+        """Make one for a task that is well."""
         self.name = name
         self.count = 0
         """How often it has failed since it was well."""
@@ -56,11 +56,11 @@ class Failures:
         return f"<Failures of {self.name}: {self.count}>"
 
     def began(self) -> None:
-        """It has been started, or started again."""
+        """Note that the task has been started, or started again."""
         self._began, self._due = self._now(), None
 
     def failed(self, error: BaseException | None, *, pauses: bool = False) -> None:
-        """Take note of a failure, and log it; None: it ended, which it must not. `pauses`: it is to be started again later."""
+        """Note a failure, and log it. None: the task ended, which it must not. `pauses`: it will be started again later."""
         now = self._now()
         if self.count == 0 or self._is_well(now):
             self.count, self.pause = 0, self._pauses.first
@@ -73,14 +73,14 @@ class Failures:
         what = self._kind if error is None else frames(error)
         if pauses:
             logger.error("background task %s failed, and starts again in %g s: %s", self.name, self.pause, what)
-        elif self.total == 1 or self.count & (self.count - 1) == 0:  # it may fail at each message of a stranger's
+        elif self.total == 1 or self.count & (self.count - 1) == 0:  # a message from outside may cause each failure
             logger.error("background task %s failed %d times, and goes on: %s", self.name, self.count, what)
 
     def _is_well(self, now: float) -> bool:
         return self._due is None and now - self._began >= self._pauses.well
 
     def shortcoming(self) -> str | None:
-        """Return what an operator must know, in a sentence; None while the task is well."""
+        """Return a sentence for the operator; None while the task is well."""
         now = self._now()
         if self.count == 0 or self._is_well(now):
             return None
@@ -91,10 +91,10 @@ class Failures:
 
 
 class TaskOwner:
-    """Owns every background task of one component: the only reference that keeps them alive."""
+    """Owns every background task of one component: it holds the only reference to them."""
 
     def __init__(self, name: str, pauses: Pauses | None = None, now: Callable[[], float] = time.monotonic) -> None:
-        """Make one without any task. `pauses`: of the tasks that are kept running."""
+        """Make one without any task. `pauses`: of the tasks that are started again."""
         self._name = name
         self._pauses = pauses or Pauses()
         self._now = now
@@ -121,11 +121,11 @@ class TaskOwner:
             drop_traceback(error)
 
     def keep(self, run: Callable[[], Coroutine[object, object, None]], name: str) -> asyncio.Task[None]:
-        """Run what must always run. When it ends, it is started again after a pause, until it is cancelled."""
+        """Run a task that must always run. When it ends, it is started again after a pause, until it is cancelled."""
         return self.spawn(self._kept(run, self.watch(name)), name)
 
     def watch(self, name: str) -> Failures:
-        """Return where the failures of something that must always run are to be reported."""
+        """Return the object to which failures of something that must always run are reported."""
         failures = Failures(cut(name, MAX_NAME), self._pauses, self._now)
         self._failures.append(failures)
         return failures
@@ -148,8 +148,8 @@ class TaskOwner:
             await asyncio.sleep(failures.pause)
 
     def shortcomings(self) -> list[str]:
-        """Return which tasks that must always run have failed lately, a sentence each."""
-        return [said for failures in self._failures if (said := failures.shortcoming()) is not None]
+        """Return one sentence for each task that must always run and is not well."""
+        return [line for failures in self._failures if (line := failures.shortcoming()) is not None]
 
     def failures(self) -> Iterable[tuple[str, int]]:
         """Yield how often each task that must always run has failed."""
@@ -157,7 +157,7 @@ class TaskOwner:
             yield failures.name, failures.total
 
     async def settle(self, timeout: float) -> int:
-        """Wait up to `timeout` seconds for the tasks to end by themselves, cancel the rest; return how many those were."""
+        """Wait up to `timeout` seconds for the tasks to end. Cancel the rest, and return how many they were."""
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout
         while self._tasks:  # one that ends may have spawned another
