@@ -104,7 +104,7 @@ async def test_drain_cuts_off_what_is_left_at_its_deadline(stream: bool) -> None
         assert b"[DONE]" not in answer.body
         assert answer.status == (200 if stream else 503)
         assert w.metric("pdproxy_deadline_total", wait="drain") == 1
-        assert w.decode[0].requests[0].left.is_set()
+        await asyncio.wait_for(w.decode[0].requests[0].left.wait(), LONG)
         assert (await w.ended()).outcome == "capacity"
 
 

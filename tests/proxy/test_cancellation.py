@@ -122,7 +122,7 @@ async def test_cancelled_at_every_await(body: str, failing: bool, times: int) ->
             if taken < stop:
                 break  # it was over before that wait
             stop += 1
-        assert stop > 2
+        assert stop > (1 if body == "list" else 2), "a list may wait but once, for the tasks of its prompts"
         assert output.body
         await until(lambda: len(asyncio.all_tasks()) <= idle)
         assert w.metric("pdproxy_inflight") == 0
