@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 
@@ -163,9 +164,11 @@ class TaskOwner:
         return [said for failures in self._failures if (said := failures.shortcoming()) is not None]
 
     def failures(self) -> Iterable[tuple[str, int]]:
-        """Yield how often each task that must always run has failed."""
+        """Return how often each task that must always run has failed. Tasks of one shortened name count together."""
+        totals: Counter[str] = Counter()
         for failures in self._failures:
-            yield failures.name, failures.total
+            totals[failures.name] += failures.total
+        return totals.items()
 
     async def settle(self, timeout: float) -> int:
         """Wait up to `timeout` seconds for the tasks to end by themselves, cancel the rest; return how many those were."""
