@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from pathlib import Path
+from typing import NoReturn
 
+import msgspec
 import pytest
 
 from pdproxy.fleet import prober
-from pdproxy.settings.schema import Node
+from pdproxy.observe.events import HandleEnded
+from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.schema import EngineTls, Node, Receiver
 from tests.fakes import answers, scripts
+from tests.fakes.client import Client, request
 from tests.fakes.engine import FakeEngine, Reply
+from tests.fakes.pool import pool
 from tests.fakes.scripts import WORD
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
+
+LONG_PROMPT = "def main(argv):\n    for name in argv:\n        print(name)\n" * 5
 
 
 async def add(w: World, role: str = "decode") -> FakeEngine:
@@ -76,7 +86,7 @@ async def test_a_decode_engine_comes_and_goes(caplog: pytest.LogCaptureFixture) 
         assert (removed.node.requests, removed.node.prompt_bytes) == (0, 0)
         await until(lambda: not removed.client._all)
         assert (await w.get("/ready")).json == {"ready": True, "reason": None, "details": []}
-        assert not [task for task in asyncio.all_tasks() if second.url in task.get_name()]
+        await until(lambda: not [task for task in asyncio.all_tasks() if second.url in task.get_name()])
         assert {(await w.ended(count)).outcome for count in range(1, 12)} == {"ok"}
     assert not [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR]
 
@@ -132,16 +142,14 @@ async def test_one_that_is_added_again_is_probed_again() -> None:
     """Nothing of its past counts: what was learned of it before may be wrong by now."""
     async with world(decode=2) as w:
         engine = w.decode[0]
-        before = w.proxy.ledger.run_of(engine.url)
         old = w.proxy.setup.remove(engine.url)
-        assert w.proxy.ledger.run_of(engine.url) == before, "handles that are still open ask for it"
         with pytest.raises(KeyError):
             w.proxy.setup.remove(engine.url)
         new = w.proxy.setup.add(Node(url=engine.url, role="decode"))
         with pytest.raises(ValueError, match="is there already"):
             w.proxy.setup.add(Node(url=engine.url, role="decode"))
         assert new is not old
-        assert w.proxy.ledger.run_of(engine.url) != before
+        assert new.node.run_number != old.node.run_number
         assert not new.node.up
         await up(w, engine)
         w.proxy.setup.remove(w.decode[1].url)
@@ -181,3 +189,160 @@ async def test_the_last_decode_engine_is_removed() -> None:
         await add(w)
         assert (await w.get("/ready")).status == 200
         assert (await w.ask(COMPLETIONS, completion())).text == TEXT
+
+
+async def _served(w: World) -> tuple[Client, FakeEngine]:
+    """Have a decode engine work on an unstreamed request; return its client and the engine."""
+    client = await w.client()
+    client.post(COMPLETIONS, completion())
+    await until(lambda: any(engine.requests for engine in w.decode))
+    return client, next(engine for engine in w.decode if engine.requests)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["refuses", "sends nothing"])
+async def test_a_removed_engine_dies_while_it_serves_a_request(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leg ends as it would without the removal: long before the deadline of the request."""
+    monkeypatch.setattr(prober, "MIN_GAP", 0.05)
+    deadlines = {"between_tokens": 0.3, "first_token": 60.0, "total": 60.0, "probe": 0.1}
+    async with world(deadlines=deadlines, limits={"attempts": 1}, leaves=True) as w:
+        w.decode[0].script(scripts.stall)
+        client, engine = await _served(w)
+        w.proxy.setup.remove(engine.url)
+        if late:
+            engine.admin["/health"] = scripts.stall
+        else:
+            engine.refuse()
+        answer = await asyncio.wait_for(client.answer(), 20)
+        assert answer.status == 504
+        assert "has been down for 0.3 s" in str(answer.json)
+        await until(lambda: not [task for task in asyncio.all_tasks() if engine.url in task.get_name()])
+
+
+async def test_an_engine_that_recovers_after_its_removal_keeps_its_legs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was down when it was removed, and answers its probes again."""
+    monkeypatch.setattr(prober, "MIN_GAP", 0.05)
+    async with world(deadlines={"between_tokens": 0.5}, limits={"attempts": 1}) as w:
+        go = asyncio.Event()
+        w.decode[0].script(scripts.gate(go, w.decode[0].default))
+        client, engine = await _served(w)
+        node = w.proxy.engines[engine.url].node
+        w.proxy.ledger.mark_down(engine.url, "overloaded", w.proxy.prober._now())
+        w.proxy.setup.remove(engine.url)
+        await until(lambda: node.up)
+        await asyncio.sleep(1.0)
+        go.set()
+        assert (await asyncio.wait_for(client.answer(), 20)).text == TEXT
+
+
+@pytest.mark.parametrize("removed", [False, True], ids=["kept", "removed"])
+async def test_kv_that_was_pushed_to_a_removed_engine_is_released(removed: bool) -> None:
+    """Its client has left before all notices came: only that engine can release it."""
+    async with pool("lmcache-pd") as pair:
+        w = pair.world
+        pair.p.faults.add("late_notice:delay=0.5,rate=1")
+        client = await w.client()
+        client.send(request("POST", COMPLETIONS, {"model": "tiny", "prompt": LONG_PROMPT, "max_tokens": 4}))
+        await until(lambda: sum(count for count, _ in w.proxy.custodian.snapshot().values()))
+        client.close()
+        await until(lambda: not any(node.requests for node in w.proxy.ledger.nodes))
+        if removed:
+            w.proxy.setup.remove(pair.d.url)
+        await until(lambda: w.events(HandleEnded))
+        assert [event.end for event in w.events(HandleEnded)] == ["released"]
+        other = Node(url="http://127.0.0.1:9", role="prefill")
+        w.proxy.setup.add(other)
+        assert (pair.d.url in w.proxy.engines.known) is not removed
+        w.proxy.setup.remove(other.url)
+
+
+async def test_an_engine_that_is_being_added_leaves_the_proxy_ready() -> None:
+    """It stands in the details until it has answered its probe."""
+    async with world() as w:
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen()
+            url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            w.proxy.setup.add(Node(url=url, role="decode"))
+            ready = await w.get("/ready")
+            assert (ready.status, ready.json["details"]) == (200, [f"decode {url}: not probed yet"])
+            w.proxy.setup.remove(url)
+
+
+RECEIVER = Receiver(init_ports=(7300,), alloc_ports=(7400,))
+ADDED = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("node", "why"),
+    [
+        (Node(url=ADDED, role="decode"), r"receiver: connector lmcache-pd needs init_ports and alloc_ports"),
+        (
+            Node(url=ADDED, role="decode", receiver=Receiver(init_ports=(7300, 7301), alloc_ports=(7400,))),
+            "2 init_ports, but 1 alloc_ports",
+        ),
+        (
+            Node(url=ADDED, role="decode", receiver=Receiver(init_ports=(7300,), alloc_ports=(7300,))),
+            "port 7300 of 127.0.0.1 is given twice",
+        ),
+        (Node(url=ADDED, role="prefill", receiver=RECEIVER), "only a decode engine of connector lmcache-pd"),
+        (
+            Node(url=ADDED, role="decode", receiver=RECEIVER, sources=("http://127.0.0.1:8",)),
+            "http://127.0.0.1:8 is no prefill engine of this pool",
+        ),
+        (Node(url=ADDED, role="decoder"), "role: expected prefill or decode or aggregated"),  # type: ignore[arg-type]
+        (Node(url="http://127.0.0.1:9/v1", role="prefill"), "nothing may follow them"),
+        (Node(url="http://u:secret@127.0.0.1:9", role="prefill"), "user and password aren't supported"),
+        (Node(url=ADDED, role="prefill", api_key="a", api_key_file="b"), "exclude each other"),
+    ],
+)
+async def test_an_engine_that_the_settings_would_refuse_is_not_added(node: Node, why: str) -> None:
+    """The error names the engine and what is wrong, and nothing has changed."""
+    async with pool("lmcache-pd") as pair:
+        proxy = pair.world.proxy
+        before = (dict(proxy.engines), dict(proxy.engines.known), proxy.ledger.nodes, repr(proxy.credentials))
+        with pytest.raises(SettingsError, match=why) as raised:
+            proxy.setup.add(node)
+        assert "can't be added" in str(raised.value)
+        assert "secret" not in str(raised.value)
+        assert (dict(proxy.engines), dict(proxy.engines.known), proxy.ledger.nodes, repr(proxy.credentials)) == before
+
+
+async def test_receiver_ports_of_engines_that_are_there_are_taken() -> None:
+    """An engine that is removed frees them; a URL is written in its normal spelling."""
+    async with pool("lmcache-pd") as pair:
+        setup = pair.world.proxy.setup
+        (taken,) = [node.receiver for node in pair.world.proxy.settings.pool.nodes if node.role == "decode"]
+        node = Node(url="http://LOCALHOST:9/", role="decode", receiver=taken)
+        here = msgspec.structs.replace(taken, host="127.0.0.1")
+        with pytest.raises(SettingsError, match="is given twice"):
+            setup.add(msgspec.structs.replace(node, receiver=here))
+        setup.remove(pair.d.url)
+        assert setup.add(msgspec.structs.replace(node, receiver=here)).url == "http://localhost:9"
+        with pytest.raises(SettingsError, match="is given twice"):
+            setup.add(node)
+        setup.remove("http://localhost:9")
+
+
+async def test_an_engine_whose_files_are_wrong_leaves_no_file_behind(tmp_path: Path) -> None:
+    """A key that was read is not checked any more if the certificates can't be used, or if the client can't be made."""
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    async with world() as w:
+        setup, credentials = w.proxy.setup, w.proxy.credentials
+        before = repr(credentials)
+        tls = EngineTls(ca=str(tmp_path / "nothing"))
+        with pytest.raises(SettingsError):
+            setup.add(Node(url="https://127.0.0.1:9", role="decode", api_key_file=str(key), tls=tls))
+        assert repr(credentials) == before
+
+        def fail(*_: object, **__: object) -> NoReturn:
+            raise OSError("no client")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(setup, "_client", fail)
+            with pytest.raises(OSError, match="no client"):
+                setup.add(Node(url=ADDED, role="decode", api_key_file=str(key)))
+        assert repr(credentials) == before
+        key.unlink()
+        credentials.look()
+        assert credentials.shortcomings() == []

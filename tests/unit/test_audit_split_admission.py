@@ -21,7 +21,7 @@ from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.request.admission import Admission
 from pdproxy.upstream.metrics_page import Scrape, read_metrics
 from pdproxy.wire.request import Alone, Route, parse
-from tests.fakes.registry import registry
+from tests.fakes.registry import registry, unused_client
 from tests.unit.test_transfer_nixl import recorded
 
 
@@ -144,6 +144,20 @@ def test_cached_prompts_need_not_move_and_a_restart_starts_over(again: Scrape) -
     for _ in range(3):
         auditor.scraped(engine, again)
     assert auditor.missing() == {"d": 160}, "the new account counts"
+
+
+def test_a_leg_counts_for_the_engine_that_it_was_sent_to() -> None:
+    """Not for the next one with its URL."""
+    auditor, removed, _ = books()
+    auditor.scraped(removed, scrape(0))
+    auditor.asked(removed, 160)
+    auditor._engines.remove("d")
+    new = auditor._engines.add(removed.node.spec, unused_client("d"))
+    auditor.scraped(new, scrape(0))
+    auditor.over(removed, 160, loaded=True)
+    for _ in range(4):
+        auditor.scraped(new, scrape(0))
+    assert auditor.missing() == {"d": 0}
 
 
 def test_recorded_metrics_are_read() -> None:

@@ -8,11 +8,12 @@ import pytest
 
 from pdproxy.fleet.engine import Engine, EngineCredentials
 from pdproxy.kit.errors import EngineError
-from pdproxy.kit.tasks import Pauses, TaskOwner
+from pdproxy.kit.tasks import MAX_NAME, Pauses, TaskOwner
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
+from pdproxy.serving.kv.release import MIN_CONTACTS, Contacts
 from tests.fakes.registry import registry, unused_client
 
 SPLIT = (Role.PREFILL, Role.DECODE)
@@ -76,7 +77,7 @@ def test_credentials_while_legs_are_under_way() -> None:
 @pytest.mark.parametrize("verdict", list(Verdict))
 @pytest.mark.parametrize("again", [False, True], ids=["gone", "added again"])
 def test_a_lease_is_closed_after_its_engine_was_removed(verdict: Verdict, again: bool) -> None:
-    """Whatever it shows, it changes no other engine, and opens no breaker. A refused connection counts for the address."""
+    """Whatever it shows, it changes no other engine, also not the next one with its URL, and opens no breaker."""
     engines, ledger = registry(P, D, E)
     up(ledger, "p", "d", "e")
     pair = ledger.assign(SPLIT, Ask("m", 10, 0.0), without=["e"])
@@ -87,7 +88,8 @@ def test_a_lease_is_closed_after_its_engine_was_removed(verdict: Verdict, again:
         engines.add(D, unused_client("d"))
         up(ledger, "d")
     reported = [ledger.close(lease, verdict, 1.0) for lease in (pair[Role.DECODE], *others) if lease is not None]
-    assert reported == [again and verdict is Verdict.UNREACHABLE] + [False] * 5
+    assert reported == [False] * 6
+    assert all(node.up for node in ledger.nodes)
     assert (pair[Role.DECODE].node.requests, pair[Role.DECODE].node.prompt_bytes) == (0, 0)
     ledger.close(pair[Role.PREFILL], Verdict.GOOD, 1.0)
     assert [node.requests for node in ledger.nodes] == [0] * len(engines)
@@ -140,15 +142,14 @@ def test_a_run_is_told_from_those_before_the_removal() -> None:
     engines, ledger = registry(D)
     up(ledger, "d")
     up(ledger, "d", started=2.0)
-    lives = [ledger.run_of("d")]
+    runs = [engines["d"].node.run_number]
     engines["d"].run.proven["m", None, False] = 1  # type: ignore[index]
     engines.remove("d")
-    assert ledger.run_of("d") == lives[0]
     engines.add(D, unused_client("d"))
-    lives.append(ledger.run_of("d"))
+    runs.append(engines["d"].node.run_number)
     up(ledger, "d")
-    lives.append(ledger.run_of("d"))
-    assert len(set(lives)) == 3
+    runs.append(engines["d"].node.run_number)
+    assert len(set(runs)) == 3
     assert not engines["d"].run.proven
 
 
@@ -159,13 +160,91 @@ async def test_a_kept_task_ends_and_is_forgotten() -> None:
     async def fail() -> None:
         raise ValueError
 
-    owner.keep(fail, "one")
+    failing = owner.keep(fail, "one")
     task = owner.keep(lambda: asyncio.sleep(60), "other")
     await asyncio.sleep(0.01)
     assert (len(owner.shortcomings()), dict(owner.failures())) == (1, {"one": 1, "other": 0})
-    owner.end("one")
-    owner.end("nobody")
+    owner.end(failing)
     await asyncio.sleep(0.01)
     assert (owner.shortcomings(), dict(owner.failures()), len(owner)) == ([], {"other": 0}, 1)
     assert not task.cancelled()
     await owner.settle(0)
+
+
+async def test_tasks_whose_long_names_begin_alike_end_each_by_itself() -> None:
+    """Names are shortened where they are shown: a metric has each name once."""
+    owner = TaskOwner("owner")
+    one, other = (owner.keep(lambda: asyncio.sleep(60), "x" * MAX_NAME + end) for end in "ab")
+    await asyncio.sleep(0)
+    assert [count for _, count in owner.failures()] == [0]
+    owner.end(one)
+    await asyncio.sleep(0.01)
+    assert (one.done(), other.done(), len(list(owner.failures()))) == (True, False, 1)
+    await owner.settle(0)
+
+
+def test_a_release_goes_to_the_decode_engines_of_a_removed_prefill_engine() -> None:
+    """Also where others are up: they can't read its KV."""
+    specs = (P, NodeSpec("q", Role.PREFILL), NodeSpec("d", Role.DECODE, frozenset("p")))
+    engines, ledger = registry(*specs, NodeSpec("e", Role.DECODE, frozenset("q")))
+    up(ledger, "p", "q", "d", "e")
+    for _ in range(2):
+        found = ledger.release_through("p", "m", 0.0, prefer_not="d")
+        assert found is not None
+        assert found.url == "d"
+        if "p" in engines:
+            engines.remove("p")
+
+
+def test_an_engine_is_known_while_it_may_hold_kv() -> None:
+    """While somebody names it, or slots of its buffer are taken. Its release goes through its client."""
+    engines, _ = registry(P)
+    named = {"d"}
+    engines.keep_known(lambda: named)
+    engines.add(D, unused_client("d"))
+    buffered = engines.add(E, unused_client("e"), buffer_capacity=4)
+    assert buffered.buffer is not None
+    buffered.buffer.taken = 1
+    for url in ("d", "e", "p"):
+        engines.remove(url)
+    assert set(engines.known) == {"d", "e"}
+    named.clear()
+    buffered.buffer.taken = 0
+    engines.add(P, unused_client("p"))
+    assert set(engines.known) == {"p"}
+
+
+def test_nothing_grows_with_the_engines_that_were_removed() -> None:
+    """Not the ledger, not the registry, not the pairs that have met; those that are there stay met."""
+    engines, ledger = registry(P, D)
+    up(ledger, "p", "d")
+    contacts = Contacts(engines.known)
+    contacts.add("p", "d")
+    for number in range(1000):
+        url = f"d{number}"
+        engines.add(NodeSpec(url, Role.DECODE), unused_client(url))
+        assert not contacts.met("p", url)
+        contacts.add("p", url)
+        assert contacts.met("p", url)
+        engines.remove(url)
+        assert not contacts.met("p", url)
+        contacts.add("p", url)
+    assert contacts.met("p", "d")
+    assert len(contacts._pairs) <= MIN_CONTACTS
+    sizes = [len(kept) for owner in (ledger, engines) for kept in vars(owner).values() if isinstance(kept, dict | list)]
+    assert max(sizes) < 10
+
+
+def test_many_pairs_stay_met() -> None:
+    """Dropping old pairs drops none of the present engines."""
+    specs = [NodeSpec(f"{role.value}{n}", role) for role in SPLIT for n in range(20)]
+    engines, _ = registry(*specs)
+    contacts = Contacts(engines.known)
+    pairs = [(p.url, d.url) for p in specs[:20] for d in specs[20:]]
+    for pair in pairs:
+        contacts.add(*pair)
+    assert all(contacts.met(*pair) for pair in pairs)
+    run = engines["decode0"].node.run_number
+    up(engines._ledger, "decode0")
+    assert engines["decode0"].node.run_number != run
+    assert not contacts.met("prefill0", "decode0")

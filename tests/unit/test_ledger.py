@@ -228,6 +228,34 @@ def test_not_ready_before_all_are_probed() -> None:
     assert made.assign_alone(Ask("m", 1, 0)) is None
 
 
+def test_an_engine_that_is_added_later_does_not_make_it_unready() -> None:
+    """Only the engines of the start are waited for, all of them; a later one stands in the details until it was probed."""
+    made = ledger(probed=False)
+    for node in made.nodes[1:]:
+        made.mark_up(node.url, evidence())
+    assert "not probed yet: p1" in (made.not_ready() or "")
+    made.mark_down("p1", "gone", 0.0)
+    assert made.not_ready() is None
+    made.add(NodeSpec("d9", Role.DECODE))
+    assert made.not_ready() is None
+    assert "decode d9: not probed yet" in made.shortcomings(0.0)
+    for url in ("d1", "d2", "a1"):
+        made.mark_down(url, "gone", 0.0)
+    assert "no decode or aggregated engine is up" in (made.not_ready() or "")
+
+
+def test_an_unprobed_engine_that_is_removed_is_not_waited_for() -> None:
+    """And a ledger without engines is not past its start."""
+    made = ledger(probed=False)
+    for node in made.nodes[1:]:
+        made.mark_up(node.url, evidence())
+    made.remove("p1")
+    assert made.not_ready() is None
+    empty = Ledger([], breaker_failures=3, breaker_cooldown=5)
+    empty.add(NodeSpec("d", Role.DECODE))
+    assert "starting" in (empty.not_ready() or "")
+
+
 SOURCES = [
     NodeSpec("p1", Role.PREFILL),
     NodeSpec("p2", Role.PREFILL),
@@ -264,6 +292,11 @@ def test_a_decode_engine_whose_sources_are_gone_is_in_no_pair() -> None:
     assert why_incompatible(p2, d1) == why_incompatible(d1, p2) == "not configured as a pair"
 
 
+def run_of(made: Ledger, url: str) -> int:
+    """The number of an engine's present run."""
+    return next(node.run_number for node in made.nodes if node.url == url)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "down", "another"),
     [
@@ -279,13 +312,13 @@ def test_a_decode_engine_whose_sources_are_gone_is_in_no_pair() -> None:
 def test_which_run_of_an_engine_it_is(before: Evidence, after: Evidence, down: bool, another: bool) -> None:
     """Its start time decides. Where it reports none, an engine that was down or has changed may be another run."""
     made = ledger(probed=False)
-    unseen = made.run_of("p1")
+    unseen = run_of(made, "p1")
     made.mark_up("p1", before)
-    first, other = made.run_of("p1"), made.run_of("p2")
+    first, other = run_of(made, "p1"), run_of(made, "p2")
     assert len({unseen, first, other}) == 3
     if down:
         made.mark_down("p1", "gone", 0.0)
-        assert made.run_of("p1") == first
+        assert run_of(made, "p1") == first
     made.mark_up("p1", after)
-    assert (made.run_of("p1") != first) is another
-    assert made.run_of("p2") == other
+    assert (run_of(made, "p1") != first) is another
+    assert run_of(made, "p2") == other

@@ -68,8 +68,7 @@ class Reference:
         return self.lease(found[0], ask.prompt_bytes)
 
     def release_through(self, prefill: str, ask: Ask, prefer_not: str) -> Node | None:
-        source = self.nodes[prefill].spec
-        ranked = [node for node in self.ranked(Role.DECODE, ask, ()) if node.spec.takes_from(source)]
+        ranked = [node for node in self.ranked(Role.DECODE, ask, ()) if node.spec.takes_from(prefill)]
         others = [node for node in ranked if node.url != prefer_not]
         return next(iter(others or ranked), None)
 

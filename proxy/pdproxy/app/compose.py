@@ -132,6 +132,7 @@ class Proxy:
 
         transfer = build_transfer(settings, engines, clock, observers)
         custodian = Custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
+        engines.keep_known(custodian.named)
         router = NoticeRouter(transfer.ready, custodian)
         notices = NoticeSocket(router.receive, transfer.ready.undecodable, tasks.watch("notices").failed)
         tokens = build_tokens(
@@ -210,8 +211,7 @@ class Proxy:
             metrics=metrics,
             telemetry=router.telemetry if transfer.contract.has_notices_over(Channel.HTTP) else None,
         )
-        for node in pool.nodes:
-            setup.add(node)
+        setup.add_configured()
         return cls(
             settings=settings,
             credentials=credentials,

@@ -15,6 +15,7 @@ from pdproxy.fleet.engine import EngineCredentials
 from pdproxy.kit.reloading_file import ReloadingFile
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.serving.access.keys import Keys, digest
+from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.files import read_key, read_keys
 from pdproxy.settings.schema import EngineTls, ListenTls, Node, Settings
 from pdproxy.settings.tls import engine_context, following, listen_context, merged
@@ -124,7 +125,12 @@ class Credentials:
     def _read_engine(self, node: Node, where: str) -> None:
         own = node.api_key is not None or node.api_key_file is not None
         key = self._key(f"{where}.api_key_file", node.api_key, node.api_key_file) if own else self._common_key
-        self._engines[node.url] = EngineCredentials(key, self._engine_tls(where, node))
+        try:
+            tls = self._engine_tls(where, node)
+        except SettingsError:
+            self._followed = [one for one in self._followed if one is not key or key is self._common_key]
+            raise
+        self._engines[node.url] = EngineCredentials(key, tls)
 
     def _engine_tls(self, where: str, node: Node) -> Callable[[], ssl.SSLContext | None]:
         if not node.url.startswith("https:"):

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.transfer import buffer_capacity, receiver_of
-from pdproxy.fleet.engine import Engine
+from pdproxy.fleet.engine import Engine, EngineCredentials
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.scheduling.nodes import NodeSpec, Role
+from pdproxy.settings.crosscheck import checked_node
 from pdproxy.settings.schema import Node, Settings
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
@@ -33,17 +34,35 @@ class EngineSetup:
         self._clock = clock
         self._answers = answers
         self._client = client
+        self._nodes: dict[str, Node] = {}
+
+    def add_configured(self) -> None:
+        """Add the engines of the settings, which were checked together when the settings were read."""
+        for node in self._settings.pool.nodes:
+            self._add(node)
 
     def add(self, node: Node) -> Engine:
-        """Add an engine. It gets requests once it has answered a probe.
+        """Add an engine. It gets requests once it has answered a probe. What fails changes nothing.
 
         Raises:
-            SettingsError: a file of its key or certificates can't be used.
+            SettingsError: it can't work in this pool, or a file of its key or certificates can't be used.
             ValueError: there is an engine with this URL.
         """
         if node.url in self._engines:
             raise ValueError(f"{node.url} is there already")
+        return self._add(checked_node(node, self._settings.pool, tuple(self._nodes.values())))
+
+    def _add(self, node: Node) -> Engine:
         credentials = self._credentials.of_engine(node)
+        try:
+            engine = self._made(node, credentials)
+        except Exception:
+            self._credentials.forget(node.url)
+            raise
+        self._nodes[node.url] = node
+        return engine
+
+    def _made(self, node: Node, credentials: EngineCredentials) -> Engine:
         receiver = receiver_of(node)
         client = self._client(
             node.url,
@@ -72,6 +91,7 @@ class EngineSetup:
         """
         engine = self._engines.remove(url)
         self._credentials.forget(url)
+        del self._nodes[url]
         return engine
 
 

@@ -19,26 +19,29 @@ LOCAL_HIT = "local_cache_hit"
 
 
 class Auditor:
-    """Compares what was sent with what arrived, for every decode engine."""
+    """Compares what was sent with what arrived, for every decode engine.
+
+    An `Engine` counts also after its removal; a URL means the engine that has it now.
+    """
 
     def __init__(self, engines: EngineRegistry, ledger: Ledger, observers: Observers) -> None:
         self._engines = engines
         self._ledger = ledger
         self._observers = observers
 
-    def asked(self, decode: str, prompt_tokens: int) -> None:
+    def asked(self, decode: Engine | str, prompt_tokens: int) -> None:
         """Count a prompt whose KV a decode engine was given. It may count the KV at once, long before it sends data."""
         if (account := self._account(decode)) is not None:
             account.loading += self._blocks(prompt_tokens)
 
-    def over(self, decode: str, prompt_tokens: int, *, loaded: bool) -> None:
+    def over(self, decode: Engine | str, prompt_tokens: int, *, loaded: bool) -> None:
         """Count the end of that leg. `loaded`: the engine has sent data for it, so the KV must have arrived."""
         if (account := self._account(decode)) is not None:
             account.loading = max(0, account.loading - self._blocks(prompt_tokens))
             account.expected += self._blocks(prompt_tokens) if loaded else 0
 
-    def _account(self, url: str) -> Account | None:
-        engine = self._engines.known.get(url)
+    def _account(self, decode: Engine | str) -> Account | None:
+        engine = self._engines.known.get(decode) if isinstance(decode, str) else decode
         return engine.audit.account if engine is not None else None
 
     def _blocks(self, prompt_tokens: int) -> int:

@@ -132,6 +132,6 @@ class Engine:
     @property
     def run(self) -> EngineRun:
         """What was learned of the engine's present run."""
-        if self._run.number != self.node.runs:
-            self._run = EngineRun(self.node.runs)
+        if self._run.number != self.node.run_number:
+            self._run = EngineRun(self.node.run_number)
         return self._run

@@ -6,7 +6,7 @@ Owns every `Engine`. A part that must act when engines come and go is a watcher 
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Protocol
 
 from pdproxy.fleet.engine import Engine, EngineCredentials, ReceiveBuffer
@@ -30,8 +30,8 @@ class EngineWatcher(Protocol):
 class EngineRegistry(Mapping[str, Engine]):
     """All engines of one pool by URL, in the order in which they were added.
 
-    `known` holds the same engines, and removed ones to which legs may still run: every lease finds its engine there. It is a
-    plain dict, since the data path reads it; only the registry writes to it.
+    `known` holds the same engines, and those removed ones that are still needed: legs to them may be under way, or they may hold
+    KV. Who has a lease or a custody finds its engine there. It is a plain dict for the data path; only the registry writes to it.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -40,6 +40,7 @@ class EngineRegistry(Mapping[str, Engine]):
         self.known: dict[str, Engine] = {}
         self._leaving: list[Engine] = []
         self._watchers: list[EngineWatcher] = []
+        self._named: list[Callable[[], Collection[str]]] = []
 
     def __repr__(self) -> str:
         return f"<EngineRegistry {', '.join(self._engines) or 'without engines'}>"
@@ -56,6 +57,10 @@ class EngineRegistry(Mapping[str, Engine]):
     def watch(self, watcher: EngineWatcher) -> None:
         """Call a watcher for each engine that is added or removed from now on."""
         self._watchers.append(watcher)
+
+    def keep_known(self, named: Callable[[], Collection[str]]) -> None:
+        """Keep removed engines in `known` while `named` returns their URLs. It is called when engines come and go."""
+        self._named.append(named)
 
     def add(
         self,
@@ -120,8 +125,13 @@ class EngineRegistry(Mapping[str, Engine]):
         return engine
 
     def _drop_idle(self) -> None:
-        """Drop removed engines to which no leg runs."""
-        self._leaving = [engine for engine in self._leaving if engine.node.requests]
+        """Drop removed engines that no leg is under way to, and that hold no KV for us."""
+        named = {url for urls in self._named for url in urls()} if self._leaving else set()
+        self._leaving = [
+            engine
+            for engine in self._leaving
+            if engine.node.requests or (engine.buffer is not None and engine.buffer.taken) or engine.url in named
+        ]
         needed = self._engines.keys() | {engine.url for engine in self._leaving}
         for url in self.known.keys() - needed:
             del self.known[url]

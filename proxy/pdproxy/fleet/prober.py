@@ -1,14 +1,15 @@
 """Probing: whether each engine is up, and whether it is still the same run of it.
 
 Owns the tasks that ask, and how often; what they find is written to the ledger. An engine is asked for its full identity when it
-is new or has restarted (its start time changed), and for its health alone otherwise.
+is new or has restarted (its start time changed), and for its health alone otherwise. A removed engine is asked for its health
+until the legs to it have ended: they end early once it is down.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import TypeVar
 
@@ -36,7 +37,7 @@ _T = TypeVar("_T")
 
 
 MIN_GAP = 1.0
-"""Minimum of seconds between two probes of an engine."""
+"""Minimum seconds between two probes of an engine. A removed engine with legs under way is probed so often."""
 MAX_BASES = 16
 """Base models of an engine that are asked for the canary: an engine has one, under some names."""
 MAX_LATE = 3
@@ -70,6 +71,7 @@ class Prober:
         self._interval = probes.interval
         self._scrape_every = max(1, round(probes.scrape_interval / probes.interval))
         self._started = False
+        self._running: dict[Engine, asyncio.Task[None]] = {}
         engines.watch(self)
 
     def start(self) -> None:
@@ -81,11 +83,13 @@ class Prober:
     def added(self, engine: Engine) -> None:
         """Probe one more engine."""
         if self._started:
-            self._tasks.keep(partial(self.run, engine), _task_name(engine))
+            self._running[engine] = self._tasks.keep(partial(self.run, engine), f"probe {engine.url}")
 
     def removed(self, engine: Engine) -> None:
-        """Probe an engine no more."""
-        self._tasks.end(_task_name(engine))
+        """Probe an engine no more, but for its health while legs to it are under way."""
+        if (task := self._running.pop(engine, None)) is not None:
+            self._tasks.end(task)
+            self._tasks.spawn(self._watch_removed(engine), f"probe removed {engine.url}")
 
     def notify(self, event: Event) -> None:
         """Have an engine probed at once when a leg to it failed."""
@@ -96,14 +100,7 @@ class Prober:
         """Probe one engine until cancelled."""
         count = 0
         while True:
-            try:
-                await self.probe(engine, scrape=count % self._scrape_every == 0)
-            except OverloadedError as error:
-                logger.warning(
-                    "%s was not probed: %s", engine.url, error.message
-                )  # this shows nothing about the engine
-            except Exception as error:  # the next probe may succeed
-                logger.error("a probe of %s failed in pdproxy itself: %s", engine.url, frames(error))  # noqa: TRY400
+            await self._logged(engine, self.probe(engine, scrape=count % self._scrape_every == 0))
             count += 1
             wake = engine.probes.wake
             try:
@@ -120,17 +117,26 @@ class Prober:
         """Probe an engine now: something about it has just changed."""
         engine.probes.wake.set()
 
+    async def _watch_removed(self, engine: Engine) -> None:
+        while engine.node.requests:
+            await self._logged(engine, self._probe_removed(engine))
+            await asyncio.sleep(MIN_GAP)
+
+    async def _logged(self, engine: Engine, probe: Coroutine[object, object, None]) -> None:
+        """Run one probe. Its failures in the proxy itself are logged: the next one may succeed."""
+        try:
+            await probe
+        except OverloadedError as error:
+            logger.warning("%s was not probed: %s", engine.url, error.message)  # which shows nothing of the engine
+        except Exception as error:
+            logger.error("a probe of %s failed in pdproxy itself: %s", engine.url, frames(error))  # noqa: TRY400
+
     async def probe(self, engine: Engine, *, scrape: bool) -> None:
         """Ask one engine how it is, once, and write the answer to the ledger. `scrape`: read its metrics, too."""
-        node, probes = engine.node, engine.probes
-        try:
-            await self._admin.healthy(engine.url)
-            probes.late = 0
-        except EngineError as error:
-            self._count_late(engine, error)
-            probes.late = probes.late + 1 if isinstance(error, EngineTimeoutError) else MAX_LATE
-            if not node.up or probes.late >= MAX_LATE:
-                self._lost(engine, error)
+        node = engine.node
+        if (failure := await self._health(engine)) is not None:
+            if not node.up or engine.probes.late >= MAX_LATE:
+                self._lost(engine, failure)
             return
         if not scrape and node.up:
             return
@@ -146,6 +152,23 @@ class Prober:
             reason = f"{truncate(','.join(sorted(evidence.models)))} on vLLM {evidence.version or '?'}"
             self._observers.notify(NodeChanged(engine.url, node.role.value, up=True, reason=reason))
         self._auditor.scraped(engine, metrics)
+
+    async def _probe_removed(self, engine: Engine) -> None:
+        failure = await self._health(engine)
+        if failure is None or engine.probes.late >= MAX_LATE:
+            self._ledger.mark_removed(engine.node, failure.message if failure is not None else None, self._now())
+
+    async def _health(self, engine: Engine) -> EngineError | None:
+        """Ask an engine for its health; return the failure, None if it is healthy."""
+        probes = engine.probes
+        try:
+            await self._admin.healthy(engine.url)
+        except EngineError as error:
+            self._count_late(engine, error)
+            probes.late = probes.late + 1 if isinstance(error, EngineTimeoutError) else MAX_LATE
+            return error
+        probes.late = 0
+        return None
 
     def _count_late(self, engine: Engine, error: EngineError) -> None:
         if isinstance(error, EngineTimeoutError):
@@ -195,7 +218,3 @@ class Prober:
                 raise
             logger.debug("left open: %s", error.message)
             return default
-
-
-def _task_name(engine: Engine) -> str:
-    return f"probe {engine.url}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 
@@ -102,6 +103,7 @@ class TaskOwner:
         self._now = now
         self._tasks: set[asyncio.Task[None]] = set()
         self._failures: list[Failures] = []
+        self._kept: dict[asyncio.Task[None], Failures] = {}
 
     def __repr__(self) -> str:
         return f"<TaskOwner {self._name}: {len(self._tasks)} running>"
@@ -111,30 +113,30 @@ class TaskOwner:
 
     def spawn(self, coroutine: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
         """Run a coroutine in the background; a failure is logged with its name."""
-        task = asyncio.get_running_loop().create_task(coroutine, name=self._full_name(name))
+        task = asyncio.get_running_loop().create_task(coroutine, name=f"{self._name}:{truncate(name, MAX_NAME)}")
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._kept.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("background task %s failed: %s", task.get_name(), frames(error))
             drop_traceback(error)
 
     def keep(self, run: Callable[[], Coroutine[object, object, None]], name: str) -> asyncio.Task[None]:
         """Run what must always run. When it ends, it is started again after a pause, until it is cancelled."""
-        return self.spawn(self._kept(run, self.watch(name)), name)
+        failures = self.watch(name)
+        task = self.spawn(self._run_again(run, failures), name)
+        self._kept[task] = failures
+        return task
 
-    def end(self, name: str) -> None:
+    def end(self, task: asyncio.Task[None]) -> None:
         """End a task that was kept running, and forget its failures."""
-        for task in self._tasks:
-            if task.get_name() == self._full_name(name):
-                task.cancel()
-        self._failures = [failures for failures in self._failures if failures.name != truncate(name, MAX_NAME)]
-
-    def _full_name(self, name: str) -> str:
-        return f"{self._name}:{truncate(name, MAX_NAME)}"
+        task.cancel()
+        failures = self._kept.pop(task, None)
+        self._failures = [one for one in self._failures if one is not failures]
 
     def watch(self, name: str) -> Failures:
         """Return where the failures of something that must always run are to be reported."""
@@ -142,7 +144,7 @@ class TaskOwner:
         self._failures.append(failures)
         return failures
 
-    async def _kept(self, run: Callable[[], Coroutine[object, object, None]], failures: Failures) -> None:
+    async def _run_again(self, run: Callable[[], Coroutine[object, object, None]], failures: Failures) -> None:
         task = asyncio.current_task()
         assert task is not None
         while True:
@@ -164,9 +166,11 @@ class TaskOwner:
         return [text for failures in self._failures if (text := failures.shortcoming()) is not None]
 
     def failures(self) -> Iterable[tuple[str, int]]:
-        """Yield how often each task that must always run has failed."""
+        """Return how often each task that must always run has failed. Tasks of one shortened name count together."""
+        totals: Counter[str] = Counter()
         for failures in self._failures:
-            yield failures.name, failures.total
+            totals[failures.name] += failures.total
+        return totals.items()
 
     async def settle(self, timeout: float) -> int:
         """Wait up to `timeout` seconds for the tasks to end by themselves, cancel the rest; return how many those were."""

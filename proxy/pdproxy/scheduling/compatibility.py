@@ -10,7 +10,7 @@ from pdproxy.scheduling.nodes import Node, Role
 
 def prefill_and_decode(prefill: Node, decode: Node) -> str | None:
     """Return why a decode engine may not take a prefill engine's KV, None if it may."""
-    if not decode.spec.takes_from(prefill.spec):
+    if not decode.spec.takes_from(prefill.url):
         return "not configured as a pair"
     if prefill.evidence is None or decode.evidence is None:
         return "not probed yet"

@@ -6,6 +6,7 @@ see the same free engine. A lease is closed once. Only this changes the breaker,
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -37,9 +38,10 @@ class Ledger:
         breaker_cooldown: float,
         policies: Mapping[Role, PolicyFactory] = MappingProxyType({}),
     ) -> None:
-        self._nodes = {spec.url: Node(spec) for spec in specs}
-        self._past_runs: dict[str, int] = {}
-        """For each removed engine: how many runs of it were seen."""
+        self._run_numbers = itertools.count()
+        self._nodes = {spec.url: Node(spec, run_number=next(self._run_numbers)) for spec in specs}
+        self._starting = True
+        """Until every engine has been probed once. Engines that are added later don't count."""
         self._policies = make_policies(policies)
         self._breakers = Breakers(breaker_failures, breaker_cooldown)
         self._eligibility = Eligibility(self._nodes.values(), self._policies)
@@ -68,7 +70,7 @@ class Ledger:
         if node.evidence is not None and node.evidence != evidence:
             self._pardon(node)
         if node.evidence is None or not node.evidence.same_run(evidence, was_down=was_down):
-            node.runs += 1
+            node.run_number = next(self._run_numbers)
         if was_down:
             self._breakers.reset(node)
         node.evidence, node.down_because, node.probed = evidence, None, True
@@ -87,6 +89,12 @@ class Ledger:
         self._changed()
         return was_up
 
+    def mark_removed(self, node: Node, down_because: str | None, now: float) -> None:
+        """Note whether a removed engine is up, for the legs to it that are under way. `down_because` None: it is up."""
+        if node.down_because is None:
+            node.down_since = now
+        node.down_because = down_because
+
     def eject(self, prefill: str, decode: str) -> None:
         """Never pair these two again, until one of them changes."""
         if prefill not in self._nodes or decode not in self._nodes:
@@ -100,22 +108,15 @@ class Ledger:
             self._nodes[url].ejected.discard(node.url)
         node.ejected.clear()
 
-    def run_of(self, url: str) -> tuple[str, int]:
-        """Return what identifies one run of an engine: its URL, and how many runs of it were seen so far."""
-        node = self._nodes.get(url)
-        return url, self._past_runs[url] if node is None else node.runs
-
     def add(self, spec: NodeSpec) -> Node:
         """Add an engine. Nothing is sent to it before it has answered a probe."""
-        # An engine that was removed may be another engine now: what was learned of its runs must not count.
-        node = self._nodes[spec.url] = Node(spec, runs=self._past_runs.pop(spec.url, -1) + 1)
+        node = self._nodes[spec.url] = Node(spec, run_number=next(self._run_numbers))
         self._changed()
         return node
 
     def remove(self, url: str) -> None:
         """Remove an engine: it gets no more leases. Open leases are closed as usual, without effect on others."""
         node = self._nodes.pop(url)
-        self._past_runs[url] = node.runs
         self._pardon(node)
         self._breakers.reset(node)
         node.open_until = math.inf  # so that legs which still run neither open nor close its breaker
@@ -174,11 +175,10 @@ class Ledger:
         self, prefill: str, model: str | None, now: float, *, prefer_not: str | None = None
     ) -> Node | None:
         """Return the decode engine through which a prefill engine's handle is released. No lease: a release is no load."""
-        source = self._nodes.get(prefill)
         ranked = [
             node
             for node in self._eligibility.ranked(Role.DECODE, Ask(model, 0, now), ())
-            if source is None or node.spec.takes_from(source.spec)
+            if node.spec.takes_from(prefill)
         ]
         others = [node for node in ranked if node.url != prefer_not]
         return next(iter(others or ranked), None)
@@ -197,7 +197,7 @@ class Ledger:
                 self._breakers.good(node, now)
         elif verdict is Verdict.FAILED:
             return self._breakers.failed(node, now)
-        elif verdict is Verdict.UNREACHABLE:
+        elif verdict is Verdict.UNREACHABLE and self._nodes.get(node.url) is node:
             return self.mark_down(node.url, "connection refused", now)
         return False
 
@@ -223,6 +223,7 @@ class Ledger:
         self._eligibility.changed()
         self._compatibility.changed()
         nodes = self._nodes.values()
+        self._starting = self._starting and not (nodes and all(node.probed for node in nodes))
         self._alone_roles = [role for role in _ALONE if any(n.role is role and n.up for n in nodes)]
         known = [node.evidence for node in nodes if node.evidence is not None]
         self._block_size = min((one.block_size for one in known if one.block_size), default=None)
@@ -232,7 +233,7 @@ class Ledger:
 
     def not_ready(self) -> str | None:
         """Return why no request could be served, None if one could."""
-        return readiness.not_ready(self.nodes)
+        return readiness.not_ready(self.nodes, starting=self._starting)
 
     def shortcomings(self, now: float) -> list[str]:
         """Return what is wrong although requests are served, a sentence each."""

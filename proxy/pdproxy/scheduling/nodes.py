@@ -29,9 +29,9 @@ class NodeSpec:
     role: Role
     sources: frozenset[str] = frozenset()
 
-    def takes_from(self, prefill: NodeSpec) -> bool:
-        """Return whether the two are configured to work together."""
-        return not self.sources or prefill.url in self.sources
+    def takes_from(self, prefill: str) -> bool:
+        """Return whether this decode engine is configured to work with the prefill engine of this URL."""
+        return not self.sources or prefill in self.sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ class Node:
     """What the engine is for."""
     evidence: Evidence | None = None
     """What its last full probe found, also while it is down. None: never probed with success."""
-    runs: int = 0
-    """How many runs of the engine were seen. A restart begins another one."""
+    run_number: int = 0
+    """The number of its present run: no two runs of any engines of a ledger have the same. A restart begins another one."""
     down_because: str | None = "not probed yet"
     """Why it is down, None while it is up."""
     down_since: float = 0.0

@@ -8,10 +8,10 @@ from pdproxy.scheduling.compatibility import why_incompatible
 from pdproxy.scheduling.nodes import Node, Role
 
 
-def not_ready(nodes: Sequence[Node]) -> str | None:
-    """Return why no request could be served, None if one could."""
+def not_ready(nodes: Sequence[Node], *, starting: bool) -> str | None:
+    """Return why no request could be served, None if one could. `starting`: every engine must have been probed once."""
     waiting = [node.url for node in nodes if not node.probed]
-    if waiting:
+    if starting and waiting:
         return f"starting: not probed yet: {', '.join(waiting)}"
     answering = [node for node in nodes if node.role is not Role.PREFILL]
     if not any(node.up for node in answering):
@@ -31,8 +31,8 @@ def shortcomings(nodes: Sequence[Node], now: float) -> list[str]:
     ]
     for prefill in (node for node in up if node.role is Role.PREFILL):
         for decode in (node for node in up if node.role is Role.DECODE):
-            if not decode.spec.takes_from(prefill.spec):
-                continue  # the operator configured it
+            if not decode.spec.takes_from(prefill.url):
+                continue  # the operator wants it so
             if (why := why_incompatible(prefill, decode)) is not None:
                 found.append(f"{prefill.url} and {decode.url} are not paired: {why}")
     return found

@@ -6,12 +6,13 @@ Owns the normal spelling of an engine's URL: one engine has one, so that naming 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_network
 from urllib.parse import urlsplit
 
 import msgspec
 
+from pdproxy.settings.conform import conform
 from pdproxy.settings.dump import MASK
 from pdproxy.settings.errors import KeyPath, SettingsError, quote, spell_key
 from pdproxy.settings.limits import Limits
@@ -59,6 +60,31 @@ def _checked(pool: Pool, path: KeyPath, need_engines: bool) -> Pool:
     if nodes or need_engines:
         _refuse_useless({node.role for node in nodes}, (*path, "nodes"))
     return msgspec.structs.replace(pool, nodes=nodes)
+
+
+def checked_node(node: Node, pool: Pool, others: Sequence[Node]) -> Node:
+    """Return an engine that is added to `others` of a pool while the proxy runs, with its URLs in their normal spelling.
+
+    It passes the checks that an engine of the settings passes. The others are not checked again: their sources may be gone.
+
+    Raises:
+        SettingsError: naming the engine.
+    """
+    path = ("pools", 0, "nodes", len(others))
+    try:
+        return _checked_node(node, pool, others, path)
+    except SettingsError as error:
+        raise SettingsError(f"{quote(_USER.sub('//***@', str(node.url)))} can't be added: {error}") from None
+
+
+def _checked_node(node: Node, pool: Pool, others: Sequence[Node], path: KeyPath) -> Node:
+    conform(msgspec.to_builtins(node), Node, "", path)
+    node = msgspec.structs.replace(node, url=engine_url(node.url, (*path, "url")))
+    _refuse_contradictions(node, path)
+    nodes = (*others, node)
+    check_transfer(pool, nodes, path[:2])
+    _refuse_duplicates(nodes, path[:2])
+    return _with_sources(node, nodes, (*path, "sources"))
 
 
 def _refuse_bodies_without_space(limits: Limits) -> None:

@@ -174,7 +174,7 @@ class Custodian:
         self._has_notices = contract.handle_from_notice is not None
         self._named: dict[str, Custody] = {}  # the same custodies by the engines' own ids, if notices carry these
         self._tasks = TaskOwner("custody")
-        self.contacts = Contacts(ledger)
+        self.contacts = Contacts(engines)
         resources = ReleaseResources(ledger, engines, deadlines, observers, now, clock, self.contacts)
         self._release = release_for(contract.holder, resources)
         awaited = self._release.abandoned_timeout if self._release is not None else None
@@ -204,6 +204,11 @@ class Custodian:
                 count, oldest = found[custody.state.value]
                 found[custody.state.value] = (count + 1, max(oldest, now - custody.since))
         return found
+
+    def named(self) -> set[str]:
+        """Return the URLs of engines that hold KV for us, or may do so."""
+        legs = [(custody.prefill, custody.decode) for custody in self._live]
+        return {url for pair in (*legs, *self.orphans.named()) for url in pair if url is not None}
 
     def take(self, handle: Handle, leg: PrefillRecord) -> Custody:
         """Become responsible for a handle."""

@@ -94,6 +94,10 @@ class Orphans:
     def __repr__(self) -> str:
         return f"<Orphans {self.count} awaited, {len(self._remembered)} remembered>"
 
+    def named(self) -> list[tuple[str, str | None]]:
+        """Return prefill engine and receiver of the legs that a notice may still come for."""
+        return [(orphan.leg.prefill, orphan.leg.receiver) for orphan in self._remembered.values()]
+
     def adopt(self, pending: Pending, leg: PrefillRecord, done: Callable[[], None]) -> None:
         """Adopt a prefill leg whose client has left: await its answer for a time, and release the KV that it names.
 

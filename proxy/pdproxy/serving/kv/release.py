@@ -30,6 +30,9 @@ FIRST_CONTACT = 1.0
 """Seconds between two tries. A decode engine that has never pulled from a prefill engine must first make a handshake with it. It
 reports the release in a step after the handshake, and an idle engine has no steps: a second request causes one."""
 
+MIN_CONTACTS = 64
+"""Pairs of engines that are kept before any of earlier runs is dropped."""
+
 
 class Kept(Protocol):
     """What is needed of a custody to release its KV."""
@@ -43,23 +46,37 @@ class Kept(Protocol):
 
 
 class Contacts:
-    """The pairs of engines between which KV has moved since both were started."""
+    """Pairs of engines between which KV has moved since both of them started, as the numbers of their runs.
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._pairs: set[tuple[tuple[str, int], tuple[str, int]]] = set()
+    `engines`: those that are known. Pairs of earlier runs and of other engines are dropped from time to time.
+    """
+
+    def __init__(self, engines: Mapping[str, Engine]) -> None:
+        self._engines = engines
+        self._pairs: set[tuple[int, int]] = set()
+        self._drop_at = MIN_CONTACTS
 
     def __repr__(self) -> str:
         return f"<Contacts {len(self._pairs)} pairs>"
 
     def met(self, prefill: str, decode: str | None) -> bool:
         """Return whether KV has moved between two engines."""
-        return decode is not None and (self._ledger.run_of(prefill), self._ledger.run_of(decode)) in self._pairs
+        return decode is not None and self._pair(prefill, decode) in self._pairs
 
     def add(self, prefill: str, decode: str) -> None:
         """Record that KV has moved between two engines."""
-        if not self.met(prefill, decode):
-            self._pairs.add((self._ledger.run_of(prefill), self._ledger.run_of(decode)))
+        pair = self._pair(prefill, decode)
+        if pair is None or pair in self._pairs:
+            return
+        self._pairs.add(pair)
+        if len(self._pairs) >= self._drop_at:
+            runs = {engine.node.run_number for engine in self._engines.values()}
+            self._pairs = {pair for pair in self._pairs if runs.issuperset(pair)}
+            self._drop_at = max(MIN_CONTACTS, 2 * len(self._pairs))
+
+    def _pair(self, prefill: str, decode: str) -> tuple[int, int] | None:
+        one, other = self._engines.get(prefill), self._engines.get(decode)
+        return None if one is None or other is None else (one.node.run_number, other.node.run_number)
 
 
 @dataclass(frozen=True, slots=True)
