@@ -21,7 +21,7 @@ LOCAL_HIT = "local_cache_hit"
 class Auditor:
     """Compares what was sent with what arrived, for every decode engine.
 
-    An `Engine` counts also after its removal; a URL means the engine that has it now.
+    A leg is counted for an `Engine`, which may have been removed, or for the engine that has the URL now.
     """
 
     def __init__(self, engines: EngineRegistry, ledger: Ledger, observers: Observers) -> None:

@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 
 
 MIN_GAP = 1.0
-"""Minimum seconds between two probes of an engine. A removed engine with legs under way is probed so often."""
+"""Minimum of seconds between two probes of an engine, and the interval for a removed one to which legs run."""
 MAX_BASES = 16
 """Base models of an engine that are asked for the canary: an engine has one, under some names."""
 MAX_LATE = 3
@@ -86,7 +86,7 @@ class Prober:
             self._running[engine] = self._tasks.keep(partial(self.run, engine), f"probe {engine.url}")
 
     def removed(self, engine: Engine) -> None:
-        """Probe an engine no more, but for its health while legs to it are under way."""
+        """Stop the probes of an engine. While legs to it run, its health is still asked."""
         if (task := self._running.pop(engine, None)) is not None:
             self._tasks.end(task)
             self._tasks.spawn(self._watch_removed(engine), f"probe removed {engine.url}")
