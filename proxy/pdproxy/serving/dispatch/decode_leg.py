@@ -21,7 +21,7 @@ from pdproxy.serving.stream.relay import Relay, StreamStarted
 from pdproxy.serving.stream.splice_sink import SpliceSink
 from pdproxy.transfer.bodies import alone_body
 from pdproxy.transfer.splice import Splice
-from pdproxy.upstream.client import Answer, EngineClient
+from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Leg, Message, Sink
 from pdproxy.wire import sse
 from pdproxy.wire.request import Alone
@@ -33,14 +33,15 @@ FINISH_GRACE = 1.0
 class DecodeLeg:
     """The answering leg of an attempt. Run once. Without custody of any KV, the engine serves the request alone."""
 
-    __slots__ = ("_attempt", "_client", "_custody", "_lease", "_leg", "_url")
+    __slots__ = ("_attempt", "_client", "_custody", "_engine", "_lease", "_leg", "_url")
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
         self._custody = attempt.custody
         self._lease = attempt.assignment.leases[-1]
         self._url = self._lease.node.url
-        self._client: EngineClient = attempt.resources.engines.known[self._url].client
+        self._engine = attempt.resources.engines.known[self._url]
+        self._client = self._engine.client
         self._leg: Leg | None = None
 
     def __repr__(self) -> str:
@@ -62,7 +63,7 @@ class DecodeLeg:
             if custody is not None:
                 custody.asked(url)
                 custody.on_expired = self._lease_on_kv_expired
-                resources.auditor.asked(url, custody.handle.prompt_tokens)
+                resources.auditor.asked(self._engine, custody.handle.prompt_tokens)
             first = await self._first_data()
             data_came = True
             attempt.kv_s = resources.now() - started
@@ -103,7 +104,7 @@ class DecodeLeg:
                     self._leg.close()
             if custody is not None:
                 custody.on_expired = None  # it refers to this leg
-                resources.auditor.over(url, custody.handle.prompt_tokens, loaded=custody.how is End.LOADED)
+                resources.auditor.over(self._engine, custody.handle.prompt_tokens, loaded=custody.how is End.LOADED)
                 custody.release()  # whatever has not ended by now
             resources.close(self._lease, verdict)
 
