@@ -7,7 +7,9 @@ KV. Every retry is another attempt. Each attempt is closed once, whatever its ou
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.kit.ids import mint
@@ -131,7 +133,7 @@ class Attempt:
 
     def hand_on(self, record: PrefillRecord) -> PrefillRecord:
         """Return the record with the wait for notices and the space. The custodian ends both: P may still push."""
-        handed = replace(record, expected=self._expected, space=self._space)
+        handed = structs.replace(record, expected=self._expected, space=self._space)
         self._expected = self._space = None
         return handed
 
@@ -178,44 +180,25 @@ class Order:
     stages: tuple[Stage, ...]
 
 
-async def begin(
-    resources: ExchangeResources, request: PromptRequest, order: Order, without: Sequence[str]
-) -> Attempt | None:
-    """Lease engines and take what the contract needs for them; wait for space in a receive buffer if need be.
+def begin(resources: ExchangeResources, request: PromptRequest, order: Order, without: Sequence[str]) -> Attempt | None:
+    """Lease the engines of an order, and make what the contract needs for them.
 
     `without` are URLs of engines that must not get the prompt if there are others. Return None if there are no engines for it.
+    """
+    if not order.roles:
+        return _alone(resources, request, without)
+    assignment = resources.ledger.assign(order.roles, _ask(resources, request), without=without)
+    return None if assignment is None else _prepared(Attempt(resources, request, assignment))
+
+
+async def begin_with_space(
+    resources: ExchangeResources, request: PromptRequest, order: Order, without: Sequence[str]
+) -> Attempt | None:
+    """As `begin`, where receive buffers are bounded: wait until the last engine has space for the prompt's KV.
 
     Raises:
         OverloadedError: no decode engine had space in time.
     """
-    if not order.roles:
-        return _alone(resources, request, without)
-    space: BufferSpace | None = None
-    if resources.transfer.buffers.bounded:
-        assignment, space = await _with_space(resources, request, order, without)
-    else:
-        assignment = resources.ledger.assign(order.roles, _ask(resources, request), without=without)
-    if assignment is None:
-        return None
-    attempt = Attempt(resources, request, assignment, space)
-    try:
-        attempt.prepare()
-    except BaseException:
-        attempt.close()
-        raise
-    return attempt
-
-
-def _ask(resources: ExchangeResources, request: PromptRequest) -> Ask:
-    parsed, prompt = request.parsed, request.prompt
-    size = parsed.body_bytes if prompt is None else prompt.text_bytes or parsed.body_bytes
-    return Ask(parsed.model, size, resources.now(), request.ids, parsed)
-
-
-async def _with_space(
-    resources: ExchangeResources, request: PromptRequest, order: Order, without: Sequence[str]
-) -> tuple[Assignment | None, BufferSpace | None]:
-    """Lease engines of which the last has space for the prompt's KV in its receive buffer."""
     buffers, ids = resources.transfer.buffers, request.ids
     count = 0 if ids is None else buffers.chunks(ids.count)
     space: BufferSpace | None = None
@@ -233,7 +216,23 @@ async def _with_space(
             resources.close(lease, Verdict.NEUTRAL)
         return chosen is not None
 
-    return await buffers.wait_for_space(count, choose, possible), space
+    assignment = await buffers.wait_for_space(count, choose, possible)
+    return None if assignment is None else _prepared(Attempt(resources, request, assignment, space))
+
+
+def _prepared(attempt: Attempt) -> Attempt:
+    try:
+        attempt.prepare()
+    except BaseException:
+        attempt.close()
+        raise
+    return attempt
+
+
+def _ask(resources: ExchangeResources, request: PromptRequest) -> Ask:
+    parsed, prompt = request.parsed, request.prompt
+    size = parsed.body_bytes if prompt is None else prompt.text_bytes or parsed.body_bytes
+    return Ask(parsed.model, size, resources.now(), request.ids, parsed)
 
 
 def _alone(resources: ExchangeResources, request: PromptRequest, without: Sequence[str]) -> Attempt | None:

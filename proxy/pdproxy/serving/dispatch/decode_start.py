@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from functools import partial
 
 from pdproxy.kit.clock import Timer
@@ -18,9 +19,9 @@ ACCEPTED_UNSEEN = 1.0
 """Seconds after which an engine is taken to have the request, if the answer is not streamed."""
 
 
-async def first_data(
+def first_data(
     resources: ExchangeResources, relay: Relay, node: Node, *, in_silence: bool
-) -> Answer | StreamStarted:
+) -> Awaitable[Answer | StreamStarted]:
     """Wait for the first data, or the whole of an unstreamed answer.
 
     `in_silence`: the engine sends nothing before its answer is whole, or before reasoning that the client doesn't want is over.
@@ -30,8 +31,10 @@ async def first_data(
     Raises:
         EngineError: the leg failed, or the engine is down.
     """
-    if not in_silence:
-        return await relay.first
+    return _from_silence(resources, relay, node) if in_silence else relay.first
+
+
+async def _from_silence(resources: ExchangeResources, relay: Relay, node: Node) -> Answer | StreamStarted:
     timeout = resources.deadlines.between_tokens
     timers: list[Timer] = []
     look = partial(_look, resources, relay, node, timeout, timers)

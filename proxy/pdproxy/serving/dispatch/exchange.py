@@ -18,7 +18,7 @@ from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import LegTimes, ServedAlone
 from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.dispatch import orders
-from pdproxy.serving.dispatch.attempt import Attempt, Order, begin, why_not_split
+from pdproxy.serving.dispatch.attempt import Attempt, begin, begin_with_space, why_not_split
 from pdproxy.serving.dispatch.orders import alone
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.recovery import (
@@ -114,7 +114,9 @@ class Exchange:
         self._request.stream_to = stream_to
         del stream_to
         try:
-            self._alone = await self._why_alone()
+            self._alone = self._why_alone()
+            if self._alone is None and self._dispatcher.resources.tokenizing is not None:
+                self._alone = await self._tokenize()
             while True:
                 self._number += 1
                 outcome = await self._try()
@@ -131,28 +133,34 @@ class Exchange:
         finally:
             self._request.drop()  # it refers to the caller of this exchange
 
-    async def _why_alone(self) -> Alone | None:
-        """Return why one engine must serve the prompt, None to split it. Makes its token ids where they are wanted."""
-        resources, request = self._dispatcher.resources, self._request
-        parsed, prompt, ledger = request.parsed, request.prompt, resources.ledger
+    def _why_alone(self) -> Alone | None:
+        """Return why one engine must serve the prompt, None to split it."""
+        request, ledger = self._request, self._dispatcher.resources.ledger
+        parsed, prompt = request.parsed, request.prompt
         if prompt is None:
             return parsed.alone or Alone.UNUSUAL
-        why = why_alone(parsed, prompt, block_size=ledger.block_size(), template_tokens=ledger.template_tokens())
-        if why is None and resources.tokenizing is not None:
-            request.ids = await resources.ids(parsed, prompt, request.headers)
-            if resources.transfer.contract.needs_ids:
-                return why_not_split(resources, request)
-        return why
+        return why_alone(parsed, prompt, block_size=ledger.block_size(), template_tokens=ledger.template_tokens())
+
+    async def _tokenize(self) -> Alone | None:
+        """Make the prompt's token ids. Return why one engine must serve the prompt after all, None to split it."""
+        resources, request = self._dispatcher.resources, self._request
+        assert request.prompt is not None
+        request.ids = await resources.ids(request.parsed, request.prompt, request.headers)
+        return why_not_split(resources, request) if resources.transfer.contract.needs_ids else None
 
     async def _try(self) -> Outcome:
         """Lease engines and run the stages of the order, until one of them has an outcome."""
-        order = self._order()
-        attempt = await begin(self._dispatcher.resources, self._request, order, self._without)
+        dispatcher, request = self._dispatcher, self._request
+        resources, order = dispatcher.resources, dispatcher.order if self._alone is None else alone.ORDER
+        if order.roles and resources.transfer.buffers.bounded:
+            attempt = await begin_with_space(resources, request, order, self._without)
+        else:
+            attempt = begin(resources, request, order, self._without)
         if attempt is None:
             return NoEngines()
         self._attempt = attempt
         if self._alone is not None and self._alone is not self._served_alone:
-            self._dispatcher.resources.observers.notify(ServedAlone(self._alone.value))
+            resources.observers.notify(ServedAlone(self._alone.value))
         self._served_alone = self._alone
         try:
             for stage in order.stages:
@@ -162,9 +170,6 @@ class Exchange:
             raise AssertionError("the last stage of an order has an outcome")
         finally:
             attempt.close()
-
-    def _order(self) -> Order:
-        return self._dispatcher.order if self._alone is None else alone.ORDER
 
     def _recover(self, outcome: Failure) -> Action:
         """Return what is done after an attempt that failed, and note what the next one must know."""

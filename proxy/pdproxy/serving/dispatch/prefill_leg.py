@@ -7,7 +7,7 @@ answer is late, the leg goes to the custodian, and the lease ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import msgspec
@@ -130,10 +130,10 @@ class PrefillLeg:
             self._pending = await self._client.ask(self._message, fresh=True, max_bytes=max_bytes)
             return await self._first()
 
-    async def _first(self) -> Answer | None:
+    def _first(self) -> Awaitable[Answer | None]:
         assert self._pending is not None
         notice = self._attempt.handle_notice
-        return await self._pending.answered() if notice is None else await self._pending.answered_or(notice.done)
+        return self._pending.answered() if notice is None else self._pending.answered_or(notice.done)
 
     def _handle_in_notice(self) -> Handle | None:
         expected, contract = self._attempt.handle_notice, self._attempt.resources.transfer.contract

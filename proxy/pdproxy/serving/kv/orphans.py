@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+
+import msgspec
 
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, Wait
@@ -27,8 +28,7 @@ MAX_REMEMBERED_BYTES = 4 << 20
 """Bytes of client headers that are remembered with them: a header with a key may be as long as a request's head."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillRecord:
+class PrefillRecord(msgspec.Struct, frozen=True, eq=False):
     """What custody needs to know of a prefill leg: the engine, and how to ask engines in its client's name.
 
     `read` finds the handle in the answer. `receiver` is the decode engine that KV is pushed to, None if it is not pushed. `id` is
@@ -59,7 +59,7 @@ class _Orphan:
     __slots__ = ("leg", "size", "taken")
 
     def __init__(self, leg: PrefillRecord) -> None:
-        self.leg = replace(leg, read=_unread, expected=None, space=None)
+        self.leg = msgspec.structs.replace(leg, read=_unread, expected=None, space=None)
         self.size = sum(len(name) + len(value) for name, value in leg.authorization) + len(leg.model or "")
         self.taken = False
 

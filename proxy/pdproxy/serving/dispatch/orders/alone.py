@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 from pdproxy.serving.dispatch.attempt import Attempt, Order
 from pdproxy.serving.dispatch.decode_leg import DecodeLeg
 from pdproxy.serving.dispatch.recovery import Outcome
 
 
-async def serve(attempt: Attempt) -> Outcome | None:
+def serve(attempt: Attempt) -> Awaitable[Outcome | None]:
     """Have the engine serve the whole request."""
-    return await DecodeLeg(attempt).run()
+    return DecodeLeg(attempt).run()
 
 
 ORDER = Order(roles=(), stages=(serve,))

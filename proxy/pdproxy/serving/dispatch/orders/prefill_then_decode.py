@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.dispatch.attempt import Attempt, Order
 from pdproxy.serving.dispatch.decode_leg import DecodeLeg, new_relay
@@ -31,14 +33,14 @@ async def prefill(attempt: Attempt) -> Outcome | None:
     return await _finished(attempt, got.body) if got.body else None
 
 
-async def kv_ready(attempt: Attempt) -> Outcome | None:
+def kv_ready(attempt: Attempt) -> Awaitable[Outcome | None]:
     """Wait for the notices of the prefill engine's ranks, where the contract has any."""
-    return await attempt.kv_ready()
+    return attempt.kv_ready()
 
 
-async def decode(attempt: Attempt) -> Outcome | None:
+def decode(attempt: Attempt) -> Awaitable[Outcome | None]:
     """Have the decode engine answer."""
-    return await DecodeLeg(attempt).run()
+    return DecodeLeg(attempt).run()
 
 
 async def _finished(attempt: Attempt, body: bytes) -> Answered:
