@@ -14,6 +14,8 @@ from tests.fakes import scripts
 from tests.fakes.client import request
 from tests.fakes.world import COMPLETIONS, World, completion, until, world
 
+pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
+
 EVENT = b'data: {"id":"x","choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'
 
 

@@ -13,6 +13,8 @@ from tests.fakes.world import until
 from tests.proxy.test_connectors import COMPLETIONS, CONNECTORS, completion
 from tests.proxy.test_no_garbage import ours
 
+pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
+
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("connector", CONNECTORS)

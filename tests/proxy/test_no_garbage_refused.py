@@ -13,6 +13,8 @@ from tests.fakes.client import request
 from tests.fakes.world import COMPLETIONS, World, completion, until, world
 from tests.proxy.test_no_garbage import ours
 
+pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
+
 POST = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 GENERATING, PASSED = COMPLETIONS.encode(), b"/v1/embeddings"
 

@@ -20,6 +20,8 @@ from tests.fakes.clock import ManualClock
 from tests.fakes.engine import prefill
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
 
+pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
+
 GREEDY, OTHER, THIRD = ([("authorization", f"Bearer {name}")] for name in ("greedy", "other", "third"))
 KEYS = {"api_keys": ("greedy", "other", "third")}
 EVENT = b'data: {"id":"x","choices":[{"index":0,"text":"%b","finish_reason":null}]}\n\n' % (b"a" * 1500)
@@ -91,9 +93,10 @@ async def test_one_client_alone_has_all_places() -> None:
 async def slow(w: World, clock: ManualClock, count: int) -> None:
     """Let time pass until so many clients are known to read slowly: they have taken all that the system holds for them."""
     last = -1
-    while (taken := buffered(w)) != last or not last:
-        last = taken
-        await asyncio.sleep(0.2)
+    async with asyncio.timeout(30):
+        while (taken := buffered(w)) != last or not last:
+            last = taken
+            await asyncio.sleep(0.2)
     for _ in range(4):
         await clock.advance(0.5)
     assert len(w.proxy.known_clients.with_slow) == count
@@ -157,7 +160,7 @@ def test_a_reader_that_becomes_too_slow_while_others_wait() -> None:
         client.post(COMPLETIONS, completion(), OTHER)
         await until(lambda: w.proxy.admission.waiting == 1)
         assert not w.proxy.known_clients.with_slow
-        w.decode[0].scripts.clear()
+        await until(lambda: not w.decode[0].scripts)  # both streams have begun
         await slow(w, clock, 1)
         assert (await client.answer()).status == 200
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 import uvloop
 
 from tests.fakes import scripts
 from tests.fakes.client import request
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
+
+pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
 
 HELD = 256 << 10
 """Bytes that a client may hold in the proxy; the kernel's buffers are not counted."""

@@ -22,6 +22,8 @@ from pdproxy.wire import sse
 from pdproxy.wire.chunks import chunk, whole_chunks
 from tests.fakes import answers
 
+pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
+
 HEAD = [(b"content-type", b"text/event-stream; charset=utf-8")]
 TEXT = answers.stream(False, 9, [" a", "é🦊", '\\n\\n "data: [DONE]"', "d"], with_usage=True)
 CHAT = answers.stream(True, 9, [" a", "b"], with_usage=True)
