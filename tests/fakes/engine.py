@@ -94,6 +94,7 @@ class FakeEngine:
             eos_every=0,
             kv_lease_duration=lease,
             handshake_timeout=20.0,
+            side_channel_port=free_port(),  # a restart binds it again: the system must not give it to a connection
         )
         self.sim = SimServer(msgspec.structs.replace(usual, **facts), port=free_port(), tls=tls)
         self.sim.scripts = self.sim.faults.scripts = _Scripts(self)
