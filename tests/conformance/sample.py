@@ -1,4 +1,4 @@
-"""The sample report of docs/conformance.md, by the command itself on simulated engines: `python -m tests.conformance.sample`."""
+"""The sample report of docs/guide/conformance.md, made on simulated engines: `python -m tests.conformance.sample`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from pdproxy.cli.main import main
 from tests.conformance.engines import rig
 
-PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "conformance.md"
 BEGIN, END = "```text\n", "```"
 SHOWN = {"p": "http://127.0.0.1:8200", "d": "http://127.0.0.1:8300", "plain": "http://127.0.0.1:8100"}
 

@@ -66,13 +66,13 @@ async def _difference(plain_url: str, proxy_url: str, wanted: Generated) -> str:
         *(ask(url, wanted.path, wanted.body.encode(), dict(wanted.headers)) for url in (plain_url, proxy_url))
     )
     if plain.status == 500 and "kv_transfer_params" in wanted.body:
-        # A handle that is no object causes a 500 in an engine; the proxy removes a client's handle before (docs/differences.md).
+        # A handle that is no object causes a 500 in an engine; the proxy drops a client's handle (docs/reference/differences.md).
         return "" if other.status == 200 else f"{other.status} {other.body!r}"
     if (error := _streamed_error(plain)) is not None:
         several = isinstance(json.loads(wanted.body).get("prompt"), list)
         if other.status == 200 and (several or plain.chunks[0] != error):
             # One engine ends such a stream with [DONE] after the error, the proxy ends it with the error
-            # (docs/differences.md). Which of several prompts sends its data first is random.
+            # (docs/reference/differences.md). Which of several prompts sends its data first is random.
             said = mask(other.chunks[-1]) == mask(error) and not other.body.rstrip().endswith(b"[DONE]")
         else:
             said = (other.status, mask(other.json)) == (error["error"]["code"], mask(error))

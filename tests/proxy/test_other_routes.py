@@ -72,8 +72,8 @@ async def test_no_route_outside_the_table_reaches_an_engine() -> None:
 
 
 def test_the_table_is_documented() -> None:
-    """docs/routes.md has a line for each entry, with its methods and its reason, and no other."""
-    text = (Path(__file__).parents[2] / "docs" / "routes.md").read_text()
+    """docs/reference/routes.md has a line for each entry, with its methods and its reason, and no other."""
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "routes.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| `/")]
     wanted = [f"| `{e.path}` | {', '.join(e.methods)} | {e.kind.value} | {e.why} |" for e in TABLE]
     assert rows == wanted

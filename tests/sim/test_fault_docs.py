@@ -1,17 +1,17 @@
-"""docs/simulator.md lists the moments and the kinds of faults that there are."""
+"""docs/guide/simulator.md lists the moments and the kinds of faults that there are."""
 
 from pathlib import Path
 
 from pdproxy.sim.faults.kinds import KINDS
 from pdproxy.sim.faults.moments import MOMENTS
 
-PAGE = Path(__file__).parents[2] / "docs" / "simulator.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "simulator.md"
 
 
 def rows(header: str) -> list[list[str]]:
     """The cells of the table with this header, a list per row."""
     table = PAGE.read_text().partition(f"{header}\n")[2].partition("\n\n")[0]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[1:]]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
 
 
 def test_every_moment_is_described_in_order():

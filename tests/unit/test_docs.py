@@ -1,16 +1,18 @@
-"""The documents name only modules, settings and files that exist, and their relative links work."""
+"""The documents name only modules, settings and files that exist, their relative links work, and they are wrapped."""
 
 import pkgutil
 import re
+import tomllib
 from pathlib import Path
 
+import mdformat
 import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "proxy" / "pdproxy"
 PAGES = [
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "benchmarks/README.md", "tests/engines/README.md")),
 ]
 PACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} | {"pdproxy"}
@@ -80,6 +82,28 @@ def test_a_page_names_only_what_exists(page: Path) -> None:
     assert missing_names(text) == []
     assert missing_files(text, page.parent) == []
     assert missing_links(text, page.parent) == []
+
+
+def wrapped(text: str) -> str:
+    """Return a page as `mdformat` writes it with the project's options."""
+    options = tomllib.loads((ROOT / ".mdformat.toml").read_text())
+    return mdformat.text(text, options=options, extensions=options["extensions"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_is_wrapped(page: Path) -> None:
+    """`mdformat README.md docs` (and so on) changes nothing: paragraphs end at 100 columns, tables and code are left alone."""
+    text = page.read_text()
+    assert text == wrapped(text)
+
+
+def test_what_is_not_wrapped_is_found() -> None:
+    text = f"{'word ' * 19}word\n"
+    assert wrapped(text) == text
+    assert len(text) == 100
+    assert wrapped(f"word {text}") == f"{text}word\n"
+    code = f"```\n{text * 2}```\n"
+    assert wrapped(code) == code
 
 
 def test_the_pages_name_modules_settings_and_files() -> None:

@@ -788,8 +788,8 @@ def test_sources_are_spelled_as_urls_are(tmp_path: Path) -> None:
 
 
 def test_the_documented_example(tmp_path: Path) -> None:
-    """docs/stages.md shows a file that is taken, and says what becomes of it."""
-    page = (Path(__file__).parents[2] / "docs" / "stages.md").read_text()
+    """docs/guide/stages.md shows a file that is taken, and says what becomes of it."""
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "stages.md").read_text()
     path = tmp_path / "stages.yaml"
     path.write_text(page.partition("```yaml\n")[2].partition("```")[0])
     nodes = pool(path).nodes

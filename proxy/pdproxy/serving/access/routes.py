@@ -1,7 +1,7 @@
 """The table of routes: every path that clients can reach, and what is done with it. Only data.
 
 All other paths get a 404 from the proxy: engines have routes that put them to sleep, load weights or run code.
-`docs/routes.md` documents the table; a test compares the two.
+`docs/reference/routes.md` documents the table; a test compares the two.
 """
 
 from __future__ import annotations
