@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Awaitable, Callable
-from types import FrameType
 
 import pytest
 import uvloop
 
+from pdproxy.kit.errors import PdproxyError
 from tests.fakes import scripts
 from tests.fakes.client import request
+from tests.fakes.garbage import left_to_the_collector
 from tests.fakes.world import COMPLETIONS, World, completion, until, world
 
 pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
@@ -74,44 +74,29 @@ async def unread(w: World) -> None:
     await until(lambda: w.metric("pdproxy_deadline_total", wait="client_write"))
 
 
-def ours(found: list[object]) -> list[object]:
-    """What is pdproxy's of the objects that were found: the simulator's engines serve in this process, too."""
-    kinds = [type(one).__module__ for one in found]
-    frames = [one for one in found if isinstance(one, FrameType) and "/pdproxy/" in one.f_code.co_filename]
-    own = [
-        one
-        for one, kind in zip(found, kinds, strict=True)
-        if kind.startswith("pdproxy.") and not kind.startswith("pdproxy.sim")
-    ]
-    return [*own, *(frame for frame in frames if "/sim/" not in frame.f_code.co_filename)]
-
-
 @pytest.mark.parametrize(
     "act", [whole, streamed, a_list, refused, no_prefill, no_decode, broken_off, left, health, passed, unread]
 )
 def test_nothing_is_left_to_the_collector(act: Callable[[World], Awaitable[None]]) -> None:
     """All of a request has gone with its last reference."""
-    found: list[object] = []
 
     async def run() -> None:
         async with world(deadlines={"client_write": 1.2}) as w:
             await streamed(w)  # what is made once
             await w.quiet()
-            gc.collect()
-            gc.freeze()  # what is here already is not looked through again
-            gc.disable()
-            gc.set_debug(gc.DEBUG_SAVEALL)
-            try:
+            with left_to_the_collector() as found:
                 await act(w)
                 await w.quiet()
                 await asyncio.sleep(0.05)  # connections are lost in a later turn of the loop
-                gc.collect()
-                found.extend(gc.garbage)
-            finally:
-                gc.set_debug(0)
-                gc.garbage.clear()
-                gc.unfreeze()
-                gc.enable()
+        assert not found
 
     uvloop.run(run())
-    assert not ours(found)
+
+
+def test_a_cycle_is_found() -> None:
+    """Otherwise the tests above would prove nothing."""
+    with left_to_the_collector() as found:
+        error = PdproxyError("x")
+        error.__cause__ = error
+        del error
+    assert [type(one) for one in found] == [PdproxyError]

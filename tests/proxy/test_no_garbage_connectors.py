@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 
 import pytest
 import uvloop
 
+from tests.fakes.garbage import left_to_the_collector
 from tests.fakes.pool import pool
 from tests.fakes.world import until
 from tests.proxy.test_connectors import COMPLETIONS, CONNECTORS, completion
-from tests.proxy.test_no_garbage import ours
 
 pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
 
@@ -20,26 +19,16 @@ pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_nothing_is_left_to_the_collector(connector: str, stream: bool) -> None:
     """Also where no engine holds KV for the proxy."""
-    found: list[object] = []
 
     async def run() -> None:
         async with pool(connector) as pair:
             await pair.ask(COMPLETIONS, completion(stream=True))  # what is made once
             await until(lambda: not pair.world.busy())
-            gc.collect()
-            gc.disable()
-            gc.set_debug(gc.DEBUG_SAVEALL)
-            try:
+            with left_to_the_collector() as found:
                 assert (await pair.ask(COMPLETIONS, completion(stream=stream))).status == 200
                 await until(lambda: not pair.world.busy())
                 await asyncio.sleep(0.05)
                 assert pair.world.proxy.answer_budget.held == 0
-                gc.collect()
-                found.extend(gc.garbage)
-            finally:
-                gc.set_debug(0)
-                gc.garbage.clear()
-                gc.enable()
+        assert not found
 
     uvloop.run(run())
-    assert not ours(found)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Awaitable, Callable
 
 import pytest
 import uvloop
 
 from tests.fakes.client import request
+from tests.fakes.garbage import left_to_the_collector
 from tests.fakes.world import COMPLETIONS, World, completion, until, world
-from tests.proxy.test_no_garbage import ours
 
 pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
 
@@ -73,7 +72,6 @@ async def long_path(w: World) -> None:
 )
 def test_nothing_is_left_to_the_collector(act: Callable[[World], Awaitable[None]]) -> None:
     """Neither the request nor its connection waits for the collector."""
-    found: list[object] = []
 
     async def run() -> None:
         limits = {"max_body_bytes": 4096, "max_buffered_bytes": 4096}
@@ -81,20 +79,11 @@ def test_nothing_is_left_to_the_collector(act: Callable[[World], Awaitable[None]
             await act(w)  # what is made once
             await w.quiet()
             await until(lambda: w.proxy.connections.open == 0)
-            gc.collect()
-            gc.disable()
-            gc.set_debug(gc.DEBUG_SAVEALL)
-            try:
+            with left_to_the_collector() as found:
                 await act(w)
                 await w.quiet()
                 await until(lambda: w.proxy.connections.open == 0)
                 await asyncio.sleep(0.05)  # what the loop still holds of a connection goes in a later turn
-                gc.collect()
-                found.extend(gc.garbage)
-            finally:
-                gc.set_debug(0)
-                gc.garbage.clear()
-                gc.enable()
+        assert not found
 
     uvloop.run(run())
-    assert not ours(found)
