@@ -9,7 +9,7 @@
 # Python's minor version and Debian's release are fixed; the next build brings fixes of both.
 FROM python:3.11-slim-bookworm AS build
 WORKDIR /src
-COPY pyproject.toml requirements.lock README.md ./
+COPY pyproject.toml requirements.lock README.md LICENSE ./
 COPY proxy proxy
 # pip would be a quarter of the environment, so it stays outside. The lock also holds the tests' packages: used as constraints, it
 # pins only what the package itself requires.

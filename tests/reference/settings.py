@@ -1,0 +1,147 @@
+"""The page of the settings: names, types and defaults from the schema, texts from the comments of the reference file."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import types
+from collections.abc import Iterator
+from typing import Any, Union, get_args, get_origin
+
+import msgspec
+import yaml
+
+from pdproxy.settings.conform import expectation
+from pdproxy.settings.environment import variable
+from pdproxy.settings.schema import Settings
+from pdproxy.settings.section import Seconds
+from tests.reference import command_line
+from tests.reference.markdown import NOTE, ROOT, cell, code, table
+
+REFERENCE = ROOT / "configs" / "reference.yaml"
+_UNBOUNDED = 2**31 - 1
+"""The largest number that a count may be: nobody reaches it."""
+_KEY = re.compile(r"(?P<indent> *)(?P<item>- )?(?P<name>\w+):")
+_HEAD = f"""# Settings
+
+{NOTE}
+
+A setting comes from the first of these that has it: an option of the command line, a `PDPROXY_*` variable, the YAML file
+(`--config`, or the file that `PDPROXY_CONFIG` names), the default. An unknown key or variable is an error.
+[`configs/reference.yaml`](../../configs/reference.yaml) is the same as a file with all defaults; `pdproxy config print` prints
+what is in force, and `pdproxy config validate` checks it.
+
+A variable's name is the setting's path in capitals, with two underscores between its parts:
+`{variable(("deadlines", "first_token"))}` is `deadlines.first_token`. Lists are comma separated. Engines (`pools`) are given by
+options or in the file, not by variables.
+"""
+
+
+def comments(text: str) -> dict[str, list[str]]:
+    """Return the comment lines above each key of a YAML text, by path: `pools[].nodes[].url`. A key's first place counts."""
+    found: dict[str, list[str]] = {}
+    path: list[tuple[int, str]] = []
+    above: list[str] = []
+    for line in text.splitlines():
+        stripped = line.strip()
+        if stripped.startswith("#"):
+            above.append(stripped.removeprefix("#").removeprefix(" "))
+        elif match := _KEY.match(line):
+            depth = len(match["indent"]) + len(match["item"] or "")
+            while path and path[-1][0] >= depth:
+                path.pop()
+            if match["item"] and path and not path[-1][1].endswith("[]"):
+                path[-1] = (path[-1][0], f"{path[-1][1]}[]")
+            path.append((depth, match["name"]))
+            found.setdefault(".".join(name for _, name in path), above)
+            above = []
+        else:
+            above = []
+    return found
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _sections(kind: Any, path: str = "") -> Iterator[tuple[str, list[msgspec.structs.FieldInfo]]]:
+    """Yield each section's path and its own values, those above first."""
+    fields = msgspec.structs.fields(kind)
+    inner = [(field, *_item(field)) for field in fields]
+    own = [field for field, type_, _ in inner if not _is_section(type_)]
+    if own:
+        yield path, own
+    for field, type_, suffix in inner:
+        if _is_section(type_):
+            yield from _sections(type_, f"{path}.{field.name}{suffix}".lstrip("."))
+
+
+def _item(field: msgspec.structs.FieldInfo) -> tuple[Any, str]:
+    """Return what a field holds, and `[]` if it is a list of sections."""
+    if get_origin(field.type) is tuple and _is_section(get_args(field.type)[0]):
+        return get_args(field.type)[0], "[]"
+    return field.type, ""
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.required:
+        return "required"
+    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()  # type: ignore[operator]
+    value = list(value) if isinstance(value, tuple) else value
+    return code(yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n..."))
+
+
+def _accepts(kind: Any) -> str:
+    if get_origin(kind) is tuple:
+        return f"a list: each {expectation(get_args(kind)[0])}"
+    if get_origin(kind) is dict:
+        return "a mapping of texts"
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join("null" if one is type(None) else _accepts(one) for one in get_args(kind))
+    if kind == Seconds:
+        return "seconds, above 0, up to a week"
+    match msgspec.inspect.type_info(kind):
+        case msgspec.inspect.IntType(ge=least, le=most):
+            return (
+                f"a whole number, {least} or more"
+                if most in (None, _UNBOUNDED)
+                else f"a whole number, {least} to {most}"
+            )
+        case _:
+            return expectation(kind)
+
+
+def _flags() -> dict[str, str]:
+    """Return the options that set a setting, by its path."""
+    serve = command_line.commands(command_line.parser())["serve"]
+    shown = (action for action in serve._actions if "." in action.dest and action.help is not argparse.SUPPRESS)
+    return {re.sub(r"\[\d*\]", "[]", one.dest): ", ".join(code(name) for name in one.option_strings) for one in shown}
+
+
+def _text(lines: list[str]) -> str:
+    """Return a comment as a cell. Lines that are indented further are a list."""
+    parts: list[str] = []
+    for line in lines:
+        if line.startswith("  "):
+            name, _, rest = line.strip().partition("  ")
+            parts.append(f"<br>{code(name)}: {cell(rest)}" if rest else cell(line))
+        else:
+            parts.append(cell(line))
+    return " ".join(parts)
+
+
+def page() -> str:
+    """Return the page."""
+    texts, flags = comments(REFERENCE.read_text()), _flags()
+    parts = [_HEAD]
+    for path, fields in _sections(Settings):
+        words = texts.get(path) or texts.get(path.removesuffix("[]")) or []
+        parts.append(f"## {path}\n\n{' '.join(cell(line) for line in words)}\n")
+        rows = []
+        for field in fields:
+            name = f"{path}.{field.name}"
+            rows.append(
+                (code(field.name), cell(_accepts(field.type)), _default(field), flags.get(name, ""), _text(texts[name]))
+            )
+        parts.append(table(("setting", "value", "default", "option", "meaning"), rows))
+    return "\n".join(parts)

@@ -1,0 +1,71 @@
+"""The pages of docs/reference that come from the code are current, and hold what they should."""
+
+import argparse
+from typing import Any
+
+import pytest
+import yaml
+
+from pdproxy.serving.access.routes import TABLE
+from tests.reference import command_line, metrics, routes, settings
+from tests.reference.generate import FOLDER, PAGES, made
+from tests.reference.markdown import COMMAND, cell
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_current(name: str) -> None:
+    """`python -m tests.reference.generate` changes nothing."""
+    assert (FOLDER / name).read_text() == made(name), f"docs/reference/{name} is stale: {COMMAND}"
+
+
+def test_every_command_and_option_is_there() -> None:
+    page = made("cli.md")
+    found = 0
+    for of in _ends(command_line.parser()):
+        section = page.partition(f"\n## {of.prog}\n")[2].partition("\n## ")[0]
+        shown = (one for one in of._actions if one.help is not argparse.SUPPRESS and one.dest != "help")
+        for name in (name for one in shown for name in one.option_strings):
+            assert f"{name} " in section or f"{name}`" in section or f"{name}," in section, (of.prog, name)
+            found += 1
+    assert found > 200
+
+
+def _ends(of: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    below = command_line.commands(of).values()
+    return [end for child in below for end in _ends(child)] if below else [of]
+
+
+def test_every_setting_is_there_with_its_text() -> None:
+    page = made("settings.md")
+    for path, text in settings.comments(settings.REFERENCE.read_text()).items():
+        section, _, name = path.rpartition(".")
+        assert not section or f"`{name}`" in page or f"## {path}" in page
+        assert text, path
+
+
+def test_comments_belong_to_the_keys_below_them() -> None:
+    text = "# one\na:\n  # two\n  # more\n  - b: 1\n    # three\n    c: 2\n  - b: 3\n# four\nd: 5\n"
+    assert yaml.safe_load(text)
+    assert settings.comments(text) == {"a": ["one"], "a[].b": ["two", "more"], "a[].c": ["three"], "d": ["four"]}
+
+
+@pytest.mark.parametrize("name", ["pdproxy_requests_total", "pdproxy_node_up", "pdproxy_tokenize_agrees"])
+def test_metrics_of_all_kinds_are_there(name: str) -> None:
+    """Counts of events, gauges, and those of parts that not every proxy has."""
+    assert f"| `{name}` |" in made("metrics.md")
+
+
+def test_routes_keep_their_text_and_get_their_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    page = tmp_path / "routes.md"
+    page.write_text(f"# Routes\n\nBefore.\n\n{routes.HEADER}| -- | -- |\n| old | row |\n\nAfter.\n")
+    monkeypatch.setattr(routes, "PAGE", page)
+    text = routes.page()
+    assert text.startswith("# Routes\n\nBefore.\n\n| path |")
+    assert text.endswith("\n\nAfter.\n")
+    assert "old" not in text
+    assert text.count("| `/") == len(TABLE)
+
+
+def test_text_is_shown_as_it_is() -> None:
+    assert cell("a_b * [c] <d> | `e_f | g`\nh") == r"a\_b \* \[c\] &lt;d> \| `e_f \| g` h"
+    assert metrics.page().count("\n| `pdproxy_") > 30
