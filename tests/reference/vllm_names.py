@@ -13,7 +13,7 @@ from vllm.envs import environment_variables
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 if __name__ == "__main__":
-    actions = make_arg_parser(FlexibleArgumentParser())._actions  # noqa: SLF001 - argparse has no public list of them
+    actions = make_arg_parser(FlexibleArgumentParser())._actions
     flags = {name for action in actions for name in action.option_strings if name.startswith("--")}
     names = sorted(flags) + sorted(name for name in environment_variables if name.startswith("VLLM_"))
     sys.stdout.write(f"# vLLM {vllm.__version__}\n" + "".join(f"{name}\n" for name in names))

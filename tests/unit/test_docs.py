@@ -2,25 +2,27 @@
 
 import pkgutil
 import re
-import tomllib
 from pathlib import Path
 
-import mdformat
 import pytest
 import yaml
+
+from tests.reference.markdown import wrapped
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "proxy" / "pdproxy"
 PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "benchmarks/README.md", "tests/engines/README.md")),
+    *sorted(ROOT.glob("*.md")),
+    *(ROOT / name for name in ("benchmarks/README.md", "tests/engines/README.md")),
 ]
 PACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} | {"pdproxy"}
 FOLDERS = {".ci", "benchmarks", "configs", "docs", "tests"} | PACKAGES
 CODE = re.compile(r"`([^`\n]+)`")
 DOTTED = re.compile(r"\w+(\.\w+)+")
 FILE = re.compile(r"[\w.*-]+\.(py|json|yaml|md|lock)")
-LINK = re.compile(r"\]\((?!\w+:)([^)#]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\((?!\w+:)([^)#]*)(?:#([^)]*))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 def setting_names() -> set[str]:
@@ -72,8 +74,19 @@ def missing_files(text: str, folder: Path) -> list[str]:
     return sorted(name for name in files_in(text) if not any(any(at.glob(name)) for at in (ROOT, PACKAGE, folder)))
 
 
+def anchors(text: str) -> set[str]:
+    """Return the names by which links reach a page's headings: as GitHub and PyPI make them."""
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(text)}
+
+
 def missing_links(text: str, folder: Path) -> list[str]:
-    return sorted(link for link in LINK.findall(text) if not (folder / link).exists())
+    """Return the relative links to a file that does not exist, or to a heading that its page does not have."""
+    missing = []
+    for name, anchor in LINK.findall(text):
+        to = folder / name
+        if not to.exists() or (anchor and anchor not in anchors(to.read_text() if name else text)):
+            missing.append(f"{name}#{anchor}" if anchor else name)
+    return sorted(missing)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -82,12 +95,6 @@ def test_a_page_names_only_what_exists(page: Path) -> None:
     assert missing_names(text) == []
     assert missing_files(text, page.parent) == []
     assert missing_links(text, page.parent) == []
-
-
-def wrapped(text: str) -> str:
-    """Return a page as `mdformat` writes it with the project's options."""
-    options = tomllib.loads((ROOT / ".mdformat.toml").read_text())
-    return mdformat.text(text, options=options, extensions=options["extensions"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -122,3 +129,7 @@ def test_what_does_not_exist_is_found() -> None:
     text = "`nothing.py` `tests/nothing` `tests/unit/test_docs.py` `kit/*.py` `no/folder`"
     assert missing_files(text, ROOT) == ["nothing.py", "tests/nothing"]
     assert missing_links("[a](docs/nothing.md) [b](README.md#test) [c](https://x.y/z)", ROOT) == ["docs/nothing.md"]
+    assert missing_links("## One, two\n[a](#one-two) [b](#two) [c](README.md#nothing)", ROOT) == [
+        "#two",
+        "README.md#nothing",
+    ]
