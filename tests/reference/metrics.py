@@ -7,11 +7,11 @@ import asyncio
 from prometheus_client.core import Metric
 
 from pdproxy.app.compose import Proxy
-from pdproxy.settings.schema import Node, Pool, Settings
+from pdproxy.settings.schema import Node, Pool, Role, Settings
 from tests.fakes.tokenizer import Shelf, SimTokenizer
 from tests.reference.markdown import NOTE, cell, code, table
 
-_ENGINES = {"http://127.0.0.1:8200": "prefill", "http://127.0.0.1:8300": "decode"}
+_ENGINES: dict[str, Role] = {"http://127.0.0.1:8200": "prefill", "http://127.0.0.1:8300": "decode"}
 _HEAD = f"""# Metrics
 
 {NOTE}
@@ -35,7 +35,7 @@ async def _families() -> list[Metric]:
 
 def _row(family: Metric) -> tuple[str, str, str, str]:
     name = f"{family.name}_total" if family.type == "counter" else family.name
-    labels: dict[str, dict[str, None]] = {label: {} for label in family._labelnames}
+    labels: dict[str, dict[str, None]] = {label: {} for label in family.__dict__["_labelnames"]}
     for sample in family.samples:
         for label in labels:
             labels[label].setdefault(sample.labels[label])

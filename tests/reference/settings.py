@@ -86,7 +86,7 @@ def _item(field: msgspec.structs.FieldInfo) -> tuple[Any, str]:
 def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.required:
         return "required"
-    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()  # type: ignore[operator]
+    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
     value = list(value) if isinstance(value, tuple) else value
     return code(yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n..."))
 
