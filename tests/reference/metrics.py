@@ -42,12 +42,14 @@ def _row(family: Metric) -> tuple[str, str, str, str]:
     return (
         code(name),
         family.type,
-        ", ".join(_label(label, values) for label, values in labels.items()),
+        ", ".join(_label(name, label, values) for label, values in labels.items()),
         cell(family.documentation),
     )
 
 
-def _label(name: str, values: dict[str, None]) -> str:
+def _label(family: str, name: str, values: dict[str, None]) -> str:
+    if family.endswith("_info"):
+        return code(name)  # versions of the machine on which the page was made
     known = [value for value in values if value and value not in _ENGINES]
     return f"{code(name)} ({', '.join(known)})" if known else code(name)
 
