@@ -129,7 +129,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
     def _end_merged(self, parsed: Parsed, prompts: PromptList) -> None:
         events = [prompts.usage_events[index] for index in sorted(prompts.usage_events)]
         created = prompts.creation_time.created
-        if parsed.wants_usage and events:
+        if (parsed.wants_usage or prompts.forced_usage) and events:
             event = merge_usage_events(events)
             self.writer.write(event if created is None else sse.with_created(event, created))
         self.writer.write(sse.DONE + sse.END)

@@ -75,6 +75,7 @@ class _Job:
     def __init__(self, engine: Engine, body: ChatBody, prompt: Prompt, request_id: str) -> None:
         self._engine, self._body, self._prompt, self._id = engine, body, prompt, request_id
         self._created = int(time.time())
+        self._usage_at_end, self._running_usage = body.usage_in_stream(forced=engine.facts.enable_force_include_usage)
         self._parsed = bool(body.tools) and body.tool_choice not in (None, "none")
         last = body.messages[-1]
         self._role = "assistant" if body.add_generation_prompt else str(last.get("role"))
@@ -219,14 +220,14 @@ class _Job:
                     choice["stop_reason"] = delta.stop_reason
                 choice["token_ids"] = self._ids(delta)
                 chunk = head | {"choices": [choice]}
-                if body.with_running_usage:
+                if self._running_usage:
                     counted = answer.usage(len(self._prompt.ids), len(generated[index]))
                     thoughts = reasoning.count(generated[index])
                     chunk["usage"] = counted | {"completion_tokens_details": self._thought(thoughts)}
-                if finish is not None and not body.with_usage:
+                if finish is not None and not self._usage_at_end:
                     chunk["system_fingerprint"] = answer.fingerprint(facts)
                 yield answer.event(chunk)
-        if body.with_usage:
+        if self._usage_at_end:
             counted = answer.usage(len(self._prompt.ids), sum(map(len, generated)))
             details = answer.details(facts, cached or 0, created)
             if details is not None:
@@ -267,7 +268,7 @@ class _Job:
             choice = {"index": index, "delta": {"role": self._role, "content": ""}, "logprobs": None}
             choice["finish_reason"] = None
             chunk = head | {"choices": [choice]}
-            if body.with_running_usage:
+            if self._running_usage:
                 chunk["usage"] = counted
             chunk["prompt_token_ids"] = self._prompt.ids if body.return_token_ids else None
             chunk["prompt_text"] = self._prompt_text()
@@ -276,7 +277,7 @@ class _Job:
             for index in range(body.children):
                 choice = {"index": index, "delta": {"content": self._echo}, "logprobs": None, "finish_reason": None}
                 chunk = head | {"choices": [choice]}
-                if body.with_running_usage:
+                if self._running_usage:
                     chunk["usage"] = counted
                 found.append(answer.event(chunk))
         return found
