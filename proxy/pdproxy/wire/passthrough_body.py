@@ -12,7 +12,7 @@ import msgspec
 from pdproxy.kit.errors import BadRequestError
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import DEFAULT, Body, Bounds
-from pdproxy.wire.fields import Fields, has_value, model_of, read_fields_if_quick
+from pdproxy.wire.fields import PROMPT_IDS, Fields, has_value, model_of, read_fields_if_quick
 from pdproxy.wire.prompt_lists import prompts_in
 
 _LISTED = ("input", "documents", "text_1", "text_2")
@@ -63,6 +63,8 @@ def passed_body(dialect: Dialect, fields: Fields) -> PassedBody:
     Raises:
         BadRequestError: it asks for stored responses.
     """
+    if dialect is Dialect.OPENAI:
+        fields.pop(PROMPT_IDS, None)
     if dialect is Dialect.RESPONSES:
         _refuse_storage(fields)
     return PassedBody(msgspec.json.encode(fields), model_of(fields), has_value(fields, "stream", b"true"))

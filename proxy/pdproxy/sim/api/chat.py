@@ -52,9 +52,9 @@ async def chat(engine: Engine, body: ChatBody, request: Request, date: Callable[
 
 def chat_prompt(engine: Engine, body: ChatBody, date: Callable[[], str]) -> Prompt:
     """Return a chat's prompt: P's ids if the request has them, else rendered and tokenized here."""
-    handed = (body.kv_transfer_params or {}).get("prompt_token_ids")
-    if handed is not None and not body.echo:
-        return Prompt(check_prompt(list(handed), body, engine.facts, tokenized=False), "")
+    given = _given_ids(engine, body)
+    if given is not None:
+        return Prompt(check_prompt(given, body, engine.facts, tokenized=False), "")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     text = render(
         engine.facts.template,
@@ -67,6 +67,27 @@ def chat_prompt(engine: Engine, body: ChatBody, date: Callable[[], str]) -> Prom
     )
     ids = engine.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
     return Prompt(check_prompt(ids, body, engine.facts, tokenized=True), text)
+
+
+def _given_ids(engine: Engine, body: ChatBody) -> list[int] | None:
+    """Return the ids that stand for a chat's messages, None if there are none or the messages are needed."""
+    ids = (body.kv_transfer_params or {}).get("prompt_token_ids")
+    if ids is None or body.echo or not all(map(_is_text, body.messages)):
+        return None
+    param = "kv_transfer_params.prompt_token_ids"
+    if not isinstance(ids, list) or not ids or any(type(one) is not int or one < 0 for one in ids):
+        raise Refused(
+            "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers.", param
+        )
+    if max(ids) >= engine.tokenizer.vocab_size:
+        raise Refused(f"Token id {max(ids)} is out of vocabulary", param)
+    return ids
+
+
+def _is_text(message: dict[str, Any]) -> bool:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else ()
+    return all(not isinstance(part, dict) or part.get("type", "text") == "text" for part in parts)
 
 
 class _Job:

@@ -44,11 +44,8 @@ async def complete(engine: Engine, body: CompletionBody, request: Request) -> Re
 
 
 def _prompts(body: CompletionBody, engine: Engine) -> list[Prompt]:
-    """Return the prompts, tokenized, or as ids from P if the request has them."""
+    """Return the prompts, tokenized. Ids in `kv_transfer_params` are not read here, only for chats."""
     given: Any = body.prompt
-    handed = (body.kv_transfer_params or {}).get("prompt_token_ids")
-    if handed is not None and not body.echo:
-        given = [list(handed)]
     if given is None:
         raise Refused("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
     several = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
