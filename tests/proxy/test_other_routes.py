@@ -261,6 +261,7 @@ async def test_only_some_headers_go_on() -> None:
             ("tracestate", "a=b"),
             ("x-session-id", "s"),
             ("x-vllm-priority", "3"),
+            ("endpoint-load-metrics-format", "TEXT"),
             ("authorization", "Bearer mine"),
             ("x-api-key", "secret"),
             ("anthropic-version", "2023-06-01"),
@@ -276,6 +277,7 @@ async def test_only_some_headers_go_on() -> None:
             "tracestate",
             "x-session-id",
             "x-vllm-priority",
+            "endpoint-load-metrics-format",
             "authorization",
         }
         assert got["authorization"] == "Bearer mine"

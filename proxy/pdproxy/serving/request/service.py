@@ -28,7 +28,8 @@ from pdproxy.wire.fields import body_request_id
 from pdproxy.wire.lenient_json import check_content_type
 from pdproxy.wire.request import Incoming, Parsed
 
-_PASSED_HEADERS = (b"content-type", b"retry-after")
+_PASSED_HEADERS = (b"content-type", b"retry-after", b"endpoint-load-metrics")
+"""The last one is the load of the engine that answered; vLLM sends it with whole answers to clients that name a format."""
 
 
 class Service:
