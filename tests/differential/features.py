@@ -98,6 +98,9 @@ def _shared(dialect: Dialect) -> dict[str, Fields]:
                 {"ec_transfer_params": {"a": 1}},
             )
         ),
+        "ids for messages": st.lists(tokens, min_size=1, max_size=60).map(
+            lambda ids: {"kv_transfer_params": {"prompt_token_ids": ids}}
+        ),
         "nulls": st.sampled_from(("n", "seed", "stop", "top_p", "logit_bias", "stream_options", "tools", "user")).map(
             lambda name: {name: None}
         ),

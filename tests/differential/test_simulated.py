@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from tests.differential.generate import Generated, requests
 from tests.differential.stage import SIMULATED, Stage, stage
 
-COUNT = int(os.environ.get("PDPROXY_TEST_GENERATED", "300"))
+COUNT = int(os.environ.get("PDPROXY_TEST_GENERATED", "400"))
 STAGES: dict[str, dict[str, object]] = {
     "1p1d": {},
     "2p2d that reason": {"prefill": 2, "decode": 2, "reasoning_parser": "deepseek_r1"},
+    "1p1d that forces usage": {"enable_force_include_usage": True},
     "1p1d without extras": {
         "enable_prompt_tokens_details": False,
         "enable_auto_tool_choice": False,

@@ -12,7 +12,7 @@ import pytest
 
 from .build import EnginesUnavailable, ensure
 from .engine import MODEL, Engine, EngineFailed
-from .fleet import COMPLETIONS, Fleet, keep
+from .fleet import COMPLETIONS, Fleet, exchange, keep
 from .launcher import Launcher
 from .proxy import Proxy
 
@@ -22,6 +22,7 @@ ORDER = [
     *(
         "test_equality",
         "test_other_routes",
+        "test_flags_and_fields",
         "test_reasoning",
         "test_tokenize",
         "test_generated",
@@ -30,6 +31,8 @@ ORDER = [
     ),
     *("test_load", "test_reality", "test_faults"),
 ]
+FLAGGED = "--enable-force-include-usage --enable-tokenizer-info-endpoint --enable-server-load-tracking"
+STORE = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
 SKIPPED = pytest.StashKey[str]()
 FLEET = pytest.StashKey[Fleet]()
 
@@ -109,6 +112,26 @@ def plain(pytestconfig: pytest.Config, launcher: Launcher) -> Iterator[Engine]:
         yield engine
     finally:
         engine.stop()
+
+
+@pytest.fixture(scope="session")
+def flagged(fleet: Fleet) -> Iterator[Engine]:
+    """A decode engine with the flags of vLLM's server that change or add answers, and with a store of responses."""
+    engine = Engine.start(fleet.launcher, "flagged", "decode", flags=FLAGGED, env=STORE)
+    try:
+        engine.wait().post(COMPLETIONS, {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1})
+        exchange(fleet.prefills[0], engine)
+        yield engine
+    finally:
+        engine.stop()
+
+
+@pytest.fixture(scope="session")
+def proxy_flagged(fleet: Fleet, flagged: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    """pdproxy in front of the first prefill engine and the decode engine with flags."""
+    proxy = Proxy.start(fleet.prefills[:1], [flagged], tmp_path_factory.mktemp("flagged"))
+    yield proxy
+    assert proxy.stop() == 0, proxy.tail()
 
 
 def _serve(fleet: Fleet, pairs: int, folder: Path) -> Iterator[Proxy]:

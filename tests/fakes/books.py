@@ -33,6 +33,8 @@ class Books:
         """A decode engine has seen a handle. It must be one that was given out, in the engine's own words."""
         handle = str(params.get("remote_request_id"))
         sent = {name: value for name, value in params.items() if name != "prompt_token_ids"}
+        if not sent:
+            return  # a client's prompt, no handle
         if sent != self.params.get(handle):
             self.unknown.append(params)
             return

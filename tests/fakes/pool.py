@@ -71,13 +71,15 @@ async def pool(
     kv_ready: Mapping[str, Any] | None = None,
     p: Mapping[str, Any] | None = None,
     d: Mapping[str, Any] | None = None,
+    everybody: Mapping[str, Any] | None = None,
     sim_lmcache: Mapping[str, Any] | None = None,
     notices: bool = True,
     tokenizer: SimTokenizer | None = None,
     clock: Clock | None = None,
 ) -> AsyncIterator[Pair]:
-    """Run one pair of a connector. `p`, `d`: facts of theirs alone; `notices` False: P is told a socket that nobody reads.
+    """Run one pair of a connector. `p`, `d`: facts of theirs alone, `everybody`: of all engines.
 
+    `notices` False: P is told a socket that nobody reads.
     `tokenizer`: makes ids of all prompts. `clock`: the proxy's; a test that reaches deadlines passes a `ManualClock`.
     """
     zmq_port, http_port = free_port(), free_port()
@@ -85,7 +87,7 @@ async def pool(
     told["nixl"] = told["lmcache-pd"]
     told["lmcache-mp"] = f"http://127.0.0.1:{http_port if notices else free_port()}/api/v1/telemetry"
     usual: dict[str, Any] = {"model": "tiny", "eos_every": 0, "hardware": FAST, "connector": connector}
-    usual |= {"tensor_parallel_size": ranks}
+    usual |= {"tensor_parallel_size": ranks, **(everybody or {})}
     if connector in {"lmcache-pd", "lmcache-mp"}:
         usual["enable_prefix_caching"] = False
     config = {"chunk_size": CHUNK, **(sim_lmcache or {})}

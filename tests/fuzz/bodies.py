@@ -15,6 +15,7 @@ from pdproxy.wire.lenient_json import check_content_type
 from pdproxy.wire.request import Route, parse
 
 OURS = Handle(b'{"do_remote_prefill":true,"mark":"ours"}', b"[1,2]", 2, "id")
+_PROMPT = "prompt_token_ids"
 _DEEP = 300
 """Brackets of a body whose depth may come near what a parser takes: the engine's own depth of stack then decides."""
 
@@ -31,7 +32,7 @@ def check_body(route: Route, body: bytes) -> None:
     readable = isinstance(value, dict) or _only_shadowed_numbers(parsed, body)
     assert readable or parsed.alone is not None or _refused_first(parsed, body), "split, but unreadable"
     if isinstance(value, dict):
-        expected = _without_handles(value)
+        expected = _without_handles(route, value)
         out = _loads(encode(parsed.fields))
         assert isinstance(out, dict) or _deep(body), "what was taken is no JSON any more"
         if isinstance(out, dict):
@@ -96,13 +97,16 @@ def _same(one: object, two: object) -> bool:
         return True
 
 
-def _without_handles(value: dict[str, Any]) -> dict[str, Any]:
+def _without_handles(route: Route, value: dict[str, Any]) -> dict[str, Any]:
     kept = {name: item for name, item in value.items() if name not in NEVER_FROM_CLIENTS and _writable(name)}
     if isinstance(kept.get("vllm_xargs"), dict):
         kept["vllm_xargs"] = _dropped(kept["vllm_xargs"])
     sampling = kept.get("sampling_params")
     if isinstance(sampling, dict) and isinstance(sampling.get("extra_args"), dict):
         kept["sampling_params"] = {**sampling, "extra_args": _dropped(sampling["extra_args"])}
+    params = value.get("kv_transfer_params")
+    if route is Route.CHAT and isinstance(params, dict) and params.get("prompt_token_ids") is not None:
+        kept["kv_transfer_params"] = {"prompt_token_ids": params["prompt_token_ids"]}
     return kept
 
 
@@ -119,12 +123,14 @@ def _writable(name: str) -> bool:
 
 
 def _handles(value: dict[str, Any]) -> Any:
-    """Yield the handles at every place where vLLM's requests could carry one."""
+    """Yield the handles at every place where vLLM's requests could carry one. A prompt in the place of one is none."""
     sampling = value.get("sampling_params")
     extra = sampling.get("extra_args") if isinstance(sampling, dict) else None
     for carrier in (value, value.get("vllm_xargs"), extra):
         if isinstance(carrier, dict):
-            yield from (carrier[name] for name in NEVER_FROM_CLIENTS if name in carrier)
+            found = [carrier[name] for name in NEVER_FROM_CLIENTS if name in carrier]
+            prompt = carrier is value and len(found) == 1 and isinstance(found[0], dict) and [*found[0]] == [_PROMPT]
+            yield from () if prompt else found
 
 
 def _assert_only_ours(body: bytes) -> None:

@@ -25,7 +25,8 @@ Check = Callable[[bytes], None]
 _HTTP = ("\\x0d\\x0a", "\\x0d\\x0a\\x0d\\x0a", "0\\x0d\\x0a\\x0d\\x0a", "content-length: 0", "transfer-encoding: chunked",
          "HTTP/1.1 ", "connection: close", "connection: upgrade", "upgrade: h2c")  # fmt: skip
 WORDS = {
-    "body": ("kv_transfer_params", "ec_transfer_params", "\\\\u005f", "vllm_xargs", "sampling_params", "extra_args", "prompt",
+    "body": ("kv_transfer_params", "ec_transfer_params", "\\\\u005f", "vllm_xargs", "sampling_params", "extra_args",
+             "prompt_token_ids", "prompt",
              "messages", "NaN", "1e999", "\\\\ud800", "\\xff\\xfe", "\\xef\\xbb\\xbf", "structured_outputs", "logprobs"),
     "ingress": (*_HTTP, "POST /v1/completions HTTP/1.1", "GET /x HTTP/1.1", "expect: 100-continue", "GET "),
     "stream": ("data: ", "\\x0a\\x0a", "\\x0d", "[DONE]", '{\\"error\\"', '{\\"id\\":', ": ", '\\"finish_reason\\":\\"abort\\"'),

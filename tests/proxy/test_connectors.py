@@ -60,6 +60,7 @@ async def same(pair: Pair, path: str, body: dict[str, Any]) -> Any:
     return json.loads(ours.body)
 
 
+RUNNING = {"include_usage": True, "continuous_usage_stats": True}
 SHAPES: list[tuple[str, dict[str, Any]]] = [
     (path, make(**fields))
     for path, make in ((COMPLETIONS, completion), (CHAT, chat))
@@ -67,7 +68,9 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
         {},
         {"stream": True},
         {"stream": True, "stream_options": {"include_usage": True}},
+        {"stream": True, "stream_options": RUNNING},
         {"max_tokens": 1},
+        {"max_tokens": 1, "stream": True, "stream_options": RUNNING},
         {"max_tokens": 1, "stream": True},
         {"max_tokens": 2, "stream": True, "return_token_ids": True},
         {"max_tokens": None, "min_tokens": 3, "stop": ["e"]},
@@ -87,6 +90,36 @@ async def test_the_client_cant_tell(connector: str) -> None:
         await same(pair, COMPLETIONS, completion(prompt=[TEXT, TEXT[::-1]], stream=False))
         assert pair.loaded > 0, "nothing has moved"
         assert "no_pair" not in {event.reason for event in pair.world.events(ServedAlone)}
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+async def test_usage_that_an_engine_forces_on_every_client_is_the_clients(connector: str) -> None:
+    """In each event and at the end, whether it is asked for or not; also of a list, of several choices, of one token."""
+    async with pool(connector, everybody={"enable_force_include_usage": True}) as pair:
+        for path, body in SHAPES:
+            if connector == "lmcache-pd" and body["max_tokens"] == 1 and "stream_options" not in body:
+                continue  # the prefill engine's whole answer does not show whether it forces usage on streams
+            found = await same(pair, path, body)
+            assert not body.get("stream") or found[-2]["usage"]["completion_tokens"] > 0
+        for stream_options in (None, {"include_usage": False}, {"include_usage": True}, RUNNING):
+            given = {"stream": True, "stream_options": stream_options, "prompt": TEXT[:200]}
+            several = await same(pair, COMPLETIONS, completion(**given, n=2, temperature=0.7, seed=1))
+            assert several[-2]["usage"]["completion_tokens"] == 12
+            ours, theirs = [
+                by_choice((await ask(COMPLETIONS, completion(**given | {"prompt": [TEXT, TEXT[::-1]]}))).body)
+                for ask in (pair.ask, pair.asked_plain)
+            ]
+            assert ours == theirs
+            assert ours[None][0]["usage"]["completion_tokens"] == 12
+        assert pair.loaded > 0, "nothing has moved"
+
+
+def by_choice(body: bytes) -> dict[int | None, list[Any]]:
+    """The events of each choice in their order; those of none under None."""
+    found: dict[int | None, list[Any]] = {}
+    for event in events(body)[:-1]:
+        found.setdefault(event["choices"][0]["index"] if event["choices"] else None, []).append(event)
+    return found
 
 
 @pytest.mark.parametrize("connector", ["lmcache-pd", "lmcache-mp"])

@@ -217,6 +217,7 @@ async def test_models_are_merged() -> None:
         answer = await w.get("/v1/models")
         assert answer.status == 200
         assert answer.json["object"] == "list"
+        assert list(answer.json) == list(await w.decode[0].get("/v1/models")) == ["object", "data"]
         assert [card["id"] for card in answer.json["data"]] == ["tiny", "other"]
         own = (await w.decode[0].get("/v1/models"))["data"][0]
         same = ("id", "object", "root", "parent", "max_model_len")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from pdproxy.observe.events import RequestEnded
 from pdproxy.serving.access.routes import TABLE, RouteKind
+from pdproxy.sim.error_body import error_body
 from tests.fakes.engine import Reply
 from tests.fakes.passed import (
     BODIES,
@@ -63,7 +65,8 @@ async def test_no_route_outside_the_table_reaches_an_engine() -> None:
             concrete = path.replace("{response_id}", "resp_1").replace("{model_id}", "tiny")
             answer = await w.ask(concrete, b"{}" if method == "POST" else b"", method=method)
             if kind is RouteKind.PASSED:
-                assert seen() == before + 1, path
+                twice = path == RESPONSES  # the second time for the text of the refusal
+                assert seen() == before + 1 + twice, path
             elif kind is None and path not in OWN_DOCS:
                 assert seen() == before, path
                 shadowed = path == "/v1/responses/render"  # there is a GET of that form
@@ -258,6 +261,7 @@ async def test_only_some_headers_go_on() -> None:
             ("tracestate", "a=b"),
             ("x-session-id", "s"),
             ("x-vllm-priority", "3"),
+            ("endpoint-load-metrics-format", "TEXT"),
             ("authorization", "Bearer mine"),
             ("x-api-key", "secret"),
             ("anthropic-version", "2023-06-01"),
@@ -273,6 +277,7 @@ async def test_only_some_headers_go_on() -> None:
             "tracestate",
             "x-session-id",
             "x-vllm-priority",
+            "endpoint-load-metrics-format",
             "authorization",
         }
         assert got["authorization"] == "Bearer mine"
@@ -297,37 +302,109 @@ async def test_proxy_keys_guard_every_route() -> None:
 # -- memory
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("previous_response_id", "resp_1"),
-        ("conversation", {"id": "c"}),
-        ("background", True),
-        ("background", "yes"),
-        ("store", True),
-        ("store", 1),
-        ("store", "on"),
-    ],
-)
-async def test_what_needs_memory_is_refused_by_name(field: str, value: object) -> None:
-    """A field that would have an engine remember something is a 400 that names it, also where pydantic would read it as true."""
+def _error(message: str, kind: str, status: int) -> bytes:
+    return json.dumps(error_body(message, kind, status)).encode()
+
+
+_NEEDS_MEMORY: list[dict[str, Any]] = [
+    {"store": True},
+    {"store": "on"},
+    {"store": None},
+    {"store": 0},
+    {"store": "perhaps"},
+    {"store": [True]},
+    {"store": "x" * 200},
+    {"previous_response_id": "resp_1"},
+    {"previous_response_id": "resp_1", "store": True, "stream": True},
+    {"previous_response_id": None, "conversation": None, "background": False},
+    {"previous_response_id": 7},
+    {"previous_response_id": "resp_1", "previous_input_messages": [{"role": "user", "content": "x"}]},
+    {"background": True},
+    {"background": True, "stream": True},
+    {"background": "yes", "store": True, "previous_response_id": "resp_1"},
+    {"background": True, "store": False},
+    {"background": True, "model": "nope"},
+    {"background": True, "temperature": "hot"},
+    {"background": "perhaps"},
+    {"background": "no", "stream": True},
+    {"background": 0},
+    {"background": "off", "store": False},
+    {"background": [], "store": True},
+    {"background": "N", "input": ...},
+    {"input": ...},
+    {"input": ..., "store": True},
+    {"input": ..., "background": True},
+    {"temperature": "hot", "max_output_tokens": "x"},
+    {"metadata": 1, "store": "yes"},
+]
+
+
+@pytest.mark.parametrize("given", _NEEDS_MEMORY, ids=str)
+async def test_what_needs_memory_is_answered_as_by_an_engine_without_a_store(given: dict[str, Any]) -> None:
+    """Status, type, parameter and text are the engine's, and nothing that pdproxy changed in the body shows in them."""
+    body = {name: value for name, value in responses(**given).items() if value is not ...}
     async with world() as w:
-        seen = everyone(w, RESPONSES, fine)
-        answer = await w.ask(RESPONSES, responses(**{field: value}))
-        assert answer.status == 400
-        assert answer.json["error"]["param"] == field
-        assert field in answer.json["error"]["message"]
-        assert not seen
+        ours = await w.ask(RESPONSES, body)
+        w.port, port = w.decode[0].port, w.port
+        plain = await w.ask(RESPONSES, body)
+        w.port = port
+        assert ours.status == plain.status
+        if "error" in (plain.json if plain.status != 200 else {}):
+            assert ours.body == plain.body
+        else:
+            assert [_shape(part) for part in ours.events] == [_shape(part) for part in plain.events]
 
 
-@pytest.mark.parametrize("given", [{}, {"store": None}, {"store": False}, {"background": False, "conversation": None}])
-async def test_a_plain_response_is_not_stored(given: dict[str, object]) -> None:
-    """vLLM's default is to store: engines are always asked not to."""
+@pytest.mark.parametrize(
+    "given", [{}, {"store": True}, {"store": 1}, {"store": "ON"}, {"store": 1.0}, {"store": "\u0074"}]
+)
+async def test_no_engine_is_asked_to_store(given: dict[str, object]) -> None:
+    """An engine with a store gets `store: false`, for all that it would read as true, and for nothing at all."""
     async with world() as w:
         seen = everyone(w, RESPONSES, fine)
         assert (await w.ask(RESPONSES, responses(**given))).status == 200
-        assert seen[0].json["store"] is False
-        assert "conversation" not in seen[0].json
+        assert seen[0].json == responses(store=False)
+
+
+@pytest.mark.parametrize("given", [{"background": True}, {"background": "Y", "previous_response_id": "resp_known"}])
+async def test_no_engine_runs_a_request_in_the_background(given: dict[str, object]) -> None:
+    """An engine with a store is asked for a response that it can't have; its 404 becomes an error that names the field."""
+
+    async def unknown(reply: Reply) -> None:
+        name = reply.request.json["previous_response_id"]
+        await reply.whole(_error(f"Response with id '{name}' not found.", "invalid_request_error", 404), 404)
+
+    async with world() as w:
+        seen = everyone(w, RESPONSES, unknown)
+        answer = await w.ask(RESPONSES, responses(**given))
+        assert (answer.status, answer.json["error"]["param"]) == (400, "background")
+        assert len(seen) == 1
+        assert re.fullmatch("resp_[0-9a-f]{32}", seen[0].json["previous_response_id"])
+
+
+async def test_a_stored_conversation_is_refused_by_name() -> None:
+    """vLLM would ignore the field, and answer without the conversation."""
+    async with world() as w:
+        seen = everyone(w, RESPONSES, fine)
+        answer = await w.ask(RESPONSES, responses(conversation={"id": "c"}))
+        assert (answer.status, answer.json["error"]["param"]) == (400, "conversation")
+        assert not seen
+
+
+async def test_a_body_that_is_asked_again_must_be_refused_again() -> None:
+    """The client's own body goes to an engine only for the text of its refusal: any other answer is not passed on."""
+
+    async def once(reply: Reply) -> None:
+        if reply.request.json.get("store") is False:
+            await reply.whole(_error("<dict of 5 items>", "Bad Request", 400), 400)
+        else:
+            await fine(reply)
+
+    async with world() as w:
+        seen = everyone(w, RESPONSES, once)
+        answer = await w.ask(RESPONSES, responses())
+        assert (answer.status, answer.json["error"]["message"]) == (400, "<dict of 5 items>")
+        assert [one.json.get("store") for one in seen] == [False, None]
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/responses/r1"), ("POST", "/v1/responses/r1/cancel")])

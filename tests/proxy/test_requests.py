@@ -9,6 +9,7 @@ import pytest
 
 from tests.fakes.client import Answer, Client
 from tests.fakes.engine import Reply
+from tests.fakes.passed import MESSAGES, RESPONSES, message, responses
 from tests.fakes.world import CHAT, COMPLETIONS, PROMPT, TEXT, World, chat, completion, world
 
 FAKE = {"do_remote_prefill": True, "remote_engine_id": "made-up", "remote_block_ids": [[1]]}
@@ -89,6 +90,40 @@ async def test_tracing_headers_go_on_and_others_stop() -> None:
             assert request.header("cookie") is None
             assert request.header("x-forwarded-for") is None
             assert request.header("host") == f"127.0.0.1:{engine.port}"
+
+
+@pytest.mark.parametrize("form", ["TEXT", "json", "binary", None])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, completion()),
+        (COMPLETIONS, completion(prompt=[PROMPT, PROMPT[::-1]])),
+        (COMPLETIONS, completion(max_tokens=0)),
+        (CHAT, chat()),
+        (RESPONSES, responses()),
+        (MESSAGES, message()),
+    ],
+    ids=["completion", "list", "refused", "chat", "responses", "messages"],
+)
+async def test_the_headers_of_an_answer_are_an_engines(
+    path: str, body: dict[str, object], stream: bool, form: str | None
+) -> None:
+    """A stream has none that vLLM does not send, a whole answer has the engine's load for a client that names its format."""
+    headers = [("endpoint-load-metrics-format", form)] if form else []
+    async with world() as w:
+        ours = await w.ask(path, {**body, "stream": stream}, headers)
+        w.port, port = w.decode[0].port, w.port
+        plain = await w.ask(path, {**body, "stream": stream}, headers)
+        w.port = port
+        own = ("date", "server", "x-request-id", "content-length", "connection")
+        found, wanted = (
+            sorted((name.lower(), value) for name, value in one.headers if name.lower() not in own)
+            for one in (ours, plain)
+        )
+        assert found == wanted
+        whole = not stream and ours.status == 200 and path in (COMPLETIONS, CHAT)
+        assert (ours.header("endpoint-load-metrics") is not None) is (whole and form in ("TEXT", "json"))
 
 
 async def test_without_keys_the_clients_authorization_goes_on() -> None:

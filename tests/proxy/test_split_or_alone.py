@@ -24,6 +24,7 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "long enough for 
         (CHAT, {"prompt_logprobs": 0}, "prompt_logprobs"),
         (COMPLETIONS, {"use_beam_search": True}, "beam_search"),
         (CHAT, {"messages": IMAGE}, "non_text"),
+        (CHAT, {"kv_transfer_params": {"prompt_token_ids": [5, 6, 7]}}, "prompt_ids"),
         (COMPLETIONS, {"prompt_embeds": "AAAA"}, "non_text"),
         (COMPLETIONS, {"prompt": "short"}, "short_prompt"),
         (COMPLETIONS, {"prompt": [1, 2, 3]}, "short_prompt"),

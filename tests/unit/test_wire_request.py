@@ -35,7 +35,8 @@ def test_any_object_is_read_and_comes_out_as_it_went_in(route: Route, body: dict
     """Whatever the fields hold, parsing never fails, and all but the handles come out with the same values."""
     parsed = parse(route, json.dumps(body).encode())
     out = json.loads(encode(parsed.fields))
-    assert not set(NEVER_FROM_CLIENTS) & set(out)
+    assert not {"ec_transfer_params"} & set(out)
+    assert set(out.get("kv_transfer_params", ())) <= {"prompt_token_ids"}
     for name, value in body.items():
         if name not in (*NEVER_FROM_CLIENTS, "vllm_xargs", "sampling_params"):
             assert out[name] == value
@@ -85,6 +86,30 @@ def test_handles_of_clients_are_removed(name: str, frame: str) -> None:
     out = encode(parse(Route.COMPLETIONS, body.encode()).fields).decode()
     assert "transfer_params" not in out
     assert '"keep":2' in out
+
+
+@pytest.mark.parametrize("ids", ["[1,2]", "[]", '"x"', "[[1]]", "{}", "0", "[NaN]", "[1.0,-2]"])
+def test_a_prompt_in_the_place_of_a_handle_stays_without_the_handle(ids: str) -> None:
+    """Whatever the value is, for the engine that will read it; in a chat, not in a completion, where no engine reads it."""
+    params = f'"kv_transfer_params":{{"do_remote_prefill":true,"prompt_token_ids":{ids},"remote_host":"x"}}'
+    chat = f'{{"messages":[{{"role":"user","content":"x"}}],"ec_transfer_params":{{"a":1}},{params}}}'.encode()
+    found = parse(Route.CHAT, chat)
+    assert bytes(found.fields["kv_transfer_params"]) == f'{{"prompt_token_ids":{ids}}}'.encode()
+    assert "ec_transfer_params" not in found.fields
+    assert found.alone is (Alone.UNUSUAL if ids == "[NaN]" else Alone.PROMPT_IDS)
+    completion = parse(Route.COMPLETIONS, f'{{"prompt":"x",{params}}}'.encode())
+    assert b"transfer_params" not in encode(completion.fields)
+
+
+@pytest.mark.parametrize(
+    "params", ["{}", "null", "[]", '"x"', '{"prompt_token_ids":null}', '{"prompt_token_ids" : null}']
+)
+def test_a_handle_without_a_prompt_goes_altogether(params: str) -> None:
+    """Nothing in it is the client's."""
+    chat = f'{{"messages":[{{"role":"user","content":"x"}}],"kv_transfer_params":{params}}}'.encode()
+    found = parse(Route.CHAT, chat)
+    assert "kv_transfer_params" not in found.fields
+    assert found.alone is None
 
 
 @pytest.mark.parametrize(

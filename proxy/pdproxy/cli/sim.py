@@ -40,6 +40,7 @@ _ENGINE = {
     "max_num_batched_tokens": "most tokens in one step",
     "enable_prefix_caching": "keep the KV of prompts in a cache",
     "enable_prompt_tokens_details": "report in the usage how much was cached",
+    "enable_force_include_usage": "report the usage in all streams, in each event and at the end",
     "enable_auto_tool_choice": "accept tools",
     "reasoning_parser": "parser that separates thoughts from the answers of chats",
     "api_key": "key that clients must send",

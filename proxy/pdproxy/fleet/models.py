@@ -12,9 +12,9 @@ from pdproxy.scheduling.nodes import Role
 from pdproxy.upstream.admin import EngineAdmin
 
 
-class _ModelList(msgspec.Struct):
-    data: list[msgspec.Raw]
+class _ModelList(msgspec.Struct, kw_only=True):
     object: str = "list"
+    data: list[msgspec.Raw]
 
 
 class _ModelName(msgspec.Struct):

@@ -109,6 +109,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
     enable_prompt_tokens_details: bool = False
+    enable_force_include_usage: bool = False
+    """Streams have a usage in each event and at their end, whatever the client asks for."""
     enable_auto_tool_choice: bool = True
     """With a tool-call parser; without, `tools` is refused as vLLM refuses it."""
     reasoning_parser: Literal["none", "deepseek_r1"] = "none"

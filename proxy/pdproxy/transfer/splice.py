@@ -10,15 +10,17 @@ from __future__ import annotations
 import msgspec
 
 from pdproxy.transfer.contract import FirstToken, Handle, raw
-from pdproxy.wire.engine import UNREADABLE
+from pdproxy.wire.engine import UNREADABLE, Usage
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.request import Parsed, Route
 
 _NULL = raw(b"null")
 _TRUE = b"true"
+_NO_DETAILS = b',"completion_tokens_details":null}'
 _body_decoder = msgspec.json.Decoder(Fields)
 _choices_decoder = msgspec.json.Decoder(list[Fields])
 _usage_decoder = msgspec.json.Decoder(Fields)
+_counts_decoder = msgspec.json.Decoder(Usage)
 _int_decoder = msgspec.json.Decoder(int | None)
 _text_decoder = msgspec.json.Decoder(str | None)
 
@@ -113,19 +115,25 @@ class Splice:
         if "choices" not in event:
             return [msgspec.json.encode(event)]  # an error: the relay handles it
         event["id"], event["object"] = self._id, self._object(chunk=True)
-        if bytes(event.get("usage", _NULL)) != b"null":
-            event["usage"] = self._usage(event["usage"])
         choices = _choices_decoder.decode(event["choices"])
+        prompt_tokens = None
+        if bytes(event.get("usage", _NULL)) != b"null":
+            prompt_tokens = _counts_decoder.decode(event["usage"]).prompt_tokens - 1
+            event["usage"] = self._usage(event["usage"], running=bool(choices))
         opening: list[bytes] = []
         if not self._opened and choices:
             top = {name: value for name, value in event.items() if name not in ("choices", "usage")}
-            opening = self._opening(top, choices[0], msgspec.structs.replace(self._first, finish_reason=None))
+            first = msgspec.structs.replace(self._first, finish_reason=None)
+            opening = self._opening(top, choices[0], first, prompt_tokens)
         if choices:
             event["choices"] = raw(msgspec.json.encode([self._choice(choice) for choice in choices]))
         return [*opening, msgspec.json.encode(event)]
 
-    def _opening(self, top: Fields, like: Fields, first: FirstToken) -> list[bytes]:
-        """Return the events up to the first token. `top`: the fields of all events, `like`: a choice of the same stream."""
+    def _opening(self, top: Fields, like: Fields, first: FirstToken, prompt_tokens: int | None = None) -> list[bytes]:
+        """Return the events up to the first token. `top`: the fields of all events, `like`: a choice of the same stream.
+
+        `prompt_tokens`: for the usage of each event, None if only the stream's end has one.
+        """
         self._opened = True
         index = like.get("index", raw(b"0"))
         prompt_ids = raw(self._prompt_ids) if self._wants_ids else _NULL
@@ -136,17 +144,30 @@ class Splice:
             choice: Fields = {"index": index, "text": text, "logprobs": _NULL, "finish_reason": finish}
             choice["stop_reason"] = raw(first.stop_reason)
             choice |= {"prompt_token_ids": prompt_ids, "token_ids": ids}
-            return [msgspec.json.encode(top | {"choices": raw(msgspec.json.encode([choice]))})]
+            return [msgspec.json.encode(top | self._with_usage(choice, prompt_tokens, 1))]
         choice = {"index": index, "delta": raw(b'{"role":"assistant","content":""}')}
         choice |= {"logprobs": _NULL, "finish_reason": _NULL}
-        role = top | {"choices": raw(msgspec.json.encode([choice]))}
+        role = top | self._with_usage(choice, prompt_tokens, 0)
         role |= {"prompt_token_ids": prompt_ids, "prompt_text": _NULL}
         choice = {"index": index, "delta": raw(b'{"content":' + bytes(text) + b"}")}
         choice |= {"logprobs": _NULL, "finish_reason": finish}
         if first.finish_reason is not None:
             choice["stop_reason"] = raw(first.stop_reason)
         choice["token_ids"] = ids
-        return [msgspec.json.encode(role), msgspec.json.encode(top | {"choices": raw(msgspec.json.encode([choice]))})]
+        return [msgspec.json.encode(role), msgspec.json.encode(top | self._with_usage(choice, prompt_tokens, 1))]
+
+    def _with_usage(self, choice: Fields, prompt_tokens: int | None, completion_tokens: int) -> Fields:
+        """Return an event's choices, and its usage if each event has one (`prompt_tokens` is not None)."""
+        found: Fields = {"choices": raw(msgspec.json.encode([choice]))}
+        if prompt_tokens is not None:
+            total = prompt_tokens + completion_tokens
+            usage = b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d' % (
+                prompt_tokens,
+                total,
+                completion_tokens,
+            )
+            found["usage"] = raw(usage + (_NO_DETAILS if self._is_chat else b"}"))
+        return found
 
     def _choice(self, choice: Fields) -> Fields:
         """Return one choice of an event after the opening."""
@@ -168,9 +189,14 @@ class Splice:
         found["token_ids"] = choice.get("token_ids", _NULL)
         return found
 
-    def _usage(self, usage_json: msgspec.Raw) -> msgspec.Raw:
-        """Return the usage as one engine would count it: the first token belongs to the answer, not to the prompt."""
+    def _usage(self, usage_json: msgspec.Raw, *, running: bool = False) -> msgspec.Raw:
+        """Return the usage as one engine would count it: the first token belongs to the answer, not to the prompt.
+
+        `running`: it is that of an event with a choice. There a chat's usage has one field more than a completion's.
+        """
         usage = _usage_decoder.decode(usage_json)
+        if running and self._is_chat:
+            usage.setdefault("completion_tokens_details", _NULL)
         for name, by in (("prompt_tokens", -1), ("completion_tokens", 1)):
             if (count := _int_decoder.decode(usage.get(name, _NULL))) is not None:
                 usage[name] = raw(b"%d" % (count + by))

@@ -26,7 +26,9 @@ from pdproxy.wire.request import Incoming, Route
 
 logger = logging.getLogger("pdproxy")
 
-FORWARDED = frozenset({b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority"})
+FORWARDED = frozenset(
+    {b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority", b"endpoint-load-metrics-format"}
+)
 """Headers of a client that are forwarded to engines: tracing, and what vLLM 0.32.0 reads. No others are."""
 
 Generate = Callable[[Incoming, "GenerateCycle"], Awaitable[None]]

@@ -187,7 +187,7 @@ class _AsgiWriter:
 
     async def begin(self, headers: Headers) -> None:
         """Send the status 200 and the headers of a stream."""
-        await self._start(200, [*headers, (b"cache-control", b"no-cache")])
+        await self._start(200, headers)
 
     async def write(self, data: bytes) -> None:
         """Send stream bytes."""

@@ -121,7 +121,7 @@ class ResponseCycle(RequestResponseCycle):
             headers = [*headers, (b"transfer-encoding", b"chunked")]
         else:
             self.keep_alive = False  # HTTP/1.0: the end of the connection is the end of the body
-        self.transport.write(self._head(200, [*headers, (b"cache-control", b"no-cache")]))
+        self.transport.write(self._head(200, headers))
 
     def write(self, data: bytes) -> None:
         """Send stream bytes."""

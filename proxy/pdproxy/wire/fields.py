@@ -1,7 +1,8 @@
 """The top level of a JSON body: its fields as the bytes that the client wrote, without KV handles that a client made up.
 
-Owns the reading of that level, and the removal of handles wherever a client could put one. A body that only the engines' own
-parser takes (`wire.lenient_json`) is parsed, cleaned and encoded again.
+Owns the reading of that level, and the removal of handles wherever a client could put one. Of `kv_transfer_params` only
+`prompt_token_ids` stay: to vLLM they are the prompt of a chat, in place of its messages, not a part of a handle. A body that
+only the engines' own parser takes (`wire.lenient_json`) is parsed, cleaned and encoded again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ Fields = dict[str, msgspec.Raw]
 
 NEVER_FROM_CLIENTS = ("kv_transfer_params", "ec_transfer_params")
 """The fields of a KV handle. One that a client made up crashes an engine (vLLM 0.32.0), so they are removed."""
+PROMPT_IDS = "kv_transfer_params"
+"""The field that may still hold a prompt's ids. Only chats, responses and messages are read so: others must drop it."""
+_IDS = "prompt_token_ids"
 _NESTED_CARRIERS = (("vllm_xargs",), ("sampling_params", "extra_args"))
 
 
@@ -76,7 +80,11 @@ def lenient_fields(body: Body) -> Fields:
         UnreadableError, UnparsableError, TooManyFieldsError: as `parse`.
     """
     value = lenient_json.load_object(body)
+    params = value.get(PROMPT_IDS)
+    ids = params.get(_IDS) if isinstance(params, dict) else None
     _strip_from(value, ())
+    if ids is not None:
+        value[PROMPT_IDS] = {_IDS: ids}
     for path in _NESTED_CARRIERS:
         _strip_from(value, path)
     return {name: msgspec.Raw(lenient_json.dump(item)) for name, item in _checked(value).items() if _is_text_key(name)}
@@ -127,12 +135,24 @@ def model_of(fields: Fields) -> str | None:
 
 
 def strip_handles(fields: Fields) -> None:
-    """Remove KV handles from a body's fields, wherever a client could have put one."""
+    """Remove KV handles from a body's fields, wherever a client could have put one. A prompt's ids stay (`PROMPT_IDS`)."""
+    ids = _prompt_ids(fields[PROMPT_IDS]) if PROMPT_IDS in fields else None
     for name in NEVER_FROM_CLIENTS:
         fields.pop(name, None)
     for path in _NESTED_CARRIERS:
         if path[0] in fields:
             fields[path[0]] = _without_handles(fields[path[0]], path[1:])
+    if ids is not None:
+        fields[PROMPT_IDS] = ids
+
+
+def _prompt_ids(params: msgspec.Raw) -> msgspec.Raw | None:
+    """Return the object with nothing but the prompt's ids, whatever their value is; None if there are none."""
+    try:
+        inner = _fields_decoder.decode(params)
+    except msgspec.ValidationError:  # not an object: the raw bytes are known to be JSON
+        return None
+    return None if is_absent(inner, _IDS) else msgspec.Raw(msgspec.json.encode({_IDS: inner[_IDS]}))
 
 
 def _strip_from(value: object, path: tuple[str, ...]) -> None:

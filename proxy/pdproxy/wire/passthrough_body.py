@@ -1,6 +1,8 @@
 """Bodies of the routes that are passed to one engine: read like those of generating routes, cleaned, and encoded again.
 
-Owns what a Responses request may not ask for: stored responses. The next request may go to an engine that does not have them.
+Owns what becomes of a Responses request that asks for storage: the engine gets it so that it stores nothing, since the next
+request may go to an engine that does not have what was stored. vLLM without `VLLM_ENABLE_RESPONSES_API_STORE` ignores `store`,
+answers `previous_response_id` with 404 and `background` with 400. Clients get these answers, whether the engine has that or not.
 """
 
 from __future__ import annotations
@@ -10,22 +12,42 @@ from dataclasses import dataclass
 import msgspec
 
 from pdproxy.kit.errors import BadRequestError
+from pdproxy.kit.ids import mint
 from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import DEFAULT, Body, Bounds
-from pdproxy.wire.fields import Fields, has_value, model_of, read_fields_if_quick
+from pdproxy.wire.fields import PROMPT_IDS, Fields, has_value, is_absent, model_of, read_fields_if_quick
 from pdproxy.wire.prompt_lists import prompts_in
 
+_TRUE_TEXTS = frozenset({"1", "true", "t", "yes", "y", "on"})
+_FALSE_TEXTS = frozenset({"0", "false", "f", "no", "n", "off"})
+_LONGEST_BOOLEAN = 64
+"""Bytes of JSON."""
 _LISTED = ("input", "documents", "text_1", "text_2")
 """Fields of embeddings, classification, scoring and reranking that may be lists of texts or of token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassedBody:
-    """A readable body: what goes to the engine, the model it names, and whether a stream is asked for."""
+    """A readable body: what goes to the engine, the model it names, and whether a stream is asked for.
+
+    `unknown_id`: the name that was put in the place of `previous_response_id`, so that no engine can run a request in the
+    background; None if the client did not ask for that.
+    """
 
     data: bytes
     model: str | None
     stream: bool
+    unknown_id: str | None = None
+    _shared: int = 0
+    _own_rest: bytes = b""
+
+    @property
+    def own(self) -> bytes | None:
+        """The body as the client wrote it, None if `data` is that. Only an engine that refuses `data` by its schema may get it.
+
+        Such an engine refuses this, too, and its text counts the client's fields.
+        """
+        return self.data[: self._shared] + self._own_rest if self._own_rest else None
 
 
 def read_if_quick(dialect: Dialect, body: Body, bounds: Bounds = DEFAULT) -> PassedBody | None:
@@ -36,7 +58,7 @@ def read_if_quick(dialect: Dialect, body: Body, bounds: Bounds = DEFAULT) -> Pas
     Raises:
         UnreadableError: it is not a JSON object in UTF-8.
         TooManyPromptsError, TooManyFieldsError: it holds more than one request may.
-        BadRequestError: it asks for stored responses.
+        BadRequestError: it asks for a stored conversation.
     """
     fields = read_fields_if_quick(body)
     if fields is None:
@@ -61,27 +83,50 @@ def passed_body(dialect: Dialect, fields: Fields) -> PassedBody:
     """Return the body that the engine gets.
 
     Raises:
-        BadRequestError: it asks for stored responses.
+        BadRequestError: it asks for a stored conversation.
     """
-    if dialect is Dialect.RESPONSES:
-        _refuse_storage(fields)
-    return PassedBody(msgspec.json.encode(fields), model_of(fields), has_value(fields, "stream", b"true"))
+    model, stream = model_of(fields), has_value(fields, "stream", b"true")
+    if dialect is Dialect.OPENAI:
+        fields.pop(PROMPT_IDS, None)
+    if dialect is not Dialect.RESPONSES:
+        return PassedBody(msgspec.json.encode(fields), model, stream)
+    if not (is_absent(fields, "conversation") or has_value(fields, "conversation", b"false")):
+        why = "no conversation is stored: send the whole of it as `input`"
+        raise BadRequestError(f"`conversation` is not supported: {why}", param="conversation")
+    unknown_id = None
+    changed: Fields = {}
+    if _boolean(fields, "background") is not False:
+        unknown_id = f"resp_{mint()}"
+        changed["previous_response_id"] = msgspec.Raw(msgspec.json.encode(unknown_id))
+    elif "store" not in fields or _boolean(fields, "store"):
+        # vLLM's default is true: an engine that is set to store would keep every response until it ends.
+        changed["store"] = msgspec.Raw(b"false")
+        if not (is_absent(fields, "background") or has_value(fields, "background", b"false")):
+            changed["background"] = msgspec.Raw(b"false")  # vLLM takes "no" for true where it compares it with `store`
+    own = {name: fields.pop(name) for name in changed if name in fields}
+    shared = msgspec.json.encode(fields).removesuffix(b"}")
+    data = shared + _rest(shared, changed)
+    return PassedBody(data, model, stream, unknown_id, len(shared), _rest(shared, own) if changed else b"")
 
 
-def _refuse_storage(fields: Fields) -> None:
-    for name, why in (
-        ("previous_response_id", "no response is stored: send the whole conversation as `input`"),
-        ("conversation", "no conversation is stored: send the whole of it as `input`"),
-        ("background", "no response is stored to be fetched later"),
-    ):
-        if not _is_unset(fields, name):
-            raise BadRequestError(f"`{name}` is not supported: {why}", param=name)
-        fields.pop(name, None)
-    if not _is_unset(fields, "store"):
-        raise BadRequestError("`store` is not supported: no response is stored", param="store")
-    # vLLM's default is true: an engine that is set to store would keep every response until it ends.
-    fields["store"] = msgspec.Raw(b"false")
+def _rest(shared: bytes, fields: Fields) -> bytes:
+    """Return the end of a JSON object that begins with `shared`."""
+    rest = msgspec.json.encode(fields).removeprefix(b"{")
+    return b"," + rest if len(shared) > 1 and fields else rest
 
 
-def _is_unset(fields: Fields, name: str) -> bool:
-    return name not in fields or has_value(fields, name, b"null") or has_value(fields, name, b"false")
+def _boolean(fields: Fields, name: str) -> bool | None:
+    """Return how vLLM reads a field, None if not at all. It takes some texts and numbers for a boolean, and null for False."""
+    if is_absent(fields, name):
+        return False
+    raw = fields[name]
+    if memoryview(raw).nbytes > _LONGEST_BOOLEAN:
+        return None
+    try:
+        value = msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return None
+    if isinstance(value, str):
+        text = value.strip().lower()
+        return text in _TRUE_TEXTS if text in _TRUE_TEXTS | _FALSE_TEXTS else None
+    return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None

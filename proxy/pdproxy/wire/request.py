@@ -18,7 +18,16 @@ import msgspec
 
 from pdproxy.wire import lenient_json
 from pdproxy.wire.body_bounds import DEFAULT, LARGE, SMALL, Body, Bounds, is_quick
-from pdproxy.wire.fields import Fields, has_value, is_absent, lenient_fields, model_of, plain_fields, read_field
+from pdproxy.wire.fields import (
+    PROMPT_IDS,
+    Fields,
+    has_value,
+    is_absent,
+    lenient_fields,
+    model_of,
+    plain_fields,
+    read_field,
+)
 from pdproxy.wire.model import model_name
 from pdproxy.wire.prompt_lists import Span, part, prompts_in
 
@@ -53,6 +62,7 @@ class Alone(Enum):
     PROMPT_LOGPROBS = "prompt_logprobs"
     BEAM_SEARCH = "beam_search"
     NON_TEXT = "non_text"
+    PROMPT_IDS = "prompt_ids"
     SHORT_PROMPT = "short_prompt"
     UNUSUAL = "unusual"
     NO_PAIR = "no_pair"
@@ -212,6 +222,8 @@ def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objec
     Raises:
         TooManyPromptsError: it asks for more than one request may.
     """
+    if route is Route.COMPLETIONS:
+        fields.pop(PROMPT_IDS, None)  # engines do not read it there (vLLM 0.32.0)
     spans = _listed(route, fields, bounds)
     try:
         model = model_name(fields.get("model"))
@@ -219,6 +231,8 @@ def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objec
         wants_usage = _wants_usage(fields, stream)
         is_list, prompts, non_text = _messages(fields) if route is Route.CHAT else _prompts(fields, spans)
         alone = Alone.NON_TEXT if non_text else _alone(fields, route)
+        if alone is None and PROMPT_IDS in fields:
+            alone = Alone.PROMPT_IDS
         _check_unseen(fields, max_objects)
     except (_UnusualError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return unusual_request(route, fields, size, bounds)
@@ -231,6 +245,8 @@ def unusual_request(route: Route, fields: Fields, size: int, bounds: Bounds) -> 
     Raises:
         TooManyPromptsError: it asks for more than one request may.
     """
+    if route is Route.COMPLETIONS:
+        fields.pop(PROMPT_IDS, None)
     _listed(route, fields, bounds)
     # wants_usage: an engine may read the request as a stream with usage, and then the client gets that event.
     return Parsed(route, fields, model_of(fields), False, True, False, (), Alone.UNUSUAL, size)

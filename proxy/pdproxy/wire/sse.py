@@ -11,6 +11,7 @@ END = b"\n\n"
 _NEXT = b"\n\ndata: "
 _NEXT_PLAIN = b'\n\ndata: {"id":'
 _ERRORS = (b'data: {"error"', b'data: {"object":"error"', b'data: {"object": "error"')
+_USAGE = b'"usage":{'
 _USAGE_ONLY = b'"choices":[],"usage":{'
 _FIRST_INDEX = b'"choices":[{"index":0,'
 _CREATED = b'"created":'
@@ -112,6 +113,11 @@ def is_done(event: bytes) -> bool:
 def is_usage_only(event: bytes) -> bool:
     """Return whether an event is the last one of `include_usage`: no choices, the usage of the whole answer."""
     return _USAGE_ONLY in event
+
+
+def has_usage(event: bytes) -> bool:
+    """Return whether an event reports usage, its own or that of the whole answer."""
+    return _USAGE in event
 
 
 def is_role_only(event: bytes) -> bool:

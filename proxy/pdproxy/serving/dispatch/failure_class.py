@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from pdproxy.kit.errors import AnswerBudgetError, EngineError, EngineRefusedError, EngineUnreachableError
+from pdproxy.kit.errors import (
+    AnswerBudgetError,
+    EngineError,
+    EngineRefusedError,
+    EngineUnreachableError,
+    UnreadableError,
+)
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.upstream.client import Answer
 from pdproxy.wire.engine import error_of
@@ -26,6 +32,11 @@ def verdict_of(error: EngineError, *, with_kv: bool = False) -> Verdict:
 def is_clients_fault(answer: Answer) -> bool:
     """Return whether an engine refused a request that every engine would refuse."""
     return 400 <= answer.status < 500 and answer.status != 429
+
+
+def is_schema_refusal(answer: Answer) -> bool:
+    """Return whether an engine refused a body by its schema, before its handler: vLLM has a type of errors for that."""
+    return answer.status == 400 and error_kind(answer.body)[0] == UnreadableError.type
 
 
 def refused(url: str, answer: Answer) -> EngineError:

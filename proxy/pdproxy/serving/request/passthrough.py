@@ -15,6 +15,7 @@ from functools import partial
 
 from pdproxy.kit.errors import (
     AnswerBudgetError,
+    BadRequestError,
     ClientLeftError,
     EngineError,
     EngineTimeoutError,
@@ -27,7 +28,7 @@ from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.routes import RouteEntry
-from pdproxy.serving.dispatch.failure_class import is_clients_fault, refused, verdict_of
+from pdproxy.serving.dispatch.failure_class import is_clients_fault, is_schema_refusal, refused, verdict_of
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
@@ -141,6 +142,11 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 leg = await self._service.legs.post(url, leg_headers.path, leg_headers.headers, body.data)
                 if not (leg.streamed and leg.status == 200):
                     answer = Answer(leg.status, leg.headers, await leg.read())
+                    if body.own is not None and is_schema_refusal(answer):
+                        leg.close()
+                        leg = await self._service.legs.post(url, leg_headers.path, leg_headers.headers, body.own)
+                        if leg.status == answer.status:
+                            answer = Answer(leg.status, leg.headers, await leg.read())
             if answer is None:
                 await self._relay(leg, lease)
                 return Verdict.GOOD
@@ -150,6 +156,9 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         # vLLM answers 501 if its model can't do this: the engine has not failed.
         if answer.status not in (200, 501) and not is_clients_fault(answer):
             raise refused(url, answer)
+        if answer.status == 404 and body.unknown_id is not None and body.unknown_id.encode() in answer.body:
+            why = "no response is stored to be fetched later"
+            raise BadRequestError(f"`background` is not supported: {why}", param="background")
         self.status = answer.status
         await self.writer.whole(answer.status, self.answer_headers(answer.headers, _PASSED_HEADERS), answer.body)
         return Verdict.GOOD if answer.status == 200 else Verdict.NEUTRAL

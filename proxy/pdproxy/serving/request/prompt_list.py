@@ -40,6 +40,8 @@ class PromptList:
         self.answer = MergedAnswer(dispatcher.resources.answer_budget.share(what="the engines sent answers"))
         self.usage_events: dict[int, bytes] = {}
         """The usage events of streams, by the index of their prompt in the list."""
+        self.forced_usage = False
+        """Whether an engine sent its usage without being asked for it: the client gets it."""
         self._dispatcher = dispatcher
         self._parsed = parsed
         self._leg_headers = leg_headers
@@ -70,8 +72,10 @@ class PromptList:
             channel.close()
             self._totals.add(index, exchange)
         if answer is None:
-            if exchange.relay is not None and exchange.relay.filter.usage_event is not None:
-                self.usage_events[index] = exchange.relay.filter.usage_event
+            events = exchange.relay.filter if exchange.relay is not None else None
+            if events is not None and events.usage_event is not None:
+                self.usage_events[index] = events.usage_event
+                self.forced_usage = self.forced_usage or events.keeps_usage
         elif answer.status == 200:
             self.answer.add(index, answer)
         else:

@@ -28,7 +28,8 @@ from pdproxy.wire.fields import body_request_id
 from pdproxy.wire.lenient_json import check_content_type
 from pdproxy.wire.request import Incoming, Parsed
 
-_PASSED_HEADERS = (b"content-type", b"retry-after")
+_PASSED_HEADERS = (b"content-type", b"retry-after", b"endpoint-load-metrics")
+"""The last one is the load of the engine that answered; vLLM sends it with whole answers to clients that name a format."""
 
 
 class Service:
@@ -129,7 +130,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
     def _end_merged(self, parsed: Parsed, prompts: PromptList) -> None:
         events = [prompts.usage_events[index] for index in sorted(prompts.usage_events)]
         created = prompts.creation_time.created
-        if parsed.wants_usage and events:
+        if (parsed.wants_usage or prompts.forced_usage) and events:
             event = merge_usage_events(events)
             self.writer.write(event if created is None else sse.with_created(event, created))
         self.writer.write(sse.DONE + sse.END)

@@ -3,6 +3,9 @@
 Owns the usage of a stream, and the last event of each choice until the usage event has come. An engine puts the fingerprint into
 the usage event if it sends one, otherwise into these last events. If the client did not ask for the usage event, its fingerprint
 is moved back to them.
+
+An engine with `--enable-force-include-usage` sends every client the usage, in each event and in one of its own. pdproxy never
+asks for the first, so a usage in the last event of a choice shows that flag: then the client gets the usage event, too.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ class EventFilter:
     """The filter of one stream.
 
     `wants_usage`: whether the client asked for the usage event, which pdproxy always asks for.
-    `keeps_usage`: whether the client gets that event, possibly at the end of several merged streams.
+    `keeps_usage`: whether the client gets that event, possibly at the end of several merged streams. Both become True if the
+    engine forces the usage on every client; for one stream of several (`index`), only `keeps_usage`.
     `wants_done`: whether the end mark goes to the client (False for one stream of several).
     `index`, `creation_time`: what the events of one stream of several show in place of their own.
     `every`: each batch must go through `filtered`; otherwise only those that `sse.may_be_special`.
@@ -28,7 +32,6 @@ class EventFilter:
     __slots__ = (
         "_creation_time",
         "_index",
-        "_keeps_usage",
         "_wants_done",
         "_wants_usage",
         "cached_tokens",
@@ -36,6 +39,7 @@ class EventFilter:
         "done",
         "every",
         "failure",
+        "keeps_usage",
         "last_events",
         "usage",
         "usage_event",
@@ -51,7 +55,7 @@ class EventFilter:
         creation_time: CreationTime | None,
     ) -> None:
         self._wants_usage = wants_usage
-        self._keeps_usage = keeps_usage
+        self.keeps_usage = keeps_usage
         self._wants_done = wants_done
         self._index = index
         self._creation_time = creation_time
@@ -115,9 +119,12 @@ class EventFilter:
                 break
             if self._index is not None:
                 event = self._with_index(event, self._index)
-            if not self._keeps_usage and sse.is_last_of_choice(event):
-                self.last_events.append(event)  # its fingerprint is in the usage event, which comes next
-                continue
+            if not self.keeps_usage and sse.is_last_of_choice(event):
+                if not sse.has_usage(event):
+                    self.last_events.append(event)  # its fingerprint is in the usage event, which comes next
+                    continue
+                self.keeps_usage = True
+                self._wants_usage = self._index is None
             passed.append(event)
         return b"".join(passed)
 

@@ -106,11 +106,11 @@ def create_app(engine: Engine, date: Callable[[], str] = _today) -> FastAPI:
 
     @app.post("/v1/completions", dependencies=json_only, response_model=None)
     async def _completions(body: CompletionBody, request: Request) -> Response:
-        return await answered(engine, body, request, complete(engine, body, request))
+        return _with_load(engine, request, await answered(engine, body, request, complete(engine, body, request)))
 
     @app.post("/v1/chat/completions", dependencies=json_only, response_model=None)
     async def _chat(body: ChatBody, request: Request) -> Response:
-        return await answered(engine, body, request, chat(engine, body, request, date))
+        return _with_load(engine, request, await answered(engine, body, request, chat(engine, body, request, date)))
 
     @app.post("/tokenize", dependencies=json_only, response_model=None)
     async def _tokenize(body: TokenizeBody) -> Response:
@@ -152,6 +152,13 @@ def create_app(engine: Engine, date: Callable[[], str] = _today) -> FastAPI:
     app.add_middleware(_Vary)
     app.add_middleware(_Load)
     return app
+
+
+def _with_load(engine: Engine, request: Request, found: Response) -> Response:
+    """Add the engine's load to a whole answer, if the client asks for it."""
+    if found.status_code == 200 and found.headers["content-type"] == "application/json":
+        found.headers.update(metrics.load_headers(engine, request.headers.get("endpoint-load-metrics-format", "")))
+    return found
 
 
 class _Vary:

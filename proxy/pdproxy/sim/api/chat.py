@@ -52,9 +52,9 @@ async def chat(engine: Engine, body: ChatBody, request: Request, date: Callable[
 
 def chat_prompt(engine: Engine, body: ChatBody, date: Callable[[], str]) -> Prompt:
     """Return a chat's prompt: P's ids if the request has them, else rendered and tokenized here."""
-    handed = (body.kv_transfer_params or {}).get("prompt_token_ids")
-    if handed is not None and not body.echo:
-        return Prompt(check_prompt(list(handed), body, engine.facts, tokenized=False), "")
+    given = _given_ids(engine, body)
+    if given is not None:
+        return Prompt(check_prompt(given, body, engine.facts, tokenized=False), "")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     text = render(
         engine.facts.template,
@@ -69,12 +69,34 @@ def chat_prompt(engine: Engine, body: ChatBody, date: Callable[[], str]) -> Prom
     return Prompt(check_prompt(ids, body, engine.facts, tokenized=True), text)
 
 
+def _given_ids(engine: Engine, body: ChatBody) -> list[int] | None:
+    """Return the ids that stand for a chat's messages, None if there are none or the messages are needed."""
+    ids = (body.kv_transfer_params or {}).get("prompt_token_ids")
+    if ids is None or body.echo or not all(map(_is_text, body.messages)):
+        return None
+    param = "kv_transfer_params.prompt_token_ids"
+    if not isinstance(ids, list) or not ids or any(type(one) is not int or one < 0 for one in ids):
+        raise Refused(
+            "`kv_transfer_params['prompt_token_ids']` must be a non-empty list of non-negative integers.", param
+        )
+    if max(ids) >= engine.tokenizer.vocab_size:
+        raise Refused(f"Token id {max(ids)} is out of vocabulary", param)
+    return ids
+
+
+def _is_text(message: dict[str, Any]) -> bool:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else ()
+    return all(not isinstance(part, dict) or part.get("type", "text") == "text" for part in parts)
+
+
 class _Job:
     """The answer to one request while it is generated."""
 
     def __init__(self, engine: Engine, body: ChatBody, prompt: Prompt, request_id: str) -> None:
         self._engine, self._body, self._prompt, self._id = engine, body, prompt, request_id
         self._created = int(time.time())
+        self._usage_at_end, self._running_usage = body.usage_in_stream(forced=engine.facts.enable_force_include_usage)
         self._parsed = bool(body.tools) and body.tool_choice not in (None, "none")
         last = body.messages[-1]
         self._role = "assistant" if body.add_generation_prompt else str(last.get("role"))
@@ -219,14 +241,14 @@ class _Job:
                     choice["stop_reason"] = delta.stop_reason
                 choice["token_ids"] = self._ids(delta)
                 chunk = head | {"choices": [choice]}
-                if body.with_running_usage:
+                if self._running_usage:
                     counted = answer.usage(len(self._prompt.ids), len(generated[index]))
                     thoughts = reasoning.count(generated[index])
                     chunk["usage"] = counted | {"completion_tokens_details": self._thought(thoughts)}
-                if finish is not None and not body.with_usage:
+                if finish is not None and not self._usage_at_end:
                     chunk["system_fingerprint"] = answer.fingerprint(facts)
                 yield answer.event(chunk)
-        if body.with_usage:
+        if self._usage_at_end:
             counted = answer.usage(len(self._prompt.ids), sum(map(len, generated)))
             details = answer.details(facts, cached or 0, created)
             if details is not None:
@@ -267,7 +289,7 @@ class _Job:
             choice = {"index": index, "delta": {"role": self._role, "content": ""}, "logprobs": None}
             choice["finish_reason"] = None
             chunk = head | {"choices": [choice]}
-            if body.with_running_usage:
+            if self._running_usage:
                 chunk["usage"] = counted
             chunk["prompt_token_ids"] = self._prompt.ids if body.return_token_ids else None
             chunk["prompt_text"] = self._prompt_text()
@@ -276,7 +298,7 @@ class _Job:
             for index in range(body.children):
                 choice = {"index": index, "delta": {"content": self._echo}, "logprobs": None, "finish_reason": None}
                 chunk = head | {"choices": [choice]}
-                if body.with_running_usage:
+                if self._running_usage:
                     chunk["usage"] = counted
                 found.append(answer.event(chunk))
         return found

@@ -44,11 +44,8 @@ async def complete(engine: Engine, body: CompletionBody, request: Request) -> Re
 
 
 def _prompts(body: CompletionBody, engine: Engine) -> list[Prompt]:
-    """Return the prompts, tokenized, or as ids from P if the request has them."""
+    """Return the prompts, tokenized. Ids in `kv_transfer_params` are not read here, only for chats."""
     given: Any = body.prompt
-    handed = (body.kv_transfer_params or {}).get("prompt_token_ids")
-    if handed is not None and not body.echo:
-        given = [list(handed)]
     if given is None:
         raise Refused("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
     several = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
@@ -71,6 +68,7 @@ class _Job:
     def __init__(self, engine: Engine, body: CompletionBody, prompts: list[Prompt], request_id: str) -> None:
         self._engine, self._body, self._prompts, self._id = engine, body, prompts, request_id
         self._created = int(time.time())
+        self._usage_at_end, self._running_usage = body.usage_in_stream(forced=engine.facts.enable_force_include_usage)
         self._count = len(prompts) * body.children
         self._offsets = [0] * self._count
         self._logprobs = body.logprobs is not None
@@ -194,12 +192,12 @@ class _Job:
                     "token_ids": delta.ids if body.return_token_ids else None,
                 }
                 chunk = head | {"choices": [choice]}
-                if body.with_running_usage:
+                if self._running_usage:
                     chunk["usage"] = answer.usage(seen[delta.prompt], counts[index])
-                if delta.finish_reason is not None and not body.with_usage:
+                if delta.finish_reason is not None and not self._usage_at_end:
                     chunk["system_fingerprint"] = answer.fingerprint(facts)
                 yield answer.event(chunk)
-        if body.with_usage:
+        if self._usage_at_end:
             counted = answer.usage(sum(seen), sum(counts))
             details = answer.details(facts, cached or 0)
             if details is not None:

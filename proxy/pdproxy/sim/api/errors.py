@@ -47,7 +47,8 @@ class Refused(Exception):  # noqa: N818 - vLLM's refusal, not our error
         self.param, self.kind, self.status = param, kind, status
         shown = [f"parameter={param}"] if param is not None else []
         shown += [f"value={value['value']}"] if "value" in value else []
-        super().__init__(f"{message} ({', '.join(shown)})" if shown and status == 400 else message)
+        validated = status == 400 and kind == "BadRequestError"
+        super().__init__(f"{message} ({', '.join(shown)})" if shown and validated else message)
 
 
 class EngineRefused(Refused):

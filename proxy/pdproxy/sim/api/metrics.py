@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -11,6 +12,7 @@ from pdproxy.sim.engine import Engine
 from pdproxy.sim.stats import Histogram
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
+_LOAD = "endpoint-load-metrics"
 _REASONS = ("stop", "length", "abort", "error", "repetition")
 _SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
@@ -20,6 +22,19 @@ def page(engine: Engine) -> bytes:
     registry = CollectorRegistry()
     registry.register(_Collector(engine))
     return generate_latest(registry)
+
+
+def load_headers(engine: Engine, form: str) -> dict[str, str]:
+    """Return the header with the engine's load in the format that a client names, none for other formats."""
+    load = {
+        "num_requests_waiting": float(engine.stats.waiting),
+        "kv_cache_usage_perc": float(engine.stats.kv_cache_usage),
+    }
+    if form.lower() == "text":
+        return {_LOAD: "TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())}
+    if form.lower() == "json":
+        return {_LOAD: f"JSON {json.dumps({'named_metrics': load})}"}
+    return {}
 
 
 class _Collector:

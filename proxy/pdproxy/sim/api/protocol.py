@@ -168,15 +168,16 @@ class GenerationBody(_Body):
         found: int | None = getattr(self, "n", None)
         return 1 if found is None else found
 
-    @property
-    def with_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
+    def usage_in_stream(self, *, forced: bool) -> tuple[bool, bool]:
+        """Return whether a stream ends with the usage, and whether each of its events has one.
 
-    @property
-    def with_running_usage(self) -> bool:
-        """Whether each event of a stream has the usage."""
-        return self.with_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        `forced`: the engine runs with `--enable-force-include-usage`.
+        """
+        options = self.stream_options
+        at_the_end = options is not None and bool(options.include_usage)
+        return forced or at_the_end, forced or (
+            at_the_end and options is not None and bool(options.continuous_usage_stats)
+        )
 
 
 class CompletionBody(GenerationBody):

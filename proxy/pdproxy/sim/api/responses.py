@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from pdproxy.sim.api import answer
 from pdproxy.sim.api.chat import chat_prompt
@@ -24,6 +24,11 @@ from pdproxy.sim.api.protocol import ChatBody
 from pdproxy.sim.api.sampling import admit, check_lengths, sampling_params
 from pdproxy.sim.engine import Engine
 from pdproxy.sim.request import SamplingParams
+
+_NO_BACKGROUND = (
+    "This vLLM engine does not support `store=True` and therefore does not support the background mode. To enable these"
+    " features, set the environment variable `VLLM_ENABLE_RESPONSES_API_STORE=1` when launching the vLLM server."
+)
 
 
 class ResponsesBody(BaseModel):
@@ -41,10 +46,18 @@ class ResponsesBody(BaseModel):
     store: bool | None = True
     background: bool | None = False
     previous_response_id: str | None = None
+    previous_input_messages: list[Any] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_background(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("background") and not data.get("store", True):
+            raise Refused("background can only be used when `store` is true", "background")
+        return data
 
 
 async def respond(engine: Engine, body: ResponsesBody, _: Request, date: Callable[[], str]) -> Response:
@@ -55,10 +68,10 @@ async def respond(engine: Engine, body: ResponsesBody, _: Request, date: Callabl
     """
     answer.check_model(body.model, engine)
     if body.store and body.background:
-        raise Refused(
-            "This vLLM engine does not support `store=True` and therefore does not support the background mode.",
-            "background",
-        )
+        raise Refused(_NO_BACKGROUND, "background", kind="invalid_request_error")
+    if body.previous_input_messages and body.previous_response_id:
+        message = "Only one of `previous_input_messages` and `previous_response_id` can be set."
+        raise Refused(message, "previous_response_id", kind="invalid_request_error")
     if body.previous_response_id is not None:
         message = f"Response with id '{body.previous_response_id}' not found."
         raise Refused(message, "response_id", kind="invalid_request_error", status=404)
