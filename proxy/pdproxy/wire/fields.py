@@ -6,6 +6,7 @@ parser takes (`wire.lenient_json`) is parsed, cleaned and encoded again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -69,13 +70,15 @@ def decode_fields(body: Body) -> Fields | None:
     return _checked(fields)
 
 
-def lenient_fields(body: Body) -> Fields:
+def lenient_fields(body: Body, load: Callable[[Body], dict[str, object]] = lenient_json.load_object) -> Fields:
     """Return the fields of a body that only the engines' own parser may take, keys and values in plain JSON.
 
+    `load` reads the object, as the engines' route does.
+
     Raises:
-        UnreadableError, UnparsableError, TooManyFieldsError: as `parse`.
+        UnreadableError, UnparsableError, TooManyFieldsError: as `parse`, or what `load` raises.
     """
-    value = lenient_json.load_object(body)
+    value = load(body)
     _strip_from(value, ())
     for path in _NESTED_CARRIERS:
         _strip_from(value, path)

@@ -15,7 +15,7 @@ from pdproxy.wire.body_bounds import DEFAULT, Body, Bounds
 from pdproxy.wire.fields import Fields, has_value, model_of, read_fields_if_quick
 from pdproxy.wire.prompt_lists import prompts_in
 
-_LISTED = ("input", "documents", "text_1", "text_2")
+_LISTED = ("input", "documents", "text_1", "text_2", "items")
 """Fields of embeddings, classification, scoring and reranking that may be lists of texts or of token ids."""
 
 
@@ -26,6 +26,10 @@ class PassedBody:
     data: bytes
     model: str | None
     stream: bool
+
+
+NO_BODY = PassedBody(b"", None, False)
+"""Of a request without one."""
 
 
 def read_if_quick(dialect: Dialect, body: Body, bounds: Bounds = DEFAULT) -> PassedBody | None:
