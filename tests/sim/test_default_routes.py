@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,14 +12,14 @@ from tests.sim.moments import FAST
 from tests.sim.raw import Raw, ask, chat, completion, get, post, until
 
 BATCH = "/v1/chat/completions/batch"
-SCORING = {"query": "one two", "items": ["three", "four"], "label_token_ids": [300, 301]}
+SCORING: dict[str, Any] = {"query": "one two", "items": ["three", "four"], "label_token_ids": [300, 301]}
 
 
 def user(text):
     return [{"role": "user", "content": text}]
 
 
-async def told(sim, path, **body):
+async def told(sim: SimServer, path: str, **body: Any) -> tuple[int | None, str]:
     """The status and the error's message."""
     answer = (await ask(sim.port, post(path, **body))).answer
     return answer.status, answer.json["error"]["message"]
@@ -26,7 +27,7 @@ async def told(sim, path, **body):
 
 async def test_a_batch_has_the_choices_of_its_chats(sim):
     texts = ["one two", "three", "four five six"]
-    fields = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    fields: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
     batch = (await ask(sim.port, post(BATCH, messages=[user(text) for text in texts], **fields))).answer.json
     chats = [(await ask(sim.port, chat(messages=user(text)))).answer.json for text in texts]
     assert batch["choices"] == [{**one["choices"][0], "index": index} for index, one in enumerate(chats)]
@@ -135,7 +136,7 @@ async def test_the_load_is_counted_only_with_the_flag():
         async with SimServer(facts) as sim:
             client = await Raw.connect(sim.port)
             client.send(completion(stream=True))
-            await until(lambda sim=sim: sim.requests)
+            await sim.journal.received()
             assert (await ask(sim.port, get("/load"))).answer.json == {"server_load": int(tracked)}
             client.leave()
 
