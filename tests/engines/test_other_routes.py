@@ -79,6 +79,7 @@ NO_INVOCATIONS: list[dict[str, Any]] = [
     {"prompt": {"a": 1}},
     {"query": "a", "documents": ["b"]},
     {"requestType": "NEW_SESSION"},
+    {"requestType": "NEW_SESSION", "prompt": TEXT},
 ]
 SCORING = {"model": MODEL, "query": TEXT, "items": ["yes", "no"], "label_token_ids": [300, 301]}
 POOLING = ("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")

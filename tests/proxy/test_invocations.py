@@ -103,6 +103,8 @@ async def test_what_one_engine_serves_on_the_own_route_one_serves_here(kind: str
         {"prompt": PROMPT, "continue_final_message": True, "add_generation_prompt": True},
         {"prompt": PROMPT, "stream_options": {"include_usage": True}},
         {"requestType": "NEW_SESSION"},
+        {"requestType": "NEW_SESSION", "prompt": PROMPT},
+        {"requestType": None, "messages": [{"role": "user", "content": PROMPT}]},
     ],
     ids=str,
 )

@@ -19,6 +19,8 @@ from pdproxy.wire.fields import Fields, has_value, is_absent
 ADAPTER_HEADER = b"x-amzn-sagemaker-adapter-identifier"
 """The header of an invocation that names its model. vLLM ignores the `model` of the body."""
 
+_SESSION = "requestType"
+"""The field of SageMaker's requests about sessions, which has no others beside it."""
 _CHAT_ALONE = {
     "stream": b"false",
     "stream_options": b"null",
@@ -65,12 +67,12 @@ def is_plain_batch(fields: Fields) -> bool:
 
 def is_chat(fields: Fields) -> bool:
     """Return whether vLLM reads an invocation first as a chat."""
-    return "messages" in fields
+    return "messages" in fields and _SESSION not in fields
 
 
 def is_completion(fields: Fields) -> bool:
     """Return whether vLLM surely reads an invocation as a completion, if its fields have the right types."""
-    return not is_absent(fields, "prompt") and fields.keys().isdisjoint(_CHECKED_FOR_CHATS)
+    return not is_absent(fields, "prompt") and _SESSION not in fields and fields.keys().isdisjoint(_CHECKED_FOR_CHATS)
 
 
 def with_adapter(fields: Fields, adapter: bytes | None) -> str | None:

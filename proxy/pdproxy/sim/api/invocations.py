@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import Request
 from fastapi.responses import Response
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pdproxy.sim.api.errors import Refused, response
 from pdproxy.sim.api.protocol import ChatBody, CompletionBody
 from pdproxy.sim.error_body import error_body
 
 _ADAPTER = "x-amzn-sagemaker-adapter-identifier"
+
+
+class _SessionBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    requestType: Literal["NEW_SESSION", "CLOSE"]  # noqa: N815 - SageMaker's name
 
 
 async def invoke(
@@ -37,7 +43,7 @@ async def invoke(
     except ValueError as error:
         raise Refused(str(error)) from None
     if isinstance(body, dict) and "requestType" in body:
-        return response(error_body("Invalid payload. stateful sessions not enabled", "Bad Request", 400), 400)
+        return response(error_body(_about_session(body), "Bad Request", 400), 400)
     try:
         _set_model(body, request.headers.get(_ADAPTER))
     except TypeError as error:
@@ -54,6 +60,14 @@ async def invoke(
         names = ["ChatCompletionRequest", "CompletionRequest"]
         raise Refused(f"Cannot find suitable handler for request. Expected one of: {names}") from None
     return await complete(prompts)
+
+
+def _about_session(body: dict[str, Any]) -> str:
+    try:
+        _SessionBody.model_validate(body)
+    except ValidationError as error:
+        return error.json(include_url=False)
+    return "Invalid payload. stateful sessions not enabled"
 
 
 def _set_model(body: Any, adapter: str | None) -> None:
