@@ -11,6 +11,7 @@ from functools import partial
 import msgspec
 
 from pdproxy.kit.errors import ClientLeftError, EngineError, EngineRefusedError, Fault, PdproxyError
+from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import usable
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.routes import ENTRIES
@@ -150,6 +151,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         except EngineRefusedError as error:
             if self._whole is None or output.begun or error.fault is not Fault.CLIENT:
                 raise
+            drop_traceback(error)  # its frames refer to the tasks of the list, which refer to it
             refused = True
         else:
             refused = False

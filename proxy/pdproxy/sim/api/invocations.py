@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from enum import Enum
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -20,10 +21,15 @@ from pdproxy.sim.error_body import error_body
 _ADAPTER = "x-amzn-sagemaker-adapter-identifier"
 
 
+class _Session(str, Enum):
+    NEW = "NEW_SESSION"
+    CLOSE = "CLOSE"
+
+
 class _SessionBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    requestType: Literal["NEW_SESSION", "CLOSE"]  # noqa: N815 - SageMaker's name
+    requestType: _Session  # noqa: N815 - SageMaker's name
 
 
 async def invoke(
