@@ -350,7 +350,7 @@ async def test_a_url_that_is_pdproxy_itself(bench):
     )
     metrics = b"pdproxy_requests_total 1.0\n"
     app = create_app(
-        Answers(lambda key: None, lambda: Readiness(None, []), models, lambda: metrics, passthrough, Cors())
+        Answers(lambda key: None, lambda: 0, lambda: Readiness(None, []), models, lambda: metrics, passthrough, Cors())
     )
     async with listening(app) as url:
         checked = await bench.check(bench.settings(more=(EngineFlag("decode", url),)))

@@ -79,6 +79,13 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
         {"frequency_penalty": 0.5, "stream": True},
     )
 ]
+_BATCH = [[{"role": "user", "content": text}] for text in (TEXT, TEXT * 2, "short")]
+SHAPES += [
+    ("/v1/chat/completions/batch", chat(messages=_BATCH)),
+    ("/v1/chat/completions/batch", chat(messages=_BATCH, max_tokens=1, return_token_ids=True)),
+    ("/invocations", chat()),
+    ("/invocations", completion(stream=True)),
+]
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)

@@ -16,6 +16,7 @@ from tests.fakes.world import COMPLETIONS, World, completion, until, world
 
 pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
 
+BATCH = "/v1/chat/completions/batch"
 EVENT = b'data: {"id":"x","choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'
 
 
@@ -66,6 +67,28 @@ async def passed(w: World) -> None:
     assert (await w.ask("/tokenize", {"model": "tiny", "prompt": "one"})).status == 200
 
 
+def conversations(*contents: object) -> dict[str, object]:
+    """The body of a batch."""
+    return {"model": "tiny", "max_tokens": 2, "messages": [[{"role": "user", "content": one}] for one in contents]}
+
+
+async def a_batch(w: World) -> None:
+    assert (await w.ask(BATCH, conversations("one" * 50, "two" * 50))).status == 200
+
+
+async def a_whole_batch(w: World) -> None:
+    assert (await w.ask(BATCH, {**conversations("one", "two"), "echo": True})).status == 200
+
+
+async def a_refused_batch(w: World) -> None:
+    assert (await w.ask(BATCH, conversations("one" * 50, [{"type": "image_url"}]))).status == 400
+
+
+async def invoked(w: World) -> None:
+    assert (await w.ask("/invocations", completion(stream=True))).status == 200
+    assert (await w.ask("/invocations", {"input": "x"})).status == 400
+
+
 async def unread(w: World) -> None:
     w.decode[0].script(scripts.streams(*[EVENT * 500] * 100, then="stall"))
     client = await w.client(receive_buffer=4096)
@@ -75,7 +98,11 @@ async def unread(w: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "act", [whole, streamed, a_list, refused, no_prefill, no_decode, broken_off, left, health, passed, unread]
+    "act",
+    [
+        *(whole, streamed, a_list, refused, no_prefill, no_decode, broken_off, left, health, passed, unread),
+        *(a_batch, a_whole_batch, a_refused_batch, invoked),
+    ],
 )
 def test_nothing_is_left_to_the_collector(act: Callable[[World], Awaitable[None]]) -> None:
     """All of a request has gone with its last reference."""

@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def elsewhere(route: Route, body: bytes, bounds: Bounds = Bounds()) -> Parsed:  # noqa: B008
-    return request_in(answer(msgspec.msgpack.encode(Question(bounds, route)), body), route, body)
+    return request_in(answer(msgspec.msgpack.encode(Question(bounds, route)), body), body)
 
 
 def shown(parsed: Parsed) -> Any:

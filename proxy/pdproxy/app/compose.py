@@ -192,7 +192,8 @@ class Proxy:
             wrong.append(tokens.canaries.shortcomings)
             metrics.add_gauges(tokens.gauges())
 
-        service = Service(resources, admission, credentials.keys, bodies)
+        passthrough = Passthrough(resources, admission, credentials.keys, legs, bodies)
+        service = Service(resources, admission, credentials.keys, bodies, passthrough)
         readiness = ReadinessCheck(admission, ledger, wrong)
         front = Front(
             settings=settings,
@@ -200,7 +201,7 @@ class Proxy:
             clients=known_clients,
             admission=admission,
             service=service,
-            passthrough=Passthrough(resources, admission, credentials.keys, legs, bodies),
+            passthrough=passthrough,
             bodies=body_budget,
             unread_answers=unread_answers,
             connections=connections,

@@ -90,6 +90,7 @@ class Front:
         )
         return Answers(
             self.keys.check,
+            lambda: self.admission.inflight + self.admission.waiting,
             self.readiness,
             self.models,
             self.metrics.page,

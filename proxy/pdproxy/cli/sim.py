@@ -42,6 +42,8 @@ _ENGINE = {
     "enable_prompt_tokens_details": "report in the usage how much was cached",
     "enable_force_include_usage": "report the usage in all streams, in each event and at the end",
     "enable_auto_tool_choice": "accept tools",
+    "enable_tokenizer_info_endpoint": "answer /tokenizer_info",
+    "enable_server_load_tracking": "count the requests in flight for /load",
     "reasoning_parser": "parser that separates thoughts from the answers of chats",
     "api_key": "key that clients must send",
     "eos_every": "average number of tokens before an answer ends; 0: no end",

@@ -9,7 +9,8 @@ from __future__ import annotations
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import encode, raw
 from pdproxy.wire.fields import Fields
-from pdproxy.wire.request import UNSEEN_BY_PREFILL, Parsed, Prompt, Route
+from pdproxy.wire.request import Parsed, Prompt, Route
+from pdproxy.wire.unusual import UNSEEN_BY_PREFILL
 
 _ONE = raw(b"1")
 _FALSE = raw(b"false")

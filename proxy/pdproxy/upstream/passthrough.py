@@ -74,7 +74,9 @@ class PassthroughLegs:
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
 
-    async def post(self, url: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> PassthroughLeg:
+    async def send(
+        self, method: str, url: str, path: str, headers: Iterable[tuple[bytes, bytes]], body: bytes
+    ) -> PassthroughLeg:
         """Send a request, and return the answer once its head has come. The caller must close it.
 
         Raises:
@@ -86,9 +88,10 @@ class PassthroughLegs:
             lines.append(("authorization", f"Bearer {key}"))
         tls = self._tls(url)
         with translated(url):
-            answer = await self._opened().post(
+            answer = await self._opened().request(
+                method,
                 URL(url + path, encoded=True),
-                data=body,
+                data=body or None,
                 headers=lines,
                 allow_redirects=False,
                 ssl=tls if tls is not None else True,

@@ -40,6 +40,7 @@ class Answers:
     """What the routes call to make their answers, once per request."""
 
     authorize: Callable[[bytes | None], None]
+    load: Callable[[], int]
     readiness: Callable[[], Readiness]
     models: Callable[[bytes | None], Awaitable[bytes]]
     metrics: Callable[[], bytes]
@@ -82,6 +83,10 @@ def create_app(answers: Answers) -> FastAPI:
         state = answers.readiness()
         body = {"ready": state.reason is None, "reason": state.reason, "details": state.details}
         return JSONResponse(body, 200 if state.reason is None else 503)
+
+    @app.get("/load", summary="The number of requests in flight", tags=["operation"])
+    async def load() -> dict[str, int]:
+        return {"server_load": answers.load()}
 
     @app.get("/version", summary="The version of pdproxy", tags=["operation"])
     async def version() -> dict[str, str]:
@@ -146,7 +151,7 @@ def _add(app: FastAPI, entry: RouteEntry, answers: Answers) -> None:
         methods=list(entry.methods),
         summary=entry.why[0].upper() + entry.why[1:],
         tags=["OpenAI" if entry.kind is RouteKind.SPLIT else "one engine alone"],
-        openapi_extra=_body(entry) if entry.kind is not RouteKind.REFUSED else None,
+        openapi_extra=_body(entry) if entry.kind is not RouteKind.REFUSED and entry.has_body else None,
         response_model=None,
         responses={
             200: {"description": "The engine's answer, whole or as server-sent events"},
@@ -165,6 +170,7 @@ async def _not_installed(_: Request) -> Response:
 def _body(entry: RouteEntry) -> dict[str, object]:
     fields: dict[str, dict[str, object]] = {
         Route.CHAT.value: {"messages": {"type": "array", "items": {"type": "object"}}},
+        Route.BATCH.value: {"messages": {"type": "array", "items": {"type": "array", "items": {"type": "object"}}}},
         Route.COMPLETIONS.value: {"prompt": {"description": "A text, token ids, or a list of either"}},
     }
     own = fields.get(entry.path, {})

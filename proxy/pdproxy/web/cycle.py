@@ -21,6 +21,7 @@ from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.guard import GuardedProtocol
 from pdproxy.web.response_cycle import ResponseCycle
 from pdproxy.wire.body_bounds import LARGE
+from pdproxy.wire.client_routes import ADAPTER_HEADER
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Incoming, Route
 
@@ -249,6 +250,7 @@ class GenerateCycle(ResponseCycle):
             content_type=found.get(b"content-type", b"").decode("latin-1"),
             forward=tuple(header for header in self._headers if header[0] in FORWARDED),
             body=body,
+            adapter=found.get(ADAPTER_HEADER) if self._route is Route.INVOCATIONS else None,
         )
 
     def drop_body(self) -> None:

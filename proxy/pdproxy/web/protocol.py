@@ -1,4 +1,4 @@
-"""The data path's entry: a uvicorn protocol class that takes the two generating routes and leaves all others to ASGI.
+"""The data path's entry: a uvicorn protocol class that takes the generating routes and leaves all others to ASGI.
 
 Owns the client's connection while a generating request is on it. Requests of other routes get uvicorn's own cycle and reach
 FastAPI. A generating request gets a `GenerateCycle`, which collects the body, runs the service in a task and writes to

@@ -7,6 +7,7 @@ only the engines' own parser takes (`wire.lenient_json`) is parsed, cleaned and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -73,13 +74,15 @@ def decode_fields(body: Body) -> Fields | None:
     return _checked(fields)
 
 
-def lenient_fields(body: Body) -> Fields:
+def lenient_fields(body: Body, load: Callable[[Body], dict[str, object]] = lenient_json.load_object) -> Fields:
     """Return the fields of a body that only the engines' own parser may take, keys and values in plain JSON.
 
+    `load` reads the object, as the engines' route does.
+
     Raises:
-        UnreadableError, UnparsableError, TooManyFieldsError: as `parse`.
+        UnreadableError, UnparsableError, TooManyFieldsError: as `parse`, or what `load` raises.
     """
-    value = lenient_json.load_object(body)
+    value = load(body)
     params = value.get(PROMPT_IDS)
     ids = params.get(_IDS) if isinstance(params, dict) else None
     _strip_from(value, ())

@@ -22,7 +22,7 @@ _TRUE_TEXTS = frozenset({"1", "true", "t", "yes", "y", "on"})
 _FALSE_TEXTS = frozenset({"0", "false", "f", "no", "n", "off"})
 _LONGEST_BOOLEAN = 64
 """Bytes of JSON."""
-_LISTED = ("input", "documents", "text_1", "text_2")
+_LISTED = ("input", "documents", "text_1", "text_2", "items")
 """Fields of embeddings, classification, scoring and reranking that may be lists of texts or of token ids."""
 
 
@@ -48,6 +48,10 @@ class PassedBody:
         Such an engine refuses this, too, and its text counts the client's fields.
         """
         return self.data[: self._shared] + self._own_rest if self._own_rest else None
+
+
+NO_BODY = PassedBody(b"", None, False)
+"""Of a request without one."""
 
 
 def read_if_quick(dialect: Dialect, body: Body, bounds: Bounds = DEFAULT) -> PassedBody | None:

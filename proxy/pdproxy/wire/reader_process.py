@@ -16,13 +16,14 @@ from pdproxy.wire.api_errors import Dialect
 from pdproxy.wire.body_bounds import LARGE, Body, Bounds, check_values, count_items
 from pdproxy.wire.fields import Fields, decode_fields, lenient_fields, strip_handles
 from pdproxy.wire.passthrough_body import check_lists
-from pdproxy.wire.prompt_lists import Span, part, prompts_in
-from pdproxy.wire.request import Alone, Parsed, Prompt, Route, interpret, unusual_request
+from pdproxy.wire.prompt_lists import Span, conversations_in, part, prompts_in
+from pdproxy.wire.request import Alone, Parsed, Prompt, Route, interpret, lenient_fields_of, unusual_request
 
 _MEMBER = re.compile(rb"""[ \t\n\r,{]*+"(?:[^"\\]++|\\.)*+"[ \t\n\r]*+:[ \t\n\r]*+""", re.DOTALL)
 """The bytes before the value of a top-level field."""
 Found = bytes | memoryview
 """A reader's answer."""
+_NOTHING = msgspec.Raw(b"")
 _HEAD = 4
 """Bytes of the size of the answer's head. Behind the head is what was encoded again."""
 
@@ -45,17 +46,19 @@ class _Field(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Prompt(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt. `place`: its position in the field `prompt`, None for messages; the others as in `Prompt`."""
+    """A prompt. `place`: its position in `prompt`, or in `messages` of a batch; None for a chat. The others as in `Prompt`."""
 
     place: Span | None
     tokens: int | None
     text_bytes: int
     messages: int
+    non_text: bool
 
 
 class _Summary(msgspec.Struct, frozen=True, array_like=True):
     """What a generating request asks for, as in `Parsed`."""
 
+    route: Route
     model: str | None
     stream: bool
     wants_usage: bool
@@ -109,7 +112,7 @@ def _answer(question: Question, body: bytes) -> tuple[_Answer, list[bytes]]:
     plain = fields is not None
     if fields is None:
         check_values(body, question.bounds.items)
-        fields = lenient_fields(body)
+        fields = lenient_fields(body) if question.route is None else lenient_fields_of(question.route, body)
     summary = None
     if question.route is None:
         check_lists(question.dialect, fields, question.bounds)
@@ -150,32 +153,48 @@ def _places(body: bytes, fields: Fields) -> dict[str, Span]:
 
 def _summary(parsed: Parsed, bounds: Bounds, items: int) -> _Summary:
     spans: list[Span | None] = [None]
-    if parsed.is_list:
+    if parsed.is_list and parsed.route is Route.BATCH:
+        spans = [span for span, _ in conversations_in(parsed.fields["messages"], bounds.prompts, "messages") or ()]
+    elif parsed.is_list:
         spans = list(prompts_in(parsed.fields["prompt"], bounds.prompts, "prompt") or ())
     elif "prompt" in parsed.fields and parsed.route is Route.COMPLETIONS:
         spans = [(0, memoryview(parsed.fields["prompt"]).nbytes)]
     prompts = tuple(
-        _Prompt(span, prompt.tokens, prompt.text_bytes, prompt.messages)
+        _Prompt(span, prompt.tokens, prompt.text_bytes, prompt.messages, prompt.non_text)
         for span, prompt in zip(spans, parsed.prompts, strict=False)
     )
-    return _Summary(parsed.model, parsed.stream, parsed.wants_usage, parsed.is_list, prompts, parsed.alone, items)
+    return _Summary(
+        parsed.route,
+        parsed.model,
+        parsed.stream,
+        parsed.wants_usage,
+        parsed.is_list,
+        prompts,
+        parsed.alone,
+        items,
+    )
 
 
 # -- in the asking process
 
 
-def request_in(found: Found, route: Route, body: Body) -> Parsed:
+def request_in(found: Found, body: Body) -> Parsed:
     """Return the request that a reader's answer describes. Raises what the reader refused it with."""
     fields, summary = _decoded(found, body)
     assert summary is not None
+    listed = fields.get("messages" if summary.route is Route.BATCH else "prompt", _NOTHING)
     prompts = tuple(
         Prompt(
-            None if one.place is None else part(fields["prompt"], one.place), one.tokens, one.text_bytes, one.messages
+            None if one.place is None else part(listed, one.place),
+            one.tokens,
+            one.text_bytes,
+            one.messages,
+            one.non_text,
         )
         for one in summary.prompts
     )
     return Parsed(
-        route,
+        summary.route,
         fields,
         summary.model,
         summary.stream,

@@ -16,8 +16,9 @@ from enum import Enum
 
 import msgspec
 
-from pdproxy.wire import lenient_json
-from pdproxy.wire.body_bounds import DEFAULT, LARGE, SMALL, Body, Bounds, is_quick
+from pdproxy.wire import client_routes, lenient_json
+from pdproxy.wire.api_errors import Dialect
+from pdproxy.wire.body_bounds import DEFAULT, SMALL, Body, Bounds, is_quick
 from pdproxy.wire.fields import (
     PROMPT_IDS,
     Fields,
@@ -29,29 +30,22 @@ from pdproxy.wire.fields import (
     read_field,
 )
 from pdproxy.wire.model import model_name
-from pdproxy.wire.prompt_lists import Span, part, prompts_in
+from pdproxy.wire.passthrough_body import check_lists
+from pdproxy.wire.prompt_lists import Conversation, Message, Span, conversations_in, part, prompts_in
+from pdproxy.wire.unusual import NotQuickError, UnusualError, check_unseen, content_of, wants_usage_event
 
-UNSEEN_BY_PREFILL = (
-    "stream_options",
-    "logprobs",
-    "top_logprobs",
-    "logprob_token_ids",
-    "prompt_logprobs",
-    "echo",
-    "structured_outputs",
-    "response_format",
-)
-"""Fields that a prefill leg does not need. None of them changes the prompt, but for a chat's `response_format`."""
 _HUGE_INT = re.compile(rb"(?<![0-9])[0-9]{4301}")
 """Python's parser accepts no integer of more than 4300 digits. Matched only where digits begin: at each digit, the time would be
 quadratic."""
 
 
 class Route(Enum):
-    """The two generating routes."""
+    """The generating routes. Legs use the first two only; what the others are for engines: `wire.client_routes`."""
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
+    BATCH = "/v1/chat/completions/batch"
+    INVOCATIONS = "/invocations"
 
 
 class Alone(Enum):
@@ -78,7 +72,8 @@ class Alone(Enum):
 class Incoming(msgspec.Struct):
     """A request as it was received. The reader of the body removes it from here.
 
-    `forward` has the headers (name, value) that are forwarded to engines, without the credentials.
+    `forward` has the headers (name, value) that are forwarded to engines, without the credentials; `adapter` is the value of
+    `client_routes.ADAPTER_HEADER`.
     """
 
     route: Route
@@ -87,23 +82,28 @@ class Incoming(msgspec.Struct):
     content_type: str
     forward: tuple[tuple[bytes, bytes], ...]
     body: Body
+    adapter: bytes | None = None
 
 
 class Prompt(msgspec.Struct, frozen=True):
     """One prompt of a request. `raw` is its JSON; None where the prompt is the chat's messages.
 
     `tokens` is the exact length if the client sent token ids, else None; `text_bytes` is an upper bound of its UTF-8
-    size; `messages` how many chat messages it has (0 for a completion).
+    size; `messages` how many chat messages it has (0 for a completion); `non_text`: a conversation of a batch has other content.
     """
 
     raw: msgspec.Raw | None
     tokens: int | None
     text_bytes: int
     messages: int = 0
+    non_text: bool = False
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """A readable request. `alone` is a reason in the request itself to use one engine, None if it may be split."""
+    """A readable request. `alone` is a reason in the request itself to use one engine, None if it may be split.
+
+    `route` is that of the legs; a batch keeps its own, and so does an invocation that one engine has to read.
+    """
 
     route: Route
     fields: Fields
@@ -116,6 +116,26 @@ class Parsed(msgspec.Struct, frozen=True):
     body_bytes: int
     items: int = 0
     """Strings, arrays and objects in the body; 0 where there were too few to be counted."""
+
+    @property
+    def goes_whole(self) -> bool:
+        """Whether one engine gets the request on a route that no leg of an exchange uses."""
+        return self.alone is Alone.UNUSUAL and self.route in (Route.BATCH, Route.INVOCATIONS)
+
+    def exchange_of(self, index: int) -> tuple[Parsed, Prompt | None]:
+        """Return the request and the prompt of the exchange for the prompt at `index` of a list.
+
+        The prompt is None if one engine must get that request as it is.
+        """
+        prompt = self.prompts[index]
+        if self.route is not Route.BATCH or prompt.raw is None:
+            return self, prompt
+        own = Prompt(None, None, prompt.text_bytes, prompt.messages)
+        size = self.body_bytes - memoryview(self.fields["messages"]).nbytes + memoryview(prompt.raw).nbytes
+        alone = Alone.NON_TEXT if prompt.non_text else None
+        fields = self.fields | {"messages": prompt.raw}
+        chat = Parsed(Route.CHAT, fields, self.model, False, False, False, (own,), alone, size, self.items)
+        return chat, None if prompt.non_text else own
 
     @property
     def starts_in_silence(self) -> bool:
@@ -148,27 +168,9 @@ class Parsed(msgspec.Struct, frozen=True):
         )
 
 
-class _UnusualError(Exception):
-    """A field that the prefill leg rewrites has another type than in its schema."""
-
-
-class _Message(msgspec.Struct):
-    content: msgspec.Raw = msgspec.Raw(b"null")
-
-
-class _StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
-
-
-_messages_decoder = msgspec.json.Decoder(list[_Message])
-_parts_decoder = msgspec.json.Decoder(list[Fields])
+_messages_decoder = msgspec.json.Decoder(list[Message])
 _bool_decoder = msgspec.json.Decoder(bool | None)
 _int_decoder = msgspec.json.Decoder(int | None)
-_stream_options_decoder = msgspec.json.Decoder(_StreamOptions | None)
-
-
-class _NotQuickError(Exception):
-    """More bytes of a body than `SMALL` have to become objects."""
 
 
 _LIMITS = frozenset({"max_tokens", "max_completion_tokens"})
@@ -203,7 +205,7 @@ def parse_if_quick(route: Route, body: Body, bounds: Bounds = DEFAULT) -> Parsed
         return None
     try:
         return _parsed(route, body, bounds, SMALL)
-    except _NotQuickError:
+    except NotQuickError:
         return None
 
 
@@ -212,8 +214,19 @@ def _parsed(route: Route, body: Body, bounds: Bounds, max_objects: int) -> Parse
     if fields is not None:
         return interpret(route, fields, len(body), bounds, max_objects)
     if len(body) > max_objects:
-        raise _NotQuickError
-    return unusual_request(route, lenient_fields(body), len(body), bounds)
+        raise NotQuickError
+    return unusual_request(route, lenient_fields_of(route, body), len(body), bounds)
+
+
+def lenient_fields_of(route: Route, body: Body) -> Fields:
+    """Return the fields of a body that only the engines' own parser may take.
+
+    Raises:
+        BadRequestError: it accepts none, or there are too many, in the words of vLLM's route.
+    """
+    return lenient_fields(
+        body, client_routes.load_invocation if route is Route.INVOCATIONS else lenient_json.load_object
+    )
 
 
 def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objects: int) -> Parsed:
@@ -222,19 +235,27 @@ def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objec
     Raises:
         TooManyPromptsError: it asks for more than one request may.
     """
+    if route is Route.INVOCATIONS:
+        return _invocation(fields, size, bounds, max_objects)
     if route is Route.COMPLETIONS:
         fields.pop(PROMPT_IDS, None)  # engines do not read it there (vLLM 0.32.0)
+    conversations = _conversations(fields, bounds) if route is Route.BATCH else None
     spans = _listed(route, fields, bounds)
     try:
         model = model_name(fields.get("model"))
         stream = bool(read_field(fields, "stream", _bool_decoder))
-        wants_usage = _wants_usage(fields, stream)
-        is_list, prompts, non_text = _messages(fields) if route is Route.CHAT else _prompts(fields, spans)
+        wants_usage = wants_usage_event(fields, stream)
+        if route is Route.BATCH:
+            is_list, prompts, non_text = True, _batch(fields, conversations), False
+        else:
+            is_list, prompts, non_text = _messages(fields) if route is Route.CHAT else _prompts(fields, spans)
         alone = Alone.NON_TEXT if non_text else _alone(fields, route)
-        if alone is None and PROMPT_IDS in fields:
-            alone = Alone.PROMPT_IDS
-        _check_unseen(fields, max_objects)
-    except (_UnusualError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        if PROMPT_IDS in fields:
+            if route is Route.BATCH:
+                raise UnusualError  # engines refuse it
+            alone = alone or Alone.PROMPT_IDS
+        check_unseen(fields, max_objects)
+    except (UnusualError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return unusual_request(route, fields, size, bounds)
     return Parsed(route, fields, model, stream, wants_usage, is_list, prompts, alone, size)
 
@@ -248,29 +269,39 @@ def unusual_request(route: Route, fields: Fields, size: int, bounds: Bounds) -> 
     if route is Route.COMPLETIONS:
         fields.pop(PROMPT_IDS, None)
     _listed(route, fields, bounds)
+    if route is Route.BATCH:
+        _conversations(fields, bounds)
+    elif route is Route.INVOCATIONS:
+        check_lists(Dialect.OPENAI, fields, bounds)
     # wants_usage: an engine may read the request as a stream with usage, and then the client gets that event.
     return Parsed(route, fields, model_of(fields), False, True, False, (), Alone.UNUSUAL, size)
 
 
-def _check_unseen(fields: Fields, limit: int) -> None:
-    """Check that decode engines can parse the fields that prefill engines never get: otherwise a prefill would be wasted."""
-    if fields.keys().isdisjoint(UNSEEN_BY_PREFILL):
-        return
-    unseen = [fields[name] for name in UNSEEN_BY_PREFILL if name in fields]
-    size = sum(memoryview(raw).nbytes for raw in unseen)
-    if size > LARGE:
-        raise _UnusualError  # no schema is so long, and reading it would take time and memory
-    if size > limit:
-        raise _NotQuickError
-    if not all(lenient_json.readable(bytes(raw)) for raw in unseen):
-        raise _UnusualError
+def _invocation(fields: Fields, size: int, bounds: Bounds, max_objects: int) -> Parsed:
+    """Return an invocation as the chat or the completion that it is, else as a request that one engine gets whole."""
+    for route, fits in ((Route.CHAT, client_routes.is_chat), (Route.COMPLETIONS, client_routes.is_completion)):
+        if fits(fields):
+            parsed = interpret(route, fields, size, bounds, max_objects)
+            if parsed.alone is not Alone.UNUSUAL:
+                return parsed
+    return unusual_request(Route.INVOCATIONS, fields, size, bounds)
 
 
-def _wants_usage(fields: Fields, stream: bool) -> bool:
-    options = read_field(fields, "stream_options", _stream_options_decoder)
-    if options is not None and not stream:
-        raise _UnusualError  # a decode engine would refuse it after the prefill
-    return options is not None and bool(options.include_usage)
+def _conversations(fields: Fields, bounds: Bounds) -> list[Conversation] | None:
+    """Return the conversations of a batch, None if no engine accepts them."""
+    if "messages" not in fields:
+        return None
+    return conversations_in(fields["messages"], bounds.prompts, "messages")
+
+
+def _batch(fields: Fields, conversations: list[Conversation] | None) -> tuple[Prompt, ...]:
+    if not conversations or not client_routes.is_plain_batch(fields):
+        raise UnusualError
+    prompts = []
+    for span, messages in conversations:
+        size, non_text = content_of(messages)
+        prompts.append(Prompt(part(fields["messages"], span), None, size, len(messages), non_text))
+    return tuple(prompts)
 
 
 def _alone(fields: Fields, route: Route) -> Alone | None:
@@ -279,7 +310,7 @@ def _alone(fields: Fields, route: Route) -> Alone | None:
         for name in present:
             limit = read_field(fields, name, _int_decoder)
             if limit is not None and limit < 1:
-                raise _UnusualError
+                raise UnusualError
         return None
     n = read_field(fields, "n", _int_decoder)
     if n is not None and n != 1:
@@ -294,46 +325,34 @@ def _alone(fields: Fields, route: Route) -> Alone | None:
     min_tokens = read_field(fields, "min_tokens", _int_decoder) or 0
     for limit in limits:
         if limit is not None and (limit < 1 or limit < min_tokens):
-            raise _UnusualError  # every engine refuses it: a prefill would be wasted
+            raise UnusualError  # every engine refuses it: a prefill would be wasted
     if min_tokens < 0:
-        raise _UnusualError
+        raise UnusualError
     read_field(fields, "return_token_ids", _bool_decoder)
-    if route is Route.CHAT:
+    if route is not Route.COMPLETIONS:
         logprobs = read_field(fields, "logprobs", _bool_decoder)
         top = read_field(fields, "top_logprobs", _int_decoder)
         if top and not logprobs:
-            raise _UnusualError
+            raise UnusualError
         if read_field(fields, "return_prompt_text", _bool_decoder):
             return Alone.ECHO  # a decode engine that gets a chat's ids does not have its text (vLLM 0.32.0)
     else:
         logprobs = read_field(fields, "logprobs", _int_decoder) is not None
     if not logprobs and not is_absent(fields, "logprob_token_ids"):
-        raise _UnusualError
+        raise UnusualError
     return None
 
 
 def _messages(fields: Fields) -> tuple[bool, tuple[Prompt, ...], bool]:
     """Return (is a list, the one prompt, whether any content is not text)."""
     messages = read_field(fields, "messages", _messages_decoder)
-    if not messages:
-        raise _UnusualError
-    size, non_text = 0, False
-    for message in messages:
-        raw = bytes(message.content)
-        size += len(raw)
-        if raw[:1] == b"[":
-            non_text = non_text or not all(_is_text(part) for part in _parts_decoder.decode(raw))
-    return False, (Prompt(None, None, size, len(messages)),), non_text
-
-
-def _is_text(part: Fields) -> bool:
-    """Return whether a content part is only text: vLLM also accepts media parts without a type."""
-    return part.keys() <= {"type", "text"} and bytes(part.get("type", msgspec.Raw(b""))) == b'"text"'
+    size, non_text = content_of(messages or ())
+    return False, (Prompt(None, None, size, len(messages or ())),), non_text
 
 
 def _listed(route: Route, fields: Fields, bounds: Bounds) -> list[Span] | None:
     """Return where the prompts of a list are, None if there is no list."""
-    if route is Route.CHAT:
+    if route in (Route.CHAT, Route.BATCH):
         return None
     if "prompt_embeds" in fields:
         prompts_in(fields["prompt_embeds"], bounds.prompts, "prompt_embeds")
@@ -346,14 +365,14 @@ def _prompts(fields: Fields, spans: list[Span] | None) -> tuple[bool, tuple[Prom
         return False, (), True
     raw = fields.get("prompt")
     if raw is None:
-        raise _UnusualError
+        raise UnusualError
     if spans is None:
         return False, (_one_prompt(raw),), False
     if _HUGE_INT.search(raw):
-        raise _UnusualError  # engines would already work on the prompts before it when it is refused
+        raise UnusualError  # engines would already work on the prompts before it when it is refused
     prompts = tuple(_one_prompt(part(raw, span)) for span in spans)
     if len({prompt.tokens is None for prompt in prompts}) != 1:
-        raise _UnusualError  # texts and token ids mixed
+        raise UnusualError  # texts and token ids mixed
     return True, prompts, False
 
 
@@ -362,10 +381,10 @@ def _one_prompt(raw: msgspec.Raw) -> Prompt:
     view = bytes(raw)
     if view[:1] == b'"':
         if len(view) == 2:
-            raise _UnusualError  # empty
+            raise UnusualError  # empty
         return Prompt(raw, None, len(view) - 2)
     if view[:1] == b"[":
         inside = view[1:-1].lstrip()
         if inside and inside[0] in b"0123456789":
             return Prompt(raw, inside.count(b",") + 1, 0)
-    raise _UnusualError
+    raise UnusualError

@@ -12,19 +12,23 @@ _DETAILS = "prompt_tokens_details"
 _COUNTS = {name: re.compile(rb'"%s":\d+' % name) for name in (b"cached_tokens", b"created_cache_tokens")}
 
 
-def add_up(usages: Sequence[bytes], *, details_of: int) -> bytes:
+def add_up(usages: Sequence[bytes], *, details_of: int | None) -> bytes:
     """Return one `usage` object from several: numbers are added, objects field by field; a field that is null in all stays null.
 
     `details_of`: the index of the one whose `prompt_tokens_details` are returned. vLLM adds everything else up, but reports those
     of the last prompt in a whole answer and of the first one in a stream (0.32.0, `entrypoints/openai/completion/serving.py`).
+    None: no details of any kind are returned, as vLLM's batches of chats have none (`chat_completion/batch_serving.py`).
 
     Raises:
         msgspec.MsgspecError: one of them is not JSON.
     """
     values = [msgspec.json.decode(usage) for usage in usages]
     total = _sum(values)
-    if isinstance(total, dict) and _DETAILS in total:
-        total[_DETAILS] = values[details_of].get(_DETAILS)
+    if isinstance(total, dict):
+        if details_of is None:
+            total |= {name: None for name in total if name.endswith("_details")}
+        elif _DETAILS in total:
+            total[_DETAILS] = values[details_of].get(_DETAILS)
     return msgspec.json.encode(total)
 
 

@@ -127,7 +127,7 @@ def _read(
                 parsed = parse_if_quick(route, data)
                 if parsed is None:
                     assert found is not None
-                    parsed = reader_process.request_in(found, route, data)
+                    parsed = reader_process.request_in(found, data)
             except PdproxyError as error:
                 return refused(error)
             return then(parsed)

@@ -32,6 +32,11 @@ class RouteEntry:
     dialect: Dialect = Dialect.OPENAI
     slow: bool = True
 
+    @property
+    def has_body(self) -> bool:
+        """Whether requests have a body."""
+        return "POST" in self.methods
+
 
 def _passed(path: str, why: str, dialect: Dialect = Dialect.OPENAI, *, slow: bool = True) -> RouteEntry:
     return RouteEntry(path, ("POST",), RouteKind.PASSED, why, dialect, slow)
@@ -40,6 +45,15 @@ def _passed(path: str, why: str, dialect: Dialect = Dialect.OPENAI, *, slow: boo
 TABLE: tuple[RouteEntry, ...] = (
     RouteEntry("/v1/completions", ("POST",), RouteKind.SPLIT, "complete prompts"),
     RouteEntry("/v1/chat/completions", ("POST",), RouteKind.SPLIT, "answer chats"),
+    RouteEntry(
+        "/v1/chat/completions/batch",
+        ("POST",),
+        RouteKind.SPLIT,
+        "answer several chats, each as one of a list of prompts",
+    ),
+    RouteEntry(
+        "/invocations", ("POST",), RouteKind.SPLIT, "SageMaker's route for chats, completions and all that is pooled"
+    ),
     _passed("/v1/responses", "OpenAI's Responses API, without memory", Dialect.RESPONSES),
     RouteEntry("/v1/responses/{response_id}", ("GET",), RouteKind.REFUSED, "no response is stored"),
     RouteEntry(
@@ -49,6 +63,10 @@ TABLE: tuple[RouteEntry, ...] = (
     _passed("/v1/messages/count_tokens", "count a message's tokens", Dialect.MESSAGES, slow=False),
     _passed("/tokenize", "token ids of a prompt or a chat", slow=False),
     _passed("/detokenize", "text of token ids", slow=False),
+    RouteEntry(
+        "/tokenizer_info", ("GET",), RouteKind.PASSED, "an engine's tokenizer, where its flag allows it", slow=False
+    ),
+    _passed("/generative_scoring", "score texts by the next token of a generating model"),
     _passed("/v1/embeddings", "embed texts"),
     _passed("/pooling", "what a pooling model makes of texts"),
     _passed("/classify", "classify texts"),
@@ -61,6 +79,9 @@ TABLE: tuple[RouteEntry, ...] = (
     RouteEntry("/health", ("GET",), RouteKind.OWN, "whether the process runs"),
     RouteEntry("/ping", ("GET", "POST"), RouteKind.OWN, "as /health, under SageMaker's name"),
     RouteEntry("/ready", ("GET",), RouteKind.OWN, "whether a request could be served"),
+    RouteEntry("/load", ("GET",), RouteKind.OWN, "the number of requests in flight"),
     RouteEntry("/version", ("GET",), RouteKind.OWN, "pdproxy's version"),
     RouteEntry("/metrics", ("GET",), RouteKind.OWN, "Prometheus metrics"),
 )
+ENTRIES = {entry.path: entry for entry in TABLE}
+"""The table by path."""

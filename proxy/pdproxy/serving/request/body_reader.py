@@ -56,7 +56,7 @@ class BodyReader:
         if light is not None:
             return light
         question = Question(self._bounds, route)
-        return request_in(await self._in_process(question, body, client), route, body)
+        return request_in(await self._in_process(question, body, client), body)
 
     async def passed(self, dialect: Dialect, body: Body, client: Client) -> PassedBody:
         """Read the body of a request that one engine serves whole. Raises what `request` raises."""

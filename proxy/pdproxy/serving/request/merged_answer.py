@@ -1,4 +1,4 @@
-"""Merges the answers to a list of prompts, in the order of the list.
+"""Merges the answers to a list of prompts, or to a batch of chats, in the order of the list.
 
 Each prompt is one exchange. Lists are never sent whole to a prefill engine: vLLM keeps only the KV handle of the first prompt and
 decodes the others with it. The merged answer is the one that a single engine would send: choices by index, usage added up.
@@ -33,9 +33,14 @@ _CHOICES, _USAGE = b"\0", b"\1"
 """Placeholders for choices and usage in the first answer until all answers have come: JSON never contains these bytes."""
 
 
+_ABSENT = msgspec.Raw(b"null")
+
+
 class _Completion(msgspec.Struct, frozen=True):
     choices: msgspec.Raw
     usage: msgspec.Raw
+    prompt_token_ids: msgspec.Raw = _ABSENT
+    metrics: msgspec.Raw = _ABSENT
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -48,10 +53,14 @@ _choices_decoder = msgspec.json.Decoder(tuple[_Choice])  # of one prompt: a list
 
 
 class MergedAnswer:
-    """One whole answer, merged from the prompts' answers, each of status 200. `share` counts the bytes that are kept of them."""
+    """One whole answer, merged from the prompts' answers, each of status 200. `share` counts the bytes that are kept of them.
 
-    def __init__(self, share: BudgetShare) -> None:
+    `chats`: they are those of a batch of chats, whose answer reports nothing about single prompts.
+    """
+
+    def __init__(self, share: BudgetShare, *, chats: bool = False) -> None:
         self._share = share
+        self._chats = chats
         self._choices: dict[int, bytes] = {}
         self._usages: dict[int, bytes] = {}
         self._first = b""
@@ -78,7 +87,11 @@ class MergedAnswer:
                 own = _with(own, index=(choice.index, b"%d" % index))
             self._choices[index] = own
             if index == 0:
-                self._first = _with(answer.body, choices=(found.choices, _CHOICES), usage=(found.usage, _USAGE))
+                changes = {"choices": (found.choices, _CHOICES), "usage": (found.usage, _USAGE)}
+                if self._chats:
+                    own_only = {"prompt_token_ids": found.prompt_token_ids, "metrics": found.metrics}
+                    changes |= {name: (raw, b"null") for name, raw in own_only.items() if bytes(raw) != b"null"}
+                self._first = _with(answer.body, **changes)
                 self._headers = answer.headers
         except UNREADABLE as error:
             raise EngineError(f"an engine's answer is not a completion: {error!r}") from None
@@ -91,7 +104,8 @@ class MergedAnswer:
         """
         indices = sorted(self._choices)
         try:
-            usage = add_up([self._usages[index] for index in indices], details_of=-1)
+            usages = [self._usages[index] for index in indices]
+            usage = add_up(usages, details_of=None if self._chats else -1)
         except UNREADABLE as error:
             raise EngineError(f"an engine's answer is not a completion: {error!r}") from None
         choices = b"[%b]" % b",".join([self._choices[index] for index in indices])

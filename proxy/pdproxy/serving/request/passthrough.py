@@ -39,7 +39,7 @@ from pdproxy.upstream.passthrough import PassthroughLeg, PassthroughLegs
 from pdproxy.wire.api_errors import WholeEvents, failure_body, failure_event
 from pdproxy.wire.body_bounds import Body
 from pdproxy.wire.lenient_json import check_content_type
-from pdproxy.wire.passthrough_body import PassedBody
+from pdproxy.wire.passthrough_body import NO_BODY, PassedBody
 
 _PASSED_HEADERS = (b"content-type", b"retry-after", b"metadata")
 """`metadata` is where vLLM describes an answer of `encoding_format: "bytes"`."""
@@ -92,16 +92,19 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         """Check and read the request."""
         incoming, service = self._incoming, self._service
         service.keys.check(incoming.authorization)
+        if not incoming.entry.has_body:
+            return partial(self.serve, NO_BODY)
         check_content_type(incoming.content_type, incoming.body)
         body = await service.bodies.passed(incoming.entry.dialect, incoming.body, self.writer.client)
         self.model = body.model
-        return partial(self._serve, body)
+        return partial(self.serve, body)
 
-    async def _serve(self, body: PassedBody) -> None:
-        """Ask engines one after the other, until one has sent data."""
+    async def serve(self, body: PassedBody) -> None:
+        """Ask engines one after the other, until one has sent data. Raises the last one's EngineError."""
         incoming, resources, size = self._incoming, self._service.resources, len(body.data)
         authorization = self._service.keys.to_engine(incoming.authorization)
-        headers = (JSON_TYPE, (b"x-request-id", self.request_id.encode()), *authorization, *incoming.forward)
+        own = [JSON_TYPE] if incoming.entry.has_body else []
+        headers = (*own, (b"x-request-id", self.request_id.encode()), *authorization, *incoming.forward)
         leg_headers = LegHeaders(self.request_id, incoming.entry.path, headers, authorization)
         without: set[str] = set()
         while True:
@@ -139,12 +142,15 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         answer: Answer | None = None
         try:
             async with self._answered_within(lease, seconds):
-                leg = await self._service.legs.post(url, leg_headers.path, leg_headers.headers, body.data)
+                method = self._incoming.entry.methods[0]
+                leg = await self._service.legs.send(method, url, leg_headers.path, leg_headers.headers, body.data)
                 if not (leg.streamed and leg.status == 200):
                     answer = Answer(leg.status, leg.headers, await leg.read())
                     if body.own is not None and is_schema_refusal(answer):
                         leg.close()
-                        leg = await self._service.legs.post(url, leg_headers.path, leg_headers.headers, body.own)
+                        leg = await self._service.legs.send(
+                            method, url, leg_headers.path, leg_headers.headers, body.own
+                        )
                         if leg.status == answer.status:
                             answer = Answer(leg.status, leg.headers, await leg.read())
             if answer is None:
@@ -237,7 +243,11 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         except ClientLeftError:
             return  # nobody reads the answer
 
+    def times(self) -> LegTimes:
+        """Return which engine was asked last, and how many were."""
+        return LegTimes(decode=self._url, attempts=self._attempts)
+
     def add_up(self) -> None:
         """Add the engine that was asked last."""
         if self._url is not None:
-            self.totals.add_legs(0, LegTimes(decode=self._url, attempts=self._attempts))
+            self.totals.add_legs(0, self.times())

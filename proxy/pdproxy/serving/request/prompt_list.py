@@ -1,4 +1,4 @@
-"""Serves a list of prompts, one exchange per prompt. A limited number of exchanges runs at once.
+"""Serves a list of prompts, or a batch of chats, one exchange per prompt. A limited number of exchanges runs at once.
 
 Owns the tasks of one list. An exchange is made when its turn comes: until then, only the position of its prompt in the body is
 kept. Of an exchange that has ended, its answer and its totals are kept.
@@ -18,7 +18,7 @@ from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.serving.stream.whole_events import CreationTime
 from pdproxy.upstream.connection import Headers
-from pdproxy.wire.request import Parsed
+from pdproxy.wire.request import Parsed, Route
 
 PROMPTS_AT_ONCE = 16
 """Prompts of one list that run at once: a list takes one place of `limits.max_inflight`, and must not fill all engines."""
@@ -37,7 +37,10 @@ class PromptList:
         totals: RequestTotals,
     ) -> None:
         self.creation_time = CreationTime()
-        self.answer = MergedAnswer(dispatcher.resources.answer_budget.share(what="the engines sent answers"))
+        self.answer = MergedAnswer(
+            dispatcher.resources.answer_budget.share(what="the engines sent answers"),
+            chats=parsed.route is Route.BATCH,
+        )
         self.usage_events: dict[int, bytes] = {}
         """The usage events of streams, by the index of their prompt in the list."""
         self.forced_usage = False
@@ -57,9 +60,9 @@ class PromptList:
             self._stream.close()
 
     async def _one(self, index: int) -> None:
-        exchange = self._dispatcher.exchange(
-            self._parsed, self._parsed.prompts[index], self._leg_headers, lambda: self._relay(index)
-        )
+        parsed, prompt = self._parsed.exchange_of(index)
+        exchange = self._dispatcher.exchange(parsed, prompt, self._leg_headers, lambda: self._relay(index))
+        del parsed, prompt  # the exchange drops them once no engine needs them
         channel = self._stream.channel()
 
         def stream_to(relay: Relay) -> ResponseWriter:

@@ -1,4 +1,4 @@
-"""The two generating routes: one exchange per prompt, and one answer.
+"""The generating routes: one exchange per prompt, and one answer.
 
 Owns the answer to the client. The request's steps are those of `lifecycle`.
 """
@@ -8,35 +8,52 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from functools import partial
 
-from pdproxy.kit.errors import ClientLeftError, EngineError, PdproxyError
+import msgspec
+
+from pdproxy.kit.errors import ClientLeftError, EngineError, EngineRefusedError, Fault, PdproxyError
+from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import usable
 from pdproxy.serving.access.keys import Keys
+from pdproxy.serving.access.routes import ENTRIES
 from pdproxy.serving.dispatch.exchange import Dispatcher, Exchange
+from pdproxy.serving.dispatch.failure_class import is_clients_fault
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.lifecycle import Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.merged_answer import merge_usage_events
+from pdproxy.serving.request.passthrough import IncomingPassthrough, Passthrough, PassthroughRequest
 from pdproxy.serving.request.prompt_list import PromptList
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
+from pdproxy.serving.stream.waiting_writer import WaitingWriter
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Headers
 from pdproxy.wire import sse
+from pdproxy.wire.client_routes import ADAPTER_HEADER, with_adapter
 from pdproxy.wire.errors import error_body
-from pdproxy.wire.fields import body_request_id
+from pdproxy.wire.fields import body_request_id, has_value
 from pdproxy.wire.lenient_json import check_content_type
-from pdproxy.wire.request import Incoming, Parsed
+from pdproxy.wire.passthrough_body import PassedBody
+from pdproxy.wire.request import Incoming, Parsed, Route
 
 _PASSED_HEADERS = (b"content-type", b"retry-after", b"endpoint-load-metrics")
 """The last one is the load of the engine that answered; vLLM sends it with whole answers to clients that name a format."""
 
 
 class Service:
-    """Serves the two generating routes."""
+    """Serves the generating routes. `passthrough`: for batches and invocations that one engine must get whole."""
 
-    def __init__(self, resources: ExchangeResources, admission: Admission, keys: Keys, bodies: BodyReader) -> None:
+    def __init__(
+        self,
+        resources: ExchangeResources,
+        admission: Admission,
+        keys: Keys,
+        bodies: BodyReader,
+        passthrough: Passthrough,
+    ) -> None:
         self.resources = resources
+        self.passthrough = passthrough
         self.keys = keys
         self.bodies = bodies
         self.dispatcher = Dispatcher(resources)
@@ -50,7 +67,7 @@ class Service:
 class GeneratingRequest(LiveRequest[ResponseWriter]):
     """A request of a generating route."""
 
-    __slots__ = ("_exchange", "_incoming", "_service")
+    __slots__ = ("_exchange", "_incoming", "_service", "_whole")
 
     def __init__(self, service: Service, incoming: Incoming, output: ResponseWriter) -> None:
         super().__init__(incoming.route.value, incoming.request_id, output, service.resources.now())
@@ -58,6 +75,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         self._incoming = incoming
         self._exchange: Exchange | None = None
         """The only exchange, if the request is not a list."""
+        self._whole: Parsed | None = None
+        """A batch or an invocation, while one engine may still get it whole."""
 
     async def read(self) -> Serve:
         """Check and read the request.
@@ -67,20 +86,29 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         incoming, service = self._incoming, self._service
         service.keys.check(incoming.authorization)
         body, incoming.body = incoming.body, b""
-        check_content_type(incoming.content_type, body)
+        # The body of an invocation is not read before its type is checked.
+        check_content_type(incoming.content_type, b"" if incoming.route is Route.INVOCATIONS else body)
         parsed = await service.bodies.request(incoming.route, body, self.writer.client)
+        del body
         self.model = parsed.model
+        if incoming.route is Route.INVOCATIONS:
+            self.model = with_adapter(parsed.fields, incoming.adapter) or self.model
+            parsed = msgspec.structs.replace(parsed, model=self.model)
         if incoming.request_id is None:
             self.request_id = usable(body_request_id(parsed.fields)) or self.request_id
         authorization = service.keys.to_engine(incoming.authorization)
         request_id = self.request_id.encode()
         leg_headers = LegHeaders(
             self.request_id,
-            incoming.route.value,
+            (Route.CHAT if parsed.route is Route.BATCH else parsed.route).value,
             ((b"x-request-id", request_id), *authorization, *incoming.forward),
             authorization,
         )
-        if parsed.is_list and len(parsed.prompts) > 1 and parsed.alone is None:
+        if incoming.route in (Route.BATCH, Route.INVOCATIONS):
+            self._whole = parsed
+        if parsed.goes_whole:
+            return self._serve_whole
+        if parsed.route is Route.BATCH or (parsed.is_list and len(parsed.prompts) > 1 and parsed.alone is None):
             return partial(self._serve_list, parsed, leg_headers)
         prompt = None if parsed.alone is not None else parsed.prompts[0]
         new_relay = partial(
@@ -106,6 +134,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         answer = await exchange.run(begin)
         if answer is None:
             output.finish()
+        elif self._whole is not None and is_clients_fault(answer):
+            await self._serve_whole()
         else:
             self._answer(answer)
 
@@ -117,7 +147,18 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
                 self._begin(headers)
 
         prompts = PromptList(self._service.dispatcher, parsed, leg_headers, output, begin, self.totals)
-        await prompts.run()
+        try:
+            await prompts.run()
+        except EngineRefusedError as error:
+            if self._whole is None or output.begun or error.fault is not Fault.CLIENT:
+                raise
+            drop_traceback(error)  # its frames refer to the tasks of the list, which refer to it
+            refused = True
+        else:
+            refused = False
+        if refused:
+            await self._serve_whole()
+            return
         if output.gone:
             return
         if not output.begun:
@@ -126,6 +167,28 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             raise EngineError("an engine answered one prompt of a streamed list whole")
         else:
             self._end_merged(parsed, prompts)
+
+    async def _serve_whole(self) -> None:
+        """Have one engine serve the whole request on the client's route.
+
+        Also after engines refused a part of it on another route: only this one has the client's route's words for that.
+        """
+        incoming, parsed, self._whole = self._incoming, self._whole, None
+        assert parsed is not None
+        forward = incoming.forward
+        if incoming.adapter is not None:
+            forward = (*forward, (ADAPTER_HEADER, incoming.adapter))
+        entry = ENTRIES[incoming.route.value]
+        passed = IncomingPassthrough(entry, self.request_id, incoming.authorization, "", forward, b"")
+        request = PassthroughRequest(self._service.passthrough, passed, WaitingWriter(self.writer))
+        fields = parsed.fields
+        body = PassedBody(msgspec.json.encode(fields), self.model, has_value(fields, "stream", b"true"))
+        del parsed, fields
+        try:
+            await request.serve(body)
+        finally:
+            self.first, self.status = request.first, request.status
+            self.totals.add_legs(len(self.totals.legs), request.times())
 
     def _end_merged(self, parsed: Parsed, prompts: PromptList) -> None:
         events = [prompts.usage_events[index] for index in sorted(prompts.usage_events)]
@@ -137,6 +200,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         self.writer.finish()
 
     def _begin(self, headers: Headers) -> None:
+        self._whole = None
         self.first = self._service.resources.now()
         self.status = 200
         self.writer.begin(self.answer_headers(headers, _PASSED_HEADERS))

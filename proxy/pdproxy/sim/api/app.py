@@ -23,16 +23,29 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdproxy.sim.api import metrics
 from pdproxy.sim.api.answer import answered, check_model
+from pdproxy.sim.api.batch import BatchBody, chat_batch
 from pdproxy.sim.api.chat import chat, chat_prompt
 from pdproxy.sim.api.completions import complete
 from pdproxy.sim.api.errors import Refused, refusal, response, schema_message
+from pdproxy.sim.api.invocations import invoke
 from pdproxy.sim.api.messages import CountBody, MessagesBody, count, message
 from pdproxy.sim.api.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pdproxy.sim.api.responses import ResponsesBody, respond
+from pdproxy.sim.api.scoring import ScoringBody, score
 from pdproxy.sim.engine import Engine
 from pdproxy.sim.error_body import error_body
 
 _GUARDED = ("/v1", "/v2", "/inference", "/cohere")
+_COUNTED = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+    "/generative_scoring",
+    "/invocations",
+)
+"""The routes whose requests `/load` counts."""
 _SCALE_OUT = (
     "/v1/completions/render",
     "/v1/chat/completions/render",
@@ -51,14 +64,14 @@ async def _json_only(request: Request) -> None:
 
 
 class _Load:
-    """Counts the requests in flight, for `/load`."""
+    """Counts the requests in flight, for `/load` of an engine that tracks them."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self.count = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generating = scope["type"] == "http" and scope["path"] in ("/v1/completions", "/v1/chat/completions")
+        generating = scope["type"] == "http" and scope["path"] in _COUNTED
         self.count += generating
         try:
             if scope["type"] == "http":
@@ -111,6 +124,18 @@ def create_app(engine: Engine, date: Callable[[], str] = _today) -> FastAPI:
     @app.post("/v1/chat/completions", dependencies=json_only, response_model=None)
     async def _chat(body: ChatBody, request: Request) -> Response:
         return _with_load(engine, request, await answered(engine, body, request, chat(engine, body, request, date)))
+
+    @app.post("/v1/chat/completions/batch", dependencies=json_only, response_model=None)
+    async def _batch(body: BatchBody, request: Request) -> Response:
+        return await answered(engine, body, request, chat_batch(engine, body, request, date))
+
+    @app.post("/invocations", dependencies=json_only, response_model=None)
+    async def _invoked(request: Request) -> Response:
+        return await invoke(request, lambda body: _chat(body, request), lambda body: _completions(body, request))
+
+    @app.post("/generative_scoring", dependencies=json_only, response_model=None)
+    async def _scored(body: ScoringBody, request: Request) -> Response:
+        return await answered(engine, body, request, score(engine, body, request))
 
     @app.post("/tokenize", dependencies=json_only, response_model=None)
     async def _tokenize(body: TokenizeBody) -> Response:
@@ -240,7 +265,12 @@ def _about(app: FastAPI, engine: Engine) -> None:
         return response({"version": engine.facts.version})
 
     async def load(request: Request) -> Response:
-        return response({"server_load": request.state.load.count})
+        tracked = engine.facts.enable_server_load_tracking
+        return response({"server_load": request.state.load.count if tracked else 0})
+
+    async def tokenizer_info(_: Request) -> Response:
+        special = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+        return response({"tokenizer_class": "Tokenizer", "add_bos_token": engine.tokenizer.add_bos, **special})
 
     async def page(_: Request) -> Response:
         return Response(metrics.page(engine), media_type=metrics.CONTENT_TYPE)
@@ -255,3 +285,5 @@ def _about(app: FastAPI, engine: Engine) -> None:
     )
     for path, endpoint, methods in routes:
         _add(app, path, endpoint, methods)
+    if engine.facts.enable_tokenizer_info_endpoint:
+        _add(app, "/tokenizer_info", tokenizer_info, ["GET"])

@@ -90,20 +90,27 @@ def _is_text(message: dict[str, Any]) -> bool:
     return all(not isinstance(part, dict) or part.get("type", "text") == "text" for part in parts)
 
 
+def choice_of(engine: Engine, body: ChatBody, prompt: Prompt, index: int, made: list[Delta]) -> dict[str, Any]:
+    """Return the choice that a batch has for one of its chats. It hides nothing of what is reported about the choice's tokens."""
+    return _Job(engine, body, prompt, "", batch=True).choice(index, made)
+
+
 class _Job:
     """The answer to one request while it is generated."""
 
-    def __init__(self, engine: Engine, body: ChatBody, prompt: Prompt, request_id: str) -> None:
+    def __init__(self, engine: Engine, body: ChatBody, prompt: Prompt, request_id: str, *, batch: bool = False) -> None:
         self._engine, self._body, self._prompt, self._id = engine, body, prompt, request_id
         self._created = int(time.time())
         self._usage_at_end, self._running_usage = body.usage_in_stream(forced=engine.facts.enable_force_include_usage)
-        self._parsed = bool(body.tools) and body.tool_choice not in (None, "none")
+        self._parsed = not batch and bool(body.tools) and body.tool_choice not in (None, "none")
         last = body.messages[-1]
         self._role = "assistant" if body.add_generation_prompt else str(last.get("role"))
         self._echo = str(last.get("content") or "") if body.echo and last.get("role") == self._role else ""
         self._thinks = engine.facts.reasoning_parser != "none"
         # A parser of either kind hides the boundaries of tokens.
-        self._hides = not body.include_reasoning and (self._thinks or engine.facts.enable_auto_tool_choice)
+        self._hides = (
+            not batch and not body.include_reasoning and (self._thinks or engine.facts.enable_auto_tool_choice)
+        )
 
     def _run(self, params: SamplingParams) -> AsyncGenerator[Delta, None]:
         return deltas(
@@ -151,7 +158,7 @@ class _Job:
                     raise LoadFailedError
                 parts[delta.index].append(delta)
                 handle = delta.kv_transfer_params or handle
-        choices = [self._choice(index, made) for index, made in enumerate(parts)]
+        choices = [self.choice(index, made) for index, made in enumerate(parts)]
         first = parts[0][0]
         counted = answer.usage(len(self._prompt.ids), sum(len(delta.tokens) for made in parts for delta in made))
         thoughts = sum(reasoning.count([token for delta in made for token in delta.ids]) for made in parts)
@@ -175,7 +182,8 @@ class _Job:
             }
         )
 
-    def _choice(self, index: int, made: list[Delta]) -> dict[str, Any]:
+    def choice(self, index: int, made: list[Delta]) -> dict[str, Any]:
+        """Return one choice of a whole answer."""
         body, last = self._body, made[-1]
         tokens = tuple(token for delta in made for token in delta.tokens)
         text = "".join(delta.text for delta in made)

@@ -1,0 +1,95 @@
+"""What makes a generating request unusual: only the engines' own validation can judge it, so one engine gets it whole.
+
+Owns what is checked of fields that prefill engines never get, and of the content of messages. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pdproxy.wire import lenient_json
+from pdproxy.wire.body_bounds import LARGE
+from pdproxy.wire.fields import Fields, read_field
+from pdproxy.wire.prompt_lists import Message
+
+UNSEEN_BY_PREFILL = (
+    "stream_options",
+    "logprobs",
+    "top_logprobs",
+    "logprob_token_ids",
+    "prompt_logprobs",
+    "echo",
+    "structured_outputs",
+    "response_format",
+)
+"""Fields that a prefill leg does not need. None of them changes the prompt, but for a chat's `response_format`."""
+
+
+class UnusualError(Exception):
+    """A field that the prefill leg rewrites has another type than in its schema."""
+
+
+class NotQuickError(Exception):
+    """More bytes of a body than `SMALL` have to become objects."""
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+_parts_decoder = msgspec.json.Decoder(list[Fields])
+_stream_options_decoder = msgspec.json.Decoder(_StreamOptions | None)
+
+
+def check_unseen(fields: Fields, limit: int) -> None:
+    """Check that decode engines can parse the fields that prefill engines never get: otherwise a prefill would be wasted.
+
+    Raises:
+        UnusualError: they can't; NotQuickError: more than `limit` bytes would have to become objects to find out.
+    """
+    if fields.keys().isdisjoint(UNSEEN_BY_PREFILL):
+        return
+    unseen = [fields[name] for name in UNSEEN_BY_PREFILL if name in fields]
+    size = sum(memoryview(raw).nbytes for raw in unseen)
+    if size > LARGE:
+        raise UnusualError  # no schema is so long, and reading it would take time and memory
+    if size > limit:
+        raise NotQuickError
+    if not all(lenient_json.readable(bytes(raw)) for raw in unseen):
+        raise UnusualError
+
+
+def wants_usage_event(fields: Fields, stream: bool) -> bool:
+    """Return whether a client asks for the usage event of a stream.
+
+    Raises:
+        UnusualError: it asks for a stream's options without a stream.
+    """
+    options = read_field(fields, "stream_options", _stream_options_decoder)
+    if options is not None and not stream:
+        raise UnusualError  # a decode engine would refuse it after the prefill
+    return options is not None and bool(options.include_usage)
+
+
+def content_of(messages: Sequence[Message]) -> tuple[int, bool]:
+    """Return the size of a conversation's content in bytes, and whether any of it is not text.
+
+    Raises:
+        UnusualError: there is no message.
+    """
+    if not messages:
+        raise UnusualError
+    size, non_text = 0, False
+    for message in messages:
+        raw = bytes(message.content)
+        size += len(raw)
+        if raw[:1] == b"[":
+            non_text = non_text or not all(_is_text(part) for part in _parts_decoder.decode(raw))
+    return size, non_text
+
+
+def _is_text(part: Fields) -> bool:
+    """Return whether a content part is only text: vLLM also accepts media parts without a type."""
+    return part.keys() <= {"type", "text"} and bytes(part.get("type", msgspec.Raw(b""))) == b'"text"'
