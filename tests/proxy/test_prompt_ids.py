@@ -14,6 +14,7 @@ from tests.fakes.passed import HANDLE, MESSAGES, RESPONSES, message, responses
 from tests.fakes.world import CHAT, COMPLETIONS, chat, completion, world
 
 IDS = Tokenizer().encode("another prompt than the messages, long enough for some blocks of KV")
+BATCH, INVOCATIONS = "/v1/chat/completions/batch", "/invocations"
 PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}]
 
 
@@ -36,8 +37,11 @@ class _Wanted:
         (CHAT, chat(echo=True, return_token_ids=True)),
         (CHAT, chat(max_tokens=0)),
         (COMPLETIONS, completion(return_token_ids=True)),
+        (BATCH, {**chat(), "messages": [chat()["messages"]] * 2}),
+        (INVOCATIONS, chat(stream=True)),
+        (INVOCATIONS, completion(return_token_ids=True)),
     ],
-    ids=["chat", "stream", "usage", "ids", "n", "echo", "refused", "completion"],
+    ids=["chat", "stream", "usage", "ids", "n", "echo", "refused", "completion", "batch", "invoked", "invoked-text"],
 )
 @pytest.mark.parametrize(
     "ids",
