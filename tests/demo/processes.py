@@ -46,10 +46,11 @@ class Running:
         return "\n".join(self.printed)
 
     async def errors(self) -> str:
-        """Everything on standard error, up to its end."""
+        """Everything on standard error up to its end, but for warnings that a busy machine held up the event loop."""
         assert self.process.stderr is not None
         async with asyncio.timeout(DEADLINE):
-            return (await self.process.stderr.read()).decode()
+            lines = (await self.process.stderr.read()).decode().splitlines(keepends=True)
+        return "".join(line for line in lines if "the event loop was held up" not in line)
 
     async def ended(self) -> int:
         """Read to the end; return the exit code."""
