@@ -143,7 +143,7 @@ WRONG = [
     Wrong("ids_in_stream", "without return_token_ids has ids", shows_ids),
     Wrong("ids_in_stream", "has 0 ids", hides_ids),
     Wrong("wrong_handle", "ec_transfer_params reached", client_handles_pass),
-    Wrong("wrong_handle", "kv_transfer_params reached", client_handles_pass, {"connector": "shared"}),
+    Wrong("wrong_handle", "ec_transfer_params reached", client_handles_pass, {"connector": "shared"}),
     Wrong("notice_each_rank", "ranks that sent none: unnamed", says("lost_notice:rank=1,rate=1"), {**PD, **SOON}),
     Wrong("notice_each_rank", "ranks that sent none: 1", says("lost_notice:rank=1,rate=1"), {**MP, **SOON}),
     Wrong("notice_each_rank", "some were sent twice", says("double_notice:rate=1"), MP),
