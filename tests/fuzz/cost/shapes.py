@@ -23,6 +23,10 @@ BODIES: dict[str, Recipe] = {
     "brackets in a text": recipe("{" + _PROMPT + ',"structured_outputs":"', many("["), '"}'),
     "empty messages": recipe('{"model":"m","messages":[', many("{},"), "]}"),
     "short messages": recipe('{"model":"m","messages":[', many('{"role":"user","content":"a"},'), "]}"),
+    "short conversations": recipe('{"model":"m","messages":[', many('[{"role":"user","content":"a"}],'), "]}"),
+    "empty conversations": recipe('{"model":"m","messages":[', many("[{}],"), "]}"),
+    "numbers as conversations": recipe('{"model":"m","messages":[', many("[1],"), "]}"),
+    "NaN in conversations": recipe('{"model":"m","messages":[', many('[{"x":NaN}],'), "]}"),
     "content parts": recipe(
         '{"model":"m","messages":[{"role":"user","content":[', many('{"type":"text","text":"a"},'), "]}]}"
     ),
