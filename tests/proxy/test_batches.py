@@ -16,7 +16,7 @@ from tests.fakes import answers, scripts
 from tests.fakes.client import Answer
 from tests.fakes.engine import Reply, prefill
 from tests.fakes.passed import asked
-from tests.fakes.world import CHAT, LONG, PROMPT, World, until, world
+from tests.fakes.world import CHAT, LONG, PROMPT, World, chat, until, world
 
 BATCH = "/v1/chat/completions/batch"
 TEXTS = [PROMPT + "1", PROMPT * 2, PROMPT + "333"]
@@ -123,6 +123,7 @@ async def test_a_batch_of_thoughts_is_answered_as_by_one_engine() -> None:
         {"model": "nope"},
         {"structured_outputs": {"choice": ["a"], "regex": "b"}},
         {"seed": 2**70},
+        {"kv_transfer_params": {"prompt_token_ids": [300, 301]}},
     ],
     ids=str,
 )
@@ -281,6 +282,18 @@ async def test_handles_of_clients_are_removed_from_batches() -> None:
             assert (await w.ask(BATCH, batch(kv_transfer_params=forged, **fields))).status == 200
         whole = next(one for one in w.decode[0].sim.journal.others if one.path == BATCH)
         assert "kv_transfer_params" not in whole.json
+
+
+async def test_no_engines_load_comes_with_a_batch() -> None:
+    """vLLM reports it with the answer to a chat only."""
+    wanted = [("endpoint-load-metrics-format", "JSON")]
+    async with world() as w:
+        assert (await w.ask(CHAT, chat(), wanted)).header("endpoint-load-metrics") is not None
+        answer = await w.ask(BATCH, batch(), wanted)
+        w.port, port = w.decode[0].port, w.port
+        plain = await w.ask(BATCH, batch(), wanted)
+        w.port = port
+        assert answer.header("endpoint-load-metrics") == plain.header("endpoint-load-metrics") is None
 
 
 async def test_keys_guard_batches() -> None:

@@ -33,6 +33,7 @@ def body_of(kind: str, **fields: Any) -> dict[str, Any]:
         ("completion", {"prompt": [PROMPT, PROMPT + "2"]}),
         ("completion", {"prompt": list(range(5, 60))}),
         ("chat", {"model": "nope"}),
+        ("completion", {"kv_transfer_params": {"prompt_token_ids": [300, 301]}}),
         ("completion", {"model": None}),
     ],
     ids=str,
@@ -267,3 +268,11 @@ async def test_handles_of_clients_are_removed() -> None:
 def test_the_form_decides(body: bytes, route: Route) -> None:
     """What is not certain, one engine decides."""
     assert parse(Route.INVOCATIONS, body).route is route
+
+
+async def test_a_chat_whose_prompt_is_ids() -> None:
+    """As on its own route, one engine serves it."""
+    async with world() as w:
+        ours, plain = await both(w, INVOCATIONS, chat(kv_transfer_params={"prompt_token_ids": [300, 301, 302]}))
+        assert ours.json["usage"]["prompt_tokens"] == 3
+        assert still(ours) == still(plain)

@@ -98,10 +98,13 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             self.request_id = usable(body_request_id(parsed.fields)) or self.request_id
         authorization = service.keys.to_engine(incoming.authorization)
         request_id = self.request_id.encode()
+        route, forward = parsed.route, incoming.forward
+        if route is Route.BATCH:  # vLLM reports no load with the answer to a batch
+            route, forward = Route.CHAT, tuple(line for line in forward if line[0] != b"endpoint-load-metrics-format")
         leg_headers = LegHeaders(
             self.request_id,
-            (Route.CHAT if parsed.route is Route.BATCH else parsed.route).value,
-            ((b"x-request-id", request_id), *authorization, *incoming.forward),
+            route.value,
+            ((b"x-request-id", request_id), *authorization, *forward),
             authorization,
         )
         if incoming.route in (Route.BATCH, Route.INVOCATIONS):
