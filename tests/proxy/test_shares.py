@@ -435,7 +435,9 @@ def test_answers_that_nobody_reads_have_a_bound(path: str) -> None:
             assert w.metric("pdproxy_held_bytes", what="unread") == held[2]
             assert w.metric("pdproxy_connections") == 2
             assert w.metric("pdproxy_evicted_total", what="answer") == 1
-            assert abs(held[2] - held[1]) < size // 2, "one has come and one has gone; the kernel takes another part of each"
+            assert abs(held[2] - held[1]) < size // 2, (
+                "one has come and one has gone; the kernel takes another part of each"
+            )
             assert w.proxy.answer_budget.held == 0, "engines' legs have all of their memory"
             for client in clients:
                 client.writer.transport.resume_reading()  # type: ignore[attr-defined]
