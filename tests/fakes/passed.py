@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -60,3 +61,15 @@ async def fine(reply: Reply) -> None:
 def asked(engine: FakeEngine, path: str) -> int:
     """How many requests of a path an engine has had."""
     return sum(1 for one in engine.sim.journal._others.kept if one.path == path)
+
+
+def shape(event: bytes) -> Any:
+    """Return an event's name and data, with a star for each id and time."""
+    name, _, data = event.partition(b"data: ") if b"data: " in event else (b"", b"", event)
+
+    def still(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: "*" if k in ("id", "item_id", "created_at") else still(v) for k, v in value.items()}
+        return [still(one) for one in value] if isinstance(value, list) else value
+
+    return name, still(json.loads(data))
