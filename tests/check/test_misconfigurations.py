@@ -351,7 +351,13 @@ async def test_a_url_that_is_pdproxy_itself(bench):
     metrics = b"pdproxy_requests_total 1.0\n"
     app = create_app(
         Answers(
-            lambda key: None, lambda: 0, lambda: Readiness(State.OK, None, []), models, lambda: metrics, passthrough, Cors()
+            lambda key: None,
+            lambda: 0,
+            lambda: Readiness(State.OK, None, []),
+            models,
+            lambda: metrics,
+            passthrough,
+            Cors(),
         )
     )
     async with listening(app) as url:

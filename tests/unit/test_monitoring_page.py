@@ -10,7 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy.observe import catalog
-from pdproxy.observe.catalog import METRICS, Kind
+from pdproxy.observe.catalog import METRICS
+from pdproxy.observe.description import Kind
 from pdproxy.observe.events import Gaps, LegTimes, Refused, RequestEnded
 from pdproxy.observe.formats import JsonFormatter
 from pdproxy.observe.logs import access_fields

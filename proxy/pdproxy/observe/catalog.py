@@ -6,65 +6,14 @@ row of this table. The process's own metrics (`process_*`, `python_*`) are those
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
-from itertools import product
-
 from pdproxy.kit.errors import Fault, Wait
+from pdproxy.observe.description import Description, Kind, Label
 from pdproxy.observe.events import ITL_BOUNDS
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Upper bounds in seconds for phases of a request."""
 LATENESS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds in seconds for the event loop's delay."""
-
-
-class Kind(Enum):
-    """The type of a metric."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
-@dataclass(frozen=True, slots=True)
-class Label:
-    """A label. `values`: all values with their meanings, if they are known in advance; else empty, and `text` says what it is."""
-
-    name: str
-    values: tuple[tuple[str, str], ...] = ()
-    text: str = ""
-
-    @property
-    def known(self) -> tuple[str, ...]:
-        """The values that are known in advance."""
-        return tuple(value for value, _ in self.values)
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """One metric. `name` as on the page (counters end in `_total`), `unit` of its values, `bounds` of a histogram's buckets.
-
-    `together`: the combinations of label values that occur; None: all of them.
-    """
-
-    name: str
-    kind: Kind
-    text: str
-    unit: str
-    labels: tuple[Label, ...] = ()
-    bounds: tuple[float, ...] = ()
-    together: tuple[tuple[str, ...], ...] | None = None
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        """The names of the labels."""
-        return tuple(label.name for label in self.labels)
-
-    @property
-    def series(self) -> tuple[tuple[str, ...], ...]:
-        """The label values that are known in advance; empty if those of one label are not."""
-        return self.together if self.together is not None else tuple(product(*(label.known for label in self.labels)))
 
 
 def _counter(name: str, unit: str, text: str, *labels: Label, **more: tuple[tuple[str, ...], ...]) -> Description:
@@ -110,6 +59,7 @@ ALONE = (
     ("prompt_logprobs", "the client wants log probabilities of its prompt"),
     ("beam_search", "beam search"),
     ("non_text", "the prompt is not only text"),
+    ("prompt_ids", "a chat's prompt comes as token ids in kv_transfer_params"),
     ("short_prompt", "the prompt is too short to be split"),
     ("unusual", "a request that cannot be split for another reason"),
     ("no_pair", "no prefill engine was free or could be paired with a decode engine"),

@@ -15,7 +15,8 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from pdproxy.observe import catalog
-from pdproxy.observe.catalog import METRICS, REMOVED, Description, Kind
+from pdproxy.observe.catalog import METRICS, REMOVED
+from pdproxy.observe.description import Description, Kind
 from pdproxy.observe.events import (
     DeadlinePassed,
     Event,
