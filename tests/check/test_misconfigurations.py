@@ -13,7 +13,7 @@ from pdproxy.serving.access.keys import Keys
 from pdproxy.settings.load import EngineFlag, load
 from pdproxy.settings.schema import Cors
 from pdproxy.sim.memory import EMPTY
-from pdproxy.web.app import Answers, Readiness, create_app
+from pdproxy.web.app import Answers, Readiness, State, create_app
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.client_identifier import ClientIdentifier
 from pdproxy.web.passthrough_asgi import PassthroughAsgi
@@ -350,7 +350,15 @@ async def test_a_url_that_is_pdproxy_itself(bench):
     )
     metrics = b"pdproxy_requests_total 1.0\n"
     app = create_app(
-        Answers(lambda key: None, lambda: 0, lambda: Readiness(None, []), models, lambda: metrics, passthrough, Cors())
+        Answers(
+            lambda key: None,
+            lambda: 0,
+            lambda: Readiness(State.OK, None, []),
+            models,
+            lambda: metrics,
+            passthrough,
+            Cors(),
+        )
     )
     async with listening(app) as url:
         checked = await bench.check(bench.settings(more=(EngineFlag("decode", url),)))

@@ -28,12 +28,12 @@ class Counters:
         )
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """Return the sum of `name` for each value of `label`."""
+        """Return the sum of `name` for each value of `label`, without those that are 0: pdproxy's counters begin with 0."""
         sums: dict[str, float] = {}
         for sample, have, value in self.samples:
             if sample == name and label in have:
                 sums[have[label]] = sums.get(have[label], 0.0) + value
-        return sums
+        return {value: total for value, total in sums.items() if total}
 
     def has(self, name: str) -> bool:
         """Return whether the page has this metric, so that 0 means a real zero."""

@@ -58,13 +58,14 @@ class Served:
             client.close()
 
     async def metric(self, name: str, **labels: str) -> float:
-        """The value of a sample on the metrics page; 0 where there is none."""
+        """The sum of the samples of this name with these labels on the metrics page; 0 where there is none."""
         page = (await self.ask("GET", "/metrics")).body.decode()
-        for family in text_string_to_metric_families(page):
-            for sample in family.samples:
-                if sample.name == name and labels.items() <= sample.labels.items():
-                    return float(sample.value)
-        return 0.0
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
 
     def memory(self) -> int:
         """What it has in memory now, in bytes."""

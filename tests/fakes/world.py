@@ -134,12 +134,13 @@ class World:
         return self.events(RequestEnded)[count - 1]
 
     def metric(self, name: str, **labels: str) -> float:
-        """The value of a sample on the metrics page; 0 where there is none."""
-        for family in text_string_to_metric_families(self.proxy.metrics.page().decode()):
-            for sample in family.samples:
-                if sample.name == name and labels.items() <= sample.labels.items():
-                    return float(sample.value)
-        return 0.0
+        """The sum of the samples of this name with these labels on the metrics page; 0 where there is none."""
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(self.proxy.metrics.page().decode())
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
 
     def busy(self) -> list[str]:
         """What is not over yet."""

@@ -60,7 +60,7 @@ async def test_a_decode_engine_comes_and_goes(caplog: pytest.LogCaptureFixture) 
             assert (await w.ask(COMPLETIONS, completion())).text == TEXT
         assert len(second.requests) == 2
         assert len(w.prefill[0].requests) == 5
-        assert (await w.get("/ready")).json == {"ready": True, "reason": None, "details": []}
+        assert (await w.get("/ready")).json == {"ready": True, "state": "ok", "reason": None, "details": []}
         assert w.metric("pdproxy_node_up", node=second.url, role="decode") == 1
 
         go = asyncio.Event()
@@ -85,7 +85,7 @@ async def test_a_decode_engine_comes_and_goes(caplog: pytest.LogCaptureFixture) 
         await w.quiet()
         assert (removed.node.requests, removed.node.prompt_bytes) == (0, 0)
         await until(lambda: not removed.client._all)
-        assert (await w.get("/ready")).json == {"ready": True, "reason": None, "details": []}
+        assert (await w.get("/ready")).json == {"ready": True, "state": "ok", "reason": None, "details": []}
         await until(lambda: not [task for task in asyncio.all_tasks() if second.url in task.get_name()])
         assert {(await w.ended(count)).outcome for count in range(1, 12)} == {"ok"}
     assert not [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR]
@@ -132,7 +132,8 @@ async def test_removed_and_gone_at_once(caplog: pytest.LogCaptureFixture) -> Non
         go.set()
         assert (await client.answer()).text == TEXT
         await w.quiet()
-        assert w.metric("pdproxy_leg_failures_total", node=first.url) == 1
+        assert w.metric("pdproxy_leg_failures_total", node="removed") == 1
+        assert w.metric("pdproxy_leg_failures_total", node=first.url) == 0, "it has no series of its own any more"
         assert w.books.endings == {"released": 1, "loaded": 1}
         assert first.url not in repr((await w.get("/ready")).json)
     assert not [one for one in caplog.records if one.levelno >= logging.ERROR]

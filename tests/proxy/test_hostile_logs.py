@@ -212,7 +212,7 @@ async def test_an_engines_words_are_bounded_where_they_are_shown(caplog: pytest.
         w.prefill[0].stop()
         await w.probe()
         details = (await w.get("/ready")).json["details"]
-        assert len(details) == 2
+        assert len(details) == 3, "the two engines, and that no prompt is split"
         (detail,) = (one for one in details if w.decode[0].url in one)
         assert "not in Prometheus text format" in detail
         assert "characters)" in detail

@@ -87,6 +87,7 @@ async def test_an_allowed_site_may_read_every_answer() -> None:
                 sort,
                 {
                     "vary": "Origin",
+                    "access-control-expose-headers": "X-Request-Id, Retry-After",
                     "access-control-allow-origin": SITE,
                     "access-control-allow-credentials": "true",
                 },

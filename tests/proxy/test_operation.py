@@ -38,7 +38,7 @@ async def test_ready_while_starting_and_after() -> None:
         assert (await w.ask(COMPLETIONS, completion())).status == 503
         await w.probe()
         ready = await w.get("/ready")
-        assert (ready.status, ready.json) == (200, {"ready": True, "reason": None, "details": []})
+        assert (ready.status, ready.json) == (200, {"ready": True, "state": "ok", "reason": None, "details": []})
 
 
 async def test_ready_says_what_is_down() -> None:
@@ -88,7 +88,7 @@ async def test_a_healthy_engine_stays_up_whatever_else_fails(path: str, bad: Scr
         engine.started += 1
         engine.admin[path] = bad
         await w.probe()
-        assert (await w.get("/ready")).json == {"ready": True, "reason": None, "details": []}
+        assert (await w.get("/ready")).json == {"ready": True, "state": "ok", "reason": None, "details": []}
         assert (await w.ask(COMPLETIONS, completion())).status == 200
         assert len(w.prefill[0].requests) == 1
 
@@ -235,7 +235,7 @@ async def test_the_metrics_page() -> None:
     async with world() as w:
         for _ in range(2):
             await w.ask(COMPLETIONS, completion(stream=True))
-            await w.ask(CHAT, chat(n=2, temperature=1))
+            await w.ask(CHAT, chat(n=2, temperature=1, stream=True))
         w.proxy.observers.notify(DeadlinePassed(Wait.QUEUE.value))
         await w.quiet()
         for _ in range(3):

@@ -1,60 +1,37 @@
-"""The page of the metrics, made from those that a proxy has before its first request."""
+"""The page of the metrics, made from their table."""
 
 from __future__ import annotations
 
-import asyncio
-
-from prometheus_client.core import Metric
-
-from pdproxy.app.compose import Proxy
-from pdproxy.settings.schema import Node, Pool, Role, Settings
-from tests.fakes.tokenizer import Shelf, SimTokenizer
+from pdproxy.observe.catalog import METRICS
+from pdproxy.observe.description import Description, Label
 from tests.reference.markdown import NOTE, cell, code, table
 
-_ENGINES: dict[str, Role] = {"http://127.0.0.1:8200": "prefill", "http://127.0.0.1:8300": "decode"}
 _HEAD = f"""# Metrics
 
 {NOTE}
 
-`GET /metrics` shows these in Prometheus' text format. A name with `_seconds` is in seconds, one with `_bytes` in bytes. A
-histogram has the series `_bucket`, `_sum` and `_count`. "Values" are those that a label has from the start; `node` is an engine's
-URL, `model` a name that an engine lists.
+`GET /metrics` shows these in Prometheus' text format, and those of the process itself (`process_*`, `python_*`, as of
+`prometheus_client`). A histogram has the series `_bucket`, `_sum` and `_count`. [Monitoring](../guide/monitoring.md) shows which
+question each answers.
 """
 
 
-async def _families() -> list[Metric]:
-    """Return what a proxy shows that has engines, tokenizes prompts, and has served nothing."""
-    nodes = tuple(Node(url=url, role=role) for url, role in _ENGINES.items())
-    settings = Settings(pools=(Pool(nodes=nodes, tokenize="always", tokenizer="model"),))
-    proxy = Proxy.build(settings, library=Shelf(model=SimTokenizer()))
-    try:
-        return list(proxy.metrics.collect())
-    finally:
-        await proxy.stop()
+def _row(one: Description) -> tuple[str, str, str, str, str]:
+    labels = ", ".join(code(label.name) for label in one.labels)
+    return code(one.name), one.kind.value, one.unit, labels, cell(one.text)
 
 
-def _row(family: Metric) -> tuple[str, str, str, str]:
-    name = f"{family.name}_total" if family.type == "counter" else family.name
-    labels: dict[str, dict[str, None]] = {label: {} for label in family.__dict__["_labelnames"]}
-    for sample in family.samples:
-        for label in labels:
-            labels[label].setdefault(sample.labels[label])
-    return (
-        code(name),
-        family.type,
-        ", ".join(_label(name, label, values) for label, values in labels.items()),
-        cell(family.documentation),
-    )
+def _values(one: Description, label: Label) -> list[tuple[str, str]]:
+    return [(code(value), cell(text)) for value, text in label.values] or [("", cell(label.text))]
 
 
-def _label(family: str, name: str, values: dict[str, None]) -> str:
-    if family.endswith("_info"):
-        return code(name)  # versions of the machine on which the page was made
-    known = [value for value in values if value and value not in _ENGINES]
-    return f"{code(name)} ({', '.join(known)})" if known else code(name)
+def _section(one: Description) -> str:
+    rows = [(code(label.name), *row) for label in one.labels for row in _values(one, label)]
+    return f"### {one.name}\n\n{table(('label', 'value', 'meaning'), rows)}"
 
 
 def page() -> str:
     """Return the page."""
-    rows = [_row(family) for family in asyncio.run(_families())]
-    return f"{_HEAD}\n{table(('metric', 'type', 'labels: values', 'counts'), sorted(rows))}"
+    overview = table(("metric", "type", "unit", "labels", "counts"), [_row(one) for one in METRICS])
+    sections = "\n".join(_section(one) for one in METRICS if one.labels)
+    return f"{_HEAD}\n{overview}\n## Labels\n\n{sections}"

@@ -81,12 +81,12 @@ def test_who_is_trusted() -> None:
 
 def test_a_client_without_a_key_is_freed_by_reference_counts() -> None:
     """Why it is refused holds no frames: anybody may send such requests."""
-    identify, peer = ClientIdentifier(Clients(), Keys(lambda: [digest(b"key")])), Client("peer")
+    identify, peer = ClientIdentifier(Clients(), Keys(lambda: {digest(b"key"): "file:1"})), Client("peer")
     gc.collect()
     gc.disable()
     try:
         for headers in ([], [(b"authorization", b"Bearer another")]):
-            _, error = identify(peer, headers, peer_is_trusted=False)
+            error = identify(peer, headers, peer_is_trusted=False).key_error
             assert isinstance(error, UnauthorizedError)
             del error
         assert gc.collect() == 0

@@ -6,6 +6,8 @@ import json
 import logging
 import subprocess
 import sys
+import time
+from datetime import datetime
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy.kit.errors import Wait
+from pdproxy.observe import catalog
 from pdproxy.observe.events import (
     DeadlinePassed,
     Event,
@@ -25,17 +28,18 @@ from pdproxy.observe.events import (
     LegTimes,
     NodeChanged,
     PairEjected,
+    Refused,
     RequestEnded,
     ServedAlone,
 )
 from pdproxy.observe.formats import MAX_LINE, MAX_MESSAGE, MAX_VALUE, JsonFormatter, TextFormatter
-from pdproxy.observe.logs import LogObserver
+from pdproxy.observe.logs import LogObserver, access_fields
 from pdproxy.observe.metrics import MAX_MODEL, MAX_MODELS, MAX_RANKS, Gauge, Metrics
 
 
 def ended(model: str | None = "m", outcome: str = "ok", **fields: object) -> RequestEnded:
     """A report."""
-    legs = [LegTimes("p", "d", None, 0.1, 0.02)]
+    legs = [LegTimes("p", "d", None, 0.1, first_s=0.02, decode_s=0.7, attempts=1)]
     gaps = Gaps()
     gaps.buckets[3], gaps.total = 4, 0.03
     values: dict[str, object] = {
@@ -57,13 +61,14 @@ EVENTS: list[Event] = [
     PairEjected("p", "d", 1, 2),
     KvShortfall("d", 5, 10),
     KvCounted("d", 5, 5),
+    Refused("wrong_key", "192.0.2.1"),
 ]
 
 
 def test_the_page_is_prometheus_text() -> None:
     """The official parser reads the page; counters end in _total, histograms are cumulative and add up."""
     metrics = Metrics()
-    metrics.add_gauges([Gauge("pdproxy_x", "A \\ gauge\nof two lines", ("a",), lambda: [(('q"\\\n',), 1.5)])])
+    metrics.add_gauges([Gauge(catalog.KV_MISSING, lambda: [(('q"\\\n',), 1.5)])])
     for _ in range(3):
         for event in EVENTS:
             metrics.notify(event)
@@ -81,7 +86,7 @@ def test_the_page_is_prometheus_text() -> None:
     assert values["pdproxy_itl_seconds_bucket", ("le", "0.005")] == 0
     assert values["pdproxy_itl_seconds_bucket", ("le", "0.01")] == 24
     assert values["pdproxy_tokens_total", ("kind", "prompt")] == 6 * 61
-    assert values["pdproxy_x", ("a", 'q"\\\n')] == 1.5
+    assert values["pdproxy_kv_missing_tokens", ("node", 'q"\\\n')] == 1.5
 
 
 def test_an_empty_page_is_one_too() -> None:
@@ -171,6 +176,64 @@ def test_what_is_cut_shows_that_it_is() -> None:
     assert line["message"] == "x" * MAX_MESSAGE + "... (20000 characters)"
 
 
+@pytest.mark.parametrize(
+    ("zone", "created", "shown"),
+    [
+        ("UTC", 0.0, "1970-01-01T00:00:00.000+00:00"),
+        ("UTC", 1_700_000_000.0625, "2023-11-14T22:13:20.062+00:00"),
+        ("Asia/Kolkata", 1_700_000_000.999, "2023-11-15T03:43:20.999+05:30"),
+        ("America/St_Johns", 1_700_000_000.5, "2023-11-14T18:43:20.500-03:30"),
+    ],
+)
+def test_a_lines_time_has_milliseconds_and_a_zone(
+    monkeypatch: pytest.MonkeyPatch, zone: str, created: float, shown: str
+) -> None:
+    """As RFC 3339 has it in JSON, with a space in text; also in a second whose lines came before."""
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        to_json, to_text = JsonFormatter(), TextFormatter()
+        for _ in range(2):
+            line = json.loads(to_json.line(created, "INFO", "x", "y", {}))
+            assert line["time"] == shown
+            assert datetime.fromisoformat(line["time"]).timestamp() == pytest.approx(created, abs=0.001)
+            assert to_text.line(created, "INFO", "x", "y", {}) == f"{shown.replace('T', ' ')} INFO x y"
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_a_list_of_prompts_shows_all_engines_and_the_longest_phases() -> None:
+    """Engines once each; of each phase the longest time, of the attempts the most."""
+    legs = [
+        LegTimes("p1", "d1", None, 0.1, first_s=0.2, decode_s=0.3, attempts=1),
+        LegTimes("p2", "d1", None, 0.4, first_s=0.1, decode_s=0.2, attempts=2),
+        LegTimes(None, "d2", "n", None, first_s=0.05, decode_s=0.1, attempts=1),
+    ]
+    found = access_fields(ended(legs=legs))
+    expected = {
+        "prefill": "p1,p2", "decode": "d1,d2", "why_alone": "n", "attempts": 2,
+        "prefill_ms": 400.0, "kv_ms": 200.0, "decode_ms": 300.0,
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_an_unknown_engine_makes_no_series() -> None:
+    """URLs of engines that are not in the pool are counted under one name."""
+    metrics = Metrics()
+    metrics.add_node("http://here:1", "prefill")
+    for number in range(100):
+        metrics.notify(ended(legs=[LegTimes(f"p{number}", f"d{number}", None, 0.1, first_s=0.1)]))
+        metrics.notify(LegFailed("r", f"p{number}", "prefill", "it broke", will_retry=True))
+    metrics.notify(LegFailed("r", "http://here:1", "prefill", "it broke", will_retry=True))
+    page = metrics.page().decode()
+    assert "p99" not in page
+    assert 'pdproxy_leg_failures_total{node="removed",phase="prefill"} 100.0' in page
+    assert 'pdproxy_leg_failures_total{node="http://here:1",phase="prefill"} 1.0' in page
+    metrics.drop_node("http://here:1")
+    assert "http://here:1" not in metrics.page().decode()
+
+
 def test_what_a_formatter_keeps_is_bounded_in_bytes() -> None:
     """Words are kept since they may come again: not long ones, and not many."""
     formatter = TextFormatter()
@@ -192,7 +255,7 @@ def test_labels_are_bounded_in_number_and_length() -> None:
     metrics.notify(KvWaited("p", "timeout", 1.0, [str(rank) for rank in range(10_000)]))
     page = metrics.page().decode()
     assert "mine" not in page
-    assert page.count("pdproxy_requests_total{") == MAX_MODELS + 1
+    assert page.count("pdproxy_requests_total{") == (MAX_MODELS + 1) * len(catalog.OUTCOMES)
     assert page.count("pdproxy_kv_silent_ranks_total{") == MAX_RANKS + 1
     assert max(map(len, page.splitlines())) < 1000
 

@@ -12,7 +12,7 @@ from pdproxy.app.credentials import Credentials
 from pdproxy.app.drain import drain
 from pdproxy.app.engines import EngineSetup, no_key
 from pdproxy.app.front import Front
-from pdproxy.app.gauges import memory_gauges, process_gauges, request_gauges
+from pdproxy.app.gauges import memory_gauges, process_gauges, request_gauges, state_gauges
 from pdproxy.app.heartbeat import Heartbeat
 from pdproxy.app.readiness import ReadinessCheck, ledger_source
 from pdproxy.app.tokens import TRANSFORMERS, Library, Tokens, build_tokens
@@ -20,7 +20,7 @@ from pdproxy.app.transfer import build_transfer
 from pdproxy.app.watch import UNWATCHED, Watch
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.gauges import engine_gauges
+from pdproxy.fleet.gauges import MetricsOfEngines, engine_gauges
 from pdproxy.fleet.models import models
 from pdproxy.fleet.prober import Prober
 from pdproxy.kit.clock import Clock
@@ -118,7 +118,9 @@ class Proxy:
         )
         engines = EngineRegistry(ledger)
         metrics = Metrics(engines.lists)
-        observers = Observers([metrics, LogObserver(log)])
+        engines.watch(MetricsOfEngines(metrics))
+        lines = LogObserver(log)
+        observers = Observers([metrics, lines])
         tasks = TaskOwner("fleet")
         deadline_failures = tasks.watch("deadlines")
         clock = clock or Clock(deadline_failures.failed)
@@ -187,14 +189,15 @@ class Proxy:
         metrics.add_gauges(kv_gauges(custodian, transfer.ready, transfer.buffers))
         metrics.add_gauges(request_gauges(admission, bodies))
         metrics.add_gauges(memory_gauges(connections, body_budget, answer_budget, unread_answers))
-        metrics.add_gauges(process_gauges(tasks, log))
+        metrics.add_gauges(process_gauges(tasks, log, lines))
         if tokens is not None:
             wrong.append(tokens.canaries.shortcomings)
             metrics.add_gauges(tokens.gauges())
 
         passthrough = Passthrough(resources, admission, credentials.keys, legs, bodies)
         service = Service(resources, admission, credentials.keys, bodies, passthrough)
-        readiness = ReadinessCheck(admission, ledger, wrong)
+        readiness = ReadinessCheck(admission, ledger, now, credentials.why_no_key, wrong)
+        metrics.add_gauges(state_gauges(readiness.state, pool.connector))
         front = Front(
             settings=settings,
             keys=credentials.keys,

@@ -7,8 +7,9 @@ an answer, certificates are used without any request, and a file that can't be r
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pdproxy.fleet.engine import EngineCredentials
@@ -16,9 +17,11 @@ from pdproxy.kit.reloading_file import ReloadingFile
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.serving.access.keys import Keys, digest
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.files import read_key, read_keys
+from pdproxy.settings.files import read_key, read_keys, read_numbered_keys
 from pdproxy.settings.schema import EngineTls, ListenTls, Node, Settings
 from pdproxy.settings.tls import engine_context, following, listen_context, merged
+
+logger = logging.getLogger("pdproxy.files")
 
 LOOK_EVERY = 1.0
 """Seconds."""
@@ -37,7 +40,9 @@ class Credentials:
         self._tasks: TaskOwner | None = None
         self._following = False
         auth, pool, listen = settings.auth, settings.pool, settings.listen.tls
-        self.keys = Keys(self._client_keys(auth.api_keys, auth.api_keys_file))
+        self._key_file = auth.api_keys_file
+        self._valid_keys = self._client_keys(auth.api_keys, auth.api_keys_file)
+        self.keys = Keys(self._valid_keys)
         self._common_key = self._key("auth.engine_api_key_file", auth.engine_api_key, auth.engine_api_key_file)
         self._pool_tls = pool.tls
         self._contexts: dict[EngineTls, Callable[[], ssl.SSLContext]] = {}
@@ -85,7 +90,14 @@ class Credentials:
 
     def shortcomings(self) -> Sequence[str]:
         """Return what is wrong with files now, although their last good content is still in force."""
-        return [f"{one.name} can't be read again: {one.failure}" for one in self._followed if one.failure is not None]
+        unread = [f"{one.name} can't be read again: {one.failure}" for one in self._followed if one.failure is not None]
+        return [f"{self.why_no_key()}", *unread] if self.why_no_key() is not None else unread
+
+    def why_no_key(self) -> str | None:
+        """Return why no client is accepted, None if keys are valid or not required."""
+        if self._valid_keys is None or self._valid_keys():
+            return None
+        return f"auth.api_keys_file: {self._key_file}: holds no key: every request is refused"
 
     def start(self, tasks: TaskOwner) -> None:
         """Check the files from now on, in a task of this owner. Without files there is no task."""
@@ -108,14 +120,23 @@ class Credentials:
             self._following = True
             self._tasks.keep(self.follow, "follow files")
 
-    def _client_keys(self, keys: Sequence[str], path: str | None) -> Callable[[], Sequence[bytes]] | None:
-        fixed = [digest(key.encode()) for key in keys]
+    def _client_keys(self, keys: Sequence[str], path: str | None) -> Callable[[], Mapping[bytes, str]] | None:
+        """Return what returns the digests and names of valid keys. A key is named by its place, which log lines may show."""
+        fixed = {digest(key.encode()): f"settings:{number}" for number, key in enumerate(keys, 1)}
         if path is None:
             return (lambda: fixed) if fixed else None
         setting = "auth.api_keys_file"
-        return self._follow(
-            setting, [path], lambda: [*fixed, *(digest(key.encode()) for key in read_keys(setting, path))]
-        )
+        read_keys(setting, path)  # at the start, a file without a key is a mistake
+
+        def read() -> Mapping[bytes, str]:
+            # Later, it means that no key of it is valid any more: an operator who removes the last one has withdrawn it.
+            found = read_numbered_keys(setting, path)
+            if not found:
+                refused = "no key of it is valid now" if fixed else "every request is refused"
+                logger.error("%s: %s: holds no key: %s", setting, path, refused)
+            return {**{digest(key.encode()): f"file:{number}" for number, key in found}, **fixed}
+
+        return self._follow(setting, [path], read)
 
     def _key(self, setting: str, key: str | None, path: str | None) -> Callable[[], str | None]:
         if path is None:

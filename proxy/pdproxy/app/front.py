@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
@@ -23,6 +24,7 @@ from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.cycle import FORWARDED, DataPath
 from pdproxy.web.passthrough_asgi import PassthroughAsgi
 from pdproxy.web.protocol import DataPathProtocol, protocol_class
+from pdproxy.web.refusals import report_refusal
 from pdproxy.web.slow_readers import SlowReaderPolicy
 from pdproxy.web.unread_answers import UnreadAnswers
 
@@ -69,7 +71,7 @@ class Front:
         )
         path = DataPath(
             self.service.generate,
-            ClientIdentifier(self.clients, self.keys),
+            ClientIdentifier(self.clients, self.keys, self.observers),
             self.observers,
             bounds,
             CorsHeaders(self.settings.listen.cors),
@@ -82,11 +84,12 @@ class Front:
         """Return what the FastAPI routes answer with."""
         passthrough = PassthroughAsgi(
             self.passthrough.serve,
-            ClientIdentifier(self.clients, self.keys),
+            ClientIdentifier(self.clients, self.keys, self.observers),
             self.clients,
             self.bodies,
             FORWARDED,
             max_body=self.settings.limits.max_body_bytes,
+            refused=partial(report_refusal, self.observers),
         )
         return Answers(
             self.keys.check,
@@ -97,4 +100,5 @@ class Front:
             passthrough,
             self.settings.listen.cors,
             self.telemetry,
+            partial(report_refusal, self.observers),
         )

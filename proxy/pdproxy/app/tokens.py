@@ -10,6 +10,7 @@ from typing import Protocol
 from pdproxy.fleet.canary import Canaries
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
+from pdproxy.observe import catalog
 from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Gauge
 from pdproxy.serving.dispatch.tokenizing import THREADS, Tokenizing
@@ -53,8 +54,7 @@ class Tokens:
 
     def gauges(self) -> list[Gauge]:
         """Return the gauges of tokenizing."""
-        text = "Whether prompts may become token ids here, as the engine would make them"
-        return [Gauge("pdproxy_tokenize_agrees", text, ("node", "model"), self.canaries.agreements)]
+        return [Gauge(catalog.TOKENIZE_AGREES, self.canaries.agreements)]
 
     def stop(self) -> None:
         """End the threads. Each one finishes the prompt that it is at work on."""

@@ -1,32 +1,48 @@
-"""The gauges of engines."""
+"""The gauges of engines, and which engines have metrics of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.observe.metrics import Gauge
+from pdproxy.observe import catalog
+from pdproxy.observe.metrics import Gauge, Metrics
 
-_LABELS = ("node", "role")
+Samples = list[tuple[tuple[str, ...], float]]
+
+
+class MetricsOfEngines:
+    """Has engines counted by their URL while they are in the registry. Without it, their URLs would make series without end."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def added(self, engine: Engine) -> None:
+        """Count an engine by its URL."""
+        self._metrics.add_node(engine.url, engine.node.role.value)
+
+    def removed(self, engine: Engine) -> None:
+        """Drop its counts."""
+        self._metrics.drop_node(engine.url)
 
 
 def engine_gauges(engines: EngineRegistry, auditor: Auditor, now: Callable[[], float]) -> list[Gauge]:
     """Return the gauges of all engines. Each is read at every scrape."""
 
-    def inflight() -> list[tuple[tuple[str, ...], float]]:
+    def inflight() -> Samples:
         return [((url, one.node.role.value), one.node.requests) for url, one in engines.items()]
 
-    def up() -> list[tuple[tuple[str, ...], float]]:
+    def up() -> Samples:
         at = now()
         return [((url, one.node.role.value), float(one.node.usable(at))) for url, one in engines.items()]
 
-    def missing() -> list[tuple[tuple[str, ...], float]]:
+    def missing() -> Samples:
         return [((url,), tokens) for url, tokens in auditor.missing().items()]
 
-    text = "Prompt tokens that never arrived by KV transfer since the engine's start"
     return [
-        Gauge("pdproxy_node_inflight", "Legs in flight on an engine", _LABELS, inflight),
-        Gauge("pdproxy_node_up", "Whether an engine may be used", _LABELS, up),
-        Gauge("pdproxy_kv_missing_tokens", text, ("node",), missing),
+        Gauge(catalog.NODE_INFLIGHT, inflight),
+        Gauge(catalog.NODE_UP, up),
+        Gauge(catalog.KV_MISSING, missing),
     ]

@@ -160,6 +160,10 @@ class OverloadedError(PdproxyError):
     type = "ServiceUnavailableError"
 
 
+class TooManyConnectionsError(OverloadedError):
+    """`limits.max_connections` are open: a connection is refused, or one that idles is closed for another client."""
+
+
 class EngineError(PdproxyError):
     """An engine failed: it sent invalid data, or closed the connection before its answer was whole."""
 

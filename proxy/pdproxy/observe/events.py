@@ -23,22 +23,30 @@ class Gaps(msgspec.Struct):
 
 
 class LegTimes(msgspec.Struct, frozen=True):
-    """The legs of one prompt: engines by URL, durations in seconds, None if a phase did not happen.
+    """The legs of one prompt's last attempt: engines by URL, durations in seconds, None if a phase did not happen.
 
-    `prefill_s` from the prefill leg's start to its answer, `kv_s` from the decode leg's start to its first data (the
-    transfer and the first step), `why_alone` the rule or failure because of which one engine served it alone.
+    `why_alone`: the rule or failure because of which one engine served it alone. `prefill_s`: from the prefill leg's start to its
+    answer. Of a stream, `first_s`: from asking the engine that answers to its first data (after a prefill by another engine: the
+    KV transfer and one step), and `decode_s`: from there to the stream's end. Of an answer that is not streamed, `whole_s`: from
+    asking to the whole answer. `attempts`: how often engines were asked for it.
     """
 
     prefill: str | None = None
     decode: str | None = None
     why_alone: str | None = None
     prefill_s: float | None = None
-    kv_s: float | None = None
-    attempts: int = 1
+    first_s: float | None = None
+    decode_s: float | None = None
+    whole_s: float | None = None
+    attempts: int = 0
 
 
 class RequestEnded(msgspec.Struct, frozen=True):
-    """A request has ended. `outcome` is "ok", "client_left", or the fault that ended it; `first_s` is the time to first token."""
+    """A request has ended. `outcome` is "ok", "client_left", or the fault that ended it.
+
+    `first_s`: seconds to the first data of a stream; None for other answers. `stream`: whether the client asked for one, None if
+    that is not known. `client`: its address; `key`: the name of its API key, None without keys.
+    """
 
     request_id: str
     endpoint: str
@@ -53,6 +61,20 @@ class RequestEnded(msgspec.Struct, frozen=True):
     completion_tokens: int | None
     gaps: Gaps
     error: str | None = None
+    method: str = "POST"
+    stream: bool | None = None
+    client: str | None = None
+    key: str | None = None
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """A request was refused before its body was complete, or for its key; or a connection was.
+
+    `reason`: one of `catalog.REFUSED`; `client`: the client's address.
+    """
+
+    reason: str
+    client: str
 
 
 class ServedAlone(msgspec.Struct, frozen=True):
@@ -69,7 +91,7 @@ class DeadlinePassed(msgspec.Struct, frozen=True):
 
 
 class HandleEnded(msgspec.Struct, frozen=True):
-    """A KV handle has ended. `end`: loaded, released, refused (the decode engine released it), aborted or lost."""
+    """A KV handle has ended. `end`: one of `catalog.ENDS`."""
 
     end: str
     prefill: str
@@ -151,8 +173,8 @@ class KvWaited(msgspec.Struct, frozen=True):
 class Tokenized(msgspec.Struct, frozen=True):
     """Token ids of a prompt were requested before an engine gets it.
 
-    `source`: here, or an engine (its `/tokenize`); `result`: ok, unsure (only an engine knows the ids of this request), rejected
-    (by the template, or by the engine), late, busy or failed; `seconds` from the request for ids to the result.
+    `source`: here, or an engine (its `/tokenize`); `result`: one of `catalog.RESULTS_OF_TOKENIZING`; `seconds` from the
+    request for ids to the result.
     """
 
     source: str
@@ -195,6 +217,7 @@ class LoopBeat(msgspec.Struct, frozen=True):
 
 Event = (
     RequestEnded
+    | Refused
     | Evicted
     | LoopBeat
     | ServedAlone

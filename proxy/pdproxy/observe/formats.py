@@ -45,7 +45,7 @@ class Formatter(logging.Formatter):
         super().__init__()
         self._clock = clock
         self._second = 0
-        self._shown = ""
+        self._shown = self._zone = ""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""
@@ -85,10 +85,15 @@ class Formatter(logging.Formatter):
     def _line(self, created: float, level: str, logger: str, message: str, fields: Fields) -> str:
         raise NotImplementedError
 
-    def _time(self, second: int) -> str:
-        if second != self._second:
-            self._second, self._shown = second, time.strftime(self._clock, time.localtime(second))
-        return self._shown
+    def _time(self, created: float) -> str:
+        """Return the local time with milliseconds and the zone's offset, as RFC 3339 has it: `2026-01-31T12:00:00.123+01:00`."""
+        second = int(created)
+        if second != self._second or not self._shown:
+            there = time.localtime(second)
+            zone = time.strftime("%z", there)
+            self._second, self._shown = second, time.strftime(self._clock, there)
+            self._zone = f"{zone[:3]}:{zone[3:]}"
+        return f"{self._shown}.{int(1000 * (created - second)):03d}{self._zone}"
 
 
 class TextFormatter(Formatter):
@@ -100,10 +105,9 @@ class TextFormatter(Formatter):
         self._cached = lru_cache(256)(_quoted)
 
     def _line(self, created: float, level: str, logger: str, message: str, fields: Fields) -> str:
-        second = int(created)
         if not message.isprintable():
             message = json.dumps(message)[1:-1]
-        line = f"{self._time(second)},{int(1000 * (created - second)):03d} {level} {logger} {message}"
+        line = f"{self._time(created)} {level} {logger} {message}"
         for name, value in fields.items():
             # Most values of most lines are numbers, or values that were logged before.
             if type(value) is str:
@@ -120,11 +124,11 @@ class JsonFormatter(Formatter):
 
     def __init__(self) -> None:
         """Make one."""
-        super().__init__("%Y-%m-%dT%H:%M:%S%z")
+        super().__init__("%Y-%m-%dT%H:%M:%S")
 
     def _line(self, created: float, level: str, logger: str, message: str, fields: Fields) -> str:
         line: dict[str, object] = {
-            "time": self._time(int(created)),
+            "time": self._time(created),
             "level": level.lower(),
             "logger": logger,
             "message": message,

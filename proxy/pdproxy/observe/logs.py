@@ -26,6 +26,7 @@ from pdproxy.observe.events import (
     LoopBeat,
     NodeChanged,
     PairEjected,
+    Refused,
     RequestEnded,
     ServedAlone,
     Tokenized,
@@ -65,6 +66,8 @@ class Log:
 
 HELD_UP = 1.0
 """Seconds of delay of the event loop from which on it is logged."""
+MAX_REFUSALS = 10
+"""Lines about refusals within a second: anybody may cause them, and they must not fill the log."""
 
 
 class LogObserver:
@@ -73,6 +76,12 @@ class LogObserver:
     def __init__(self, log: Log | None = None) -> None:
         """Make one. Without a log, as in tests and tools, all lines are records."""
         self._log = log
+        self.refusals_not_logged = 0
+        """How many refusals have no line."""
+        self._refusals_reported = 0
+        self._refusals_second = 0
+        self._refusals_logged = 0
+        """How many lines there were in that second."""
 
     def notify(self, event: Event) -> None:
         """Log an event at its level."""
@@ -85,6 +94,8 @@ class LogObserver:
                         self._log.request(access_fields(event))
                 elif access.isEnabledFor(logging.INFO):
                     _log(access, logging.INFO, "request", access_fields(event))
+            case Refused():
+                self._refused(event)
             case LegFailed():
                 _log(legs, logging.WARNING, "leg failed", _fields(event))
             case NodeChanged(up=up):
@@ -120,6 +131,21 @@ class LogObserver:
             case KvNoticed() | KvTransferred() | KvWaited():
                 _debug(event)
 
+    def _refused(self, event: Refused) -> None:
+        """Log a refusal, unless too many came within this second. The next line states how many were left out."""
+        second = int(time.monotonic())
+        if second != self._refusals_second:
+            self._refusals_second, self._refusals_logged = second, 0
+        if self._refusals_logged >= MAX_REFUSALS:
+            self.refusals_not_logged += 1
+            return
+        self._refusals_logged += 1
+        fields: dict[str, object] = {"reason": event.reason, "client": event.client}
+        if left_out := self.refusals_not_logged - self._refusals_reported:
+            fields["not_logged_before"] = left_out
+            self._refusals_reported = self.refusals_not_logged
+        _log(access, logging.WARNING, "refused", fields)
+
 
 _TOKENIZER_LINES: Mapping[bool | None, str] = {
     True: "prompts may be tokenized here",
@@ -134,21 +160,33 @@ def _debug(event: Event) -> None:
 
 
 def access_fields(event: RequestEnded) -> Fields:
-    """Return the fields of the access line: times in milliseconds, engines as prefill>decode, one for each prompt."""
+    """Return the fields of the access line; those without a value are left out. docs/guide/monitoring.md describes each.
+
+    Times are in milliseconds. Of a list of prompts: all engines, and the longest time of each phase.
+    """
     legs = event.legs
-    slowest = legs[0] if len(legs) == 1 else _slowest(legs)
+    leg = legs[0] if len(legs) == 1 else _together(legs)
+    split = leg.prefill is not None
+    of_answer = leg.first_s if leg.first_s is not None else leg.whole_s
     found: dict[str, object] = {
         "id": event.request_id,
+        "client": event.client,
+        "key": event.key,
+        "method": event.method,
         "path": event.endpoint,
         "model": event.model,
+        "stream": event.stream,
         "status": event.status,
         "outcome": event.outcome,
-        "nodes": _distinct([f"{leg.prefill or ''}>{leg.decode or ''}" for leg in legs]),
-        "why_alone": _distinct([leg.why_alone for leg in legs if leg.why_alone]),
-        "attempts": slowest.attempts,
+        "prefill": leg.prefill,
+        "decode": leg.decode,
+        "why_alone": leg.why_alone,
+        "attempts": leg.attempts,
         "queue_ms": _ms(event.queue_s),
-        "prefill_ms": _ms(slowest.prefill_s),
-        "kv_ms": _ms(slowest.kv_s),
+        "prefill_ms": _ms(leg.prefill_s),
+        "kv_ms": _ms(leg.first_s) if split else None,
+        "alone_ms": None if split else _ms(of_answer),
+        "decode_ms": _ms(leg.whole_s if split and leg.decode_s is None else leg.decode_s),
         "first_ms": _ms(event.first_s),
         "total_ms": _ms(event.total_s),
         "prompt_tokens": event.prompt_tokens,
@@ -158,19 +196,26 @@ def access_fields(event: RequestEnded) -> Fields:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _distinct(values: Sequence[str]) -> str | None:
-    if len(values) == 1:
-        return values[0]
-    return ",".join(dict.fromkeys(values)) or None
-
-
-def _slowest(legs: Sequence[LegTimes]) -> LegTimes:
-    """Return the longest time of each phase of several prompts."""
+def _together(legs: Sequence[LegTimes]) -> LegTimes:
+    """Return the engines of several prompts, and the longest time of each phase."""
     return LegTimes(
-        prefill_s=max((leg.prefill_s for leg in legs if leg.prefill_s is not None), default=None),
-        kv_s=max((leg.kv_s for leg in legs if leg.kv_s is not None), default=None),
-        attempts=max((leg.attempts for leg in legs), default=1),
+        prefill=_distinct([leg.prefill for leg in legs]),
+        decode=_distinct([leg.decode for leg in legs]),
+        why_alone=_distinct([leg.why_alone for leg in legs]),
+        prefill_s=_longest([leg.prefill_s for leg in legs]),
+        first_s=_longest([leg.first_s for leg in legs]),
+        decode_s=_longest([leg.decode_s for leg in legs]),
+        whole_s=_longest([leg.whole_s for leg in legs]),
+        attempts=max((leg.attempts for leg in legs), default=0),
     )
+
+
+def _distinct(values: Sequence[str | None]) -> str | None:
+    return ",".join(dict.fromkeys(value for value in values if value is not None)) or None
+
+
+def _longest(values: Sequence[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -1,21 +1,23 @@
 """Prometheus metrics of what happened (events) and of the present state (gauges that are read at scrape time).
 
 Owns one registry. Counts are kept as plain numbers and become samples at a scrape, so that an event costs a few additions, and
-no chunk costs a look-up of labels.
+no chunk costs a look-up of labels. `observe.catalog` describes each metric. Series whose labels are known in advance are there
+from the start, with 0: otherwise a rate over the first event of a kind would miss it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from pdproxy.observe import catalog
+from pdproxy.observe.catalog import METRICS, REMOVED
+from pdproxy.observe.description import Description, Kind
 from pdproxy.observe.events import (
-    ITL_BOUNDS,
     DeadlinePassed,
     Event,
     Evicted,
@@ -30,16 +32,13 @@ from pdproxy.observe.events import (
     LoopBeat,
     NodeChanged,
     PairEjected,
+    Refused,
     RequestEnded,
     ServedAlone,
     Tokenized,
     TokenizerJudged,
 )
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-"""Upper bounds in seconds for phases of a request."""
-LATENESS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Upper bounds in seconds for the event loop's delay."""
 MAX_MODEL, MAX_MODELS = 256, 1000
 """Characters of a model's name that is a label, and the number of such names. All others are counted as "other"."""
 MAX_RANKS = 64
@@ -77,12 +76,8 @@ class _Histogram:
 class Gauge:
     """A gauge, or a counter that another object keeps. `read` is called at a scrape and yields (label values, value)."""
 
-    name: str
-    text: str
-    labels: tuple[str, ...]
+    description: Description
     read: Callable[[], Iterable[tuple[tuple[str, ...], float]]]
-    counts: bool = False
-    """Whether it is a counter."""
 
 
 class Metrics:
@@ -92,15 +87,45 @@ class Metrics:
         """Make one that has counted nothing."""
         self._lists = lists
         self._registry = CollectorRegistry(auto_describe=False)
-        self._counts: dict[str, Counter[tuple[str, ...]]] = {name: Counter() for name in _COUNTERS}
-        self._histograms: dict[str, dict[str, _Histogram]] = {name: {} for name in _HISTOGRAMS}
-        self._gauges: list[Gauge] = []
+        self._counts: dict[str, dict[tuple[str, ...], float]] = {}
+        self._histograms: dict[str, dict[tuple[str, ...], _Histogram]] = {}
+        for one in METRICS:
+            if one.kind is Kind.HISTOGRAM:
+                self._histograms[one.name] = {labels: _Histogram(one.bounds) for labels in one.series}
+            elif one.kind is Kind.COUNTER:
+                self._counts[one.name] = dict.fromkeys(one.series, 0)
+        self._gauges: dict[str, Gauge] = {}
         self._models: set[str] = set()
+        self._nodes: set[str] = set()
         self._registry.register(self)
+        # The process's own figures: CPU time, memory, open files; collections of garbage; versions.
+        for collector in (ProcessCollector, GCCollector, PlatformCollector):
+            collector(registry=self._registry)
 
     def add_gauges(self, gauges: Iterable[Gauge]) -> None:
-        """Show more gauges."""
-        self._gauges += gauges
+        """Show more gauges, and counters that others keep."""
+        for gauge in gauges:
+            self._gauges[gauge.description.name] = gauge
+            self._counts.pop(gauge.description.name, None)
+
+    def add_node(self, url: str, role: str) -> None:
+        """Count an engine by its URL from now on."""
+        self._nodes.add(url)
+        failures, phases = self._counts[catalog.LEG_FAILURES.name], catalog.phases_of(role)
+        for phase, _ in catalog.FAILED_LEGS:
+            if (phase == "prefill") == (role == "prefill"):
+                failures.setdefault((url, phase), 0)
+        for name in (catalog.NODE_LEGS.name, catalog.NODE_SECONDS.name):
+            for phase in phases:
+                self._counts[name].setdefault((url, phase), 0)
+
+    def drop_node(self, url: str) -> None:
+        """Drop the counts of an engine that was removed. What still ends there is counted as that of "removed"."""
+        self._nodes.discard(url)
+        for one in _OF_NODES:
+            counts = self._counts[one.name]
+            for labels in [labels for labels in counts if labels[0] == url]:
+                del counts[labels]
 
     def page(self) -> bytes:
         """Return the metrics in Prometheus text format."""
@@ -112,40 +137,61 @@ class Metrics:
             case RequestEnded():
                 self._ended(event)
             case HandleEnded(end):
-                self._count("pdproxy_kv_handles_ended", end)
+                self._count(catalog.HANDLES_ENDED, end)
             case ServedAlone(reason):
-                self._count("pdproxy_alone", reason)
+                self._count(catalog.ALONES, reason)
             case DeadlinePassed(wait):
-                self._count("pdproxy_deadline", wait)
+                self._count(catalog.DEADLINES, wait)
             case LegFailed(node=node, phase=phase):
-                self._count("pdproxy_leg_failures", node, phase)
+                self._count(catalog.LEG_FAILURES, self._node(node), phase)
             case PairEjected():
-                self._count("pdproxy_pairs_ejected")
+                self._count(catalog.PAIRS_EJECTED)
             case KvCounted(moved=moved, missing=missing):
-                self._count("pdproxy_kv_moved", "transferred", by=moved)
-                self._count("pdproxy_kv_moved", "recomputed", by=missing)
+                self._count(catalog.KV_MOVED, "transferred", by=moved)
+                self._count(catalog.KV_MOVED, "recomputed", by=missing)
             case KvNoticed(kind, result):
-                self._count("pdproxy_kv_notices", kind, result)
+                self._count(catalog.KV_NOTICES, kind, result)
             case KvTransferred(seconds, size):
                 if seconds is not None:
-                    self._histogram("pdproxy_kv_transfer_seconds", "", SECONDS).observe(seconds)
+                    self._histogram(catalog.KV_SECONDS).observe(seconds)
                 if size is not None:
-                    self._count("pdproxy_kv_transfer_bytes", by=size)
+                    self._count(catalog.KV_BYTES, by=size)
             case KvWaited(node, result, seconds, missing):
-                self._histogram("pdproxy_kv_ready_wait_seconds", result, SECONDS).observe(seconds)
+                self._histogram(catalog.KV_READY_WAIT, result).observe(seconds)
+                node = self._node(node)
                 for at, rank in enumerate(missing):
-                    self._count("pdproxy_kv_silent_ranks", node, rank if at < MAX_RANKS else "more")
+                    self._count(catalog.SILENT_RANKS, node, rank if at < MAX_RANKS else "more")
             case Tokenized():
-                self._count("pdproxy_tokenize", event.source, event.result)
-                self._histogram("pdproxy_tokenize_seconds", event.source, SECONDS).observe(event.seconds)
+                self._count(catalog.TOKENIZED, event.source, event.result)
+                self._histogram(catalog.TOKENIZE, event.source).observe(event.seconds)
+            case Refused(reason):
+                self._count(catalog.REFUSALS, reason)
             case Evicted(what):
-                self._count("pdproxy_evicted", what)
+                self._count(catalog.EVICTIONS, what)
             case LoopBeat(late_s):
-                self._histogram("pdproxy_loop_lateness_seconds", "", LATENESS).observe(late_s)
+                self._histogram(catalog.LOOP_LATENESS).observe(late_s)
             case KvShortfall() | NodeChanged() | TokenizerJudged():
                 pass  # logged, and shown by gauges
 
     def _ended(self, event: RequestEnded) -> None:
+        self._request(event)
+        self._histogram(catalog.PHASE, "queue").observe(event.queue_s)
+        self._histogram(catalog.PHASE, "total").observe(event.total_s)
+        path = "alone"
+        for leg in event.legs:
+            if leg.prefill is not None:
+                path = "split"
+            self._leg(leg)
+        if event.first_s is not None:
+            self._histogram(catalog.TTFT, path).observe(event.first_s)
+        if any(event.gaps.buckets):
+            self._histogram(catalog.ITL).add(event.gaps.buckets, event.gaps.total)
+        if event.prompt_tokens is not None:
+            self._count(catalog.TOKENS, "prompt", by=event.prompt_tokens)
+        if event.completion_tokens is not None:
+            self._count(catalog.TOKENS, "completion", by=event.completion_tokens)
+
+    def _request(self, event: RequestEnded) -> None:
         model = event.model or ""
         if model not in self._models:
             # The client chooses the model's name: one that no engine serves must not make a time series. Some engines serve any
@@ -155,91 +201,60 @@ class Metrics:
                 self._models.add(model)
             else:
                 model = "other"
-        self._count("pdproxy_requests", model, event.endpoint, event.outcome)
-        self._histogram("pdproxy_phase_seconds", "queue", SECONDS).observe(event.queue_s)
-        self._histogram("pdproxy_phase_seconds", "total", SECONDS).observe(event.total_s)
-        path = "alone"
-        for leg in event.legs:
-            if leg.prefill is not None:
-                path = "split"
-            self._leg(leg)
-        if event.first_s is not None:
-            self._histogram("pdproxy_ttft_seconds", path, SECONDS).observe(event.first_s)
-        if any(event.gaps.buckets):
-            self._histogram("pdproxy_itl_seconds", "", ITL_BOUNDS).add(event.gaps.buckets, event.gaps.total)
-        if event.prompt_tokens is not None:
-            self._count("pdproxy_tokens", "prompt", by=event.prompt_tokens)
-        if event.completion_tokens is not None:
-            self._count("pdproxy_tokens", "completion", by=event.completion_tokens)
+        counts = self._counts[catalog.REQUESTS.name]
+        if (model, event.endpoint, event.outcome) not in counts:
+            for outcome, _ in catalog.OUTCOMES:
+                counts[model, event.endpoint, outcome] = 0
+        self._count(catalog.REQUESTS, model, event.endpoint, event.outcome)
 
     def _leg(self, leg: LegTimes) -> None:
+        split = leg.prefill is not None
         if leg.prefill_s is not None:
-            self._histogram("pdproxy_phase_seconds", "prefill", SECONDS).observe(leg.prefill_s)
-        if leg.kv_s is not None:
-            phase = "kv" if leg.prefill is not None else "alone"
-            self._histogram("pdproxy_phase_seconds", phase, SECONDS).observe(leg.kv_s)
+            self._phase("prefill", leg.prefill, leg.prefill_s)
+        if leg.first_s is not None:
+            self._phase("kv" if split else "alone", leg.decode, leg.first_s)
+        if leg.decode_s is not None:
+            self._phase("decode", leg.decode, leg.decode_s)
+        if leg.whole_s is not None:
+            self._phase("decode_whole" if split else "alone_whole", leg.decode, leg.whole_s)
 
-    def _count(self, name: str, *labels: str, by: int = 1) -> None:
-        self._counts[name][labels] += by
+    def _phase(self, phase: str, node: str | None, seconds: float) -> None:
+        self._histogram(catalog.PHASE, phase).observe(seconds)
+        labels = self._node(node or REMOVED), phase
+        legs, sums = self._counts[catalog.NODE_LEGS.name], self._counts[catalog.NODE_SECONDS.name]
+        legs[labels] = legs.get(labels, 0) + 1
+        sums[labels] = sums.get(labels, 0.0) + seconds
 
-    def _histogram(self, name: str, label: str, bounds: Sequence[float]) -> _Histogram:
-        found = self._histograms[name].get(label)
+    def _node(self, url: str) -> str:
+        return url if url in self._nodes else REMOVED
+
+    def _count(self, one: Description, *labels: str, by: float = 1) -> None:
+        counts = self._counts[one.name]
+        counts[labels] = counts.get(labels, 0) + by
+
+    def _histogram(self, one: Description, *labels: str) -> _Histogram:
+        found = self._histograms[one.name].get(labels)
         if found is None:
-            found = self._histograms[name][label] = _Histogram(bounds)
+            found = self._histograms[one.name][labels] = _Histogram(one.bounds)
         return found
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics. Called by the registry."""
-        for name, (text, labels) in _COUNTERS.items():
-            counter = CounterMetricFamily(name, text, labels=labels)
-            for values, count in self._counts[name].items():
-                counter.add_metric(values, count)
-            if not labels and not self._counts[name]:
-                counter.add_metric((), 0)
-            yield counter
-        for name, (text, label) in _HISTOGRAMS.items():
-            histogram = HistogramMetricFamily(name, text, labels=[label] if label else [])
-            for value, kept in self._histograms[name].items():
-                histogram.add_metric([value] if label else [], kept.samples(), kept.total)
-            yield histogram
-        for gauge in self._gauges:
-            kind = CounterMetricFamily if gauge.counts else GaugeMetricFamily
-            family = kind(gauge.name, gauge.text, labels=gauge.labels)
-            for values, number in gauge.read():
-                family.add_metric(values, number)
+        for one in METRICS:
+            names = one.label_names
+            if (histograms := self._histograms.get(one.name)) is not None:
+                histogram = HistogramMetricFamily(one.name, one.text, labels=names)
+                for labels, kept in histograms.items():
+                    histogram.add_metric(labels, kept.samples(), kept.total)
+                yield histogram
+                continue
+            kind = CounterMetricFamily if one.kind is Kind.COUNTER else GaugeMetricFamily
+            family = kind(one.name, one.text, labels=names)
+            gauge = self._gauges.get(one.name)
+            samples = self._counts.get(one.name, {}).items() if gauge is None else gauge.read()
+            for labels, number in samples:
+                family.add_metric(labels, number)
             yield family
 
 
-_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "pdproxy_requests": (
-        "Requests that were sent to engines and have ended",
-        ("model", "endpoint", "outcome"),
-    ),
-    "pdproxy_alone": ("Prompts served by one engine alone", ("reason",)),
-    "pdproxy_deadline": ("Waits ended by their deadline", ("wait",)),
-    "pdproxy_evicted": ("What was taken from clients that held more than their share while others waited", ("what",)),
-    "pdproxy_kv_handles_ended": ("KV handles that have ended", ("end",)),
-    "pdproxy_kv_moved": (
-        "Prompt tokens sent by KV transfer, by result in the decode engines' counters",
-        ("result",),
-    ),
-    "pdproxy_kv_notices": ("Notices of KV transfers, by result", ("event", "result")),
-    "pdproxy_kv_silent_ranks": ("Ranks that sent no notice before the deadline", ("node", "rank")),
-    "pdproxy_kv_transfer_bytes": ("Bytes of KV that decode engines reported as loaded", ()),
-    "pdproxy_leg_failures": ("Legs that failed", ("node", "phase")),
-    "pdproxy_pairs_ejected": ("Pairs ejected because they counted different prompt lengths", ()),
-    "pdproxy_tokenize": ("Prompts whose token ids were requested before an engine gets them", ("source", "result")),
-    "pdproxy_tokens": ("Tokens of answered requests", ("kind",)),
-}
-_HISTOGRAMS: dict[str, tuple[str, str]] = {
-    "pdproxy_ttft_seconds": ("Seconds from the arrival of a request to its first data", "path"),
-    "pdproxy_itl_seconds": ("Seconds between the events of a stream", ""),
-    "pdproxy_phase_seconds": ("Seconds of each phase of a request", "phase"),
-    "pdproxy_loop_lateness_seconds": ("Seconds by which the event loop called a timer late, measured every 0.1 s", ""),
-    "pdproxy_kv_transfer_seconds": ("Seconds of KV transfers, as decode engines reported them", ""),
-    "pdproxy_kv_ready_wait_seconds": (
-        "Seconds from the prefill's answer to the notices that its KV is ready",
-        "result",
-    ),
-    "pdproxy_tokenize_seconds": ("Seconds to get the token ids of a prompt", "source"),
-}
+_OF_NODES = [one for one in METRICS if one.kind is Kind.COUNTER and one.labels and one.labels[0] is catalog.NODE]

@@ -235,6 +235,10 @@ class Ledger:
         """Return why no request could be served, None if one could."""
         return readiness.not_ready(self.nodes, starting=self._starting)
 
+    def why_degraded(self, now: float) -> str | None:
+        """Return why no prompt can be split although the pool has prefill engines, None if one can be."""
+        return readiness.why_degraded(self.nodes, now)
+
     def shortcomings(self, now: float) -> list[str]:
         """Return what is wrong although requests are served, a sentence each."""
         return readiness.shortcomings(self.nodes, now)

@@ -19,6 +19,23 @@ def not_ready(nodes: Sequence[Node], *, starting: bool) -> str | None:
     return None
 
 
+def why_degraded(nodes: Sequence[Node], now: float) -> str | None:
+    """Return why no prompt can be split now, although the pool has prefill engines; None if one can be, or has none."""
+    prefills = [node for node in nodes if node.role is Role.PREFILL]
+    decodes = [node for node in nodes if node.role is Role.DECODE and node.usable(now)]
+    usable = [node for node in prefills if node.usable(now)]
+    if not prefills:
+        return None
+    if not usable:
+        return "no prefill engine can be used: every prompt is served by one engine alone"
+    if not decodes:
+        return "no decode engine can be used: every prompt is served by one aggregated engine alone"
+    for prefill in usable:
+        if any(decode.spec.takes_from(prefill.url) and why_incompatible(prefill, decode) is None for decode in decodes):
+            return None
+    return "no prefill engine that is up can be paired with a decode engine: every prompt is served by one engine alone"
+
+
 def shortcomings(nodes: Sequence[Node], now: float) -> list[str]:
     """Return what is wrong although requests are served, a sentence each."""
     found = [f"{node.role.value} {node.url}: {node.down_because}" for node in nodes if node.down_because]

@@ -15,25 +15,35 @@ _MAX_BYTES = 1_048_576
 
 
 def read_keys(setting: str, path: str) -> tuple[str, ...]:
-    """Return the keys of a file, one per line; blank lines and lines that begin with `#` are skipped.
+    """Return the keys of a file, as `read_numbered_keys` reads them.
 
     Raises:
-        SettingsError: it can't be read, a line is not a key, or there is no key.
+        SettingsError: as there, or there is no key.
     """
-    keys: list[str] = []
+    keys = tuple(key for _, key in read_numbered_keys(setting, path))
+    if not keys:
+        raise SettingsError(f"{setting}: {spell_file(Path(path))}: holds no key")
+    return keys
+
+
+def read_numbered_keys(setting: str, path: str) -> list[tuple[int, str]]:
+    """Return the numbers of lines and the keys of a file, one per line; blank lines and those that begin with `#` are skipped.
+
+    Raises:
+        SettingsError: it can't be read, or a line is not a key.
+    """
+    keys: list[tuple[int, str]] = []
     for number, line in enumerate(_lines(setting, path), 1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue
         try:
-            keys.append(msgspec.convert(text, Key))
+            keys.append((number, msgspec.convert(text, Key)))
         except msgspec.ValidationError:
             raise SettingsError(
                 f"{setting}: {spell_file(Path(path))}: line {number} is no key of visible ASCII characters without blanks"
             ) from None
-    if not keys:
-        raise SettingsError(f"{setting}: {spell_file(Path(path))}: holds no key")
-    return tuple(keys)
+    return keys
 
 
 def read_key(setting: str, path: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from enum import Enum
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -19,7 +20,7 @@ from pdproxy.serving.access.keys import CHALLENGE
 from pdproxy.serving.access.routes import TABLE, RouteEntry, RouteKind
 from pdproxy.settings.schema import Cors
 from pdproxy.web.cors import middleware_options
-from pdproxy.web.passthrough_asgi import PassthroughAsgi, PassthroughResponse
+from pdproxy.web.passthrough_asgi import CONNECTION, PassthroughAsgi, PassthroughResponse
 from pdproxy.wire import lmcache_telemetry
 from pdproxy.wire.errors import error_body
 from pdproxy.wire.request import Route
@@ -27,10 +28,19 @@ from pdproxy.wire.request import Route
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
+class State(Enum):
+    """Whether requests can be served: yes, yes but no prompt can be split, no."""
+
+    OK = "ok"
+    DEGRADED = "degraded"
+    NOT_READY = "not_ready"
+
+
 @dataclass(frozen=True, slots=True)
 class Readiness:
     """Whether a request could be served now. `reason`: why not, None if it could; `details`: everything that is wrong."""
 
+    state: State
     reason: str | None
     details: list[str]
 
@@ -48,6 +58,8 @@ class Answers:
     cors: Cors
     telemetry: Callable[[bytes], bool] | None = None
     """Takes the body of a telemetry request; returns whether it was LMCache's telemetry. None: there is no such route."""
+    refused: Callable[[PdproxyError, str], None] = lambda error, client: None
+    """Reports a request without a valid key: the error, and the client's address."""
 
 
 def create_app(answers: Answers) -> FastAPI:
@@ -59,9 +71,11 @@ def create_app(answers: Answers) -> FastAPI:
     )
 
     @app.exception_handler(PdproxyError)
-    async def _failed(_: Request, error: PdproxyError) -> Response:
+    async def _failed(request: Request, error: PdproxyError) -> Response:
         answer = Response(error_body(error), error.status, media_type="application/json")
         if isinstance(error, UnauthorizedError):
+            if (connection := request.scope.get(CONNECTION)) is not None:
+                answers.refused(error, answers.passthrough.identify.address(connection, request.scope["headers"]))
             answer.raw_headers.append(CHALLENGE)
         return answer
 
@@ -81,8 +95,9 @@ def create_app(answers: Answers) -> FastAPI:
     @app.get("/ready", summary="Whether a request could be served", tags=["operation"])
     async def ready() -> Response:
         state = answers.readiness()
-        body = {"ready": state.reason is None, "reason": state.reason, "details": state.details}
-        return JSONResponse(body, 200 if state.reason is None else 503)
+        is_ready = state.state is not State.NOT_READY
+        body = {"ready": is_ready, "state": state.state.value, "reason": state.reason, "details": state.details}
+        return JSONResponse(body, 200 if is_ready else 503)
 
     @app.get("/load", summary="The number of requests in flight", tags=["operation"])
     async def load() -> dict[str, int]:

@@ -17,6 +17,7 @@ from pdproxy.observe.events import Observers
 from pdproxy.serving.access.clients import Client, address_name
 from pdproxy.web.connection_bounds import LINGER, MAX_REFUSED, MAX_UNSENT, ConnectionBounds
 from pdproxy.web.lean_flow_control import LeanFlowControl, LeanPipeline
+from pdproxy.web.refusals import report_refusal
 from pdproxy.web.slow_readers import ReadWatch
 from pdproxy.wire.errors import error_body
 
@@ -90,6 +91,7 @@ class ClientConnection(HttpToolsProtocol):
         """Answer an error outside of any request's cycle, and close."""
         if self.transport.is_closing():
             return
+        report_refusal(self.observers, error, str(self.peer.name))
         body = error_body(error)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
         if error.fault is Fault.CAPACITY:
@@ -143,6 +145,7 @@ class ClientConnection(HttpToolsProtocol):
         except OverloadedError as error:
             self._discarding = True
             if bounds.connections.open > bounds.connections.max_open + MAX_REFUSED:
+                report_refusal(self.observers, error, str(self.peer.name))
                 self.transport.abort()
             else:
                 self.answer_error(error)

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from itertools import islice
 from typing import Protocol
 
-from pdproxy.kit.errors import OverloadedError
+from pdproxy.kit.errors import TooManyConnectionsError
 from pdproxy.observe.events import Evicted, Observers
 from pdproxy.serving.access.clients import Client, Evictable
 
@@ -51,7 +51,7 @@ class Connections:
         """Count a connection, until `closed` is called for it.
 
         Raises:
-            OverloadedError: there are too many. The connection still counts until it is closed: it has to be answered.
+            TooManyConnectionsError: there are too many. The connection still counts until it is closed: it has to be answered.
         """
         self.open += 1
         own = self._by_client.get(client)
@@ -59,7 +59,7 @@ class Connections:
             own = self._by_client[client] = {}
         own[connection] = None
         if self.open - len(self._leaving) > self.max_open and not self._evict_for(client, connection):
-            raise OverloadedError(f"{self.max_open} connections are open: no more are taken")
+            raise TooManyConnectionsError(f"{self.max_open} connections are open: no more are taken")
 
     def closed(self, client: Client, connection: CountedConnection) -> None:
         """Count it no longer. A second call changes nothing."""
@@ -95,7 +95,9 @@ class Connections:
                 if len(self._leaving) > MAX_LEAVING:
                     connection.drop()
                 else:
-                    connection.evict(OverloadedError("others connect, and this client has the most connections"))
+                    connection.evict(
+                        TooManyConnectionsError("others connect, and this client has the most connections")
+                    )
                 return True
             del own[connection]  # others are searched the next time
             own[connection] = None

@@ -23,6 +23,8 @@ def middleware_options(cors: Cors) -> dict[str, object]:
         "allow_credentials": cors.allow_credentials,
         "allow_methods": cors.allowed_methods,
         "allow_headers": cors.allowed_headers,
+        # A page's script may read no other headers than these and a few that every browser shows.
+        "expose_headers": ["X-Request-Id", "Retry-After"] if cors.allowed_origins else [],
     }
 
 

@@ -19,6 +19,7 @@ from pdproxy.web.client_identifier import ClientIdentifier
 from pdproxy.web.connection_bounds import ConnectionBounds
 from pdproxy.web.cors import CorsHeaders
 from pdproxy.web.guard import GuardedProtocol
+from pdproxy.web.refusals import report_refusal
 from pdproxy.web.response_cycle import ResponseCycle
 from pdproxy.wire.body_bounds import LARGE
 from pdproxy.wire.client_routes import ADAPTER_HEADER
@@ -62,11 +63,13 @@ class GenerateCycle(ResponseCycle):
     """One generating request on a client's connection: its body, the task that serves it, and the service's `ResponseWriter`."""
 
     __slots__ = (
+        "_address",
         "_body",
         "_body_ended",
         "_body_wait",
         "_data_path",
         "_identified",
+        "_key",
         "_key_error",
         "_refusal",
         "_route",
@@ -85,7 +88,7 @@ class GenerateCycle(ResponseCycle):
         keep_alive: bool,
         expect_100_continue: bool,
     ) -> None:
-        client, self._key_error = data_path.identify(
+        client, self._address, self._key, self._key_error = data_path.identify(
             connection.peer, headers, peer_is_trusted=connection.peer_is_trusted
         )
         super().__init__(
@@ -235,6 +238,7 @@ class GenerateCycle(ResponseCycle):
         error = self._refusal
         if error is not None:
             self.keep_alive = False
+            report_refusal(self._data_path.observers, error, self._address)
             retry = [(b"retry-after", b"1")] if error.fault is Fault.CAPACITY else []
             self.whole(error.status, [(b"content-type", b"application/json"), *retry], error_body(error))
             return None
@@ -251,6 +255,8 @@ class GenerateCycle(ResponseCycle):
             forward=tuple(header for header in self._headers if header[0] in FORWARDED),
             body=body,
             adapter=found.get(ADAPTER_HEADER) if self._route is Route.INVOCATIONS else None,
+            client=self._address,
+            key=self._key,
         )
 
     def drop_body(self) -> None:

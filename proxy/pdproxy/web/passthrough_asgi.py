@@ -28,7 +28,7 @@ from pdproxy.serving.request.passthrough import IncomingPassthrough
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.body_budget import BodyBudget
-from pdproxy.web.client_identifier import ClientIdentifier
+from pdproxy.web.client_identifier import ClientIdentifier, Identified
 from pdproxy.wire.api_errors import failure_body
 from pdproxy.wire.body_bounds import LARGE, Body
 
@@ -62,6 +62,8 @@ class PassthroughAsgi:
     body_budget: BodyBudget
     forwarded: frozenset[bytes]
     max_body: int
+    refused: Callable[[PdproxyError, str], None] = lambda error, client: None
+    """Reports a body that is refused: the error, and the client's address."""
 
 
 class PassthroughResponse(Response):
@@ -72,6 +74,7 @@ class PassthroughResponse(Response):
         self._passthrough = passthrough
         self._entry = entry
         self._size = 0
+        self._identified: Identified
         self._client: Client
         self._connection: PassthroughConnection
 
@@ -79,13 +82,14 @@ class PassthroughResponse(Response):
         """Read the body, have the request served, and stop that when the client leaves."""
         connection = self._connection = scope[CONNECTION]
         headers: list[Line] = scope["headers"]
-        self._client, key_error = self._passthrough.identify(
+        identified = self._identified = self._passthrough.identify(
             connection.peer, headers, peer_is_trusted=connection.peer_is_trusted
         )
+        self._client = identified.client
         connection.passthrough_client = self._client
         try:
             # Without a valid key, the body is not read: the service refuses the request, and reports it.
-            await self._serve(headers, receive, send, has_key=key_error is None)
+            await self._serve(headers, receive, send, has_key=identified.key_error is None)
         finally:
             self._forget_body()
             self._passthrough.clients.leave(self._client)
@@ -112,6 +116,7 @@ class PassthroughResponse(Response):
             lines = [(b"content-type", b"application/json"), (b"connection", b"close")]
             if error.fault is Fault.CAPACITY:
                 lines.append((b"retry-after", b"1"))
+            passthrough.refused(error, self._identified.address)
             with contextlib.suppress(ClientLeftError):
                 await output.whole(error.status, lines, failure_body(self._entry.dialect, error))
             return
@@ -123,6 +128,8 @@ class PassthroughResponse(Response):
             content_type=found.get(b"content-type", b"").decode("latin-1"),
             forward=tuple(line for line in headers if line[0] in passthrough.forwarded),
             body=body,
+            client=self._identified.address,
+            key=self._identified.key,
         )
         del body  # the request refers to it
         serving = asyncio.ensure_future(passthrough.serve(request, output))

@@ -73,7 +73,7 @@ class Incoming(msgspec.Struct):
     """A request as it was received. The reader of the body removes it from here.
 
     `forward` has the headers (name, value) that are forwarded to engines, without the credentials; `adapter` is the value of
-    `client_routes.ADAPTER_HEADER`.
+    `client_routes.ADAPTER_HEADER`. `client`: the client's address; `key`: the name of its key.
     """
 
     route: Route
@@ -83,6 +83,8 @@ class Incoming(msgspec.Struct):
     forward: tuple[tuple[bytes, bytes], ...]
     body: Body
     adapter: bytes | None = None
+    client: str | None = None
+    key: str | None = None
 
 
 class Prompt(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""API keys: which clients are accepted, and which `Authorization` header engines get.
+"""API keys: which clients are accepted, what their keys are called in log lines, and which `Authorization` header engines get.
 
 Owns the comparison. It always compares the digests of all keys, so that its time shows neither a key's length nor its position.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
 from pdproxy.kit.errors import UnauthorizedError
 
@@ -21,13 +21,15 @@ CHALLENGE = (b"www-authenticate", b"Bearer")
 
 
 class Keys:
-    """The keys of clients. `proxy_keys` is called for every request, since keys change; None: all clients are accepted.
+    """The keys of clients. `proxy_keys` returns the digests of the valid keys with the keys' names.
+
+    It is called for every request, since keys change. If it returns none, no client is accepted. `proxy_keys` None: all are.
 
     With keys, engines get their own key instead of a client's `Authorization`. Without keys, they get the client's header and no
     other: otherwise a proxy that accepts everybody would open an engine that needs a key to everybody.
     """
 
-    def __init__(self, proxy_keys: Callable[[], Iterable[bytes]] | None = None) -> None:
+    def __init__(self, proxy_keys: Callable[[], Mapping[bytes, str]] | None = None) -> None:
         self._digests = proxy_keys
 
     def __repr__(self) -> str:
@@ -59,6 +61,10 @@ class Keys:
         if not matches:
             raise UnauthorizedError(_WRONG, code="invalid_api_key")
         return found
+
+    def name(self, found: bytes) -> str | None:
+        """Return the name of a key by its digest: where it stands, not what it is. None for a key that is not valid any more."""
+        return self._digests().get(found) if self._digests is not None else None
 
     def to_engine(self, authorization: bytes | None) -> tuple[tuple[bytes, bytes], ...]:
         """Return a client's `Authorization` as header lines for engines: one line, or none."""

@@ -39,12 +39,14 @@ class Attempt:
         "asked_url",
         "assignment",
         "custody",
+        "decode_s",
         "dispatch",
-        "kv_s",
+        "first_s",
         "prefill_s",
         "relay",
         "request",
         "resources",
+        "whole_s",
     )
 
     def __init__(
@@ -63,7 +65,9 @@ class Attempt:
         self.custody: Custody | None = None
         self.relay: Relay | None = None
         self.prefill_s: float | None = None
-        self.kv_s: float | None = None
+        self.first_s: float | None = None
+        self.decode_s: float | None = None
+        self.whole_s: float | None = None
         self._unused = list(assignment.leases)
         self._space = space
         self._expected: Expected | None = None

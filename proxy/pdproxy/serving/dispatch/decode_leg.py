@@ -66,15 +66,20 @@ class DecodeLeg:
                 resources.auditor.asked(self._engine, custody.handle.prompt_tokens)
             first = await self._first_data()
             data_came = True
-            attempt.kv_s = resources.now() - started
+            first_at = resources.now()
             if isinstance(first, Answer):
                 whole = True
+                attempt.whole_s = first_at - started if first.status == 200 else None
                 if (refusal := self._judge(first)) is not None:
                     return refusal
                 verdict = Verdict.GOOD
                 self._compare()
                 return Answered(first)
-            await self._pass_on()
+            attempt.first_s = first_at - started
+            try:
+                await self._pass_on()
+            finally:
+                attempt.decode_s = resources.now() - first_at
             whole = True
             verdict = Verdict.GOOD
             self._compare()

@@ -64,6 +64,7 @@ class Exchange:
 
     __slots__ = (
         "_alone",
+        "_asked",
         "_attempt",
         "_dispatcher",
         "_number",
@@ -78,6 +79,8 @@ class Exchange:
         self._request = request
         self._attempt: Attempt | None = None
         self._number = 0
+        self._asked = 0
+        """Attempts that had engines."""
         self._without: tuple[str, ...] = ()
         self._alone: Alone | None = None
         """Why one engine is to serve the prompt; None: it is to be split."""
@@ -101,8 +104,10 @@ class Exchange:
             decode=attempt.asked_url if attempt is not None else None,
             why_alone=self._served_alone.value if self._served_alone else None,
             prefill_s=attempt.prefill_s if attempt is not None else None,
-            kv_s=attempt.kv_s if attempt is not None else None,
-            attempts=max(1, self._number),
+            first_s=attempt.first_s if attempt is not None else None,
+            decode_s=attempt.decode_s if attempt is not None else None,
+            whole_s=attempt.whole_s if attempt is not None else None,
+            attempts=self._asked,
         )
 
     async def run(self, stream_to: Callable[[Relay], ResponseWriter]) -> Answer | None:
@@ -159,6 +164,7 @@ class Exchange:
         if attempt is None:
             return NoEngines()
         self._attempt = attempt
+        self._asked += 1
         if self._alone is not None and self._alone is not self._served_alone:
             resources.observers.notify(ServedAlone(self._alone.value))
         self._served_alone = self._alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdproxy.observe import catalog
 from pdproxy.observe.metrics import Gauge
 from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.custody import Custodian
@@ -20,11 +21,10 @@ def kv_gauges(custodian: Custodian, ready: KvReady, buffers: ReceiveBuffers) -> 
     def chunks() -> list[tuple[tuple[str, ...], float]]:
         return [((url,), taken) for url, taken in buffers.taken.items()]
 
-    text = "Chunks of KV that may be in a decode engine's receive buffer"
     return [
-        Gauge("pdproxy_kv_handles", "KV handles that have not ended, by state", ("state",), handles),
-        Gauge("pdproxy_kv_handle_age_seconds", "Age of the oldest KV handle in a state", ("state",), ages),
-        Gauge("pdproxy_kv_ready_waits", "Prompts that wait for notices", (), lambda: [((), ready.waiting)]),
-        Gauge("pdproxy_kv_notices_kept", "Notices that nobody has waited for yet", (), lambda: [((), ready.kept)]),
-        Gauge("pdproxy_kv_buffer_slots", text, ("node",), chunks),
+        Gauge(catalog.KV_HANDLES, handles),
+        Gauge(catalog.KV_HANDLE_AGE, ages),
+        Gauge(catalog.KV_READY_WAITS, lambda: [((), ready.waiting)]),
+        Gauge(catalog.KV_NOTICES_KEPT, lambda: [((), ready.kept)]),
+        Gauge(catalog.KV_BUFFER_SLOTS, chunks),
     ]

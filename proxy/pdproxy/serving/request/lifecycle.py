@@ -43,18 +43,37 @@ Serve = Callable[[], Awaitable[None]]
 class LiveRequest(ABC, Generic[Writer]):
     """One request, and what is known of it so far. Subclasses have the steps that differ. Owned by one call of `Lifecycle.run`.
 
-    `endpoint`: the route's path. `received`, `admitted` and `first` are times in seconds of `ExchangeResources.now`;
-    `first` is that of the first data.
+    `method` and `endpoint`: the route's. `received`, `admitted` and `first` are times in seconds of `ExchangeResources.now`;
+    `first` is that of a stream's first data. `address` and `key`: the client's address and the name of its key, for the report.
     """
 
-    __slots__ = ("admitted", "endpoint", "first", "model", "received", "request_id", "status", "totals", "writer")
+    __slots__ = (
+        "address",
+        "admitted",
+        "endpoint",
+        "first",
+        "key",
+        "method",
+        "model",
+        "received",
+        "request_id",
+        "status",
+        "stream",
+        "totals",
+        "writer",
+    )
 
     def __init__(self, endpoint: str, request_id: str | None, writer: Writer, received: float) -> None:
+        self.method = "POST"
         self.endpoint = endpoint
         self.request_id = usable(request_id) or mint()
         self.writer: Writer = writer
         self.received = received
         self.model: str | None = None
+        self.stream: bool | None = None
+        """Whether the client wants a stream, None before that is known."""
+        self.address: str | None = None
+        self.key: str | None = None
         self.admitted: float | None = None
         self.first: float | None = None
         self.status = 0
@@ -154,5 +173,9 @@ class Lifecycle:
                 completion_tokens=totals.completion_tokens,
                 gaps=totals.gaps,
                 error=None if error is None else error.logged,
+                method=request.method,
+                stream=request.stream,
+                client=request.address,
+                key=request.key,
             )
         )

@@ -47,7 +47,10 @@ _PASSED_HEADERS = (b"content-type", b"retry-after", b"metadata")
 
 @dataclass(frozen=True, slots=True)
 class IncomingPassthrough:
-    """A request as it came: `forward` holds the header lines that go on to the engine, without the credentials."""
+    """A request as it came: `forward` holds the header lines that go on to the engine, without the credentials.
+
+    `client`: the client's address; `key`: the name of its key.
+    """
 
     entry: RouteEntry
     request_id: str | None
@@ -55,6 +58,8 @@ class IncomingPassthrough:
     content_type: str
     forward: tuple[tuple[bytes, bytes], ...]
     body: Body
+    client: str | None = None
+    key: str | None = None
 
 
 class Passthrough:
@@ -77,14 +82,19 @@ class Passthrough:
 class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     """A request of a route that one engine serves whole."""
 
-    __slots__ = ("_attempts", "_incoming", "_service", "_stream", "_url")
+    __slots__ = ("_asked", "_attempts", "_incoming", "_service", "_stream", "_url", "_whole")
 
     def __init__(self, service: Passthrough, incoming: IncomingPassthrough, output: AsyncResponseWriter) -> None:
         super().__init__(incoming.entry.path, incoming.request_id, output, service.resources.now())
+        self.method, self.address, self.key = incoming.entry.methods[0], incoming.client, incoming.key
         self._service = service
         self._incoming = incoming
         self._url: str | None = None
         """The URL of the engine that was asked last."""
+        self._asked = 0.0
+        """When that was."""
+        self._whole: float | None = None
+        """When its whole answer had come, if that was not a stream."""
         self._attempts = 0
         self._stream: WholeEvents | None = None
 
@@ -96,7 +106,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             return partial(self.serve, NO_BODY)
         check_content_type(incoming.content_type, incoming.body)
         body = await service.bodies.passed(incoming.entry.dialect, incoming.body, self.writer.client)
-        self.model = body.model
+        self.model, self.stream = body.model, body.stream
         return partial(self.serve, body)
 
     async def serve(self, body: PassedBody) -> None:
@@ -114,6 +124,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 raise OverloadedError("no engine can serve this request: see /ready")
             url = self._url = lease.node.url
             self._attempts += 1
+            self._asked = resources.now()
             verdict = Verdict.NEUTRAL
             try:
                 verdict = await self._try(lease, leg_headers, body)
@@ -166,6 +177,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             why = "no response is stored to be fetched later"
             raise BadRequestError(f"`background` is not supported: {why}", param="background")
         self.status = answer.status
+        self._whole = self._service.resources.now() if answer.status == 200 else None
         await self.writer.whole(answer.status, self.answer_headers(answer.headers, _PASSED_HEADERS), answer.body)
         return Verdict.GOOD if answer.status == 200 else Verdict.NEUTRAL
 
@@ -244,8 +256,13 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             return  # nobody reads the answer
 
     def times(self) -> LegTimes:
-        """Return which engine was asked last, and how many were."""
-        return LegTimes(decode=self._url, attempts=self._attempts)
+        """Return which engine was asked last, its times, and how many were asked."""
+        first_s = decode_s = whole_s = None
+        if self.first is not None:
+            first_s, decode_s = self.first - self._asked, self._service.resources.now() - self.first
+        elif self._whole is not None:
+            whole_s = self._whole - self._asked
+        return LegTimes(decode=self._url, first_s=first_s, decode_s=decode_s, whole_s=whole_s, attempts=self._attempts)
 
     def add_up(self) -> None:
         """Add the engine that was asked last."""

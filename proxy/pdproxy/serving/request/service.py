@@ -71,6 +71,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
 
     def __init__(self, service: Service, incoming: Incoming, output: ResponseWriter) -> None:
         super().__init__(incoming.route.value, incoming.request_id, output, service.resources.now())
+        self.address, self.key = incoming.client, incoming.key
         self._service = service
         self._incoming = incoming
         self._exchange: Exchange | None = None
@@ -90,7 +91,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         check_content_type(incoming.content_type, b"" if incoming.route is Route.INVOCATIONS else body)
         parsed = await service.bodies.request(incoming.route, body, self.writer.client)
         del body
-        self.model = parsed.model
+        self.model, self.stream = parsed.model, parsed.stream
         if incoming.route is Route.INVOCATIONS:
             self.model = with_adapter(parsed.fields, incoming.adapter) or self.model
             parsed = msgspec.structs.replace(parsed, model=self.model)
@@ -210,8 +211,6 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
 
     def _answer(self, answer: Answer) -> None:
         self.status = answer.status
-        if self.first is None and answer.status == 200:
-            self.first = self._service.resources.now()
         self.writer.whole(answer.status, self.answer_headers(answer.headers, _PASSED_HEADERS), answer.body)
 
     async def answer_error(self, error: PdproxyError) -> None:
