@@ -266,7 +266,7 @@ def test_a_bad_file_at_the_start_is_one_line_and_exit_2(
         path.write_bytes(content)
     option = "--" + setting.removeprefix("auth.").replace("_", "-")
     assert main(["config", "validate", "--decode", "127.0.0.1:1", option, str(path)]) == 2
-    assert capsys.readouterr().err == f"pdproxy: {setting}: {path}: {why}\n"
+    assert capsys.readouterr().err == f"pdproxy config validate: {setting}: {path}: {why}\n"
 
 
 async def test_serve_does_not_start_with_a_bad_file(tmp_path: Path) -> None:
@@ -280,7 +280,10 @@ async def test_serve_does_not_start_with_a_bad_file(tmp_path: Path) -> None:
     _, printed = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 2
     (text,) = printed.decode().splitlines()
-    assert text == f"pdproxy: auth.api_keys_file: {path}: line 1 is no key of visible ASCII characters without blanks"
+    assert (
+        text
+        == f"pdproxy serve: auth.api_keys_file: {path}: line 1 is no key of visible ASCII characters without blanks"
+    )
 
 
 # -- the engines' keys

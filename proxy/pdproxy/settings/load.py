@@ -16,7 +16,7 @@ from pdproxy.settings.conform import collect, leaves, parse
 from pdproxy.settings.crosscheck import check_urls, crosscheck
 from pdproxy.settings.engines import EngineFlag, with_scheme
 from pdproxy.settings.environment import CONFIG, read_environment, refuse_empty
-from pdproxy.settings.errors import Mistakes, spell_key
+from pdproxy.settings.errors import Mistakes, SettingsError, spell_key
 from pdproxy.settings.receivers import ReceiverFlag, put_receivers
 from pdproxy.settings.schema import VLLM_BOOTSTRAP_PORT, Pool, Settings
 from pdproxy.settings.stage_nodes import read_stages
@@ -83,14 +83,16 @@ def load(
 
 
 def _read_file(config: Path | None, env: Mapping[str, str], found: Mistakes) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    with found.collecting():
+    try:
         if config is None and CONFIG in env:
             refuse_empty(CONFIG, env[CONFIG])
             config = Path(env[CONFIG])
         value = None if config is None else read_yaml(config, found)
-        where = f" (file {spell_file(config)})" if config is not None else ""
-        tree = collect({} if value is None else value, Settings, where, (), found)
+    except SettingsError as error:
+        found.add((), *error.mistakes)
+        return {}
+    where = f" (file {spell_file(config)})" if config is not None else ""
+    tree: dict[str, Any] = collect({} if value is None else value, Settings, where, (), found)
     return tree
 
 
@@ -114,14 +116,15 @@ def _add_stages(
     port, connector = (
         None if found.within("pools", 0, name) else pool.get(name) for name in ("bootstrap_port", "connector")
     )
-    rest: Iterable[EngineFlag] = ()
-    with found.collecting("pools"):
+    try:
         stages = read_stages(stage_config, engines, connector, port or VLLM_BOOTSTRAP_PORT)
-        if stages.connector is not None:
-            pool["connector"] = stages.connector
-        pool.setdefault("nodes", []).extend(stages.nodes)
-        rest = stages.engines
-    return rest
+    except SettingsError as error:
+        found.add(("pools",), *error.mistakes)
+        return ()
+    if stages.connector is not None:
+        pool["connector"] = stages.connector
+    pool.setdefault("nodes", []).extend(stages.nodes)
+    return stages.engines
 
 
 def _put(tree: dict[str, Any], path: tuple[str, ...], value: object) -> None:
