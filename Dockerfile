@@ -11,6 +11,8 @@ FROM python:3.11-slim-bookworm AS build
 WORKDIR /src
 COPY pyproject.toml requirements.lock README.md LICENSE ./
 COPY proxy proxy
+# The package has a link to it.
+COPY configs/reference.yaml configs/
 # pip would be a quarter of the environment, so it stays outside. The lock also holds the tests' packages: used as constraints, it
 # pins only what the package itself requires.
 RUN --mount=type=cache,target=/root/.cache/pip \
@@ -27,9 +29,10 @@ ENV PATH=/opt/pdproxy/bin:$PATH \
 USER 10001:10001
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-# The proxy and simulated engines have the same route. PDPROXY_LISTEN__PORT sets their port if it is not 8000; the proxy reads this
-# variable, too. http.client is used, because urllib would use an HTTP proxy that the environment names.
+# Reads the same variables and the same file (PDPROXY_CONFIG) as the proxy, so it knows port and TLS; options of `serve` it does not
+# know. If clients need certificates, override it and add --cert and --key. Simulated engines have the same route: their port is
+# 8000, or what PDPROXY_LISTEN__PORT says.
 HEALTHCHECK --interval=5s --timeout=3s --start-period=15s --retries=3 \
-    CMD ["python", "-c", "import http.client, os, sys; c = http.client.HTTPConnection('localhost', int(os.environ.get('PDPROXY_LISTEN__PORT', '8000')), timeout=2); c.request('GET', '/health'); sys.exit(c.getresponse().status != 200)"]
+    CMD ["pdproxy", "health", "--timeout", "2"]
 ENTRYPOINT ["pdproxy"]
 CMD ["serve"]

@@ -264,7 +264,27 @@ def test_a_bad_file_at_the_start_is_one_line_and_exit_2(
         path.write_bytes(content)
     option = "--" + setting.removeprefix("auth.").replace("_", "-")
     assert main(["config", "validate", "--decode", "127.0.0.1:1", option, str(path)]) == 2
-    assert capsys.readouterr().err == f"pdproxy: {setting}: {path}: {why}\n"
+    assert capsys.readouterr().err == f"pdproxy config validate: {setting}: {path}: {why}\n"
+
+
+def test_all_bad_files_are_reported_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys of clients and engines, certificates of both sides: a line for each, and what engines share only once."""
+    none = tmp_path / "none"
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        f"auth: {{api_keys_file: {none}1, engine_api_key_file: {none}2}}\nlisten: {{tls: {{certificate: {none}3}}}}\n"
+        f"pools: [{{tls: {{ca: {none}4}}, nodes: [{{url: 'https://a:1', role: decode}}, {{url: 'https://b:1', role: decode}},"
+        f" {{url: 'http://c:1', role: decode, api_key_file: {none}5}}]}}]"
+    )
+    assert main(["config", "validate", "--config", str(path)]) == 2
+    why = "can't be read: No such file or directory"
+    assert capsys.readouterr().err.splitlines() == [
+        f"pdproxy config validate: auth.api_keys_file: {none}1: {why}",
+        f"pdproxy config validate: auth.engine_api_key_file: {none}2: {why}",
+        f"pdproxy config validate: pools[0].tls.ca: {none}4: {why}",
+        f"pdproxy config validate: pools[0].nodes[2].api_key_file: {none}5: {why}",
+        f"pdproxy config validate: listen.tls.certificate: {none}3: {why}",
+    ]
 
 
 async def test_serve_does_not_start_with_a_bad_file(tmp_path: Path) -> None:
@@ -278,7 +298,10 @@ async def test_serve_does_not_start_with_a_bad_file(tmp_path: Path) -> None:
     _, printed = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 2
     (text,) = printed.decode().splitlines()
-    assert text == f"pdproxy: auth.api_keys_file: {path}: line 1 is no key of visible ASCII characters without blanks"
+    assert (
+        text
+        == f"pdproxy serve: auth.api_keys_file: {path}: line 1 is no key of visible ASCII characters without blanks"
+    )
 
 
 # -- the engines' keys

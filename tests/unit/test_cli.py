@@ -1,15 +1,21 @@
 """The command line: what is printed where, exit codes, and what `serve` is handed."""
 
+import argparse
 import os
+import re
+import shlex
 import subprocess
 import sys
 import types
+from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 import yaml
 
 from pdproxy import __version__
+from pdproxy.cli.commands import COMMANDS, parser_of
 from pdproxy.cli.main import main
 from pdproxy.settings.schema import Settings
 
@@ -132,38 +138,193 @@ def test_wrong_settings_are_one_line_and_exit_2(
 ) -> None:
     """One line on stderr, nothing on stdout, nothing started."""
     assert main(line.split()) == 2
-    assert capsys.readouterr() == ("", f"pdproxy: {error}\n")
+    command = " ".join(takewhile(str.isalpha, line.split()))
+    assert capsys.readouterr() == ("", f"pdproxy {command}: {error}\n")
     assert served == []
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "the following arguments are required: COMMAND"),
-        ("config", "the following arguments are required: ACTION"),
-        ("serve --decode", "argument --decode: expected at least one argument"),
-        ("serve --dec a:1", "unrecognized arguments: --dec a:1"),
-        ("config print --pre a:1", "unrecognized arguments: --pre a:1"),
-        ("bogus", "invalid choice: 'bogus'"),
+        ("", f"pdproxy: COMMAND is missing: expected {', '.join(COMMANDS)}"),
+        ("config", "pdproxy config: ACTION is missing: expected init, print, validate"),
+        ("serve --decode", "pdproxy serve: --decode: expected at least one argument"),
+        ("serve --prefil a:1", "pdproxy serve: unknown option --prefil: did you mean --prefill?"),
+        ("serve --prefil=a:1", "pdproxy serve: unknown option --prefil: did you mean --prefill?"),
+        ("serve --dec a:1", "pdproxy serve: unknown option --dec: did you mean --decode?"),
+        ("serve --decode a:1 --xyzzy 1", "pdproxy serve: unknown option --xyzzy"),
+        ("check --api-key x", "pdproxy check: unknown option --api-key: did you mean --api-keys-file?"),
+        ("config print --pre a:1", "pdproxy config print: unknown option --pre: did you mean --prefill?"),
+        ("config prnt", "pdproxy config: unknown action prnt: did you mean print?"),
+        ("sim x", "pdproxy sim: unexpected argument x"),
+        ("srve --port 1", "pdproxy: unknown command srve: did you mean serve?"),
+        ("xyzzy", f"pdproxy: unknown command xyzzy: expected {', '.join(COMMANDS)}"),
+        ("--verison", "pdproxy: unknown option --verison: did you mean --version?"),
+        ("demo --engine simm", "pdproxy demo: --engine: expected sim or vllm, got simm: did you mean sim?"),
+        ("completion fish", "pdproxy completion: unknown shell fish: expected bash, zsh, tcsh"),
+        ("check --timeout x", "pdproxy check: --timeout: expected 0.1 to 600 seconds, got 'x'"),
     ],
 )
-def test_wrong_arguments_are_two_lines_and_exit_2(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line of usage and the message; abbreviated options are wrong arguments."""
-    assert main(line.split()) == 2
+def test_a_wrong_argument_is_one_line_of_its_command_and_exit_2(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command that met it, what was probably meant, and where help is; abbreviated options are wrong arguments."""
+    command = line.split() if line != "--verison" else [line, "serve"]
+    assert main(command) == 2
     out, err = capsys.readouterr()
-    usage, text = err.splitlines()
     assert out == ""
-    assert usage.startswith("usage: pdproxy")
-    assert message in text
+    assert err == f"{message}\nSee `{message.partition(':')[0]} --help`.\n"
+
+
+def test_every_wrong_argument_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Several unknown options are several lines; what is long or could control a terminal is shown shortened and escaped."""
+    assert main(["serve", "--prot", "1", "--hots=x", "--prot", "2", "--\x1b[31m", f"--{'x' * 500}"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "pdproxy serve: unknown option --prot: did you mean --port?",
+        "pdproxy serve: unknown option --hots: did you mean --host?",
+        "pdproxy serve: unknown option '--\\x1b[31m'",
+        f"pdproxy serve: unknown option --{'x' * 75}...",
+        "See `pdproxy serve --help`.",
+    ]
+
+
+def test_all_mistakes_of_settings_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line for each, with the command in front, and exit code 2."""
+    path = tmp_path / "x.yaml"
+    path.write_text("listen: {port: x}\nlogs: 1\nlimits: {attempts: 0}")
+    monkeypatch.setenv("PDPROXY_LISTEN__HOTS", "x")
+    assert main(["serve", "--config", str(path), "--log-level", "loud"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f'pdproxy serve: listen.port: expected a whole number >= 1 and <= 65535, got "x" (file {path})',
+        f"pdproxy serve: logs: unknown key (file {path})",
+        f"pdproxy serve: limits.attempts: expected a whole number >= 1 and <= 100, got 0 (file {path})",
+        "pdproxy serve: PDPROXY_LISTEN__HOTS: unknown environment variable (did you mean PDPROXY_LISTEN__HOST?)",
+        'pdproxy serve: observe.log_level: expected debug or info or warning or error, got "loud" (--log-level)',
+    ]
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     """--version and --help print to stdout and succeed."""
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"pdproxy {__version__}\n"
-    for line in ("--help", "serve --help", "config --help", "config print --help", "config validate --help"):
-        assert main(line.split()) == 0
-        assert capsys.readouterr().out.startswith("usage: pdproxy")
+    for line in ("", *COMMANDS, "config init", "config print", "config validate"):
+        assert main([*line.split(), "--help"]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith("usage: pdproxy")
+        assert "\nexamples:\n  pdproxy " in out or line == "config"
+
+
+def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    """The options of a parser and its subcommands, each with its help."""
+    for action in parser._actions:
+        if isinstance(action.choices, dict):
+            for one in action.choices.values():
+                yield from options_of(one)
+        elif action.option_strings and action.help is not argparse.SUPPRESS:
+            yield f"{parser.prog} {action.option_strings[-1]}", action.help or ""
+
+
+def test_each_help_of_an_option_stands_alone() -> None:
+    """It states the default (switches and lists of engines have none), and does not begin with a word for another line."""
+    switches = ("--help", "--version", "--json", "--strict", "--quiet", "--ready", "--fault", "--prefill", "--decode")
+    found = dict(options_of(parser_of(COMMANDS)))
+    assert len(found) > 200
+    bare = [
+        option
+        for option, words in found.items()
+        if "(default" not in words and not option.endswith((*switches, "--aggregated"))
+    ]
+    assert bare == []
+    assert [option for option, words in found.items() if words.startswith(("its ", "the same"))] == [
+        "pdproxy health --key"
+    ]
+
+
+def test_the_options_that_are_settings_are_grouped(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each command that takes settings has them in the same groups by purpose, none in the group of others."""
+    groups = [
+        "settings file",
+        "engines",
+        "listening and TLS",
+        "keys",
+        "browsers (CORS)",
+        "KV transfer",
+        "receivers of KV",
+    ]
+    groups += ["tokenizing", "limits", "logs"]
+    for line in ("serve", "check", "conformance", "health", "config print", "config validate"):
+        assert main([*line.split(), "--help"]) == 0
+        titles = re.findall(r"^(\w[^\n]*):$", capsys.readouterr().out, flags=re.MULTILINE)
+        assert [title for title in titles if title in groups] == groups
+        assert set(titles) - set(groups) <= {"options", "examples", line}
+
+
+def test_config_init_prints_and_writes_the_reference(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The file of configs/, which loads; a file that exists is kept unless --force is given."""
+    reference = (Path(__file__).parents[2] / "configs" / "reference.yaml").read_text()
+    assert main(["config", "init"]) == 0
+    assert capsys.readouterr() == (reference, "")
+    path = tmp_path / "x.yaml"
+    assert main(["config", "init", "--out", str(path)]) == 0
+    assert capsys.readouterr() == (f"wrote {path}\n", "")
+    assert path.read_text() == reference
+    assert main(["config", "validate", "--config", str(path)]) == 0
+    capsys.readouterr()
+    path.write_text("mine")
+    assert main(["config", "init", "--out", str(path)]) == 1
+    assert capsys.readouterr() == ("", f"pdproxy config init: {path}: exists already: --force overwrites it\n")
+    assert path.read_text() == "mine"
+    assert main(["config", "init", "--out", str(path), "--force"]) == 0
+    assert path.read_text() == reference
+    capsys.readouterr()
+    assert main(["config", "init", "--out", str(tmp_path / "no" / "x.yaml")]) == 1
+    assert capsys.readouterr().err.endswith("x.yaml: can't be written: No such file or directory\n")
+    assert main(["config", "init", "--out", "a\0b"]) == 1
+    assert capsys.readouterr().err == 'pdproxy config init: "a\\u0000b": can\'t be written: is no name of a file\n'
+    assert main(["config", "init", "--force"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["ser"], "serve"),
+        (["serve", "--pref"], "--prefill"),
+        (["config", "i"], "init"),
+        (["completion", "z"], "zsh"),
+        (["serve", "--config", "pyproj"], "pyproject.toml"),
+    ],
+)
+def test_bash_completes_commands_options_and_files(
+    words: list[str], wanted: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The script runs in bash and knows what the parser knows."""
+    assert main(["completion", "bash"]) == 0
+    script = capfd.readouterr().out
+    line = shlex.join(["pdproxy", *words])
+    script += f'\nCOMP_WORDS=({line}); COMP_CWORD={len(words)}; _shtab_pdproxy; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    root = Path(__file__).parents[2]
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=False, cwd=root)
+    assert (done.stdout.split(), done.stderr) == ([wanted], "")
+
+
+@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+def test_scripts_for_other_shells(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They name the commands; these shells need not be on this machine."""
+    assert main(["completion", shell]) == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in COMMANDS)
+
+
+def test_the_version_is_printed_without_the_settings() -> None:
+    """Neither other commands nor the libraries of some of them are imported."""
+    code = (
+        "import sys; from pdproxy.cli.main import main; main(['--version'])\n"
+        "print([m for m in ('shtab', 'yaml', 'asyncio', 'pdproxy.cli.serve', 'pdproxy.sim') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == (f"pdproxy {__version__}\n[]\n", "")
 
 
 def test_config_print_shows_what_is_in_force(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -309,13 +309,17 @@ def test_the_image_serves_where_a_network_reaches_it(monkeypatch: pytest.MonkeyP
 
 async def health_check(port: int) -> int:
     """Run the image's health check against a port of this machine; return its exit code."""
-    command = json.loads(the("HEALTHCHECK").partition(" CMD ")[2])
-    assert command[0] == "python"
+    options, _, words = the("HEALTHCHECK").partition(" CMD ")
+    command = json.loads(words)
+    assert command[:2] == ["pdproxy", "health"]
+    within = re.search(r"--timeout=(\d+)s", options)
+    assert within is not None
+    assert float(command[command.index("--timeout") + 1]) < float(within[1])
     env = os.environ | image_environment() | {"PDPROXY_LISTEN__PORT": str(port)}
     # The check must not use an HTTP proxy of the environment.
     env |= {"http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *command[1:], env=env, stderr=asyncio.subprocess.DEVNULL
+        sys.executable, "-m", *command, env=env, stderr=asyncio.subprocess.DEVNULL
     )
     return await asyncio.wait_for(process.wait(), 30)
 

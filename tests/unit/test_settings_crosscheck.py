@@ -6,10 +6,18 @@ import pytest
 
 from pdproxy.settings.crosscheck import crosscheck, engine_url, parsed_networks
 from pdproxy.settings.dump import MASK, dump
-from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.limits import Limits
 from pdproxy.settings.load import EngineFlag, load
 from pdproxy.settings.schema import Auth, Facts, Listen, Node, Pool, Role, Settings
+
+
+def checked(settings: Settings, *, need_engines: bool = True) -> Settings:
+    """The settings after the checks; raises for their mistakes."""
+    found = Mistakes()
+    settings = crosscheck(settings, found, need_engines=need_engines)
+    found.raise_any()
+    return settings
 
 
 def pool_error(*engines: tuple[Role, str]) -> str:
@@ -75,7 +83,7 @@ def test_passwords_in_urls_are_refused_unseen() -> None:
     """A URL with a password is no engine's, and the error doesn't print it."""
     text = pool_error(("decode", "http://user:hunter2@host:1"))
     assert text == (
-        'pools[0].nodes[0].url: "http://***@host:1": user and password aren\'t supported: set auth.engine_api_key'
+        'pools[0].nodes[0].url: "http://***@host:1": user and password aren\'t supported: set auth.engine_api_key (--decode)'
     )
     assert "hunter2" not in pool_error(("decode", "user:hunter2@host:1"))
 
@@ -84,7 +92,7 @@ def test_an_engine_given_twice() -> None:
     """The same engine in two spellings or two roles is one too many."""
     assert pool_error(("prefill", "http://A:80/"), ("decode", "b:1"), ("decode", "a")) == (
         "pools[0].nodes[0] and pools[0].nodes[2]: http://a:80 is given twice: "
-        "an engine has one role (flags add to the file's nodes)"
+        "an engine has one role (flags add to the file's nodes) (--decode)"
     )
 
 
@@ -161,7 +169,7 @@ def test_dump_masks_keys(tmp_path: Path, auth: Auth) -> None:
 
 def test_crosscheck_is_idempotent() -> None:
     """Checked settings pass the check unchanged."""
-    assert crosscheck(crosscheck(FULL)) == crosscheck(FULL) == FULL
+    assert checked(checked(FULL)) == checked(FULL) == FULL
 
 
 @pytest.mark.parametrize("text", ["nobody", "10.0.0.0/33", "10.0.0.1:80", "::1/129", "10.0.0.*"])
@@ -169,7 +177,7 @@ def test_a_trusted_proxy_is_an_address_or_a_network(text: str) -> None:
     """Anything else is refused with its place in the list."""
     listen = Listen(trusted_proxies=("10.0.0.0/8", text))
     with pytest.raises(SettingsError, match=r"listen\.trusted_proxies\[1\]: .*expected an address or a network"):
-        crosscheck(Settings(listen=listen), need_engines=False)
+        checked(Settings(listen=listen), need_engines=False)
 
 
 def test_trusted_proxies_as_networks() -> None:
@@ -183,14 +191,14 @@ def test_the_largest_body_has_space(space: int, fits: bool) -> None:
     """An eighth of the space is kept for small bodies: the largest one must fit into the rest, or it could never be served."""
     settings = Settings(limits=Limits(max_body_bytes=1000, max_buffered_bytes=space))
     if fits:
-        assert crosscheck(settings, need_engines=False).limits == settings.limits
+        assert checked(settings, need_engines=False).limits == settings.limits
         return
     with pytest.raises(SettingsError, match=r"limits\.max_buffered_bytes = \d+ has no space .*expected at least 1143"):
-        crosscheck(settings, need_engines=False)
+        checked(settings, need_engines=False)
 
 
 def test_the_largest_answer_has_space() -> None:
     """A bound for all answers below that of one would refuse what the other allows."""
     settings = Settings(limits=Limits(max_answer_bytes=1000, max_buffered_answer_bytes=999))
     with pytest.raises(SettingsError, match=r"limits\.max_buffered_answer_bytes = 999 has no space"):
-        crosscheck(settings, need_engines=False)
+        checked(settings, need_engines=False)

@@ -71,7 +71,8 @@ def test_connector_flag() -> None:
     flag = Flag("--connector", f"{POOL}connector", "lmcache")
     assert (
         error(flags=(flag,))
-        == 'pools[0].connector: expected nixl or lmcache-pd or lmcache-mp or shared or kvstore-keys, got "lmcache" (--connector)'
+        == "pools[0].connector: expected nixl or lmcache-pd or lmcache-mp or shared or kvstore-keys, "
+        'got "lmcache" (did you mean lmcache-pd?) (--connector)'
     )
 
 

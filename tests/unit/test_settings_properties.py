@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdproxy.settings.conform import leaves
 from pdproxy.settings.environment import variable
-from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.errors import MAX_MISTAKES, SettingsError
 from pdproxy.settings.load import EngineFlag, Flag, load
 from pdproxy.settings.schema import Settings
 
@@ -43,8 +43,10 @@ def load_text(text: bytes, env: dict[str, str] | None = None, flags: tuple[Flag,
 
 def refused(error: SettingsError) -> None:
     """Check that an error is fit to print: no line break, no escape sequence, no novel."""
-    assert str(error).isprintable()
-    assert 0 < len(str(error)) < 1000
+    assert 0 < len(error.mistakes) <= MAX_MISTAKES + 1
+    for line in error.mistakes:
+        assert line.isprintable()
+        assert 0 < len(line) < 1000
 
 
 # A machine that is busy with engines may be slow to draw and to write files; that is no finding.

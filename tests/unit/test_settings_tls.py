@@ -65,7 +65,7 @@ def test_nodes_and_pools(tmp_path: Path) -> None:
         ("pools: [{tls: {verify: maybe}}]", 'pools[0].tls.verify: expected true or false or null, got "maybe"'),
         (
             "pools: [{nodes: [{url: 'http://b:1', role: decode, tls: {ca: f}}]}]",
-            "pools[0].nodes[0].tls: http://b:1 is without TLS: expected an https:// URL",
+            'pools[0].nodes[0].tls: "http://b:1" is without TLS: expected an https:// URL',
         ),
         (
             "pools: [{nodes: [{url: 'http://b:1', role: decode, api_key: k, api_key_file: f}]}]",

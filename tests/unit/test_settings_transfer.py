@@ -13,7 +13,7 @@ from pdproxy.cli.options import add_settings_options, settings_from
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.settings.crosscheck import crosscheck
-from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.schema import LMCache, Node, Pool, Receiver, Settings
 from pdproxy.settings.transfer_checks import receiver_host
 from pdproxy.tokens.ids import TokenIds
@@ -22,6 +22,14 @@ from pdproxy.wire.request import Route, parse
 from tests.fakes.registry import registry
 
 P = Node(url="http://p:8100", role="prefill")
+
+
+def checked(settings: Settings, *, need_engines: bool = True) -> Settings:
+    """The settings after the checks; raises for their mistakes."""
+    found = Mistakes()
+    settings = crosscheck(settings, found, need_engines=need_engines)
+    found.raise_any()
+    return settings
 
 
 def decode(engine: str = "d", port: int = 7300, ranks: int = 1, **more: Any) -> Node:
@@ -39,7 +47,7 @@ def pool(*nodes: Node, **more: Any) -> Settings:
 def wrong(settings: Settings) -> str:
     """Why settings are refused: one line."""
     with pytest.raises(SettingsError) as caught:
-        crosscheck(settings)
+        checked(settings)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -63,7 +71,7 @@ def test_no_port_is_given_twice_on_one_host() -> None:
     """KV would go to the wrong engine. On another host the same ports are fine."""
     second = Node(url="http://same:8201", role="decode", receiver=decode("same").receiver)
     assert "port 7300 of same is given twice" in wrong(pool(decode("same"), second))
-    assert len(crosscheck(pool(decode("a"), decode("b"))).pool.nodes) == 3
+    assert len(checked(pool(decode("a"), decode("b"))).pool.nodes) == 3
 
 
 def test_only_decode_engines_of_lmcache_have_receivers() -> None:
@@ -154,7 +162,8 @@ def test_where_notices_are_awaited(host: str, port: str) -> None:
 @pytest.mark.parametrize("connector", ["lmcache-pd", "kvstore-keys"])
 def test_connectors_that_need_ids_need_them_made(connector: Any) -> None:
     """`tokenize: off` would have every prompt served by one engine, silently."""
-    settings = Settings(pools=(Pool(connector=connector, nodes=(P, decode("a")), tokenize="off"),))
+    engine = decode("a") if connector == "lmcache-pd" else Node(url="http://a:1", role="decode")
+    settings = Settings(pools=(Pool(connector=connector, nodes=(P, engine), tokenize="off"),))
     message = wrong(settings)
     assert (
         message
@@ -171,16 +180,16 @@ def test_connectors_that_take_no_ids_have_none_made(connector: Any) -> None:
         wrong(always)
         == f"pools[0].tokenize: connector {connector} takes no token ids: expected off or auto, got always"
     )
-    settings = crosscheck(Settings(pools=(Pool(connector=connector, nodes=nodes),)))
+    settings = checked(Settings(pools=(Pool(connector=connector, nodes=nodes),)))
     assert _legs(settings, TokenIds(b"[1,2]", 2)) == _legs(settings, None)
 
 
 def test_what_may_always_be_tokenized() -> None:
     """Where ids are needed anyway, and where they change a leg."""
-    crosscheck(pool(decode("a"), tokenize="always"))
+    checked(pool(decode("a"), tokenize="always"))
     nodes = (P, Node(url="http://d:8200", role="decode"))
-    crosscheck(Settings(pools=(Pool(connector="kvstore-keys", nodes=nodes, tokenize="always"),)))
-    settings = crosscheck(Settings(pools=(Pool(connector="nixl", nodes=nodes, tokenize="always"),)))
+    checked(Settings(pools=(Pool(connector="kvstore-keys", nodes=nodes, tokenize="always"),)))
+    settings = checked(Settings(pools=(Pool(connector="nixl", nodes=nodes, tokenize="always"),)))
     assert _legs(settings, TokenIds(b"[1,2]", 2)) != _legs(settings, None)
 
 

@@ -777,7 +777,7 @@ def test_what_is_printed_can_be_loaded(tmp_path: Path) -> None:
 def test_sources_that_are_none(tmp_path: Path, nodes: list[Tree], says: str) -> None:
     config = tmp_path / "x.yaml"
     config.write_text(yaml.safe_dump({"pools": [{"nodes": nodes}]}))
-    assert refusal(lambda: load(config, {})) == says
+    assert refusal(lambda: load(config, {})) == f"{says} (file {config})"
 
 
 def test_sources_are_spelled_as_urls_are(tmp_path: Path) -> None:

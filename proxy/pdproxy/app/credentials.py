@@ -16,7 +16,7 @@ from pdproxy.fleet.engine import EngineCredentials
 from pdproxy.kit.reloading_file import ReloadingFile
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.serving.access.keys import Keys, digest
-from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.files import read_key, read_keys, read_numbered_keys
 from pdproxy.settings.schema import EngineTls, ListenTls, Node, Settings
 from pdproxy.settings.tls import engine_context, following, listen_context, merged
@@ -34,24 +34,34 @@ class Credentials:
         """Read everything.
 
         Raises:
-            SettingsError: a file can't be read, or does not hold what it should.
+            SettingsError: files can't be read, or don't hold what they should; a line for each.
         """
+        found = Mistakes()
         self._followed: list[ReloadingFile[Any]] = []
         self._tasks: TaskOwner | None = None
         self._following = False
         auth, pool, listen = settings.auth, settings.pool, settings.listen.tls
         self._key_file = auth.api_keys_file
-        self._valid_keys = self._client_keys(auth.api_keys, auth.api_keys_file)
+        self._valid_keys: Callable[[], Mapping[bytes, str]] | None = None
+        with found.collecting():
+            self._valid_keys = self._client_keys(auth.api_keys, auth.api_keys_file)
         self.keys = Keys(self._valid_keys)
-        self._common_key = self._key("auth.engine_api_key_file", auth.engine_api_key, auth.engine_api_key_file)
+        self._common_key: Callable[[], str | None] = lambda: None
+        with found.collecting():
+            self._common_key = self._key("auth.engine_api_key_file", auth.engine_api_key, auth.engine_api_key_file)
         self._pool_tls = pool.tls
         self._contexts: dict[EngineTls, Callable[[], ssl.SSLContext]] = {}
         self._unverified: list[str] = []
         self._engines: dict[str, EngineCredentials] = {}
         for index, node in enumerate(pool.nodes):
-            self._read_engine(node, f"pools[0].nodes[{index}]")
-        self.listen = self._listen_tls(listen) if listen.certificate is not None else None
+            with found.collecting():
+                self._read_engine(node, f"pools[0].nodes[{index}]")
+        self.listen: ssl.SSLContext | None = None
         """The context for clients; None: plain HTTP."""
+        if listen.certificate is not None:
+            with found.collecting():
+                self.listen = self._listen_tls(listen)
+        found.raise_any()
 
     def __repr__(self) -> str:
         return f"<Credentials of {len(self._engines)} engines, {len(self._followed)} files>"

@@ -82,7 +82,7 @@ def _run(settings: Settings, log: Log) -> int:
         log.close()
         with contextlib.suppress(OSError):  # nobody reads it
             sys.stderr.write(
-                f"pdproxy: can't listen on listen.host:listen.port = {address}: {error.strerror or error}\n"
+                f"pdproxy serve: can't listen on listen.host:listen.port = {address}: {error.strerror or error}\n"
             )
         return 2
     gc.set_threshold(*GC_THRESHOLDS)

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from pdproxy.cli.options import add_settings_options, settings_from
+from pdproxy.cli.parser import examples
 from pdproxy.cli.reading import can_print, seconds
 from pdproxy.settings.errors import SettingsError
 from pdproxy.transfer.nixl import NIXL
@@ -22,24 +23,33 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "check",
         help="check whether engines will work with prefill and decode split",
-        description="Ask the engines, send a few requests through each pair of them, and print what is wrong and how to fix it. "
-        "The exit code is 0 if they are ready, 1 if not, 2 if the settings are wrong. Nothing is changed on the engines.",
+        description="Ask the engines for their settings, send a few requests through each pair of a prefill and a decode "
+        "engine, and print what is wrong and how to fix it. Run it before there is traffic. The exit code is 0 if the engines "
+        "are ready, 1 if not, 2 if the settings are wrong. Nothing is changed on the engines.",
         usage="pdproxy check --prefill URL [URL ...] --decode URL [URL ...] [option ...]",
-        epilog="example: pdproxy check --prefill 127.0.0.1:8200 --decode 127.0.0.1:8300",
+        epilog=examples(
+            "pdproxy check --prefill 127.0.0.1:8200 --decode 127.0.0.1:8300",
+            "pdproxy check --config pdproxy.yaml --strict --json",
+        ),
     )
     group = parser.add_argument_group("check")
     group.add_argument(
-        "--timeout", metavar="S", type=seconds(minimum=0.1), default=10.0, help="seconds for each request (default: 10)"
+        "--timeout",
+        metavar="S",
+        type=seconds(minimum=0.1),
+        default=10.0,
+        help="seconds that each request may take (default: 10)",
     )
     group.add_argument(
         "--lease-watch",
         metavar="S",
         type=seconds(minimum=0.0),
         default=5.0,
-        help="seconds to leave a KV handle unused, to see whether its lease ends; 0: no check (default: 5)",
+        help="seconds to leave a KV handle unused, to see whether the prefill engine keeps its KV that long; 0: no such check "
+        "(default: 5)",
     )
-    group.add_argument("--strict", action="store_true", help="exit with 1 on warnings, too")
-    group.add_argument("--json", action="store_true", help="print one JSON object")
+    group.add_argument("--strict", action="store_true", help="exit with 1 also if there are only warnings")
+    group.add_argument("--json", action="store_true", help="print the report as one JSON object")
     add_settings_options(parser)
     parser.set_defaults(run=run)
 

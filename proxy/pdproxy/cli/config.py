@@ -1,13 +1,19 @@
-"""`pdproxy config`: print or check the settings without running anything."""
+"""`pdproxy config`: print or check the settings without running anything, or begin a settings file."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections import Counter
+from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdproxy.cli.options import add_settings_options, settings_from
+from pdproxy.cli.parser import examples
 from pdproxy.settings.dump import dump
+from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.yaml_file import spell_file
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
@@ -17,26 +23,63 @@ def add(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "config",
-        help="print or validate settings",
-        description="Print or check the settings that `pdproxy serve` would use with the same options, variables and file.",
+        help="begin a settings file; print or check the settings",
+        description="Begin a settings file, or print or check the settings that `pdproxy serve` would use with the same options, "
+        "variables and file. No engine is asked.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    beginning = actions.add_parser(
+        "init",
+        help="print or write a settings file with every setting explained",
+        description="Print or write (--out) a YAML file with every setting, its default and a comment. Only its two engines are "
+        "examples. Settings that you delete keep their defaults.",
+        epilog=examples("pdproxy config init --out pdproxy.yaml", "pdproxy serve --config pdproxy.yaml"),
+    )
+    beginning.add_argument("--out", metavar="FILE", type=Path, help="file to write (default: print it)")
+    beginning.add_argument("--force", action="store_true", help="overwrite the file if it exists (default: refuse)")
+    beginning.set_defaults(run=begin_file)
     printing = actions.add_parser(
         "print",
-        help="print all settings as YAML",
-        description="Print all settings as YAML, with defaults and with masked keys. It needs no engines.",
+        help="print the settings in force as YAML",
+        description="Print all settings from all sources as YAML, with defaults and with masked keys. No engine is needed.",
         usage="pdproxy config print [--config FILE] [option ...]",
+        epilog=examples("pdproxy config print --config pdproxy.yaml --port 9000"),
     )
     printing.set_defaults(run=print_settings)
     validating = actions.add_parser(
         "validate",
-        help="check the settings",
-        description="Check whether `pdproxy serve` would accept these settings. The exit code is 0 or, with a message, 2.",
+        help="check the settings, and the files that they name",
+        description="Check whether `pdproxy serve` would accept these settings, and read the files of keys and certificates that "
+        "they name. The exit code is 0, or 2 with a line for each mistake.",
         usage="pdproxy config validate [--config FILE] [option ...]",
+        epilog=examples("pdproxy config validate --config pdproxy.yaml"),
     )
     validating.set_defaults(run=validate_settings)
     for action in (printing, validating):
         add_settings_options(action)
+
+
+def begin_file(arguments: argparse.Namespace) -> int:
+    """Print or write the settings file that explains every setting."""
+    text = files("pdproxy.settings").joinpath("reference.yaml").read_text(encoding="utf-8")
+    path: Path | None = arguments.out
+    if arguments.force and path is None:
+        raise SettingsError("--force: has no effect without --out")
+    if path is None:
+        sys.stdout.write(text)
+        return 0
+    try:
+        with path.open("w" if arguments.force else "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        sys.stderr.write(f"{arguments.prog}: {spell_file(path)}: exists already: --force overwrites it\n")
+        return 1
+    except (OSError, ValueError) as error:  # a ValueError is a null byte in the name
+        why = error.strerror if isinstance(error, OSError) else "is no name of a file"
+        sys.stderr.write(f"{arguments.prog}: {spell_file(path)}: can't be written: {why}\n")
+        return 1
+    print(f"wrote {spell_file(path)}")
+    return 0
 
 
 def print_settings(arguments: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from pdproxy.cli.options import add_settings_options, settings_from
+from pdproxy.cli.parser import examples
 from pdproxy.cli.reading import can_print, seconds
 
 if TYPE_CHECKING:
@@ -24,21 +25,33 @@ def add(commands: Commands) -> None:
         "counters and with the answers of one engine alone. The exit code is 0 if all checks that apply passed, 1 if one "
         "failed, 2 if the settings are wrong, 3 if one could not be judged. The engines should have no other traffic.",
         usage="pdproxy conformance --prefill URL [URL ...] --decode URL [URL ...] --connector NAME [--plain URL] [option ...]",
-        epilog="example: pdproxy conformance --prefill 127.0.0.1:8200 --decode 127.0.0.1:8300 --connector nixl",
+        epilog=examples(
+            "pdproxy conformance --prefill 127.0.0.1:8200 --decode 127.0.0.1:8300 --connector nixl",
+            "pdproxy conformance --config pdproxy.yaml --plain 127.0.0.1:8100 --json",
+        ),
     )
     group = parser.add_argument_group("conformance")
-    group.add_argument("--plain", metavar="URL", help="an engine with the same model and no connector, to compare with")
     group.add_argument(
-        "--timeout", metavar="S", type=seconds(minimum=1.0), default=30.0, help="seconds for each check (default: 30)"
+        "--plain",
+        metavar="URL",
+        help="an engine with the same model and no connector, to compare answers with (default: none)",
+    )
+    group.add_argument(
+        "--timeout",
+        metavar="S",
+        type=seconds(minimum=1.0),
+        default=30.0,
+        help="seconds that each check may take (default: 30)",
     )
     group.add_argument(
         "--lease-watch",
         metavar="S",
         type=seconds(minimum=0.0),
         default=35.0,
-        help="seconds to leave a KV handle unused until its lease must end; 0: no check (default: 35)",
+        help="seconds to leave a KV handle unused, after which the prefill engine must have freed its KV; 0: no such check "
+        "(default: 35)",
     )
-    group.add_argument("--json", action="store_true", help="print one JSON object")
+    group.add_argument("--json", action="store_true", help="print the report as one JSON object")
     add_settings_options(parser)
     parser.set_defaults(run=run)
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdproxy.cli.parser import USAGE_ERROR
+from pdproxy.cli.parser import USAGE_ERROR, examples
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
         description="Run prefill and decode engines, the proxy in front of them and some chats, and show their figures."
         " Simulated engines need no GPU and no model. Ctrl-C ends everything.",
         usage="pdproxy demo [--prefill N] [--decode N] [--engine sim|vllm] [option ...]",
-        epilog="example: pdproxy demo --prefill 1 --decode 3",
+        epilog=examples("pdproxy demo --prefill 1 --decode 3", "pdproxy demo --engine vllm --model Qwen/Qwen3-0.6B"),
     )
     parser.add_argument(
         "--engine", choices=("sim", "vllm"), default="sim", help="simulated or real engines (default: sim)"
@@ -37,19 +37,32 @@ def add(commands: Commands) -> None:
     parser.add_argument("--prefill", metavar="N", type=_count, help="number of prefill engines (default: 2; vllm: 1)")
     parser.add_argument("--decode", metavar="N", type=_count, help="number of decode engines (default: 2; vllm: 1)")
     parser.add_argument(
-        "--model", metavar="NAME", help="name of the model; vllm: the model to serve (default: a tiny model on CPUs)"
+        "--model",
+        metavar="NAME",
+        help="name of the model; vllm: the model to serve (default: a tiny model that runs on CPUs)",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=_port, default=8000, help="port to listen on; 0: any free one (default: 8000)")
-    parser.add_argument("--quiet", action="store_true", help="send no own traffic, print no figures without a terminal")
+    parser.add_argument("--host", default="127.0.0.1", help="address on which the proxy listens (default: 127.0.0.1)")
+    parser.add_argument(
+        "--port", type=_port, default=8000, help="TCP port of the proxy; 0: any free one (default: 8000)"
+    )
+    parser.add_argument(
+        "--quiet", action="store_true", help="send no requests of its own; without a terminal, print no figures"
+    )
     parser.add_argument("--seconds", metavar="N", type=_seconds, help="end after N seconds (default: at Ctrl-C)")
     group = parser.add_argument_group("real engines (--engine vllm)")
-    group.add_argument("--vllm", metavar="PATH", default="vllm", help="vLLM's program (default: the one on the PATH)")
+    group.add_argument("--vllm", metavar="PATH", default="vllm", help="the program vllm (default: the one on the PATH)")
     group.add_argument(
-        "--wait", metavar="S", type=_seconds, default=600.0, help="seconds until all must be ready (default: 600)"
+        "--wait",
+        metavar="S",
+        type=_seconds,
+        default=600.0,
+        help="seconds until all engines must be ready (default: 600)",
     )
     group.add_argument(
-        "--vllm-args", metavar="FLAGS", default="", help="more flags for each engine, as one quoted text"
+        "--vllm-args",
+        metavar="FLAGS",
+        default="",
+        help="more flags for each engine, as one quoted text, such as '--max-model-len 8192' (default: none)",
     )
     parser.add_argument("--capture", metavar="FILE", type=Path, help=argparse.SUPPRESS)  # the last view, as SVG
     parser.set_defaults(run=run)

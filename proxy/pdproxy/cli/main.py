@@ -1,6 +1,6 @@
-"""The entry point: finds the command, and reports wrong settings in one line with exit code 2.
+"""The entry point: finds the command, and reports wrong settings in one line per mistake with exit code 2.
 
-Owns the list of commands. A command is a module with `add(commands)`, which sets the function to call as `run`.
+A command sets the function that is called as `run`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from pdproxy import __version__
-from pdproxy.cli import check, config, conformance, demo, notifier, serve, sim
-from pdproxy.cli.parser import USAGE_ERROR, Parser
+from pdproxy.cli.commands import parser_for
+from pdproxy.cli.parser import USAGE_ERROR
 from pdproxy.settings.errors import SettingsError
 
 
@@ -20,22 +19,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (None: the process's own) and return its exit code."""
     if sys.stderr is None:  # closed by the parent process: only what is written there is lost
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - until the end
-    parser = Parser(
-        prog="pdproxy", description="One OpenAI server in front of vLLM engines with prefill and decode split."
-    )
-    parser.add_argument("--version", action="version", version=f"pdproxy {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (serve, demo, sim, check, conformance, notifier, config):
-        command.add(commands)
+    given = sys.argv[1:] if argv is None else argv
     try:
-        arguments = parser.parse_args(argv)
+        arguments = parser_for(given).parse_args(given)
     except SystemExit as stop:  # --help, --version, or arguments that don't parse
         return stop.code if isinstance(stop.code, int) else USAGE_ERROR
     try:
         code: int = arguments.run(arguments)
     except SettingsError as error:
         with contextlib.suppress(OSError):  # standard error is closed
-            sys.stderr.write(f"pdproxy: {error}\n")
+            sys.stderr.writelines(f"{arguments.prog}: {mistake}\n" for mistake in error.mistakes)
         return USAGE_ERROR
     return code
 

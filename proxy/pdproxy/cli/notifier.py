@@ -10,6 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdproxy.cli.parser import examples
+
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
 
@@ -22,14 +24,14 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "notifier",
         help="print the file that makes vLLM report its KV transfers",
-        description="Print or write (--out) a Python file for engines: vLLM's NIXL connector with notices to the proxy."
-        " The command also prints the flags that the engines need."
-        " Engines with the file work together with engines without it.",
+        description="Print or write (--out) a Python file for engines: vLLM's NIXL connector, which also reports to the proxy"
+        " when KV is ready, loaded or released. The command also prints the flags that the engines need. Engines with the file"
+        " work together with engines without it. The proxy needs --kv-notifier true.",
         usage="pdproxy notifier [--out FOLDER] [--notify ADDRESS [ADDRESS ...]]",
-        epilog="example: pdproxy notifier --out /opt/pdproxy --notify tcp://10.0.0.5:7500",
+        epilog=examples("pdproxy notifier --out /opt/pdproxy --notify tcp://10.0.0.5:7500"),
     )
     parser.add_argument(
-        "--out", metavar="FOLDER", type=Path, help=f"write {MODULE}.py into this folder (default: print it)"
+        "--out", metavar="FOLDER", type=Path, help=f"folder into which {MODULE}.py is written (default: print it)"
     )
     parser.add_argument(
         "--notify",
@@ -37,7 +39,8 @@ def add(commands: Commands) -> None:
         nargs="+",
         type=_address,
         default=[NOTIFY],
-        help=f"addresses where proxies listen for notices; each gets all notices (default: {NOTIFY})",
+        help="where proxies listen for notices (--kv-ready-host, --kv-ready-port): tcp://HOST:PORT or ipc://PATH; each proxy "
+        f"gets all notices (default: {NOTIFY})",
     )
     parser.set_defaults(run=run)
 

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from pdproxy.cli.options import add_settings_options, settings_from
+from pdproxy.cli.parser import examples
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
@@ -16,9 +17,14 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "serve",
         help="run the proxy",
-        description="Serve the OpenAI API from prefill and decode engines.",
+        description="Serve the OpenAI API from prefill and decode engines until SIGTERM or Ctrl-C; requests in flight are "
+        "completed. The exit code is 0, 1 after a failure, 2 with a line for each mistake if the settings are wrong.",
         usage="pdproxy serve --prefill URL [URL ...] --decode URL [URL ...] [option ...]",
-        epilog="example: pdproxy serve --prefill 127.0.0.1:8200 --decode 127.0.0.1:8300",
+        epilog=examples(
+            "pdproxy serve --prefill 127.0.0.1:8200 --decode 127.0.0.1:8300",
+            "pdproxy serve --prefill 10.0.0.1:8200 10.0.0.2:8200 --decode 10.0.0.3:8300 --host 0.0.0.0 --api-keys-file keys.txt",
+            "pdproxy serve --config pdproxy.yaml",
+        ),
     )
     add_settings_options(parser)
     parser.set_defaults(run=run)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 
 import msgspec
 
-from pdproxy.cli.parser import USAGE_ERROR
+from pdproxy.cli.parser import USAGE_ERROR, examples
 from pdproxy.sim.facts import Facts, Hardware, LMCache, Role
 from pdproxy.sim.faults.book import Fault, parse
 from pdproxy.sim.faults.kind import FaultError
@@ -30,37 +30,37 @@ _PORTS: dict[Role, int] = {"prefill": 8200, "decode": 8300, "aggregated": 8100}
 _ENGINE = {
     "model": "name of the model",
     "version": "version that /version reports",
-    "weights": "a number; different weights generate different texts",
+    "weights": "a whole number; engines with different weights generate different texts",
     "template": "chat template",
-    "add_bos": "the tokenizer puts its first token before a completion's prompt",
+    "add_bos": "put the tokenizer's first token (BOS) before the prompt of a completion",
     "block_size": "tokens in a KV block",
     "num_gpu_blocks": "number of KV blocks",
-    "max_model_len": "most tokens of a prompt with its answer",
-    "max_num_seqs": "most requests in one step",
-    "max_num_batched_tokens": "most tokens in one step",
+    "max_model_len": "highest number of tokens of a prompt with its answer",
+    "max_num_seqs": "highest number of requests in one step",
+    "max_num_batched_tokens": "highest number of tokens in one step",
     "enable_prefix_caching": "keep the KV of prompts in a cache",
-    "enable_prompt_tokens_details": "report in the usage how much was cached",
+    "enable_prompt_tokens_details": "report in the usage how many prompt tokens were cached",
     "enable_force_include_usage": "report the usage in all streams, in each event and at the end",
-    "enable_auto_tool_choice": "accept tools",
+    "enable_auto_tool_choice": "accept requests with tools",
     "enable_tokenizer_info_endpoint": "answer /tokenizer_info",
     "enable_server_load_tracking": "count the requests in flight for /load",
     "reasoning_parser": "parser that separates thoughts from the answers of chats",
-    "api_key": "key that clients must send",
+    "api_key": "key that clients must send (default: none)",
     "eos_every": "average number of tokens before an answer ends; 0: no end",
     "connector": "how KV is transferred",
-    "kv_role": "as in --kv-transfer-config (default: from --role and --connector)",
+    "kv_role": "as in --kv-transfer-config (default: what --role and --connector need)",
     "tensor_parallel_size": "number of workers, each of which sends notices",
-    "notify": "where to send notices: tcp://HOST:PORT (nixl, lmcache-pd) or http://HOST:PORT/PATH (lmcache-mp) (default: none)",
-    "shared_storage_path": "folder that engines share (shared, lmcache-mp, kvstore-keys; default: none, its own memory)",
-    "kv_load_failure_policy": "what to do if KV can't be loaded",
-    "kv_lease_duration": "seconds that prefill keeps KV for decode",
-    "heartbeat_interval": "seconds between decode's renewals of leases",
-    "handshake_timeout": "seconds that decode waits for a handshake with a prefill engine",
-    "side_channel_host": "address that KV handles name",
-    "side_channel_port": "port that KV handles name; 0: any free one",
+    "notify": "where to send notices: tcp://HOST:PORT (nixl, lmcache-pd), http://HOST:PORT/PATH (lmcache-mp) (default: none)",
+    "shared_storage_path": "folder that engines share (shared, lmcache-mp, kvstore-keys); empty: each uses its own memory",
+    "kv_load_failure_policy": "what happens to a request whose KV can't be loaded",
+    "kv_lease_duration": "seconds for which a prefill engine keeps KV for a decode engine",
+    "heartbeat_interval": "seconds between two renewals of a lease by a decode engine",
+    "handshake_timeout": "seconds for which a decode engine waits for a handshake with a prefill engine",
+    "side_channel_host": "address of the NIXL side channel, which KV handles name",
+    "side_channel_port": "TCP port of the NIXL side channel; 0: any free one",
 }
 _HARDWARE = {
-    "speed": "times faster than real; 0: nothing takes time",
+    "speed": "factor by which everything is faster than real engines; 0: nothing takes time",
     "prefill_tokens_per_s": "prompt tokens per second",
     "decode_step_s": "seconds of a step with one sequence",
     "decode_step_per_seq_s": "seconds that each further sequence adds",
@@ -87,6 +87,10 @@ _GROUPS: tuple[tuple[str, type[_Group], dict[str, str]], ...] = (
     ("its hardware (an H200 with an 8B model)", Hardware, _HARDWARE),
     ("LMCache (its names)", LMCache, _LMCACHE),
 )
+_EXAMPLES = examples(
+    "pdproxy sim --role prefill",
+    "pdproxy sim --role decode --port 8300 --fault reset@mid_stream:rate=0.1",
+)
 _NESTED: dict[type[_Group], str] = {Hardware: "hardware", LMCache: "lmcache"}
 
 
@@ -97,20 +101,31 @@ def add(commands: Commands) -> None:
         help="run a simulated engine",
         description="Run a simulated vLLM engine: its API, its KV transfer and its faults, without a model and a GPU.",
         usage="pdproxy sim [--role prefill|decode|aggregated] [--port PORT] [--fault SPEC ...] [option ...]",
-        epilog=_faults_help(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{_faults_help()}\n\n{_EXAMPLES}",
     )
-    parser.add_argument("--role", metavar="ROLE", default="aggregated", help="prefill, decode or aggregated (default)")
+    parser.add_argument(
+        "--role", metavar="ROLE", default="aggregated", help="prefill, decode or aggregated (default: aggregated)"
+    )
     parser.add_argument("--host", metavar="HOST", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     ports = ", ".join(f"{port} {role}" for role, port in _PORTS.items())
-    parser.add_argument("--port", metavar="PORT", help=f"port to listen on; 0: any free one (default: {ports})")
+    parser.add_argument("--port", metavar="PORT", help=f"TCP port to listen on; 0: any free one (default: {ports})")
     parser.add_argument(
-        "--admin-port", metavar="PORT", help="port for faults at run time; 0: any free one (default: none)"
+        "--admin-port",
+        metavar="PORT",
+        help="TCP port at which faults are armed while the engine runs; 0: any free one (default: none)",
     )
     parser.add_argument("--ssl-certfile", metavar="FILE", help="certificate for TLS, PEM (default: no TLS)")
-    parser.add_argument("--ssl-keyfile", metavar="FILE", help="its private key (default: in the certificate's file)")
+    parser.add_argument(
+        "--ssl-keyfile", metavar="FILE", help="the certificate's private key, PEM (default: in the certificate's file)"
+    )
     parser.add_argument("--seed", metavar="N", help="seed of all random draws (default: different in each run)")
-    parser.add_argument("--fault", metavar="SPEC", action="append", default=[], help="arm a fault; may be repeated")
+    parser.add_argument(
+        "--fault",
+        metavar="SPEC",
+        action="append",
+        default=[],
+        help="fault to arm, such as reset@mid_stream:rate=0.1, see below; may be repeated",
+    )
     for title, kind, words in _GROUPS:
         group = parser.add_argument_group(title)
         for name, annotation in _fields(kind).items():
@@ -120,7 +135,7 @@ def add(commands: Commands) -> None:
 
 def _faults_help() -> str:
     lines = [
-        "a fault is KIND[@MOMENT][:KEY=VALUE,...], such as reset@mid_stream:rate=0.1 or status@queued:next=3,status=503"
+        "A fault is KIND[@MOMENT][:KEY=VALUE,...], such as reset@mid_stream:rate=0.1 or status@queued:next=3,status=503"
     ]
     lines += [
         "keys: next (number of requests; default 1), rate, seed, path, stream, releases, events, and the kind's own",
@@ -154,8 +169,8 @@ def _add_option(group: Any, name: str, annotation: Any, words: str, default: Any
         group.add_argument(_option(name), dest=name, action=argparse.BooleanOptionalAction, help=words)
         return
     words += f": {' or '.join(_choices(annotation))}" if _choices(annotation) else ""
-    words += f" (default: {default:g})" if isinstance(default, float) else ""
-    words += f" (default: {default})" if isinstance(default, str | int) else ""
+    shown = f"{default:g}" if isinstance(default, float) else str(default) or "empty"
+    words += f" (default: {shown})" if default is not None else ""
     group.add_argument(_option(name), dest=name, metavar="VALUE", help=words.replace("%", "%%"))
 
 

@@ -1,4 +1,4 @@
-"""Checks a tree of plain values against the schema and names the first key that is wrong.
+"""Checks a tree of plain values against the schema and names every key that is wrong.
 
 msgspec would find it, too. But its errors have its own paths and type names, and don't state where the value was read, which key
 was probably meant, and hide no secret values. Owns the texts of what is expected.
@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 from msgspec import inspect
 
-from pdproxy.settings.errors import KeyPath, SettingsError, did_you_mean, spell_key, spell_value
+from pdproxy.settings.errors import KeyPath, Mistakes, did_you_mean, spell_key, spell_value
 from pdproxy.settings.section import NAMES
 
 
@@ -23,40 +23,66 @@ def conform(value: object, kind: Any, where: str, path: KeyPath = ()) -> Any:
     `kind` is a type of the schema, `where` names the source of the value.
 
     Raises:
-        SettingsError: naming the first key that is wrong.
+        SettingsError: naming every key that is wrong.
     """
+    found = Mistakes()
+    plain = collect(value, kind, where, path, found)
+    found.raise_any()
+    return plain
+
+
+def collect(value: object, kind: Any, where: str, path: KeyPath, found: Mistakes) -> Any:
+    """Do as `conform`, but add mistakes to `found`. What is wrong is left out of a section, and None in a list."""
+    found.read_from(path, where)
     if _is_section(kind):
-        return _section(value, kind, where, path)
+        return _section(value, kind, where, path, found)
     if get_origin(kind) is tuple:
         if not isinstance(value, list | tuple):
-            raise _unexpected(value, kind, where, path)
-        return [conform(item, get_args(kind)[0], where, (*path, index)) for index, item in enumerate(value)]
+            _unexpected(value, kind, where, path, found)
+            return []
+        return [collect(item, get_args(kind)[0], where, (*path, index), found) for index, item in enumerate(value)]
     if get_origin(kind) is dict:
         if not isinstance(value, dict):
-            raise _unexpected(value, kind, where, path)
+            _unexpected(value, kind, where, path, found)
+            return {}
         return {
-            _name(name, where, path): conform(item, get_args(kind)[1], where, (*path, str(name)))
+            name: collect(item, get_args(kind)[1], where, (*path, str(name)), found)
             for name, item in value.items()
+            if _is_name(name, where, path, found)
         }
     if value is False and get_origin(kind) is Literal and "off" in get_args(kind):
         value = "off"  # YAML reads that word as false
     if (names := _names(kind)) is not None and value not in names:
-        raise _unexpected(value, kind, where, path)
+        return _unexpected(value, kind, where, path, found)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
-        raise _unexpected(value, kind, where, path) from None
+        return _unexpected(value, kind, where, path, found)
 
 
 def parse(text: str, kind: Any) -> object:
-    """Read the text of a variable or a flag as `kind`. A text that is not of that kind is returned, and `conform` refuses it."""
+    """Read the text of a variable or a flag as `kind`. A text that is not of that kind is returned, and `conform` refuses it.
+
+    A list is `a,b` or, as for vLLM's flags, JSON: `["a", "b"]`. A text that begins with `[` is always read as JSON.
+    """
     text = text.strip()
     if get_origin(kind) is tuple:
-        return [part.strip() for part in text.split(",")]
+        items = json_list(text) if text.startswith("[") else [part.strip() for part in text.split(",")]
+        if items is None:
+            return text
+        return [parse(item, get_args(kind)[0]) if isinstance(item, str) else item for item in items]
     try:
         return msgspec.convert(text, kind, strict=False)
     except msgspec.ValidationError:
         return text
+
+
+def json_list(text: str) -> list[Any] | None:
+    """Return the list that a JSON text holds, None if it holds none."""
+    try:
+        return msgspec.json.decode(text, type=list[Any])
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return None
 
 
 def leaves(kind: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -69,34 +95,39 @@ def leaves(kind: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
             yield here, field.type
 
 
-def _section(value: object, kind: Any, where: str, path: KeyPath) -> dict[str, object]:
+def _section(value: object, kind: Any, where: str, path: KeyPath, found: Mistakes) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise _unexpected(value, kind, where, path)
+        _unexpected(value, kind, where, path, found)
+        return {}
     fields = {field.name: field for field in msgspec.structs.fields(kind)}
     tree: dict[str, object] = {}
-    for given, item in value.items():
-        name = _name(given, where, path)
+    for name, item in value.items():
+        if not _is_name(name, where, path, found):
+            continue
         if name not in fields:
             hint = did_you_mean(name, fields)
-            raise SettingsError(f"{spell_key((*path, name))}: unknown key{hint}{where}")
+            found.add(path, f"{spell_key((*path, name))}: unknown key{hint}{where}")
+            continue
         # A section whose keys are all commented out is null in YAML: it has its defaults.
         if item is None and _is_section(fields[name].type):
             continue
-        tree[name] = conform(item, fields[name].type, where, (*path, name))
+        tree[name] = collect(item, fields[name].type, where, (*path, name), found)
     for name, field in fields.items():
         if field.required and name not in tree:
-            raise SettingsError(f"{spell_key((*path, name))}: missing: expected {expectation(field.type)}{where}")
+            found.add((*path, name), f"{spell_key((*path, name))}: missing: expected {expectation(field.type)}{where}")
     return tree
 
 
-def _name(name: object, where: str, path: KeyPath) -> str:
-    if isinstance(name, str):
-        return name
-    raise SettingsError(f"{spell_key(path)}: expected text as key, got {spell_value(path, name)}{where}")
+def _is_name(name: object, where: str, path: KeyPath, found: Mistakes) -> bool:
+    if not isinstance(name, str):
+        found.add(path, f"{spell_key(path)}: expected text as key, got {spell_value(path, name)}{where}")
+    return isinstance(name, str)
 
 
-def _unexpected(value: object, kind: Any, where: str, path: KeyPath) -> SettingsError:
-    return SettingsError(f"{spell_key(path)}: expected {expectation(kind)}, got {spell_value(path, value)}{where}")
+def _unexpected(value: object, kind: Any, where: str, path: KeyPath, found: Mistakes) -> None:
+    hint = did_you_mean(value, choices(kind)) if isinstance(value, str) else ""
+    text = f"{spell_key(path)}: expected {expectation(kind)}, got {spell_value(path, value)}{hint}{where}"
+    found.add(path, text)
 
 
 def _is_section(kind: Any) -> bool:
@@ -126,6 +157,13 @@ def expectation(kind: Any) -> str:
             return "a list"
         case _:
             return "a mapping"
+
+
+def choices(kind: Any) -> tuple[str, ...]:
+    """Return the texts that a type of the schema takes, if there are only a few."""
+    if kind is bool:
+        return ("true", "false")
+    return tuple(map(str, get_args(kind))) if get_origin(kind) is Literal else _names(kind) or ()
 
 
 def _names(kind: Any) -> tuple[str, ...] | None:

@@ -6,7 +6,7 @@ Owns the normal spelling of an engine's URL: one engine has one, so that naming 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_network
 from urllib.parse import urlsplit
 
@@ -14,9 +14,9 @@ import msgspec
 
 from pdproxy.settings.conform import conform
 from pdproxy.settings.dump import MASK
-from pdproxy.settings.errors import KeyPath, SettingsError, quote, spell_key
+from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
 from pdproxy.settings.limits import Limits
-from pdproxy.settings.schema import EngineTls, ListenTls, Node, Pool, Settings
+from pdproxy.settings.schema import Auth, EngineTls, ListenTls, Node, Pool, Settings
 from pdproxy.settings.transfer_checks import check_transfer
 
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?\.?")
@@ -24,42 +24,69 @@ _PORTS = {"http": 80, "https": 443}
 _USER = re.compile(r"//[^/]*@")
 
 
-def crosscheck(settings: Settings, *, need_engines: bool = True) -> Settings:
+def crosscheck(settings: Settings, found: Mistakes, *, need_engines: bool = True) -> Settings:
     """Return the settings with every URL in its normal spelling. `need_engines` False: a pool without engines is allowed.
 
-    Raises:
-        SettingsError: naming the key or the engine.
+    Mistakes are added to `found`. A section in which it has one already is not checked: what is known of it is not complete.
     """
-    auth = settings.auth
-    if MASK in (*auth.api_keys, auth.engine_api_key):
-        raise SettingsError(f"auth: {MASK} is what `pdproxy config print` shows in place of a key, not a key")
-    if auth.engine_api_key is not None and auth.engine_api_key_file is not None:
-        raise SettingsError("auth: engine_api_key and engine_api_key_file exclude each other: give one")
-    _refuse_stray_files(settings.listen.tls, ("listen", "tls"), ("key", "key_password_file", "client_ca"))
-    parsed_networks(settings.listen.trusted_proxies)
-    _refuse_bodies_without_space(settings.limits)
+    auth, tls = settings.auth, settings.listen.tls
+    if not found.within("auth"):
+        _check_auth(auth, found)
+    if not found.within("listen"):
+        _refuse_stray_files(tls, ("listen", "tls"), ("key", "key_password_file", "client_ca"), found)
+        with found.collecting("listen"):
+            parsed_networks(settings.listen.trusted_proxies, found.source(("listen", "trusted_proxies")))
+    if not found.within("limits"):
+        _refuse_bodies_without_space(settings.limits, found)
+    if found.within("pools"):
+        return settings
     if len(settings.pools) > 1:
         names = ", ".join(quote(pool.name) for pool in settings.pools[:4])
-        raise SettingsError(f"pools: {len(settings.pools)} are configured ({names}), but only one is supported for now")
-    pools = settings.pools or (Pool(),)
-    pools = tuple(_checked(pool, ("pools", index), need_engines) for index, pool in enumerate(pools))
-    return msgspec.structs.replace(settings, pools=pools)
+        text = f"pools: {len(settings.pools)} are configured ({names}), but only one is supported for now"
+        found.add(("pools",), text)
+        return settings
+    (pool,) = settings.pools or (Pool(),)
+    return msgspec.structs.replace(settings, pools=(_checked(pool, ("pools", 0), need_engines, found),))
 
 
-def _checked(pool: Pool, path: KeyPath, need_engines: bool) -> Pool:
-    _refuse_stray_files(pool.tls, (*path, "tls"), ("key",))
-    nodes = tuple(
-        msgspec.structs.replace(node, url=engine_url(node.url, (*path, "nodes", index, "url")))
-        for index, node in enumerate(pool.nodes)
-    )
+def _check_auth(auth: Auth, found: Mistakes) -> None:
+    if MASK in (*auth.api_keys, auth.engine_api_key):
+        name = "api_keys" if MASK in auth.api_keys else "engine_api_key"
+        where = found.source(("auth", name))
+        text = f"auth.{name}: {MASK} is what `pdproxy config print` shows in place of a key, not a key{where}"
+        found.add(("auth",), text)
+    if auth.engine_api_key is not None and auth.engine_api_key_file is not None:
+        names = "engine_api_key", "engine_api_key_file"
+        where = "".join(dict.fromkeys(found.source(("auth", name)) for name in names))
+        text = f"auth: engine_api_key and engine_api_key_file exclude each other: give one{where}"
+        found.add(("auth",), text)
+
+
+def check_urls(nodes: Iterable[Mapping[str, object]], found: Mistakes) -> None:
+    """Check the URLs of engines that are not checked otherwise, because something else in their pool is wrong."""
     for index, node in enumerate(nodes):
-        _refuse_contradictions(node, (*path, "nodes", index))
-    check_transfer(pool, nodes, path)
-    _refuse_duplicates(nodes, path)
-    nodes = tuple(_with_sources(node, nodes, (*path, "nodes", index, "sources")) for index, node in enumerate(nodes))
-    if nodes or need_engines:
-        _refuse_useless({node.role for node in nodes}, (*path, "nodes"))
-    return msgspec.structs.replace(pool, nodes=nodes)
+        path = ("pools", 0, "nodes", index, "url")
+        if isinstance(url := node.get("url"), str):
+            with found.collecting(*path):
+                engine_url(url, path, found.source(path))
+
+
+def _checked(pool: Pool, path: KeyPath, need_engines: bool, found: Mistakes) -> Pool:
+    _refuse_stray_files(pool.tls, (*path, "tls"), ("key",), found)
+    nodes = []
+    for index, node in enumerate(pool.nodes):
+        here = (*path, "nodes", index)
+        with found.collecting(*here):
+            url = engine_url(node.url, (*here, "url"), found.source((*here, "url")))
+            nodes.append(msgspec.structs.replace(node, url=url))
+        _refuse_contradictions(node, here, found)
+    if len(nodes) == len(pool.nodes):
+        check_transfer(pool, nodes, path, found)
+        _refuse_duplicates(nodes, path, found)
+        nodes = [_with_sources(node, nodes, (*path, "nodes", at, "sources"), found) for at, node in enumerate(nodes)]
+    if pool.nodes or need_engines:
+        _refuse_useless({node.role for node in pool.nodes}, (*path, "nodes"), found)
+    return msgspec.structs.replace(pool, nodes=tuple(nodes))
 
 
 def checked_node(node: Node, pool: Pool, others: Sequence[Node]) -> Node:
@@ -80,52 +107,64 @@ def checked_node(node: Node, pool: Pool, others: Sequence[Node]) -> Node:
 def _checked_node(node: Node, pool: Pool, others: Sequence[Node], path: KeyPath) -> Node:
     conform(msgspec.to_builtins(node), Node, "", path)
     node = msgspec.structs.replace(node, url=engine_url(node.url, (*path, "url")))
-    _refuse_contradictions(node, path)
+    found = Mistakes()
+    _refuse_contradictions(node, path, found)
     nodes = (*others, node)
-    check_transfer(pool, nodes, path[:2])
-    _refuse_duplicates(nodes, path[:2])
-    return _with_sources(node, nodes, (*path, "sources"))
+    check_transfer(pool, nodes, path[:2], found)
+    _refuse_duplicates(nodes, path[:2], found)
+    node = _with_sources(node, nodes, (*path, "sources"), found)
+    found.raise_any()
+    return node
 
 
-def _refuse_bodies_without_space(limits: Limits) -> None:
+def _refuse_bodies_without_space(limits: Limits, found: Mistakes) -> None:
     minimum = limits.max_body_bytes + -(-limits.max_body_bytes // 7)  # an eighth of it is kept for small bodies
     if limits.max_buffered_bytes < minimum:
-        raise SettingsError(
+        text = (
             f"limits.max_buffered_bytes = {limits.max_buffered_bytes} has no space for a body of limits.max_body_bytes = "
             f"{limits.max_body_bytes}: expected at least {minimum}"
         )
+        found.add(("limits",), text + _one_source(found, "max_buffered_bytes", "max_body_bytes"))
     if limits.max_buffered_answer_bytes < limits.max_answer_bytes:
-        raise SettingsError(
+        text = (
             f"limits.max_buffered_answer_bytes = {limits.max_buffered_answer_bytes} has no space for an answer of "
             f"limits.max_answer_bytes = {limits.max_answer_bytes}"
         )
+        found.add(("limits",), text + _one_source(found, "max_buffered_answer_bytes", "max_answer_bytes"))
 
 
-def parsed_networks(texts: Iterable[str]) -> tuple[IPv4Network | IPv6Network, ...]:
-    """Return `listen.trusted_proxies` as networks; an address is a network of one.
+def _one_source(found: Mistakes, *names: str) -> str:
+    """Return where the first of these limits that is not a default was read."""
+    return next(filter(None, (found.source(("limits", name)) for name in names)), "")
+
+
+def parsed_networks(texts: Iterable[str], where: str = "") -> tuple[IPv4Network | IPv6Network, ...]:
+    """Return `listen.trusted_proxies` as networks; an address is a network of one. `where`: the source of the list.
 
     Raises:
-        SettingsError: naming the text that is neither.
+        SettingsError: naming each text that is neither.
     """
-    found = []
+    networks, found = [], Mistakes()
     for index, text in enumerate(texts):
         try:
-            found.append(ip_network(text, strict=False))
+            networks.append(ip_network(text, strict=False))
         except ValueError:
-            key = spell_key(("listen", "trusted_proxies", index))
-            raise SettingsError(f"{key}: {quote(text)}: expected an address or a network, such as 10.0.0.0/8") from None
-    return tuple(found)
+            path = ("listen", "trusted_proxies", index)
+            words = f"{quote(text)}: expected an address or a network, such as 10.0.0.0/8{where}"
+            found.add(path, f"{spell_key(path)}: {words}")
+    found.raise_any()
+    return tuple(networks)
 
 
-def engine_url(url: str, path: KeyPath) -> str:
-    """Return an engine's URL in its normal spelling, `http://host:port` or `https://host:port`.
+def engine_url(url: str, path: KeyPath, where: str = "") -> str:
+    """Return an engine's URL in its normal spelling, `http://host:port` or `https://host:port`. `where`: the source of the URL.
 
     Raises:
         SettingsError: naming `path` and the URL; a password in it is not shown.
     """
 
     def wrong(why: str) -> SettingsError:
-        return SettingsError(f"{spell_key(path)}: {quote(_USER.sub('//***@', url))}: {why}")
+        return SettingsError(f"{spell_key(path)}: {quote(_USER.sub('//***@', url))}: {why}{where}")
 
     if not url.isascii() or not url.isprintable() or " " in url:
         raise wrong("an engine's URL can't hold blanks, control characters or letters beyond ASCII")
@@ -149,52 +188,59 @@ def engine_url(url: str, path: KeyPath) -> str:
     return f"{parts.scheme}://{host}:{_PORTS[parts.scheme] if port is None else port}"
 
 
-def _with_sources(node: Node, nodes: Iterable[Node], path: KeyPath) -> Node:
+def _with_sources(node: Node, nodes: Iterable[Node], path: KeyPath, found: Mistakes) -> Node:
     """Return the node with its sources in their normal spelling. Each must be a prefill engine of the pool."""
     if node.sources and node.role != "decode":
-        raise SettingsError(f"{spell_key(path)}: only a decode engine takes KV")
+        found.add(path, f"{spell_key(path)}: only a decode engine takes KV{found.source(path)}")
+        return node
     prefills = {other.url for other in nodes if other.role == "prefill"}
-    sources = tuple(engine_url(url, (*path, at)) for at, url in enumerate(node.sources))
-    for at, url in enumerate(sources):
-        if url not in prefills:
-            raise SettingsError(f"{spell_key((*path, at))}: {url} is no prefill engine of this pool")
-    return msgspec.structs.replace(node, sources=sources) if sources else node
+    sources = []
+    for at, text in enumerate(node.sources):
+        here = (*path, at)
+        with found.collecting(*here):
+            url = engine_url(text, here, found.source(here))
+            sources.append(url)
+            if url not in prefills:
+                text = f"{spell_key(here)}: {url} is no prefill engine of this pool{found.source(here)}"
+                found.add(here, text)
+    return msgspec.structs.replace(node, sources=tuple(sources)) if sources else node
 
 
-def _refuse_contradictions(node: Node, path: KeyPath) -> None:
-    key = spell_key(path)
+def _refuse_contradictions(node: Node, path: KeyPath, found: Mistakes) -> None:
+    key, where = spell_key(path), found.source(path)
     if node.api_key == MASK:
-        raise SettingsError(f"{key}.api_key: {MASK} is what `pdproxy config print` shows in place of a key, not a key")
+        text = f"{key}.api_key: {MASK} is what `pdproxy config print` shows in place of a key, not a key{where}"
+        found.add(path, text)
     if node.api_key is not None and node.api_key_file is not None:
-        raise SettingsError(f"{key}: api_key and api_key_file exclude each other: give one")
+        found.add(path, f"{key}: api_key and api_key_file exclude each other: give one{where}")
     if node.tls != EngineTls() and node.url.startswith("http:"):
-        raise SettingsError(f"{key}.tls: {node.url} is without TLS: expected an https:// URL")
-    _refuse_stray_files(node.tls, (*path, "tls"), ("key",))
+        url = quote(_USER.sub("//***@", node.url))
+        found.add(path, f"{key}.tls: {url} is without TLS: expected an https:// URL{where}")
+    _refuse_stray_files(node.tls, (*path, "tls"), ("key",), found)
 
 
-def _refuse_stray_files(tls: ListenTls | EngineTls, path: KeyPath, names: Iterable[str]) -> None:
+def _refuse_stray_files(tls: ListenTls | EngineTls, path: KeyPath, names: Iterable[str], found: Mistakes) -> None:
     for name in names:
         if tls.certificate is None and getattr(tls, name) is not None:
-            raise SettingsError(
-                f"{spell_key((*path, name))}: has no effect without {spell_key((*path, 'certificate'))}"
-            )
+            key, needed, where = (*path, name), spell_key((*path, "certificate")), found.source((*path, name))
+            found.add(key, f"{spell_key(key)}: has no effect without {needed}{where}")
 
 
-def _refuse_duplicates(nodes: Iterable[Node], path: KeyPath) -> None:
+def _refuse_duplicates(nodes: Iterable[Node], path: KeyPath, found: Mistakes) -> None:
     first: dict[str, int] = {}
     for index, node in enumerate(nodes):
         place = node.url.partition("://")[2]  # one port is either with TLS or without
         if place in first:
             both = " and ".join(spell_key((*path, "nodes", at)) for at in (first[place], index))
-            raise SettingsError(
-                f"{both}: {node.url} is given twice: an engine has one role (flags add to the file's nodes)"
-            )
-        first[place] = index
+            where = found.source((*path, "nodes", index))
+            text = f"{both}: {node.url} is given twice: an engine has one role (flags add to the file's nodes){where}"
+            found.add((*path, "nodes"), text)
+        first.setdefault(place, index)
 
 
-def _refuse_useless(roles: set[str], path: KeyPath) -> None:
+def _refuse_useless(roles: set[str], path: KeyPath, found: Mistakes) -> None:
     key = spell_key(path)
     if not roles:
-        raise SettingsError(f"{key}: no engine is configured: give --prefill and --decode, or nodes in the YAML file")
+        found.add(path, f"{key}: no engine is configured: give --prefill and --decode, or nodes in the YAML file")
     if "prefill" in roles and "decode" not in roles:
-        raise SettingsError(f"{key}: prefill engines, but no decode engine that could take what they compute")
+        found.add(path, f"{key}: prefill engines, but no decode engine that could take what they compute")

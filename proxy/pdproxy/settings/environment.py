@@ -1,7 +1,7 @@
 """Reads settings from `PDPROXY_*` variables: `PDPROXY_DEADLINES__FIRST_TOKEN=5` is `deadlines.first_token: 5`.
 
-Lists are comma separated. Nodes can't be given in this way, only by flags and YAML. Owns the list of variables with this prefix
-that are no settings. All other unknown variables with the prefix are errors, so that a misspelt one is noticed.
+Lists are comma separated, or JSON. Nodes can't be given in this way, only by flags and YAML. Owns the list of variables with this
+prefix that are no settings. All other unknown variables with the prefix are errors, so that a misspelt one is noticed.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from pdproxy.settings.conform import conform, leaves, parse
-from pdproxy.settings.errors import SettingsError, did_you_mean, quote
+from pdproxy.settings.conform import collect, leaves, parse
+from pdproxy.settings.errors import Mistakes, SettingsError, did_you_mean, quote
 from pdproxy.settings.schema import Settings
 
 PREFIX = "PDPROXY_"
@@ -37,21 +37,22 @@ class Setting(NamedTuple):
     value: object
 
 
-def read_environment(env: Mapping[str, str]) -> Iterator[Setting]:
+def read_environment(env: Mapping[str, str], found: Mistakes) -> Iterator[Setting]:
     """Yield the settings that variables set, in the order of their names.
 
-    Raises:
-        SettingsError: a variable with our prefix is unknown, empty or holds what its setting can't be.
+    Mistakes are added to `found`: a variable with our prefix is unknown, is empty, or holds what its setting can't be.
     """
     known = {variable(path): (path, kind) for path, kind in leaves(Settings)}
     for name in sorted(key for key in env if key.startswith(PREFIX)):
         if RESERVED.fullmatch(name) or _is_service_link(name, env[name]):
             continue
         if name not in known:
-            raise SettingsError(f"{_spell(name)}: unknown environment variable{_hint(name, known)}")
+            found.add(("environment",), f"{_spell(name)}: unknown environment variable{_hint(name, known)}")
+            continue
         path, kind = known[name]
-        refuse_empty(name, env[name])
-        yield Setting(path, conform(parse(env[name], kind), kind, f" (environment {name})", path))
+        with found.collecting(*path):
+            refuse_empty(name, env[name])
+            yield Setting(path, collect(parse(env[name], kind), kind, f" (environment {name})", path, found))
 
 
 def variable(path: tuple[str, ...]) -> str:

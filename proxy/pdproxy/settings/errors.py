@@ -1,14 +1,14 @@
-"""Errors of settings: one line that names the key, what was expected and where it was read.
+"""Errors of settings: one line per mistake that names the key, what was expected and where it was read.
 
-Owns `SettingsError` and how it shows keys and values. Values of secrets are not shown.
+Owns `SettingsError`, `Mistakes` that collects several, and how they show keys and values. Values of secrets are not shown.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from difflib import get_close_matches
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 KeyPath = tuple[str | int, ...]
 
@@ -16,8 +16,62 @@ _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _MAX_SHOWN = 80  # characters of a value or a key in an error
 
 
+MAX_MISTAKES = 20
+"""How many mistakes one error names. Only the number of the others is stated."""
+
+
 class SettingsError(ValueError):
-    """The settings are wrong. Its text is one line for the operator who wrote them."""
+    """The settings are wrong. `mistakes` has one line for each mistake, for the operator; `str()` joins the lines."""
+
+    def __init__(self, *mistakes: str) -> None:
+        super().__init__("; ".join(mistakes))
+        self.mistakes = mistakes
+
+
+class Mistakes:
+    """Everything that is wrong with the settings, in the order in which it was found, and where each value was read."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, KeyPath] = {}
+        self._sources: dict[KeyPath, str] = {}
+
+    def add(self, path: KeyPath, *texts: str) -> None:
+        """Add mistakes in the value of a key. The empty path: nothing is known of any key."""
+        for text in texts:
+            self._found.setdefault(text, path)
+
+    @contextmanager
+    def collecting(self, *path: str | int) -> Iterator[None]:
+        """Add the mistakes of a `SettingsError` that the block raises, and go on behind the block."""
+        try:
+            yield
+        except SettingsError as error:
+            self.add(path, *error.mistakes)
+
+    def read_from(self, path: KeyPath, where: str) -> None:
+        """Note where a key's value was read: ` (--port)`."""
+        self._sources[path] = where
+
+    def source(self, path: KeyPath) -> str:
+        """Return where the value of a key was read, as the end of an error: its own source, or that of the section around it."""
+        ends = range(len(path), 0, -1)
+        return next((self._sources[path[:end]] for end in ends if path[:end] in self._sources), "")
+
+    def within(self, *path: str | int) -> bool:
+        """Return whether there is a mistake in the value of a key, or in a section around it."""
+        return any(path[: len(wrong)] == wrong[: len(path)] for wrong in self._found.values())
+
+    def raise_any(self) -> None:
+        """Raise one error for all.
+
+        Raises:
+            SettingsError: there is at least one mistake.
+        """
+        if not self._found:
+            return
+        shown = list(self._found)[:MAX_MISTAKES]
+        more = len(self._found) - len(shown)
+        raise SettingsError(*shown, *([f"and {more} more"] if more else [])) from None
 
 
 def spell_key(path: KeyPath) -> str:
@@ -65,5 +119,8 @@ def quote(text: str) -> str:
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     """Return ` (did you mean x?)` for the known name that is closest, else nothing."""
-    close = get_close_matches(wrong, list(known), n=1, cutoff=0.6)
+    # Imported here: most settings are right, and a health check that runs every few seconds should start fast.
+    from difflib import get_close_matches
+
+    close = get_close_matches(wrong[:_MAX_SHOWN], list(known), n=1, cutoff=0.6)
     return f" (did you mean {close[0]}?)" if close else ""

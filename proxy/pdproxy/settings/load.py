@@ -1,7 +1,7 @@
 """Where settings come from: flags override the environment, which overrides YAML, which overrides defaults.
 
 Owns that order. Each source is checked against the schema by itself, so that an error names the source that is wrong, even
-if another source overrides its value.
+if another source overrides its value. All mistakes of all sources are reported at once.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pdproxy.settings.conform import conform, leaves, parse
-from pdproxy.settings.crosscheck import crosscheck
+from pdproxy.settings.conform import collect, leaves, parse
+from pdproxy.settings.crosscheck import check_urls, crosscheck
 from pdproxy.settings.engines import EngineFlag, with_scheme
 from pdproxy.settings.environment import CONFIG, read_environment, refuse_empty
-from pdproxy.settings.errors import KeyPath, spell_key
+from pdproxy.settings.errors import Mistakes, SettingsError, spell_key
 from pdproxy.settings.receivers import ReceiverFlag, put_receivers
 from pdproxy.settings.schema import VLLM_BOOTSTRAP_PORT, Pool, Settings
 from pdproxy.settings.stage_nodes import read_stages
@@ -56,48 +56,75 @@ def load(
     - `need_engines` False: a pool without engines is allowed.
 
     Raises:
-        SettingsError: one line that names the key, the variable, the flag or the engine.
+        SettingsError: a line for each mistake, which names the key, the variable, the flag or the engine.
     """
-    if config is None and CONFIG in env:
-        refuse_empty(CONFIG, env[CONFIG])
-        config = Path(env[CONFIG])
-    tree = _read_file(config) if config is not None else {}
-    for path, value in read_environment(env):
+    found = Mistakes()
+    tree = _read_file(config, env, found)
+    for path, value in read_environment(env, found):
         _put(tree, path, value)
+    _put_flags(tree, flags, found)
+    pool = _first_pool(tree)
+    if stage_config is not None:
+        engines = _add_stages(pool, stage_config, engines, found)
+    for role, url in engines:
+        nodes = pool.setdefault("nodes", [])
+        found.read_from(("pools", 0, "nodes", len(nodes)), f" (--{role})")
+        nodes.append({"url": with_scheme(url), "role": role})
+    if receivers and not found.within("pools", 0, "nodes"):
+        with found.collecting("pools"):
+            put_receivers(pool, receivers)
+    # A section with a mistake has its defaults here. It is not compared with others: that would report mistakes that are none.
+    settings = msgspec.convert({name: value for name, value in tree.items() if not found.within(name)}, Settings)
+    if found.within("pools"):
+        check_urls(pool.get("nodes", ()), found)
+    settings = crosscheck(settings, found, need_engines=need_engines)
+    found.raise_any()
+    return settings
+
+
+def _read_file(config: Path | None, env: Mapping[str, str], found: Mistakes) -> dict[str, Any]:
+    try:
+        if config is None and CONFIG in env:
+            refuse_empty(CONFIG, env[CONFIG])
+            config = Path(env[CONFIG])
+        value = None if config is None else read_yaml(config, found)
+    except SettingsError as error:
+        found.add((), *error.mistakes)
+        return {}
+    where = f" (file {spell_file(config)})" if config is not None else ""
+    tree: dict[str, Any] = collect({} if value is None else value, Settings, where, (), found)
+    return tree
+
+
+def _put_flags(tree: dict[str, Any], flags: Iterable[Flag], found: Mistakes) -> None:
     kinds = {spell_key(path): (path, kind) for path, kind in leaves(Settings)}
     for option, key, text in flags:
         where = f" ({option})"
         if key.startswith(POOL):
             name = key.removeprefix(POOL)
-            pool_path: KeyPath = ("pools", 0, name)
             kind = next(field.type for field in msgspec.structs.fields(Pool) if field.name == name)
-            _first_pool(tree)[name] = conform(text, kind, where, pool_path)
+            _first_pool(tree)[name] = collect(text, kind, where, ("pools", 0, name), found)
         else:
             path, kind = kinds[key]
-            _put(tree, path, conform(parse(text, kind), kind, where, path))
-    if stage_config is not None:
-        engines = _add_stages(_first_pool(tree), stage_config, engines)
-    for role, url in engines:
-        _first_pool(tree).setdefault("nodes", []).append({"url": with_scheme(url), "role": role})
-    if receivers:
-        put_receivers(_first_pool(tree), receivers)
-    return crosscheck(msgspec.convert(tree, Settings), need_engines=need_engines)
+            _put(tree, path, collect(parse(text, kind), kind, where, path, found))
 
 
-def _read_file(config: Path) -> dict[str, Any]:
-    value = read_yaml(config)
-    tree: dict[str, Any] = conform({} if value is None else value, Settings, f" (file {spell_file(config)})")
-    return tree
-
-
-def _add_stages(pool: dict[str, Any], stage_config: Path, engines: Iterable[EngineFlag]) -> Iterable[EngineFlag]:
+def _add_stages(
+    pool: dict[str, Any], stage_config: Path, engines: Iterable[EngineFlag], found: Mistakes
+) -> Iterable[EngineFlag]:
     """Add the stages' engines to a pool, and set its contract. Return the engines that belong to no stage."""
-    port = pool.get("bootstrap_port", VLLM_BOOTSTRAP_PORT)
-    found = read_stages(stage_config, engines, pool.get("connector"), port)
-    if found.connector is not None:
-        pool["connector"] = found.connector
-    pool.setdefault("nodes", []).extend(found.nodes)
-    return found.engines
+    port, connector = (
+        None if found.within("pools", 0, name) else pool.get(name) for name in ("bootstrap_port", "connector")
+    )
+    try:
+        stages = read_stages(stage_config, engines, connector, port or VLLM_BOOTSTRAP_PORT)
+    except SettingsError as error:
+        found.add(("pools",), *error.mistakes)
+        return ()
+    if stages.connector is not None:
+        pool["connector"] = stages.connector
+    pool.setdefault("nodes", []).extend(stages.nodes)
+    return stages.engines
 
 
 def _put(tree: dict[str, Any], path: tuple[str, ...], value: object) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pdproxy.settings.conform import conform, parse
-from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.section import Port
+from pdproxy.settings.conform import conform, json_list, parse
+from pdproxy.settings.errors import KeyPath, SettingsError
+from pdproxy.settings.section import Host, Port
 
 ANY_ADDRESS = ("0.0.0.0", "::", "[::]")  # noqa: S104 - nothing is bound to it here
 
@@ -49,9 +49,14 @@ def put_receivers(pool: Mapping[str, Any], flags: Sequence[ReceiverFlag]) -> Non
 def _values(flag: ReceiverFlag) -> list[object]:
     where = f" ({flag.option})"
     if flag.field == "host":
-        hosts = [host.strip() for text in flag.texts for host in text.split(",")]
-        return [None if host in ANY_ADDRESS else host for host in hosts]
+        hosts = [host for text in flag.texts for host in _hosts(text.strip())]
+        path: KeyPath = ("receiver", flag.field)
+        return [None if host in ANY_ADDRESS else conform(host, Host, where, path) for host in hosts]
     kind = tuple[Port, ...]
-    path = ("receiver", flag.field)
-    lists = [[parse(part.strip(), Port) for part in text.split(",")] for text in flag.texts]
-    return [conform(ports, kind, where, path) for ports in lists]
+    return [conform(parse(text, kind), kind, where, ("receiver", flag.field)) for text in flag.texts]
+
+
+def _hosts(text: str) -> list[Any]:
+    """Return the hosts of a flag: `a,b` or JSON. `[::]` is an address, not JSON."""
+    given = json_list(text)
+    return [host.strip() for host in text.split(",")] if given is None else given

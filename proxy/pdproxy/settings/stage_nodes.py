@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pdproxy.settings.crosscheck import engine_url
 from pdproxy.settings.engines import EngineFlag, with_scheme
-from pdproxy.settings.errors import SettingsError, spell_key
+from pdproxy.settings.errors import Mistakes, SettingsError, spell_key
 from pdproxy.settings.external_file import ForeignFile
 from pdproxy.settings.schema import VLLM_BOOTSTRAP_PORT, Role
 from pdproxy.settings.stage_checks import Pair, bootstrap, check, pairs
@@ -43,7 +43,9 @@ def read_stages(
     """
     name = f" (stage config {spell_file(config)})"
     file = ForeignFile(name)
-    tree = read_yaml(config)
+    found_twice = Mistakes()
+    tree = read_yaml(config, found_twice)
+    found_twice.raise_any()
     stages = Reader(file).stages(tree)
     found = pairs(stages, file)
     contract = check(found, file, connector)

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.settings.errors import KeyPath, spell_key
+from pdproxy.settings.errors import KeyPath, Mistakes, spell_key
 from pdproxy.settings.external_file import ForeignFile, spell
 from pdproxy.settings.schema import Role
 
@@ -70,25 +70,27 @@ class Reader:
         """Return the stages that are flagged as prefill or decode, in the file's order.
 
         Raises:
-            SettingsError: one line that names the stage's key, what was expected and what was found.
+            SettingsError: a line for each stage that is wrong: its key, what was expected and what was found.
         """
         stages = self._file.mapping(tree, ()).get(STAGES)
         if isinstance(stages, str | bytes) or not isinstance(stages, Sequence):
             raise self._file.wrong((STAGES,), f"expected vllm-omni's list of stages, got {spell((STAGES,), stages)}")
         known: dict[StageId, int] = {}
-        found: list[Stage] = []
+        found, mistakes = list[Stage](), Mistakes()
         for index, item in enumerate(stages):
             path: KeyPath = (STAGES, index)
-            stage = self._file.mapping(item, path)
-            ident = self._id(stage.get("stage_id", index), (*path, "stage_id"))
-            if ident in known:
-                raise self._file.wrong(
-                    (*path, "stage_id"), f"{ident} is the id of {spell_key((STAGES, known[ident]))}, too"
-                )
-            known[ident] = index
-            role = self._role(stage, path)
-            if role is not None:
-                found.append(self._stage(stage, index, ident, role))
+            with mistakes.collecting(*path):
+                stage = self._file.mapping(item, path)
+                ident = self._id(stage.get("stage_id", index), (*path, "stage_id"))
+                if ident in known:
+                    raise self._file.wrong(
+                        (*path, "stage_id"), f"{ident} is the id of {spell_key((STAGES, known[ident]))}, too"
+                    )
+                known[ident] = index
+                role = self._role(stage, path)
+                if role is not None:
+                    found.append(self._stage(stage, index, ident, role))
+        mistakes.raise_any()
         return tuple(found)
 
     def _role(self, stage: Mapping[str, Any], path: KeyPath) -> Role | None:

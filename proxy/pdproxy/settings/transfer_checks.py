@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from pdproxy.settings.errors import KeyPath, SettingsError, spell_key
+from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, spell_key
 from pdproxy.settings.schema import Node, Pool, Receiver
 from pdproxy.transfer import registry
 
@@ -18,57 +18,53 @@ def receiver_host(node: Node) -> str:
     return node.receiver.host or urlsplit(node.url).hostname or ""
 
 
-def check_transfer(pool: Pool, nodes: Sequence[Node], path: KeyPath) -> None:
-    """Check a pool and its nodes against what its contract needs.
-
-    Raises:
-        SettingsError: naming the key.
-    """
+def check_transfer(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
+    """Check a pool and its nodes against what its contract needs. Mistakes are added to `found`."""
     can = registry.entry_of(pool.connector).capabilities
+    key, where = (*path, "tokenize"), found.source((*path, "tokenize"))
     if pool.tokenize == "off" and can.needs_ids:
-        key = spell_key((*path, "tokenize"))
-        raise SettingsError(
-            f"{key}: connector {pool.connector} needs prompts' token ids: expected auto or always, got off"
-        )
+        text = f"connector {pool.connector} needs prompts' token ids: expected auto or always, got off"
+        found.add(key, f"{spell_key(key)}: {text}{where}")
     if pool.tokenize == "always" and not can.takes_ids:
-        key = spell_key((*path, "tokenize"))
-        raise SettingsError(f"{key}: connector {pool.connector} takes no token ids: expected off or auto, got always")
+        text = f"connector {pool.connector} takes no token ids: expected off or auto, got always"
+        found.add(key, f"{spell_key(key)}: {text}{where}")
     taken: dict[tuple[str, int], str] = {}
     for index, node in enumerate(nodes):
-        key = spell_key((*path, "nodes", index, "receiver"))
+        key = (*path, "nodes", index, "receiver")
         if node.receiver != Receiver() and not (can.needs_receiver and node.role == "decode"):
             pushing = [entry.name for entry in registry.ENTRIES if entry.capabilities.needs_receiver]
-            raise SettingsError(f"{key}: only a decode engine of connector {' or '.join(pushing)} has one")
+            text = f"only a decode engine of connector {' or '.join(pushing)} has one"
+            found.add(key, f"{spell_key(key)}: {text}{found.source(key)}")
         if can.needs_receiver and node.role == "decode":
-            _check_receiver(pool, node, key, taken)
+            with found.collecting(*key):
+                _check_receiver(pool, node, spell_key(key), taken, found.source(key))
     lmcache = pool.lmcache
-    key = spell_key((*path, "lmcache"))
+    key, where = (*path, "lmcache"), found.source((*path, "lmcache"))
     if (lmcache.pd_buffer_size is None) != (lmcache.kv_bytes_per_token is None):
-        raise SettingsError(f"{key}: pd_buffer_size and kv_bytes_per_token must be given together")
+        found.add(key, f"{spell_key(key)}: pd_buffer_size and kv_bytes_per_token must be given together{where}")
     if lmcache.pd_buffer_size is not None and lmcache.kv_bytes_per_token is not None:
         chunk = lmcache.kv_bytes_per_token * lmcache.chunk_size
         if lmcache.pd_buffer_size < chunk:
-            raise SettingsError(
-                f"{key}.pd_buffer_size: {lmcache.pd_buffer_size} bytes are less than one chunk of {chunk} bytes"
-            )
+            text = f"{lmcache.pd_buffer_size} bytes are less than one chunk of {chunk} bytes"
+            found.add(key, f"{spell_key(key)}.pd_buffer_size: {text}{where}")
 
 
-def _check_receiver(pool: Pool, node: Node, key: str, taken: dict[tuple[str, int], str]) -> None:
+def _check_receiver(pool: Pool, node: Node, key: str, taken: dict[tuple[str, int], str], where: str) -> None:
     receiver = node.receiver
     if not receiver.init_ports or not receiver.alloc_ports:
         raise SettingsError(
             f"{key}: connector {pool.connector} needs init_ports and alloc_ports of {node.url} (LMCache's pd_peer_init_port and "
-            "pd_peer_alloc_port; as flags --receiver-init-port and --receiver-alloc-port)"
+            f"pd_peer_alloc_port; as flags --receiver-init-port and --receiver-alloc-port){where}"
         )
     if len(receiver.init_ports) != len(receiver.alloc_ports):
         raise SettingsError(
             f"{key}: {len(receiver.init_ports)} init_ports, but {len(receiver.alloc_ports)} alloc_ports: expected one of "
-            "each per rank"
+            f"each per rank{where}"
         )
     host = receiver_host(node)
     for port in (*receiver.init_ports, *receiver.alloc_ports):
         if (other := taken.get((host, port))) is not None:
             raise SettingsError(
-                f"{key}: port {port} of {host} is given twice (also by {other}): each rank needs its own"
+                f"{key}: port {port} of {host} is given twice (also by {other}): each rank needs its own{where}"
             )
         taken[host, port] = key

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import yaml
 
-from pdproxy.settings.errors import KeyPath, SettingsError, quote, spell_key
+from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
 
 
-def read_yaml(path: Path) -> object:
-    """Return what the file holds, None if nothing.
+def read_yaml(path: Path, found: Mistakes) -> object:
+    """Return what the file holds, None if nothing. Keys that are given twice are added to `found`.
 
     Raises:
-        SettingsError: it can't be read, is no YAML, or gives a key twice.
+        SettingsError: it can't be read, or is no YAML.
     """
     name = spell_file(path)
     try:
@@ -25,7 +25,7 @@ def read_yaml(path: Path) -> object:
         root = loader.get_single_node()
         if root is None:
             return None
-        _refuse_duplicates(root, (), set(), name)
+        _find_duplicates(root, (), set(), name, found)
         return _construct(loader, root, name)
     except SettingsError:
         raise
@@ -59,13 +59,13 @@ def spell_file(path: Path) -> str:
     return text if text.isprintable() else quote(text)
 
 
-def _refuse_duplicates(node: yaml.Node, path: KeyPath, seen: set[int], name: str) -> None:
+def _find_duplicates(node: yaml.Node, path: KeyPath, seen: set[int], name: str, found: Mistakes) -> None:
     if id(node) in seen:  # an alias: checked where it was defined
         return
     seen.add(id(node))
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _refuse_duplicates(item, (*path, index), seen, name)
+            _find_duplicates(item, (*path, index), seen, name, found)
     elif isinstance(node, yaml.MappingNode):
         lines: dict[tuple[str, str], int] = {}
         for key, value in node.value:
@@ -74,9 +74,9 @@ def _refuse_duplicates(node: yaml.Node, path: KeyPath, seen: set[int], name: str
             here, line = (*path, key.value), key.start_mark.line + 1
             if (key.tag, key.value) in lines:
                 first = lines[key.tag, key.value]
-                raise SettingsError(f"{spell_key(here)}: given twice, in line {first} and {line} (file {name})")
+                found.add(here, f"{spell_key(here)}: given twice, in line {first} and {line} (file {name})")
             lines[key.tag, key.value] = line
-            _refuse_duplicates(value, here, seen, name)
+            _find_duplicates(value, here, seen, name, found)
 
 
 def _one_line(text: str) -> str:

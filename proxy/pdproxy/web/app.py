@@ -20,6 +20,7 @@ from pdproxy.serving.access.keys import CHALLENGE
 from pdproxy.serving.access.routes import TABLE, RouteEntry, RouteKind
 from pdproxy.settings.schema import Cors
 from pdproxy.web.cors import middleware_options
+from pdproxy.web.docs_page import add_docs
 from pdproxy.web.passthrough_asgi import CONNECTION, PassthroughAsgi, PassthroughResponse
 from pdproxy.wire import lmcache_telemetry
 from pdproxy.wire.errors import error_body
@@ -68,7 +69,10 @@ def create_app(answers: Answers) -> FastAPI:
         title="pdproxy",
         version=__version__,
         description="One OpenAI server in front of vLLM engines with prefill and decode split apart.",
+        docs_url=None,
+        redoc_url=None,
     )
+    add_docs(app)
 
     @app.exception_handler(PdproxyError)
     async def _failed(request: Request, error: PdproxyError) -> Response:
