@@ -18,7 +18,8 @@ _HEAD = f"""# Metrics
 
 `GET /metrics` shows these in Prometheus' text format. A name with `_seconds` is in seconds, one with `_bytes` in bytes. A
 histogram has the series `_bucket`, `_sum` and `_count`. "Values" are those that a label has from the start; `node` is an engine's
-URL, `model` a name that an engine lists.
+URL, `model` a name that an engine lists. The page also has the process metrics of `prometheus_client` (`process_`, `python_`).
+Which metric answers which question: [monitoring](../guide/monitoring.md).
 """
 
 
