@@ -159,7 +159,9 @@ async def test_everything_goes_wrong_at_random() -> None:
                 await engine.sim.restart()
         await w.probe()
         print(f"chaos, {SECONDS:g} s, {CLIENTS} clients: {dict(tally.most_common())}")
-        assert tally["right"] > tally.total() / 3
+        assert tally["right"] > tally.total() / 10, (
+            "a machine that stalls misses deadlines of 0.6 s, but not most of them"
+        )
         await w.quiet()
         assert len(w.events(RequestEnded)) == sum(tally.values()), "each request ended once"
         await until(lambda: all(not engine.sim.engine.handles for engine in w.engines), LEASE + LONG)

@@ -32,7 +32,7 @@ def answer(**body: Any) -> PrefillAnswer:
     return found
 
 
-@pytest.mark.parametrize("route", Route)
+@pytest.mark.parametrize("route", [Route.COMPLETIONS, Route.CHAT])
 def test_p_stores_and_d_loads_under_one_key(route: Route) -> None:
     """Both are told the prompt's ids and the key that is made from them and the model."""
     request = parsed(route, max_tokens=9, stream=True)
