@@ -169,6 +169,28 @@ async def test_one_conversation_that_is_refused_refuses_the_batch() -> None:
         await w.quiet()
 
 
+async def test_answers_are_not_kept_for_a_batch_that_one_engine_gets_after_all() -> None:
+    """Those to the other conversations will not be sent."""
+    async with world(facts={"max_model_len": 200, "num_gpu_blocks": 512}) as w:
+        answered = asyncio.Event()
+
+        async def last(reply: Reply) -> None:
+            if reply.request.json["messages"] != user(PROMPT):
+                await answered.wait()
+            await prefill(reply)
+
+        w.prefill[0].default = last
+        w.decode[0].admin = {BATCH: scripts.stall}
+        client = await w.client()
+        client.post(BATCH, batch(messages=[user(PROMPT), user(PROMPT * 30)]))
+        await until(lambda: w.metric("pdproxy_held_bytes", what="answers"))
+        answered.set()
+        await until(lambda: asked(w.decode[0], BATCH))
+        assert not w.metric("pdproxy_held_bytes", what="answers")
+        client.close()
+        await w.ended()
+
+
 async def test_a_content_that_is_not_text_is_served_by_one_engine() -> None:
     """The rule holds for each conversation by itself; what the engines say of it is the batch's answer."""
     image = [{"type": "image_url", "image_url": {"url": "data:,"}}]

@@ -190,6 +190,13 @@ def test_wrong_options_are_exit_2(tmp_path: Path, ours: Side, theirs: Side, caps
         (["--url", "http://a/health"], '--url: "http://a/health": expected http'),
         (["--url", "http://[::1"], '--url: "http://[::1": expected http'),
         (["--url", "http://a:x"], '--url: "http://a:x": expected http'),
+        (["--url", "http://a..b:1"], '--url: "http://a..b:1": expected http'),
+        (["--url", "http://.:1"], '--url: "http://.:1": expected http'),
+        (["--url", f"http://{'x' * 64}:1"], '--url: "http://xxx'),
+        (["--url", "http://a b:1"], '--url: "http://a b:1": expected http'),
+        (["--url", "http://a\tb:1"], '--url: "http://a\\tb:1": expected http'),
+        (["--url", "http://a\x7f:1"], '--url: "http://a\\u007f:1": expected http'),
+        (["--url", "http://\udcff:1"], '--url: "http://\\udcff:1": expected http'),
         (["--url", "https://a", "--ca", none], f"--ca: {none}: can't be read"),
         (["--url", "https://a", "--cert", none], f"--cert: {none}: can't be read"),
         (["--url", "https://a", "--cert", ours.certificate, "--key", none], f"--key: {none}: can't be read"),
@@ -203,6 +210,15 @@ def test_wrong_options_are_exit_2(tmp_path: Path, ours: Side, theirs: Side, caps
         out, err = capsys.readouterr()
         assert out == ""
         assert err.startswith(f"pdproxy health: {error}")
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64, "a\x7f"])
+def test_a_host_that_cannot_exist_is_not_healthy(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The settings take any text as a host: one line, no traceback."""
+    assert main(["health", "--host", host, "--port", "9"]) == 1
+    assert (
+        capsys.readouterr().err == f"pdproxy health: http://{host}:9/health: no connection: no host has such a name\n"
+    )
 
 
 def test_a_health_check_imports_little() -> None:

@@ -161,6 +161,46 @@ async def test_the_adapter_of_a_header_is_the_model(body: dict[str, Any]) -> Non
         assert w.prefill[0].requests[-1].json["model"] == "tiny"
 
 
+@pytest.mark.parametrize("name", ["\u00e9", "\u6a21"])
+async def test_an_adapters_name_beyond_ascii(name: str) -> None:
+    """Engines that get the invocation whole read the bytes that the client sent."""
+    async with world() as w:
+        header = [("X-Amzn-SageMaker-Adapter-Identifier", name.encode().decode("latin-1"))]
+        for body in (completion(), completion(add_generation_prompt=True)):
+            ours = await w.ask(INVOCATIONS, body, header)
+            w.port, port = w.decode[0].port, w.port
+            plain = await w.ask(INVOCATIONS, body, header)
+            w.port = port
+            assert ours.status == 404
+            assert still(ours) == still(plain)
+
+
+async def test_a_long_adapters_name_is_reported_shortened() -> None:
+    """As the model of a body is: the name is logged."""
+    async with world() as w:
+        assert (await w.ask(INVOCATIONS, chat(), [("x-amzn-sagemaker-adapter-identifier", "x" * 5000)])).status == 404
+        assert (await w.ended()).model == "x" * 256 + "... (5000 bytes)"
+
+
+async def test_the_load_comes_with_a_chat_that_goes_whole() -> None:
+    """As with one that is split."""
+    async with world() as w:
+        for body in (chat(), chat(max_tokens="4")):
+            answer = await w.ask(INVOCATIONS, body, [("endpoint-load-metrics-format", "TEXT")])
+            assert answer.status == 200
+            assert answer.header("endpoint-load-metrics") is not None
+        assert asked(w.decode[0], INVOCATIONS) == 1
+
+
+async def test_what_goes_whole_is_counted_with_its_reason() -> None:
+    """As what one engine serves alone on the own routes."""
+    async with world() as w:
+        await w.ask(INVOCATIONS, chat(max_tokens="4"))
+        assert [leg.why_alone for leg in (await w.ended()).legs] == ["unusual"]
+        assert w.metric("pdproxy_alone_total", reason="unusual") == 1
+        assert w.metric("pdproxy_alone_total") == 1
+
+
 async def test_what_is_pooled_goes_whole_to_one_engine() -> None:
     """With its answer's own headers; also a chat that a pooling model embeds: its engine has no chat route."""
 

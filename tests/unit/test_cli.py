@@ -375,3 +375,29 @@ def test_the_module_of_the_entry_point_can_be_run() -> None:
     command = [sys.executable, "-m", "pdproxy.cli.main", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"pdproxy {__version__}\n", "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize(
+    ("target", "code", "error"),
+    [
+        ("/dev/full", 1, "pdproxy: standard output can't be written: No space left on device\n"),
+        ("a pipe that nobody reads", 1, ""),
+        ("closed", 0, ""),
+    ],
+)
+@pytest.mark.parametrize("command", ["--version", "config print", "config init", "completion bash"])
+def test_an_output_that_cannot_be_written_is_one_line(
+    command: str, target: str, code: int, error: str, unbuffered: str
+) -> None:
+    """No traceback; a reader that has left is no news, and nobody wants what goes to a closed output."""
+    run = f"{sys.executable} -m pdproxy {command}"
+    script = {"/dev/full": f"{run} >/dev/full", "closed": f"{run} >&-"}.get(target, f"exec {run}")
+    reading, writing = os.pipe()
+    os.close(reading)
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        ["sh", "-c", script], stdout=writing, stderr=subprocess.PIPE, text=True, env=env, timeout=60, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (code, error)

@@ -148,3 +148,15 @@ def test_an_item_of_a_json_list_is_checked() -> None:
         f"{ORIGINS}[2]: expected text that isn't empty, got a mapping (--x)",
         f'{ORIGINS}[3]: expected text that isn\'t empty, got "" (--x)',
     ]
+
+
+def test_bytes_that_are_no_text_are_a_mistake(tmp_path: Path) -> None:
+    """Python reads such a byte of a variable or a flag as half of a surrogate pair; YAML can escape one."""
+    path = write(tmp_path, 'limits: {max_inflight: "\\udcff"}')
+    found = mistakes(path, {"PDPROXY_LISTEN__PORT": "\udcff"}, (Flag("--kv-ready-port", "kv_ready.port", "\udcff"),))
+    assert [line.partition(",")[0] for line in found] == [
+        "limits.max_inflight: expected a whole number >= 1 and <= 2147483647",
+        "listen.port: expected a whole number >= 1 and <= 65535",
+        "kv_ready.port: expected a whole number >= 1 and <= 65535",
+    ]
+    assert all(r'got "\udcff" (' in line for line in found)

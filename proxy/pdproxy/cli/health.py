@@ -9,7 +9,7 @@ import ssl
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPSConnection, InvalidURL
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
@@ -123,8 +123,11 @@ def _of_url(arguments: argparse.Namespace) -> _Place:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
+        (host or "").encode("idna")  # as a connection does
     except ValueError:
         host = port = None
+    if not url.isprintable() or " " in url:
+        host = None
     tls = url.startswith("https://")
     if not host or not (tls or url.startswith("http://")) or parts.path not in ("", "/") or parts.query or "@" in url:
         raise SettingsError(f"--url: {quote(url)}: expected http://HOST:PORT or https://HOST:PORT")
@@ -194,12 +197,12 @@ def _ask(place: _Place, path: str, limit: float) -> None:
     Raises:
         _Unhealthy: the answer is not 200, or there is none in time.
     """
-    connection: HTTPConnection
-    if place.context is None:
-        connection = HTTPConnection(place.host, place.port, timeout=limit)
-    else:
-        connection = HTTPSConnection(place.host, place.port, timeout=limit, context=place.context)
+    connection: HTTPConnection | None = None
     try:
+        if place.context is None:
+            connection = HTTPConnection(place.host, place.port, timeout=limit)
+        else:
+            connection = HTTPSConnection(place.host, place.port, timeout=limit, context=place.context)
         connection.connect()
         if place.certificate is not None and _certificate(connection.sock) != place.certificate:
             raise _Unhealthy(
@@ -214,6 +217,8 @@ def _ask(place: _Place, path: str, limit: float) -> None:
         raise _Unhealthy(f"its certificate is not trusted: {error.verify_message}") from None
     except ssl.SSLError as error:
         raise _Unhealthy(f"TLS failed: {(error.reason or 'unknown reason').replace('_', ' ').lower()}") from None
+    except (UnicodeError, InvalidURL):
+        raise _Unhealthy("no connection: no host has such a name") from None
     except HTTPException as error:
         raise _Unhealthy(f"does not answer HTTP ({type(error).__name__})") from None
     except TimeoutError:
@@ -221,7 +226,8 @@ def _ask(place: _Place, path: str, limit: float) -> None:
     except OSError as error:
         raise _Unhealthy(f"no connection: {error.strerror or error}") from None
     finally:
-        connection.close()
+        if connection is not None:
+            connection.close()
 
 
 def _certificate(connected: object) -> bytes | None:

@@ -16,6 +16,9 @@ from msgspec import inspect
 from pdproxy.settings.errors import KeyPath, Mistakes, did_you_mean, spell_key, spell_value
 from pdproxy.settings.section import NAMES
 
+_NOT_OF_THAT_KIND = (msgspec.ValidationError, UnicodeEncodeError)
+"""The second one is raised for a variable or a flag with bytes that are no text in UTF-8."""
+
 
 def conform(value: object, kind: Any, where: str, path: KeyPath = ()) -> Any:
     """Return `value` as the schema's `kind` needs it, still plain: sections left empty in YAML are dropped.
@@ -56,7 +59,7 @@ def collect(value: object, kind: Any, where: str, path: KeyPath, found: Mistakes
         return _unexpected(value, kind, where, path, found)
     try:
         return msgspec.convert(value, kind)
-    except msgspec.ValidationError:
+    except _NOT_OF_THAT_KIND:
         return _unexpected(value, kind, where, path, found)
 
 
@@ -73,7 +76,7 @@ def parse(text: str, kind: Any) -> object:
         return [parse(item, get_args(kind)[0]) if isinstance(item, str) else item for item in items]
     try:
         return msgspec.convert(text, kind, strict=False)
-    except msgspec.ValidationError:
+    except _NOT_OF_THAT_KIND:
         return text
 
 

@@ -83,7 +83,7 @@ class PassthroughLegs:
             EngineUnreachableError: the engine accepted no connection, and has received nothing.
             EngineError: it sent invalid data, or closed the connection.
         """
-        lines = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
+        lines = [(name.decode("latin-1"), _text(value)) for name, value in headers]
         if (key := self._key(url)) is not None:
             lines.append(("authorization", f"Bearer {key}"))
         tls = self._tls(url)
@@ -116,6 +116,14 @@ class PassthroughLegs:
                 trust_env=False,
             )
         return self._session
+
+
+def _text(value: bytes) -> str:
+    """Return a header's value so that aiohttp, which writes UTF-8, writes the same bytes; other bytes are taken for Latin-1."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import msgspec
 from pdproxy.kit.errors import BadRequestError, UnparsableError, UnreadableError
 from pdproxy.wire.body_bounds import Body
 from pdproxy.wire.fields import Fields, has_value, is_absent
+from pdproxy.wire.model import model_name
 
 ADAPTER_HEADER = b"x-amzn-sagemaker-adapter-identifier"
 """The header of an invocation that names its model. vLLM ignores the `model` of the body."""
@@ -76,13 +77,12 @@ def is_completion(fields: Fields) -> bool:
 
 
 def with_adapter(fields: Fields, adapter: bytes | None) -> str | None:
-    """Set the model of an invocation to the one that its header names, none without such a header. Return it."""
+    """Set the model of an invocation to the one that its header names, none without such a header. Return its name, bounded."""
     fields.pop("model", None)
     if adapter is None:
         return None
-    name = adapter.decode("latin-1")
-    fields["model"] = msgspec.Raw(msgspec.json.encode(name))
-    return name
+    fields["model"] = msgspec.Raw(msgspec.json.encode(adapter.decode("latin-1")))
+    return model_name(fields["model"])
 
 
 def load_invocation(body: Body) -> dict[str, object]:

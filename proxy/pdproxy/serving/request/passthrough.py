@@ -41,8 +41,8 @@ from pdproxy.wire.body_bounds import Body
 from pdproxy.wire.lenient_json import check_content_type
 from pdproxy.wire.passthrough_body import NO_BODY, PassedBody
 
-_PASSED_HEADERS = (b"content-type", b"retry-after", b"metadata")
-"""`metadata` is where vLLM describes an answer of `encoding_format: "bytes"`."""
+_PASSED_HEADERS = (b"content-type", b"retry-after", b"metadata", b"endpoint-load-metrics")
+"""`metadata` is where vLLM describes an answer of `encoding_format: "bytes"`; the last one comes with chats and completions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import msgspec
 from pdproxy.kit.errors import ClientLeftError, EngineError, EngineRefusedError, Fault, PdproxyError
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import usable
+from pdproxy.observe.events import ServedAlone
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.routes import ENTRIES
 from pdproxy.serving.dispatch.exchange import Dispatcher, Exchange
@@ -35,7 +36,7 @@ from pdproxy.wire.errors import error_body
 from pdproxy.wire.fields import body_request_id, has_value
 from pdproxy.wire.lenient_json import check_content_type
 from pdproxy.wire.passthrough_body import PassedBody
-from pdproxy.wire.request import Incoming, Parsed, Route
+from pdproxy.wire.request import Alone, Incoming, Parsed, Route
 
 _PASSED_HEADERS = (b"content-type", b"retry-after", b"endpoint-load-metrics")
 """The last one is the load of the engine that answered; vLLM sends it with whole answers to clients that name a format."""
@@ -161,6 +162,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         else:
             refused = False
         if refused:
+            del prompts  # with the answers to the other conversations
             await self._serve_whole()
             return
         if output.gone:
@@ -179,6 +181,10 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         """
         incoming, parsed, self._whole = self._incoming, self._whole, None
         assert parsed is not None
+        # After a refusal, its prompts were counted before.
+        why_alone = Alone.UNUSUAL.value if parsed.goes_whole else None
+        if why_alone is not None:
+            self._service.resources.observers.notify(ServedAlone(why_alone))
         forward = incoming.forward
         if incoming.adapter is not None:
             forward = (*forward, (ADAPTER_HEADER, incoming.adapter))
@@ -192,7 +198,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             await request.serve(body)
         finally:
             self.first, self.status = request.first, request.status
-            self.totals.add_legs(len(self.totals.legs), request.times())
+            times = msgspec.structs.replace(request.times(), why_alone=why_alone)
+            self.totals.add_legs(len(self.totals.legs), times)
 
     def _end_merged(self, parsed: Parsed, prompts: PromptList) -> None:
         events = [prompts.usage_events[index] for index in sorted(prompts.usage_events)]
