@@ -161,6 +161,17 @@ async def test_the_adapter_of_a_header_is_the_model(body: dict[str, Any]) -> Non
         assert w.prefill[0].requests[-1].json["model"] == "tiny"
 
 
+@pytest.mark.parametrize("then", ["finish", "eof", "reset"])
+async def test_a_stream_without_its_end_mark_is_an_error(then: str) -> None:
+    """Also where the engine ends the HTTP answer properly."""
+    async with world() as w:
+        w.decode[0].admin = {INVOCATIONS: scripts.streams(scripts.CHAT_WORD, scripts.CHAT_WORD, then=then)}
+        answer = await w.ask(INVOCATIONS, chat(max_tokens="4", stream=True))
+        assert answer.body.startswith(scripts.CHAT_WORD * 2)
+        assert b'"code":502' in answer.events[-1]
+        assert (await w.ended()).outcome == "engine"
+
+
 @pytest.mark.parametrize("name", ["\u00e9", "\u6a21"])
 async def test_an_adapters_name_beyond_ascii(name: str) -> None:
     """Engines that get the invocation whole read the bytes that the client sent."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from datetime import datetime
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -216,6 +217,32 @@ def test_a_list_of_prompts_shows_all_engines_and_the_longest_phases() -> None:
         "prefill_ms": 400.0, "kv_ms": 200.0, "decode_ms": 300.0,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
+
+
+def test_an_access_line_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with the long names of engines and models that a cluster has: each request writes one."""
+    leg = LegTimes(
+        "http://prefill-0.engines-of-a-model.some-namespace.svc.cluster.local:8200",
+        "http://decode-12.engines-of-a-model.some-namespace.svc.cluster.local:8300",
+        None,
+        0.1234,
+        first_s=0.0456,
+        decode_s=3.21,
+        attempts=1,
+    )
+    event = ended("organization/Some-Model-70B-Instruct", legs=[leg], client="10.20.30.40", key="file:12", stream=True)
+    for formatter in (JsonFormatter(), TextFormatter()):
+        made: list[str] = []
+        line = formatter._line
+
+        def counted(*given: Any, line: Any = line, made: list[str] = made) -> str:
+            made.append(line(*given))
+            return made[-1]
+
+        monkeypatch.setattr(formatter, "_line", counted)
+        shown = formatter.own_line(0, "INFO", "pdproxy.access", "request", access_fields(event))
+        assert made == [shown]
+        assert len(shown) > MAX_VALUE
 
 
 def test_an_unknown_engine_makes_no_series() -> None:

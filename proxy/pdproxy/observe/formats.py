@@ -59,8 +59,9 @@ class Formatter(logging.Formatter):
         """Return the same as `line`, at less cost, for texts that are short already: every request writes such a line."""
         try:
             line = self._line(created, level, logger, message, fields)
-            if len(line) <= MAX_VALUE:
-                return line  # so every value is short enough
+            # A line that is shorter than a value may be has no value that is too long.
+            if len(line) <= MAX_VALUE or (len(line) <= MAX_LINE and _is_short(message, fields)):
+                return line
         except (ValueError, TypeError):
             pass
         return self.line(created, level, logger, message, fields)

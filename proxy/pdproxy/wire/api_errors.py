@@ -97,8 +97,8 @@ class WholeEvents:
     def __init__(self, dialect: Dialect) -> None:
         self.count = 0
         self.sequence = 0
-        self.ended = dialect is Dialect.OPENAI
-        """Whether the stream's end mark has come; always True for an API without one."""
+        self.ended = False
+        """Whether the stream's end mark has come."""
         self._rest = bytearray()
         self._preamble = dialect.preamble
 
