@@ -222,8 +222,8 @@ def test_a_list_of_prompts_shows_all_engines_and_the_longest_phases() -> None:
 def test_an_access_line_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with the long names of engines and models that a cluster has: each request writes one."""
     leg = LegTimes(
-        "http://prefill-0.engines-of-a-model.some-namespace.svc.cluster.local:8200",
-        "http://decode-12.engines-of-a-model.some-namespace.svc.cluster.local:8300",
+        "http://prefill-0.engines-of-a-model.the-namespace-of-it.svc.cluster.local:8200",
+        "http://decode-12.engines-of-a-model.the-namespace-of-it.svc.cluster.local:8300",
         None,
         0.1234,
         first_s=0.0456,
