@@ -101,7 +101,8 @@ class Credentials:
     def shortcomings(self) -> Sequence[str]:
         """Return what is wrong with files now, although their last good content is still in force."""
         unread = [f"{one.name} can't be read again: {one.failure}" for one in self._followed if one.failure is not None]
-        return [f"{self.why_no_key()}", *unread] if self.why_no_key() is not None else unread
+        why_no_key = self.why_no_key()
+        return [why_no_key, *unread] if why_no_key is not None else unread
 
     def why_no_key(self) -> str | None:
         """Return why no client is accepted, None if keys are valid or not required."""
