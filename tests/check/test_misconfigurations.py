@@ -247,6 +247,13 @@ async def test_an_engine_that_is_down(bench):
     assert checked.learned.pairs[0].last.end == "untried"
 
 
+async def test_https_in_the_url_of_an_engine_without_tls(bench):
+    url = (await bench.start("decode")).url.replace("http:", "https:")
+    found = (await bench.check(load(None, {}, (), [EngineFlag("decode", url)])))["engine_down"]
+    assert "no TLS: it answers plain HTTP" in found.says
+    assert "https://" in found.remedy
+
+
 async def test_an_engine_that_restarts_half_way(bench, monkeypatch):
     prefill, decode = await bench.start("prefill"), await bench.start("decode")
     generate = decode.engine.generate

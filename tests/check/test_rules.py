@@ -163,7 +163,8 @@ def test_a_wrong_address_that_works_all_the_same_is_no_finding():
 
 
 @pytest.mark.parametrize(
-    ("kind", "word"), [("unreachable", "--host 0.0.0.0"), ("unhealthy", "log"), ("broken", "vLLM server")]
+    ("kind", "word"),
+    [("unreachable", "--host 0.0.0.0"), ("tls", "https://"), ("unhealthy", "log"), ("broken", "vLLM server")],
 )
 def test_each_trouble_has_its_remedy(kind, word):
     pairs = [PairFacts(prefill=P, decode=D, tries=(Split(end="untried", text="x"),))]

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pdproxy.observe.events import HandleEnded
+from pdproxy.observe.events import HandleEnded, LegFailed
 from tests.fakes import answers, scripts
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import Reply, Script
@@ -186,6 +186,10 @@ async def test_a_stream_that_fails_after_data_ends_with_an_error_and_no_end_mark
         assert sum(len(engine.requests) for engine in w.decode) == 1, "not tried again: data had gone out"
         assert (await w.ended()).outcome == "engine"
         assert w.metric("pdproxy_deadline_total", wait="between_tokens") == (1 if "stall" in bad else 0)
+        (failed,) = w.events(LegFailed)
+        (node,) = [engine.url for engine in w.decode if engine.requests]
+        assert (failed.node, failed.phase, failed.will_retry) == (node, "decode", False)
+        assert w.metric("pdproxy_leg_failures_total", node=node, phase="decode") == 1
         await w.quiet()
         assert w.books.endings == {"loaded": 1}
 

@@ -115,7 +115,10 @@ async def server(*pieces: bytes, pause: float = 0.0) -> AsyncIterator[int]:
         ([b"HTTP/1.1 503 No\r\n\r\n[[[{\x1b"], "answered 503"),
         ([b'HTTP/1.1 503 No\r\n\r\n{"reason": "a\\nb\\u001b"}'], 'answered 503: "a\\nb\\u001b"'),
         ([b"SSH-2.0-x\r\n"], "does not answer HTTP (BadStatusLine)"),
-        ([], "does not answer HTTP (RemoteDisconnected)"),
+        (
+            [],
+            "closed the connection without an answer: does it expect TLS? Give its certificate or its https URL",
+        ),
         ([b"HTTP/1.1 200 OK\r\n", *[b"x: y\r\n"] * 1000], "no answer within 1 s"),
     ],
     ids=["500", "no-json", "escapes", "ssh", "closed", "endless"],
@@ -148,7 +151,7 @@ async def test_with_tls_the_certificate_of_the_settings_is_expected(ours: Side, 
     async with world() as w:
         found = await health("--port", w.port, "--timeout", "30", "--ssl-certfile", ours.certificate)
         assert (found.code, found.err.count("\n")) == (1, 1)
-        assert "TLS failed: " in found.err
+        assert "it answers plain HTTP, not TLS" in found.err
 
 
 async def test_a_url_with_tls_is_verified(ours: Side, theirs: Side) -> None:

@@ -41,6 +41,16 @@ async def test_ready_while_starting_and_after() -> None:
         assert (ready.status, ready.json) == (200, {"ready": True, "state": "ok", "reason": None, "details": []})
 
 
+async def test_an_engine_that_was_never_up_is_logged_once() -> None:
+    """An engine that is down from the beginning has one line in the log, with the reason."""
+    async with world(probed=False) as w:
+        w.prefill[0].stop()
+        await w.probe()
+        await w.probe()
+        changes = [(event.up, event.reason) for event in w.events(NodeChanged) if event.node == w.prefill[0].url]
+        assert changes == [(False, "no connection: Connection refused")]
+
+
 async def test_ready_says_what_is_down() -> None:
     """Without a prefill engine it is ready, and says what is missing; without a decode engine it is not."""
     async with world() as w:

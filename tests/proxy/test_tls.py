@@ -1,6 +1,7 @@
 """TLS on both sides: clients in front, engines behind, certificates that change, and what is reported of untrusted ones."""
 
 import asyncio
+import datetime
 import logging
 import ssl
 from pathlib import Path
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 import trustme
 
+from pdproxy.cli.main import main
 from pdproxy.observe.events import RequestEnded
 from pdproxy.settings.schema import Settings
 from tests.fakes import answers, scripts
@@ -208,6 +210,35 @@ async def test_the_running_proxy_looks_by_itself(ours: Side, monkeypatch: pytest
         async with asyncio.timeout(LONG):
             while not await changed():
                 await asyncio.sleep(0.01)
+
+
+async def test_a_certificate_that_expires_is_reported(
+    ours: Side, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two days before its end and afterwards: in /ready, once in the log, and by `config validate`; a renewed one ends it."""
+    now = datetime.datetime.now(datetime.UTC)
+    day = datetime.timedelta(days=1)
+
+    def logged() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "listen.tls.certificate" in r.getMessage()]
+
+    async with fronted(ours) as w:
+        assert (await w.get("/ready")).json["details"] == []
+        for ends, said in ((now + day, ": renew it"), (now - day, ": clients refuse it")):
+            caplog.clear()
+            ours.sign(not_before=now - 9 * day, not_after=ends)
+            for _ in range(3):
+                w.proxy.credentials.look()
+            (line,) = logged()
+            assert line.endswith(f"{ends:%Y-%m-%d %H:%M} UTC{said}")
+            assert line in w.proxy.credentials.shortcomings()
+            assert line in w.proxy.credentials.warnings()
+            tls = ["--ssl-certfile", ours.certificate, "--ssl-keyfile", ours.key]
+            assert main(["config", "validate", "--decode", "127.0.0.1:1", *tls]) == 0
+            assert line in capsys.readouterr().err
+        ours.sign()
+        w.proxy.credentials.look()
+        assert (await w.get("/ready")).json["details"] == []
 
 
 async def test_half_of_a_renewal_changes_nothing(ours: Side, caplog: pytest.LogCaptureFixture) -> None:

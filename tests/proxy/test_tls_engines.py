@@ -166,7 +166,19 @@ async def test_plain_http_behind_an_https_url(theirs: Side) -> None:
         return msgspec.structs.replace(settings, pools=(msgspec.structs.replace(pool, nodes=nodes),))
 
     async with world(0, 1, adjust=adjust) as w:
-        assert "no TLS" in (await w.get("/ready")).json["reason"]
+        assert "no TLS: it answers plain HTTP" in (await w.get("/ready")).json["reason"]
+
+
+async def test_plain_http_to_an_engine_with_tls(theirs: Side) -> None:
+    """An engine with TLS where the settings say http closes the connection: the reason asks for https."""
+
+    def adjust(settings: Settings) -> Settings:
+        (pool,) = settings.pools
+        nodes = tuple(msgspec.structs.replace(n, url=n.url.replace("https:", "http:")) for n in pool.nodes)
+        return msgspec.structs.replace(settings, pools=(msgspec.structs.replace(pool, nodes=nodes),))
+
+    async with world(0, 1, adjust=adjust, engine_tls=theirs.server()) as w:
+        assert "does it expect TLS (https)?" in (await w.get("/ready")).json["reason"]
 
 
 def test_a_nodes_tls_is_stronger_than_the_pools() -> None:

@@ -264,7 +264,7 @@ class Proxy:
         try:
             self.notices.bind(host, port)
         except OSError as error:
-            why = error.strerror or error
+            why = (error.strerror or str(error)).partition(" (addr=")[0]  # pyzmq repeats the address
             raise SettingsError(f"can't bind kv_ready.host:kv_ready.port = {host}:{port}: {why}") from None
         logger.info("KV-ready notices are expected on %s", self.notices.address)
 

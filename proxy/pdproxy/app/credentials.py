@@ -10,6 +10,7 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from pdproxy.fleet.engine import EngineCredentials
@@ -19,12 +20,14 @@ from pdproxy.serving.access.keys import Keys, digest
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.files import read_key, read_keys, read_numbered_keys
 from pdproxy.settings.schema import EngineTls, ListenTls, Node, Settings
-from pdproxy.settings.tls import engine_context, following, listen_context, merged
+from pdproxy.settings.tls import end_of_certificate, engine_context, following, listen_context, merged
 
 logger = logging.getLogger("pdproxy.files")
 
 LOOK_EVERY = 1.0
 """Seconds."""
+EXPIRES_SOON = timedelta(days=2)
+"""How long before its end a certificate is reported. Authorities issue certificates for six days, renewed after three."""
 
 
 class Credentials:
@@ -58,6 +61,9 @@ class Credentials:
                 self._read_engine(node, f"pools[0].nodes[{index}]")
         self.listen: ssl.SSLContext | None = None
         """The context for clients; None: plain HTTP."""
+        self._certificate = listen.certificate
+        self._certificate_ends: datetime | None = None
+        self._expiry_logged: str | None = None
         if listen.certificate is not None:
             with found.collecting():
                 self.listen = self._listen_tls(listen)
@@ -96,13 +102,16 @@ class Credentials:
 
     def warnings(self) -> list[str]:
         """Return what an operator should know at the start."""
-        return [f"{url}: tls.verify is false: anybody in between can read prompts and keys" for url in self._unverified]
+        unverified = [
+            f"{url}: tls.verify is false: anybody in between can read prompts and keys" for url in self._unverified
+        ]
+        return [*unverified, *self._expiry()]
 
     def shortcomings(self) -> Sequence[str]:
         """Return what is wrong with files now, although their last good content is still in force."""
         unread = [f"{one.name} can't be read again: {one.failure}" for one in self._followed if one.failure is not None]
         why_no_key = self.why_no_key()
-        return [why_no_key, *unread] if why_no_key is not None else unread
+        return [*([] if why_no_key is None else [why_no_key]), *unread, *self._expiry()]
 
     def why_no_key(self) -> str | None:
         """Return why no client is accepted, None if keys are valid or not required."""
@@ -113,12 +122,17 @@ class Credentials:
     def start(self, tasks: TaskOwner) -> None:
         """Check the files from now on, in a task of this owner. Without files there is no task."""
         self._tasks = tasks
+        self._expiry_logged = next(iter(self._expiry()), None)  # one of `warnings`
         self._follow_files()
 
     def look(self) -> None:
         """Check all files, now."""
         for one in self._followed:
             one.reload_if_changed()
+        expiry = next(iter(self._expiry()), None)
+        if expiry is not None and expiry != self._expiry_logged:
+            logger.warning("%s", expiry)
+        self._expiry_logged = expiry
 
     async def follow(self) -> None:
         """Check all files once per second until cancelled."""
@@ -178,7 +192,23 @@ class Credentials:
 
     def _listen_tls(self, tls: ListenTls) -> ssl.SSLContext:
         paths = [tls.certificate, tls.key, tls.key_password_file, tls.client_ca]
-        return following(self._follow("listen.tls", paths, lambda: listen_context(tls)))
+
+        def read() -> ssl.SSLContext:
+            context = listen_context(tls)
+            assert tls.certificate is not None
+            self._certificate_ends = end_of_certificate(tls.certificate)
+            return context
+
+        return following(self._follow("listen.tls", paths, read))
+
+    def _expiry(self) -> Sequence[str]:
+        """Return whether the certificate for clients has expired or soon does, a line or none."""
+        ends = self._certificate_ends
+        if ends is None or ends - EXPIRES_SOON > (now := datetime.now(UTC)):
+            return ()
+        when = f"{ends:%Y-%m-%d %H:%M} UTC"
+        said = f"has expired at {when}: clients refuse it" if ends <= now else f"expires at {when}: renew it"
+        return (f"listen.tls.certificate: {self._certificate}: {said}",)
 
     def _follow(self, setting: str, paths: Sequence[str | None], read: Callable[[], Any]) -> ReloadingFile[Any]:
         followed = ReloadingFile(setting, [path for path in paths if path is not None], read)

@@ -27,6 +27,7 @@ def add(commands: Commands) -> None:
             "pdproxy completion zsh > ~/.zfunc/_pdproxy",
             "pdproxy completion tcsh > ~/.pdproxy.tcsh",
         )
+        + "\nMake the folder first if it is missing: mkdir -p ~/.local/share/bash-completion/completions ~/.zfunc"
         + "\nbash needs the package bash-completion; new shells read the file."
         + "\nzsh needs these lines in ~/.zshrc: fpath=(~/.zfunc $fpath); autoload -U compinit; compinit"
         + "\ntcsh needs this line in ~/.tcshrc: source ~/.pdproxy.tcsh",

@@ -94,7 +94,8 @@ def validate_settings(arguments: argparse.Namespace) -> int:
     # Imported here: the server's libraries take a while to load, and wrong settings should be reported at once.
     from pdproxy.app.credentials import Credentials
 
-    Credentials(settings)  # reads the files that the settings name
+    for warning in Credentials(settings).warnings():  # reads the files that the settings name
+        sys.stderr.write(f"{arguments.prog}: warning: {warning}\n")
     roles = Counter(node.role for node in settings.pool.nodes)
     print("ok: " + ", ".join(f"{count} {role}" for role, count in roles.items()))
     return 0

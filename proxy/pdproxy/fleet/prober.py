@@ -175,7 +175,10 @@ class Prober:
             self._observers.notify(DeadlinePassed(error.wait.value, engine.url))
 
     def _lost(self, engine: Engine, error: EngineError) -> None:
-        if self._ledger.mark_down(engine.url, error.message, self._now()):
+        first = (
+            not engine.node.probed
+        )  # an engine that was never up has not changed, but the log must say why it is not used
+        if self._ledger.mark_down(engine.url, error.message, self._now()) or first:
             role = engine.node.role.value
             self._observers.notify(NodeChanged(engine.url, role, up=False, reason=error.message))
 

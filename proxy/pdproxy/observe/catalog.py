@@ -211,8 +211,7 @@ KV_BYTES = _counter("pdproxy_kv_transfer_bytes_total", "bytes", "Bytes of KV tha
 LEG_FAILURES = _counter(
     "pdproxy_leg_failures_total",
     "legs",
-    "Legs that failed before a part of their answer was sent to the client (alone: also later); an engine that refuses what is "
-    "wrong with the request has not failed",
+    "Legs that failed, also in the middle of a stream; an engine that refuses what is wrong with the request has not failed",
     NODE,
     Label("phase", FAILED_LEGS),
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 from pdproxy.settings.errors import SettingsError
@@ -37,6 +38,23 @@ def listen_context(tls: ListenTls) -> ssl.SSLContext:
         context.num_tickets = 0
         context.options |= ssl.OP_NO_TICKET
     return context
+
+
+def end_of_certificate(path: str) -> datetime | None:
+    """Return when the first certificate of a file (PEM) expires, the server's own; None if that can't be read from it.
+
+    Raises:
+        SettingsError: the file can't be read.
+    """
+    # Imported here: it takes a while to load, and only a proxy with TLS needs it.
+    from cryptography import x509
+
+    try:
+        return x509.load_pem_x509_certificates(read_file("listen.tls.certificate", path))[0].not_valid_after_utc
+    except ValueError as error:
+        if isinstance(error, SettingsError):
+            raise
+        return None  # OpenSSL takes some certificates that break the standard
 
 
 def following(newest: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:

@@ -25,7 +25,7 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.kit.text import truncate
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.upstream.client import LOCAL_ERRORS, describe_tls
+from pdproxy.upstream.client import LOCAL_ERRORS, describe_os, describe_tls
 from pdproxy.upstream.metrics_page import MAX_PAGE, Scrape, read_metrics
 from pdproxy.wire.model import MAX_MODEL_NAME
 
@@ -204,14 +204,14 @@ class EngineAdmin:
         except aiohttp.ClientConnectorError as error:
             if error.errno in LOCAL_ERRORS:
                 raise OverloadedError(f"pdproxy can open no more connections: {error.strerror}") from None
-            raise EngineUnreachableError(f"no connection: {error.strerror or error}") from None
+            raise EngineUnreachableError(f"no connection: {describe_os(error.os_error)}") from None
         except aiohttp.ServerDisconnectedError:
-            # vLLM's server only closes the connection if a client lacks the certificate that it requires.
-            hint = "" if tls is None else ": does it require a client certificate (tls.certificate)?"
-            raise EngineError(f"{path}: closed the connection{hint}") from None
+            raise EngineError(f"{path}: {describe_close(tls)}") from None
         except ssl.SSLError as error:
             raise EngineTlsError(describe_tls(error)) from None
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
+            raise EngineError(f"{path}: {describe_os(error)}") from None
+        except aiohttp.ClientError as error:
             raise EngineError(f"{path}: {type(error).__name__}: {truncate(error)}") from None
         if answer.status != 200:
             hint = ": set auth.engine_api_key, or the node's api_key" if answer.status == 401 else ""
@@ -248,3 +248,13 @@ def _checked(listed: bytes) -> bytes:
 def describe_certificate(error: Exception) -> str:
     """Return why an engine's certificate is not trusted, from aiohttp's error."""
     return describe_tls(error) if isinstance(error, ssl.SSLError) else f"no TLS: {error}"
+
+
+def describe_close(tls: ssl.SSLContext | None) -> str:
+    """Return the text for a connection that an engine closed without an answer, with what is its cause more often than not.
+
+    vLLM's server only closes the connection if a client speaks plain HTTP to its TLS, or lacks the certificate that it requires.
+    """
+    if tls is None:
+        return "closed the connection: does it expect TLS (https)?"
+    return "closed the connection: does it require a client certificate (tls.certificate)?"

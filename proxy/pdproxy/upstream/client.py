@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import ssl
 from collections.abc import Callable
 from urllib.parse import urlsplit
@@ -30,6 +31,8 @@ from pdproxy.upstream.connection import EngineConnection, Headers, Leg, Message,
 
 LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 """Errors at connecting that this process or machine causes, not the engine."""
+_PLAIN_HTTP = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST"})
+"""What OpenSSL calls it when the bytes of the other side are no TLS."""
 
 
 JOINED = 64 << 10
@@ -133,7 +136,14 @@ def describe_tls(error: ssl.SSLError) -> str:
     """Return why there is no TLS with an engine. The text may name hosts."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message}"
+    if error.reason in _PLAIN_HTTP:
+        return "no TLS: it answers plain HTTP, so its URL begins with http://"
     return f"no TLS: {(error.reason or str(error)).replace('_', ' ').lower()}"
+
+
+def describe_os(error: OSError) -> str:
+    """Return why there is no connection with an engine. asyncio repeats the address in its text; the caller has it already."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 
 class EngineClient:
@@ -276,7 +286,7 @@ class EngineClient:
         except OSError as error:
             if error.errno in LOCAL_ERRORS:
                 raise OverloadedError(f"pdproxy can open no more connections: {error.strerror}") from None
-            raise EngineUnreachableError(f"{self.url} took no connection: {error.strerror or error}") from None
+            raise EngineUnreachableError(f"{self.url} took no connection: {describe_os(error)}") from None
         self._all.add(connection)
         return connection
 

@@ -14,8 +14,9 @@ from pdproxy.lab.check.metrics import Metrics
 from pdproxy.scheduling.nodes import Evidence
 from pdproxy.settings.schema import Role, Settings
 
-TroubleKind = Literal["unreachable", "silent", "broken", "unhealthy", "key"]
-"""No connection; no answer in time; an answer that is not HTTP or not JSON; an unhealthy health route; a refused key."""
+TroubleKind = Literal["unreachable", "tls", "silent", "broken", "unhealthy", "key"]
+"""No connection; no TLS, or a certificate that is not trusted; no answer in time; an answer that is not HTTP or not JSON; an
+unhealthy health route; a refused key."""
 Reach = Literal["open", "closed", "unresolvable", "untried"]
 
 

@@ -6,7 +6,6 @@ count as a failure. No HTTP proxy of the environment is used, as pdproxy's own l
 
 from __future__ import annotations
 
-import os
 import ssl
 import time
 from collections.abc import Callable
@@ -16,7 +15,8 @@ from email.utils import parsedate_to_datetime
 import aiohttp
 
 from pdproxy.lab.check.facts import Trouble
-from pdproxy.upstream.admin import describe_certificate
+from pdproxy.upstream.admin import describe_certificate, describe_close
+from pdproxy.upstream.client import describe_os, describe_tls
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +80,20 @@ class HttpClient:
         except TimeoutError:
             return Trouble("silent", f"{path} did not answer in {self.timeout:g} s")
         except aiohttp.ClientConnectorCertificateError as error:
-            return Trouble("unreachable", describe_certificate(error.certificate_error))
+            return Trouble("tls", describe_certificate(error.certificate_error))
+        except aiohttp.ClientConnectorSSLError as error:
+            return Trouble("tls", describe_certificate(error.os_error))
         except aiohttp.ClientConnectorError as error:
-            return Trouble("unreachable", f"no connection: {_os_error_text(error.os_error)}")
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return Trouble("unreachable", f"no connection: {describe_os(error.os_error)}")
+        except aiohttp.ServerDisconnectedError:
+            return Trouble("broken", f"{path}: {describe_close(tls)}")
+        except ssl.SSLError as error:
+            return Trouble("tls", describe_tls(error))
+        except OSError as error:
+            return Trouble("broken", f"{path}: {describe_os(error)}")
+        except (aiohttp.ClientError, ValueError) as error:
             return Trouble("broken", f"{path}: {type(error).__name__}: {error}")
         return Reply(answer.status, content, _ahead(answer.headers.get("date"), begun, time.time()))
-
-
-def _os_error_text(error: OSError) -> str:
-    # asyncio repeats the address in the text; the report already has it.
-    return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 
 def _ahead(date: str | None, begun: float, over: float) -> float:

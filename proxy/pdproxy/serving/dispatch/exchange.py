@@ -187,7 +187,7 @@ class Exchange:
             case PrefillFailed(url, reason, error):
                 self._prefill_failed = reason
                 resources.report_failure(self._request.headers, url, "prefill", error, will_retry=will_retry)
-            case DecodeFailed(url, error, _) if outcome.is_retryable:
+            case DecodeFailed(url, error, _) if outcome.is_engines:
                 resources.report_failure(self._request.headers, url, "decode", error, will_retry=will_retry)
         if isinstance(action, Fail):
             return action

@@ -50,12 +50,17 @@ class DecodeFailed(msgspec.Struct, frozen=True):
     data_sent: bool
 
     @property
+    def is_engines(self) -> bool:
+        """Whether the engine has failed: not if every engine would refuse the request, or if its answer found no space here."""
+        if isinstance(self.error, AnswerBudgetError):
+            return False
+        # What one engine refuses every engine would, unless it is full.
+        return not isinstance(self.error, EngineRefusedError) or self.error.status >= 500 or self.error.status == 429
+
+    @property
     def is_retryable(self) -> bool:
         """Whether another engine may succeed."""
-        if self.data_sent or isinstance(self.error, AnswerBudgetError):
-            return False
-        # Every engine would refuse what one refuses, unless it is full.
-        return not isinstance(self.error, EngineRefusedError) or self.error.status >= 500 or self.error.status == 429
+        return self.is_engines and not self.data_sent
 
 
 class Failed(msgspec.Struct, frozen=True):

@@ -119,8 +119,10 @@ def _complete(kind: Kind, given: Mapping[str, Argument]) -> dict[str, Argument]:
     found = dict(kind.args)
     for key, value in given.items():
         if key not in kind.args:
-            known = f": it takes {', '.join(kind.args)}" if kind.args else ""
-            raise FaultError(f"{kind.name} takes no {key!r}{known}")
+            known = ", ".join(
+                [*kind.args, *(name for name in Fault.__struct_fields__ if name not in ("kind", "at", "args"))]
+            )
+            raise FaultError(f"{kind.name} takes no {key!r}: it takes {known}")
         wanted = type(kind.args[key])
         try:
             found[key] = msgspec.convert(value, wanted, strict=False)

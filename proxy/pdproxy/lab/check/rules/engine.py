@@ -23,6 +23,11 @@ def down(facts: Facts) -> Iterator[Finding]:
                 remedy = "start the engine, or correct its URL; from another machine it needs --host 0.0.0.0 and an open port"
                 if facts.machine.proxies and engine.url not in facts.machine.bypassed:
                     remedy += "; pdproxy uses no HTTP proxy, so an engine behind one can't be reached"
+            case "tls":
+                remedy = (
+                    "https:// in its URL if the engine has TLS, else http://; for a certificate that is not trusted, tls.ca of"
+                    " the pool or of the node names its authorities; one that has expired must be renewed"
+                )
             case "silent":
                 remedy = (
                     "the port accepts connections and nothing answers: if the process hangs or is stopped, restart"
