@@ -46,8 +46,8 @@ def line(figures: Figures) -> str:
         f"ok {figures.outcomes.get('ok', 0)}",
         f"failed {failed}",
         f"tokens/s in {number(figures.prompt_tokens_per_s)} out {number(figures.output_tokens_per_s)}",
-        f"TTFT {_pair(figures.ttft)}",
-        f"ITL {_pair(figures.itl)}",
+        f"TTFT p50/p99 {_pair(figures.ttft)}",
+        f"ITL p50/p99 {_pair(figures.itl)}",
         f"KV {moved.count} moved {size(moved.size)}",
     ]
     if figures.traffic is not None and figures.traffic.failed:
