@@ -77,8 +77,8 @@ def test_a_proxy_that_does_not_answer_is_told() -> None:
 
 def test_a_line_has_the_same_figures() -> None:
     assert line(well()) == (
-        "12 s  engines 4/4 up  in flight 3  ok 1231  failed 0  tokens/s in 12,034 out 420  TTFT 23/80 ms"
-        "  ITL 5.2/7.9 ms  KV 1231 moved 1.23 GB"
+        "12 s  engines 4/4 up  in flight 3  ok 1231  failed 0  tokens/s in 12,034 out 420  TTFT p50/p99 23/80 ms"
+        "  ITL p50/p99 5.2/7.9 ms  KV 1231 moved 1.23 GB"
     )
     assert line(ill()).endswith("KV 0 moved 0 B  traffic failed 5")
 

@@ -205,7 +205,7 @@ class EngineAdmin:
             if error.errno in LOCAL_ERRORS:
                 raise OverloadedError(f"pdproxy can open no more connections: {error.strerror}") from None
             raise EngineUnreachableError(f"no connection: {describe_os(error.os_error)}") from None
-        except aiohttp.ServerDisconnectedError:
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientConnectionResetError):
             raise EngineError(f"{path}: {describe_close(tls)}") from None
         except ssl.SSLError as error:
             raise EngineTlsError(describe_tls(error)) from None

@@ -85,7 +85,7 @@ class HttpClient:
             return Trouble("tls", describe_certificate(error.os_error))
         except aiohttp.ClientConnectorError as error:
             return Trouble("unreachable", f"no connection: {describe_os(error.os_error)}")
-        except aiohttp.ServerDisconnectedError:
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientConnectionResetError):
             return Trouble("broken", f"{path}: {describe_close(tls)}")
         except ssl.SSLError as error:
             return Trouble("tls", describe_tls(error))

@@ -57,7 +57,7 @@ def key(facts: Facts) -> Iterator[Finding]:
                 code="wrong_key",
                 where=(engine.url,),
                 says=f"{_name(engine)} {what} ({engine.trouble.text})",
-                remedy=f"{_KEY}; all engines must accept the same one",
+                remedy=f"{_KEY}; for an engine with a key of its own, api_key or api_key_file of its node",
             )
 
 
