@@ -180,6 +180,7 @@ async def test_a_proxy_that_requires_client_certificates(ours: Side, theirs: Sid
         for options in ([], ["--cert", ours.certificate, "--key", ours.key]):
             found = await health(*line, *options)
             assert (found.code, found.err.count("\n")) == (1, 1)
+            assert "does it require a client certificate (--cert)?" in found.err
 
 
 def test_wrong_options_are_exit_2(tmp_path: Path, ours: Side, theirs: Side, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import ssl
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.client import HTTPConnection, HTTPException, HTTPSConnection, InvalidURL, RemoteDisconnected
+from http.client import HTTPConnection, HTTPException, HTTPSConnection, InvalidURL
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
@@ -221,9 +221,11 @@ def _ask(place: _Place, path: str, limit: float) -> None:
         raise _Unhealthy(f"TLS failed: {(error.reason or 'unknown reason').replace('_', ' ').lower()}") from None
     except (UnicodeError, InvalidURL):
         raise _Unhealthy("no connection: no host has such a name") from None
-    except RemoteDisconnected:
-        hint = "" if place.context is not None else ": does it expect TLS? Give its certificate or its https URL"
-        raise _Unhealthy(f"closed the connection without an answer{hint}") from None
+    except ConnectionResetError:  # http.client's RemoteDisconnected is one
+        hint = "does it require a client certificate (--cert)?"
+        if place.context is None:
+            hint = "does it expect TLS? Give its certificate or its https URL"
+        raise _Unhealthy(f"closed the connection without an answer: {hint}") from None
     except HTTPException as error:
         raise _Unhealthy(f"does not answer HTTP ({type(error).__name__})") from None
     except TimeoutError:
