@@ -92,8 +92,11 @@ class Metrics:
         for one in METRICS:
             if one.kind is Kind.HISTOGRAM:
                 self._histograms[one.name] = {labels: _Histogram(one.bounds) for labels in one.series}
-            elif one.kind is Kind.COUNTER:
+            elif one.kind is Kind.COUNTER and one not in _OF_LEGS:
                 self._counts[one.name] = dict.fromkeys(one.series, 0)
+        self._phases = {labels[0]: kept for labels, kept in self._histograms[catalog.PHASE.name].items()}
+        self._legs: dict[tuple[str, str], list[float]] = {}
+        """By engine and phase: how many legs, and their seconds."""
         self._gauges: dict[str, Gauge] = {}
         self._models: set[str] = set()
         self._nodes: set[str] = set()
@@ -115,13 +118,14 @@ class Metrics:
         for phase, _ in catalog.FAILED_LEGS:
             if (phase == "prefill") == (role == "prefill"):
                 failures.setdefault((url, phase), 0)
-        for name in (catalog.NODE_LEGS.name, catalog.NODE_SECONDS.name):
-            for phase in phases:
-                self._counts[name].setdefault((url, phase), 0)
+        for phase in phases:
+            self._legs.setdefault((url, phase), [0, 0.0])
 
     def drop_node(self, url: str) -> None:
         """Drop the counts of an engine that was removed. What still ends there is counted as that of "removed"."""
         self._nodes.discard(url)
+        for key in [key for key in self._legs if key[0] == url]:
+            del self._legs[key]
         for one in _OF_NODES:
             counts = self._counts[one.name]
             for labels in [labels for labels in counts if labels[0] == url]:
@@ -175,8 +179,8 @@ class Metrics:
 
     def _ended(self, event: RequestEnded) -> None:
         self._request(event)
-        self._histogram(catalog.PHASE, "queue").observe(event.queue_s)
-        self._histogram(catalog.PHASE, "total").observe(event.total_s)
+        self._phases["queue"].observe(event.queue_s)
+        self._phases["total"].observe(event.total_s)
         path = "alone"
         for leg in event.legs:
             if leg.prefill is not None:
@@ -219,11 +223,13 @@ class Metrics:
             self._phase("decode_whole" if split else "alone_whole", leg.decode, leg.whole_s)
 
     def _phase(self, phase: str, node: str | None, seconds: float) -> None:
-        self._histogram(catalog.PHASE, phase).observe(seconds)
-        labels = self._node(node or REMOVED), phase
-        legs, sums = self._counts[catalog.NODE_LEGS.name], self._counts[catalog.NODE_SECONDS.name]
-        legs[labels] = legs.get(labels, 0) + 1
-        sums[labels] = sums.get(labels, 0.0) + seconds
+        self._phases[phase].observe(seconds)
+        key = node if node in self._nodes else REMOVED, phase
+        legs = self._legs.get(key)
+        if legs is None:
+            legs = self._legs[key] = [0, 0.0]
+        legs[0] += 1
+        legs[1] += seconds
 
     def _node(self, url: str) -> str:
         return url if url in self._nodes else REMOVED
@@ -251,10 +257,19 @@ class Metrics:
             kind = CounterMetricFamily if one.kind is Kind.COUNTER else GaugeMetricFamily
             family = kind(one.name, one.text, labels=names)
             gauge = self._gauges.get(one.name)
-            samples = self._counts.get(one.name, {}).items() if gauge is None else gauge.read()
+            if one in _OF_LEGS:
+                at = _OF_LEGS.index(one)
+                samples: Iterable[tuple[tuple[str, ...], float]] = [(key, kept[at]) for key, kept in self._legs.items()]
+            else:
+                samples = self._counts.get(one.name, {}).items() if gauge is None else gauge.read()
             for labels, number in samples:
                 family.add_metric(labels, number)
             yield family
 
 
-_OF_NODES = [one for one in METRICS if one.kind is Kind.COUNTER and one.labels and one.labels[0] is catalog.NODE]
+_OF_LEGS = (catalog.NODE_LEGS, catalog.NODE_SECONDS)
+_OF_NODES = [
+    one
+    for one in METRICS
+    if one.kind is Kind.COUNTER and one.labels and one.labels[0] is catalog.NODE and one not in _OF_LEGS
+]

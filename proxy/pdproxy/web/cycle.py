@@ -28,6 +28,7 @@ from pdproxy.wire.request import Incoming, Route
 
 logger = logging.getLogger("pdproxy")
 
+_INVOCATIONS = Route.INVOCATIONS
 FORWARDED = frozenset(
     {b"traceparent", b"tracestate", b"x-session-id", b"x-vllm-priority", b"endpoint-load-metrics-format"}
 )
@@ -254,7 +255,7 @@ class GenerateCycle(ResponseCycle):
             content_type=found.get(b"content-type", b"").decode("latin-1"),
             forward=tuple(header for header in self._headers if header[0] in FORWARDED),
             body=body,
-            adapter=found.get(ADAPTER_HEADER) if self._route is Route.INVOCATIONS else None,
+            adapter=found.get(ADAPTER_HEADER) if self._route is _INVOCATIONS else None,
             client=self._address,
             key=self._key,
         )

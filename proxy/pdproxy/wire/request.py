@@ -69,6 +69,11 @@ class Alone(Enum):
     FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
 
 
+# An enum's member is looked up by slow code of its metaclass: these are used for every request.
+_COMPLETIONS, _CHAT, _BATCH, _INVOCATIONS = Route.COMPLETIONS, Route.CHAT, Route.BATCH, Route.INVOCATIONS
+_UNUSUAL = Alone.UNUSUAL
+
+
 class Incoming(msgspec.Struct):
     """A request as it was received. The reader of the body removes it from here.
 
@@ -122,7 +127,7 @@ class Parsed(msgspec.Struct, frozen=True):
     @property
     def goes_whole(self) -> bool:
         """Whether one engine gets the request on a route that no leg of an exchange uses."""
-        return self.alone is Alone.UNUSUAL and self.route in (Route.BATCH, Route.INVOCATIONS)
+        return self.alone is _UNUSUAL and self.route in (Route.BATCH, Route.INVOCATIONS)
 
     def exchange_of(self, index: int) -> tuple[Parsed, Prompt | None]:
         """Return the request and the prompt of the exchange for the prompt at `index` of a list.
@@ -237,23 +242,23 @@ def interpret(route: Route, fields: Fields, size: int, bounds: Bounds, max_objec
     Raises:
         TooManyPromptsError: it asks for more than one request may.
     """
-    if route is Route.INVOCATIONS:
+    if route is _INVOCATIONS:
         return _invocation(fields, size, bounds, max_objects)
-    if route is Route.COMPLETIONS:
+    if route is _COMPLETIONS:
         fields.pop(PROMPT_IDS, None)  # engines do not read it there (vLLM 0.32.0)
-    conversations = _conversations(fields, bounds) if route is Route.BATCH else None
+    conversations = _conversations(fields, bounds) if route is _BATCH else None
     spans = _listed(route, fields, bounds)
     try:
         model = model_name(fields.get("model"))
         stream = bool(read_field(fields, "stream", _bool_decoder))
         wants_usage = wants_usage_event(fields, stream)
-        if route is Route.BATCH:
+        if route is _BATCH:
             is_list, prompts, non_text = True, _batch(fields, conversations), False
         else:
-            is_list, prompts, non_text = _messages(fields) if route is Route.CHAT else _prompts(fields, spans)
+            is_list, prompts, non_text = _messages(fields) if route is _CHAT else _prompts(fields, spans)
         alone = Alone.NON_TEXT if non_text else _alone(fields, route)
         if PROMPT_IDS in fields:
-            if route is Route.BATCH:
+            if route is _BATCH:
                 raise UnusualError  # engines refuse it
             alone = alone or Alone.PROMPT_IDS
         check_unseen(fields, max_objects)
@@ -331,7 +336,7 @@ def _alone(fields: Fields, route: Route) -> Alone | None:
     if min_tokens < 0:
         raise UnusualError
     read_field(fields, "return_token_ids", _bool_decoder)
-    if route is not Route.COMPLETIONS:
+    if route is not _COMPLETIONS:
         logprobs = read_field(fields, "logprobs", _bool_decoder)
         top = read_field(fields, "top_logprobs", _int_decoder)
         if top and not logprobs:

@@ -41,6 +41,8 @@ from pdproxy.wire.request import Alone, Incoming, Parsed, Route
 _PASSED_HEADERS = (b"content-type", b"retry-after", b"endpoint-load-metrics")
 """The last one is the load of the engine that answered; vLLM sends it with whole answers to clients that name a format."""
 
+_BATCH, _INVOCATIONS = Route.BATCH, Route.INVOCATIONS
+
 
 class Service:
     """Serves the generating routes. `passthrough`: for batches and invocations that one engine must get whole."""
@@ -88,12 +90,13 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         incoming, service = self._incoming, self._service
         service.keys.check(incoming.authorization)
         body, incoming.body = incoming.body, b""
+        is_invocation = incoming.route is _INVOCATIONS
         # The body of an invocation is not read before its type is checked.
-        check_content_type(incoming.content_type, b"" if incoming.route is Route.INVOCATIONS else body)
+        check_content_type(incoming.content_type, b"" if is_invocation else body)
         parsed = await service.bodies.request(incoming.route, body, self.writer.client)
         del body
         self.model, self.stream = parsed.model, parsed.stream
-        if incoming.route is Route.INVOCATIONS:
+        if is_invocation:
             self.model = with_adapter(parsed.fields, incoming.adapter) or self.model
             parsed = msgspec.structs.replace(parsed, model=self.model)
         if incoming.request_id is None:
@@ -101,7 +104,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         authorization = service.keys.to_engine(incoming.authorization)
         request_id = self.request_id.encode()
         route, forward = parsed.route, incoming.forward
-        if route is Route.BATCH:  # vLLM reports no load with the answer to a batch
+        is_batch = route is _BATCH
+        if is_batch:  # vLLM reports no load with the answer to a batch
             route, forward = Route.CHAT, tuple(line for line in forward if line[0] != b"endpoint-load-metrics-format")
         leg_headers = LegHeaders(
             self.request_id,
@@ -109,11 +113,11 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             ((b"x-request-id", request_id), *authorization, *forward),
             authorization,
         )
-        if incoming.route in (Route.BATCH, Route.INVOCATIONS):
+        if is_batch or is_invocation:
             self._whole = parsed
-        if parsed.goes_whole:
-            return self._serve_whole
-        if parsed.route is Route.BATCH or (parsed.is_list and len(parsed.prompts) > 1 and parsed.alone is None):
+            if parsed.goes_whole:
+                return self._serve_whole
+        if is_batch or (parsed.is_list and len(parsed.prompts) > 1 and parsed.alone is None):
             return partial(self._serve_list, parsed, leg_headers)
         prompt = None if parsed.alone is not None else parsed.prompts[0]
         new_relay = partial(
