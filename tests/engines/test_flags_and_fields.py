@@ -221,3 +221,13 @@ async def test_the_fields_of_the_models(fleet: Fleet, proxy_1p1d: Proxy) -> None
     ours, plain = await get(f"{proxy_1p1d.url}/v1/models"), await get(f"{fleet.plain.url}/v1/models")
     assert list(ours.json) == list(plain.json)
     assert [list(card) for card in ours.json["data"]] == [list(card) for card in plain.json["data"]]
+
+
+async def test_the_tokenizers_description_and_the_load(flagged: Engine, proxy_flagged: Proxy) -> None:
+    """The engine describes its tokenizer; the load is the proxy's own, in the engine's form."""
+    theirs, ours = await get(flagged.url + "/tokenizer_info"), await get(proxy_flagged.url + "/tokenizer_info")
+    assert (ours.status, ours.body) == (theirs.status, theirs.body)
+    assert theirs.status == 200
+    assert b"tokenizer_class" in theirs.body
+    loads = [await get(url + "/load") for url in (flagged.url, proxy_flagged.url)]
+    assert [(one.status, one.body) for one in loads] == [(200, b'{"server_load":0}')] * 2

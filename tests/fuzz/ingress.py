@@ -132,11 +132,11 @@ class Answers:
 class Ingress:
     """An entry of which all but the socket, the engines and the service is real."""
 
-    def __init__(self, max_body: int = MAX_BODY) -> None:
+    def __init__(self, max_body: int = MAX_BODY, clock: Clock | None = None) -> None:
         self.seen = Seen()
         observers, clients = Observers([]), Clients()
         connections = Connections(1 << 20, observers)
-        policy = SlowReaderPolicy(1, 60, Clock(), clients, observers, lambda _: False)
+        policy = SlowReaderPolicy(1, 60, clock or Clock(), clients, observers, lambda _: False)
         self.path = DataPath(
             self._generate,
             ClientIdentifier(clients, Keys()),

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 from uvicorn.server import ServerState
 
+from pdproxy.kit.clock import Clock, Timer
 from pdproxy.kit.errors import PdproxyError
 from pdproxy.kit.ids import usable
 from pdproxy.observe.events import Gaps, RequestEnded
@@ -189,11 +190,18 @@ def logged() -> Run:
     )
 
 
+class _StoppedClock(Clock):
+    """Calls nothing: each run has an event loop of its own, and the entry with its clock outlives it."""
+
+    def after(self, seconds: float, then: Callable[[], None]) -> Timer:
+        return Timer(self._slots, 0, then)
+
+
 class _Entry(ingress.Ingress):
     """The real way in: the generating routes' and, for all others, that of passed ones."""
 
     def __init__(self) -> None:
-        super().__init__(max_body=BODY_LIMIT)
+        super().__init__(BODY_LIMIT, _StoppedClock())
         passed_on = next(entry for entry in TABLE if entry.kind is RouteKind.PASSED)
         clients = Clients()
         passthrough = PassthroughAsgi(
