@@ -16,8 +16,10 @@ LATENESS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 """Upper bounds in seconds for the event loop's delay."""
 
 
-def _counter(name: str, unit: str, text: str, *labels: Label, **more: tuple[tuple[str, ...], ...]) -> Description:
-    return Description(name, Kind.COUNTER, text, unit, labels, **more)  # type: ignore[arg-type]
+def _counter(
+    name: str, unit: str, text: str, *labels: Label, together: tuple[tuple[str, ...], ...] | None = None
+) -> Description:
+    return Description(name, Kind.COUNTER, text, unit, labels, together=together)
 
 
 def _gauge(name: str, unit: str, text: str, *labels: Label) -> Description:
