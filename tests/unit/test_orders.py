@@ -11,7 +11,7 @@ from pdproxy.serving.dispatch.orders import alone
 
 def test_the_order_of_todays_contracts() -> None:
     """One engine of each role, and the decode engine answers."""
-    order = orders.load("prefill_then_decode")
+    order = orders.load("sequential")
     assert order.roles == (Role.PREFILL, Role.DECODE)
     assert [stage.__name__ for stage in order.stages] == ["prefill", "kv_ready", "decode"]
     assert alone.ORDER.roles == ()

@@ -203,3 +203,11 @@ def _legs(settings: Settings, ids: TokenIds | None) -> list[bytes]:
         leg.body
         for leg in (contract.prefill(parsed, prompt, dispatch), contract.decode(parsed, prompt, handle, dispatch))
     ]
+
+
+def test_an_order_that_the_connector_can_not_run_is_refused() -> None:
+    """The key is named, and what the connector can do."""
+    nodes = (P, Node(url="http://d:8200", role="decode"))
+    both = Settings(pools=(Pool(connector="nixl", nodes=nodes, dispatch="concurrent"),))
+    assert wrong(both) == "pools[0].dispatch: connector nixl can't: expected sequential, got concurrent"
+    checked(Settings(pools=(Pool(connector="nixl", nodes=nodes, dispatch="sequential"),)))

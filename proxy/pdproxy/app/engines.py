@@ -81,6 +81,7 @@ class EngineSetup:
             block_size=node.facts.block_size,
             receiver=receiver,
             buffer_capacity=buffer_capacity(self._settings.pool.lmcache) if receiver is not None else None,
+            ranks=node.facts.data_parallel_size,
         )
 
     def remove(self, url: str) -> Engine:

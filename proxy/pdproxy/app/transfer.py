@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
@@ -17,8 +19,9 @@ from pdproxy.transfer.registry import entry_of
 def build_transfer(settings: Settings, engines: EngineRegistry, clock: Clock, observers: Observers) -> KvTransfer:
     """Return how KV gets from one engine to another under these settings."""
     pool = settings.pool
+    contract = entry_of(pool.connector).contract(settings)
     return KvTransfer(
-        entry_of(pool.connector).contract(settings),
+        contract if pool.dispatch is None else dataclasses.replace(contract, order=pool.dispatch),
         KvReady(clock, observers, clock.now),
         ReceiveBuffers(engines, pool.lmcache.chunk_size, clock, observers, settings.deadlines.queue),
         recomputes=settings.kv_ready.on_timeout == "recompute",

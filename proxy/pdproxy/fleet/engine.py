@@ -10,6 +10,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from pdproxy.fleet.peers import Peers
 from pdproxy.scheduling.nodes import Node
 from pdproxy.tokens.canaries import Agreement, CanaryIds
 from pdproxy.tokens.tokenizer import LocalTokenizer
@@ -98,10 +99,12 @@ class EngineRun:
     """What was learned of one run of an engine. A restart begins another one.
 
     `judgements` by base model, None until the engine has answered; written by `Canaries`. `proven`: how many prompts of a kind
-    were sent since the engine has shown the same ids; written by `TokenizerCheck`.
+    were sent since the engine has shown the same ids; written by `TokenizerCheck`. `peers`: where other engines reach its ranks;
+    written by what `Capabilities.peers_from` names.
     """
 
     number: int
+    peers: Peers
     judgements: dict[str, Judgement] | None = None
     proven: dict[PromptKind, int] = field(default_factory=dict)
 
@@ -111,7 +114,8 @@ class Engine:
     """One engine. Made by `EngineRegistry.add`.
 
     `node` is the ledger's entry. `block_size`: tokens in a KV block as configured, None: as its metrics show. `receiver`: where
-    it receives KV that is pushed; `buffer`: its bounded receive buffer. Both are None where there is none.
+    it receives KV that is pushed; `buffer`: its bounded receive buffer. Both are None where there is none. `ranks`: its
+    data-parallel size.
     """
 
     node: Node
@@ -120,9 +124,10 @@ class Engine:
     block_size: int | None = None
     receiver: Receiver | None = None
     buffer: ReceiveBuffer | None = None
+    ranks: int = 1
     probes: ProbeState = field(default_factory=ProbeState)
     audit: AuditState = field(default_factory=AuditState)
-    _run: EngineRun = field(default_factory=lambda: EngineRun(0), repr=False)
+    _run: EngineRun | None = field(default=None, repr=False)
 
     @property
     def url(self) -> str:
@@ -132,6 +137,6 @@ class Engine:
     @property
     def run(self) -> EngineRun:
         """What was learned of the engine's present run."""
-        if self._run.number != self.node.run_number:
-            self._run = EngineRun(self.node.run_number)
+        if self._run is None or self._run.number != self.node.run_number:
+            self._run = EngineRun(self.node.run_number, Peers(self.ranks))
         return self._run

@@ -71,10 +71,11 @@ class EngineRegistry(Mapping[str, Engine]):
         block_size: int | None = None,
         receiver: Receiver | None = None,
         buffer_capacity: int | None = None,
+        ranks: int = 1,
     ) -> Engine:
         """Make an engine known to the ledger and to all watchers. It gets requests once it has answered a probe.
 
-        `buffer_capacity`: chunks of KV that its receive buffer holds, None: no bound is known.
+        `buffer_capacity`: chunks of KV that its receive buffer holds, None: no bound is known. `ranks`: its data-parallel size.
 
         Raises:
             ValueError: there is an engine with this URL.
@@ -84,7 +85,7 @@ class EngineRegistry(Mapping[str, Engine]):
         self._drop_idle()
         buffer = ReceiveBuffer(buffer_capacity) if buffer_capacity is not None else None
         engine = Engine(
-            self._ledger.add(spec), client, credentials or EngineCredentials(), block_size, receiver, buffer
+            self._ledger.add(spec), client, credentials or EngineCredentials(), block_size, receiver, buffer, ranks
         )
         self._engines[spec.url] = self.known[spec.url] = engine
         for watcher in self._watchers:

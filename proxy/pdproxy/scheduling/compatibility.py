@@ -14,6 +14,9 @@ def prefill_and_decode(prefill: Node, decode: Node) -> str | None:
         return "not configured as a pair"
     if prefill.evidence is None or decode.evidence is None:
         return "not probed yet"
+    for node in (prefill, decode):
+        if node.kv_not_ready is not None:
+            return f"{node.url} {node.kv_not_ready}"
     if decode.url in prefill.ejected:
         return "ejected: they counted different prompt lengths for one request"
     return prefill.evidence.difference(decode.evidence)

@@ -89,6 +89,15 @@ class Ledger:
         self._changed()
         return was_up
 
+    def mark_kv(self, url: str, not_ready: str | None) -> bool:
+        """Note why an engine can't take part in KV transfer yet; None: it can. Return whether that changed."""
+        node = self._nodes.get(url)
+        if node is None or node.kv_not_ready == not_ready:
+            return False
+        node.kv_not_ready = not_ready
+        self._changed()
+        return True
+
     def mark_removed(self, node: Node, down_because: str | None, now: float) -> None:
         """Note whether a removed engine is up, for the legs to it that are under way. `down_because` None: it is up."""
         if node.down_because is None:

@@ -104,6 +104,8 @@ class Node:
     """Failed legs since the last good one."""
     open_until: float = 0.0
     """When its breaker's cooldown ends, in monotonic seconds; 0 while the breaker is closed."""
+    kv_not_ready: str | None = None
+    """Why it can't take part in KV transfer yet, None if it can."""
     ejected: set[str] = field(default_factory=set)
     """URLs of engines that it must not work with."""
 

@@ -15,6 +15,7 @@ from pdproxy.transfer import registry
 
 Role = Literal["prefill", "decode", "aggregated"]
 Connector = Annotated[str, names_of(registry.names)]
+Dispatch = Literal["sequential", "concurrent"]
 FirstTokenFrom = Literal["prefill", "decode"]
 Policy = Annotated[str, names_of(policies.names)]
 OnTimeout = Literal["recompute", "fail"]
@@ -107,6 +108,9 @@ class Facts(Section, frozen=True):
 
     tensor_parallel_size: Count | None = None
     """GPUs that share its weights. None: not known. Only the checks of a stage configuration read it."""
+
+    data_parallel_size: Count = 1
+    """Data-parallel ranks behind its URL. Connectors whose legs name the other engine choose the rank of each leg."""
 
     engine_id: Text | None = None
     """The `engine_id` of its `--kv-transfer-config`. None: it chooses one at each start."""
@@ -223,6 +227,9 @@ class Pool(Section, frozen=True):
 
     connector: Connector = "nixl"
     """How KV gets from prefill to decode engines: depends on the `kv_connector` that they were started with."""
+
+    dispatch: Dispatch | None = None
+    """The order of a prompt's two legs: the prefill leg first, or both at once. None: the connector's usual order."""
 
     lmcache: LMCache = LMCache()
     """For the connector lmcache-pd."""

@@ -28,6 +28,10 @@ def check_transfer(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mist
     if pool.tokenize == "always" and not can.takes_ids:
         text = f"connector {pool.connector} takes no token ids: expected off or auto, got always"
         found.add(key, f"{spell_key(key)}: {text}{where}")
+    key, where = (*path, "dispatch"), found.source((*path, "dispatch"))
+    if pool.dispatch is not None and pool.dispatch not in can.orders:
+        text = f"connector {pool.connector} can't: expected {' or '.join(can.orders)}, got {pool.dispatch}"
+        found.add(key, f"{spell_key(key)}: {text}{where}")
     taken: dict[tuple[str, int], str] = {}
     for index, node in enumerate(nodes):
         key = (*path, "nodes", index, "receiver")

@@ -13,6 +13,7 @@ from enum import Enum
 import msgspec
 
 from pdproxy.tokens.ids import TokenIds
+from pdproxy.transfer.peers import Peer, PeerSource
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.notices import Notice
@@ -32,13 +33,16 @@ class Dispatch(msgspec.Struct, frozen=True):
 
     `leg_id` is made for the prefill leg: two clients may use the same id, two dispatches never do. None if nothing uses it.
     `ids` are the prompt's token ids, None if they are not known. `prefill_takes_ids`: the prefill engine may be sent them
-    in place of the prompt's text.
+    in place of the prompt's text. `prefill_peer` and `decode_peer`: the engines' ranks that the legs go to, and what is known of
+    them; None if the contract has no `peers_from`.
     """
 
     leg_id: str | None = None
     ids: TokenIds | None = None
     prefill_takes_ids: bool = True
     receiver: Receiver | None = None
+    prefill_peer: Peer | None = None
+    decode_peer: Peer | None = None
 
 
 NO_DISPATCH = Dispatch()
@@ -46,10 +50,11 @@ NO_DISPATCH = Dispatch()
 
 
 class LegRequest(msgspec.Struct, frozen=True):
-    """What one engine is sent: a generating route and a body."""
+    """What one engine is sent: a generating route, a body, and headers beside those of every leg (names in lower case)."""
 
     route: Route
     body: bytes
+    headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
 class FirstToken(msgspec.Struct, frozen=True):
@@ -197,6 +202,12 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     notices_over: Channel | None = None
     """How engines send notices, if they send any. None: there are none."""
 
+    orders: tuple[str, ...] = ("sequential",)
+    """The orders in which the legs can run, the usual one first: modules of `serving.dispatch.orders`."""
+
+    peers_from: PeerSource | None = None
+    """How the proxy learns where engines reach each other, where the legs need it."""
+
     mixed_parallel_sizes: bool = False
     """A pair may have different tensor-parallel sizes, if one is a multiple of the other."""
 
@@ -209,6 +220,11 @@ def any_length(_parsed: Parsed) -> int:
     return 1
 
 
+def minted_id(minted: str, _dispatch: Dispatch) -> str:
+    """Return the id of a leg: the minted one."""
+    return minted
+
+
 def no_notices(_dispatch: Dispatch) -> int | None:
     """Return how many notices come for any prompt: none."""
     return 0
@@ -218,7 +234,7 @@ def no_notices(_dispatch: Dispatch) -> int | None:
 class Contract:
     """How KV is transferred: what each engine is sent, and what the proxy waits for in between. All functions are pure.
 
-    `order` names the order in which the legs run: a module of `serving.dispatch.orders`. The legs:
+    `order` names the order in which the legs run: a module of `serving.dispatch.orders`, one of `capabilities.orders`. The legs:
         - `prefill(parsed, prompt, dispatch)` returns the prefill leg.
         - `handle(parsed, answer, dispatch)` reads the prefill engine's answer. It returns the handle of the KV, or a text: why
           the answer can't be used.
@@ -226,6 +242,8 @@ class Contract:
 
     What the prefill leg needs, besides what `capabilities` says:
         - `needs_leg_id`: an id of its own, because notices or engines name the leg by it.
+        - `leg_id(minted, dispatch)` returns that id: the minted one (32 hex digits) unless the contract gives ids a form.
+        - `decode_has_leg_id`: the decode leg has the same id, because the engines find each other by it.
         - `min_tokens(parsed)`: shorter prompts are served by one engine.
 
     Notices, which engines send when KV is ready:
@@ -245,8 +263,10 @@ class Contract:
     decode: Callable[[Parsed, Prompt, Handle, Dispatch], LegRequest]
     capabilities: Capabilities = NO_CAPABILITIES
     needs_leg_id: bool = False
+    leg_id: Callable[[str, Dispatch], str] = minted_id
+    decode_has_leg_id: bool = False
     min_tokens: Callable[[Parsed], int] = any_length
-    order: str = "prefill_then_decode"
+    order: str = "sequential"
     notices: Callable[[Dispatch], int | None] = no_notices
     handle_from_notice: Callable[[Notice], Handle | None] | None = None
     early: bool = False

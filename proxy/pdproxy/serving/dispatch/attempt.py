@@ -24,7 +24,7 @@ from pdproxy.serving.kv.custody import Custody, End
 from pdproxy.serving.kv.orphans import PrefillRecord
 from pdproxy.serving.kv.ready import Expected
 from pdproxy.serving.stream.relay import Relay
-from pdproxy.transfer.contract import NO_DISPATCH, Dispatch
+from pdproxy.transfer.contract import NO_DISPATCH, Contract, Dispatch
 from pdproxy.wire.request import Alone
 
 
@@ -93,13 +93,24 @@ class Attempt:
         resources, ids = self.resources, self.request.ids
         contract = resources.transfer.contract
         if contract.needs_leg_id:
-            receiver = resources.engines.known[self.answering_url].receiver
-            dispatch = self.dispatch = Dispatch(mint(), ids, receiver=receiver)
+            dispatch = self.dispatch = self._named_dispatch(contract)
             ranks = 1 if contract.early else contract.notices(dispatch)
             if ranks != 0 and dispatch.leg_id is not None:
                 self._expected = resources.transfer.ready.expect(dispatch.leg_id, ranks)
         elif ids is not None:
             self.dispatch = Dispatch(ids=ids)
+
+    def _named_dispatch(self, contract: Contract) -> Dispatch:
+        """Return the dispatch of legs with an id of their own."""
+        known = self.resources.engines.known
+        decode, minted = known[self.answering_url], mint()
+        dispatch = Dispatch(minted, self.request.ids, receiver=decode.receiver)
+        if contract.capabilities.peers_from is not None and self.prefill_url is not None:
+            prefill_peer = known[self.prefill_url].run.peers.take_turn()
+            decode_peer = decode.run.peers.take_turn()
+            dispatch = structs.replace(dispatch, prefill_peer=prefill_peer, decode_peer=decode_peer)
+        named = contract.leg_id(minted, dispatch)
+        return dispatch if named is minted else structs.replace(dispatch, leg_id=named)
 
     def take(self, lease: Lease) -> None:
         """Pass one of the leases to the leg that uses it. That leg closes the lease."""

@@ -125,9 +125,11 @@ class DecodeLeg:
         if custody is None:
             return self._client.request(headers.path, headers.headers, alone_body(request.parsed, request.prompt))
         assert request.prompt is not None
-        contract = self._attempt.resources.transfer.contract
-        leg = contract.decode(request.parsed, request.prompt, custody.handle, self._attempt.dispatch)
-        return self._client.request(leg.route.value, headers.headers, leg.body)
+        contract, dispatch = self._attempt.resources.transfer.contract, self._attempt.dispatch
+        leg = contract.decode(request.parsed, request.prompt, custody.handle, dispatch)
+        shared = dispatch.leg_id if contract.decode_has_leg_id else None
+        own = headers.headers if shared is None else headers.named(shared)
+        return self._client.request(leg.route.value, own + leg.headers, leg.body)
 
     def _sink(self, relay: Relay) -> Sink:
         custody, request = self._custody, self._attempt.request

@@ -115,9 +115,8 @@ class PrefillLeg:
         assert request.prompt is not None
         leg = contract.prefill(request.parsed, request.prompt, self._dispatch)
         leg_id, headers = self._dispatch.leg_id, request.headers
-        return self._client.request(
-            leg.route.value, headers.headers if leg_id is None else headers.named(leg_id), leg.body
-        )
+        own = headers.headers if leg_id is None else headers.named(leg_id)
+        return self._client.request(leg.route.value, own + leg.headers, leg.body)
 
     async def _answer_or_notice(self) -> Answer | None:
         """Send the request. Return the answer, None if a notice with the handle came first."""
