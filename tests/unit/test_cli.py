@@ -18,6 +18,7 @@ from pdproxy import __version__
 from pdproxy.cli.commands import COMMANDS, parser_of
 from pdproxy.cli.main import main
 from pdproxy.settings.schema import Settings
+from pdproxy.transfer import registry
 
 PAIR = ["--prefill", "127.0.0.1:8200", "--decode", "127.0.0.1:8300"]
 
@@ -120,7 +121,7 @@ def test_serve_reads_the_environment(served: list[Settings], monkeypatch: pytest
         ("serve --decode a:1 --port -1", 'listen.port: expected a whole number >= 1 and <= 65535, got "-1" (--port)'),
         (
             "serve --decode a:1 --connector x",
-            'pools[0].connector: expected nixl or lmcache-pd or lmcache-mp or shared or kvstore-keys, got "x" (--connector)',
+            f'pools[0].connector: expected {" or ".join(registry.names())}, got "x" (--connector)',
         ),
         (
             "config print --log-level loud",

@@ -7,6 +7,7 @@ import pytest
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import POOL, EngineFlag, Flag, load
 from pdproxy.settings.schema import Settings
+from pdproxy.transfer import registry
 
 DECODE = (EngineFlag("decode", "127.0.0.1:8300"),)
 
@@ -70,8 +71,7 @@ def test_connector_flag() -> None:
     assert load(None, {}, [Flag("--connector", f"{POOL}connector", "nixl")], DECODE).pool.connector == "nixl"
     flag = Flag("--connector", f"{POOL}connector", "lmcache")
     assert (
-        error(flags=(flag,))
-        == "pools[0].connector: expected nixl or lmcache-pd or lmcache-mp or shared or kvstore-keys, "
+        error(flags=(flag,)) == f"pools[0].connector: expected {' or '.join(registry.names())}, "
         'got "lmcache" (did you mean lmcache-pd?) (--connector)'
     )
 

@@ -6,6 +6,7 @@ import pytest
 
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import POOL, EngineFlag, Flag, load
+from pdproxy.transfer import registry
 
 DECODE = (EngineFlag("decode", "127.0.0.1:8300"),)
 NODE = "pools: [{nodes: [{url: 'http://a:1', role: %s}]}]"
@@ -50,7 +51,7 @@ def test_all_mistakes_of_all_sources_at_once(tmp_path: Path) -> None:
         "PDPROXY_LIMIT__ATTEMPTS: unknown environment variable (did you mean PDPROXY_LIMITS__ATTEMPTS?)",
         'limits.max_inflight: expected a whole number >= 1 and <= 2147483647, got "0" (--max-inflight)',
         (
-            "pools[0].connector: expected nixl or lmcache-pd or lmcache-mp or shared or kvstore-keys, "
+            f"pools[0].connector: expected {' or '.join(registry.names())}, "
             'got "nixel" (did you mean nixl?) (--connector)'
         ),
         f'pools[0].nodes[1].url: "b:2": expected http://host:port or https://host:port {file}',

@@ -55,6 +55,7 @@ def outcome(read: Any, route: Route, body: bytes) -> Any:
 @example(b'{"a":1,"b":[2],"a":3,"prompt":"x"}', Route.COMPLETIONS)
 @example(b'{"prompt" : [ "x" , "y" ] , "vllm_xargs" : { "kv_transfer_params" : 1 } , "z" : "\\""}', Route.COMPLETIONS)
 @example('{"prompt":"x","y":NaN}'.encode("utf-16"), Route.COMPLETIONS)
+@example(b"\0" * 5, Route.INVOCATIONS)
 def test_as_if_it_had_been_read_here(body: bytes, route: Route) -> None:
     """The same fields, byte for byte, the same prompts, the same reasons, the same refusals."""
     assert outcome(elsewhere, route, body) == outcome(parse, route, body)

@@ -185,6 +185,7 @@ class Proxy:
         connections = Connections(limits.max_connections, observers)
 
         wrong = [tasks.shortcomings, ledger_source(ledger, now), auditor.shortcomings, credentials.shortcomings]
+        wrong.append(lambda: custodian.stuck.shortcomings(now()))
         metrics.add_gauges(engine_gauges(engines, auditor, now))
         metrics.add_gauges(kv_gauges(custodian, transfer.ready, transfer.buffers))
         metrics.add_gauges(request_gauges(admission, bodies))

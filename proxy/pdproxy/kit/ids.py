@@ -8,9 +8,9 @@ import re
 _USABLE = re.compile(r"[A-Za-z0-9_.:@/+=-]{1,128}")
 
 
-def mint() -> str:
-    """Return a fresh request id of 32 hex digits."""
-    return os.urandom(16).hex()
+def mint(digits: int = 32) -> str:
+    """Return a fresh request id of so many hex digits, 32 at least."""
+    return os.urandom((max(digits, 32) + 1) // 2).hex()[: max(digits, 32)]
 
 
 def usable(candidate: str | None) -> str | None:

@@ -88,6 +88,8 @@ ENDS = (
     ("aborted", "the decode engine had it when its request was closed, and frees it"),
     ("lost", "it could not be released: the prefill engine frees it after its own time"),
     ("expired", "the prefill engine reported that its time is over"),
+    ("not_made", "the prefill failed or was closed while a decode engine was asked at the same time: there was no KV"),
+    ("stuck", "as not_made, and the decode engine may wait for the KV: see pdproxy_kv_stuck"),
 )
 NOTICES = ("ready", "loaded", "failed", "released", "expired", "kept")
 NOTICE_RESULTS = (
@@ -146,6 +148,7 @@ def phases_of(role: str) -> tuple[str, ...]:
 _PATH = Label("path", (("split", "prefill and decode by two engines"), ("alone", "one engine")))
 _SOURCE = Label("source", (("here", "in this process"), ("engine", "by an engine's /tokenize")))
 _STATES = (
+    ("promised", "both engines were asked at the same time, and the prefill engine has not answered yet"),
     ("held", "no decode engine was asked"),
     ("asked", "a decode engine was sent the handle, and has shown nothing yet"),
     ("releasing", "it is being released"),
@@ -265,6 +268,11 @@ TTFT = _histogram(
     "do not count",
     _PATH,
 )
+OVERLAP = _histogram(
+    "pdproxy_legs_overlap_seconds",
+    "Seconds in which both engines of a prompt had been asked and the prefill engine had not answered yet (connectors whose "
+    "legs run at once)",
+)
 ITL = _histogram(
     "pdproxy_itl_seconds",
     "Seconds between the events of a stream; events that come in one read have none between them",
@@ -326,6 +334,13 @@ KV_HANDLES = _gauge(
 KV_HANDLE_AGE = _gauge(
     "pdproxy_kv_handle_age_seconds", "seconds", "Age of the oldest KV handle in a state", Label("state", _STATES)
 )
+KV_STUCK = _gauge(
+    "pdproxy_kv_stuck",
+    "requests",
+    "Requests that a decode engine may still wait with for KV that will not come, at most: their blocks are taken",
+    NODE,
+)
+KV_STUCK_AGE = _gauge("pdproxy_kv_stuck_age_seconds", "seconds", "Age of the oldest of pdproxy_kv_stuck", NODE)
 KV_READY_WAITS = _gauge("pdproxy_kv_ready_waits", "prompts", "Prompts whose notices are expected")
 KV_NOTICES_KEPT = _gauge("pdproxy_kv_notices_kept", "notices", "Notices that nobody has waited for yet")
 KV_BUFFER_SLOTS = _gauge(

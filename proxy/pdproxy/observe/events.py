@@ -28,7 +28,8 @@ class LegTimes(msgspec.Struct, frozen=True):
     `why_alone`: the rule or failure because of which one engine served it alone. `prefill_s`: from the prefill leg's start to its
     answer. Of a stream, `first_s`: from asking the engine that answers to its first data (after a prefill by another engine: the
     KV transfer and one step), and `decode_s`: from there to the stream's end. Of an answer that is not streamed, `whole_s`: from
-    asking to the whole answer. `attempts`: how often engines were asked for it.
+    asking to the whole answer. Where both engines were asked at once, both count from the prefill engine's answer, and
+    `overlap_s` is the time in which both had been asked before that. `attempts`: how often engines were asked for it.
     """
 
     prefill: str | None = None
@@ -38,6 +39,7 @@ class LegTimes(msgspec.Struct, frozen=True):
     first_s: float | None = None
     decode_s: float | None = None
     whole_s: float | None = None
+    overlap_s: float | None = None
     attempts: int = 0
 
 

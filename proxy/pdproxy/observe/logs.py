@@ -206,6 +206,7 @@ def _together(legs: Sequence[LegTimes]) -> LegTimes:
         first_s=_longest([leg.first_s for leg in legs]),
         decode_s=_longest([leg.decode_s for leg in legs]),
         whole_s=_longest([leg.whole_s for leg in legs]),
+        overlap_s=_longest([leg.overlap_s for leg in legs]),
         attempts=max((leg.attempts for leg in legs), default=0),
     )
 

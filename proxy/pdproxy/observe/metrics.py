@@ -217,6 +217,8 @@ class Metrics:
             self._phase("prefill", leg.prefill, leg.prefill_s)
         if leg.first_s is not None:
             self._phase("kv" if split else "alone", leg.decode, leg.first_s)
+        if leg.overlap_s is not None:
+            self._histogram(catalog.OVERLAP).observe(leg.overlap_s)
         if leg.decode_s is not None:
             self._phase("decode", leg.decode, leg.decode_s)
         if leg.whole_s is not None:

@@ -16,7 +16,6 @@ from pdproxy.settings.stages import Stage, StageId
 from pdproxy.transfer import registry
 
 UNSUPPORTED: Mapping[str, str] = {
-    "NixlPushConnector": "nixl-push",
     "MooncakeConnector": "mooncake",
     "MoRIIOConnector": "moriio",
     "P2pNcclConnector": "p2p-nccl",

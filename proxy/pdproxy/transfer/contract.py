@@ -128,9 +128,19 @@ class Holder:
         """Whether a decode engine may be asked although notices of the KV are missing: it computes what it does not find."""
         return True
 
+    @property
+    def decode_waits(self) -> bool:
+        """Whether a decode engine that was asked keeps its blocks until the KV comes, also after its request was closed."""
+        return False
+
     def refusal_released(self, error_type: str, param: str | None) -> bool:
         """Return whether a decode engine that refused a request with a 400 of this kind has released its KV by that."""
         return False
+
+
+def never_refused(_error_type: str, _param: str | None) -> bool:
+    """Return whether a refused request has released its KV: it never has."""
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +185,33 @@ class HeldByDecode(Holder):
     def late_kv_may_be_read(self) -> bool:
         """Whether a decode engine may be asked although notices of the KV are missing."""
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class PushedToDecode(Holder):
+    """The prefill engine writes the KV into blocks that the decode engine has reserved when it was asked, in either order.
+
+    The prefill engine frees its blocks after that, or when a lease ends. A decode engine that waits keeps its blocks, also after
+    its request was closed, until the KV comes; without it for `stuck_for` seconds, None: until the engine restarts. So a prefill
+    leg that a decode engine may wait for is not closed before its answer.
+
+    `release_body(model, handle)`: a completion that any compatible decode engine refuses with 400, after it has reported to the
+    prefill engine that the KV may be freed; None: only its lease frees KV that no decode engine waits for. `refused(error_type,
+    param)`: whether a client's request that was refused in this way has had the same effect.
+    """
+
+    release_body: Callable[[str | None, Handle], bytes] | None = None
+    refused: Callable[[str, str | None], bool] = never_refused
+    stuck_for: float | None = None
+
+    @property
+    def decode_waits(self) -> bool:
+        """Whether a decode engine that was asked keeps its blocks until the KV comes: it does."""
+        return True
+
+    def refusal_released(self, error_type: str, param: str | None) -> bool:
+        """Return whether a decode engine that refused a request with a 400 of this kind has released its KV by that."""
+        return self.refused(error_type, param)
 
 
 NOT_HELD = NotHeld()
@@ -239,10 +276,14 @@ class Contract:
         - `handle(parsed, answer, dispatch)` reads the prefill engine's answer. It returns the handle of the KV, or a text: why
           the answer can't be used.
         - `decode(parsed, prompt, handle, dispatch)` returns the decode leg.
+        - `promise(parsed, dispatch)`, where the legs can run at once: returns the handle that the decode engine is sent while the
+          prefill engine still works, None if that is not possible for these engines yet. Then the prefill leg comes first.
+        - `peer_in(answer, dispatch)` returns where the prefill engine's rank is reached, if its answers show it.
 
     What the prefill leg needs, besides what `capabilities` says:
         - `needs_leg_id`: an id of its own, because notices or engines name the leg by it.
-        - `leg_id(minted, dispatch)` returns that id: the minted one (32 hex digits) unless the contract gives ids a form.
+        - `leg_id(minted, dispatch)` returns that id: the minted one unless the contract gives ids a form.
+          It has 32 hex digits; with `decode_has_leg_id` and no form as many as the client's id has characters, 32 at least.
         - `decode_has_leg_id`: the decode leg has the same id, because the engines find each other by it.
         - `min_tokens(parsed)`: shorter prompts are served by one engine.
 
@@ -267,6 +308,8 @@ class Contract:
     decode_has_leg_id: bool = False
     min_tokens: Callable[[Parsed], int] = any_length
     order: str = "sequential"
+    promise: Callable[[Parsed, Dispatch], Handle | None] | None = None
+    peer_in: Callable[[PrefillAnswer, Dispatch], Peer | None] | None = None
     notices: Callable[[Dispatch], int | None] = no_notices
     handle_from_notice: Callable[[Notice], Handle | None] | None = None
     early: bool = False

@@ -56,6 +56,19 @@ ForwardRead = Callable[[bytes], int]
 """Gets a read that begins between two chunks. Forwards the whole chunks at its beginning, returns their bytes with framing."""
 
 
+class Reads(Protocol):
+    """What a relay needs of a leg."""
+
+    def pause(self) -> None:
+        """Stop reading."""
+
+    def resume(self) -> None:
+        """Read again."""
+
+    def offer_reads(self, forward: ForwardRead) -> None:
+        """From now on, pass reads that begin between two chunks to `forward`."""
+
+
 class Leg:
     """One request on a connection. Does nothing once its answer is over: the connection may carry another request by then."""
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import msgspec
 
-from pdproxy.kit.errors import BadRequestError, UnparsableError
+from pdproxy.kit.errors import BadRequestError
 
 Body = bytes | bytearray
 """A request's body. A large one stays in the buffer that received it."""
@@ -83,13 +83,17 @@ def is_quick(body: Body) -> bool:
 def count_items(body: Body, limit: int) -> int:
     """Return how many strings, arrays and objects a body holds, in any encoding that JSON may have.
 
-    In a body that is not JSON, at least those before the first mistake are counted.
+    In a body that is not JSON, at least those before the first mistake are counted. A body that is not text holds none: the
+    parser refuses it, in the words of its route.
 
     Raises:
         TooManyItemsError: more than `limit`.
-        UnparsableError: the body is not text.
     """
-    marks = _marks(_utf8(body)).translate(None, _COMMAS)
+    try:
+        text = _utf8(body)
+    except UnicodeError:
+        return 0
+    marks = _marks(text).translate(None, _COMMAS)
     strings = (marks.count(_QUOTE) + 1) // 2
     if strings > limit:
         raise TooManyItemsError(limit)
@@ -103,11 +107,16 @@ def count_items(body: Body, limit: int) -> int:
 def check_values(body: Body, limit: int) -> None:
     """Refuse a body that holds more than `limit` values, numbers included, since all of them have to become objects.
 
+    A body that is not text holds none.
+
     Raises:
         TooManyItemsError: it does.
-        UnparsableError: the body is not text.
     """
-    marks = _outside_strings(_marks(_utf8(body)))
+    try:
+        text = _utf8(body)
+    except UnicodeError:
+        return
+    marks = _outside_strings(_marks(text))
     if marks.count(_COMMAS) + marks.count(b"[") + marks.count(b"{") > limit:
         raise TooManyItemsError(limit, "values in a form that is not plain JSON")
 
@@ -122,10 +131,7 @@ def _utf8(body: Body) -> Body:
     encoding = json.detect_encoding(body)
     if encoding.startswith("utf-8"):
         return body
-    try:
-        return body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
-    except UnicodeError:
-        raise UnparsableError from None
+    return body.decode(encoding, "surrogatepass").encode("utf-8", "surrogatepass")
 
 
 def _marks(text: Body) -> Body:

@@ -32,7 +32,7 @@ _SETUP: dict[str, Any] = {
     "eos_every": 0,
     "enable_auto_tool_choice": False,
     "hardware": Hardware(speed=0),
-    "handshake_timeout": 0.1,
+    "handshake_timeout": 1.0,
 }
 
 ROOMY = {"max_model_len": 4096}

@@ -24,7 +24,7 @@ from pdproxy.serving.kv.custody import Custody, End
 from pdproxy.serving.kv.orphans import PrefillRecord
 from pdproxy.serving.kv.ready import Expected
 from pdproxy.serving.stream.relay import Relay
-from pdproxy.transfer.contract import NO_DISPATCH, Contract, Dispatch
+from pdproxy.transfer.contract import NO_DISPATCH, Contract, Dispatch, minted_id
 from pdproxy.wire.request import Alone
 
 
@@ -42,6 +42,8 @@ class Attempt:
         "decode_s",
         "dispatch",
         "first_s",
+        "kv_made_at",
+        "overlap_s",
         "prefill_s",
         "relay",
         "request",
@@ -65,6 +67,9 @@ class Attempt:
         self.custody: Custody | None = None
         self.relay: Relay | None = None
         self.prefill_s: float | None = None
+        self.overlap_s: float | None = None
+        self.kv_made_at = 0.0
+        """When the prefill engine has answered, if the decode engine was asked before that; monotonic seconds, else 0."""
         self.first_s: float | None = None
         self.decode_s: float | None = None
         self.whole_s: float | None = None
@@ -103,7 +108,10 @@ class Attempt:
     def _named_dispatch(self, contract: Contract) -> Dispatch:
         """Return the dispatch of legs with an id of their own."""
         known = self.resources.engines.known
-        decode, minted = known[self.answering_url], mint()
+        decode = known[self.answering_url]
+        # With the length of the client's id, which answers will show in its place: see `stream.id_sink`.
+        keeps_length = contract.decode_has_leg_id and contract.leg_id is minted_id
+        minted = mint(len(self.request.headers.shown_id)) if keeps_length else mint()
         dispatch = Dispatch(minted, self.request.ids, receiver=decode.receiver)
         if contract.capabilities.peers_from is not None and self.prefill_url is not None:
             prefill_peer = known[self.prefill_url].run.peers.take_turn()

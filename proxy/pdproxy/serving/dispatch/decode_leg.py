@@ -7,22 +7,22 @@ engine has sent data, so that until then another engine can be asked.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
+from pdproxy.kit.clock import Timer
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, StaleConnectionError, Wait
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.serving.dispatch.attempt import Attempt
+from pdproxy.serving.dispatch.decode_request import count_cached, is_framing_kept, message, new_relay, reads_of, sink
 from pdproxy.serving.dispatch.decode_start import accepted, first_data
 from pdproxy.serving.dispatch.failure_class import error_kind, is_clients_fault, refused, verdict_of
 from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, DecodeFailed
 from pdproxy.serving.kv.custody import End
 from pdproxy.serving.stream.relay import Relay, StreamStarted
-from pdproxy.serving.stream.splice_sink import SpliceSink
-from pdproxy.transfer.bodies import alone_body
-from pdproxy.transfer.splice import Splice
 from pdproxy.upstream.client import Answer
-from pdproxy.upstream.connection import Leg, Message, Sink
+from pdproxy.upstream.connection import Leg
 from pdproxy.wire import sse
 from pdproxy.wire.request import Alone
 
@@ -33,7 +33,18 @@ FINISH_GRACE = 1.0
 class DecodeLeg:
     """The answering leg of an attempt. Run once. Without custody of any KV, the engine serves the request alone."""
 
-    __slots__ = ("_attempt", "_client", "_custody", "_engine", "_lease", "_leg", "_url")
+    __slots__ = (
+        "_attempt",
+        "_client",
+        "_custody",
+        "_engine",
+        "_expected",
+        "_first_token_timer",
+        "_lease",
+        "_leg",
+        "_url",
+        "gave_up",
+    )
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
@@ -43,6 +54,11 @@ class DecodeLeg:
         self._engine = attempt.resources.engines.known[self._url]
         self._client = self._engine.client
         self._leg: Leg | None = None
+        self._expected = 0
+        """Prompt tokens that the auditor expects by KV transfer."""
+        self._first_token_timer: Timer | None = None
+        self.gave_up = False
+        """Whether it ended because the prefill has failed."""
 
     def __repr__(self) -> str:
         return f"<DecodeLeg {self._url}, {self._attempt.relay!r}>"
@@ -63,19 +79,23 @@ class DecodeLeg:
             if custody is not None:
                 custody.asked(url)
                 custody.on_expired = self._lease_on_kv_expired
-                resources.auditor.asked(self._engine, custody.handle.prompt_tokens)
+                if not custody.promised:
+                    self._expect(custody.handle.prompt_tokens)
             first = await self._first_data()
             data_came = True
             first_at = resources.now()
+            asked_at = max(started, attempt.kv_made_at)
             if isinstance(first, Answer):
                 whole = True
-                attempt.whole_s = first_at - started if first.status == 200 else None
+                attempt.whole_s = first_at - asked_at if first.status == 200 else None
+                if custody is not None:
+                    custody.decode_answered()
                 if (refusal := self._judge(first)) is not None:
                     return refusal
                 verdict = Verdict.GOOD
                 self._compare()
                 return Answered(first)
-            attempt.first_s = first_at - started
+            attempt.first_s = first_at - asked_at
             try:
                 await self._pass_on()
             finally:
@@ -89,9 +109,15 @@ class DecodeLeg:
                 await self._end_if_accepted(started)
             raise  # a handle that has not ended is released below, once the leg is closed
         except EngineError as error:
-            verdict = verdict_of(error, with_kv=custody is not None)
+            verdict = Verdict.NEUTRAL if self.gave_up else verdict_of(error, with_kv=custody is not None)
+            if custody is not None and isinstance(error, EngineUnreachableError):
+                custody.decode_answered()
             relay = attempt.relay or relay
-            if isinstance(error, EngineTimeoutError) and relay.status == 200 and custody is not None:
+            if (
+                isinstance(error, EngineTimeoutError)
+                and custody is not None
+                and (relay.status == 200 or custody.decode_waits)
+            ):
                 # It took the request and may be loading: closing the leg makes it free both sides.
                 custody.end(End.ABORTED)
             if (
@@ -107,35 +133,47 @@ class DecodeLeg:
                     self._leg.let_finish(FINISH_GRACE)
                 else:
                     self._leg.close()
+            if self._first_token_timer is not None:
+                self._first_token_timer.cancel()
             if custody is not None:
                 custody.on_expired = None  # it refers to this leg
-                resources.auditor.over(self._engine, custody.handle.prompt_tokens, loaded=custody.how is End.LOADED)
+                if self._expected:
+                    resources.auditor.over(self._engine, self._expected, loaded=custody.how is End.LOADED)
                 custody.release()  # whatever has not ended by now
             resources.close(self._lease, verdict)
 
+    # -- while the prefill engine works, too
+
+    def kv_made(self) -> None:
+        """The prefill engine has answered: from now on, the first data has its deadline."""
+        resources, relay, custody = self._attempt.resources, self._attempt.relay, self._custody
+        if relay is None or custody is None:
+            return
+        count_cached(relay, custody)
+        self._expect(custody.handle.prompt_tokens)
+        if not relay.first.done() and not self._attempt.request.parsed.starts_in_silence:
+            seconds = resources.deadlines.first_token
+            late = EngineTimeoutError(f"{self._url} sent no data in {seconds:g} s", wait=Wait.FIRST_TOKEN)
+            self._first_token_timer = resources.clock.after(seconds, partial(relay.failed, late))
+
+    def give_up(self) -> None:
+        """The prefill has failed: close the leg, unless data has come."""
+        relay = self._attempt.relay
+        if relay is not None and not relay.first.done():
+            self.gave_up = True
+            relay.failed(EngineError("the prefill has failed"))
+
+    def _expect(self, tokens: int) -> None:
+        self._expected = tokens
+        self._attempt.resources.auditor.asked(self._engine, tokens)
+
     # -- asking
 
-    def _message(self) -> Message:
-        """Return the leg's request.
-
-        It is made again where it is sent again, which is rare: keeping it would keep one more body.
-        """
-        request, custody = self._attempt.request, self._custody
-        headers = request.headers
-        if custody is None:
-            return self._client.request(headers.path, headers.headers, alone_body(request.parsed, request.prompt))
-        assert request.prompt is not None
-        contract, dispatch = self._attempt.resources.transfer.contract, self._attempt.dispatch
-        leg = contract.decode(request.parsed, request.prompt, custody.handle, dispatch)
-        shared = dispatch.leg_id if contract.decode_has_leg_id else None
-        own = headers.headers if shared is None else headers.named(shared)
-        return self._client.request(leg.route.value, own + leg.headers, leg.body)
-
-    def _sink(self, relay: Relay) -> Sink:
-        custody, request = self._custody, self._attempt.request
-        if custody is None or custody.handle.first is None:
-            return relay
-        return SpliceSink(relay, Splice(request.parsed, custody.handle, request.headers.request_id))
+    async def _send(self, relay: Relay, *, fresh: bool = False) -> None:
+        attempt = self._attempt
+        self._leg = await self._client.send(partial(message, attempt, self._client), sink(attempt, relay), fresh=fresh)
+        if self._custody is not None:
+            self._custody.decode_sent()
 
     async def _first_data(self) -> Answer | StreamStarted:
         """Send the request, and wait for its first data. If a kept connection was closed already, send it again on a new one.
@@ -146,17 +184,19 @@ class DecodeLeg:
         attempt, resources = self._attempt, self._attempt.resources
         in_silence = attempt.request.parsed.starts_in_silence
         timeout = resources.deadlines.total if in_silence else resources.deadlines.first_token
+        if self._custody is not None and self._custody.promised and not in_silence:
+            timeout += 2 * resources.deadlines.prefill  # the prefill engine may be asked twice
         relay, node = attempt.relay, self._lease.node
         assert relay is not None
         try:
             async with resources.clock.within(timeout):
-                self._leg = await self._client.send(self._message, self._sink(relay))
+                await self._send(relay)
                 try:
                     return await first_data(resources, relay, node, in_silence=in_silence)
                 except StaleConnectionError as stale:
                     drop_traceback(stale)
                     relay = new_relay(attempt)
-                    self._leg = await self._client.send(self._message, self._sink(relay), fresh=True)
+                    await self._send(relay, fresh=True)
                     return await first_data(resources, relay, node, in_silence=in_silence)
         except TimeoutError:
             raise EngineTimeoutError(f"{self._url} sent no data in {timeout:g} s", wait=Wait.FIRST_TOKEN) from None
@@ -170,11 +210,12 @@ class DecodeLeg:
         attempt, custody = self._attempt, self._custody
         resources, relay, stream_to = attempt.resources, attempt.relay, attempt.request.stream_to
         assert relay is not None
-        direct = custody is None or custody.handle.first is None
+        direct = custody is None or (custody.handle.first is None and is_framing_kept(attempt))
+        reads = reads_of(attempt, self._leg)
         if custody is not None:
             custody.end(End.LOADED)
         attempt.stream_flows()
-        relay.flow(stream_to(relay), self._leg, direct=direct)
+        relay.flow(stream_to(relay), reads, direct=direct)
         del stream_to
         await relay.watch(resources.clock, resources.deadlines.between_tokens, self._deadline_passed)
 
@@ -225,6 +266,11 @@ class DecodeLeg:
         custody, parsed, relay = self._custody, self._attempt.request.parsed, self._attempt.relay
         if self._leg is None or custody is None or custody.state is None or relay is None:
             return
+        if self._attempt.resources.transfer.contract.holder.decode_waits:
+            custody.end(
+                End.ABORTED
+            )  # what waits for the KV gets it, and what does not leaves it to the prefill engine's lease
+            return
         if await accepted(self._attempt.resources, parsed, relay, started):
             custody.end(End.ABORTED, in_silence=parsed.starts_in_silence)
 
@@ -234,12 +280,3 @@ class DecodeLeg:
         if relay is not None and not relay.first.done():
             message = f"the lease on the KV at {self._attempt.prefill_url} ended before it was loaded"
             relay.failed(EngineError(message))
-
-
-def new_relay(attempt: Attempt) -> Relay:
-    """Make the relay for an attempt's answer. The cache counts in its usage are those of the prefill engine."""
-    relay = attempt.relay = attempt.request.new_relay()
-    if attempt.custody is not None:
-        relay.filter.cached_tokens = attempt.custody.handle.cached_tokens
-        relay.filter.created_cache_tokens = attempt.custody.handle.created_cache_tokens
-    return relay

@@ -107,6 +107,7 @@ class Exchange:
             first_s=attempt.first_s if attempt is not None else None,
             decode_s=attempt.decode_s if attempt is not None else None,
             whole_s=attempt.whole_s if attempt is not None else None,
+            overlap_s=attempt.overlap_s if attempt is not None else None,
             attempts=self._asked,
         )
 

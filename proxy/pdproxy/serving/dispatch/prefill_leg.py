@@ -12,8 +12,9 @@ from functools import partial
 
 import msgspec
 
-from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionError, Wait
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, StaleConnectionError, Wait
 from pdproxy.kit.frames import drop_traceback
+from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.nodes import Role
@@ -43,27 +44,53 @@ class Prefilled(msgspec.Struct, frozen=True):
 
 
 class PrefillLeg:
-    """One prefill leg of an attempt. Run once."""
+    """One prefill leg of an attempt. Run once.
 
-    __slots__ = ("_adopted", "_attempt", "_client", "_dispatch", "_lease", "_pending", "_sent_ids", "_url", "_verdict")
+    Where both legs run at once, the attempt has a custody before: the KV was promised. The leg may outlive the attempt then.
+    """
+
+    __slots__ = (
+        "_adopted",
+        "_asked_again",
+        "_attempt",
+        "_client",
+        "_lease",
+        "_parsed",
+        "_pending",
+        "_sent_ids",
+        "_url",
+        "_verdict",
+        "dispatch",
+        "handed_on",
+        "promised",
+        "sent",
+    )
 
     def __init__(self, attempt: Attempt) -> None:
         resources, request = attempt.resources, attempt.request
         self._attempt = attempt
+        self._parsed = request.parsed
+        self.promised: Custody | None = None
+        """The custody of KV that was promised to a decode engine."""
         self._lease = attempt.assignment[Role.PREFILL]
         self._url = self._lease.node.url
         self._client: EngineClient = resources.engines.known[self._url].client
         self._pending: Pending | None = None
         self._verdict = Verdict.NEUTRAL
         self._adopted = False
-        self._dispatch = dispatch = attempt.dispatch
+        self.handed_on = False
+        """Whether the custodian awaits its answer."""
+        self._asked_again = False
+        self.sent: OneShotEvent | None = None
+        """Set once the request was sent, if somebody waits for that."""
+        self.dispatch = dispatch = attempt.dispatch
         self._sent_ids: TokenIds | None = (
             dispatch.ids
             if resources.transfer.contract.needs_ids
             else resources.ids_to_send(self._url, request.parsed, dispatch.ids)
         )
         if self._sent_ids is None and dispatch.ids is not None:
-            self._dispatch = msgspec.structs.replace(dispatch, prefill_takes_ids=False)
+            self.dispatch = msgspec.structs.replace(dispatch, prefill_takes_ids=False)
 
     def __repr__(self) -> str:
         return f"<PrefillLeg {self._url}, {self._verdict.value}>"
@@ -78,16 +105,15 @@ class PrefillLeg:
         seconds = resources.deadlines.prefill
         self._attempt.take(self._lease)
         try:
-            async with resources.clock.within(seconds):
-                answer = await self._answer_or_notice()
-                if answer is None and (handle := self._handle_in_notice()) is not None:
-                    return self._noticed(handle)
-                if answer is None:
-                    assert self._pending is not None
-                    answer = await self._pending.answered()
-            return self._read(answer)
+            try:
+                return await self._prefilled(seconds)
+            except EngineError as error:
+                if not self._may_ask_again(error):
+                    raise
+                self._ask_again(error)
+            return await self._prefilled(seconds)
         except asyncio.CancelledError:
-            self._adopt(partial(resources.close, self._lease, self._verdict))
+            self.abandon()
             raise
         except TimeoutError:
             self._verdict = Verdict.FAILED
@@ -104,6 +130,41 @@ class PrefillLeg:
                     self._pending.close()
                 resources.close(self._lease, self._verdict)
 
+    async def _prefilled(self, seconds: float) -> Prefilled | Answered | CannotSplit | PrefillFailed:
+        async with self._attempt.resources.clock.within(seconds):
+            answer = await self._answer_or_notice()
+            if answer is None and (handle := self._handle_in_notice()) is not None:
+                return self._noticed(handle)
+            if answer is None:
+                assert self._pending is not None
+                answer = await self._pending.answered()
+        return self._read(answer)
+
+    def _may_ask_again(self, error: EngineError) -> bool:
+        """Return whether the same engine is asked once more: only KV under the same id frees a decode engine that waits."""
+        waits = self.promised is not None and self.promised.decode_waits
+        return waits and not self._asked_again and not isinstance(error, EngineUnreachableError)
+
+    def _ask_again(self, error: EngineError) -> None:
+        self._asked_again = True
+        if self._pending is not None:
+            self._pending.close()
+            self._pending = None
+        attempt = self._attempt
+        attempt.resources.report_failure(attempt.request.headers, self._url, "prefill", error, will_retry=True)
+        drop_traceback(error)
+
+    def abandon(self) -> None:
+        """Leave the leg to the custodian, which awaits its answer: nobody else waits for it any more."""
+        if not self._adopted:
+            self._adopt(partial(self._attempt.resources.close, self._lease, self._verdict))
+
+    def drop(self) -> None:
+        """Close the leg before its answer: the engine then keeps nothing, and no decode engine waits for its KV."""
+        if self._pending is not None and not self._adopted:
+            self._pending.close()
+            self._pending = None
+
     # -- asking
 
     def _message(self) -> Message:
@@ -113,8 +174,8 @@ class PrefillLeg:
         """
         request, contract = self._attempt.request, self._attempt.resources.transfer.contract
         assert request.prompt is not None
-        leg = contract.prefill(request.parsed, request.prompt, self._dispatch)
-        leg_id, headers = self._dispatch.leg_id, request.headers
+        leg = contract.prefill(request.parsed, request.prompt, self.dispatch)
+        leg_id, headers = self.dispatch.leg_id, request.headers
         own = headers.headers if leg_id is None else headers.named(leg_id)
         return self._client.request(leg.route.value, own + leg.headers, leg.body)
 
@@ -122,6 +183,8 @@ class PrefillLeg:
         """Send the request. Return the answer, None if a notice with the handle came first."""
         max_bytes = _MAX_ANSWER + _MAX_ANSWER_PER_BYTE * self._attempt.request.parsed.body_bytes
         self._pending = await self._client.ask(self._message, max_bytes=max_bytes)
+        if self.sent is not None:
+            self.sent.set()
         try:
             return await self._first()
         except StaleConnectionError as stale:
@@ -153,7 +216,7 @@ class PrefillLeg:
         return Prefilled(self._take(handle))
 
     def _read(self, answer: Answer) -> Prefilled | Answered | CannotSplit | PrefillFailed:
-        url, request = self._url, self._attempt.request
+        url = self._url
         if answer.status != 200:
             if not is_clients_fault(answer):
                 raise refused(url, answer)
@@ -168,7 +231,10 @@ class PrefillLeg:
             raise EngineError(f"{url} answered a prefill with something that is not a completion")
         if "abort" in [choice.finish_reason for choice in read.choices]:
             raise EngineError(f"{url} gave the prefill up")
-        handle = self._attempt.resources.transfer.contract.handle(request.parsed, read, self._dispatch)
+        contract = self._attempt.resources.transfer.contract
+        if contract.peer_in is not None and (peer := contract.peer_in(read, self.dispatch)) is not None:
+            self._attempt.resources.engines.known[url].run.peers.learn(peer)
+        handle = contract.handle(self._parsed, read, self.dispatch)
         if isinstance(handle, str):  # the engine works, and gave nothing to decode from
             return self._failed(EngineError(f"{url} gave no usable KV handle: {handle}"), Alone.NO_HANDLE)
         self._verdict = Verdict.GOOD
@@ -183,27 +249,36 @@ class PrefillLeg:
     # -- custody
 
     def _record(self) -> PrefillRecord:
-        attempt, contract = self._attempt, self._attempt.resources.transfer.contract
-        request = attempt.request
-        receiver = contract.holder.pushed_to(attempt.answering_url)
-        read = _reader(contract, request.parsed, self._dispatch)
-        return PrefillRecord(
-            self._url, request.parsed.model, request.headers.authorization, read, receiver, self._dispatch.leg_id
-        )
+        return record_of(self._attempt, self._parsed, self.dispatch)
 
     def _take(self, handle: Handle) -> Custody:
-        attempt = self._attempt
-        attempt.resources.ids_served(
-            self._url, attempt.request.parsed, self._dispatch.ids, self._sent_ids, handle.token_ids
-        )
-        return attempt.resources.custodian.take(handle, self._record())
+        resources = self._attempt.resources
+        resources.ids_served(self._url, self._parsed, self.dispatch.ids, self._sent_ids, handle.token_ids)
+        if self.promised is not None:
+            self.promised.made(handle)
+            return self.promised
+        return resources.custodian.take(handle, self._record())
 
     def _adopt(self, end: Callable[[], None]) -> None:
         """Hand the leg to the custodian, which awaits its answer and releases what it holds."""
         if self._pending is not None:
             record = self._attempt.hand_on(self._record())
             self._attempt.resources.custodian.orphans.adopt(self._pending, record, end)
-            self._adopted = True
+            self._adopted = self.handed_on = True
+
+
+def record_of(attempt: Attempt, parsed: Parsed, dispatch: Dispatch) -> PrefillRecord:
+    """Return what custody needs to know of an attempt's prefill leg."""
+    contract, lease = attempt.resources.transfer.contract, attempt.assignment[Role.PREFILL]
+    return PrefillRecord(
+        lease.node.url,
+        parsed.model,
+        attempt.request.headers.authorization,
+        _reader(contract, parsed, dispatch),
+        contract.holder.pushed_to(attempt.answering_url),
+        dispatch.leg_id,
+        promised=attempt.custody,
+    )
 
 
 def _reader(contract: Contract, parsed: Parsed, dispatch: Dispatch) -> Callable[[PrefillAnswer], Handle | str]:

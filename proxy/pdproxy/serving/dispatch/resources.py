@@ -97,6 +97,11 @@ class LegHeaders(msgspec.Struct, frozen=True):
     headers: tuple[tuple[bytes, bytes], ...]
     authorization: tuple[tuple[bytes, bytes], ...]
 
+    @property
+    def shown_id(self) -> str:
+        """The id that engines are sent, and that answers show."""
+        return next((value.decode("ascii") for name, value in self.headers if name == b"x-request-id"), self.request_id)
+
     def named(self, leg_id: str) -> tuple[tuple[bytes, bytes], ...]:
         """Return the headers for a leg with an id of its own."""
         return tuple((name, leg_id.encode() if name == b"x-request-id" else value) for name, value in self.headers)

@@ -19,6 +19,7 @@ from pdproxy.observe.events import HandleEnded, KvNoticed, KvTransferred, Observ
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.kv.orphans import Orphans, PrefillRecord
 from pdproxy.serving.kv.release import Contacts, ReleaseResources, release_for
+from pdproxy.serving.kv.stuck import StuckKv
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle
 from pdproxy.wire.notices import Notice, NoticeEvent
@@ -29,6 +30,7 @@ logger = logging.getLogger("pdproxy.kv")
 class State(Enum):
     """The state of a live handle."""
 
+    PROMISED = "promised"  # both engines were asked; the prefill engine has not answered yet
     HELD = "held"  # the KV is held for the proxy, no decode engine was asked
     ASKED = "asked"  # a decode engine was sent the handle, and has shown nothing yet
     RELEASING = "releasing"  # it is being released
@@ -43,6 +45,8 @@ class End(Enum):
     ABORTED = "aborted"  # the decode engine had it when its request was closed: it frees it
     LOST = "lost"  # it could not be released: the prefill engine's lease frees it
     EXPIRED = "expired"  # the prefill engine reported that its lease has ended
+    NOT_MADE = "not_made"  # the prefill failed, or was closed: there was no KV, and no decode engine waits for it
+    STUCK = "stuck"  # as NOT_MADE, but a decode engine may wait for the KV, and nothing else frees its blocks
 
 
 _BY_DECODE = frozenset({End.REFUSED, End.ABORTED})
@@ -56,6 +60,8 @@ class Custody:
 
     __slots__ = (
         "_custodian",
+        "_decode_waits",
+        "_end_later",
         "_over",
         "_unread",
         "authorization",
@@ -67,11 +73,12 @@ class Custody:
         "model",
         "on_expired",
         "prefill",
+        "promised",
         "since",
         "state",
     )
 
-    def __init__(self, custodian: Custodian, handle: Handle, leg: PrefillRecord) -> None:
+    def __init__(self, custodian: Custodian, handle: Handle, leg: PrefillRecord, *, promised: bool = False) -> None:
         self._custodian = custodian
         self.handle = handle
         self.prefill = leg.prefill
@@ -87,6 +94,10 @@ class Custody:
         """Called if the lease ends while a decode engine may still read the KV: it could read another prompt's KV."""
         self._over: list[Callable[[], None]] = []
         self._unread = False
+        self.promised = promised
+        """Whether the prefill engine has still to answer. What must be done with its KV waits for that."""
+        self._end_later: End | None = None
+        self._decode_waits = False
         self.freed = 0
         """How many ranks of the prefill engine have reported that they no longer hold it."""
 
@@ -103,8 +114,49 @@ class Custody:
     def asked(self, decode: str) -> None:
         """Record that the handle was sent to a decode engine."""
         self.decode = decode
-        if self.state is not None:
+        if self.state is not None and not self.promised:
             self.state = State.ASKED
+
+    def decode_sent(self) -> None:
+        """Record that the decode engine has been sent the request: from now on it may wait for the KV."""
+        self._decode_waits = self.promised
+
+    @property
+    def decode_waits(self) -> bool:
+        """Whether a decode engine may wait for KV that was promised."""
+        return self._decode_waits and self.promised and self.state is not None
+
+    @property
+    def ends_later(self) -> bool:
+        """Whether its end is decided, and waits for the prefill engine's answer."""
+        return self._end_later is not None
+
+    def decode_answered(self) -> None:
+        """Record that the decode engine does not wait for the KV: it has answered, or was never reached."""
+        self._decode_waits = False
+
+    def made(self, handle: Handle) -> None:
+        """Take the handle of KV that was promised: the prefill engine has answered. Do what had to wait for it."""
+        if not self.promised:
+            return
+        self.promised = False
+        if self.state is None:
+            self.handle = handle if self.how is None else without_params(handle)
+            return
+        self.handle = handle
+        if self.state is State.RELEASING:
+            self._custodian.release(self)
+            return
+        self.state = State.ASKED if self.decode is not None else State.HELD
+        if self._end_later is not None:
+            self.end(self._end_later)
+
+    def not_made(self) -> None:
+        """Record that KV that was promised will not come."""
+        if self.promised:
+            self.promised, self._end_later = False, None
+            waits = self._decode_waits and self.decode is not None
+            self.end(End.STUCK if waits else End.NOT_MADE)
 
     def end(self, how: End, *, in_silence: bool = False) -> None:
         """End the handle. If the decode engine is expected to release it, but may not do so, release it here.
@@ -115,6 +167,9 @@ class Custody:
         if self.state is None and self.how is None:
             self.how = how  # no KV is held for the proxy, so none has to be released
         if self.state is None or (self.state is State.RELEASING and how in _BY_DECODE):
+            return
+        if self.promised and how in _BY_DECODE:
+            self._end_later = how
             return
         if self._unread and how is End.LOADED:
             return  # the decode engine has computed it: the KV is being released
@@ -128,7 +183,7 @@ class Custody:
         if self.expected is not None:
             self.expected.close()
         self._custodian.ended(self, how)
-        self.handle = Handle(b"", None, self.handle.prompt_tokens, self.handle.remote_request_id)
+        self.handle = without_params(self.handle)
 
     async def released(self, timeout: float) -> bool:
         """Release the handle, and wait until that has ended, `timeout` seconds at most. Return whether it was released."""
@@ -147,10 +202,16 @@ class Custody:
             self.release()
 
     def release(self) -> None:
-        """Release the handle in the background."""
-        if self.state is not None and self.state is not State.RELEASING:
+        """Release the handle in the background; KV that was promised, once the prefill engine has answered."""
+        if self._end_later is None and self.state is not None and self.state is not State.RELEASING:
             self.state = State.RELEASING
-            self._custodian.release(self)
+            if not self.promised:
+                self._custodian.release(self)
+
+
+def without_params(handle: Handle) -> Handle:
+    """Return what is kept of a handle after its end."""
+    return Handle(b"", None, handle.prompt_tokens, handle.remote_request_id)
 
 
 class Custodian:
@@ -175,6 +236,7 @@ class Custodian:
         self._named: dict[str, Custody] = {}  # the same custodies by the engines' own ids, if notices carry these
         self._tasks = TaskOwner("custody")
         self.contacts = Contacts(engines)
+        self.stuck = StuckKv(engines, contract.holder)
         resources = ReleaseResources(ledger, engines, deadlines, observers, now, clock, self.contacts)
         self._release = release_for(contract.holder, resources)
         awaited = self._release.abandoned_timeout if self._release is not None else None
@@ -219,6 +281,14 @@ class Custodian:
                 self._named[handle.remote_request_id] = custody
         return custody
 
+    def promise(self, handle: Handle, leg: PrefillRecord) -> Custody:
+        """Become responsible for KV that both engines are asked for at once. `handle`: what the decode engine is sent."""
+        custody = Custody(self, handle, leg, promised=True)
+        if custody.state is not None:
+            custody.state = State.PROMISED
+            self._live.add(custody)
+        return custody
+
     def decode_releases(self, prefill: str, decode: str | None, *, in_silence: bool) -> bool:
         """Return whether a decode engine that refuses or aborts the request releases the handle itself."""
         return self._release is None or self._release.decode_releases(prefill, decode, in_silence=in_silence)
@@ -227,6 +297,8 @@ class Custodian:
         """Forget a handle that has ended. Called only by `Custody.end`."""
         if how is End.LOADED and custody.decode is not None:
             self.contacts.add(custody.prefill, custody.decode)
+        elif how is End.STUCK and custody.decode is not None:
+            self.stuck.add(custody.decode, self.now())
         self._live.discard(custody)
         self._named.pop(custody.handle.remote_request_id, None)
         self._observers.notify(HandleEnded(how.value, custody.prefill, self.now() - custody.since))
@@ -266,6 +338,10 @@ class Custodian:
                     expired()
 
     def _release_at_once(self, handle: Handle, leg: PrefillRecord) -> None:
+        if leg.promised is not None:
+            leg.promised.made(handle)
+            leg.promised.release()
+            return
         custody = self.take(handle, leg)
         if leg.space is not None:
             custody.when_over(leg.space.release)

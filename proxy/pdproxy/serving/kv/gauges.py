@@ -21,7 +21,15 @@ def kv_gauges(custodian: Custodian, ready: KvReady, buffers: ReceiveBuffers) -> 
     def chunks() -> list[tuple[tuple[str, ...], float]]:
         return [((url,), taken) for url, taken in buffers.taken.items()]
 
+    def stuck() -> list[tuple[tuple[str, ...], float]]:
+        return [((url,), count) for url, (count, _) in custodian.stuck.snapshot(custodian.now()).items()]
+
+    def stuck_ages() -> list[tuple[tuple[str, ...], float]]:
+        return [((url,), age) for url, (_, age) in custodian.stuck.snapshot(custodian.now()).items()]
+
     return [
+        Gauge(catalog.KV_STUCK, stuck),
+        Gauge(catalog.KV_STUCK_AGE, stuck_ages),
         Gauge(catalog.KV_HANDLES, handles),
         Gauge(catalog.KV_HANDLE_AGE, ages),
         Gauge(catalog.KV_READY_WAITS, lambda: [((), ready.waiting)]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -28,12 +29,25 @@ MAX_REMEMBERED_BYTES = 4 << 20
 """Bytes of client headers that are remembered with them: a header with a key may be as long as a request's head."""
 
 
+class Promised(Protocol):
+    """KV that a prefill engine was asked for, and a decode engine at the same time."""
+
+    def made(self, handle: Handle) -> None:
+        """The prefill engine has answered."""
+
+    def not_made(self) -> None:
+        """There will be no KV."""
+
+    def release(self) -> None:
+        """Release it, unless its end is decided."""
+
+
 class PrefillRecord(msgspec.Struct, frozen=True, eq=False):
     """What custody needs to know of a prefill leg: the engine, and how to ask engines in its client's name.
 
     `read` finds the handle in the answer. `receiver` is the decode engine that KV is pushed to, None if it is not pushed. `id` is
     the leg's own id. `expected` and `space` are the wait for its notices and its space in the receiver's buffer, if the custodian
-    must end them.
+    must end them. `promised` is the custody of its KV, if that has begun before the answer.
     """
 
     prefill: str
@@ -44,6 +58,7 @@ class PrefillRecord(msgspec.Struct, frozen=True, eq=False):
     id: str | None = None
     expected: Expected | None = None
     space: BufferSpace | None = None
+    promised: Promised | None = None
 
     def nothing_kept(self) -> None:
         """End the wait and release the space: the leg left no KV."""
@@ -51,6 +66,8 @@ class PrefillRecord(msgspec.Struct, frozen=True, eq=False):
             self.expected.close()
         if self.space is not None:
             self.space.release()
+        if self.promised is not None:
+            self.promised.not_made()
 
 
 class _Orphan:
@@ -59,7 +76,7 @@ class _Orphan:
     __slots__ = ("leg", "size", "taken")
 
     def __init__(self, leg: PrefillRecord) -> None:
-        self.leg = msgspec.structs.replace(leg, read=_unread, expected=None, space=None)
+        self.leg = msgspec.structs.replace(leg, read=_unread, expected=None, space=None, promised=None)
         self.size = sum(len(name) + len(value) for name, value in leg.authorization) + len(leg.model or "")
         self.taken = False
 

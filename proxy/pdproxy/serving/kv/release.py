@@ -2,6 +2,8 @@
 
 - `ReleaseByRefusal`: the prefill engine holds it. Any compatible decode engine refuses a request with the handle, and reports
   to the prefill engine that the KV may be freed. If that fails, a lease at the prefill engine frees it.
+- `ReleaseByPush`: the prefill engine writes it into blocks of a decode engine. It is released by a refusal, too, where the
+  contract has one, and else by its lease.
 - `ReleaseByReading`: one decode engine holds it. That engine is made to read it by a completion of one token. If that fails,
   the KV stays in its buffer.
 """
@@ -22,7 +24,7 @@ from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.kv.ready import Expected
 from pdproxy.settings.limits import Deadlines
-from pdproxy.transfer.contract import Handle, HeldByDecode, HeldByPrefill, Holder
+from pdproxy.transfer.contract import Handle, HeldByDecode, HeldByPrefill, Holder, PushedToDecode
 
 RELEASE_PATH = "/v1/completions"
 _MAX_TRIES = 3
@@ -146,9 +148,9 @@ class Release(ABC):
 class ReleaseByRefusal(Release):
     """The prefill engine holds the KV: any compatible decode engine can release it by refusing a request."""
 
-    def __init__(self, resources: ReleaseResources, holder: HeldByPrefill) -> None:
+    def __init__(self, resources: ReleaseResources, body: Callable[[str | None, Handle], bytes] | None) -> None:
         super().__init__(resources)
-        self._holder = holder
+        self._body = body
 
     @property
     def abandoned_timeout(self) -> float:
@@ -166,7 +168,9 @@ class ReleaseByRefusal(Release):
 
     async def release(self, kept: Kept) -> bool:
         """Have decode engines refuse a request with the handle, until one has. Return whether one has."""
-        body = self._holder.release_body(kept.model, kept.handle)
+        if self._body is None:
+            return False
+        body = self._body(kept.model, kept.handle)
         resources, refused = self._resources, 400  # 401 and 404 come from before the handler that releases KV
         timeout = resources.deadlines.release
         for number in range(_MAX_TRIES):
@@ -242,11 +246,34 @@ class ReleaseByReading(Release):
         return f"it stays in the buffer of {kept.decode}"
 
 
+class ReleaseByPush(ReleaseByRefusal):
+    """The prefill engine writes the KV into blocks of the decode engine that was asked for the answer. That frees both sides."""
+
+    def __init__(self, resources: ReleaseResources, holder: PushedToDecode) -> None:
+        super().__init__(resources, holder.release_body)
+
+    @property
+    def abandoned_timeout(self) -> float:
+        """Seconds that the answer of a prefill leg is awaited after its client has left: a decode engine may wait for its KV."""
+        return self._resources.deadlines.prefill
+
+    @property
+    def drain_timeout(self) -> float:
+        """Seconds for such an answer, and for a release."""
+        return self._resources.deadlines.prefill + self._resources.deadlines.release
+
+    def decode_releases(self, prefill: str, decode: str | None, *, in_silence: bool) -> bool:
+        """Return whether a decode engine that aborts a request has the KV written, which frees it: always."""
+        return True
+
+
 def release_for(holder: Holder, resources: ReleaseResources) -> Release | None:
     """Return the way of releasing KV for a holder, None if nothing is held."""
     match holder:
         case HeldByPrefill():
-            return ReleaseByRefusal(resources, holder)
+            return ReleaseByRefusal(resources, holder.release_body)
+        case PushedToDecode():
+            return ReleaseByPush(resources, holder)
         case HeldByDecode():
             return ReleaseByReading(resources, holder)
         case _:

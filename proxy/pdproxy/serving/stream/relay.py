@@ -27,7 +27,7 @@ from pdproxy.serving.stream.stall_timer import StallTimer
 from pdproxy.serving.stream.whole_events import CreationTime, limit_to_events, whole_events
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import Answer
-from pdproxy.upstream.connection import Headers, Leg
+from pdproxy.upstream.connection import Headers, Reads
 from pdproxy.wire import sse, tokens
 from pdproxy.wire.engine import Usage
 from pdproxy.wire.event_template import EventTemplates
@@ -117,7 +117,7 @@ class Relay:
         self._held: list[bytes] = []  # of a stream, until it flows
         self._share = self.budget.share()  # counts all that is held; keeps a whole answer, or the beginning of an event
         self._output: ResponseWriter | None = None
-        self._leg: Leg | None = None
+        self._leg: Reads | None = None
         self._paused = False
         self._ending: EngineError | None = None
 
@@ -131,7 +131,7 @@ class Relay:
 
     # -- for the caller
 
-    def flow(self, output: ResponseWriter, leg: Leg | None, *, direct: bool = True) -> None:
+    def flow(self, output: ResponseWriter, leg: Reads | None, *, direct: bool = True) -> None:
         """Forward what was held, and from now on each read as it comes. Without a leg, everything has already come.
 
         `direct`: the leg's answer is the client's, so that reads may take the fast path.

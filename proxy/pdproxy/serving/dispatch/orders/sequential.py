@@ -6,7 +6,8 @@ from collections.abc import Awaitable
 
 from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.dispatch.attempt import Attempt, Order
-from pdproxy.serving.dispatch.decode_leg import DecodeLeg, new_relay
+from pdproxy.serving.dispatch.decode_leg import DecodeLeg
+from pdproxy.serving.dispatch.decode_request import new_relay
 from pdproxy.serving.dispatch.prefill_leg import Prefilled, PrefillLeg
 from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, Outcome, PrefillFailed
 from pdproxy.serving.stream.splice_sink import answer_finished

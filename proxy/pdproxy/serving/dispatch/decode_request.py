@@ -1,0 +1,75 @@
+"""What the answering engine of an attempt is sent, and where its answer goes."""
+
+from __future__ import annotations
+
+from pdproxy.serving.dispatch.attempt import Attempt
+from pdproxy.serving.kv.custody import Custody
+from pdproxy.serving.stream.id_sink import IdSink, RenamedReads
+from pdproxy.serving.stream.relay import Relay
+from pdproxy.serving.stream.splice_sink import SpliceSink
+from pdproxy.transfer.bodies import alone_body
+from pdproxy.transfer.splice import Splice
+from pdproxy.upstream.client import EngineClient
+from pdproxy.upstream.connection import Leg, Message, Reads, Sink
+
+
+def message(attempt: Attempt, client: EngineClient) -> Message:
+    """Return the request of the answering leg.
+
+    It is made again where it is sent again, which is rare: keeping it would keep one more body.
+    """
+    request, custody = attempt.request, attempt.custody
+    headers = request.headers
+    if custody is None:
+        return client.request(headers.path, headers.headers, alone_body(request.parsed, request.prompt))
+    assert request.prompt is not None
+    contract = attempt.resources.transfer.contract
+    leg = contract.decode(request.parsed, request.prompt, custody.handle, attempt.dispatch)
+    shared = shared_id(attempt)
+    own = headers.headers if shared is None else headers.named(shared)
+    return client.request(leg.route.value, own + leg.headers, leg.body)
+
+
+def shared_id(attempt: Attempt) -> str | None:
+    """Return the id that both legs have, None if the answering leg has the client's."""
+    return attempt.dispatch.leg_id if attempt.resources.transfer.contract.decode_has_leg_id else None
+
+
+def sink(attempt: Attempt, relay: Relay) -> Sink:
+    """Return what gets the engine's answer: the relay, or what changes the answer on its way there."""
+    request, custody = attempt.request, attempt.custody
+    if custody is None:
+        return relay
+    if (shared := shared_id(attempt)) is not None:
+        return IdSink(relay, shared, request.headers.shown_id)
+    if custody.handle.first is None:
+        return relay
+    return SpliceSink(relay, Splice(request.parsed, custody.handle, request.headers.request_id))
+
+
+def is_framing_kept(attempt: Attempt) -> bool:
+    """Return whether the client's answer has the same lengths as the engine's, so that reads may take the fast path."""
+    shared = shared_id(attempt)
+    return shared is None or len(shared) == len(attempt.request.headers.shown_id)
+
+
+def reads_of(attempt: Attempt, leg: Leg | None) -> Reads | None:
+    """Return a leg as its relay reads it. Call it before the request is dropped."""
+    shared = shared_id(attempt) if attempt.custody is not None else None
+    if shared is None or leg is None:
+        return leg
+    return RenamedReads(leg, shared, attempt.request.headers.shown_id)
+
+
+def new_relay(attempt: Attempt) -> Relay:
+    """Make the relay for an attempt's answer. The cache counts in its usage are those of the prefill engine."""
+    relay = attempt.relay = attempt.request.new_relay()
+    if attempt.custody is not None:
+        count_cached(relay, attempt.custody)
+    return relay
+
+
+def count_cached(relay: Relay, custody: Custody) -> None:
+    """Have the answer's usage show what the prefill engine found in its cache, where the decode engine can't know it."""
+    relay.filter.cached_tokens = custody.handle.cached_tokens
+    relay.filter.created_cache_tokens = custody.handle.created_cache_tokens

@@ -1,0 +1,120 @@
+"""Both engines are asked at once: the decode engine waits while the prefill engine makes the KV and writes it there.
+
+Custody begins before the first leg. The failure of one leg ends the other at once:
+
+    the prefill fails                       it is asked once more under the same id, which alone frees a decode engine that waits;
+                                            then the decode leg is closed, and another pair is tried under a new id
+    the decode engine refuses or fails      the prefill leg is closed, if nothing waits for its KV; else the custodian awaits it
+    the client leaves                       the decode leg is closed, and the custodian awaits the prefill's answer
+
+Where the contract can't name the prefill engine to the decode engine yet, the prefill leg comes first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from pdproxy.kit.one_shot_event import OneShotEvent
+from pdproxy.scheduling.nodes import Role
+from pdproxy.serving.dispatch.attempt import Attempt, Order
+from pdproxy.serving.dispatch.decode_leg import DecodeLeg
+from pdproxy.serving.dispatch.orders import sequential
+from pdproxy.serving.dispatch.prefill_leg import Prefilled, PrefillLeg, record_of
+from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, Outcome, PrefillFailed
+from pdproxy.serving.kv.custody import Custody, End
+
+_Result = Prefilled | Answered | CannotSplit | PrefillFailed
+
+
+async def both(attempt: Attempt) -> Outcome | None:
+    """Have the prompt prefilled and answered at the same time."""
+    resources, parsed = attempt.resources, attempt.request.parsed
+    contract = resources.transfer.contract
+    prefill = PrefillLeg(attempt)
+    promised = contract.promise(parsed, prefill.dispatch) if contract.promise is not None else None
+    if promised is None:
+        for stage in sequential.ORDER.stages:
+            if (outcome := await stage(attempt)) is not None:
+                return outcome
+        return None
+    attempt.dispatch = prefill.dispatch  # both engines must work on the same prompt
+    custody = resources.custodian.promise(promised, record_of(attempt, parsed, attempt.dispatch))
+    attempt.keep(custody)
+    return await _Both(attempt, prefill, custody).run()
+
+
+class _Both:
+    """The two legs of an attempt. Run once."""
+
+    __slots__ = ("_attempt", "_custody", "_decode", "_failure", "_prefill", "_prefill_sent", "_started")
+
+    def __init__(self, attempt: Attempt, prefill: PrefillLeg, custody: Custody) -> None:
+        self._attempt = attempt
+        self._custody = custody
+        self._prefill = prefill
+        prefill.promised = custody
+        self._decode = DecodeLeg(attempt)
+        self._failure: Answered | CannotSplit | PrefillFailed | BaseException | None = None
+        self._started = attempt.resources.now()
+        self._prefill_sent = self._prefill.sent = OneShotEvent()
+
+    async def run(self) -> Outcome:
+        """Run both legs. Return the decode leg's outcome; the prefill leg's, if that has ended both."""
+        prefill = asyncio.get_running_loop().create_task(self._prefill.run(), name="prefill beside decode")
+        prefill.add_done_callback(self._prefilled)
+        try:
+            # A prefill engine that takes no connection must not leave a decode engine waiting.
+            await self._prefill_sent.wait()
+            outcome = await self._decode.run() if self._failure is None else None
+        finally:
+            self._leave(prefill)
+        failure, self._failure = self._failure, None
+        if isinstance(failure, BaseException):
+            raise failure
+        if failure is not None and (outcome is None or self._decode.gave_up):
+            return failure
+        assert outcome is not None
+        return outcome
+
+    def _prefilled(self, leg: asyncio.Task[_Result]) -> None:
+        """Process the end of the prefill leg."""
+        attempt = self._attempt
+        self._prefill_sent.set()
+        if leg.cancelled():
+            self._no_kv()
+            return
+        if (error := leg.exception()) is not None:
+            self._failure = error
+            self._no_kv()
+            self._decode.give_up()
+            return
+        got = leg.result()
+        if isinstance(got, Prefilled):
+            attempt.kv_made_at = attempt.resources.now()
+            attempt.prefill_s = attempt.overlap_s = attempt.kv_made_at - self._started
+            self._decode.kv_made()
+            return
+        self._no_kv()
+        if self._custody.how is not End.LOADED:
+            self._failure = got
+            self._decode.give_up()
+        elif isinstance(got, PrefillFailed):
+            attempt.resources.report_failure(attempt.request.headers, got.url, "prefill", got.error, will_retry=False)
+
+    def _no_kv(self) -> None:
+        if not self._prefill.handed_on:
+            self._custody.not_made()
+
+    def _leave(self, leg: asyncio.Task[_Result]) -> None:
+        """The decode leg is over. Close the prefill leg if nobody waits for its KV, else leave it to the custodian."""
+        if leg.done():
+            return
+        custody = self._custody
+        if custody.promised and not custody.decode_waits and not custody.ends_later and custody.how is None:
+            self._prefill.drop()
+        else:
+            self._prefill.abandon()
+        leg.cancel()
+
+
+ORDER = Order(roles=(Role.PREFILL, Role.DECODE), stages=(both,))

@@ -1,0 +1,75 @@
+"""Requests that a decode engine waits with for KV that will not come.
+
+Where a prefill engine pushes, nothing but the push frees the blocks that a decode engine has reserved. If the prefill fails, the
+request is closed there, but its blocks stay taken until the engine frees them after a time of its own, or restarts. The proxy can
+only count them. An engine that had not begun with the request keeps nothing: so the count is an upper bound.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from pdproxy.fleet.engine import Engine
+from pdproxy.transfer.contract import Holder, PushedToDecode
+
+MAX_TIMES = 4096
+"""Requests per engine of which the time is kept. Of more, only the number is known."""
+
+
+class _Stuck:
+    """The requests of one run of an engine."""
+
+    __slots__ = ("count", "run_number", "times")
+
+    def __init__(self, run_number: int) -> None:
+        self.run_number = run_number
+        self.count = 0
+        self.times: deque[float] = deque(maxlen=MAX_TIMES)
+
+
+class StuckKv:
+    """Counts them for each engine. `engines`: those that are known; of others nothing is kept."""
+
+    def __init__(self, engines: Mapping[str, Engine], holder: Holder) -> None:
+        self._engines = engines
+        self._seconds = holder.stuck_for if isinstance(holder, PushedToDecode) else None
+        self._by_engine: dict[str, _Stuck] = {}
+
+    def __repr__(self) -> str:
+        return f"<StuckKv {', '.join(f'{url}: {one.count}' for url, one in self._by_engine.items())}>"
+
+    def add(self, url: str, now: float) -> None:
+        """Count one more request of an engine."""
+        engine = self._engines.get(url)
+        if engine is None:
+            return
+        stuck = self._by_engine.get(url)
+        if stuck is None or stuck.run_number != engine.node.run_number:
+            stuck = self._by_engine[url] = _Stuck(engine.node.run_number)
+        stuck.count += 1
+        stuck.times.append(now)
+
+    def snapshot(self, now: float) -> dict[str, tuple[int, float]]:
+        """Return how many there are at each engine, and the age of the oldest in seconds."""
+        for url, stuck in list(self._by_engine.items()):
+            engine = self._engines.get(url)
+            if self._seconds is not None:
+                while stuck.times and stuck.times[0] <= now - self._seconds:
+                    stuck.times.popleft()
+                stuck.count = len(stuck.times)
+            if engine is None or engine.node.run_number != stuck.run_number or not stuck.count:
+                del self._by_engine[url]
+        return {url: (stuck.count, now - stuck.times[0]) for url, stuck in self._by_engine.items()}
+
+    def shortcomings(self, now: float) -> list[str]:
+        """Return what is wrong with engines, a sentence each."""
+        return [
+            f"decode {url}: {count} requests may wait for KV that will not come (the oldest for {age:.0f} s), with their blocks: "
+            + (
+                f"it frees each after {self._seconds:g} s"
+                if self._seconds is not None
+                else "only its restart frees them"
+            )
+            for url, (count, age) in self.snapshot(now).items()
+        ]
