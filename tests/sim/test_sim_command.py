@@ -105,6 +105,9 @@ def test_a_port_that_is_taken_is_one_line(capsys: pytest.CaptureFixture[str]) ->
         ("--connector lmcache-pd --role decode --chunk-size 40", "--chunk-size"),
         ("--connector lmcache-mp --notify tcp://127.0.0.1:7500", "--notify"),
         ("--connector shared --notify tcp://127.0.0.1:7500", "--notify"),
+        ("--connector nixl-push --notify tcp://127.0.0.1:7500", "--notify"),
+        ("--connector nixl-push --engine-id=", "--engine-id"),
+        ("--engine-id p", "--engine-id"),
         ("--pd-peer-init-port 70000", "--pd-peer-init-port"),
         ("--template none", "--template"),
         ("--speed -1", "--speed"),
@@ -146,7 +149,7 @@ def arguments(*options: str) -> object:
 
 def test_every_fact_is_an_option() -> None:
     options = []
-    left_out = ("role", "hardware", "lmcache", "kv_role", "api_key", "notify", "pd_allocation_timeout_sec")
+    left_out = ("role", "hardware", "lmcache", "kv_role", "api_key", "engine_id", "notify", "pd_allocation_timeout_sec")
     for kind in (Facts, Hardware, LMCache):
         for field in msgspec.structs.fields(kind):
             if field.name not in left_out:
@@ -162,6 +165,9 @@ def test_every_fact_is_an_option() -> None:
     assert sim.facts_from(arguments()) == Facts()  # type: ignore[arg-type]
     assert sim.facts_from(arguments("--speed=0", "--no-enable-prefix-caching")) == Facts(  # type: ignore[arg-type]
         hardware=Hardware(speed=0), enable_prefix_caching=False
+    )
+    assert sim.facts_from(arguments("--connector=nixl-push", "--engine-id=p")) == Facts(  # type: ignore[arg-type]
+        connector="nixl-push", engine_id="p"
     )
 
 

@@ -48,6 +48,7 @@ _ENGINE = {
     "api_key": "key that clients must send (default: none)",
     "eos_every": "average number of tokens before an answer ends; 0: no end",
     "connector": "how KV is transferred",
+    "engine_id": "id of the engine for others, which a restart keeps (nixl-push) (default: a new one at each start)",
     "kv_role": "as in --kv-transfer-config (default: what --role and --connector need)",
     "tensor_parallel_size": "number of workers, each of which sends notices",
     "notify": "where to send notices: tcp://HOST:PORT (nixl, lmcache-pd), http://HOST:PORT/PATH (lmcache-mp) (default: none)",

@@ -162,6 +162,8 @@ class _Admin:
                 "kv_cache_usage": stats.kv_cache_usage,
                 "notices": dict(sim.engine.notice_sender.counts),
                 "handles": {name: round(left, 3) for name, left in sim.engine.handles.items()},
+                "awaited": {name: round(past, 3) for name, past in sim.engine.awaited.items()},
+                "registrations": sim.engine.registrations,
                 "requests": len(sim.requests),
                 "connections": sim.connections,
             }

@@ -27,9 +27,6 @@ class ProxyNotice(msgspec.Struct, frozen=True):
 class Connector:
     """One engine's connector. This one moves no KV and ignores all `kv_transfer_params`."""
 
-    counts_all_queries = True
-    """Whether vLLM's external queries count all tokens that were not found locally, or only those that should come."""
-
     def __init__(self) -> None:
         self.outbox: deque[Any] = deque()
         """Commands: `Tell`, and each connector's own."""
@@ -96,6 +93,9 @@ class Connector:
     def arrived(self, request_id: str) -> None:
         """Its KV is here, or is no longer needed."""
 
+    def failed(self, request_id: str) -> None:
+        """Its KV can't come."""
+
     # -- time
 
     def tick(self, now: float) -> None:
@@ -117,3 +117,11 @@ class Connector:
     def end_leases(self, now: float) -> int:
         """End all leases now; return how many there were."""
         return 0
+
+    def awaited(self, now: float) -> dict[str, float]:
+        """Return D's requests whose blocks only a push frees, aborted ones too: request id to seconds since it was registered."""
+        return {}
+
+    def registrations(self) -> list[str]:
+        """Return D's request ids for which P has nothing to push yet."""
+        return []

@@ -9,6 +9,7 @@ from pdproxy.sim.lmcache_mp import LMCacheMP
 from pdproxy.sim.lmcache_pd import LMCachePD
 from pdproxy.sim.memory import BlockPool
 from pdproxy.sim.nixl import Nixl
+from pdproxy.sim.nixl_push import NixlPush
 from pdproxy.sim.shared import Shared
 from pdproxy.sim.stats import Stats
 from pdproxy.sim.storage import Storage
@@ -21,6 +22,8 @@ def connector_of(
     match facts.connector:
         case "nixl":
             return Nixl(facts, engine_id, side_channel_port, pool, stats)
+        case "nixl-push":
+            return NixlPush(facts, engine_id, side_channel_port, pool, stats)
         case "lmcache-pd":
             return LMCachePD(facts, pool)
         case "lmcache-mp":

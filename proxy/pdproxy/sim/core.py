@@ -21,7 +21,8 @@ from pdproxy.sim.connectors import connector_of
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.language import Language, fold, mix
 from pdproxy.sim.memory import Attention, BlockPool, Page, block_keys
-from pdproxy.sim.nixl import Nixl, Peer, Pull
+from pdproxy.sim.nixl import Greeting, Nixl, Peer, Pull
+from pdproxy.sim.nixl_push import NixlPush
 from pdproxy.sim.request import Candidate, EngineDeadError, EngineOutput, EngineRequest, Token
 from pdproxy.sim.stats import Stats
 from pdproxy.sim.storage import MemoryStorage, Storage
@@ -49,9 +50,10 @@ class Core:
         chance: random.Random,
         stats: Stats,
         storage: Storage | None = None,
+        agent: str = "",
     ) -> None:
         self.facts, self.stats = facts, stats
-        self.engine_id = engine_id
+        self.engine_id, self.agent = engine_id, agent
         self.pool = BlockPool(facts.num_gpu_blocks, facts.block_size)
         self.connector = connector_of(
             facts, engine_id, side_channel_port, self.pool, stats, MemoryStorage() if storage is None else storage
@@ -178,8 +180,7 @@ class Core:
             first = not sequence.scheduled_before
             sequence.scheduled_before = True
             if first:
-                queried = sequence.prompt - sequence.local if self.connector.counts_all_queries else wanted
-                sequence.count_start(self.stats, queried, wanted, now)
+                sequence.count_start(self.stats, sequence.prompt - sequence.local, wanted, now)
             new = len(sequence.blocks) - sequence.local // self.facts.block_size
             if first and not self.connector.allocated(sequence, new if wanted else 0, wanted):
                 sequence.never_loads = wanted > 0
@@ -201,7 +202,8 @@ class Core:
         """Look for the prompt's KV here, then elsewhere. Return how many tokens come from elsewhere, and whether later."""
         facts = self.facts
         sequence.attention.reset()
-        if facts.enable_prefix_caching and sequence.request.sampling.prompt_logprobs is None:
+        computes_all = sequence.request.sampling.prompt_logprobs is not None  # vLLM's skip_reading_prefix_cache
+        if facts.enable_prefix_caching and not computes_all:
             block_keys(sequence.keys, sequence.tokens, facts.block_size, sequence.salt)
             limit = (len(sequence.tokens) - 1) // facts.block_size
             found = self.pool.find(sequence.keys, limit)
@@ -209,7 +211,7 @@ class Core:
             sequence.blocks = found
             sequence.computed = sequence.local = len(found) * facts.block_size
             sequence.remembered = len(found)
-        return (0, False) if sequence.scheduled_before else self.connector.wanted(sequence)
+        return (0, False) if sequence.scheduled_before or computes_all else self.connector.wanted(sequence)
 
     def _unmatch(self, sequence: ActiveRequest) -> None:
         self.pool.release(sequence.blocks)
@@ -324,25 +326,40 @@ class Core:
 
     def loaded(self, pull: Pull, pages: Sequence[Page]) -> None:
         """Store the pages that were pulled for a request; P may free them."""
-        sequence = self._loads.pop(pull.request_id)
+        sequence = self._loads[pull.request_id]
         self.nixl.loaded(pull)
         for block, page in zip(sequence.blocks[-len(pages) :], pages, strict=True):
             self.pool.pages[block] = page
-        self.connector.arrived(pull.request_id)
+        self._received(pull.request_id, pull.tokens)
+
+    def pushed(self, request_id: str, blocks: Sequence[int], pages: Sequence[Page]) -> None:
+        """Store the pages that P has written into blocks here, whoever has these by now."""
+        for block, page in zip(blocks, pages, strict=True):
+            self.pool.pages[block] = page
+        tokens = self.push.landed(request_id)
+        if tokens is not None:
+            self._received(request_id, tokens)
+
+    def _received(self, request_id: str, tokens: int) -> None:
+        sequence = self._loads.pop(request_id)
+        self.connector.arrived(request_id)
         if sequence.state is State.ENDED:
             self.pool.release(sequence.blocks)
             return
-        sequence.external = pull.tokens
+        sequence.external = tokens
         sequence.computed = sequence.prompt
         self._remember(sequence)
         sequence.computed -= 1  # the last token is computed again, for its output
         self._back_to_queue(sequence)
 
     def load_failed(self, request_id: str, now: float) -> None:
-        """The KV of a request can't come: fail it or compute it here, depending on the policy."""
-        sequence = self._loads.pop(request_id)
+        """The KV of a request can't be read: fail it or compute it here, depending on the policy."""
         self.stats.failed_transfers += 1
-        self.nixl.failed(request_id)
+        self._never_received(request_id, now)
+
+    def _never_received(self, request_id: str, now: float) -> None:
+        sequence = self._loads.pop(request_id)
+        self.connector.failed(request_id)
         self.connector.arrived(request_id)
         if sequence.state is State.ENDED:
             self.pool.release(sequence.blocks)
@@ -353,10 +370,14 @@ class Core:
             self._outputs.append(EngineOutput(request_id=request_id, finish_reason="error"))
         self._update_gauges()
 
-    def handshaken(self, peer: Peer, engine_id: str | None, now: float) -> None:
+    def greet(self, tp_size: int, pp_size: int) -> Greeting | None:
+        """Answer a handshake; None: nobody answers."""
+        return self.nixl.greet(self.agent, tp_size, pp_size)
+
+    def handshaken(self, peer: Peer, found: Greeting | None, now: float) -> None:
         """Take the answer to a handshake; None: no engine answered in time."""
-        for request_id in self.nixl.handshaken(peer, engine_id):
-            self.load_failed(request_id, now)
+        for request_id in self.nixl.handshaken(peer, found):
+            self._never_received(request_id, now)
 
     def _back_to_queue(self, sequence: ActiveRequest) -> None:
         sequence.state = State.WAITING
@@ -375,6 +396,12 @@ class Core:
     def nixl(self) -> Nixl:
         """The connector of an engine that has NIXL."""
         assert isinstance(self.connector, Nixl)
+        return self.connector
+
+    @property
+    def push(self) -> NixlPush:
+        """The connector of an engine that has NIXL and pushes."""
+        assert isinstance(self.connector, NixlPush)
         return self.connector
 
     def _update_gauges(self) -> None:

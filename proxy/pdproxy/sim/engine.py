@@ -21,11 +21,20 @@ from pdproxy.sim.facts import Facts
 from pdproxy.sim.folder import FolderStorage
 from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Offer, ReceiverHandshake, Write
 from pdproxy.sim.memory import Page
-from pdproxy.sim.nixl import Handshake, PeerNotice, Pull
+from pdproxy.sim.nixl import Greeting, Handshake, PeerNotice, Pull
+from pdproxy.sim.nixl_push import Push, Register, Registration
 from pdproxy.sim.notice_sender import NoticeSender
 from pdproxy.sim.pd_link import Receiving, Sending
 from pdproxy.sim.request import EngineDeadError, EngineOutput, EngineRequest
-from pdproxy.sim.side_channel import LinkError, SideChannel, engine_id_at, read_pages, send_notice
+from pdproxy.sim.side_channel import (
+    LinkError,
+    SideChannel,
+    greeting_of,
+    read_pages,
+    send_notice,
+    send_registration,
+    write_pages,
+)
 from pdproxy.sim.stats import Stats
 from pdproxy.sim.storage import Storage
 from pdproxy.sim.tokenizer import Tokenizer
@@ -63,7 +72,7 @@ class Engine:
         self.tokenizer = Tokenizer(facts.add_bos)
         self.stats = Stats()
         self.engine_id = ""
-        """New at each start and restart."""
+        """New at each start and restart, unless the facts have one."""
         self.started_at = 0.0
         """Seconds since the epoch."""
         self.dead = False
@@ -75,7 +84,7 @@ class Engine:
         self._awake = asyncio.Event()
         self._awake.set()
         self._tasks = TaskOwner("engine")
-        self._side = SideChannel(self._read, self._notified)
+        self._side = SideChannel(self)
         self._sending = Sending()
         self._receiving = Receiving(self._pd, lambda: self._wake.set())
         self._storage = storage
@@ -88,15 +97,15 @@ class Engine:
         Raises:
             OSError: a port is taken, or the shared folder can't be used.
         """
-        self.engine_id = str(uuid.UUID(int=self._chance.getrandbits(128), version=4))
+        made = str(uuid.UUID(int=self._chance.getrandbits(128), version=4))
+        self.engine_id = self.facts.engine_id or made
         self.stats = Stats()
         self.started_at = time.time()
         self.dead = False
         self.thaw()
-        if self.facts.connector == "nixl":
-            await self._side.open(
-                self.engine_id, self.facts.side_channel_host, self._side.port or self.facts.side_channel_port
-            )
+        if self.facts.has_nixl:
+            port = self._side.port or self.facts.side_channel_port
+            await self._side.open(self.engine_id, made, self.facts.side_channel_host, port)
         if self.facts.connector == "lmcache-pd" and self.facts.role == "decode":
             await self._receiving.open(
                 self.engine_id,
@@ -110,7 +119,7 @@ class Engine:
         self._sending = Sending()
         self.notice_sender.open(self.facts.tensor_parallel_size)
         chance = random.Random(self._chance.getrandbits(64))
-        self._core = Core(self.facts, self.engine_id, self._side.port, chance, self.stats, self._storage)
+        self._core = Core(self.facts, self.engine_id, self._side.port, chance, self.stats, self._storage, made)
         self._tasks.spawn(self._run(self._core), "steps")
 
     async def stop(self) -> None:
@@ -188,7 +197,7 @@ class Engine:
         return count
 
     def fail_loads(self, count: int = 1) -> None:
-        """Let the next `count` KV pulls of this engine fail."""
+        """Let the next `count` KV transfers that this engine begins fail: pulls, registrations, pushes."""
         self._failing_loads += count
 
     async def restart(self) -> None:
@@ -200,6 +209,16 @@ class Engine:
     def handles(self) -> dict[str, float]:
         """P's handles that have not ended: request id to seconds left of the lease."""
         return self._core.connector.leases(self._now()) if self._core is not None else {}
+
+    @property
+    def awaited(self) -> dict[str, float]:
+        """D's requests whose blocks only a push frees, aborted ones too: request id to seconds since it was registered."""
+        return self._core.connector.awaited(self._now()) if self._core is not None else {}
+
+    @property
+    def registrations(self) -> list[str]:
+        """D's request ids for which P has nothing to push yet."""
+        return self._core.connector.registrations() if self._core is not None else []
 
     @property
     def receiver_ports(self) -> tuple[list[int], list[int]]:
@@ -263,14 +282,31 @@ class Engine:
 
     # -- other engines
 
-    def _read(self, blocks: Sequence[int]) -> list[Page]:
+    def greet(self, tp_size: int, pp_size: int) -> Greeting | None:
+        """Answer a handshake; None: not at all."""
+        return None if self._core is None or self.dead else self._core.greet(tp_size, pp_size)
+
+    def read(self, blocks: Sequence[int]) -> list[Page]:
+        """Return pages of this engine by block ids."""
         core = self._live_core()
         return [core.pool.pages[block] for block in blocks]
 
-    def _notified(self, kind: str, request_ids: Sequence[str]) -> None:
+    def notified(self, kind: str, request_ids: Sequence[str]) -> None:
+        """Take a notice of another engine."""
         if self._core is not None:
             self._core.nixl.notified(kind, request_ids, self._now())
             self._wake.set()
+
+    def registered(self, registration: Registration, reached: int) -> None:
+        """Take D's registration."""
+        core = self._live_core()
+        core.push.take(registration, reached)
+        self._carry_out(core)
+
+    def written(self, request_id: str, blocks: Sequence[int], pages: Sequence[Page]) -> None:
+        """Take the pages that P writes."""
+        self._live_core().pushed(request_id, blocks, pages)
+        self._wake.set()
 
     def _pd(self) -> LMCachePD:
         connector = self._live_core().connector
@@ -288,17 +324,21 @@ class Engine:
     async def _perform(self, core: Core, command: Any) -> None:
         match command:
             case ReceiverHandshake() | Offer() | Write() | Cancel():
-                await self._push(self._pd(), command)
+                await self._push_chunks(self._pd(), command)
             case Handshake():
-                found = await engine_id_at(command.peer, self.facts.handshake_timeout)
+                found = await greeting_of(command, self.facts.handshake_timeout)
                 core.handshaken(command.peer, found, self._now())
             case Pull():
                 await self._pull(core, command)
+            case Register():
+                await self._register(core, command)
+            case Push():
+                await self._push(core, command)
             case PeerNotice():
                 try:
                     await send_notice(command.peer, command.kind, command.request_ids)
-                except LinkError:
-                    core.stats.failed_notifications += 1
+                except LinkError:  # vLLM does not count a heartbeat that fails
+                    core.stats.failed_notifications += command.kind == "release"
         self._carry_out(core)
         self._wake.set()
 
@@ -306,9 +346,7 @@ class Engine:
         begun = self._now()
         await asyncio.sleep(self.facts.hardware.transfer_s(pull.tokens))
         try:
-            if self._failing_loads:
-                self._failing_loads -= 1
-                raise LinkError("made to fail by a fault")
+            self._fail_if_due()
             pages = await read_pages(pull.peer, pull.blocks)
         except LinkError:
             core.load_failed(pull.request_id, self._now())
@@ -317,7 +355,37 @@ class Engine:
         core.stats.transferred_bytes.observe(pull.tokens * self.facts.hardware.kv_bytes_per_token)
         core.loaded(pull, pages)
 
-    async def _push(self, connector: LMCachePD, command: ReceiverHandshake | Offer | Write | Cancel) -> None:
+    async def _register(self, core: Core, command: Register) -> None:
+        try:
+            self._fail_if_due()
+        except LinkError:
+            core.load_failed(command.request_id, self._now())
+            return
+        try:
+            await send_registration(command)
+        except LinkError:
+            core.stats.failed_notifications += 1  # D waits on
+
+    async def _push(self, core: Core, push: Push) -> None:
+        begun = self._now()
+        tokens = len(push.blocks) * self.facts.block_size
+        await asyncio.sleep(self.facts.hardware.transfer_s(tokens))
+        try:
+            self._fail_if_due()
+            await write_pages(push, self.read(push.blocks))
+        except LinkError:
+            core.push.pushed(push, self._now(), whole=False)
+            return
+        core.stats.transfers.observe(self._now() - begun)
+        core.stats.transferred_bytes.observe(tokens * self.facts.hardware.kv_bytes_per_token)
+        core.push.pushed(push, self._now(), whole=True)
+
+    def _fail_if_due(self) -> None:
+        if self._failing_loads:
+            self._failing_loads -= 1
+            raise LinkError("made to fail by a fault")
+
+    async def _push_chunks(self, connector: LMCachePD, command: ReceiverHandshake | Offer | Write | Cancel) -> None:
         match command:
             case ReceiverHandshake():
                 connector.receiver_found(command.receiver, await self._sending.handshake(command.receiver))

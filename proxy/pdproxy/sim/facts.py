@@ -14,7 +14,7 @@ Role = Literal["prefill", "decode", "aggregated"]
 LoadFailurePolicy = Literal["fail", "recompute"]
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 Template = Literal["chatml", "dated", "plain"]
-ConnectorName = Literal["nixl", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys", "none"]
+ConnectorName = Literal["nixl", "nixl-push", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys", "none"]
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,6 +121,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     eos_every: int = 97
     """The average number of tokens before the end token; 0: never."""
     connector: ConnectorName = "nixl"
+    engine_id: str | None = None
+    """nixl-push: the id that other engines know it by, as in `--kv-transfer-config`; None: a new one at each start."""
     kv_role: KVRole | None = None
     """None: from role and connector. It affects only metrics: `vllm:num_requests_kv_fetch_by_stage` is a consumer's."""
     tensor_parallel_size: int = 1
@@ -169,6 +171,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.notify is not None and (scheme is None or not self.notify.startswith(scheme)):
             wanted = f"must begin with {scheme}" if scheme else f"must be left out with connector = {self.connector}"
             raise ValueError(f"notify {wanted}, got {self.notify!r}")
+        if self.engine_id is not None and self.connector != "nixl-push":
+            raise ValueError(f"engine_id must be left out with connector = {self.connector}, got {self.engine_id!r}")
+        if self.engine_id == "":
+            raise ValueError("engine_id must not be empty")
         if self.connector.startswith("lmcache") and self.lmcache.chunk_size % self.block_size:
             raise ValueError(
                 f"chunk_size must be a multiple of block_size = {self.block_size}, got {self.lmcache.chunk_size}"
@@ -183,6 +189,11 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             )
         if not self.pd_buffer_chunks:
             raise ValueError(f"pd_buffer_size must hold a chunk at least, got {self.lmcache.pd_buffer_size}")
+
+    @property
+    def has_nixl(self) -> bool:
+        """Whether its KV moves by NIXL."""
+        return self.connector in ("nixl", "nixl-push")
 
     @property
     def pd_ranks(self) -> int:

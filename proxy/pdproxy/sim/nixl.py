@@ -32,10 +32,23 @@ class Peer(msgspec.Struct, frozen=True):
     engine_id: str
 
 
+class Greeting(msgspec.Struct, frozen=True):
+    """The answer to a handshake."""
+
+    engine_id: str
+    agent: str = ""
+    """Another one in each run of an engine, also where `engine_id` is fixed: what is known of a run is of no use for the next."""
+    mode: str = "pull"
+    """Part of vLLM's compatibility hash: engines that pull and engines that push refuse each other."""
+
+
 class Handshake(msgspec.Struct, frozen=True):
-    """Ask for the id of the engine that listens there. The answer goes to `Nixl.handshaken`."""
+    """Ask which engine listens there. The answer goes to `Core.handshaken`."""
 
     peer: Peer
+    tp_size: int = 1
+    pp_size: int = 1
+    """How many workers the peer has, in its own words or in the request's: one that does not exist kills the peer's listener."""
 
 
 class Pull(msgspec.Struct, frozen=True):
@@ -74,7 +87,8 @@ def peer_of(params: dict[str, Any]) -> Peer | None:
 class Nixl(Connector):
     """The connector of one engine."""
 
-    counts_all_queries = False
+    mode = "pull"
+    """vLLM's `transfer_mode`."""
 
     def __init__(self, facts: Facts, engine_id: str, side_channel_port: int, pool: BlockPool, stats: Stats) -> None:
         super().__init__()
@@ -87,6 +101,7 @@ class Nixl(Connector):
         self._after_handshake: deque[Command] = deque()
         self._heartbeats: dict[str, tuple[Peer, str]] = {}
         self._last_heartbeat = 0.0
+        self._deaf = False
         self._notifier = Notifier(facts, engine_id, self.outbox)
 
     # -- P
@@ -121,8 +136,19 @@ class Nixl(Connector):
             "pp_size": 1,
             "remote_num_tokens": length,
             "remote_blocks_expiry_time": None,
-            "transfer_mode": "pull",
+            "transfer_mode": self.mode,
         }
+
+    def greet(self, agent: str, tp_size: int, pp_size: int) -> Greeting | None:
+        """Answer a handshake with all workers of this engine; None: nobody answers.
+
+        vLLM's listener dies of a worker that does not exist (KeyError in its thread), and then answers nobody any more. Without
+        workers, vLLM fails before it asks.
+        """
+        if min(tp_size, pp_size) < 1:
+            return Greeting("")
+        self._deaf |= tp_size > self._facts.tensor_parallel_size or pp_size > 1
+        return None if self._deaf else Greeting(self._engine_id, agent, self.mode)
 
     def notified(self, kind: str, request_ids: Iterable[str], now: float) -> None:
         """Handle a notice of a D."""
@@ -134,8 +160,8 @@ class Nixl(Connector):
                 self._pool.release(held.blocks)
                 del self.held[request_id]
                 self._notifier.ended("released", request_id, now)
-            else:
-                held.expires = now + self._facts.kv_lease_duration
+            else:  # vLLM's `_lease_extension`
+                held.expires = max(held.expires, now + self._facts.kv_lease_duration * 2 / 3)
 
     def expire(self, now: float) -> None:
         """Free the blocks whose lease has ended."""
@@ -262,13 +288,14 @@ class Nixl(Connector):
         self.outbox.extend(self._after_handshake)
         self._after_handshake.clear()
 
-    def handshaken(self, peer: Peer, engine_id: str | None) -> list[str]:
+    def handshaken(self, peer: Peer, found: Greeting | None) -> list[str]:
         """Take the answer to a handshake; None: no engine answered. Return the requests whose KV can't come."""
         waiting = self._handshakes.pop(peer, [])
-        if engine_id == peer.engine_id:
+        if found is not None and (found.engine_id, found.mode) == (peer.engine_id, self.mode):
             self._known.add(peer)
             self._after_handshake.extend(waiting)
             return []
+        self._stats.failed_transfers += 1  # once, whatever waits for it
         self._stats.failed_notifications += sum(isinstance(command, PeerNotice) for command in waiting)
         return [command.request_id for command in waiting if isinstance(command, Pull)]
 

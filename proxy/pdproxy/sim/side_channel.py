@@ -10,13 +10,16 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.sim.memory import Page
-from pdproxy.sim.nixl import Peer
+from pdproxy.sim.nixl import Greeting, Handshake, Peer
+from pdproxy.sim.nixl_push import Push, Register, Registration
+from pdproxy.sim.request import EngineDeadError
 
 _MAX_FRAME = 1 << 28
 _HEADER = 4
@@ -26,14 +29,24 @@ _NOTICE_DEADLINE = 10.0
 
 class _Question(msgspec.Struct, omit_defaults=True):
     engine_id: str = ""
-    """The engine that the question is for; empty: the question is for its id."""
+    """The engine that the question is for; empty: a handshake with so many workers."""
+    agent: str = ""
+    """Its run; empty: any."""
+    workers: tuple[int, int] = (1, 1)
     read: list[int] = []
     notice: str = ""
     request_ids: list[str] = []
+    registration: Registration | None = None
+    reached: int = 0
+    written: str = ""
+    """The request for which `pages` are written into `blocks`."""
+    blocks: list[int] = []
+    pages: list[Page] = []
 
 
 class _Reply(msgspec.Struct, omit_defaults=True):
     engine_id: str
+    greeting: Greeting | None = None
     pages: list[Page] = []
     refused: bool = False
 
@@ -79,8 +92,8 @@ async def _ask(peer: Peer, question: _Question) -> _Reply:
         writer.close()
 
 
-async def engine_id_at(peer: Peer, deadline: float) -> str | None:
-    """Return the id of the engine that listens there; None if none answers within `deadline` seconds.
+async def greeting_of(handshake: Handshake, deadline: float) -> Greeting | None:
+    """Return the answer to a handshake; None if there is none within `deadline` seconds.
 
     As in vLLM, None takes the whole deadline, also where nothing listens.
     """
@@ -88,7 +101,12 @@ async def engine_id_at(peer: Peer, deadline: float) -> str | None:
     end = loop.time() + deadline
     try:
         async with asyncio.timeout_at(end):
-            return (await _ask(peer, _Question())).engine_id
+            question = _Question(workers=(handshake.tp_size, handshake.pp_size))
+            found = (await _ask(handshake.peer, question)).greeting
+        if found is not None:
+            return found
+        await asyncio.sleep(end - loop.time())
+        return None
     except (TimeoutError, LinkError):
         await asyncio.sleep(end - loop.time())
         return None
@@ -101,8 +119,7 @@ async def read_pages(peer: Peer, blocks: Sequence[int]) -> list[Page]:
         LinkError: the peer is down, or another engine listens there now.
     """
     reply = await _ask(peer, _Question(engine_id=peer.engine_id, read=list(blocks)))
-    if reply.refused:
-        raise LinkError(f"{peer.engine_id} is gone: {reply.engine_id} listens there")
+    _check(peer, reply)
     return reply.pages
 
 
@@ -118,31 +135,84 @@ async def send_notice(peer: Peer, kind: str, request_ids: Sequence[str]) -> None
             reply = await _ask(peer, question)
     except TimeoutError as error:
         raise LinkError("no answer") from error
+    _check(peer, reply)
+
+
+async def send_registration(command: Register) -> None:
+    """Send a registration. A frozen peer takes it when it goes on, and there is no deadline: as in vLLM.
+
+    Raises:
+        LinkError: the peer is down, or another one by now.
+    """
+    question = _Question(
+        command.peer.engine_id, command.agent, registration=command.registration, reached=command.reached
+    )
+    _check(command.peer, await _ask(command.peer, question))
+
+
+async def write_pages(push: Push, pages: Sequence[Page]) -> None:
+    """Write pages into a peer's memory and tell it. A frozen peer takes them when it goes on, and there is no deadline.
+
+    Raises:
+        LinkError: the peer is down, or another one by now.
+    """
+    question = _Question(
+        push.peer.engine_id,
+        push.agent,
+        written=push.remote_request_id,
+        blocks=list(push.remote_blocks),
+        pages=list(pages),
+    )
+    _check(push.peer, await _ask(push.peer, question))
+
+
+def _check(peer: Peer, reply: _Reply) -> None:
     if reply.refused:
         raise LinkError(f"{peer.engine_id} is gone: {reply.engine_id} listens there")
 
 
-class SideChannel:
-    """Answers other engines. `read` returns pages by block ids; `notified` takes a kind and request ids."""
+class Owner(Protocol):
+    """The engine core behind a side channel."""
 
-    def __init__(
-        self, read: Callable[[Sequence[int]], list[Page]], notified: Callable[[str, Sequence[str]], None]
-    ) -> None:
-        self._read, self._notified = read, notified
-        self._engine_id = ""
+    def greet(self, tp_size: int, pp_size: int) -> Greeting | None:
+        """Answer a handshake; None: not at all."""
+
+    def read(self, blocks: Sequence[int]) -> list[Page]:
+        """Return pages by block ids.
+
+        Raises:
+            IndexError: there is no such block.
+        """
+
+    def notified(self, kind: str, request_ids: Sequence[str]) -> None:
+        """Take a notice."""
+
+    def registered(self, registration: Registration, reached: int) -> None:
+        """P: take a registration."""
+
+    def written(self, request_id: str, blocks: Sequence[int], pages: Sequence[Page]) -> None:
+        """D: take pages for a request."""
+
+
+class SideChannel:
+    """Answers other engines."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._engine_id, self._agent = "", ""
         self._server: asyncio.Server | None = None
         self._answering = TaskOwner("side channel")
         self._awake = asyncio.Event()
         self._awake.set()
         self.port = 0
 
-    async def open(self, engine_id: str, host: str, port: int) -> None:
+    async def open(self, engine_id: str, agent: str, host: str, port: int) -> None:
         """Listen.
 
         Raises:
             OSError: the port is taken.
         """
-        self._engine_id = engine_id
+        self._engine_id, self._agent = engine_id, agent
         try:
             self._server = await asyncio.start_server(self._accepted, host, port, backlog=1024)
         except OSError as error:
@@ -179,14 +249,30 @@ class SideChannel:
         with contextlib.suppress(OSError, EOFError, msgspec.MsgspecError, LinkError):
             question = _decode_question(await receive_frame(reader))
             await self._awake.wait()
-            reply = _Reply(self._engine_id, refused=question.engine_id not in ("", self._engine_id))
-            if question.engine_id == self._engine_id:
-                if question.read:
-                    try:
-                        reply.pages = self._read(question.read)
-                    except IndexError:
-                        reply.refused = True
-                if question.notice:
-                    self._notified(question.notice, question.request_ids)
-            send_frame(writer, reply)
+            send_frame(writer, self._reply(question))
             await writer.drain()
+
+    def _reply(self, question: _Question) -> _Reply:
+        reply = _Reply(self._engine_id)
+        if not question.engine_id:
+            reply.greeting = self._owner.greet(*question.workers)
+        elif question.engine_id != self._engine_id or question.agent not in ("", self._agent):
+            reply.refused = True
+        else:
+            try:
+                self._obey(question, reply)
+            except (IndexError, ValueError):
+                reply.refused = True
+            except EngineDeadError as error:
+                raise LinkError(str(error)) from error
+        return reply
+
+    def _obey(self, question: _Question, reply: _Reply) -> None:
+        if question.read:
+            reply.pages = self._owner.read(question.read)
+        if question.notice:
+            self._owner.notified(question.notice, question.request_ids)
+        if question.registration is not None:
+            self._owner.registered(question.registration, question.reached)
+        if question.written:
+            self._owner.written(question.written, question.blocks, question.pages)

@@ -15,7 +15,8 @@ from pdproxy.sim.connector import ProxyNotice
 from pdproxy.sim.core import Core, Step
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Offer, Receiver, ReceiverHandshake, Write
-from pdproxy.sim.nixl import Handshake, Peer, PeerNotice, Pull
+from pdproxy.sim.nixl import Greeting, Handshake, Peer, PeerNotice, Pull
+from pdproxy.sim.nixl_push import Push, Register
 from pdproxy.sim.request import EngineDeadError, EngineOutput, EngineRequest
 from pdproxy.sim.stats import Stats
 from pdproxy.sim.storage import MemoryStorage
@@ -145,6 +146,8 @@ class VirtualCluster:
             case ProxyNotice():
                 engine.notices.append((self.now, command))
             case ReceiverHandshake() | Offer() | Write() | Cancel():
+                self._push_chunks(engine, command)
+            case Register() | Push():
                 self._push(engine, command)
             case _:
                 self._move(engine, command)
@@ -153,8 +156,8 @@ class VirtualCluster:
         peer = self._listening(command.peer)
         match command:
             case Handshake():
-                found = peer.core.engine_id if peer is not None else None
-                wait = 0.0 if peer is not None else engine.facts.handshake_timeout
+                found = peer.core.greet(command.tp_size, command.pp_size) if peer is not None else None
+                wait = 0.0 if found is not None else engine.facts.handshake_timeout
                 self.at(self.now + wait, lambda: self._handshaken(engine, command.peer, found))
             case Pull():
                 self.at(
@@ -162,15 +165,14 @@ class VirtualCluster:
                 )
             case PeerNotice():
                 if peer is None or peer.core.engine_id != command.peer.engine_id:
-                    engine.stats.failed_notifications += 1
+                    engine.stats.failed_notifications += command.kind == "release"
                 else:
                     peer.core.nixl.notified(command.kind, command.request_ids, self.now)
                     self.at(self.now, lambda: self._turn(peer))
 
-    def _handshaken(self, engine: VirtualEngine, peer: Peer, found: str | None) -> None:
+    def _handshaken(self, engine: VirtualEngine, peer: Peer, found: Greeting | None) -> None:
         engine.core.handshaken(peer, found, self.now)
-        if engine.core.busy:
-            self._turn(engine)
+        self._turn(engine)
 
     def _pulled(self, engine: VirtualEngine, pull: Pull) -> None:
         if engine.dead:
@@ -186,9 +188,36 @@ class VirtualCluster:
         engines: Iterable[VirtualEngine] = self.engines[peer.port - 1 : peer.port] if peer.port > 0 else ()
         return next((engine for engine in engines if not engine.dead), None)
 
-    # -- chunks that are pushed
+    # -- what is pushed
 
-    def _push(self, engine: VirtualEngine, command: ReceiverHandshake | Offer | Write | Cancel) -> None:
+    def _push(self, engine: VirtualEngine, command: Register | Push) -> None:
+        taken = 0.0
+        if isinstance(command, Push):
+            taken = engine.facts.hardware.transfer_s(len(command.blocks) * engine.facts.block_size)
+        self.at(self.now + taken, lambda: self._arrived(engine, command))
+
+    def _arrived(self, engine: VirtualEngine, command: Register | Push) -> None:
+        peer = self._listening(command.peer)
+        here = peer is not None and (peer.core.engine_id, peer.core.agent) == (command.peer.engine_id, command.agent)
+        if engine.dead:
+            return
+        if isinstance(command, Push):
+            if peer is not None and here:
+                pages = [engine.core.pool.pages[block] for block in command.blocks]
+                peer.core.pushed(command.remote_request_id, command.remote_blocks, pages)
+                tokens = len(command.blocks) * engine.facts.block_size
+                engine.stats.transfers.observe(engine.facts.hardware.transfer_s(tokens))
+                engine.stats.transferred_bytes.observe(tokens * engine.facts.hardware.kv_bytes_per_token)
+            engine.core.push.pushed(command, self.now, whole=here)
+        elif peer is not None and here:
+            peer.core.push.take(command.registration, command.reached)
+        else:
+            engine.stats.failed_notifications += 1
+        self._turn(engine)
+        if peer is not None:
+            self._turn(peer)
+
+    def _push_chunks(self, engine: VirtualEngine, command: ReceiverHandshake | Offer | Write | Cancel) -> None:
         found = self._receiving(command.receiver)
         if found is None:
             return  # here an engine that waits for a receiver waits forever

@@ -1,4 +1,4 @@
-"""The engine with callbacks for two moments: a request was queued, and the pull of its KV begins.
+"""The engine with callbacks for two moments: a request was queued, and the transfer of its KV begins.
 
 Owns the link between the engine's requests and the HTTP requests that they came from.
 """
@@ -15,6 +15,7 @@ from pdproxy.sim.engine import Engine
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.faults.moments import Moment
 from pdproxy.sim.nixl import Pull
+from pdproxy.sim.nixl_push import Register
 from pdproxy.sim.request import EngineOutput, EngineRequest
 from pdproxy.sim.storage import Storage
 
@@ -45,7 +46,14 @@ class WatchedEngine(Engine):
             self._watchers.pop(request.id, None)
 
     async def _pull(self, core: Core, pull: Pull) -> None:
-        call = self._watchers.get(pull.request_id)
+        self._hand_over(pull.request_id)
+        await super()._pull(core, pull)
+
+    async def _register(self, core: Core, command: Register) -> None:
+        self._hand_over(command.request_id)
+        await super()._register(core, command)
+
+    def _hand_over(self, request_id: str) -> None:
+        call = self._watchers.get(request_id)
         if call is not None:
             call("handed_over")
-        await super()._pull(core, pull)

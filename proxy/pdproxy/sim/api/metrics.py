@@ -49,7 +49,7 @@ class _Collector:
         )
         start.add_metric([], self._engine.started_at)
         yield start
-        if facts.connector == "nixl" and facts.role != "aggregated":
+        if facts.has_nixl and facts.role != "aggregated":
             yield from self._nixl()
         yield self._gauge("num_requests_running", "Number of requests in model execution batches.", stats.running)
         yield self._gauge("num_requests_waiting", "Number of requests waiting to be processed.", stats.waiting)

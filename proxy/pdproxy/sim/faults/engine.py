@@ -37,7 +37,7 @@ class _LeaseExpiry(Kind):
 
 class _LoadFailure(Kind):
     name = "load_failure"
-    summary = "the next pull of KV fails"
+    summary = "the next transfer of KV that the engine begins fails: D's pull or registration, P's push"
     moments = ("handed_over", "queued")
 
     def on_answer(self, answer: Answer, now: Occurrence) -> bool:

@@ -1,0 +1,513 @@
+"""What real engines do when P pushes, each case of it, in virtual time."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdproxy.sim.facts import Facts, Hardware
+from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines, plain
+
+LEASE = 30
+
+
+def facts(role, **more):
+    return Facts(role=role, connector="nixl-push", **more)
+
+
+@pytest.fixture
+def engines():
+    return Engines()
+
+
+@pytest.fixture
+def p(engines):
+    return engines.add(facts("prefill"))
+
+
+@pytest.fixture
+def d(engines, p):
+    return engines.add(facts("decode"))
+
+
+def promise(p, **changed):
+    """What D is sent while P computes: P's coordinates."""
+    number = p.core.connector._port
+    promised = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": p.core.engine_id,
+        "remote_host": "127.0.0.1",
+        "remote_port": number,
+        "remote_request_id": "made up",
+        "tp_size": p.facts.tensor_parallel_size,
+        "pp_size": 1,
+    }
+    return {key: value for key, value in (promised | changed).items() if value is not ...}
+
+
+def prefill(engines, p, name, prompt=PROMPT, suffix="aaaaaaaa", **sampling):
+    return engines.ask(p, prompt, 1, dict(PREFILL), id=f"cmpl-{name}-0-{suffix}", **sampling)
+
+
+def decode(engines, p, d, name, prompt=PROMPT, suffix="bbbbbbbb", kv=None, **sampling):
+    return engines.ask(d, prompt, 8, promise(p) if kv is None else kv, id=f"cmpl-{name}-0-{suffix}", **sampling)
+
+
+def wait(engines, seconds=1.0):
+    engines.run(engines.now + seconds)
+
+
+def free(engine):
+    return engine.core.pool.usage == 0 and not engine.core.push.held and not engine.core.push.expected
+
+
+def external(engine):
+    return engine.stats.prompt_tokens_by_source["external_kv_transfer"]
+
+
+def meet(engines, p, d):
+    """Move KV once: both have met."""
+    prefill(engines, p, "met", OTHER)
+    run = decode(engines, p, d, "met", OTHER)
+    wait(engines, 3)
+    assert run.tokens == plain(OTHER)
+
+
+# -- in every order, with right text
+
+
+@pytest.mark.parametrize("order", ["pd", "dp", "p d", "d p"])
+@given(st.integers(1, 70), st.sampled_from([1, 5, 16, 32]))
+@settings(max_examples=30, deadline=None)
+def test_split_says_what_one_engine_says(order, length, block_size):
+    prompt = tuple(range(300, 300 + length))
+    engines = Engines()
+    p, d = (engines.add(facts(role, block_size=block_size, max_model_len=500)) for role in ("prefill", "decode"))
+    for step in order:
+        if step == "p":
+            prefill(engines, p, "x", prompt)
+        elif step == "d":
+            run = decode(engines, p, d, "x", prompt)
+        else:
+            wait(engines)
+    wait(engines)
+    assert run.tokens == plain(prompt)
+    assert external(d) == length
+    assert free(p)
+    assert free(d)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.integers(0, 3)), max_size=24), st.integers(0, 3))
+@settings(max_examples=80, deadline=None)
+def test_many_at_once_in_any_order(steps, speed):
+    """Whatever comes first, each pair of legs gets its own KV, and in the end nothing is held."""
+    engines = Engines()
+    hardware = Hardware(speed=(0.0, 1.0, 5.0, 0.5)[speed])
+    p, d = (engines.add(facts(role, hardware=hardware)) for role in ("prefill", "decode"))
+    asked, runs = {"p": set(), "d": set()}, {}
+    for number, prefills, waits in [*steps, *((n, b, 0) for n in range(6) for b in (True, False))]:
+        prompt = tuple(range(300 + number, 340 + 2 * number))
+        role = "p" if prefills else "d"
+        if number not in asked[role]:
+            asked[role].add(number)
+            if prefills:
+                prefill(engines, p, number, prompt)
+            else:
+                runs[prompt] = decode(engines, p, d, number, prompt)
+        wait(engines, waits / 100)
+    wait(engines, 20)
+    assert [run.tokens for run in runs.values()] == [plain(prompt) for prompt in runs]
+    assert (free(p), free(d)) == (True, True)
+    assert not p.core.push.registered
+
+
+def test_the_handle_is_the_recorded_one(engines, p):
+    assert engines.answer(p, PROMPT, 1, dict(PREFILL), id="cmpl-1-0-abcdef01").handle == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[1, 2, 3, 4, 5, 6, 7]],
+        "remote_engine_id": "engine-0",
+        "remote_request_id": "cmpl-1-0-abcdef01",
+        "remote_host": "127.0.0.1",
+        "remote_port": 1,
+        "tp_size": 1,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "remote_num_tokens": 100,
+        "transfer_mode": "push",
+        "remote_prefill_cached_tokens": 0,
+    }
+
+
+def test_p_counts_transfers_and_d_external_tokens(engines, p, d):
+    meet(engines, p, d)
+    assert (sum(p.stats.transfers.counts), p.stats.transferred_bytes.total) == (1, 7 * 16 * 131_072)
+    assert sum(d.stats.transfers.counts) == 0
+    assert (external(p), external(d)) == (0, 100)
+    assert (p.stats.external_prefix_cache_queries, p.stats.external_prefix_cache_hits) == (100, 0)
+    assert (d.stats.external_prefix_cache_queries, d.stats.external_prefix_cache_hits) == (100, 100)
+
+
+def test_only_what_d_has_not_cached_is_written(engines, p, d):
+    engines.answer(d)
+    prefill(engines, p, "x")
+    run = decode(engines, p, d, "x")
+    wait(engines)
+    assert run.tokens == plain()
+    assert external(d) == 4
+    assert p.stats.transferred_bytes.total == 16 * 131_072
+    assert (free(p), free(d)) == (True, True)
+
+
+# -- which request gets whose KV
+
+
+@pytest.mark.parametrize(
+    ("prefills", "decodes", "meets"),
+    [
+        ("cmpl-a-0-11111111", "cmpl-a-0-22222222", True),
+        ("cmpl-a-0-1111AAAA", "cmpl-a-0-22222222", True),
+        ("chatcmpl-a-11111111", "chatcmpl-a-22222222", True),
+        ("same", "same", True),
+        ("cmpl-a-0-11111111", "cmpl-a-1-22222222", False),
+        ("cmpl-a-0-11111111", "chatcmpl-a-22222222", False),
+        ("cmpl-a-0-11111111", "cmpl-a-0-2222222", False),
+        ("cmpl-a-0-11111111-22222222", "cmpl-a-0-33333333", False),
+        ("cmpl-a-0-11111111", "0_cmpl-a-0-22222222", False),
+    ],
+)
+@pytest.mark.parametrize("first", ["p", "d"])
+def test_ids_match_without_their_random_digits(engines, p, d, prefills, decodes, meets, first):
+    def ask(role):
+        if role == "p":
+            engines.ask(p, PROMPT, 1, dict(PREFILL), id=prefills)
+            return None
+        return engines.ask(d, PROMPT, 8, promise(p), id=decodes)
+
+    runs = [ask(role) for role in (first, "p" if first == "d" else "d") if not wait(engines, 0.1)]
+    wait(engines)
+    (run,) = [run for run in runs if run is not None]
+    assert run.tokens == (plain() if meets else [])
+    assert p.core.push.registrations() == ([] if meets else [decodes])
+
+
+def test_two_clients_with_one_id_swap_their_kv(engines, p, d):
+    one = decode(engines, p, d, "same", PROMPT, "00000001")
+    two = decode(engines, p, d, "same", OTHER, "00000002")
+    wait(engines, 0.5)
+    prefill(engines, p, "same", OTHER, "00000003")
+    wait(engines, 0.5)
+    prefill(engines, p, "same", PROMPT, "00000004")
+    wait(engines)
+    assert (one.over, two.over) == ("length", "length")
+    assert one.tokens != plain()
+    assert two.tokens != plain(OTHER)
+
+
+def test_a_shorter_prompt_at_d_gets_the_end_of_p_s(engines, p, d):
+    prefill(engines, p, "x", PROMPT)
+    run = decode(engines, p, d, "x", PROMPT[:40])
+    wait(engines)
+    assert run.over == "length"
+    assert run.tokens != plain(PROMPT[:40])
+
+
+def test_a_longer_prompt_at_d_gets_nothing(engines, p, d):
+    run = decode(engines, p, d, "x", PROMPT + OTHER)
+    prefill(engines, p, "x", PROMPT)
+    wait(engines, LEASE - 1)
+    assert (run.outputs, len(p.core.push.held)) == ([], 1)
+    wait(engines, 3)
+    assert (run.outputs, p.stats.kv_expired, free(p)) == ([], 1, True)
+
+
+# -- what D waits for
+
+
+def test_d_waits_for_ever_for_a_prompt_that_never_comes(engines, p, d):
+    run = decode(engines, p, d, "x")
+    wait(engines, 10_000)
+    assert run.outputs == []
+    assert d.core.push.awaited(engines.now)["cmpl-x-0-bbbbbbbb"] > 9_000
+    assert p.core.push.registrations() == ["cmpl-x-0-bbbbbbbb"]
+
+
+def test_an_abort_frees_no_blocks_until_the_push_comes(engines, p, d):
+    run = decode(engines, p, d, "x")
+    wait(engines)
+    used = d.core.pool.usage
+    engines.abort(d, "cmpl-x-0-bbbbbbbb")
+    wait(engines, 1000)
+    assert d.core.pool.usage == used > 0
+    assert list(d.core.push.awaited(engines.now)) == ["cmpl-x-0-bbbbbbbb"]
+    prefill(engines, p, "x")
+    wait(engines)
+    assert (run.outputs, free(d), free(p)) == ([], True, True)
+
+
+def test_an_abort_in_d_s_queue_sends_nothing_and_p_s_blocks_wait_for_the_lease(engines, p):
+    d = engines.add(facts("decode", max_num_seqs=1))
+    meet(engines, p, d)
+    engines.ask(d, OTHER, 2000)
+    decode(engines, p, d, "x")
+    prefill(engines, p, "x")
+    wait(engines, 0.5)
+    engines.abort(d, "cmpl-x-0-bbbbbbbb")
+    wait(engines, LEASE - 2)
+    assert len(p.core.push.held) == 1
+    wait(engines, 3)
+    assert (free(p), p.stats.kv_expired, d.dead) == (True, 1, False)
+
+
+def test_a_rejected_request_releases_nothing_at_p(engines, p, d):
+    meet(engines, p, d)
+    handle = prefill(engines, p, "x")
+    wait(engines)
+    d.core.reject(handle.handle)
+    engines.ask(d)
+    wait(engines, LEASE - 3)
+    assert len(p.core.push.held) == 1
+    wait(engines, 4)
+    assert (free(p), p.stats.kv_expired) == (True, 1)
+
+
+def test_a_prompt_that_d_computes_itself_registers_nothing(engines, p, d):
+    """With prompt_logprobs, vLLM reads no KV of others: P's blocks wait for the lease."""
+    run = decode(engines, p, d, "x", prompt_logprobs=0)
+    prefill(engines, p, "x")
+    wait(engines)
+    assert (run.tokens, external(d)) == (plain(), 0)
+    assert (len(p.core.push.held), p.core.push.registrations()) == (1, [])
+    wait(engines, LEASE)
+    assert (free(p), free(d)) == (True, True)
+
+
+def test_p_s_own_handle_works_one_leg_after_the_other(engines, p, d):
+    handle = prefill(engines, p, "x")
+    wait(engines)
+    run = decode(engines, p, d, "x", kv=handle.handle)
+    wait(engines)
+    assert run.tokens == plain()
+    assert (free(p), free(d)) == (True, True)
+
+
+# -- the lease
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_p_keeps_blocks_for_its_lease_however_it_ended(engines, p, d, stopped):
+    stops = {"stop_token_ids": frozenset(plain()[:1])} if stopped else {}
+    assert prefill(engines, p, "x", **stops).outputs == []
+    wait(engines, LEASE - 1)
+    assert len(p.core.push.held) == 1
+    wait(engines, 2)
+    assert (free(p), p.stats.kv_expired) == (True, 1)
+    run = decode(engines, p, d, "x")
+    wait(engines, 100)
+    assert (run.outputs, p.core.push.registrations()) == ([], ["cmpl-x-0-bbbbbbbb"])
+
+
+@pytest.mark.parametrize(("own", "expired"), [(False, 1), (True, 0)])
+def test_d_s_queue_renews_only_a_lease_that_it_can_name(engines, p, own, expired):
+    d = engines.add(facts("decode", max_num_seqs=1, hardware=Hardware(decode_step_s=0.2), enable_prefix_caching=False))
+    meet(engines, p, d)
+    engines.ask(d, OTHER, 500)
+    wait(engines)
+    handle = prefill(engines, p, "x")
+    wait(engines)
+    decode(engines, p, d, "x", kv=handle.handle if own else None)
+    wait(engines, 60)
+    assert p.stats.kv_expired == expired
+
+
+def test_an_aborted_prefill_keeps_nothing_and_pushes_nothing(engines, p, d):
+    run = decode(engines, p, d, "x", PROMPT * 20)
+    prefill(engines, p, "x", PROMPT * 20)
+    wait(engines, 0.03)
+    engines.abort(p, "cmpl-x-0-aaaaaaaa")
+    wait(engines, 100)
+    assert (run.outputs, free(p), len(p.core.push.registrations())) == ([], True, 1)
+
+
+def test_a_write_after_the_lease_brings_what_is_in_the_blocks_by_then(engines, d):
+    p = engines.add(facts("prefill", num_gpu_blocks=20, max_model_len=256, hardware=Hardware(transfer_latency_s=40)))
+    prefill(engines, p, "x")
+    run = decode(engines, p, d, "x")
+    wait(engines, 35)
+    assert (p.stats.kv_expired, run.outputs) == (1, [])
+    for number in range(4):
+        engines.answer(p, tuple(range(500 + number, 700 + number)))
+    wait(engines, 10)
+    assert run.over == "length"
+    assert run.tokens != plain()
+
+
+# -- what kills a core
+
+
+@pytest.mark.parametrize("key", ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"])
+def test_a_handle_without_a_key_kills_d(engines, p, d, key):
+    run = decode(engines, p, d, "x", kv=promise(p, **{key: ...}))
+    assert (d.dead, run.over) == (True, "error")
+
+
+def test_pp_size_may_be_left_out(engines, p, d):
+    prefill(engines, p, "x")
+    run = decode(engines, p, d, "x", kv=promise(p, pp_size=...))
+    wait(engines)
+    assert run.tokens == plain()
+
+
+@pytest.mark.parametrize(("key", "dies"), [("remote_request_id", True), ("remote_port", True), ("tp_size", False)])
+def test_an_abort_in_the_queue_reads_all_keys_but_the_size(engines, p, key, dies):
+    d = engines.add(facts("decode", max_num_seqs=1))
+    engines.ask(d, OTHER, 2000)
+    decode(engines, p, d, "x", kv=promise(p, **{key: ...}))
+    wait(engines, 0.5)
+    assert not d.dead
+    engines.abort(d, "cmpl-x-0-bbbbbbbb")
+    assert d.dead is dies
+
+
+# -- engines that are not there
+
+
+def test_a_wrong_engine_id_fails_at_once(engines, p, d):
+    prefill(engines, p, "x")
+    run = decode(engines, p, d, "x", kv=promise(p, remote_engine_id="nope"))
+    wait(engines, 0.5)
+    assert (run.over, run.tokens, free(d)) == ("error", [], True)
+    assert d.stats.failed_transfers == 1
+    assert len(p.core.push.held) == 1
+
+
+@pytest.mark.parametrize(("policy", "over"), [("fail", "error"), ("recompute", "length")])
+def test_a_wrong_port_fails_after_the_handshake_s_deadline(engines, p, policy, over):
+    d = engines.add(facts("decode", kv_load_failure_policy=policy))
+    prefill(engines, p, "x")
+    run = decode(engines, p, d, "x", kv=promise(p, remote_port=77))
+    wait(engines, 4.9)
+    assert run.over is None
+    wait(engines, 0.5)
+    assert (run.over, len(p.core.push.held)) == (over, 1)
+    wait(engines, LEASE)
+    assert free(p)
+
+
+def test_one_failed_handshake_counts_once_whatever_waits_for_it(engines, p, d):
+    runs = [decode(engines, p, d, n, kv=promise(p, remote_port=77)) for n in range(3)]
+    wait(engines, 5.5)
+    assert [run.over for run in runs] == ["error"] * 3
+    assert d.stats.failed_transfers == 1
+
+
+def test_an_engine_that_was_met_is_found_at_any_address(engines, p, d):
+    meet(engines, p, d)
+    prefill(engines, p, "x")
+    run = decode(engines, p, d, "x", kv=promise(p, remote_port=77, remote_host="nowhere"))
+    wait(engines)
+    assert run.tokens == plain()
+
+
+def test_p_that_has_died_leaves_d_waiting_if_they_had_met(engines, p, d):
+    meet(engines, p, d)
+    p.dead = True
+    run = decode(engines, p, d, "x")
+    wait(engines, 1000)
+    assert (run.outputs, d.stats.failed_notifications, len(d.core.push.expected)) == ([], 1, 1)
+
+
+def test_d_that_restarted_with_the_same_id_never_gets_a_push_again(engines, p, d):
+    meet(engines, p, d)
+    d.core.agent = "the next run"
+    d.core.push._met.clear()
+    runs = []
+    for number in range(3):
+        prefill(engines, p, number)
+        runs.append(decode(engines, p, d, number))
+        wait(engines)
+    assert [run.outputs for run in runs] == [[], [], []]
+    assert p.stats.failed_transfers == 3
+    wait(engines, LEASE)
+    assert (free(p), p.stats.kv_expired, len(d.core.push.expected)) == (True, 3, 3)
+
+
+def test_d_that_restarted_with_another_id_gets_its_push(engines, p, d):
+    meet(engines, p, d)
+    d.core.engine_id = d.core.push._engine_id = "another"
+    d.core.agent = "the next run"
+    prefill(engines, p, "x")
+    run = decode(engines, p, d, "x")
+    wait(engines)
+    assert run.tokens == plain()
+
+
+def test_a_d_that_is_gone_leaves_p_with_its_blocks_until_the_lease_ends(engines, p, d):
+    decode(engines, p, d, "x")
+    wait(engines, 0.1)
+    d.dead = True
+    prefill(engines, p, "x")
+    wait(engines, 10)
+    assert (len(p.core.push.held), p.stats.failed_transfers) == (1, 1)
+    wait(engines, LEASE)
+    assert free(p)
+
+
+@pytest.mark.parametrize(("pushes", "pulls"), [("prefill", "decode"), ("decode", "prefill")])
+def test_push_and_pull_refuse_each_other(engines, pushes, pulls):
+    made = {
+        role: engines.add(Facts(role=role, connector=name)) for role, name in ((pushes, "nixl-push"), (pulls, "nixl"))
+    }
+    p, d = made["prefill"], made["decode"]
+    handle = prefill(engines, p, "x")
+    wait(engines)
+    run = decode(engines, p, d, "x", kv=handle.handle)
+    wait(engines)
+    assert (run.over, d.stats.failed_transfers, len(p.core.nixl.held)) == ("error", 1, 1)
+
+
+# -- several workers
+
+
+@pytest.mark.parametrize(("workers", "claimed"), [(1, 1), (2, 2), (4, 4)])
+def test_workers_that_are_all_named(engines, workers, claimed):
+    p = engines.add(facts("prefill", tensor_parallel_size=workers))
+    d = engines.add(facts("decode"))
+    prefill(engines, p, "x")
+    run = decode(engines, p, d, "x", kv=promise(p, tp_size=claimed))
+    wait(engines)
+    assert run.tokens == plain()
+
+
+def test_a_worker_that_is_not_named_pushes_nothing(engines):
+    p = engines.add(facts("prefill", tensor_parallel_size=2))
+    d = engines.add(facts("decode"))
+    prefill(engines, p, "x")
+    run = decode(engines, p, d, "x", kv=promise(p, tp_size=1))
+    wait(engines, LEASE - 1)
+    assert (run.outputs, len(p.core.push.held)) == ([], 1)
+
+
+@pytest.mark.parametrize("wrong", [{"tp_size": 2}, {"pp_size": 2}])
+def test_a_worker_that_does_not_exist_kills_p_s_listener(engines, p, d, wrong):
+    run = decode(engines, p, d, "x", kv=promise(p, **wrong))
+    wait(engines, 5.5)
+    assert run.over == "error"
+    other = decode(engines, p, engines.add(facts("decode")), "y")
+    wait(engines, 5.5)
+    assert (other.over, p.dead) == ("error", False)
+
+
+def test_a_stage_that_does_not_exist_is_waited_for_by_a_d_that_has_met_p(engines, p, d):
+    meet(engines, p, d)
+    prefill(engines, p, "x")
+    run = decode(engines, p, d, "x", kv=promise(p, pp_size=2))
+    wait(engines, 100)
+    assert (run.outputs, free(p), len(d.core.push.expected)) == ([], True, 1)
+
+
+@pytest.mark.parametrize("size", [None, "1", 0, -1])
+def test_no_number_of_workers_fails_at_once(engines, p, d, size):
+    run = decode(engines, p, d, "x", kv=promise(p, tp_size=size))
+    wait(engines, 0.5)
+    assert (run.over, d.dead) == ("error", False)
