@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -14,6 +14,7 @@ import msgspec
 from pdproxy.app.compose import Proxy
 from pdproxy.app.tokens import TRANSFORMERS
 from pdproxy.kit.clock import Clock
+from pdproxy.settings.limits import Limits
 from pdproxy.settings.schema import KvReady, LMCache, Node, Pool, Probes, Receiver, Settings
 from pdproxy.sim.facts import Facts, Hardware
 from pdproxy.sim.facts import LMCache as SimLMCache
@@ -36,6 +37,8 @@ class Pair:
     p: SimServer
     d: SimServer
     plain: SimServer
+    more: tuple[SimServer, ...] = ()
+    """Further prefill engines, then further decode engines."""
 
     async def ask(self, path: str, body: dict[str, Any]) -> Answer:
         """Ask the proxy."""
@@ -65,6 +68,8 @@ class Pair:
 async def pool(
     connector: str,
     *,
+    prefills: int = 1,
+    decodes: int = 1,
     ranks: int = 1,
     deadlines: Mapping[str, float] | None = None,
     lmcache: Mapping[str, Any] | None = None,
@@ -76,8 +81,10 @@ async def pool(
     notices: bool = True,
     tokenizer: SimTokenizer | None = None,
     clock: Clock | None = None,
+    dispatch: Literal["sequential", "concurrent"] | None = None,
+    limits: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[Pair]:
-    """Run one pair of a connector. `p`, `d`: facts of theirs alone, `everybody`: of all engines.
+    """Run engines of a connector, usually one pair. `p`, `d`: facts of their role alone, `everybody`: of all engines.
 
     `notices` False: P is told a socket that nobody reads.
     `tokenizer`: makes ids of all prompts. `clock`: the proxy's; a test that reaches deadlines passes a `ManualClock`.
@@ -98,13 +105,14 @@ async def pool(
         p_facts = Facts(**{**usual, "role": "prefill", **notify, "lmcache": SimLMCache(**config), **(p or {})})
         to_d = notify if connector == "nixl" else {}
         d_facts = Facts(**{**usual, "role": "decode", **to_d, "lmcache": SimLMCache(**d_config), **(d or {})})
-        sims = [
-            await stack.enter_async_context(SimServer(p_facts, port=free_port(), chance=1, storage=storage)),
-            await stack.enter_async_context(SimServer(d_facts, port=free_port(), chance=2, storage=storage)),
-            await stack.enter_async_context(
-                SimServer(Facts(**{**usual, "connector": "none"}), port=free_port(), chance=3)
-            ),
+        plain_facts = Facts(**{**usual, "connector": "none"})
+        every = [*[p_facts] * prefills, *[d_facts] * decodes, plain_facts]
+        started = [
+            await stack.enter_async_context(SimServer(facts, port=free_port(), chance=number, storage=storage))
+            for number, facts in enumerate(every, start=1)
         ]
+        *engines, plain = started
+        sims = [engines[0], engines[prefills], plain]
         receiver = Receiver()
         if connector == "lmcache-pd":
             init, alloc = sims[1].engine.receiver_ports
@@ -113,9 +121,12 @@ async def pool(
             pools=(
                 Pool(
                     connector=connector,
+                    dispatch=dispatch,
                     nodes=(
                         Node(url=sims[0].url, role="prefill"),
                         Node(url=sims[1].url, role="decode", receiver=receiver),
+                        *[Node(url=engine.url, role="prefill") for engine in engines[1:prefills]],
+                        *[Node(url=engine.url, role="decode") for engine in engines[prefills + 1 :]],
                     ),
                     lmcache=LMCache(**{"chunk_size": CHUNK, **(lmcache or {})}),
                     tokenize="always" if tokenizer is not None else "auto",
@@ -124,6 +135,7 @@ async def pool(
             ),
             deadlines=msgspec.structs.replace(DEADLINES, **{"kv_ready": LONG, "tokenize": LONG, **(deadlines or {})}),
             kv_ready=KvReady(**{"port": zmq_port, "notifier": connector == "nixl", **(kv_ready or {})}),
+            limits=Limits(**(limits or {})),
             probes=Probes(interval=3600, scrape_interval=3600),
         )
         recorder = _Recorder()
@@ -135,7 +147,8 @@ async def pool(
         server = world.server = await _serve(proxy, world, http_port)
         try:
             await until(lambda: all(node.probed for node in proxy.ledger.nodes))
-            yield Pair(world, *sims)
+            more = (*engines[1:prefills], *engines[prefills + 1 :])
+            yield Pair(world, sims[0], sims[1], sims[2], tuple(more))
             await until(lambda: not world.busy())
         finally:
             for listener in server.servers:

@@ -171,9 +171,13 @@ class World:
         except TimeoutError:
             raise AssertionError(f"held: {self.books.held()}, of {self.books.history}") from None
 
+    def forget_events(self) -> None:
+        """Forget the events that have been seen so far."""
+        self._recorder.events.clear()
+
     def forget(self) -> None:
         """Begin anew: forget what has been seen so far."""
-        self._recorder.events.clear()
+        self.forget_events()
         self.books.history.clear()
 
     async def quiet(self) -> None:
