@@ -89,7 +89,7 @@ ENDS = (
     ("lost", "it could not be released: the prefill engine frees it after its own time"),
     ("expired", "the prefill engine reported that its time is over"),
     ("not_made", "the prefill failed or was closed while a decode engine was asked at the same time: there was no KV"),
-    ("stuck", "as not_made, and the decode engine may wait for the KV: see pdproxy_kv_stuck"),
+    ("stuck", "it was not made, or not pushed, and the decode engine may wait for it: see pdproxy_kv_stuck"),
 )
 NOTICES = ("ready", "loaded", "failed", "released", "expired", "kept")
 NOTICE_RESULTS = (

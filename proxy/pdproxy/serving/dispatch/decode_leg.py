@@ -113,13 +113,8 @@ class DecodeLeg:
             if custody is not None and isinstance(error, EngineUnreachableError):
                 custody.decode_answered()
             relay = attempt.relay or relay
-            if (
-                isinstance(error, EngineTimeoutError)
-                and custody is not None
-                and (relay.status == 200 or custody.decode_waits)
-            ):
-                # It took the request and may be loading: closing the leg makes it free both sides.
-                custody.end(End.ABORTED)
+            if isinstance(error, EngineTimeoutError) and custody is not None:
+                custody.decode_was_late(accepted=relay.status == 200)
             if (
                 isinstance(error, EngineTimeoutError | EngineUnreachableError)
                 and error.wait is not None

@@ -46,7 +46,9 @@ class End(Enum):
     LOST = "lost"  # it could not be released: the prefill engine's lease frees it
     EXPIRED = "expired"  # the prefill engine reported that its lease has ended
     NOT_MADE = "not_made"  # the prefill failed, or was closed: there was no KV, and no decode engine waits for it
-    STUCK = "stuck"  # as NOT_MADE, but a decode engine may wait for the KV, and nothing else frees its blocks
+    STUCK = (
+        "stuck"  # it was not made, or not pushed: a decode engine may wait for it, and nothing else frees its blocks
+    )
 
 
 _BY_DECODE = frozenset({End.REFUSED, End.ABORTED})
@@ -119,7 +121,7 @@ class Custody:
 
     def decode_sent(self) -> None:
         """Record that the decode engine has been sent the request: from now on it may wait for the KV."""
-        self._decode_waits = self.promised
+        self._decode_waits = self._custodian.decode_waits
 
     @property
     def decode_waits(self) -> bool:
@@ -134,6 +136,17 @@ class Custody:
     def decode_answered(self) -> None:
         """Record that the decode engine does not wait for the KV: it has answered, or was never reached."""
         self._decode_waits = False
+
+    def decode_was_late(self, *, accepted: bool) -> None:
+        """End the handle behind a decode engine that has sent no data in time. `accepted`: it has sent headers.
+
+        If it waits for a push, that may have been lost with the prefill engine. Otherwise it may be loading: then closing the
+        leg makes it free both sides.
+        """
+        if self._decode_waits and not self.promised:
+            self.end(End.STUCK)
+        elif accepted or self._decode_waits:
+            self.end(End.ABORTED)
 
     def made(self, handle: Handle) -> None:
         """Take the handle of KV that was promised: the prefill engine has answered. Do what had to wait for it."""
@@ -233,6 +246,7 @@ class Custodian:
         self.clock = clock
         self._live: set[Custody] = set()
         self._has_notices = contract.handle_from_notice is not None
+        self._decode_waits = contract.holder.decode_waits
         self._named: dict[str, Custody] = {}  # the same custodies by the engines' own ids, if notices carry these
         self._tasks = TaskOwner("custody")
         self.contacts = Contacts(engines)
@@ -246,6 +260,11 @@ class Custodian:
     def holds(self) -> bool:
         """Whether engines hold KV for the proxy under this contract."""
         return self._release is not None
+
+    @property
+    def decode_waits(self) -> bool:
+        """Whether decode engines wait for a push under this contract."""
+        return self._decode_waits
 
     @property
     def drain_timeout(self) -> float:
