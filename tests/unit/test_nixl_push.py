@@ -104,6 +104,11 @@ def test_an_engine_that_is_pulled_from_is_named() -> None:
     assert why == "kv_transfer_params are not those of a push: the engine runs NixlConnector, which is connector nixl"
 
 
+def test_older_engines_do_not_name_the_mode() -> None:
+    """vLLM 0.26.0."""
+    assert isinstance(nixl_push.handle(COMPLETION, answer(transfer_mode=None), Dispatch("leg")), Handle)
+
+
 def test_legs_go_to_the_ranks_of_the_dispatch() -> None:
     peers = {"prefill_peer": Peer(1, 2, "e", "h", 1, tp_size=1), "decode_peer": Peer(3, 4)}
     dispatch = Dispatch("leg", prefill_peer=peers["prefill_peer"], decode_peer=peers["decode_peer"])

@@ -36,7 +36,7 @@ class _Params(msgspec.Struct, frozen=True):
     remote_port: int
     tp_size: int
     pp_size: int = 1
-    transfer_mode: str = ""
+    transfer_mode: str | None = None  # vLLM before 0.32.0 has none
     remote_prefill_cached_tokens: int | None = None
 
 
@@ -98,7 +98,7 @@ def _params_of(answer: PrefillAnswer) -> _Params | str:
         params = _params_decoder.decode(params_json)
     except UNREADABLE as error:
         return f"kv_transfer_params are incomplete: {error}"
-    if params.transfer_mode != "push":
+    if params.transfer_mode == "pull":
         return "kv_transfer_params are not those of a push: the engine runs NixlConnector, which is connector nixl"
     return params
 
