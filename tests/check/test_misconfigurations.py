@@ -326,8 +326,9 @@ async def test_kv_that_arrives_wrong(bench, monkeypatch):
     """P's pages come empty: the counters are content, the text is not."""
     prefill = await bench.start("prefill")
     await bench.start("decode")
-    read = prefill.engine._side._read
-    monkeypatch.setattr(prefill.engine._side, "_read", lambda blocks: [EMPTY for _ in read(blocks)])
+    (link,) = prefill.engine._links
+    read = link.read
+    monkeypatch.setattr(link, "read", lambda blocks: [EMPTY for _ in read(blocks)])
     checked = await bench.check()
     found = checked["split_differs"]
     assert len(checked.learned.pairs[0].tries) == 2

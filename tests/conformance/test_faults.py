@@ -32,14 +32,15 @@ Inject = Callable[[Rig, pytest.MonkeyPatch], None]
 
 def empty_pages(engines: Rig, patch: pytest.MonkeyPatch) -> None:
     """KV arrives wrong: the counters are content, the text is not."""
-    read = engines.p.engine._side._read
-    patch.setattr(engines.p.engine._side, "_read", lambda blocks: [EMPTY for _ in read(blocks)])
+    (link,) = engines.p.engine._links
+    read = link.read
+    patch.setattr(link, "read", lambda blocks: [EMPTY for _ in read(blocks)])
 
 
 def keeps_blocks(engines: Rig, patch: pytest.MonkeyPatch) -> None:
     """P doesn't hear that D is done."""
-    patch.setattr(engines.p.engine, "_notified", lambda kind, ids: None)
-    patch.setattr(engines.p.engine._side, "_notified", lambda kind, ids: None)
+    (link,) = engines.p.engine._links
+    patch.setattr(link, "notified", lambda kind, ids: None)
 
 
 def ignores_aborts(engines: Rig, patch: pytest.MonkeyPatch) -> None:

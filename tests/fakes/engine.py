@@ -144,7 +144,7 @@ class FakeEngine:
         core, theirs = self.sim.engine._core, other.sim.engine
         assert core is not None
         assert theirs._core is not None
-        core.nixl._known.add(Peer("127.0.0.1", theirs._side.port, theirs.engine_id))
+        core.nixl._known.add(Peer("127.0.0.1", theirs.side_channel_ports[0], theirs.engine_id))
 
     # -- what it answers
 

@@ -58,7 +58,7 @@ def wait(engines, seconds=1.0):
 
 
 def free(engine):
-    return engine.core.pool.usage == 0 and not engine.core.push.held and not engine.core.push.expected
+    return engine.core.pool.usage == 0 and not engine.core.connector.held and not engine.core.connector.expected
 
 
 def external(engine):
@@ -118,7 +118,7 @@ def test_many_at_once_in_any_order(steps, speed):
     wait(engines, 20)
     assert [run.tokens for run in runs.values()] == [plain(prompt) for prompt in runs]
     assert (free(p), free(d)) == (True, True)
-    assert not p.core.push.registered
+    assert not p.core.connector.registered
 
 
 def test_the_handle_is_the_recorded_one(engines, p):
@@ -188,7 +188,7 @@ def test_ids_match_without_their_random_digits(engines, p, d, prefills, decodes,
     wait(engines)
     (run,) = [run for run in runs if run is not None]
     assert run.tokens == (plain() if meets else [])
-    assert p.core.push.registrations() == ([] if meets else [decodes])
+    assert p.core.connector.registrations() == ([] if meets else [decodes])
 
 
 def test_two_clients_with_one_id_swap_their_kv(engines, p, d):
@@ -216,7 +216,7 @@ def test_a_longer_prompt_at_d_gets_nothing(engines, p, d):
     run = decode(engines, p, d, "x", PROMPT + OTHER)
     prefill(engines, p, "x", PROMPT)
     wait(engines, LEASE - 1)
-    assert (run.outputs, len(p.core.push.held)) == ([], 1)
+    assert (run.outputs, len(p.core.connector.held)) == ([], 1)
     wait(engines, 3)
     assert (run.outputs, p.stats.kv_expired, free(p)) == ([], 1, True)
 
@@ -228,8 +228,8 @@ def test_d_waits_for_ever_for_a_prompt_that_never_comes(engines, p, d):
     run = decode(engines, p, d, "x")
     wait(engines, 10_000)
     assert run.outputs == []
-    assert d.core.push.awaited(engines.now)["cmpl-x-0-bbbbbbbb"] > 9_000
-    assert p.core.push.registrations() == ["cmpl-x-0-bbbbbbbb"]
+    assert d.core.connector.awaited(engines.now)["cmpl-x-0-bbbbbbbb"] > 9_000
+    assert p.core.connector.registrations() == ["cmpl-x-0-bbbbbbbb"]
 
 
 def test_an_abort_frees_no_blocks_until_the_push_comes(engines, p, d):
@@ -239,7 +239,7 @@ def test_an_abort_frees_no_blocks_until_the_push_comes(engines, p, d):
     engines.abort(d, "cmpl-x-0-bbbbbbbb")
     wait(engines, 1000)
     assert d.core.pool.usage == used > 0
-    assert list(d.core.push.awaited(engines.now)) == ["cmpl-x-0-bbbbbbbb"]
+    assert list(d.core.connector.awaited(engines.now)) == ["cmpl-x-0-bbbbbbbb"]
     prefill(engines, p, "x")
     wait(engines)
     assert (run.outputs, free(d), free(p)) == ([], True, True)
@@ -254,7 +254,7 @@ def test_an_abort_in_d_s_queue_sends_nothing_and_p_s_blocks_wait_for_the_lease(e
     wait(engines, 0.5)
     engines.abort(d, "cmpl-x-0-bbbbbbbb")
     wait(engines, LEASE - 2)
-    assert len(p.core.push.held) == 1
+    assert len(p.core.connector.held) == 1
     wait(engines, 3)
     assert (free(p), p.stats.kv_expired, d.dead) == (True, 1, False)
 
@@ -266,7 +266,7 @@ def test_a_rejected_request_releases_nothing_at_p(engines, p, d):
     d.core.reject(handle.handle)
     engines.ask(d)
     wait(engines, LEASE - 3)
-    assert len(p.core.push.held) == 1
+    assert len(p.core.connector.held) == 1
     wait(engines, 4)
     assert (free(p), p.stats.kv_expired) == (True, 1)
 
@@ -277,7 +277,7 @@ def test_a_prompt_that_d_computes_itself_registers_nothing(engines, p, d):
     prefill(engines, p, "x")
     wait(engines)
     assert (run.tokens, external(d)) == (plain(), 0)
-    assert (len(p.core.push.held), p.core.push.registrations()) == (1, [])
+    assert (len(p.core.connector.held), p.core.connector.registrations()) == (1, [])
     wait(engines, LEASE)
     assert (free(p), free(d)) == (True, True)
 
@@ -299,12 +299,12 @@ def test_p_keeps_blocks_for_its_lease_however_it_ended(engines, p, d, stopped):
     stops = {"stop_token_ids": frozenset(plain()[:1])} if stopped else {}
     assert prefill(engines, p, "x", **stops).outputs == []
     wait(engines, LEASE - 1)
-    assert len(p.core.push.held) == 1
+    assert len(p.core.connector.held) == 1
     wait(engines, 2)
     assert (free(p), p.stats.kv_expired) == (True, 1)
     run = decode(engines, p, d, "x")
     wait(engines, 100)
-    assert (run.outputs, p.core.push.registrations()) == ([], ["cmpl-x-0-bbbbbbbb"])
+    assert (run.outputs, p.core.connector.registrations()) == ([], ["cmpl-x-0-bbbbbbbb"])
 
 
 @pytest.mark.parametrize(("own", "expired"), [(False, 1), (True, 0)])
@@ -326,7 +326,7 @@ def test_an_aborted_prefill_keeps_nothing_and_pushes_nothing(engines, p, d):
     wait(engines, 0.03)
     engines.abort(p, "cmpl-x-0-aaaaaaaa")
     wait(engines, 100)
-    assert (run.outputs, free(p), len(p.core.push.registrations())) == ([], True, 1)
+    assert (run.outputs, free(p), len(p.core.connector.registrations())) == ([], True, 1)
 
 
 def test_a_write_after_the_lease_brings_what_is_in_the_blocks_by_then(engines, d):
@@ -378,7 +378,7 @@ def test_a_wrong_engine_id_fails_at_once(engines, p, d):
     wait(engines, 0.5)
     assert (run.over, run.tokens, free(d)) == ("error", [], True)
     assert d.stats.failed_transfers == 1
-    assert len(p.core.push.held) == 1
+    assert len(p.core.connector.held) == 1
 
 
 @pytest.mark.parametrize(("policy", "over"), [("fail", "error"), ("recompute", "length")])
@@ -389,7 +389,7 @@ def test_a_wrong_port_fails_after_the_handshake_s_deadline(engines, p, policy, o
     wait(engines, 4.9)
     assert run.over is None
     wait(engines, 0.5)
-    assert (run.over, len(p.core.push.held)) == (over, 1)
+    assert (run.over, len(p.core.connector.held)) == (over, 1)
     wait(engines, LEASE)
     assert free(p)
 
@@ -414,13 +414,13 @@ def test_p_that_has_died_leaves_d_waiting_if_they_had_met(engines, p, d):
     p.dead = True
     run = decode(engines, p, d, "x")
     wait(engines, 1000)
-    assert (run.outputs, d.stats.failed_notifications, len(d.core.push.expected)) == ([], 1, 1)
+    assert (run.outputs, d.stats.failed_notifications, len(d.core.connector.expected)) == ([], 1, 1)
 
 
 def test_d_that_restarted_with_the_same_id_never_gets_a_push_again(engines, p, d):
     meet(engines, p, d)
     d.core.agent = "the next run"
-    d.core.push._met.clear()
+    d.core.connector._met.clear()
     runs = []
     for number in range(3):
         prefill(engines, p, number)
@@ -429,12 +429,12 @@ def test_d_that_restarted_with_the_same_id_never_gets_a_push_again(engines, p, d
     assert [run.outputs for run in runs] == [[], [], []]
     assert p.stats.failed_transfers == 3
     wait(engines, LEASE)
-    assert (free(p), p.stats.kv_expired, len(d.core.push.expected)) == (True, 3, 3)
+    assert (free(p), p.stats.kv_expired, len(d.core.connector.expected)) == (True, 3, 3)
 
 
 def test_d_that_restarted_with_another_id_gets_its_push(engines, p, d):
     meet(engines, p, d)
-    d.core.engine_id = d.core.push._engine_id = "another"
+    d.core.engine_id = d.core.connector._engine_id = "another"
     d.core.agent = "the next run"
     prefill(engines, p, "x")
     run = decode(engines, p, d, "x")
@@ -448,7 +448,7 @@ def test_a_d_that_is_gone_leaves_p_with_its_blocks_until_the_lease_ends(engines,
     d.dead = True
     prefill(engines, p, "x")
     wait(engines, 10)
-    assert (len(p.core.push.held), p.stats.failed_transfers) == (1, 1)
+    assert (len(p.core.connector.held), p.stats.failed_transfers) == (1, 1)
     wait(engines, LEASE)
     assert free(p)
 
@@ -485,7 +485,7 @@ def test_a_worker_that_is_not_named_pushes_nothing(engines):
     prefill(engines, p, "x")
     run = decode(engines, p, d, "x", kv=promise(p, tp_size=1))
     wait(engines, LEASE - 1)
-    assert (run.outputs, len(p.core.push.held)) == ([], 1)
+    assert (run.outputs, len(p.core.connector.held)) == ([], 1)
 
 
 @pytest.mark.parametrize("wrong", [{"tp_size": 2}, {"pp_size": 2}])
@@ -503,7 +503,7 @@ def test_a_stage_that_does_not_exist_is_waited_for_by_a_d_that_has_met_p(engines
     prefill(engines, p, "x")
     run = decode(engines, p, d, "x", kv=promise(p, pp_size=2))
     wait(engines, 100)
-    assert (run.outputs, free(p), len(d.core.push.expected)) == ([], True, 1)
+    assert (run.outputs, free(p), len(d.core.connector.expected)) == ([], True, 1)
 
 
 @pytest.mark.parametrize("size", [None, "1", 0, -1])

@@ -23,13 +23,12 @@ class Pair:
         return completion(prompt=PROMPT, kv_transfer_params=kv, **{"max_tokens": 4, "request_id": name, **more})
 
     def promise(self, **changed):
-        side = self.p.engine._side
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self.p.engine.engine_id,
             "remote_host": "127.0.0.1",
-            "remote_port": side.port,
+            "remote_port": self.p.engine.side_channel_ports[0],
             "remote_request_id": "made up",
             "tp_size": 1,
             "pp_size": 1,

@@ -51,6 +51,7 @@ _ENGINE = {
     "engine_id": "id of the engine for others, which a restart keeps (nixl-push) (default: a new one at each start)",
     "kv_role": "as in --kv-transfer-config (default: what --role and --connector need)",
     "tensor_parallel_size": "number of workers, each of which sends notices",
+    "data_parallel_size": "number of data-parallel ranks; X-data-parallel-rank names one",
     "notify": "where to send notices: tcp://HOST:PORT (nixl, lmcache-pd), http://HOST:PORT/PATH (lmcache-mp) (default: none)",
     "shared_storage_path": "folder that engines share (shared, lmcache-mp, kvstore-keys); empty: each uses its own memory",
     "kv_load_failure_policy": "what happens to a request whose KV can't be loaded",

@@ -150,16 +150,16 @@ class _Admin:
 
     async def _state(self, request: Request) -> Response:
         sim = self._sim
-        stats = sim.engine.stats
+        ranks = sim.engine.rank_stats
         return _json(
             {
                 "life": sim.life,
                 "listening": sim.listening,
                 "engine_id": sim.engine.engine_id,
                 "dead": sim.engine.dead,
-                "running": stats.running,
-                "waiting": stats.waiting,
-                "kv_cache_usage": stats.kv_cache_usage,
+                "running": sum(stats.running for stats in ranks),
+                "waiting": sum(stats.waiting for stats in ranks),
+                "kv_cache_usage": max(stats.kv_cache_usage for stats in ranks),
                 "notices": dict(sim.engine.notice_sender.counts),
                 "handles": {name: round(left, 3) for name, left in sim.engine.handles.items()},
                 "awaited": {name: round(past, 3) for name, past in sim.engine.awaited.items()},

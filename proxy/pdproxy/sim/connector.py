@@ -8,7 +8,7 @@ proxy) is in `outbox` as commands; the driver carries them out and reports the r
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -22,6 +22,18 @@ class ProxyNotice(msgspec.Struct, frozen=True):
     """A msgpack map over ZMQ, a JSON object over HTTP."""
     rank: int = 0
     """The worker that sends it."""
+
+
+class Load(Protocol):
+    """What has brought a request's KV."""
+
+    @property
+    def request_id(self) -> str:
+        """The request."""
+
+    @property
+    def tokens(self) -> int:
+        """The number of its tokens whose KV came."""
 
 
 class Connector:
@@ -92,6 +104,9 @@ class Connector:
 
     def arrived(self, request_id: str) -> None:
         """Its KV is here, or is no longer needed."""
+
+    def loaded(self, load: Any) -> None:
+        """Its KV is in its blocks."""
 
     def failed(self, request_id: str) -> None:
         """Its KV can't come."""

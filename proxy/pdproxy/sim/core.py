@@ -17,12 +17,12 @@ from typing import Any
 from zlib import crc32
 
 from pdproxy.sim.active import ActiveRequest, State
+from pdproxy.sim.connector import Load
 from pdproxy.sim.connectors import connector_of
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.language import Language, fold, mix
 from pdproxy.sim.memory import Attention, BlockPool, Page, block_keys
-from pdproxy.sim.nixl import Greeting, Nixl, Peer, Pull
-from pdproxy.sim.nixl_push import NixlPush
+from pdproxy.sim.nixl import Greeting, Nixl, Peer
 from pdproxy.sim.request import Candidate, EngineDeadError, EngineOutput, EngineRequest, Token
 from pdproxy.sim.stats import Stats
 from pdproxy.sim.storage import MemoryStorage, Storage
@@ -324,40 +324,29 @@ class Core:
 
     # -- KV from elsewhere
 
-    def loaded(self, pull: Pull, pages: Sequence[Page]) -> None:
-        """Store the pages that were pulled for a request; P may free them."""
-        sequence = self._loads[pull.request_id]
-        self.nixl.loaded(pull)
+    def loaded(self, pull: Load, pages: Sequence[Page]) -> None:
+        """Store the pages that came for a request; P may free them."""
+        sequence = self._loads.pop(pull.request_id)
+        self.connector.loaded(pull)
         for block, page in zip(sequence.blocks[-len(pages) :], pages, strict=True):
             self.pool.pages[block] = page
-        self._received(pull.request_id, pull.tokens)
-
-    def pushed(self, request_id: str, blocks: Sequence[int], pages: Sequence[Page]) -> None:
-        """Store the pages that P has written into blocks here, whoever has these by now."""
-        for block, page in zip(blocks, pages, strict=True):
-            self.pool.pages[block] = page
-        tokens = self.push.landed(request_id)
-        if tokens is not None:
-            self._received(request_id, tokens)
-
-    def _received(self, request_id: str, tokens: int) -> None:
-        sequence = self._loads.pop(request_id)
-        self.connector.arrived(request_id)
+        self.connector.arrived(pull.request_id)
         if sequence.state is State.ENDED:
             self.pool.release(sequence.blocks)
             return
-        sequence.external = tokens
+        sequence.external = pull.tokens
         sequence.computed = sequence.prompt
         self._remember(sequence)
         sequence.computed -= 1  # the last token is computed again, for its output
         self._back_to_queue(sequence)
 
     def load_failed(self, request_id: str, now: float) -> None:
-        """The KV of a request can't be read: fail it or compute it here, depending on the policy."""
+        """A request's KV can't be had, and a transfer of its own has failed."""
         self.stats.failed_transfers += 1
         self._never_received(request_id, now)
 
     def _never_received(self, request_id: str, now: float) -> None:
+        """Fail a request whose KV does not come, or compute it here, depending on the policy."""
         sequence = self._loads.pop(request_id)
         self.connector.failed(request_id)
         self.connector.arrived(request_id)
@@ -369,10 +358,6 @@ class Core:
             self._end(sequence, "error", now)
             self._outputs.append(EngineOutput(request_id=request_id, finish_reason="error"))
         self._update_gauges()
-
-    def greet(self, tp_size: int, pp_size: int) -> Greeting | None:
-        """Answer a handshake; None: nobody answers."""
-        return self.nixl.greet(self.agent, tp_size, pp_size)
 
     def handshaken(self, peer: Peer, found: Greeting | None, now: float) -> None:
         """Take the answer to a handshake; None: no engine answered in time."""
@@ -396,12 +381,6 @@ class Core:
     def nixl(self) -> Nixl:
         """The connector of an engine that has NIXL."""
         assert isinstance(self.connector, Nixl)
-        return self.connector
-
-    @property
-    def push(self) -> NixlPush:
-        """The connector of an engine that has NIXL and pushes."""
-        assert isinstance(self.connector, NixlPush)
         return self.connector
 
     def _update_gauges(self) -> None:

@@ -11,7 +11,8 @@ import random
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
+from itertools import chain
 from typing import Any
 
 from pdproxy.kit.tasks import TaskOwner
@@ -20,21 +21,10 @@ from pdproxy.sim.core import Core
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.folder import FolderStorage
 from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Offer, ReceiverHandshake, Write
-from pdproxy.sim.memory import Page
-from pdproxy.sim.nixl import Greeting, Handshake, PeerNotice, Pull
-from pdproxy.sim.nixl_push import Push, Register, Registration
+from pdproxy.sim.nixl_link import NixlLink
 from pdproxy.sim.notice_sender import NoticeSender
 from pdproxy.sim.pd_link import Receiving, Sending
 from pdproxy.sim.request import EngineDeadError, EngineOutput, EngineRequest
-from pdproxy.sim.side_channel import (
-    LinkError,
-    SideChannel,
-    greeting_of,
-    read_pages,
-    send_notice,
-    send_registration,
-    write_pages,
-)
 from pdproxy.sim.stats import Stats
 from pdproxy.sim.storage import Storage
 from pdproxy.sim.tokenizer import Tokenizer
@@ -70,7 +60,7 @@ class Engine:
         """
         self.facts = facts
         self.tokenizer = Tokenizer(facts.add_bos)
-        self.stats = Stats()
+        self.rank_stats = [Stats() for _ in range(facts.data_parallel_size)]
         self.engine_id = ""
         """New at each start and restart, unless the facts have one."""
         self.started_at = 0.0
@@ -78,15 +68,18 @@ class Engine:
         self.dead = False
         """Whether the core has died: `/health` answers 503 and every request fails."""
         self._chance = random.Random(chance)
-        self._core: Core | None = None
+        self._cores: list[Core] = []
+        """One for each data-parallel rank."""
+        self._in_flight = [0] * facts.data_parallel_size
+        self._first = 0
         self._streams: dict[str, _Stream] = {}
         self._wake = asyncio.Event()
         self._awake = asyncio.Event()
         self._awake.set()
         self._tasks = TaskOwner("engine")
-        self._side = SideChannel(self)
+        self._links = [NixlLink(self) for _ in range(facts.data_parallel_size if facts.has_nixl else 0)]
         self._sending = Sending()
-        self._receiving = Receiving(self._pd, lambda: self._wake.set())
+        self._receiving = Receiving(self._pd, self.wake)
         self._storage = storage
         self.notice_sender = NoticeSender(facts.notify, keeps=facts.connector != "nixl")
         self._failing_loads = 0
@@ -99,13 +92,10 @@ class Engine:
         """
         made = str(uuid.UUID(int=self._chance.getrandbits(128), version=4))
         self.engine_id = self.facts.engine_id or made
-        self.stats = Stats()
+        self.rank_stats = [Stats() for _ in range(self.facts.data_parallel_size)]
         self.started_at = time.time()
         self.dead = False
         self.thaw()
-        if self.facts.has_nixl:
-            port = self._side.port or self.facts.side_channel_port
-            await self._side.open(self.engine_id, made, self.facts.side_channel_host, port)
         if self.facts.connector == "lmcache-pd" and self.facts.role == "decode":
             await self._receiving.open(
                 self.engine_id,
@@ -118,14 +108,28 @@ class Engine:
             self._storage = FolderStorage(self.facts.shared_storage_path)
         self._sending = Sending()
         self.notice_sender.open(self.facts.tensor_parallel_size)
+        self._cores = [await self._core_of(rank, made) for rank in range(self.facts.data_parallel_size)]
+        for core in self._cores:
+            self._tasks.spawn(self._run(core), "steps")
+
+    async def _core_of(self, rank: int, agent: str) -> Core:
+        """Make the core of a data-parallel rank: with its own id, side channel, memory and counters."""
+        facts, port = self.facts, 0
+        engine_id = self.engine_id if facts.data_parallel_size == 1 else f"{self.engine_id}_dp{rank}"
+        if self._links:
+            port = facts.side_channel_port and facts.side_channel_port + rank
+            port = await self._links[rank].open(engine_id, agent, port)
         chance = random.Random(self._chance.getrandbits(64))
-        self._core = Core(self.facts, self.engine_id, self._side.port, chance, self.stats, self._storage, made)
-        self._tasks.spawn(self._run(self._core), "steps")
+        core = Core(facts, engine_id, port, chance, self.rank_stats[rank], self._storage, agent)
+        if self._links:
+            self._links[rank].attach(core)
+        return core
 
     async def stop(self) -> None:
         """End everything; running requests get `EngineDeadError`."""
         self.kill_core()
-        await self._side.close()
+        for link in self._links:
+            await link.side.close()
         await self._receiving.close()
         await self._tasks.settle(0)
         await self.notice_sender.close()
@@ -136,10 +140,12 @@ class Engine:
         Raises (from the iterator):
             EngineDeadError: the core died, before or while this request ran.
         """
-        core = self._live_core()
+        core = self._core_for(request.data_parallel_rank)
+        rank = self._cores.index(core)
+        self._in_flight[rank] += 1
         stream = self._streams[request.id] = _Stream()
         core.add(request, self._now())
-        self._wake.set()
+        self.wake()
         over = False
         try:
             while not over:
@@ -152,21 +158,29 @@ class Engine:
                 over = output.finish_reason is not None
                 yield output
         finally:
+            self._in_flight[rank] -= 1
             self._streams.pop(request.id, None)
-            if not over and self._core is core and not self.dead:
+            if not over and core in self._cores and not self.dead:
                 self._guarded(lambda: core.abort(request.id, self._now()))
-                self._wake.set()
+                self.wake()
 
     def new_id(self) -> str:
         """Return 8 random hex digits, vLLM's suffix of internal request ids."""
         return f"{self._chance.getrandbits(32):08x}"
 
-    def reject(self, kv_transfer_params: dict[str, Any]) -> None:
-        """Clean up after a request with a KV handle that the API server refused: the connector releases P's blocks."""
-        if self._core is not None and not self.dead:
-            core = self._core
-            self._guarded(lambda: core.reject(kv_transfer_params))
-            self._carry_out(core)
+    def reject(self, kv_transfer_params: dict[str, Any], rank: int | None = None) -> None:
+        """Clean up after a request with a KV handle that the API server refused: the connector releases P's blocks.
+
+        A rank that does not exist is logged by vLLM, and nothing is released; one below 0 counts from the last.
+        """
+        count = len(self._cores)
+        if count < 2:
+            rank = None
+        if not count or self.dead or (rank is not None and not -count <= rank < count):
+            return
+        core = self._core_for(rank)
+        self._guarded(lambda: core.reject(kv_transfer_params))
+        self._carry_out(core)
 
     # -- faults
 
@@ -176,24 +190,26 @@ class Engine:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail()
-        self._wake.set()
+        self.wake()
 
     def freeze(self) -> None:
         """Stop stepping and stop answering on the side channel; sockets stay open (what SIGSTOP does to the core)."""
         self._awake.clear()
-        self._side.freeze()
+        for link in self._links:
+            link.side.freeze()
         self._receiving.freeze()
 
     def thaw(self) -> None:
         """Go on after `freeze`."""
         self._awake.set()
-        self._side.thaw()
+        for link in self._links:
+            link.side.thaw()
         self._receiving.thaw()
 
     def expire_leases(self) -> int:
         """End the lease of every handle now; return how many there were."""
-        count = self._core.connector.end_leases(self._now()) if self._core is not None else 0
-        self._wake.set()
+        count = sum(core.connector.end_leases(self._now()) for core in self._cores)
+        self.wake()
         return count
 
     def fail_loads(self, count: int = 1) -> None:
@@ -208,24 +224,60 @@ class Engine:
     @property
     def handles(self) -> dict[str, float]:
         """P's handles that have not ended: request id to seconds left of the lease."""
-        return self._core.connector.leases(self._now()) if self._core is not None else {}
+        return dict(chain.from_iterable(core.connector.leases(self._now()).items() for core in self._cores))
 
     @property
     def awaited(self) -> dict[str, float]:
         """D's requests whose blocks only a push frees, aborted ones too: request id to seconds since it was registered."""
-        return self._core.connector.awaited(self._now()) if self._core is not None else {}
+        return dict(chain.from_iterable(core.connector.awaited(self._now()).items() for core in self._cores))
 
     @property
     def registrations(self) -> list[str]:
         """D's request ids for which P has nothing to push yet."""
-        return self._core.connector.registrations() if self._core is not None else []
+        return [name for core in self._cores for name in core.connector.registrations()]
 
     @property
     def receiver_ports(self) -> tuple[list[int], list[int]]:
         """D's init and alloc ports with `lmcache-pd`, one of each per rank."""
         return self._receiving.init_ports, self._receiving.alloc_ports
 
+    @property
+    def side_channel_ports(self) -> list[int]:
+        """The ports of NIXL's side channels, one per data-parallel rank."""
+        return [link.side.port for link in self._links]
+
+    @property
+    def stats(self) -> Stats:
+        """The counters of the first data-parallel rank."""
+        return self.rank_stats[0]
+
     # -- steps
+
+    def wake(self) -> None:
+        """Let the cores see whether they have something to do."""
+        self._wake.set()
+
+    def transferring(self, request_id: str) -> None:
+        """The transfer of a request's KV begins at D."""
+
+    def fails_now(self) -> bool:
+        """Return whether the transfer that begins must fail."""
+        self._failing_loads -= (failing := self._failing_loads > 0)
+        return failing
+
+    @property
+    def _core(self) -> Core | None:
+        return self._cores[0] if self._cores else None
+
+    def _core_for(self, rank: int | None) -> Core:
+        """Return the core of a rank, by default of the one with the fewest requests; ties go round, as in vLLM."""
+        self._live_core()
+        if rank is not None:
+            return self._cores[rank]
+        count = len(self._cores)
+        ranks = [(self._first + place) % count for place in range(count)]
+        self._first = (self._first + 1) % count
+        return self._cores[min(ranks, key=self._in_flight.__getitem__)]
 
     def _live_core(self) -> Core:
         if self._core is None or self.dead:
@@ -282,32 +334,6 @@ class Engine:
 
     # -- other engines
 
-    def greet(self, tp_size: int, pp_size: int) -> Greeting | None:
-        """Answer a handshake; None: not at all."""
-        return None if self._core is None or self.dead else self._core.greet(tp_size, pp_size)
-
-    def read(self, blocks: Sequence[int]) -> list[Page]:
-        """Return pages of this engine by block ids."""
-        core = self._live_core()
-        return [core.pool.pages[block] for block in blocks]
-
-    def notified(self, kind: str, request_ids: Sequence[str]) -> None:
-        """Take a notice of another engine."""
-        if self._core is not None:
-            self._core.nixl.notified(kind, request_ids, self._now())
-            self._wake.set()
-
-    def registered(self, registration: Registration, reached: int) -> None:
-        """Take D's registration."""
-        core = self._live_core()
-        core.push.take(registration, reached)
-        self._carry_out(core)
-
-    def written(self, request_id: str, blocks: Sequence[int], pages: Sequence[Page]) -> None:
-        """Take the pages that P writes."""
-        self._live_core().pushed(request_id, blocks, pages)
-        self._wake.set()
-
     def _pd(self) -> LMCachePD:
         connector = self._live_core().connector
         assert isinstance(connector, LMCachePD)
@@ -325,65 +351,10 @@ class Engine:
         match command:
             case ReceiverHandshake() | Offer() | Write() | Cancel():
                 await self._push_chunks(self._pd(), command)
-            case Handshake():
-                found = await greeting_of(command, self.facts.handshake_timeout)
-                core.handshaken(command.peer, found, self._now())
-            case Pull():
-                await self._pull(core, command)
-            case Register():
-                await self._register(core, command)
-            case Push():
-                await self._push(core, command)
-            case PeerNotice():
-                try:
-                    await send_notice(command.peer, command.kind, command.request_ids)
-                except LinkError:  # vLLM does not count a heartbeat that fails
-                    core.stats.failed_notifications += command.kind == "release"
+            case _:
+                await self._links[self._cores.index(core)].perform(core, command)
         self._carry_out(core)
-        self._wake.set()
-
-    async def _pull(self, core: Core, pull: Pull) -> None:
-        begun = self._now()
-        await asyncio.sleep(self.facts.hardware.transfer_s(pull.tokens))
-        try:
-            self._fail_if_due()
-            pages = await read_pages(pull.peer, pull.blocks)
-        except LinkError:
-            core.load_failed(pull.request_id, self._now())
-            return
-        core.stats.transfers.observe(self._now() - begun)
-        core.stats.transferred_bytes.observe(pull.tokens * self.facts.hardware.kv_bytes_per_token)
-        core.loaded(pull, pages)
-
-    async def _register(self, core: Core, command: Register) -> None:
-        try:
-            self._fail_if_due()
-        except LinkError:
-            core.load_failed(command.request_id, self._now())
-            return
-        try:
-            await send_registration(command)
-        except LinkError:
-            core.stats.failed_notifications += 1  # D waits on
-
-    async def _push(self, core: Core, push: Push) -> None:
-        begun = self._now()
-        tokens = len(push.blocks) * self.facts.block_size
-        await asyncio.sleep(self.facts.hardware.transfer_s(tokens))
-        try:
-            self._fail_if_due()
-            await write_pages(push, self.read(push.blocks))
-        except LinkError:
-            core.push.pushed(push, self._now(), whole=False)
-            return
-        core.stats.transfers.observe(self._now() - begun)
-        core.stats.transferred_bytes.observe(tokens * self.facts.hardware.kv_bytes_per_token)
-        core.push.pushed(push, self._now(), whole=True)
-
-    def _fail_if_due(self) -> None:
-        if self._failing_loads:
-            self._failing_loads -= 1
-            raise LinkError("made to fail by a fault")
+        self.wake()
 
     async def _push_chunks(self, connector: LMCachePD, command: ReceiverHandshake | Offer | Write | Cancel) -> None:
         match command:

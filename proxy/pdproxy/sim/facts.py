@@ -127,6 +127,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """None: from role and connector. It affects only metrics: `vllm:num_requests_kv_fetch_by_stage` is a consumer's."""
     tensor_parallel_size: int = 1
     """The number of workers, each of which sends notices."""
+    data_parallel_size: int = 1
+    """The number of ranks behind one port, each with its own id for other engines, side channel, memory and counters."""
     notify: str | None = None
     """Where notices go: a ZMQ PULL socket `tcp://HOST:PORT` (lmcache-pd; nixl, as with the notifier), a URL (lmcache-mp)."""
     shared_storage_path: str = ""
@@ -151,6 +153,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "max_num_seqs",
             "max_num_batched_tokens",
             "tensor_parallel_size",
+            "data_parallel_size",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -171,6 +174,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.notify is not None and (scheme is None or not self.notify.startswith(scheme)):
             wanted = f"must begin with {scheme}" if scheme else f"must be left out with connector = {self.connector}"
             raise ValueError(f"notify {wanted}, got {self.notify!r}")
+        if self.data_parallel_size > 1 and self.connector == "lmcache-pd":
+            raise ValueError(f"data_parallel_size must be 1 with connector = lmcache-pd, got {self.data_parallel_size}")
+        if self.side_channel_port + self.data_parallel_size > 65536:
+            raise ValueError(f"side_channel_port must leave one port per rank, got {self.side_channel_port}")
         if self.engine_id is not None and self.connector != "nixl-push":
             raise ValueError(f"engine_id must be left out with connector = {self.connector}, got {self.engine_id!r}")
         if self.engine_id == "":

@@ -9,7 +9,7 @@ is not repeated. The rules are those of vLLM 0.32.0 (`nixl/push_scheduler.py`, `
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,7 +17,7 @@ import msgspec
 from pdproxy.sim.active import ActiveRequest
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.memory import BlockPool
-from pdproxy.sim.nixl import Greeting, Handshake, Nixl, Peer, PeerNotice, peer_of
+from pdproxy.sim.nixl import Greeting, Handshake, Nixl, Peer, PeerNotice, _Held, peer_of
 from pdproxy.sim.request import EngineDeadError
 from pdproxy.sim.stats import Stats
 
@@ -63,7 +63,10 @@ class Push(msgspec.Struct, frozen=True):
     agent: str = ""
 
 
-class _Expected(msgspec.Struct, frozen=True):
+class Expected(msgspec.Struct, frozen=True):
+    """A request of D that waits for a push."""
+
+    request_id: str
     tokens: int
     since: float
     stages: int
@@ -101,7 +104,7 @@ class NixlPush(Nixl):
         """P: prompts without a registration, by request id; none outlives its lease."""
         self.registered: dict[str, tuple[Registration, int]] = {}
         """P: registrations without a prompt, by D's request id. Nothing removes them but a prompt."""
-        self.expected: dict[str, _Expected] = {}
+        self.expected: dict[str, Expected] = {}
         """D: requests that wait for a push, aborted ones too."""
         self._met: dict[str, _Met] = {}
         """Where an engine was met, and in which run: by engine id alone, for good."""
@@ -112,27 +115,40 @@ class NixlPush(Nixl):
     # -- P
 
     def ended(self, one: ActiveRequest, reason: str, now: float) -> tuple[bool, dict[str, Any] | None]:
-        """Keep the blocks of a prefill, and push them if D has registered.
+        """Keep the blocks of a prefill for its lease, unless it was aborted, and push them if D has registered.
 
         Raises:
             EngineDeadError: a D that never registered has a handle without the keys.
         """
-        if one.params and one.params.get("do_remote_prefill"):
-            self.dropped(one.request.id, one.params)
+        request_id, params = one.request.id, one.params or {}
+        if params.get("do_remote_prefill"):
+            self.dropped(request_id, params)
             return False, None
-        return super().ended(one, reason, now)
-
-    def finished(self, request_id: str, blocks: Sequence[int], length: int, now: float) -> dict[str, Any]:
-        """Keep a prefilled request's blocks for its lease and return its handle."""
-        handle = super().finished(request_id, blocks, length, now)
-        del handle["remote_blocks_expiry_time"]
-        handle["tp_size"] = self._facts.tensor_parallel_size
+        if not params.get("do_remote_decode") or reason not in ("length", "stop"):
+            return False, None
+        self.held[request_id] = _Held(list(one.blocks), now + self._facts.kv_lease_duration)
         found = _taken(request_id, self.registered)
         if found is None:
-            self.finished_blocks[request_id] = tuple(blocks)
+            self.finished_blocks[request_id] = tuple(one.blocks)
         else:
-            self._begin(request_id, tuple(blocks), *found[1])
-        return handle
+            self._begin(request_id, tuple(one.blocks), *found[1])
+        handle: dict[str, Any] = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(one.blocks)],
+            "remote_engine_id": self._engine_id,
+            "remote_request_id": request_id,
+            "remote_host": self._facts.side_channel_host,
+            "remote_port": self._port,
+            "tp_size": self._facts.tensor_parallel_size,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": one.computed,
+            "transfer_mode": self.mode,
+        }
+        if len(one.generated) == 1:  # vLLM adds it to the output with the prefill's statistics
+            handle["remote_prefill_cached_tokens"] = one.local + one.external
+        return True, handle
 
     def take(self, registration: Registration, reached: int) -> None:
         """Take a registration of a D, which `reached` of this engine's workers have got."""
@@ -154,7 +170,7 @@ class NixlPush(Nixl):
         push = Push(request_id, peer, blocks[-count:], registration.request_id, registration.blocks)
         self._meet(peer, registration.tp_size, 1, push)
 
-    def pushed(self, push: Push, now: float, *, whole: bool) -> None:
+    def pushed(self, push: Push, *, whole: bool) -> None:
         """A write is over. After a failure the blocks wait for the end of the lease."""
         if not whole:
             self._stats.failed_transfers += 1
@@ -174,6 +190,11 @@ class NixlPush(Nixl):
 
     # -- D
 
+    def wanted(self, one: ActiveRequest) -> tuple[int, bool]:
+        """Return how many tokens of a prompt should come from P, beyond those computed here."""
+        tokens = one.prompt - one.computed
+        return (tokens, True) if one.params and one.params.get("do_remote_prefill") and tokens > 0 else (0, False)
+
     def allocated(self, one: ActiveRequest, new_blocks: int, tokens: int) -> bool:
         """Register the blocks of a scheduled request; without tokens to wait for, nothing is sent and P is not told.
 
@@ -187,7 +208,7 @@ class NixlPush(Nixl):
         params["do_remote_prefill"] = False  # one transfer per request
         request_id, mine = one.request.id, self._facts
         tp_size, pp_size = _number(params["tp_size"]), _number(params.get("pp_size", 1))
-        self.expected[request_id] = _Expected(tokens, one.started, pp_size)
+        self.expected[request_id] = Expected(request_id, tokens, one.started, pp_size)
         registration = Registration(
             request_id=request_id,
             host=mine.side_channel_host,
@@ -199,8 +220,8 @@ class NixlPush(Nixl):
         self._meet(peer, tp_size, pp_size, Register(request_id, peer, registration))
         return True
 
-    def landed(self, request_id: str) -> int | None:
-        """A push for a request is over. Return how many tokens it brought; None: nothing waits for it, or for more than it."""
+    def landed(self, request_id: str) -> Expected | None:
+        """A push for a request is over. Return what waited for it; None: nothing, or something that needs more than it."""
         found = self.expected.get(request_id)
         if found is None:
             self._stats.late_notifications += 1
@@ -208,7 +229,10 @@ class NixlPush(Nixl):
         if found.stages > 1:
             return None
         del self.expected[request_id]
-        return found.tokens
+        return found
+
+    def loaded(self, load: Expected) -> None:
+        """P knows that its push is over."""
 
     def failed(self, request_id: str) -> None:
         """P can't be told of the request."""

@@ -57,6 +57,8 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
     cache_salt: str | None = None
     priority: int = 0
+    data_parallel_rank: int | None = None
+    """The rank that must run it; None: any."""
 
 
 class Candidate(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ from pdproxy.sim.core import Core, Step
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Offer, Receiver, ReceiverHandshake, Write
 from pdproxy.sim.nixl import Greeting, Handshake, Peer, PeerNotice, Pull
+from pdproxy.sim.nixl_link import pusher, take_push
 from pdproxy.sim.nixl_push import Push, Register
 from pdproxy.sim.request import EngineDeadError, EngineOutput, EngineRequest
 from pdproxy.sim.stats import Stats
@@ -156,7 +157,8 @@ class VirtualCluster:
         peer = self._listening(command.peer)
         match command:
             case Handshake():
-                found = peer.core.greet(command.tp_size, command.pp_size) if peer is not None else None
+                sizes = command.tp_size, command.pp_size
+                found = peer.core.nixl.greet(peer.core.agent, *sizes) if peer is not None else None
                 wait = 0.0 if found is not None else engine.facts.handshake_timeout
                 self.at(self.now + wait, lambda: self._handshaken(engine, command.peer, found))
             case Pull():
@@ -204,13 +206,13 @@ class VirtualCluster:
         if isinstance(command, Push):
             if peer is not None and here:
                 pages = [engine.core.pool.pages[block] for block in command.blocks]
-                peer.core.pushed(command.remote_request_id, command.remote_blocks, pages)
+                take_push(peer.core, command.remote_request_id, command.remote_blocks, pages)
                 tokens = len(command.blocks) * engine.facts.block_size
                 engine.stats.transfers.observe(engine.facts.hardware.transfer_s(tokens))
                 engine.stats.transferred_bytes.observe(tokens * engine.facts.hardware.kv_bytes_per_token)
-            engine.core.push.pushed(command, self.now, whole=here)
+            pusher(engine.core).pushed(command, whole=here)
         elif peer is not None and here:
-            peer.core.push.take(command.registration, command.reached)
+            pusher(peer.core).take(command.registration, command.reached)
         else:
             engine.stats.failed_notifications += 1
         self._turn(engine)

@@ -10,12 +10,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
 
-from pdproxy.sim.core import Core
 from pdproxy.sim.engine import Engine
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.faults.moments import Moment
-from pdproxy.sim.nixl import Pull
-from pdproxy.sim.nixl_push import Register
 from pdproxy.sim.request import EngineOutput, EngineRequest
 from pdproxy.sim.storage import Storage
 
@@ -45,15 +42,8 @@ class WatchedEngine(Engine):
         finally:
             self._watchers.pop(request.id, None)
 
-    async def _pull(self, core: Core, pull: Pull) -> None:
-        self._hand_over(pull.request_id)
-        await super()._pull(core, pull)
-
-    async def _register(self, core: Core, command: Register) -> None:
-        self._hand_over(command.request_id)
-        await super()._register(core, command)
-
-    def _hand_over(self, request_id: str) -> None:
+    def transferring(self, request_id: str) -> None:
+        """Call the watcher of the request whose KV is about to come."""
         call = self._watchers.get(request_id)
         if call is not None:
             call("handed_over")

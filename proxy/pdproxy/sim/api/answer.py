@@ -44,6 +44,14 @@ def request_id(prefix: str, request: Request, body: GenerationBody) -> str:
     return f"{prefix}-{request.headers.get('x-request-id') or body.request_id or secrets.token_hex(8)}"
 
 
+def rank_of(request: Request) -> int | None:
+    """Return the data-parallel rank that a request names; what is no number names none."""
+    try:
+        return int(request.headers["x-data-parallel-rank"])
+    except (KeyError, ValueError):
+        return None
+
+
 def check_model(body_model: str | None, engine: Engine) -> None:
     """Refuse a model that is not served."""
     if body_model and body_model != engine.facts.model:
@@ -91,7 +99,7 @@ async def answered(engine: Engine, body: Handled, request: Request, work: Awaita
         return failure(INTERNAL)
     finally:
         if params and params.get("do_remote_prefill") and not accepted:
-            engine.reject(params)
+            engine.reject(params, rank_of(request))
 
 
 async def _unless_left(request: Request, work: Awaitable[Response]) -> Response:

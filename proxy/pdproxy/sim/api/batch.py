@@ -113,12 +113,13 @@ async def chat_batch(engine: Engine, body: BatchBody, request: Request, date: Ca
     # vLLM renders all conversations before it generates anything, and renders no tools.
     prompts = [chat_prompt(engine, chat.model_copy(update={"tools": None}), date) for chat in chats]
     params = [sampling_params(chat, prompt.ids, facts, tokenizer) for chat, prompt in zip(chats, prompts, strict=True)]
+    rank = answer.rank_of(request)
     for one, chat, prompt in zip(params, chats, prompts, strict=True):
-        admit(one, chat, prompt.ids, facts, tokenizer)
+        admit(one, chat, prompt.ids, facts, tokenizer, rank=rank)
     request_id = f"chatcmpl-{request.headers.get('x-request-id') or body.request_id or engine.new_id()}"
     created = int(time.time())
     made: list[list[Delta]] = [[] for _ in prompts]
-    async with aclosing(deltas(engine, request_id, prompts, params, chats[0], numbered=True)) as found:
+    async with aclosing(deltas(engine, request_id, prompts, params, chats[0], numbered=True, rank=rank)) as found:
         async for delta in found:
             if delta.finish_reason == "error":
                 raise LoadFailedError

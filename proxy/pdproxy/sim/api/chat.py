@@ -36,11 +36,12 @@ async def chat(engine: Engine, body: ChatBody, request: Request, date: Callable[
         raise Refused('"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set')
     prompt = chat_prompt(engine, body, date)
     calls = calls_tools(body, prompt.ids)
-    job = _Job(engine, body, prompt, answer.request_id("chatcmpl", request, body))
+    rank = answer.rank_of(request)
+    job = _Job(engine, body, prompt, answer.request_id("chatcmpl", request, body), rank=rank)
     params = sampling_params(body, prompt.ids, engine.facts, engine.tokenizer)
     grammar = partial(grammar_of_calls, body, engine.tokenizer) if calls else None
     try:
-        admit(params, body, prompt.ids, engine.facts, engine.tokenizer, grammar)
+        admit(params, body, prompt.ids, engine.facts, engine.tokenizer, grammar, rank)
     except EngineRefused as error:
         if body.stream:
             return answer.streamed_refusal(error)
@@ -98,8 +99,18 @@ def choice_of(engine: Engine, body: ChatBody, prompt: Prompt, index: int, made: 
 class _Job:
     """The answer to one request while it is generated."""
 
-    def __init__(self, engine: Engine, body: ChatBody, prompt: Prompt, request_id: str, *, batch: bool = False) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        body: ChatBody,
+        prompt: Prompt,
+        request_id: str,
+        *,
+        rank: int | None = None,
+        batch: bool = False,
+    ) -> None:
         self._engine, self._body, self._prompt, self._id = engine, body, prompt, request_id
+        self._rank = rank
         self._created = int(time.time())
         self._usage_at_end, self._running_usage = body.usage_in_stream(forced=engine.facts.enable_force_include_usage)
         self._parsed = not batch and bool(body.tools) and body.tool_choice not in (None, "none")
@@ -121,6 +132,7 @@ class _Job:
             self._body,
             numbered=False,
             skip_special_tokens=not self._parsed,
+            rank=self._rank,
         )
 
     def _head(self, kind: str) -> dict[str, Any]:

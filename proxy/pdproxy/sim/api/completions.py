@@ -29,11 +29,12 @@ async def complete(engine: Engine, body: CompletionBody, request: Request) -> Re
     answer.check_model(body.model, engine)
     check_lengths(body, engine.facts)
     prompts = _prompts(body, engine)
-    job = _Job(engine, body, prompts, answer.request_id("cmpl", request, body))
+    rank = answer.rank_of(request)
+    job = _Job(engine, body, prompts, answer.request_id("cmpl", request, body), rank)
     params = [sampling_params(body, prompt.ids, engine.facts, engine.tokenizer) for prompt in prompts]
     try:
         for one, prompt in zip(params, prompts, strict=True):
-            admit(one, body, prompt.ids, engine.facts, engine.tokenizer)
+            admit(one, body, prompt.ids, engine.facts, engine.tokenizer, rank=rank)
     except EngineRefused as error:
         if body.stream:
             return answer.streamed_refusal(error)
@@ -65,7 +66,10 @@ def _prompts(body: CompletionBody, engine: Engine) -> list[Prompt]:
 class _Job:
     """The answer to one request while it is generated."""
 
-    def __init__(self, engine: Engine, body: CompletionBody, prompts: list[Prompt], request_id: str) -> None:
+    def __init__(
+        self, engine: Engine, body: CompletionBody, prompts: list[Prompt], request_id: str, rank: int | None
+    ) -> None:
+        self._rank = rank
         self._engine, self._body, self._prompts, self._id = engine, body, prompts, request_id
         self._created = int(time.time())
         self._usage_at_end, self._running_usage = body.usage_in_stream(forced=engine.facts.enable_force_include_usage)
@@ -74,7 +78,7 @@ class _Job:
         self._logprobs = body.logprobs is not None
 
     def _run(self, params: list[SamplingParams]) -> AsyncGenerator[Delta, None]:
-        return deltas(self._engine, self._id, self._prompts, params, self._body, numbered=True)
+        return deltas(self._engine, self._id, self._prompts, params, self._body, numbered=True, rank=self._rank)
 
     def _head(self) -> dict[str, Any]:
         model = self._engine.facts.model

@@ -94,6 +94,7 @@ async def deltas(
     *,
     numbered: bool,
     skip_special_tokens: bool = True,
+    rank: int | None = None,
 ) -> AsyncGenerator[Delta, None]:
     """Run all prompts and choices; yield their deltas as they are made; finish_reason "error": the KV never came.
 
@@ -121,6 +122,7 @@ async def deltas(
                 kv_transfer_params=body.kv_transfer_params,
                 cache_salt=body.cache_salt,
                 priority=body.priority,
+                data_parallel_rank=rank,
             )
             children.append(_Child(len(children), place, request, detokenizer))
     if len(children) == 1:

@@ -117,8 +117,11 @@ def admit(
     facts: Facts,
     tokenizer: Tokenizer,
     grammar: Callable[[], Grammar | None] | None = None,
+    rank: int | None = None,
 ) -> None:
-    """Check one prompt and its parameters as the engine does, and give them their grammar, by default the request's own.
+    """Check one prompt, its parameters and its data-parallel rank as the engine does.
+
+    They get their grammar, by default the request's own.
 
     Raises:
         EngineRefused: a value is invalid.
@@ -138,6 +141,8 @@ def admit(
             "thinking_token_budget is set but reasoning_config is not configured. Please set --reasoning-parser and/or"
             " --reasoning-config to use thinking_token_budget."
         )
+    if rank is not None and not 0 <= rank < facts.data_parallel_size:
+        raise EngineRefused(f"data_parallel_rank {rank} is out of range [0, {facts.data_parallel_size}).")
     if not prompt:
         raise EngineRefused("The decoder prompt cannot be empty")
     if max(prompt) >= tokenizer.vocab_size:

@@ -1,0 +1,202 @@
+"""NIXL in real time: what one engine core's connector sends to other engines, and what it answers them.
+
+Owns the side channel of one data-parallel rank. A command is carried out in a task of its own; its result goes to the core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from pdproxy.sim.core import Core
+from pdproxy.sim.facts import Facts
+from pdproxy.sim.memory import Page
+from pdproxy.sim.nixl import Greeting, Handshake, PeerNotice, Pull
+from pdproxy.sim.nixl_push import NixlPush, Push, Register, Registration
+from pdproxy.sim.request import EngineDeadError
+from pdproxy.sim.side_channel import (
+    LinkError,
+    SideChannel,
+    greeting_of,
+    read_pages,
+    send_notice,
+    send_registration,
+    write_pages,
+)
+
+Command = Handshake | Pull | PeerNotice | Register | Push
+
+
+class Driver(Protocol):
+    """What steps the core."""
+
+    facts: Facts
+
+    @property
+    def dead(self) -> bool:
+        """Whether the core has died."""
+
+    def wake(self) -> None:
+        """Look whether the core has something to do."""
+
+    def transferring(self, request_id: str) -> None:
+        """The transfer of a request's KV begins at D."""
+
+    def fails_now(self) -> bool:
+        """Return whether the transfer that begins must fail."""
+
+
+class NixlLink:
+    """The link of one core: `open`, `attach`, then commands."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver, self._facts = driver, driver.facts
+        self.side = SideChannel(self)
+        self._core: Core | None = None
+
+    async def open(self, engine_id: str, agent: str, port: int) -> int:
+        """Listen, after a restart where it did before; return the port.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        self._core = None
+        await self.side.open(engine_id, agent, self._facts.side_channel_host, self.side.port or port)
+        return self.side.port
+
+    def attach(self, core: Core) -> None:
+        """Speak for a core."""
+        self._core = core
+
+    # -- what other engines ask
+
+    def greet(self, tp_size: int, pp_size: int) -> Greeting | None:
+        """Answer a handshake; None: not at all."""
+        if self._core is None or self._driver.dead:
+            return None
+        return self._core.nixl.greet(self._core.agent, tp_size, pp_size)
+
+    def read(self, blocks: Sequence[int]) -> list[Page]:
+        """Return pages by block ids.
+
+        Raises:
+            IndexError: there is no such block.
+            EngineDeadError: the core has died.
+        """
+        core = self._live()
+        return [core.pool.pages[block] for block in blocks]
+
+    def notified(self, kind: str, request_ids: Sequence[str]) -> None:
+        """Take a notice."""
+        if self._core is not None:
+            self._core.nixl.notified(kind, request_ids, _now())
+            self._driver.wake()
+
+    def registered(self, registration: Registration, reached: int) -> None:
+        """P: take a registration.
+
+        Raises:
+            EngineDeadError: the core has died.
+        """
+        pusher(self._live()).take(registration, reached)
+        self._driver.wake()
+
+    def written(self, request_id: str, blocks: Sequence[int], pages: Sequence[Page]) -> None:
+        """D: take pages for a request.
+
+        Raises:
+            IndexError, ValueError: there are no such blocks.
+            EngineDeadError: the core has died.
+        """
+        take_push(self._live(), request_id, blocks, pages)
+        self._driver.wake()
+
+    # -- what the core wants
+
+    async def perform(self, core: Core, command: Command) -> None:
+        """Carry a command out and report its result to the core."""
+        match command:
+            case Handshake():
+                core.handshaken(command.peer, await greeting_of(command, self._facts.handshake_timeout), _now())
+            case Pull():
+                await self._pull(core, command)
+            case Register():
+                await self._register(core, command)
+            case Push():
+                await self._push(core, command)
+            case PeerNotice():
+                try:
+                    await send_notice(command.peer, command.kind, command.request_ids)
+                except LinkError:  # vLLM does not count a heartbeat that fails
+                    core.stats.failed_notifications += command.kind == "release"
+
+    async def _pull(self, core: Core, pull: Pull) -> None:
+        self._driver.transferring(pull.request_id)
+        begun = _now()
+        await asyncio.sleep(self._facts.hardware.transfer_s(pull.tokens))
+        try:
+            self._fail_if_due()
+            pages = await read_pages(pull.peer, pull.blocks)
+        except LinkError:
+            core.load_failed(pull.request_id, _now())
+            return
+        core.stats.transfers.observe(_now() - begun)
+        core.stats.transferred_bytes.observe(pull.tokens * self._facts.hardware.kv_bytes_per_token)
+        core.loaded(pull, pages)
+
+    async def _register(self, core: Core, command: Register) -> None:
+        self._driver.transferring(command.request_id)
+        if self._driver.fails_now():
+            core.load_failed(command.request_id, _now())
+            return
+        try:
+            await send_registration(command)
+        except LinkError:
+            core.stats.failed_notifications += 1  # D waits on
+
+    async def _push(self, core: Core, push: Push) -> None:
+        begun = _now()
+        tokens = len(push.blocks) * self._facts.block_size
+        await asyncio.sleep(self._facts.hardware.transfer_s(tokens))
+        try:
+            self._fail_if_due()
+            await write_pages(push, [core.pool.pages[block] for block in push.blocks])
+        except LinkError:
+            pusher(core).pushed(push, whole=False)
+            return
+        core.stats.transfers.observe(_now() - begun)
+        core.stats.transferred_bytes.observe(tokens * self._facts.hardware.kv_bytes_per_token)
+        pusher(core).pushed(push, whole=True)
+
+    def _fail_if_due(self) -> None:
+        if self._driver.fails_now():
+            raise LinkError("made to fail by a fault")
+
+    def _live(self) -> Core:
+        if self._core is None or self._driver.dead:
+            raise EngineDeadError
+        return self._core
+
+
+def pusher(core: Core) -> NixlPush:
+    """Return the connector of a core that pushes."""
+    assert isinstance(core.connector, NixlPush)
+    return core.connector
+
+
+def take_push(core: Core, request_id: str, blocks: Sequence[int], pages: Sequence[Page]) -> None:
+    """Write pages into a core's blocks, whoever has these by now, for a request that waits for them.
+
+    Raises:
+        IndexError, ValueError: there are no such blocks.
+    """
+    for block, page in zip(blocks, pages, strict=True):
+        core.pool.pages[block] = page
+    expected = pusher(core).landed(request_id)
+    if expected is not None:
+        core.loaded(expected, pages)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
