@@ -215,7 +215,10 @@ class Nixl(Connector):
     def queued(self, one: ActiveRequest) -> None:
         """Renew P's lease as long as D's scheduler has the request and no KV."""
         request_id, params = one.request.id, one.params
-        if params and params.get("do_remote_prefill") and (peer := peer_of(params)) is not None:
+        if not params or not params.get("do_remote_prefill"):
+            return
+        peer = peer_of(params)
+        if peer is not None and all(params.get(key) is not None for key in (*_KEYS, "tp_size")):
             self._heartbeats[request_id] = (peer, str(params["remote_request_id"]))
 
     def arrived(self, request_id: str) -> None:
@@ -233,7 +236,7 @@ class Nixl(Connector):
             return
         params["do_remote_prefill"] = False
         peer = peer_of(params)
-        if peer is None:
+        if peer is None or "remote_block_ids" not in params:
             raise EngineDeadError
         self._contact(peer, PeerNotice(peer, "release", (str(params["remote_request_id"]),)))
 

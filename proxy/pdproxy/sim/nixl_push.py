@@ -175,13 +175,17 @@ class NixlPush(Nixl):
         if not whole:
             self._stats.failed_transfers += 1
             return
+        self.registered.pop(push.request_id, None)
         held = self.held.pop(push.request_id, None)
         if held is not None:  # otherwise its lease has ended meanwhile
             self._pool.release(held.blocks)
 
     def expire(self, now: float) -> None:
         """Free the blocks whose lease has ended; a registration that comes later finds nothing."""
+        before = set(self.held)
         super().expire(now)
+        for request_id in before - self.held.keys():  # vLLM evicts both under P's id
+            self.registered.pop(request_id, None)
         self.finished_blocks = {name: one for name, one in self.finished_blocks.items() if name in self.held}
 
     def registrations(self) -> list[str]:
