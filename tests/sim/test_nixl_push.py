@@ -455,9 +455,7 @@ def test_a_d_that_is_gone_leaves_p_with_its_blocks_until_the_lease_ends(engines,
 
 @pytest.mark.parametrize(("pushes", "pulls"), [("prefill", "decode"), ("decode", "prefill")])
 def test_push_and_pull_refuse_each_other(engines, pushes, pulls):
-    made = {
-        role: engines.add(Facts(role=role, connector=name)) for role, name in ((pushes, "nixl-push"), (pulls, "nixl"))
-    }
+    made = {pushes: engines.add(facts(pushes)), pulls: engines.add(Facts(role=pulls, connector="nixl"))}
     p, d = made["prefill"], made["decode"]
     handle = prefill(engines, p, "x")
     wait(engines)

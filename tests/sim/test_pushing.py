@@ -2,14 +2,16 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 
-from pdproxy.sim.facts import Facts, Hardware
+from pdproxy.sim.facts import Facts, Hardware, Role
 from pdproxy.sim.server import SimServer
 from tests.sim.raw import CHAT, COMPLETIONS, Raw, ask, completion, get, post, until
 
 PROMPT = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+ROLES: tuple[Role, Role] = ("prefill", "decode")
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -62,7 +64,7 @@ async def start():
     async with AsyncExitStack() as stack:
 
         async def started(**facts):
-            common = {
+            common: dict[str, Any] = {
                 "connector": "nixl-push",
                 "eos_every": 0,
                 "handshake_timeout": 20.0,
@@ -70,12 +72,12 @@ async def start():
             }
             made = [
                 await stack.enter_async_context(SimServer(Facts(role=role, **(common | facts)), admin_port=0, chance=n))
-                for n, role in enumerate(("prefill", "decode"))
+                for n, role in enumerate(ROLES)
             ]
             sims.extend(made)
             return Pair(*made)
 
-        sims = []
+        sims: list[SimServer] = []
         yield started
         assert [one.crashes for one in sims] == [[] for _ in sims]
 
@@ -256,8 +258,8 @@ async def test_the_old_id_of_p_is_refused(pair):
 
 @pytest.mark.parametrize("restarted", ["p", "d"])
 async def test_an_engine_with_a_fixed_id_that_restarts_never_gets_through_again(restarted):
-    common = {"connector": "nixl-push", "eos_every": 0, "hardware": Hardware(speed=0)}
-    fixed = {restarted: {"engine_id": "fixed"}, "p" if restarted == "d" else "d": {}}
+    common: dict[str, Any] = {"connector": "nixl-push", "eos_every": 0, "hardware": Hardware(speed=0)}
+    fixed: dict[str, dict[str, Any]] = {restarted: {"engine_id": "fixed"}, "p" if restarted == "d" else "d": {}}
     async with (
         SimServer(Facts(role="prefill", **common, **fixed["p"]), chance=1) as p,
         SimServer(Facts(role="decode", **common, **fixed["d"]), chance=2) as d,

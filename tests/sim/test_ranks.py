@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 
@@ -18,12 +19,12 @@ async def start():
     async with AsyncExitStack() as stack:
 
         async def started(role="prefill", ranks=3, **facts):
-            common = {"connector": "nixl-push", "eos_every": 0, "hardware": Hardware(speed=0)}
+            common: dict[str, Any] = {"connector": "nixl-push", "eos_every": 0, "hardware": Hardware(speed=0)}
             made = Facts(role=role, data_parallel_size=ranks, **(common | facts))
             sims.append(await stack.enter_async_context(SimServer(made, admin_port=0, chance=len(sims))))
             return sims[-1]
 
-        sims = []
+        sims: list[SimServer] = []
         yield started
         assert [one.crashes for one in sims] == [[] for _ in sims]
 
