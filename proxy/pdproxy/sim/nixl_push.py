@@ -235,7 +235,7 @@ class NixlPush(Nixl):
         del self.expected[request_id]
         return found
 
-    def loaded(self, load: Expected) -> None:
+    def loaded(self, load: Any) -> None:
         """P knows that its push is over."""
 
     def failed(self, request_id: str) -> None:
@@ -264,7 +264,8 @@ class NixlPush(Nixl):
         if params and params.get("do_remote_prefill") and all(params.get(key) is not None for key in _KEYS):
             peer = self._peer_in(params)
             self._heartbeats[one.request.id] = (peer, str(params["remote_request_id"]))
-            self._sizes[peer.engine_id] = (_number(params["tp_size"]), _number(params.get("pp_size", 1)))
+            if peer.engine_id not in self._meeting:
+                self._sizes[peer.engine_id] = (_number(params["tp_size"]), _number(params.get("pp_size", 1)))
 
     def send_heartbeats(self, now: float) -> None:
         """Send heartbeats if they are due, or first meet the engine."""
