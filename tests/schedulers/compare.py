@@ -47,6 +47,10 @@ class Comparison:
         self._simulated = simulated
         self.leases: dict[str, float] = {}
 
+    def begin(self) -> None:
+        """A script begins."""
+        self.leases = {}
+
     def asked(self, meta: dict[str, Any]) -> list[Any] | None:
         """Say what vLLM's metadata of a step have the workers ask other engines for; None: a worker dies of it."""
         raise NotImplementedError
@@ -61,7 +65,7 @@ class Comparison:
         """Follow scripts; return the differences, each with its script."""
         found = []
         for script, real in zip(scripts, self._real(scripts), strict=True):
-            self.leases = {}
+            self.begin()
             theirs = [self._read(step, one) for step, one in zip(script, real, strict=False)]
             cut = next((place + 1 for place, one in enumerate(theirs) if one == {"died": True}), len(theirs))
             ours = self._simulated().follow(script)
