@@ -42,6 +42,8 @@ class Comparison:
     extra: ClassVar[dict[str, Any]] = {}
     """vLLM's `kv_connector_extra_config`."""
     tensor_parallel_size = 1
+    silent: Sequence[str] = ()
+    """vLLM's methods that would send: their calls are in the metadata under `calls`."""
 
     def __init__(self, simulated: Callable[[], Simulated]) -> None:
         self._simulated = simulated
@@ -93,6 +95,7 @@ class Comparison:
             "scheduler": self.scheduler,
             "role": self.role,
             "extra": self.extra,
+            "silent": self.silent,
             "tensor_parallel_size": self.tensor_parallel_size,
             "block_size": BLOCK,
             "scripts": scripts,

@@ -1,9 +1,9 @@
 """Follow scripts with a connector scheduler of vLLM: `python real.py < question > answer`, in the engines' environment.
 
 The question is JSON: `scheduler` ("module:class"), `connector`, `role` and `extra` (kv_connector, kv_role and
-kv_connector_extra_config), `tensor_parallel_size`, `block_size`, and `scripts`, lists of steps (tests/schedulers/scripts.py). The
-answer is a list per script, with an object per step: what the scheduler returned, and its metadata for the workers as plain
-values. An exception is a death: the script ends there.
+kv_connector_extra_config), `tensor_parallel_size`, `block_size`, `silent` (methods that would send: their calls become part of the
+metadata), and `scripts`, lists of steps (tests/schedulers/scripts.py). The answer is a list per script, with an object per step:
+what the scheduler returned, and its metadata for the workers as plain values. An exception is a death: the script ends there.
 
 The scheduler is called as `vllm/v1/core/sched/scheduler.py` calls it. Only the configuration is made up.
 """
@@ -46,7 +46,7 @@ STATUS = {
     "error": RequestStatus.FINISHED_ERROR,
 }
 now = [0.0]
-time.perf_counter = lambda: now[0]  # the only clock of the schedulers
+time.perf_counter = time.monotonic = lambda: now[0]  # the clocks of the schedulers
 
 
 def plain(value: Any) -> Any:
@@ -94,12 +94,22 @@ class Scheduler:
             kv_transfer_config=transfer,
             num_prefill_lookahead_tokens=0,
             num_lookahead_tokens=0,
+            speculative_config=None,
             num_speculative_tokens=0,
         )
         cache = KVCacheConfig(num_blocks=4096, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
         self._scheduler = getattr(importlib.import_module(module), name)(config, "engine", cache)
+        self._calls: list[Any] = []
+        for method in question["silent"]:
+            setattr(self._scheduler, method, self._recorder(method))
         self._requests: dict[str, Request] = {}
         self._blocks: dict[str, list[KVCacheBlock]] = {}
+
+    def _recorder(self, method: str) -> Any:
+        def record(*args: Any, **named: Any) -> None:
+            self._calls.append([method, *args, named])
+
+        return record
 
     def follow(self, script: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Follow one script to its end or to the first death."""
@@ -132,7 +142,9 @@ class Scheduler:
             block._block_hash = b"hash"
         self._blocks[request.request_id] = blocks
         self._scheduler.update_state_after_alloc(request, KVCacheBlocks((blocks,)), matched)
-        return {"matched": [matched, later], "meta": self._metadata()}
+        scheduled = 0 if later else request.num_prompt_tokens - step["computed"] - matched
+        request.num_computed_tokens = step["computed"] + matched
+        return {"matched": [matched, later], "meta": self._metadata({request.request_id: scheduled})}
 
     def received(self, step: dict[str, Any]) -> dict[str, Any]:
         """Its KV is here: the request runs, in blocks that it has."""
@@ -153,9 +165,12 @@ class Scheduler:
     def wait(self, step: dict[str, Any]) -> dict[str, Any]:
         return {"meta": self._metadata()}
 
-    def _metadata(self) -> dict[str, Any]:
-        found: dict[str, Any] = plain(vars(self._scheduler.build_connector_meta(SchedulerOutput.make_empty())))
-        return found
+    def _metadata(self, scheduled: dict[str, int] | None = None) -> dict[str, Any]:
+        output = SchedulerOutput.make_empty()
+        output.num_scheduled_tokens = scheduled or {}
+        found: dict[str, Any] = plain(vars(self._scheduler.build_connector_meta(output)))
+        calls, self._calls = plain(self._calls), []
+        return found | {"calls": calls}
 
 
 def main() -> None:

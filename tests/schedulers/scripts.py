@@ -16,8 +16,10 @@ Script = list[Step]
 Params = dict[str, Any] | None
 
 
-def script(number: int, params_of: Callable[[random.Random], Params]) -> Script:
-    """Return a random script; `params_of` draws the `kv_transfer_params` of a request."""
+def script(
+    number: int, params_of: Callable[[random.Random], Params], name_of: Callable[[random.Random], str] = lambda _: ""
+) -> Script:
+    """Return a random script; `params_of` draws the `kv_transfer_params` of a request, `name_of` a part of its id."""
     chance = random.Random(number)
     now, used = 1000.0, 1
     steps: Script = []
@@ -27,7 +29,7 @@ def script(number: int, params_of: Callable[[random.Random], Params]) -> Script:
         now += chance.choice([0.0, 0.01, 1.0, 4.0, 6.0])
         what = chance.choice(["new", "new", "schedule", "schedule", "received", "finish", "abort", "again", "wait"])
         if what == "new":
-            name = f"cmpl-{number}-{place}-0-{chance.getrandbits(32):08x}"
+            name = f"cmpl-{number}-{place}{name_of(chance)}-0-{chance.getrandbits(32):08x}"
             waiting[name] = chance.choice([1, 15, 16, 17, 63, 64, 100, 300])
             steps.append({"do": "new", "now": now, "id": name, "prompt": waiting[name], "params": params_of(chance)})
         elif what == "schedule" and waiting:

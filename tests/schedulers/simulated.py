@@ -34,6 +34,9 @@ class Simulated:
     def meet(self, params: dict[str, Any]) -> None:
         """Have met the engine that a request names."""
 
+    def unblock(self, one: ActiveRequest) -> None:
+        """End what the whole engine waits for."""
+
     def asked(self, command: Any) -> list[Any]:
         """Say what a command asks another engine for, as `Comparison.asked` does."""
         raise NotImplementedError
@@ -82,11 +85,17 @@ class Simulated:
         one.started, one.scheduled_before = step["now"], True
         one.computed = one.local = step["computed"]
         wanted, later = self.connector.wanted(one)
+        if self.connector.blocked:
+            self.unblock(one)
+            wanted, later = self.connector.wanted(one)
         count = -(-(one.computed + wanted if later else one.prompt) // BLOCK)
         one.blocks = step["blocks"][:count]
         new = len(one.blocks) - one.local // BLOCK
         self.connector.allocated(one, new if wanted else 0, wanted)
         one.state = State.LOADING if later else State.RUNNING
+        if not later:
+            one.computed = one.prompt
+            self.connector.stepped(one, first=True, now=step["now"])
         return {"matched": [wanted, later]}
 
     def received(self, step: Step) -> dict[str, Any]:
