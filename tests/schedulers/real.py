@@ -1,9 +1,10 @@
 """Follow scripts with a connector scheduler of vLLM: `python real.py < question > answer`, in the engines' environment.
 
 The question is JSON: `scheduler` ("module:class"), `connector`, `role` and `extra` (kv_connector, kv_role and
-kv_connector_extra_config), `tensor_parallel_size`, `block_size`, `silent` (methods that would send: their calls become part of the
-metadata), and `scripts`, lists of steps (tests/schedulers/scripts.py). The answer is a list per script, with an object per step:
-what the scheduler returned, and its metadata for the workers as plain values. An exception is a death: the script ends there.
+kv_connector_extra_config), `tensor_parallel_size`, `block_size`, `silent` (methods that would send: their calls become part of
+the metadata), and `scripts`, lists of steps (tests/schedulers/scripts.py).
+The answer is a list per script, with an object per step: what the scheduler returned, and its metadata for the workers as plain
+values. An exception is a death: the script ends there.
 
 The scheduler is called as `vllm/v1/core/sched/scheduler.py` calls it. Only the configuration is made up.
 """
