@@ -21,8 +21,9 @@ NO_NOTICES = {"notice_each_rank", "notice_wait", "notice_missing"}
         ("lmcache-mp", {"ranks": 2}, NO_LEASE),
         ("shared", {}, NO_LEASE | NO_NOTICES),
         ("kvstore-keys", {}, NO_LEASE | NO_NOTICES),
+        ("cpu", {}, NO_LEASE | NO_NOTICES),
     ],
-    ids=["nixl", "nixl with the notifier", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys"],
+    ids=["nixl", "nixl with the notifier", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys", "cpu"],
 )
 async def test_all_pass_that_apply(connector, how, not_applicable):
     async with rig(connector, **how) as engines:

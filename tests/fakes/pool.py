@@ -16,7 +16,7 @@ from pdproxy.app.tokens import TRANSFORMERS
 from pdproxy.kit.clock import Clock
 from pdproxy.settings.limits import Limits
 from pdproxy.settings.schema import KvReady, LMCache, Node, Pool, Probes, Receiver, Settings
-from pdproxy.sim.facts import Facts, Hardware
+from pdproxy.sim.facts import CpuBuffer, Facts, Hardware
 from pdproxy.sim.facts import LMCache as SimLMCache
 from pdproxy.sim.server import SimServer
 from pdproxy.sim.storage import MemoryStorage
@@ -95,7 +95,9 @@ async def pool(
     told["lmcache-mp"] = f"http://127.0.0.1:{http_port if notices else free_port()}/api/v1/telemetry"
     usual: dict[str, Any] = {"model": "tiny", "eos_every": 0, "hardware": FAST, "connector": connector}
     usual |= {"tensor_parallel_size": ranks, **(everybody or {})}
-    if connector in {"lmcache-pd", "lmcache-mp"}:
+    cpu = {"cpu": CpuBuffer(cpu_port=free_port())} if connector == "cpu" else {}
+    usual |= cpu
+    if connector in {"lmcache-pd", "lmcache-mp", "cpu"}:
         usual["enable_prefix_caching"] = False
     config = {"chunk_size": CHUNK, **(sim_lmcache or {})}
     storage = MemoryStorage() if connector in {"shared", "lmcache-mp", "kvstore-keys"} else None

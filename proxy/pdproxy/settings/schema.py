@@ -14,7 +14,7 @@ from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Sect
 from pdproxy.transfer import registry
 
 Role = Literal["prefill", "decode", "aggregated"]
-Connector = Annotated[str, names_of(registry.names)]
+Connector = Annotated[str, names_of(registry.choices)]
 Dispatch = Literal["sequential", "concurrent"]
 FirstTokenFrom = Literal["prefill", "decode"]
 Policy = Annotated[str, names_of(policies.names)]
@@ -174,6 +174,13 @@ class LMCache(Section, frozen=True):
     """Bytes of KV per token, on one rank: 2 x layers x KV heads x head size x bytes of the type, divided by the ranks."""
 
 
+class Cpu(Section, frozen=True):
+    """For the connector cpu."""
+
+    block_size: Count = 16
+    """Tokens in a KV block of the decode engines, vLLM's `--block-size`. They load nothing of a shorter prompt."""
+
+
 class Node(Section, frozen=True):
     """One engine: a vLLM server with its own HTTP port."""
 
@@ -226,13 +233,17 @@ class Pool(Section, frozen=True):
     """The pool's name in logs."""
 
     connector: Connector = "nixl"
-    """How KV gets from prefill to decode engines: depends on the `kv_connector` that they were started with."""
+    """How KV gets from prefill to decode engines: depends on the `kv_connector` that they were started with. `auto`: the engines
+    are asked at the start; if it can't be told, the proxy does not start."""
 
     dispatch: Dispatch | None = None
     """The order of a prompt's two legs: the prefill leg first, or both at once. None: the connector's usual order."""
 
     lmcache: LMCache = LMCache()
     """For the connector lmcache-pd."""
+
+    cpu: Cpu = Cpu()
+    """For the connector cpu."""
 
     bootstrap_port: Port = VLLM_BOOTSTRAP_PORT
     """Port of a prefill engine's Mooncake bootstrap server, if nothing else names it. vLLM's own default; vllm-omni's files

@@ -20,6 +20,8 @@ def receiver_host(node: Node) -> str:
 
 def check_transfer(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
     """Check a pool and its nodes against what its contract needs. Mistakes are added to `found`."""
+    if pool.connector == registry.AUTO:
+        return  # checked once the engines have been asked
     can = registry.entry_of(pool.connector).capabilities
     key, where = (*path, "tokenize"), found.source((*path, "tokenize"))
     if pool.tokenize == "off" and can.needs_ids:
@@ -51,6 +53,25 @@ def check_transfer(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mist
         if lmcache.pd_buffer_size < chunk:
             text = f"{lmcache.pd_buffer_size} bytes are less than one chunk of {chunk} bytes"
             found.add(key, f"{spell_key(key)}.pd_buffer_size: {text}{where}")
+
+
+def check_pairs(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
+    """Check which decode engines take the KV of each prefill engine, by sources in their normal spelling."""
+    if pool.connector == registry.AUTO or not registry.entry_of(pool.connector).capabilities.one_receiver:
+        return
+    for index, node in enumerate(nodes):
+        decodes = [other.url for other in nodes if other.role == "decode" and _takes(other, node.url)]
+        if node.role == "prefill" and len(decodes) > 1:
+            key, where = (*path, "nodes", index), found.source((*path, "nodes", index))
+            text = (
+                f"with connector {pool.connector} {node.url} pushes KV to one decode engine, but {' and '.join(decodes[:4])} "
+                "take its KV: name it in the sources of the one that it pushes to"
+            )
+            found.add(key, f"{spell_key(key)}: {text}{where}")
+
+
+def _takes(decode: Node, prefill: str) -> bool:
+    return not decode.sources or prefill in decode.sources
 
 
 def _check_receiver(pool: Pool, node: Node, key: str, taken: dict[tuple[str, int], str], where: str) -> None:

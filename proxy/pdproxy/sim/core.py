@@ -314,8 +314,10 @@ class Core:
             self._running.remove(sequence)
         elif before is State.WAITING:
             self._waiting.remove(sequence)
-        elif reason == "abort":
+        elif reason == "abort" and self.connector.keeps_aborted_loads:
             return None  # LOADING: its blocks are freed after the transfer
+        else:
+            self._loads.pop(sequence.request.id, None)
         kept, params = self.connector.ended(sequence, reason, now)
         if not kept:
             self.pool.release(sequence.blocks)
@@ -350,6 +352,20 @@ class Core:
         sequence.computed = sequence.prompt
         self._remember(sequence)
         sequence.computed -= 1  # the last token is computed again, for its output
+        self._back_to_queue(sequence)
+
+    def received(self, request_id: str, pages: Sequence[Page], tokens: int) -> None:
+        """Store pages that were pushed for a waiting request. A request that has ended is ignored."""
+        sequence = self._loads.pop(request_id, None)
+        if sequence is None:
+            return
+        for block, page in zip(sequence.blocks[-len(pages) :], pages, strict=True):
+            self.pool.pages[block] = page
+        self.connector.arrived(request_id)
+        sequence.external = tokens
+        sequence.computed += tokens
+        self._remember(sequence)
+        sequence.computed -= sequence.computed == sequence.prompt  # the last token is computed again, for its output
         self._back_to_queue(sequence)
 
     def load_failed(self, request_id: str, now: float) -> None:

@@ -172,10 +172,12 @@ class HeldByDecode(Holder):
     So only that engine can release it. KV must not be read before all its notices have come: parts of it may not be written
     yet. A prefill leg must not be closed before its answer: the engine may fail while it pushes.
 
-    `release_body(model, handle)`: a completion that makes the decode engine read the KV, answered with 200.
+    `release_leg(model, handle)`: a request that makes the decode engine read the KV, answered with 200. Its id is one of its own
+    unless its headers have one. `read_waits`: the engine waits for ever for KV that it has read before.
     """
 
-    release_body: Callable[[str | None, Handle], bytes]
+    release_leg: Callable[[str | None, Handle], LegRequest]
+    read_waits: bool = False
 
     def pushed_to(self, decode: str) -> str | None:
         """Return the engine that a leg's KV is pushed to."""
@@ -244,6 +246,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     peers_from: PeerSource | None = None
     """How the proxy learns where engines reach each other, where the legs need it."""
+
+    one_receiver: bool = False
+    """Each prefill engine pushes KV to one decode engine, which its own configuration names. Settings must pair them so."""
 
     mixed_parallel_sizes: bool = False
     """A pair may have different tensor-parallel sizes, if one is a multiple of the other."""

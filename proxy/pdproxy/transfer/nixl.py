@@ -26,6 +26,7 @@ from pdproxy.transfer.contract import (
     raw,
 )
 from pdproxy.transfer.entry import Entry
+from pdproxy.transfer.signs import Ask, Signs
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.notices import Notice
 from pdproxy.wire.request import Parsed, Prompt, Route
@@ -187,4 +188,13 @@ ENTRY = Entry(
     section="kv_ready",
     capabilities=CAPABILITIES,
     kv_connectors=("NixlConnector", "NixlPullConnector"),
+    signs=Signs(
+        metrics=("vllm:nixl_",),
+        always=True,
+        ask=Ask(
+            params=bytes(_ASK),
+            keys=("remote_engine_id", "remote_block_ids"),
+            values=(("transfer_mode", "pull", "pull"),),  # older engines have one mode, and do not name it
+        ),
+    ),
 )

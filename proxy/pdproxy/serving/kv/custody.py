@@ -78,6 +78,7 @@ class Custody:
         "promised",
         "since",
         "state",
+        "was_asked",
     )
 
     def __init__(self, custodian: Custodian, handle: Handle, leg: PrefillRecord, *, promised: bool = False) -> None:
@@ -94,6 +95,8 @@ class Custody:
         self.since = custodian.now()
         self.on_expired: Callable[[], None] | None = None
         """Called if the lease ends while a decode engine may still read the KV: it could read another prompt's KV."""
+        self.was_asked = False
+        """Whether a decode engine was sent the handle: it may have read the KV."""
         self._over: list[Callable[[], None]] = []
         self._unread = False
         self.promised = promised
@@ -115,7 +118,7 @@ class Custody:
 
     def asked(self, decode: str) -> None:
         """Record that the handle was sent to a decode engine."""
-        self.decode = decode
+        self.decode, self.was_asked = decode, True
         if self.state is not None and not self.promised:
             self.state = State.ASKED
 
