@@ -77,6 +77,16 @@ async def test_nixl_is_found_and_nothing_is_left_at_the_prefill_engine() -> None
         assert not d.requests, "no decode engine generates for this"
 
 
+async def test_nixl_push_is_found_and_its_lease_ends_what_is_left() -> None:
+    """Its prefill engines are not told of a refused request."""
+    pushes = {"connector": "nixl-push", "kv_lease_duration": 0.5}
+    async with engines(pushes, pushes) as (p, d):
+        found = await settled(settings([p.url], [d.url]))
+        assert found.pool.connector == "nixl-push"
+        assert not d.releases
+        await until(lambda: not p.engine.handles)
+
+
 async def test_settings_that_name_a_connector_ask_nobody() -> None:
     made = settings(["http://127.0.0.1:1"], ["http://127.0.0.1:2"], connector="shared")
     assert await settled(made) is made
@@ -296,7 +306,7 @@ async def ask(port: int, data: bytes) -> Answer:
 
 
 async def test_the_proxy_serves_what_it_has_found() -> None:
-    async with engines({"eos_every": 0}, {"eos_every": 0}) as (p, d):
+    async with engines({"model": "tiny"}, {"model": "tiny"}) as (p, d):
         from pdproxy.app.server import listen
 
         ending = Ending()

@@ -13,7 +13,7 @@ from pdproxy.transfer import detect, registry
 from pdproxy.transfer.contract import Contract
 from pdproxy.transfer.detect import Found, Observation, Undecided, candidates, decide, question
 from pdproxy.transfer.entry import Entry
-from pdproxy.transfer.signs import Ask, Signs
+from pdproxy.transfer.signs import Signs
 from pdproxy.upstream.metrics_page import names_in
 from tests.sim.recordings.reading import names, read, read_all
 
@@ -33,23 +33,9 @@ def _unbuilt(_: Any) -> Contract:
     raise AssertionError
 
 
-PUSHES = Entry(
-    name="pushes",
-    build=_unbuilt,
-    kv_connectors=("PushConnector",),
-    signs=Signs(
-        metrics=("vllm:nixl_",),
-        always=True,
-        ask=Ask(
-            params=registry.entry_of("nixl").signs.ask.params,  # type: ignore[union-attr]
-            keys=("remote_engine_id",),
-            values=(("transfer_mode", "push", "pull"),),
-        ),
-    ),
-)
 BOOTS = Entry(name="boots", build=_unbuilt, kv_connectors=("BootConnector",), signs=Signs(bootstrap=True))
-ALL = (*registry.ENTRIES, PUSHES, BOOTS)
-"""The registry's, and one for each kind of sign."""
+ALL = (*registry.ENTRIES, BOOTS)
+"""The registry's, and one with a bootstrap server."""
 
 
 def p(**more: Any) -> Observation:
@@ -65,11 +51,11 @@ def d(**more: Any) -> Observation:
     [
         ([p(metrics=NIXL, answer=PULL), d(metrics=NIXL)], "nixl"),
         ([p(metrics=NIXL, answer=OLD, version="0.11.0"), d(metrics=NIXL)], "nixl"),
-        ([p(metrics=NIXL, answer=PUSH), d(metrics=NIXL)], "pushes"),
+        ([p(metrics=NIXL, answer=PUSH), d(metrics=NIXL)], "nixl-push"),
         ([p(metrics=None, answer=PULL), d(metrics=None)], "nixl"),
         ([p(kv_connector="NixlConnector"), d(kv_connector="NixlConnector")], None),
         ([p(kv_connector="NixlConnector", metrics=NIXL), d(metrics=NIXL)], "nixl"),
-        ([p(kv_connector="PushConnector", metrics=NIXL), d(metrics=NIXL)], "pushes"),
+        ([p(kv_connector="NixlPushConnector", metrics=NIXL), d(metrics=NIXL)], "nixl-push"),
         ([p(kv_connector="ExampleConnector"), d(kv_connector="ExampleConnector")], "shared"),
         ([p(kv_connector="CPUConnector", version="0.9.1"), d(version="0.9.1")], "cpu"),
         ([p(metrics=frozenset({"vllm:mooncake_store_"})), d(metrics=frozenset({"vllm:mooncake_store_"}))], "shared"),
@@ -101,7 +87,7 @@ def test_found(seen: list[Observation], contract: str | None) -> None:
             ("lmcache-pd", "shared"),
             "which one they run: lmcache-pd or shared. Name it",
         ),
-        ([p(metrics=NIXL, refusal="500"), d(metrics=NIXL)], ("nixl", "pushes"), "nixl or pushes. Name it"),
+        ([p(metrics=NIXL, refusal="500"), d(metrics=NIXL)], ("nixl", "nixl-push"), "nixl or nixl-push. Name it"),
         ([p(metrics=NIXL, answer=b"null"), d(metrics=NIXL)], (), "http://p:1 keeps no KV although"),
         (
             [p(metrics=NIXL, answer=b'{"first_tok":1}'), d(metrics=NIXL)],
@@ -114,7 +100,7 @@ def test_found(seen: list[Observation], contract: str | None) -> None:
         (
             [p(metrics=NIXL, answer=PULL), p(url="http://p:2", metrics=NIXL, answer=PUSH), d(metrics=NIXL)],
             (),
-            "engines of different connectors: http://p:1 is nixl, http://p:2 is pushes",
+            "engines of different connectors: http://p:1 is nixl, http://p:2 is nixl-push",
         ),
     ],
 )

@@ -73,17 +73,21 @@ class Undecided(msgspec.Struct, frozen=True):
     lines: tuple[str, ...]
 
 
-def metrics_to_look_for(entries: Sequence[Entry] = registry.ENTRIES) -> tuple[str, ...]:
+def _all(entries: Sequence[Entry] | None) -> Sequence[Entry]:
+    return registry.ENTRIES if entries is None else entries
+
+
+def metrics_to_look_for(entries: Sequence[Entry] | None = None) -> tuple[str, ...]:
     """Return all beginnings of names of metrics that are a sign of a contract."""
-    return tuple(sorted({name for entry in entries for name in entry.signs.metrics}))
+    return tuple(sorted({name for entry in _all(entries) for name in entry.signs.metrics}))
 
 
-def has_bootstrap(entries: Sequence[Entry] = registry.ENTRIES) -> bool:
+def has_bootstrap(entries: Sequence[Entry] | None = None) -> bool:
     """Return whether a bootstrap server is a sign of any contract."""
-    return any(entry.signs.bootstrap for entry in entries)
+    return any(entry.signs.bootstrap for entry in _all(entries))
 
 
-def question(seen: Observation, entries: Sequence[Entry] = registry.ENTRIES) -> Ask | None:
+def question(seen: Observation, entries: Sequence[Entry] | None = None) -> Ask | None:
     """Return what a prefill engine may be asked, None for nothing: it may be of a contract whose engines crash at it."""
     if seen.role != "prefill":
         return None
@@ -92,10 +96,10 @@ def question(seen: Observation, entries: Sequence[Entry] = registry.ENTRIES) -> 
     return asks[0] if len(params) == 1 else None
 
 
-def candidates(seen: Observation, entries: Sequence[Entry] = registry.ENTRIES) -> tuple[Entry, ...]:
+def candidates(seen: Observation, entries: Sequence[Entry] | None = None) -> tuple[Entry, ...]:
     """Return the contracts that fit all that one engine showed."""
     claimed = seen.metrics or frozenset()
-    return tuple(entry for entry in entries if _fits(entry, seen, claimed))
+    return tuple(entry for entry in _all(entries) if _fits(entry, seen, claimed))
 
 
 def _fits(entry: Entry, seen: Observation, claimed: frozenset[str]) -> bool:
@@ -117,7 +121,7 @@ def _fits(entry: Entry, seen: Observation, claimed: frozenset[str]) -> bool:
     return True
 
 
-def decide(seen: Sequence[Observation], entries: Sequence[Entry] = registry.ENTRIES) -> Found | Undecided:
+def decide(seen: Sequence[Observation], entries: Sequence[Entry] | None = None) -> Found | Undecided:
     """Return the one contract that fits all engines, or why there is none. There is at least one engine."""
     lines = tuple(one.text() for one in seen)
     fitting = {one.url: [entry.name for entry in candidates(one, entries)] for one in seen}

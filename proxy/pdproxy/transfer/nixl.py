@@ -181,6 +181,13 @@ def nixl(options: Options) -> Contract:
     )
 
 
+def signs(mode: str) -> Signs:
+    """Return what NIXL's engines show. `mode`: their `transfer_mode`, which older engines do not name: they pull."""
+    keys = ("remote_engine_id", "remote_block_ids")
+    values = (("transfer_mode", mode, "pull"),)
+    return Signs(metrics=("vllm:nixl_",), always=True, ask=Ask(params=bytes(_ASK), keys=keys, values=values))
+
+
 ENTRY = Entry(
     name=NAME,
     build=nixl,
@@ -188,13 +195,5 @@ ENTRY = Entry(
     section="kv_ready",
     capabilities=CAPABILITIES,
     kv_connectors=("NixlConnector", "NixlPullConnector"),
-    signs=Signs(
-        metrics=("vllm:nixl_",),
-        always=True,
-        ask=Ask(
-            params=bytes(_ASK),
-            keys=("remote_engine_id", "remote_block_ids"),
-            values=(("transfer_mode", "pull", "pull"),),  # older engines have one mode, and do not name it
-        ),
-    ),
+    signs=signs("pull"),
 )

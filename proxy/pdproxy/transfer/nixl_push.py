@@ -162,4 +162,10 @@ def _build(_options: NoOptions) -> Contract:
     return CONTRACT
 
 
-ENTRY = Entry(name=NAME, build=_build, capabilities=CAPABILITIES, kv_connectors=("NixlPushConnector",))
+ENTRY = Entry(
+    name=NAME,
+    build=_build,
+    capabilities=CAPABILITIES,
+    kv_connectors=("NixlPushConnector",),
+    signs=nixl.signs("push"),
+)
