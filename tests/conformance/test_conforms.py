@@ -58,3 +58,11 @@ async def test_a_wait_for_notices_may_end_in_an_error():
         results = await engines.judge("notice_missing", options=PATIENT)
         assert results["notice_missing"].verdict == "passed"
         assert results["notice_missing"].says.startswith("504 after")
+
+
+async def test_the_connector_may_be_found_by_asking():
+    async with rig() as engines:
+        pool = structs.replace(engines.settings.pool, connector="auto")
+        engines.settings = structs.replace(engines.settings, pools=(pool,))
+        results = await engines.judge("kv_moved", options=PATIENT)
+        assert results["kv_moved"].verdict == "passed"

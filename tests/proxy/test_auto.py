@@ -133,7 +133,7 @@ async def test_engines_that_are_down_stop_the_start_at_the_deadline(monkeypatch:
     asking = asyncio.create_task(mistakes(settings([one], [two]), clock))
     await clock.reach(LONG)
     assert await asking == (
-        f"{KEY}: auto: no prefill engine answered in 60 s (deadlines.detect)",
+        f"{KEY}: auto: no prefill engine answered in 60 s",
         f"{one} was not asked: no connection: Connection refused",
         f"{two} was not asked: no connection: Connection refused",
     )

@@ -22,8 +22,10 @@ logger = logging.getLogger("pdproxy")
 KEY = "pools[0].connector"
 
 
-async def settled(settings: Settings, clock: Clock | None = None) -> Settings:
+async def settled(settings: Settings, clock: Clock | None = None, *, deadline: float | None = None) -> Settings:
     """Return the settings with the connector that the engines run. Settings that name one are returned as they are.
+
+    `deadline`: seconds until all engines have been asked; None: `deadlines.detect`.
 
     Raises:
         SettingsError: it can't be told, with a line for all that each engine was asked and answered; or the settings are wrong
@@ -33,7 +35,7 @@ async def settled(settings: Settings, clock: Clock | None = None) -> Settings:
         return settings
     if not any(node.role == "prefill" for node in settings.pool.nodes):
         return with_connector(settings, registry.names()[0])  # no KV is transferred
-    found, silent = await look(settings, settings.deadlines.detect, clock)
+    found, silent = await look(settings, deadline or settings.deadlines.detect, clock)
     if isinstance(found, Undecided):
         raise SettingsError(f"{KEY}: {registry.AUTO}: {found.reason}", *found.lines, *_silences(silent))
     for line in _silences(silent):
@@ -72,7 +74,7 @@ async def look(
         }
         if not any(one.role == "prefill" for one in seen):
             lines = tuple(one.text() for one in seen)
-            return Undecided(f"no prefill engine answered in {deadline:g} s (deadlines.detect)", (), lines), silent
+            return Undecided(f"no prefill engine answered in {deadline:g} s", (), lines), silent
         found = detect.decide(seen)
         if isinstance(found, Found):
             await detection.release(registry.entry_of(found.contract).contract(settings))
