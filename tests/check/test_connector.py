@@ -3,6 +3,7 @@
 import json
 
 from msgspec import json as msgspec_json
+from msgspec import structs
 
 from pdproxy.lab.check import report
 from pdproxy.settings.load import POOL, Flag
@@ -68,3 +69,13 @@ async def test_a_pool_without_prefill_engines_has_no_connector(bench):
     found = await checked(bench)
     assert found.learned.connector is None
     assert msgspec_json.decode(report.as_json(found.learned, found.findings, strict=False))["connector"] is None
+
+
+async def test_pairs_are_tried_at_the_host_of_the_settings(bench):
+    await bench.start("prefill", side_channel_host="203.0.113.9")
+    await bench.start("decode")
+    found = await bench.check(bench.settings())
+    assert "side_channel" in found.codes
+    settings = bench.settings()
+    pool = structs.replace(settings.pool, remote_host="url")
+    assert (await bench.check(structs.replace(settings, pools=(pool,)))).codes == set()

@@ -79,6 +79,7 @@ async def pool(
     everybody: Mapping[str, Any] | None = None,
     sim_lmcache: Mapping[str, Any] | None = None,
     notices: bool = True,
+    pool_settings: Mapping[str, Any] | None = None,
     tokenizer: SimTokenizer | None = None,
     clock: Clock | None = None,
     dispatch: Literal["sequential", "concurrent"] | None = None,
@@ -86,6 +87,7 @@ async def pool(
 ) -> AsyncIterator[Pair]:
     """Run engines of a connector, usually one pair. `p`, `d`: facts of their role alone, `everybody`: of all engines.
 
+    `pool_settings`: settings of the pool beside those that the connector needs.
     `notices` False: P is told a socket that nobody reads.
     `tokenizer`: makes ids of all prompts. `clock`: the proxy's; a test that reaches deadlines passes a `ManualClock`.
     """
@@ -133,6 +135,7 @@ async def pool(
                     lmcache=LMCache(**{"chunk_size": CHUNK, **(lmcache or {})}),
                     tokenize="always" if tokenizer is not None else "auto",
                     tokenizer="model" if tokenizer is not None else None,
+                    **(pool_settings or {}),
                 ),
             ),
             deadlines=msgspec.structs.replace(DEADLINES, **{"kv_ready": LONG, "tokenize": LONG, **(deadlines or {})}),

@@ -370,3 +370,10 @@ async def test_sigterm_while_engines_are_awaited() -> None:
             pass
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
+
+
+async def test_what_is_left_is_released_at_the_host_of_the_settings() -> None:
+    async with engines({"side_channel_host": "203.0.113.9"}) as (p, d):
+        found = await settled(settings([p.url], [d.url], remote_host="url"))
+        assert found.pool.connector == "nixl"
+        await until(lambda: not p.engine.handles)

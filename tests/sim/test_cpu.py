@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy.sim.cpu import base_id
+from pdproxy.sim.cpu import Cpu, base_id
 from pdproxy.sim.facts import CpuBuffer, Facts, Hardware
 from pdproxy.sim.request import EngineDeadError
 from pdproxy.sim.server import SimServer
@@ -27,6 +27,12 @@ def facts(role, *, size=1.0, **more):
         "cpu": CpuBuffer(cpu_port=5, cpu_size=size),
     }
     return Facts(**(usual | more))
+
+
+def cpu(core):
+    """The connector of an engine's core."""
+    assert isinstance(core.connector, Cpu)
+    return core.connector
 
 
 class Pair(Engines):
@@ -53,11 +59,11 @@ class Pair(Engines):
     @property
     def held(self):
         """Tokens in D's buffer."""
-        return self.d.core.connector.held // BYTES
+        return cpu(self.d.core).held // BYTES
 
     @property
     def unsent(self):
-        return self.p.core.connector.sending // BYTES
+        return cpu(self.p.core).sending // BYTES
 
 
 @pytest.fixture
@@ -286,7 +292,7 @@ async def test_a_pair_over_sockets_and_a_d_that_is_restarted():
         assert d.engine.stats.waiting == 1, "P writes to the memory of the engine of its handshake, for ever"
         client.leave()
         await until(lambda: d.engine.stats.kv_cache_usage == 0)
-        assert p.engine._core.connector.sending > 0
+        assert cpu(p.engine._core).sending > 0
 
 
 async def test_a_p_that_starts_first_waits_for_d():

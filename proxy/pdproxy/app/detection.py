@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pdproxy.app.credentials import Credentials
+from pdproxy.app.transfer import kv_host_of
 from pdproxy.fleet.detection import Detection
 from pdproxy.kit.clock import Clock
 from pdproxy.settings.crosscheck import crosscheck
@@ -61,6 +62,7 @@ async def look(
         {node.url: node.role for node in asked},
         clock or Clock(),
         seconds=min(settings.deadlines.first_token, deadline),
+        kv_hosts={node.url: kv_host_of(node, settings.pool) for node in asked},
         bootstraps={node.url: _bootstrap(node, settings) for node in asked if node.role == "prefill"},
     )
     logger.info("connector %s: asking %d engines which one they run", registry.AUTO, len(asked))

@@ -46,7 +46,7 @@ class Asked(msgspec.Struct, frozen=True):
 class Detection:
     """One pool's engines. `engines`: role by URL; `bootstraps`: where a prefill engine's bootstrap server is, by its URL.
 
-    `others` asks servers that are no engines: it has no keys. `seconds`: how long a completion of one token may take.
+    `kv_hosts`: where decode engines reach a prefill engine, if not where it says itself. `others` asks servers that are no engines: it has no keys. `seconds`: how long a completion of one token may take.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Detection:
         *,
         seconds: float,
         bootstraps: Mapping[str, str] | None = None,
+        kv_hosts: Mapping[str, str | None] | None = None,
     ) -> None:
         self._admin = admin
         self._others = others
@@ -65,6 +66,7 @@ class Detection:
         self._clock = clock
         self._seconds = seconds
         self._bootstraps = bootstraps or {}
+        self._kv_hosts = kv_hosts or {}
         self.asked: dict[str, Asked] = {}
         """What is known of the engines that have answered, by URL."""
         self.troubles: dict[str, str] = {}
@@ -101,6 +103,9 @@ class Detection:
         handle = contract.handle(parse(Route.COMPLETIONS, _body(asked.model, None)), asked.answer, NO_DISPATCH)
         if not isinstance(handle, Handle):
             return
+        host = self._kv_hosts.get(asked.seen.url)
+        if host is not None and contract.at_host is not None:
+            handle = contract.at_host(handle, host)
         body = holder.release_body(asked.model, handle)
         for url in decodes:
             if await self._refuses(url, body):

@@ -16,6 +16,7 @@ from pdproxy.transfer import registry
 Role = Literal["prefill", "decode", "aggregated"]
 Connector = Annotated[str, names_of(registry.choices)]
 Dispatch = Literal["sequential", "concurrent"]
+RemoteHost = Literal["engine", "url"]
 FirstTokenFrom = Literal["prefill", "decode"]
 Policy = Annotated[str, names_of(policies.names)]
 OnTimeout = Literal["recompute", "fail"]
@@ -107,13 +108,17 @@ class Facts(Section, frozen=True):
     """Tokens in a KV block. None: read from the engine's metrics."""
 
     tensor_parallel_size: Count | None = None
-    """GPUs that share its weights. None: not known. Only the checks of a stage configuration read it."""
+    """GPUs that share its weights. None: not known. Checked: the sizes of a pair must be what the connector allows."""
 
     data_parallel_size: Count = 1
     """Data-parallel ranks behind its URL. Connectors whose legs name the other engine choose the rank of each leg."""
 
     engine_id: Text | None = None
     """The `engine_id` of its `--kv-transfer-config`. None: it chooses one at each start."""
+
+    remote_host: Host | None = None
+    """The host at which decode engines reach a prefill engine's side channel. It overrides the one in its KV handles, and the
+    pool's `remote_host`. None: as the pool says."""
 
     bootstrap: Text | None = None
     """A prefill engine's Mooncake bootstrap server, `http://host:port`. None: at its own host and the pool's `bootstrap_port`."""
@@ -238,6 +243,10 @@ class Pool(Section, frozen=True):
 
     dispatch: Dispatch | None = None
     """The order of a prompt's two legs: the prefill leg first, or both at once. None: the connector's usual order."""
+
+    remote_host: RemoteHost = "engine"
+    """Which host decode engines connect to for KV: the one that the prefill `engine` names in its KV handles, or the one of its
+    `url`, for engines that do not know how others reach them (address translation)."""
 
     lmcache: LMCache = LMCache()
     """For the connector lmcache-pd."""

@@ -12,7 +12,8 @@ from collections.abc import Callable
 import msgspec
 
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.sim.cpu import Cpu, Part
+from pdproxy.sim.cpu import Cpu, FindReceiver, Part, SendPart
+from pdproxy.sim.facts import Facts
 from pdproxy.sim.side_channel import LinkError, receive_frame, send_frame
 
 _PAUSE = 0.05
@@ -33,22 +34,6 @@ _decode_question = msgspec.msgpack.Decoder(_Question).decode
 _decode_reply = msgspec.msgpack.Decoder(_Reply).decode
 
 
-async def find(host: str, port: int) -> str:
-    """Return the id of the engine that listens there, once there is one."""
-    while True:
-        with contextlib.suppress(OSError, EOFError, OverflowError, LinkError, msgspec.MsgspecError):
-            return await _ask(host, port, _Question())
-        await asyncio.sleep(_PAUSE)
-
-
-async def send(host: str, port: int, engine_id: str, part: Part) -> bool:
-    """Return whether the engine of the handshake has taken a part. It may take any time."""
-    try:
-        return await _ask(host, port, _Question(engine_id, part)) == engine_id
-    except (OSError, EOFError, OverflowError, LinkError, msgspec.MsgspecError):
-        return False
-
-
 async def _ask(host: str, port: int, question: _Question) -> str:
     reader, writer = await asyncio.open_connection(host, port)
     try:
@@ -58,11 +43,11 @@ async def _ask(host: str, port: int, question: _Question) -> str:
         writer.close()
 
 
-class CpuReceiving:
-    """D's side. `connector` returns the running core's; `changed` is called when the core has work."""
+class CpuLink:
+    """P's connections, and D's port. `connector` returns the running core's; `changed` is called when the core has work."""
 
-    def __init__(self, connector: Callable[[], Cpu], changed: Callable[[], None]) -> None:
-        self._connector, self._changed = connector, changed
+    def __init__(self, facts: Facts, connector: Callable[[], Cpu], changed: Callable[[], None]) -> None:
+        self._facts, self._connector, self._changed = facts, connector, changed
         self._server: asyncio.Server | None = None
         self._answering = TaskOwner("CPU link")
         self._awake = asyncio.Event()
@@ -71,14 +56,17 @@ class CpuReceiving:
         self.port = 0
         """The port on which it listens, 0 before it does."""
 
-    async def open(self, engine_id: str, host: str, port: int) -> None:
-        """Listen; on the same port as before if it has listened.
+    async def open(self, engine_id: str) -> None:
+        """Listen, if the engine is a D with this connector; on the same port as before if it has listened.
 
         Raises:
             OSError: the port is taken.
         """
+        if self._facts.connector != "cpu" or self._facts.role != "decode":
+            return
         self._engine_id = engine_id
-        self._server = await asyncio.start_server(self._accepted, host, self.port or port, backlog=1024)
+        where = self._facts.cpu.cpu_host, self.port or self._facts.cpu.cpu_port
+        self._server = await asyncio.start_server(self._accepted, *where, backlog=1024)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
@@ -95,6 +83,32 @@ class CpuReceiving:
     def thaw(self) -> None:
         """Answer again, also what was asked while frozen."""
         self._awake.set()
+
+    async def perform(self, command: FindReceiver | SendPart) -> None:
+        """Carry out a command of P's connector."""
+        match command:
+            case FindReceiver():
+                self._connector().found(await self._find())
+            case SendPart():
+                await asyncio.sleep(self._facts.hardware.transfer_s(command.part.stop - command.part.start))
+                self._connector().sent(command.part, whole=await self._send(command))
+
+    async def _find(self) -> str:
+        """Return the id of the engine that listens at the configured address, once there is one."""
+        while True:
+            with contextlib.suppress(OSError, EOFError, OverflowError, LinkError, msgspec.MsgspecError):
+                return await self._asked(_Question())
+            await asyncio.sleep(_PAUSE)
+
+    async def _send(self, command: SendPart) -> bool:
+        """Return whether the engine of the handshake has taken a part. It may take any time."""
+        try:
+            return await self._asked(_Question(command.engine_id, command.part)) == command.engine_id
+        except (OSError, EOFError, OverflowError, LinkError, msgspec.MsgspecError):
+            return False
+
+    async def _asked(self, question: _Question) -> str:
+        return await _ask(self._facts.cpu.cpu_host, self._facts.cpu.cpu_port, question)
 
     def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = self._answering.spawn(self._answer(reader, writer), "CPU link")

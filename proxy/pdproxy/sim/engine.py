@@ -18,7 +18,7 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.sim.connector import ProxyNotice
 from pdproxy.sim.core import Core
 from pdproxy.sim.cpu import Cpu, FindReceiver, Received, SendPart
-from pdproxy.sim.cpu_link import CpuReceiving, find, send
+from pdproxy.sim.cpu_link import CpuLink
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.folder import FolderStorage
 from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Offer, ReceiverHandshake, Write
@@ -89,7 +89,7 @@ class Engine:
         self._side = SideChannel(self)
         self._sending = Sending()
         self._receiving = Receiving(self._pd, lambda: self._wake.set())
-        self._cpu_receiving = CpuReceiving(self._cpu, lambda: self._wake.set())
+        self._cpu_link = CpuLink(facts, self._cpu, lambda: self._wake.set())
         self._storage = storage
         self.notice_sender = NoticeSender(facts.notify, keeps=facts.connector != "nixl")
         self._failing_loads = 0
@@ -117,8 +117,7 @@ class Engine:
                 self.facts.lmcache.pd_peer_init_port,
                 self.facts.lmcache.pd_peer_alloc_port,
             )
-        if self.facts.connector == "cpu" and self.facts.role == "decode":
-            await self._cpu_receiving.open(self.engine_id, self.facts.cpu.cpu_host, self.facts.cpu.cpu_port)
+        await self._cpu_link.open(self.engine_id)
         if self._storage is None and self.facts.shared_storage_path:
             self._storage = FolderStorage(self.facts.shared_storage_path)
         self._sending = Sending()
@@ -132,7 +131,7 @@ class Engine:
         self.kill_core()
         await self._side.close()
         await self._receiving.close()
-        await self._cpu_receiving.close()
+        await self._cpu_link.close()
         await self._tasks.settle(0)
         await self.notice_sender.close()
 
@@ -189,14 +188,14 @@ class Engine:
         self._awake.clear()
         self._side.freeze()
         self._receiving.freeze()
-        self._cpu_receiving.freeze()
+        self._cpu_link.freeze()
 
     def thaw(self) -> None:
         """Go on after `freeze`."""
         self._awake.set()
         self._side.thaw()
         self._receiving.thaw()
-        self._cpu_receiving.thaw()
+        self._cpu_link.thaw()
 
     def expire_leases(self) -> int:
         """End the lease of every handle now; return how many there were."""
@@ -232,11 +231,6 @@ class Engine:
     def receiver_ports(self) -> tuple[list[int], list[int]]:
         """D's init and alloc ports with `lmcache-pd`, one of each per rank."""
         return self._receiving.init_ports, self._receiving.alloc_ports
-
-    @property
-    def cpu_port(self) -> int:
-        """D's port with connector `cpu`."""
-        return self._cpu_receiving.port
 
     # -- steps
 
@@ -346,12 +340,8 @@ class Engine:
         match command:
             case ReceiverHandshake() | Offer() | Write() | Cancel():
                 await self._push_chunks(self._pd(), command)
-            case FindReceiver():
-                self._cpu().found(await find(self.facts.cpu.cpu_host, self.facts.cpu.cpu_port))
-            case SendPart():
-                await asyncio.sleep(self.facts.hardware.transfer_s(command.part.stop - command.part.start))
-                where = self.facts.cpu.cpu_host, self.facts.cpu.cpu_port
-                self._cpu().sent(command.part, whole=await send(*where, command.engine_id, command.part))
+            case FindReceiver() | SendPart():
+                await self._cpu_link.perform(command)
             case Handshake():
                 found = await greeting_of(command, self.facts.handshake_timeout)
                 core.handshaken(command.peer, found, self._now())

@@ -247,6 +247,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     peers_from: PeerSource | None = None
     """How the proxy learns where engines reach each other, where the legs need it."""
 
+    names_host: bool = False
+    """Handles name a host of the prefill engine, which decode engines connect to."""
+
     one_receiver: bool = False
     """Each prefill engine pushes KV to one decode engine, which its own configuration names. Settings must pair them so."""
 
@@ -301,6 +304,7 @@ class Contract:
 
     Afterwards:
         - `holder`: who holds the KV until it is read or released.
+        - `at_host(handle, host)` returns the handle with another host of the prefill engine. None: it names none.
     """
 
     name: str
@@ -319,6 +323,7 @@ class Contract:
     handle_from_notice: Callable[[Notice], Handle | None] | None = None
     early: bool = False
     holder: Holder = NOT_HELD
+    at_host: Callable[[Handle, str], Handle] | None = None
 
     @property
     def needs_ids(self) -> bool:

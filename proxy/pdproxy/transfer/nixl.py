@@ -28,6 +28,7 @@ from pdproxy.transfer.contract import (
 from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.signs import Ask, Signs
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
+from pdproxy.wire.fields import Fields
 from pdproxy.wire.notices import Notice
 from pdproxy.wire.request import Parsed, Prompt, Route
 
@@ -127,6 +128,13 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
     return LegRequest(parsed.route, encode(fields))
 
 
+def at_host(given: Handle, host: str) -> Handle:
+    """Return the handle with another host of the prefill engine's side channel: the engine may not know how others reach it."""
+    fields = msgspec.json.decode(given.params, type=Fields)
+    fields["remote_host"] = raw(msgspec.json.encode(host))
+    return msgspec.structs.replace(given, params=msgspec.json.encode(fields))
+
+
 def release_body(model: str | None, given: Handle) -> bytes:
     """Return a completion that the decode engine's handler refuses (`max_tokens` 0), which frees the prefill engine's blocks.
 
@@ -160,7 +168,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 NAME = "nixl"
-CAPABILITIES = Capabilities(takes_ids=True, notices_over=Channel.ZMQ, mixed_parallel_sizes=True)
+CAPABILITIES = Capabilities(takes_ids=True, notices_over=Channel.ZMQ, mixed_parallel_sizes=True, names_host=True)
 NIXL = Contract(
     name=NAME,
     prefill=prefill,
@@ -168,6 +176,7 @@ NIXL = Contract(
     decode=decode,
     capabilities=CAPABILITIES,
     holder=HeldByPrefill(release_body, refusal_released),
+    at_host=at_host,
 )
 
 

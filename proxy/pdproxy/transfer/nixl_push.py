@@ -142,6 +142,7 @@ CAPABILITIES = Capabilities(
     orders=("concurrent", "sequential"),
     peers_from=PeerSource.ANSWERS,
     mixed_parallel_sizes=True,
+    names_host=True,
 )
 CONTRACT = Contract(
     name=NAME,
@@ -155,6 +156,7 @@ CONTRACT = Contract(
     promise=promise,
     peer_in=peer_in,
     holder=PushedToDecode(),
+    at_host=nixl.at_host,
 )
 
 

@@ -6,6 +6,7 @@ import asyncio
 
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.detection import look
+from pdproxy.app.transfer import kv_host_of
 from pdproxy.kit.ids import mint
 from pdproxy.lab.check.engines import ask_engine, scrape
 from pdproxy.lab.check.facts import EngineFacts, Facts, MachineFacts
@@ -36,7 +37,8 @@ async def gather(settings: Settings, options: Options, machine: MachineFacts) ->
         facts = Facts(settings=settings, engines=engines, machine=machine, timeout=options.timeout, connector=shown)
         if not tried:
             return facts
-        handles = Handles(http, NIXL, options)
+        hosts = {node.url: kv_host_of(node, settings.pool) for node in settings.pool.nodes}
+        handles = Handles(http, NIXL, options, hosts)
         await try_pairs(PairProbe(http, handles, options, _mark), facts, options.lease_watch)
         await asyncio.gather(*(_note_restart(http, engine) for engine in engines if engine.could_be_asked))
         return facts
