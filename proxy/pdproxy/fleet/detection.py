@@ -44,9 +44,13 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Detection:
-    """One pool's engines. `engines`: role by URL; `bootstraps`: where a prefill engine's bootstrap server is, by its URL.
+    """One pool's engines.
 
-    `kv_hosts`: where decode engines reach a prefill engine, if not where it says itself. `others` asks servers that are no engines: it has no keys. `seconds`: how long a completion of one token may take.
+    - `admin` asks them; `others` asks servers that are no engines, without any key.
+    - `engines`: role by URL.
+    - `seconds`: how long a completion of one token may take.
+    - `bootstraps`: where a prefill engine's bootstrap server is, by the engine's URL.
+    - `kv_hosts`: where decode engines reach a prefill engine, if not where it says itself.
     """
 
     def __init__(
