@@ -342,31 +342,25 @@ class Core:
         if tokens is not None:
             self._received(request_id, tokens)
 
-    def _received(self, request_id: str, tokens: int) -> None:
+    def _received(self, request_id: str, tokens: int, computed: int | None = None) -> None:
         sequence = self._loads.pop(request_id)
         self.connector.arrived(request_id)
         if sequence.state is State.ENDED:
             self.pool.release(sequence.blocks)
             return
         sequence.external = tokens
-        sequence.computed = sequence.prompt
-        self._remember(sequence)
-        sequence.computed -= 1  # the last token is computed again, for its output
-        self._back_to_queue(sequence)
-
-    def received(self, request_id: str, pages: Sequence[Page], tokens: int) -> None:
-        """Store pages that were pushed for a waiting request. A request that has ended is ignored."""
-        sequence = self._loads.pop(request_id, None)
-        if sequence is None:
-            return
-        for block, page in zip(sequence.blocks[-len(pages) :], pages, strict=True):
-            self.pool.pages[block] = page
-        self.connector.arrived(request_id)
-        sequence.external = tokens
-        sequence.computed += tokens
+        sequence.computed = sequence.prompt if computed is None else computed
         self._remember(sequence)
         sequence.computed -= sequence.computed == sequence.prompt  # the last token is computed again, for its output
         self._back_to_queue(sequence)
+
+    def received(self, request_id: str, pages: Sequence[Page], tokens: int) -> None:
+        """Store whole blocks that were pushed for a waiting request. A request that has ended is ignored."""
+        if (sequence := self._loads.get(request_id)) is None:
+            return
+        for block, page in zip(sequence.blocks[-len(pages) :], pages, strict=True):
+            self.pool.pages[block] = page
+        self._received(request_id, tokens, sequence.computed + tokens)
 
     def load_failed(self, request_id: str, now: float) -> None:
         """The KV of a request can't be read: fail it or compute it here, depending on the policy."""
