@@ -331,10 +331,13 @@ class Engine:
             if isinstance(command, ProxyNotice):
                 self.notice_sender.send(command)
             elif isinstance(command, Received):
-                core.received(command.request_id, command.pages, command.tokens)
-                self._wake.set()
+                self._received(core, command)
             else:
                 self._tasks.spawn(self._perform(core, command), "command")
+
+    def _received(self, core: Core, command: Received) -> None:
+        core.received(command.request_id, command.pages, command.tokens)
+        self._wake.set()
 
     async def _perform(self, core: Core, command: Any) -> None:
         match command:

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from contextvars import ContextVar
 
 from pdproxy.sim.core import Core
+from pdproxy.sim.cpu import Received
 from pdproxy.sim.engine import Engine
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.faults.moments import Moment
@@ -52,6 +53,10 @@ class WatchedEngine(Engine):
     async def _register(self, core: Core, command: Register) -> None:
         self._hand_over(command.request_id)
         await super()._register(core, command)
+
+    def _received(self, core: Core, command: Received) -> None:
+        self._hand_over(command.request_id)
+        super()._received(core, command)
 
     def _hand_over(self, request_id: str) -> None:
         call = self._watchers.get(request_id)
