@@ -279,7 +279,10 @@ async def test_answers_that_are_no_evidence(answers: dict[str, Any], line: str |
 
 
 async def test_the_question_is_one_token_of_a_base_model_with_the_engines_key() -> None:
-    answer = {"choices": [], "kv_transfer_params": {"remote_engine_id": "e", "remote_block_ids": [[1]]}}
+    answer = {
+        "choices": [],
+        "kv_transfer_params": {"remote_engine_id": "e", "remote_block_ids": [[1]], "transfer_mode": "pull"},
+    }
     p, d = fake(metrics=NIXL_PAGE, v1__completions=answer), fake(metrics=NIXL_PAGE)
     async with listening(p) as one, listening(d) as two:
         found = await settled(settings([one], [two], key="secret"))

@@ -190,11 +190,10 @@ def nixl(options: Options) -> Contract:
     )
 
 
-def signs(mode: str) -> Signs:
-    """Return what NIXL's engines show. `mode`: their `transfer_mode`, which older engines do not name: they pull."""
-    keys = ("remote_engine_id", "remote_block_ids")
-    values = (("transfer_mode", mode, "pull"),)
-    return Signs(metrics=("vllm:nixl_",), always=True, ask=Ask(params=bytes(_ASK), keys=keys, values=values))
+def signs(mode: str, first_version: str = "") -> Signs:
+    """Return what NIXL's engines show. `mode`: their `transfer_mode`, which engines before vLLM 0.32.0 do not name."""
+    ask = Ask(params=bytes(_ASK), keys=("remote_engine_id", "remote_block_ids"), values=(("transfer_mode", mode),))
+    return Signs(metrics=("vllm:nixl_",), always=True, ask=ask, first_version=first_version)
 
 
 ENTRY = Entry(

@@ -169,5 +169,5 @@ ENTRY = Entry(
     build=_build,
     capabilities=CAPABILITIES,
     kv_connectors=("NixlPushConnector",),
-    signs=nixl.signs("push"),
+    signs=nixl.signs("push", first_version="0.20"),
 )

@@ -13,16 +13,21 @@ import msgspec
 _RELEASE = re.compile(r"(\d+)\.(\d+)")
 
 
+def _release(version: str) -> tuple[int, int] | None:
+    found = _RELEASE.match(version)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """A question that all engines with a contract's metrics survive, and how an engine of this contract answers it.
 
     `params`: the `kv_transfer_params` of a completion of one token, as JSON. `keys`: fields that the answer's params have.
-    `values`: for each name the value that the answer has there, and what a missing field means.
+    `values`: for each name the value that the answer has there, if it has the field: older engines may not.
     """
 
     params: bytes
     keys: tuple[str, ...]
-    values: tuple[tuple[str, str, str], ...] = ()
+    values: tuple[tuple[str, str], ...] = ()
 
     def shown_by(self, params: bytes) -> bool:
         """Return whether an answer's params show the contract. Anything may be in them: an engine wrote them."""
@@ -33,7 +38,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
         if not isinstance(found, dict):
             return False
         named = all(found.get(key) is not None for key in self.keys)
-        return named and all(found.get(name, missing) == value for name, value, missing in self.values)
+        return named and all(found.get(name) in (None, value) for name, value in self.values)
 
 
 class Signs(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,15 +56,17 @@ class Signs(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap: bool = False
     """Its prefill engines have a Mooncake bootstrap server, at the address of the settings."""
 
+    first_version: str = ""
+    """The first release of vLLM that may have such a connector, `0.20`. Empty: the oldest that is known."""
+
     last_version: str = ""
     """The last release of vLLM with such a connector, `0.23`. Empty: the newest that is known."""
 
     def in_version(self, version: str) -> bool:
         """Return whether an engine of this version may run the contract. A version that can't be read excludes nothing."""
-        last, found = _RELEASE.match(self.last_version), _RELEASE.match(version)
-        if last is None or found is None:
-            return True
-        return (int(found[1]), int(found[2])) <= (int(last[1]), int(last[2]))
+        found = _release(version)
+        first, last = _release(self.first_version), _release(self.last_version)
+        return found is None or ((first is None or first <= found) and (last is None or found <= last))
 
 
 NO_SIGNS = Signs()
