@@ -51,6 +51,7 @@ async def test_both_legs_carry_one_id_that_no_client_chooses() -> None:
 
         answers = await asyncio.gather(*(ask(text) for text in texts))
         assert [answer["choices"] for answer in answers] == [one["choices"] for one in alone]
+        assert {answer["id"] for answer in answers} == {"cmpl-mine"}
         ids = [{entry.ident for entry in server.requests} for server in (pair.p, pair.d)]
         assert ids[0] == ids[1]
         assert len(ids[0]) == 2
