@@ -1,7 +1,10 @@
 # One prefill engine, one decode engine and the proxy, each in its own terminal:
 #
 #   just prefill | just decode | just proxy
-#   just send_request, just benchmark, just eval
+#   just send_request, just benchmark, just latency, just eval, just gsm8k
+#
+# Without GPUs, on simulated engines: just eval_simulated, just latency_simulated.
+# The last ones need an installation with '.[bench]', which brings `just` itself, too.
 #
 # Variables are set on the command line: just MODEL=Qwen/Qwen3-8B DECODE_GPU=3 decode
 # If vLLM isn't on the path: just VLLM="path/to/vllm" prefill
@@ -32,9 +35,17 @@ OUTPUT_LEN := "128"
 NUM_PROMPTS := "200"
 REQUEST_RATE := "4"
 
-# The load of `eval`.
-CONCURRENT := "64"
+# A plain engine with the same model, which `eval` and `latency` compare with.
+PLAIN := "http://127.0.0.1:8100"
+
+# The load of `eval` and `gsm8k`.
+CLIENTS := "50"
 EVAL_LIMIT := "500"
+
+# The engines of `eval_simulated` and `latency_simulated`.
+CONNECTOR := "nixl"
+
+PYTHON := "python3"
 
 # List the recipes
 default:
@@ -107,10 +118,33 @@ benchmark:
             benchmark_one $input_len || exit 1; \
     done
 
+# Start a plain engine on a third GPU
+plain PLAIN_GPU="2" PLAIN_PORT="8100":
+    CUDA_VISIBLE_DEVICES={{ PLAIN_GPU }} {{ VLLM }} serve {{ MODEL }} \
+        --host {{ HOST }} --port {{ PLAIN_PORT }} --tensor-parallel-size {{ TENSOR_PARALLEL }} {{ ENGINE_FLAGS }}
+
+# Report latencies: first token, per output token, between tokens, whole answers; the proxy's and the plain engine's
+latency:
+    {{ PYTHON }} benchmarks/serving.py --url http://{{ HOST }}:{{ PROXY_PORT }} --url {{ PLAIN }} --model {{ MODEL }} \
+        --requests {{ NUM_PROMPTS }} --rate {{ REQUEST_RATE }} --output {{ OUTPUT_LEN }}
+
+# The same on simulated engines
+latency_simulated REQUESTS="100" RATE="10":
+    {{ PYTHON }} benchmarks/serving.py --simulated {{ CONNECTOR }} --requests {{ REQUESTS }} --rate {{ RATE }} --input 300 --output 64
+
+# Have CLIENTS clients at once ask the proxy and the plain engine the same: answers must be the same
+eval *ARGS:
+    {{ PYTHON }} benchmarks/evaluate.py --proxy http://{{ HOST }}:{{ PROXY_PORT }} --plain {{ PLAIN }} \
+        --clients {{ CLIENTS }} --limit {{ EVAL_LIMIT }} {{ ARGS }}
+
+# The same on simulated engines
+eval_simulated *ARGS:
+    {{ PYTHON }} benchmarks/evaluate.py --simulated {{ CONNECTOR }} --clients {{ CLIENTS }} {{ ARGS }}
+
 # Solve school mathematics through the proxy: a wrong KV transfer shows as a worse score
-eval:
+gsm8k:
     lm_eval --model local-completions --tasks gsm8k --limit {{ EVAL_LIMIT }} \
-        --model_args model={{ MODEL }},base_url=http://{{ HOST }}:{{ PROXY_PORT }}/v1/completions,num_concurrent={{ CONCURRENT }},max_retries=3,tokenized_requests=False
+        --model_args model={{ MODEL }},base_url=http://{{ HOST }}:{{ PROXY_PORT }}/v1/completions,num_concurrent={{ CLIENTS }},max_retries=3,tokenized_requests=False
 
 # Run the tests
 test *ARGS:

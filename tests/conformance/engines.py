@@ -15,7 +15,7 @@ from pdproxy.lab.conformance.results import Result
 from pdproxy.lab.conformance.runner import run
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.schema import KvReady, Listen, LMCache, Node, Pool, Probes, Receiver, Settings
-from pdproxy.sim.facts import Facts, Hardware
+from pdproxy.sim.facts import CpuBuffer, Facts, Hardware
 from pdproxy.sim.facts import LMCache as SimLMCache
 from pdproxy.sim.server import SimServer
 from pdproxy.sim.storage import MemoryStorage
@@ -71,7 +71,8 @@ async def rig(
         notify["nixl"] = notify["lmcache-pd"]
     usual: dict[str, Any] = {"connector": connector, "hardware": Hardware(speed=speed), "kv_lease_duration": lease}
     usual |= {"handshake_timeout": 0.5, "tensor_parallel_size": ranks}
-    usual |= {"enable_prefix_caching": False} if connector == "lmcache-pd" else {}
+    usual |= {"enable_prefix_caching": False} if connector in ("lmcache-pd", "cpu") else {}
+    usual |= {"cpu": CpuBuffer(cpu_port=free_port())} if connector == "cpu" else {}
     told = {"notify": notify[connector]} if connector in notify else {}
     receives: dict[str, Any] = {"pd_peer_init_port": 0, "pd_peer_alloc_port": 0, "skip_last_n_tokens": 1}
     storage = MemoryStorage() if connector in ("shared", "lmcache-mp", "kvstore-keys") else None

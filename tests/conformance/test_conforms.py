@@ -21,8 +21,9 @@ NO_NOTICES = {"notice_each_rank", "notice_wait", "notice_missing"}
         ("lmcache-mp", {"ranks": 2}, NO_LEASE),
         ("shared", {}, NO_LEASE | NO_NOTICES),
         ("kvstore-keys", {}, NO_LEASE | NO_NOTICES),
+        ("cpu", {}, NO_LEASE | NO_NOTICES),
     ],
-    ids=["nixl", "nixl with the notifier", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys"],
+    ids=["nixl", "nixl with the notifier", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys", "cpu"],
 )
 async def test_all_pass_that_apply(connector, how, not_applicable):
     async with rig(connector, **how) as engines:
@@ -57,3 +58,11 @@ async def test_a_wait_for_notices_may_end_in_an_error():
         results = await engines.judge("notice_missing", options=PATIENT)
         assert results["notice_missing"].verdict == "passed"
         assert results["notice_missing"].says.startswith("504 after")
+
+
+async def test_the_connector_may_be_found_by_asking():
+    async with rig() as engines:
+        pool = structs.replace(engines.settings.pool, connector="auto")
+        engines.settings = structs.replace(engines.settings, pools=(pool,))
+        results = await engines.judge("kv_moved", options=PATIENT)
+        assert results["kv_moved"].verdict == "passed"

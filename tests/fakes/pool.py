@@ -16,7 +16,7 @@ from pdproxy.app.tokens import TRANSFORMERS
 from pdproxy.kit.clock import Clock
 from pdproxy.settings.limits import Limits
 from pdproxy.settings.schema import KvReady, LMCache, Node, Pool, Probes, Receiver, Settings
-from pdproxy.sim.facts import Facts, Hardware
+from pdproxy.sim.facts import CpuBuffer, Facts, Hardware
 from pdproxy.sim.facts import LMCache as SimLMCache
 from pdproxy.sim.server import SimServer
 from pdproxy.sim.storage import MemoryStorage
@@ -79,6 +79,7 @@ async def pool(
     everybody: Mapping[str, Any] | None = None,
     sim_lmcache: Mapping[str, Any] | None = None,
     notices: bool = True,
+    pool_settings: Mapping[str, Any] | None = None,
     tokenizer: SimTokenizer | None = None,
     clock: Clock | None = None,
     dispatch: Literal["sequential", "concurrent"] | None = None,
@@ -86,6 +87,7 @@ async def pool(
 ) -> AsyncIterator[Pair]:
     """Run engines of a connector, usually one pair. `p`, `d`: facts of their role alone, `everybody`: of all engines.
 
+    `pool_settings`: settings of the pool beside those that the connector needs.
     `notices` False: P is told a socket that nobody reads.
     `tokenizer`: makes ids of all prompts. `clock`: the proxy's; a test that reaches deadlines passes a `ManualClock`.
     """
@@ -95,7 +97,9 @@ async def pool(
     told["lmcache-mp"] = f"http://127.0.0.1:{http_port if notices else free_port()}/api/v1/telemetry"
     usual: dict[str, Any] = {"model": "tiny", "eos_every": 0, "hardware": FAST, "connector": connector}
     usual |= {"tensor_parallel_size": ranks, **(everybody or {})}
-    if connector in {"lmcache-pd", "lmcache-mp"}:
+    cpu = {"cpu": CpuBuffer(cpu_port=free_port())} if connector == "cpu" else {}
+    usual |= cpu
+    if connector in {"lmcache-pd", "lmcache-mp", "cpu"}:
         usual["enable_prefix_caching"] = False
     config = {"chunk_size": CHUNK, **(sim_lmcache or {})}
     storage = MemoryStorage() if connector in {"shared", "lmcache-mp", "kvstore-keys"} else None
@@ -131,6 +135,7 @@ async def pool(
                     lmcache=LMCache(**{"chunk_size": CHUNK, **(lmcache or {})}),
                     tokenize="always" if tokenizer is not None else "auto",
                     tokenizer="model" if tokenizer is not None else None,
+                    **(pool_settings or {}),
                 ),
             ),
             deadlines=msgspec.structs.replace(DEADLINES, **{"kv_ready": LONG, "tokenize": LONG, **(deadlines or {})}),

@@ -17,7 +17,7 @@ import pytest
 
 from pdproxy.cli import sim
 from pdproxy.cli.main import main
-from pdproxy.sim.facts import Facts, Hardware, LMCache
+from pdproxy.sim.facts import CpuBuffer, Facts, Hardware, LMCache
 
 PATIENCE = 30
 
@@ -149,8 +149,18 @@ def arguments(*options: str) -> object:
 
 def test_every_fact_is_an_option() -> None:
     options = []
-    left_out = ("role", "hardware", "lmcache", "kv_role", "api_key", "engine_id", "notify", "pd_allocation_timeout_sec")
-    for kind in (Facts, Hardware, LMCache):
+    left_out = (
+        "role",
+        "hardware",
+        "lmcache",
+        "cpu",
+        "kv_role",
+        "api_key",
+        "engine_id",
+        "notify",
+        "pd_allocation_timeout_sec",
+    )
+    for kind in (Facts, Hardware, LMCache, CpuBuffer):
         for field in msgspec.structs.fields(kind):
             if field.name not in left_out:
                 value = getattr(kind(), field.name)

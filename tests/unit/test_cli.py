@@ -121,7 +121,7 @@ def test_serve_reads_the_environment(served: list[Settings], monkeypatch: pytest
         ("serve --decode a:1 --port -1", 'listen.port: expected a whole number >= 1 and <= 65535, got "-1" (--port)'),
         (
             "serve --decode a:1 --connector x",
-            f'pools[0].connector: expected {" or ".join(registry.names())}, got "x" (--connector)',
+            f'pools[0].connector: expected {" or ".join(registry.choices())}, got "x" (--connector)',
         ),
         (
             "config print --log-level loud",

@@ -71,7 +71,7 @@ def test_connector_flag() -> None:
     assert load(None, {}, [Flag("--connector", f"{POOL}connector", "nixl")], DECODE).pool.connector == "nixl"
     flag = Flag("--connector", f"{POOL}connector", "lmcache")
     assert (
-        error(flags=(flag,)) == f"pools[0].connector: expected {' or '.join(registry.names())}, "
+        error(flags=(flag,)) == f"pools[0].connector: expected {' or '.join(registry.choices())}, "
         'got "lmcache" (did you mean lmcache-pd?) (--connector)'
     )
 

@@ -51,7 +51,7 @@ def test_all_mistakes_of_all_sources_at_once(tmp_path: Path) -> None:
         "PDPROXY_LIMIT__ATTEMPTS: unknown environment variable (did you mean PDPROXY_LIMITS__ATTEMPTS?)",
         'limits.max_inflight: expected a whole number >= 1 and <= 2147483647, got "0" (--max-inflight)',
         (
-            f"pools[0].connector: expected {' or '.join(registry.names())}, "
+            f"pools[0].connector: expected {' or '.join(registry.choices())}, "
             'got "nixel" (did you mean nixl?) (--connector)'
         ),
         f'pools[0].nodes[1].url: "b:2": expected http://host:port or https://host:port {file}',

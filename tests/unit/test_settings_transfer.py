@@ -6,15 +6,16 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
-from pdproxy.app.transfer import build_transfer
+from pdproxy.app.transfer import build_transfer, kv_host_of
 from pdproxy.cli.options import add_settings_options, settings_from
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.settings.crosscheck import crosscheck
 from pdproxy.settings.errors import Mistakes, SettingsError
-from pdproxy.settings.schema import LMCache, Node, Pool, Receiver, Settings
+from pdproxy.settings.schema import Facts, LMCache, Node, Pool, Receiver, Settings
 from pdproxy.settings.transfer_checks import receiver_host
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Dispatch, Handle
@@ -211,3 +212,88 @@ def test_an_order_that_the_connector_can_not_run_is_refused() -> None:
     both = Settings(pools=(Pool(connector="nixl", nodes=nodes, dispatch="concurrent"),))
     assert wrong(both) == "pools[0].dispatch: connector nixl can't: expected sequential, got concurrent"
     checked(Settings(pools=(Pool(connector="nixl", nodes=nodes, dispatch="sequential"),)))
+
+
+def one_pool(*nodes: Node, **more: Any) -> Settings:
+    """Settings with these engines alone."""
+    return Settings(pools=(Pool(nodes=nodes, **more),))
+
+
+def sizes(prefill: int | None, decode: int | None, **more: Any) -> Settings:
+    """A pair with these tensor-parallel sizes."""
+    return one_pool(
+        Node(url="http://prefill:1", role="prefill", facts=Facts(tensor_parallel_size=prefill)),
+        Node(url="http://decode:1", role="decode", facts=Facts(tensor_parallel_size=decode)),
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("connector", "given", "words"),
+    [
+        ("nixl", (2, 4), None),
+        ("nixl", (4, 2), None),
+        ("nixl", (4, 6), "6, but http://prefill:1 has 4: one must be a multiple of the other"),
+        ("nixl-push", (3, 2), "one must be a multiple of the other"),
+        ("shared", (2, 4), "4, but http://prefill:1 has 2: shared needs the same"),
+        ("shared", (2, 2), None),
+        ("shared", (2, None), None),
+        ("auto", (4, 6), None),
+    ],
+)
+def test_tensor_parallel_sizes_of_a_pair(connector: str, given: tuple[int, int | None], words: str | None) -> None:
+    settings = sizes(*given, connector=connector)
+    if words is None:
+        checked(settings)
+    else:
+        assert words in wrong(settings)
+        assert wrong(settings).startswith("pools[0].nodes[1].facts.tensor_parallel_size: ")
+
+
+def test_sizes_of_engines_that_do_not_work_together() -> None:
+    prefills = [
+        Node(url=f"http://p{size}:1", role="prefill", facts=Facts(tensor_parallel_size=size)) for size in (4, 6)
+    ]
+    decodes = [
+        Node(
+            url=f"http://d{size}:1",
+            role="decode",
+            sources=(f"http://p{size}:1/",),
+            facts=Facts(tensor_parallel_size=size),
+        )
+        for size in (4, 6)
+    ]
+    checked(one_pool(*prefills, *decodes, connector="shared"))
+
+
+def test_a_first_rank_that_holds_all() -> None:
+    checked(sizes(1, 4, connector="lmcache-mp", lmcache=LMCache(first_rank_only=True)))
+
+
+def test_hosts_of_handles() -> None:
+    nodes = [
+        Node(url="http://p:1", role="prefill", facts=Facts(remote_host="nat")),
+        Node(url="http://d:1", role="decode"),
+    ]
+    assert wrong(one_pool(*nodes, connector="shared")).startswith(
+        "pools[0].nodes[0].facts.remote_host: the KV handles of connector shared name no host"
+    )
+    nodes[0] = Node(url="http://p:1", role="prefill")
+    assert "pools[0].remote_host: the KV handles" in wrong(one_pool(*nodes, connector="shared", remote_host="url"))
+    for connector in ("nixl", "nixl-push", "auto"):
+        checked(one_pool(*nodes, connector=connector, remote_host="url"))
+
+
+@pytest.mark.parametrize(
+    ("facts", "way", "host"),
+    [
+        (Facts(), "engine", None),
+        (Facts(), "url", "10.0.0.1"),
+        (Facts(remote_host="nat"), "engine", "nat"),
+        (Facts(remote_host="nat"), "url", "nat"),
+    ],
+)
+def test_the_host_that_decode_engines_are_sent(facts: Facts, way: Any, host: str | None) -> None:
+    node = Node(url="http://10.0.0.1:8000", role="prefill", facts=facts)
+    assert kv_host_of(node, Pool(remote_host=way)) == host
+    assert kv_host_of(msgspec.structs.replace(node, role="decode"), Pool(remote_host=way)) is None

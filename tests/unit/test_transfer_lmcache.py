@@ -37,8 +37,9 @@ def answer(first: int | None = 42, **choice: Any) -> bytes:
 
 def released_by(contract: Contract) -> Callable[[str | None, Handle], bytes]:
     """What makes the completion that releases a handle."""
-    assert isinstance(contract.holder, HeldByDecode)
-    return contract.holder.release_body
+    holder = contract.holder
+    assert isinstance(holder, HeldByDecode)
+    return lambda model, given: holder.release_leg(model, given).body
 
 
 def handle(request: Parsed, body: bytes, contract: Any = PD) -> Handle:

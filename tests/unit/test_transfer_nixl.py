@@ -11,7 +11,7 @@ import pytest
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.bodies import alone_body
 from pdproxy.transfer.contract import NO_DISPATCH, Dispatch, Handle
-from pdproxy.transfer.nixl import NIXL, release_body
+from pdproxy.transfer.nixl import NIXL, at_host, release_body
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
 from pdproxy.wire.request import Parsed, Route, parse
 
@@ -184,3 +184,13 @@ def test_the_release_body() -> None:
 def test_who_released_after_a_refusal(kind: str, param: str | None, released: bool) -> None:
     """The handler has, the schema has not, and in doubt nobody has."""
     assert NIXL.holder.refusal_released(kind, param) is released
+
+
+def test_a_handle_at_another_host() -> None:
+    """Nothing else of it changes, in whatever order its fields are."""
+    params = {"remote_block_ids": [[1, 2]], "remote_host": "10.0.0.1", "remote_port": 5600, "more": {"a": [None]}}
+    given = Handle(json.dumps(params).encode(), b"[1]", 1, "r")
+    placed = at_host(given, "p.example")
+    assert json.loads(placed.params) == params | {"remote_host": "p.example"}
+    assert (placed.token_ids, placed.prompt_tokens, placed.remote_request_id) == (b"[1]", 1, "r")
+    assert json.loads(at_host(given, 'a"b').params)["remote_host"] == 'a"b'

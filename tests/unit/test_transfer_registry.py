@@ -115,13 +115,13 @@ def test_settings_are_checked_against_what_a_new_contract_needs() -> None:
 @pytest.mark.usefixtures("teleport")
 def test_help_lists_a_new_contract() -> None:
     """With all the others."""
-    listed = f"{', '.join(registry.names())} (default: nixl)"
+    listed = f"{', '.join(registry.names())}; auto: ask the engines (default: nixl)"
     assert listed in " ".join(parser().format_help().split())
 
 
 def test_a_name_that_is_not_registered_is_refused(tmp_path: Path) -> None:
     """By the key, the source, and the names that are."""
-    expected = f"expected {' or '.join(registry.names())}, got"
+    expected = f"expected {' or '.join(registry.choices())}, got"
     with pytest.raises(SettingsError) as caught:
         from_flags("--connector", "teleport")
     assert str(caught.value) == f'pools[0].connector: {expected} "teleport" (--connector)'
@@ -194,6 +194,8 @@ def test_no_other_code_names_a_contract() -> None:
     allowed = {
         ("settings/schema.py", "nixl"),  # the default of `pools[].connector`
         ("lab/demo/scripts/look.py", "nixl"),  # the Python package
+        ("lab/demo/scripts/look.py", "cpu"),  # a device
+        ("lab/demo/vllm/flags.py", "cpu"),
     }
     found = {
         (path.relative_to(PACKAGE).as_posix(), text)

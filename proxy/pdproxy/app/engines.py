@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdproxy.app.credentials import Credentials
-from pdproxy.app.transfer import buffer_capacity, receiver_of
+from pdproxy.app.transfer import buffer_capacity, kv_host_of, receiver_of
 from pdproxy.fleet.engine import Engine, EngineCredentials
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
@@ -82,6 +82,7 @@ class EngineSetup:
             receiver=receiver,
             buffer_capacity=buffer_capacity(self._settings.pool.lmcache) if receiver is not None else None,
             ranks=node.facts.data_parallel_size,
+            kv_host=kv_host_of(node, self._settings.pool),
         )
 
     def remove(self, url: str) -> Engine:

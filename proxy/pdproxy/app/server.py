@@ -24,11 +24,13 @@ import uvloop
 from pdproxy import __version__
 from pdproxy.app import uncaught
 from pdproxy.app.compose import Proxy
+from pdproxy.app.detection import settled
 from pdproxy.app.signals import Ending, Hangups
 from pdproxy.kit.frames import frames
 from pdproxy.observe.logs import Log, configure
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
+from pdproxy.transfer.registry import AUTO
 from pdproxy.web.app import create_app
 
 logger = logging.getLogger("pdproxy")
@@ -174,8 +176,31 @@ async def _serve_until_signalled(settings: Settings, listener: socket.socket, lo
     return await serve(settings, listener, ending, log)
 
 
+async def _settled(settings: Settings, ending: Ending) -> Settings | None:
+    """Return the settings with the engines' connector, None if the process was asked to end meanwhile."""
+    if settings.pool.connector != AUTO:
+        return settings
+    asking = asyncio.create_task(settled(settings), name="connector")
+    end_requested = asyncio.create_task(ending.requested.wait(), name="ending")
+    try:
+        await asyncio.wait({asking, end_requested}, return_when=asyncio.FIRST_COMPLETED)
+        return await asking if asking.done() else None
+    finally:
+        for task in (asking, end_requested):
+            task.cancel()
+        await asyncio.gather(asking, end_requested, return_exceptions=True)
+
+
 async def serve(settings: Settings, listener: socket.socket, ending: Ending, log: Log | None = None) -> int:
-    """Serve on a listener until asked to end, drain, and return `run`'s exit code. Takes no signals. `log`: see `Proxy.build`."""
+    """Serve on a listener until asked to end, drain, and return `run`'s exit code. Takes no signals. `log`: see `Proxy.build`.
+
+    Raises:
+        SettingsError: the engines show that the settings are wrong, or a file can't be used.
+    """
+    found = await _settled(settings, ending)
+    if found is None:
+        return INTERRUPTED if ending.at_once.is_set() else 0
+    settings = found
     proxy = Proxy.build(settings, log=log)
     server = _Server(uvicorn_config(proxy))
     proxy.start()

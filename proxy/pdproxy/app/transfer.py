@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from urllib.parse import urlsplit
 
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
@@ -10,7 +11,7 @@ from pdproxy.observe.events import Observers
 from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.ready import KvReady
-from pdproxy.settings.schema import LMCache, Node, Settings
+from pdproxy.settings.schema import LMCache, Node, Pool, Settings
 from pdproxy.settings.transfer_checks import receiver_host
 from pdproxy.transfer.contract import Receiver
 from pdproxy.transfer.registry import entry_of
@@ -33,6 +34,14 @@ def receiver_of(node: Node) -> Receiver | None:
     if node.role != "decode" or not node.receiver.init_ports:
         return None
     return Receiver(receiver_host(node), node.receiver.init_ports, node.receiver.alloc_ports)
+
+
+def kv_host_of(node: Node, pool: Pool) -> str | None:
+    """Return the host at which decode engines reach a prefill engine, None if it is the one that the engine itself names."""
+    if node.role != "prefill":
+        return None
+    by_url = urlsplit(node.url).hostname if pool.remote_host == "url" else None
+    return node.facts.remote_host or by_url
 
 
 def buffer_capacity(lmcache: LMCache) -> int | None:

@@ -13,6 +13,7 @@ from pdproxy.cli.parser import examples
 from pdproxy.cli.reading import can_print, seconds
 from pdproxy.settings.errors import SettingsError
 from pdproxy.transfer.nixl import NIXL
+from pdproxy.transfer.registry import AUTO
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
@@ -57,7 +58,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check the engines of the settings and print what was found."""
     settings = settings_from(arguments)
-    if settings.pool.connector != NIXL.name:
+    if settings.pool.connector not in (NIXL.name, AUTO):
         # Its requests to prefill engines make LMCache's sender crash.
         raise SettingsError(
             f"pools[0].connector: `check` knows {NIXL.name} alone, got {settings.pool.connector}: use `pdproxy conformance`"

@@ -46,7 +46,10 @@ ENGINES: dict[Role, str] = {
 
 
 def _connectors() -> str:
-    return f"how KV is transferred, as the engines are configured: {', '.join(registry.names())} (default: {Pool().connector})"
+    return (
+        f"how KV is transferred, as the engines are configured: {', '.join(registry.names())}; auto: ask the engines "
+        f"(default: {Pool().connector})"
+    )
 
 
 def _notifier() -> str:

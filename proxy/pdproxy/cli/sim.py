@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 import msgspec
 
 from pdproxy.cli.parser import USAGE_ERROR, examples
-from pdproxy.sim.facts import Facts, Hardware, LMCache, Role
+from pdproxy.sim.facts import CpuBuffer, Facts, Hardware, LMCache, Role
 from pdproxy.sim.faults.book import Fault, parse
 from pdproxy.sim.faults.kind import FaultError
 from pdproxy.sim.faults.kinds import KINDS
@@ -83,17 +83,23 @@ _LMCACHE = {
     "notice_type": "how notices are tagged",
     "degraded": "LMCache did not start: no KV moves, no notices are sent",
 }
-_Group = Facts | Hardware | LMCache
+_CPU = {
+    "cpu_host": "prefill: where it pushes KV to; decode: where it listens",
+    "cpu_port": "TCP port of the decode engine; decode: 0 is any free one",
+    "cpu_size": "GiB of the buffer of an engine",
+}
+_Group = Facts | Hardware | LMCache | CpuBuffer
 _GROUPS: tuple[tuple[str, type[_Group], dict[str, str]], ...] = (
     ("the engine (vLLM's names)", Facts, _ENGINE),
     ("its hardware (an H200 with an 8B model)", Hardware, _HARDWARE),
     ("LMCache (its names)", LMCache, _LMCACHE),
+    ("connector cpu", CpuBuffer, _CPU),
 )
 _EXAMPLES = examples(
     "pdproxy sim --role prefill",
     "pdproxy sim --role decode --port 8300 --fault reset@mid_stream:rate=0.1",
 )
-_NESTED: dict[type[_Group], str] = {Hardware: "hardware", LMCache: "lmcache"}
+_NESTED: dict[type[_Group], str] = {Hardware: "hardware", LMCache: "lmcache", CpuBuffer: "cpu"}
 
 
 def add(commands: Commands) -> None:
@@ -219,7 +225,7 @@ def facts_from(arguments: argparse.Namespace) -> Facts:
     except _WrongOptionError:
         raise
     except ValueError as error:  # it names fields; here they are options
-        names = sorted(("role", *_ENGINE, *_HARDWARE, *_LMCACHE), key=len, reverse=True)
+        names = sorted(("role", *_ENGINE, *_HARDWARE, *_LMCACHE, *_CPU), key=len, reverse=True)
         pattern = rf"\b({'|'.join(names)})\b(?= must| = )"
         raise ValueError(re.sub(pattern, lambda match: _option(match[1]), str(error))) from None
 

@@ -115,7 +115,7 @@ class Engine:
 
     `node` is the ledger's entry. `block_size`: tokens in a KV block as configured, None: as its metrics show. `receiver`: where
     it receives KV that is pushed; `buffer`: its bounded receive buffer. Both are None where there is none. `ranks`: its
-    data-parallel size.
+    data-parallel size. `kv_host`: the host at which decode engines reach it, None: the one that it names itself.
     """
 
     node: Node
@@ -125,6 +125,7 @@ class Engine:
     receiver: Receiver | None = None
     buffer: ReceiveBuffer | None = None
     ranks: int = 1
+    kv_host: str | None = None
     probes: ProbeState = field(default_factory=ProbeState)
     audit: AuditState = field(default_factory=AuditState)
     _run: EngineRun | None = field(default=None, repr=False)

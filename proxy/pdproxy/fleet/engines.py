@@ -72,10 +72,12 @@ class EngineRegistry(Mapping[str, Engine]):
         receiver: Receiver | None = None,
         buffer_capacity: int | None = None,
         ranks: int = 1,
+        kv_host: str | None = None,
     ) -> Engine:
         """Make an engine known to the ledger and to all watchers. It gets requests once it has answered a probe.
 
         `buffer_capacity`: chunks of KV that its receive buffer holds, None: no bound is known. `ranks`: its data-parallel size.
+        `kv_host`: the host at which decode engines reach it, in place of the one that it names.
 
         Raises:
             ValueError: there is an engine with this URL.
@@ -85,7 +87,14 @@ class EngineRegistry(Mapping[str, Engine]):
         self._drop_idle()
         buffer = ReceiveBuffer(buffer_capacity) if buffer_capacity is not None else None
         engine = Engine(
-            self._ledger.add(spec), client, credentials or EngineCredentials(), block_size, receiver, buffer, ranks
+            self._ledger.add(spec),
+            client,
+            credentials or EngineCredentials(),
+            block_size,
+            receiver,
+            buffer,
+            ranks,
+            kv_host,
         )
         self._engines[spec.url] = self.known[spec.url] = engine
         for watcher in self._watchers:

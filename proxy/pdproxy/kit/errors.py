@@ -42,6 +42,7 @@ class Wait(Enum):
     RELEASE = "release"
     DRAIN = "drain"
     TOTAL = "total"
+    DETECT = "detect"
     PROBE = "probe"
 
 

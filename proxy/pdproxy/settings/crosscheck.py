@@ -17,7 +17,7 @@ from pdproxy.settings.dump import MASK
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
 from pdproxy.settings.limits import Limits
 from pdproxy.settings.schema import Auth, EngineTls, ListenTls, Node, Pool, Settings
-from pdproxy.settings.transfer_checks import check_transfer
+from pdproxy.settings.transfer_checks import check_pairs, check_transfer
 
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?\.?")
 _PORTS = {"http": 80, "https": 443}
@@ -84,6 +84,7 @@ def _checked(pool: Pool, path: KeyPath, need_engines: bool, found: Mistakes) -> 
         check_transfer(pool, nodes, path, found)
         _refuse_duplicates(nodes, path, found)
         nodes = [_with_sources(node, nodes, (*path, "nodes", at, "sources"), found) for at, node in enumerate(nodes)]
+        check_pairs(pool, nodes, path, found)
     if pool.nodes or need_engines:
         _refuse_useless({node.role for node in pool.nodes}, (*path, "nodes"), found)
     return msgspec.structs.replace(pool, nodes=tuple(nodes))
@@ -113,6 +114,7 @@ def _checked_node(node: Node, pool: Pool, others: Sequence[Node], path: KeyPath)
     check_transfer(pool, nodes, path[:2], found)
     _refuse_duplicates(nodes, path[:2], found)
     node = _with_sources(node, nodes, (*path, "sources"), found)
+    check_pairs(pool, (*others, node), path[:2], found)
     found.raise_any()
     return node
 

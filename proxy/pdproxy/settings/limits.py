@@ -61,6 +61,9 @@ class Deadlines(Section, frozen=True):
     total: Seconds = 3600.0
     """A whole request, whatever it waits for."""
 
+    detect: Seconds = 300.0
+    """With connector `auto`: until all engines have been asked which one they run. They load their models meanwhile."""
+
     probe: Seconds = 2.0
     """One probe of an engine. A health route that answers later is not healthy."""
 

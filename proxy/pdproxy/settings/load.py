@@ -21,6 +21,7 @@ from pdproxy.settings.receivers import ReceiverFlag, put_receivers
 from pdproxy.settings.schema import VLLM_BOOTSTRAP_PORT, Pool, Settings
 from pdproxy.settings.stage_nodes import read_stages
 from pdproxy.settings.yaml_file import read_yaml, spell_file
+from pdproxy.transfer.registry import AUTO
 
 __all__ = ["POOL", "EngineFlag", "Flag", "load", "with_scheme"]
 
@@ -116,6 +117,8 @@ def _add_stages(
     port, connector = (
         None if found.within("pools", 0, name) else pool.get(name) for name in ("bootstrap_port", "connector")
     )
+    if connector == AUTO:  # the file names it
+        connector = None
     try:
         stages = read_stages(stage_config, engines, connector, port or VLLM_BOOTSTRAP_PORT)
     except SettingsError as error:

@@ -14,8 +14,9 @@ from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Sect
 from pdproxy.transfer import registry
 
 Role = Literal["prefill", "decode", "aggregated"]
-Connector = Annotated[str, names_of(registry.names)]
+Connector = Annotated[str, names_of(registry.choices)]
 Dispatch = Literal["sequential", "concurrent"]
+RemoteHost = Literal["engine", "url"]
 FirstTokenFrom = Literal["prefill", "decode"]
 Policy = Annotated[str, names_of(policies.names)]
 OnTimeout = Literal["recompute", "fail"]
@@ -107,13 +108,17 @@ class Facts(Section, frozen=True):
     """Tokens in a KV block. None: read from the engine's metrics."""
 
     tensor_parallel_size: Count | None = None
-    """GPUs that share its weights. None: not known. Only the checks of a stage configuration read it."""
+    """GPUs that share its weights. None: not known. Checked: the sizes of a pair must be what the connector allows."""
 
     data_parallel_size: Count = 1
     """Data-parallel ranks behind its URL. Connectors whose legs name the other engine choose the rank of each leg."""
 
     engine_id: Text | None = None
     """The `engine_id` of its `--kv-transfer-config`. None: it chooses one at each start."""
+
+    remote_host: Host | None = None
+    """The host at which decode engines reach a prefill engine's side channel. It overrides the one in its KV handles, and the
+    pool's `remote_host`. None: as the pool says."""
 
     bootstrap: Text | None = None
     """A prefill engine's Mooncake bootstrap server, `http://host:port`. None: at its own host and the pool's `bootstrap_port`."""
@@ -174,6 +179,13 @@ class LMCache(Section, frozen=True):
     """Bytes of KV per token, on one rank: 2 x layers x KV heads x head size x bytes of the type, divided by the ranks."""
 
 
+class Cpu(Section, frozen=True):
+    """For the connector cpu."""
+
+    block_size: Count = 16
+    """Tokens in a KV block of the decode engines, vLLM's `--block-size`. They load nothing of a shorter prompt."""
+
+
 class Node(Section, frozen=True):
     """One engine: a vLLM server with its own HTTP port."""
 
@@ -226,13 +238,21 @@ class Pool(Section, frozen=True):
     """The pool's name in logs."""
 
     connector: Connector = "nixl"
-    """How KV gets from prefill to decode engines: depends on the `kv_connector` that they were started with."""
+    """How KV gets from prefill to decode engines: depends on the `kv_connector` that they were started with. `auto`: the engines
+    are asked at the start; if it can't be told, the proxy does not start."""
 
     dispatch: Dispatch | None = None
     """The order of a prompt's two legs: the prefill leg first, or both at once. None: the connector's usual order."""
 
+    remote_host: RemoteHost = "engine"
+    """Which host decode engines connect to for KV: the one that the prefill `engine` names in its KV handles, or the one of its
+    `url`, for engines that do not know how others reach them (address translation)."""
+
     lmcache: LMCache = LMCache()
     """For the connector lmcache-pd."""
+
+    cpu: Cpu = Cpu()
+    """For the connector cpu."""
 
     bootstrap_port: Port = VLLM_BOOTSTRAP_PORT
     """Port of a prefill engine's Mooncake bootstrap server, if nothing else names it. vLLM's own default; vllm-omni's files

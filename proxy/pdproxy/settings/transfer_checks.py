@@ -20,6 +20,8 @@ def receiver_host(node: Node) -> str:
 
 def check_transfer(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
     """Check a pool and its nodes against what its contract needs. Mistakes are added to `found`."""
+    if pool.connector == registry.AUTO:
+        return  # checked once the engines have been asked
     can = registry.entry_of(pool.connector).capabilities
     key, where = (*path, "tokenize"), found.source((*path, "tokenize"))
     if pool.tokenize == "off" and can.needs_ids:
@@ -32,6 +34,13 @@ def check_transfer(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mist
     if pool.dispatch is not None and pool.dispatch not in can.orders:
         text = f"connector {pool.connector} can't: expected {' or '.join(can.orders)}, got {pool.dispatch}"
         found.add(key, f"{spell_key(key)}: {text}{where}")
+    if not can.names_host:
+        named = [
+            (*path, "nodes", index, "facts", "remote_host") for index, n in enumerate(nodes) if n.facts.remote_host
+        ]
+        for key in [*([(*path, "remote_host")] if pool.remote_host != "engine" else []), *named]:
+            text = f"the KV handles of connector {pool.connector} name no host"
+            found.add(key, f"{spell_key(key)}: {text}{found.source(key)}")
     taken: dict[tuple[str, int], str] = {}
     for index, node in enumerate(nodes):
         key = (*path, "nodes", index, "receiver")
@@ -51,6 +60,51 @@ def check_transfer(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mist
         if lmcache.pd_buffer_size < chunk:
             text = f"{lmcache.pd_buffer_size} bytes are less than one chunk of {chunk} bytes"
             found.add(key, f"{spell_key(key)}.pd_buffer_size: {text}{where}")
+
+
+def check_pairs(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
+    """Check which decode engines take the KV of each prefill engine, by sources in their normal spelling."""
+    if pool.connector == registry.AUTO:
+        return
+    can = registry.entry_of(pool.connector).capabilities
+    _check_parallel_sizes(pool, nodes, path, found)
+    if not can.one_receiver:
+        return
+    for index, node in enumerate(nodes):
+        decodes = [other.url for other in nodes if other.role == "decode" and _takes(other, node.url)]
+        if node.role == "prefill" and len(decodes) > 1:
+            key, where = (*path, "nodes", index), found.source((*path, "nodes", index))
+            text = (
+                f"with connector {pool.connector} {node.url} pushes KV to one decode engine, but {' and '.join(decodes[:4])} "
+                "take its KV: name it in the sources of the one that it pushes to"
+            )
+            found.add(key, f"{spell_key(key)}: {text}{where}")
+
+
+def _check_parallel_sizes(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
+    """Check the tensor-parallel sizes of engines that work together, where both are given."""
+    if pool.lmcache.first_rank_only:
+        return  # the first rank has the KV of all
+    mixed = registry.entry_of(pool.connector).capabilities.mixed_parallel_sizes
+    for index, decode in enumerate(nodes):
+        for prefill in nodes:
+            if (decode.role, prefill.role) != ("decode", "prefill") or not _takes(decode, prefill.url):
+                continue
+            ours, theirs = decode.facts.tensor_parallel_size, prefill.facts.tensor_parallel_size
+            if (
+                ours is None
+                or theirs is None
+                or ours == theirs
+                or (mixed and max(ours, theirs) % min(ours, theirs) == 0)
+            ):
+                continue
+            key = (*path, "nodes", index, "facts", "tensor_parallel_size")
+            rule = "one must be a multiple of the other" if mixed else f"{pool.connector} needs the same"
+            found.add(key, f"{spell_key(key)}: {ours}, but {prefill.url} has {theirs}: {rule}{found.source(key)}")
+
+
+def _takes(decode: Node, prefill: str) -> bool:
+    return not decode.sources or prefill in decode.sources
 
 
 def _check_receiver(pool: Pool, node: Node, key: str, taken: dict[tuple[str, int], str], where: str) -> None:

@@ -1,8 +1,8 @@
 """The interface between the engine's core and a KV connector, in the order in which the core calls it. Pure.
 
 It follows vLLM's `KVConnectorBase_V1`; `Connector` itself does nothing. There is one file per connector: `nixl`, `lmcache_pd`,
-`lmcache_mp`, `shared`, `kvstore_keys`; `connectors` lists them. What happens outside of the core (a transfer, a notice to the
-proxy) is in `outbox` as commands; the driver carries them out and reports the results.
+`lmcache_mp`, `shared`, `kvstore_keys`, `cpu`; `connectors` lists them. What happens outside of the core (a transfer, a notice to
+the proxy) is in `outbox` as commands; the driver carries them out and reports the results.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ class Load(Protocol):
 
 class Connector:
     """One engine's connector. This one moves no KV and ignores all `kv_transfer_params`."""
+
+    keeps_aborted_loads = True
+    """Whether a request that is aborted while its KV is on its way keeps its blocks until that has come."""
 
     def __init__(self) -> None:
         self.outbox: deque[Any] = deque()

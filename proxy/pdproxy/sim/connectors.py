@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pdproxy.sim.connector import Connector
+from pdproxy.sim.cpu import Cpu
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.kvstore_keys import KVStoreKeys
 from pdproxy.sim.lmcache_mp import LMCacheMP
@@ -32,5 +33,7 @@ def connector_of(
             return Shared(facts, pool, storage)
         case "kvstore-keys":
             return KVStoreKeys(facts, pool, storage)
+        case "cpu":
+            return Cpu(facts, pool)
         case "none":
             return Connector()

@@ -314,8 +314,10 @@ class Core:
             self._running.remove(sequence)
         elif before is State.WAITING:
             self._waiting.remove(sequence)
-        elif reason == "abort":
+        elif reason == "abort" and self.connector.keeps_aborted_loads:
             return None  # LOADING: its blocks are freed after the transfer
+        else:
+            self._loads.pop(sequence.request.id, None)
         kept, params = self.connector.ended(sequence, reason, now)
         if not kept:
             self.pool.release(sequence.blocks)
@@ -330,15 +332,26 @@ class Core:
         self.connector.loaded(pull)
         for block, page in zip(sequence.blocks[-len(pages) :], pages, strict=True):
             self.pool.pages[block] = page
-        self.connector.arrived(pull.request_id)
+        self._arrived(sequence, pull.request_id, pull.tokens, sequence.prompt)
+
+    def _arrived(self, sequence: ActiveRequest, request_id: str, tokens: int, computed: int) -> None:
+        self.connector.arrived(request_id)
         if sequence.state is State.ENDED:
             self.pool.release(sequence.blocks)
             return
-        sequence.external = pull.tokens
-        sequence.computed = sequence.prompt
+        sequence.external = tokens
+        sequence.computed = computed
         self._remember(sequence)
-        sequence.computed -= 1  # the last token is computed again, for its output
+        sequence.computed -= sequence.computed == sequence.prompt  # the last token is computed again, for its output
         self._back_to_queue(sequence)
+
+    def received(self, request_id: str, pages: Sequence[Page], tokens: int) -> None:
+        """Store whole blocks that were pushed for a waiting request. A request that has ended is ignored."""
+        if (sequence := self._loads.get(request_id)) is None:
+            return
+        for block, page in zip(sequence.blocks[-len(pages) :], pages, strict=True):
+            self.pool.pages[block] = page
+        self._arrived(self._loads.pop(request_id), request_id, tokens, sequence.computed + tokens)
 
     def load_failed(self, request_id: str, now: float) -> None:
         """A request's KV can't be had, and a transfer of its own has failed."""

@@ -18,6 +18,8 @@ from typing import Any
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.sim.connector import ProxyNotice
 from pdproxy.sim.core import Core
+from pdproxy.sim.cpu import Cpu, FindReceiver, Received, SendPart
+from pdproxy.sim.cpu_link import CpuLink
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.folder import FolderStorage
 from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Offer, ReceiverHandshake, Write
@@ -80,6 +82,7 @@ class Engine:
         self._links = [NixlLink(self) for _ in range(facts.data_parallel_size if facts.has_nixl else 0)]
         self._sending = Sending()
         self._receiving = Receiving(self._pd, self.wake)
+        self._cpu_link = CpuLink(facts, self._cpu, self.wake)
         self._storage = storage
         self.notice_sender = NoticeSender(facts.notify, keeps=facts.connector != "nixl")
         self._failing_loads = 0
@@ -104,6 +107,7 @@ class Engine:
                 self.facts.lmcache.pd_peer_init_port,
                 self.facts.lmcache.pd_peer_alloc_port,
             )
+        await self._cpu_link.open(self.engine_id)
         if self._storage is None and self.facts.shared_storage_path:
             self._storage = FolderStorage(self.facts.shared_storage_path)
         self._sending = Sending()
@@ -131,6 +135,7 @@ class Engine:
         for link in self._links:
             await link.side.close()
         await self._receiving.close()
+        await self._cpu_link.close()
         await self._tasks.settle(0)
         await self.notice_sender.close()
 
@@ -198,6 +203,7 @@ class Engine:
         for link in self._links:
             link.side.freeze()
         self._receiving.freeze()
+        self._cpu_link.freeze()
 
     def thaw(self) -> None:
         """Go on after `freeze`."""
@@ -205,6 +211,7 @@ class Engine:
         for link in self._links:
             link.side.thaw()
         self._receiving.thaw()
+        self._cpu_link.thaw()
 
     def expire_leases(self) -> int:
         """End the lease of every handle now; return how many there were."""
@@ -339,18 +346,31 @@ class Engine:
         assert isinstance(connector, LMCachePD)
         return connector
 
+    def _cpu(self) -> Cpu:
+        connector = self._live_core().connector
+        assert isinstance(connector, Cpu)
+        return connector
+
     def _carry_out(self, core: Core) -> None:
         while core.commands:
             command = core.commands.popleft()
             if isinstance(command, ProxyNotice):
                 self.notice_sender.send(command)
+            elif isinstance(command, Received):
+                self._received(core, command)
             else:
                 self._tasks.spawn(self._perform(core, command), "command")
+
+    def _received(self, core: Core, command: Received) -> None:
+        core.received(command.request_id, command.pages, command.tokens)
+        self._wake.set()
 
     async def _perform(self, core: Core, command: Any) -> None:
         match command:
             case ReceiverHandshake() | Offer() | Write() | Cancel():
                 await self._push_chunks(self._pd(), command)
+            case FindReceiver() | SendPart():
+                await self._cpu_link.perform(command)
             case _:
                 await self._links[self._cores.index(core)].perform(core, command)
         self._carry_out(core)

@@ -14,7 +14,7 @@ Role = Literal["prefill", "decode", "aggregated"]
 LoadFailurePolicy = Literal["fail", "recompute"]
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 Template = Literal["chatml", "dated", "plain"]
-ConnectorName = Literal["nixl", "nixl-push", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys", "none"]
+ConnectorName = Literal["nixl", "nixl-push", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys", "cpu", "none"]
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,6 +90,28 @@ class LMCache(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
 
+class CpuBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `kv_connector_extra_config` of the connector `cpu`: where P pushes to and D listens, and the size of their buffers."""
+
+    cpu_host: str = "127.0.0.1"
+    cpu_port: int = 0
+    """D: 0 is any free one. P: its decode engine's."""
+    cpu_size: float = 1.0
+    """GiB of an engine's buffer."""
+
+    def __post_init__(self) -> None:
+        """Refuse invalid values."""
+        if not 0 <= self.cpu_port <= 65535:
+            raise ValueError(f"cpu_port must be 0 to 65535, got {self.cpu_port}")
+        if self.cpu_size <= 0:
+            raise ValueError(f"cpu_size must be above 0, got {self.cpu_size}")
+
+    @property
+    def bytes(self) -> int:
+        """The size of a buffer in bytes."""
+        return int(self.cpu_size * (1 << 30)) & ~0xFFF
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine. Names are vLLM's flags where it has one."""
 
@@ -143,6 +165,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """0: any free port."""
     hardware: Hardware = Hardware()
     lmcache: LMCache = LMCache()
+    cpu: CpuBuffer = CpuBuffer()
 
     def __post_init__(self) -> None:
         """Refuse what vLLM refuses."""
@@ -186,6 +209,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError(
                 f"chunk_size must be a multiple of block_size = {self.block_size}, got {self.lmcache.chunk_size}"
             )
+        if self.connector == "cpu" and self.role == "aggregated":
+            raise ValueError("role must be prefill or decode with connector = cpu, got aggregated")
+        if self.connector == "cpu" and self.role == "prefill" and not self.cpu.cpu_port:
+            raise ValueError("cpu_port must be given: a prefill engine pushes to this port of its decode engine")
         if self.connector != "lmcache-pd":
             return
         if self.role == "aggregated":

@@ -136,6 +136,13 @@ class HandledRequest:
         """Whether the client asked for a stream."""
         return self._request.stream
 
+    @property
+    def _has_handle(self) -> bool:
+        """Whether a good answer has a handle. Some engines give one to every request."""
+        facts = self.engine.facts
+        always = facts.connector == "cpu" and facts.role == "prefill"
+        return self._request.wants_handle or (always and self._request.generating and not self._request.stream)
+
     def ended(self) -> None:
         """Record that the engine ends the answer: the client has not left."""
         self._request.over = True
@@ -285,7 +292,7 @@ class HandledRequest:
 
     async def _send_whole(self, message: Message) -> None:
         if not self.writer.head_out:
-            if self._good and self._request.wants_handle and self._occurs("handed_over"):
+            if self._good and self._has_handle and self._occurs("handed_over"):
                 return
             if self._good and self._occurs("last_chunk"):
                 return

@@ -13,6 +13,7 @@ from typing import Any
 
 from pdproxy.sim.connector import ProxyNotice
 from pdproxy.sim.core import Core, Step
+from pdproxy.sim.cpu import Cpu, FindReceiver, Received, SendPart
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Offer, Receiver, ReceiverHandshake, Write
 from pdproxy.sim.nixl import Greeting, Handshake, Peer, PeerNotice, Pull
@@ -150,6 +151,8 @@ class VirtualCluster:
                 self._push_chunks(engine, command)
             case Register() | Push():
                 self._push(engine, command)
+            case FindReceiver() | SendPart() | Received():
+                self._push_part(engine, command)
             case _:
                 self._move(engine, command)
 
@@ -251,6 +254,32 @@ class VirtualCluster:
             case Cancel():
                 buffer.cancel(command.request, command.keys, self.now)
 
+    # -- parts that are pushed to host memory
+
+    def _push_part(self, engine: VirtualEngine, command: FindReceiver | SendPart | Received) -> None:
+        if isinstance(command, Received):
+            engine.core.received(command.request_id, command.pages, command.tokens)
+            self.at(self.now, lambda: self._turn(engine))
+            return
+        mine = _cpu(engine)
+        peer = next((one for one in self.engines if _listens(one, engine.facts.cpu.cpu_port)), None)
+        match command:
+            case FindReceiver() if peer is not None:
+                self.at(self.now, lambda: self._after(engine, lambda: mine.found(peer.core.engine_id)))
+            case SendPart() if peer is not None and peer.core.engine_id == command.engine_id:
+
+                def taken() -> None:
+                    self.at(self.now, lambda: self._after(engine, lambda: mine.sent(command.part, whole=True)))
+
+                def offered() -> None:
+                    _cpu(peer).offer(command.part, taken)
+                    self._turn(peer)
+
+                after = engine.facts.hardware.transfer_s(command.part.stop - command.part.start)
+                self.at(self.now + after, offered)
+            case SendPart():
+                mine.sent(command.part, whole=False)
+
     def _after(self, engine: VirtualEngine, what: Callable[[], None]) -> None:
         if not engine.dead:
             what()
@@ -265,6 +294,16 @@ class VirtualCluster:
             if pushed_to and ports == (receiver.init_port, receiver.alloc_port) and place < facts.pd_ranks:
                 return engine, _pd(engine)
         return None
+
+
+def _listens(engine: VirtualEngine, port: int) -> bool:
+    facts = engine.facts
+    return facts.connector == "cpu" and facts.role == "decode" and facts.cpu.cpu_port == port and not engine.dead
+
+
+def _cpu(engine: VirtualEngine) -> Cpu:
+    assert isinstance(engine.core.connector, Cpu)
+    return engine.core.connector
 
 
 def _pd(engine: VirtualEngine) -> LMCachePD:

@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
 
+from pdproxy.sim.core import Core
+from pdproxy.sim.cpu import Received
 from pdproxy.sim.engine import Engine
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.faults.moments import Moment
@@ -41,6 +43,10 @@ class WatchedEngine(Engine):
                     yield output
         finally:
             self._watchers.pop(request.id, None)
+
+    def _received(self, core: Core, command: Received) -> None:
+        self.transferring(command.request_id)
+        super()._received(core, command)
 
     def transferring(self, request_id: str) -> None:
         """Call the watcher of the request whose KV is about to come."""

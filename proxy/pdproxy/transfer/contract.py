@@ -172,10 +172,12 @@ class HeldByDecode(Holder):
     So only that engine can release it. KV must not be read before all its notices have come: parts of it may not be written
     yet. A prefill leg must not be closed before its answer: the engine may fail while it pushes.
 
-    `release_body(model, handle)`: a completion that makes the decode engine read the KV, answered with 200.
+    `release_leg(model, handle)`: a request that makes the decode engine read the KV, answered with 200. Its id is one of its own
+    unless its headers have one. `read_waits`: the engine waits for ever for KV that it has read before.
     """
 
-    release_body: Callable[[str | None, Handle], bytes]
+    release_leg: Callable[[str | None, Handle], LegRequest]
+    read_waits: bool = False
 
     def pushed_to(self, decode: str) -> str | None:
         """Return the engine that a leg's KV is pushed to."""
@@ -245,6 +247,12 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     peers_from: PeerSource | None = None
     """How the proxy learns where engines reach each other, where the legs need it."""
 
+    names_host: bool = False
+    """Handles name a host of the prefill engine, which decode engines connect to."""
+
+    one_receiver: bool = False
+    """Each prefill engine pushes KV to one decode engine, which its own configuration names. Settings must pair them so."""
+
     mixed_parallel_sizes: bool = False
     """A pair may have different tensor-parallel sizes, if one is a multiple of the other."""
 
@@ -296,6 +304,7 @@ class Contract:
 
     Afterwards:
         - `holder`: who holds the KV until it is read or released.
+        - `at_host(handle, host)` returns the handle with another host of the prefill engine. None: it names none.
     """
 
     name: str
@@ -314,6 +323,7 @@ class Contract:
     handle_from_notice: Callable[[Notice], Handle | None] | None = None
     early: bool = False
     holder: Holder = NOT_HELD
+    at_host: Callable[[Handle, str], Handle] | None = None
 
     @property
     def needs_ids(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from pdproxy.transfer.contract import NO_CAPABILITIES, Capabilities, Contract
+from pdproxy.transfer.signs import NO_SIGNS, Signs
 
 
 class NoOptions(msgspec.Struct, frozen=True):
@@ -34,6 +35,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     kv_connectors: tuple[str, ...] = ()
     """The `kv_connector` names of vLLM's engines that can run this contract."""
+
+    signs: Signs = NO_SIGNS
+    """What engines of the contract show, for the connector that is found by asking them."""
 
     def contract(self, settings: object) -> Contract:
         """Build the contract with the options that settings give.

@@ -17,6 +17,7 @@ import msgspec
 from pdproxy.transfer.bodies import decode_fields, prefill_fields
 from pdproxy.transfer.contract import Capabilities, Contract, Dispatch, Handle, LegRequest, encode, raw, unclaimed
 from pdproxy.transfer.entry import Entry
+from pdproxy.transfer.signs import Signs
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.kvparams import KVTransferParams, store_keys
 from pdproxy.wire.request import Parsed, Prompt
@@ -75,5 +76,9 @@ NAME = "kvstore-keys"
 CAPABILITIES = Capabilities(needs_ids=True, takes_ids=True)
 KVSTORE_KEYS = Contract(name=NAME, prefill=prefill, handle=handle, decode=decode, capabilities=CAPABILITIES)
 ENTRY = Entry(
-    name=NAME, build=lambda _: KVSTORE_KEYS, capabilities=CAPABILITIES, kv_connectors=("MooncakeStoreConnector",)
+    name=NAME,
+    build=lambda _: KVSTORE_KEYS,
+    capabilities=CAPABILITIES,
+    kv_connectors=("MooncakeStoreConnector",),
+    signs=Signs(last_version="0.9"),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pdproxy.transfer.contract import Capabilities, Channel, Contract, Dispatch
 from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.shared import decode, handle, prefill
+from pdproxy.transfer.signs import Signs
 
 
 def _from_each_rank(_dispatch: Dispatch) -> int | None:
@@ -26,4 +27,10 @@ LMCACHE_MP = Contract(
     needs_leg_id=True,
     notices=_from_each_rank,
 )
-ENTRY = Entry(name=NAME, build=lambda _: LMCACHE_MP, capabilities=CAPABILITIES, kv_connectors=("LMCacheMPConnector",))
+ENTRY = Entry(
+    name=NAME,
+    build=lambda _: LMCACHE_MP,
+    capabilities=CAPABILITIES,
+    kv_connectors=("LMCacheMPConnector",),
+    signs=Signs(metrics=("lmcache:",)),
+)

@@ -44,6 +44,7 @@ from pdproxy.transfer.contract import (
     unclaimed,
 )
 from pdproxy.transfer.entry import Entry
+from pdproxy.transfer.signs import Signs
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.request import Alone, Parsed, Prompt, Route
@@ -157,12 +158,12 @@ def _limit(parsed: Parsed) -> int | None:
     return None
 
 
-def release_body(model: str | None, given: Handle) -> bytes:
+def release_leg(model: str | None, given: Handle) -> LegRequest:
     """Return a completion that makes the decode engine read what was pushed: only a read frees its buffer."""
     fields = {"prompt": raw(given.params), "max_tokens": _ONE, "stream": _FALSE, "temperature": raw(b"0")}
     if model is not None:
         fields["model"] = raw(msgspec.json.encode(model))
-    return encode(fields)
+    return LegRequest(Route.COMPLETIONS, encode(fields))
 
 
 def _with(ids: bytes, token: int) -> bytes:
@@ -281,7 +282,7 @@ def lmcache_pd(options: Options = _DEFAULTS) -> Contract:
         needs_leg_id=True,
         min_tokens=min_tokens,
         notices=notices,
-        holder=HeldByDecode(release_body),
+        holder=HeldByDecode(release_leg),
     )
 
 
@@ -292,4 +293,5 @@ ENTRY = Entry(
     section="pool.lmcache",
     capabilities=CAPABILITIES,
     kv_connectors=("LMCacheConnectorV1", "LMCacheConnectorV1Dynamic"),
+    signs=Signs(metrics=("lmcache:",)),
 )

@@ -26,7 +26,9 @@ from pdproxy.transfer.contract import (
     raw,
 )
 from pdproxy.transfer.entry import Entry
+from pdproxy.transfer.signs import Ask, Signs
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
+from pdproxy.wire.fields import Fields
 from pdproxy.wire.notices import Notice
 from pdproxy.wire.request import Parsed, Prompt, Route
 
@@ -126,6 +128,13 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
     return LegRequest(parsed.route, encode(fields))
 
 
+def at_host(given: Handle, host: str) -> Handle:
+    """Return the handle with another host of the prefill engine's side channel: the engine may not know how others reach it."""
+    fields = msgspec.json.decode(given.params, type=Fields)
+    fields["remote_host"] = raw(msgspec.json.encode(host))
+    return msgspec.structs.replace(given, params=msgspec.json.encode(fields))
+
+
 def release_body(model: str | None, given: Handle) -> bytes:
     """Return a completion that the decode engine's handler refuses (`max_tokens` 0), which frees the prefill engine's blocks.
 
@@ -159,7 +168,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 NAME = "nixl"
-CAPABILITIES = Capabilities(takes_ids=True, notices_over=Channel.ZMQ, mixed_parallel_sizes=True)
+CAPABILITIES = Capabilities(takes_ids=True, notices_over=Channel.ZMQ, mixed_parallel_sizes=True, names_host=True)
 NIXL = Contract(
     name=NAME,
     prefill=prefill,
@@ -167,6 +176,7 @@ NIXL = Contract(
     decode=decode,
     capabilities=CAPABILITIES,
     holder=HeldByPrefill(release_body, refusal_released),
+    at_host=at_host,
 )
 
 
@@ -180,6 +190,12 @@ def nixl(options: Options) -> Contract:
     )
 
 
+def signs(mode: str, first_version: str = "") -> Signs:
+    """Return what NIXL's engines show. `mode`: their `transfer_mode`, which engines before vLLM 0.32.0 do not name."""
+    ask = Ask(params=bytes(_ASK), keys=("remote_engine_id", "remote_block_ids"), values=(("transfer_mode", mode),))
+    return Signs(metrics=("vllm:nixl_",), always=True, ask=ask, first_version=first_version)
+
+
 ENTRY = Entry(
     name=NAME,
     build=nixl,
@@ -187,4 +203,5 @@ ENTRY = Entry(
     section="kv_ready",
     capabilities=CAPABILITIES,
     kv_connectors=("NixlConnector", "NixlPullConnector"),
+    signs=signs("pull"),
 )

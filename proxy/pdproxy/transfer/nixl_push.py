@@ -142,6 +142,7 @@ CAPABILITIES = Capabilities(
     orders=("concurrent", "sequential"),
     peers_from=PeerSource.ANSWERS,
     mixed_parallel_sizes=True,
+    names_host=True,
 )
 CONTRACT = Contract(
     name=NAME,
@@ -155,6 +156,7 @@ CONTRACT = Contract(
     promise=promise,
     peer_in=peer_in,
     holder=PushedToDecode(),
+    at_host=nixl.at_host,
 )
 
 
@@ -162,4 +164,10 @@ def _build(_options: NoOptions) -> Contract:
     return CONTRACT
 
 
-ENTRY = Entry(name=NAME, build=_build, capabilities=CAPABILITIES, kv_connectors=("NixlPushConnector",))
+ENTRY = Entry(
+    name=NAME,
+    build=_build,
+    capabilities=CAPABILITIES,
+    kv_connectors=("NixlPushConnector",),
+    signs=nixl.signs("push", first_version="0.20"),
+)

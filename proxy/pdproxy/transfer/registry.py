@@ -6,7 +6,7 @@ none.
 
 from __future__ import annotations
 
-from pdproxy.transfer import kvstore_keys, lmcache_mp, lmcache_pd, nixl, nixl_push, shared
+from pdproxy.transfer import cpu, kvstore_keys, lmcache_mp, lmcache_pd, nixl, nixl_push, shared
 from pdproxy.transfer.entry import Entry
 
 ENTRIES: tuple[Entry, ...] = (
@@ -16,7 +16,17 @@ ENTRIES: tuple[Entry, ...] = (
     lmcache_mp.ENTRY,
     shared.ENTRY,
     kvstore_keys.ENTRY,
+    cpu.ENTRY,
 )
+
+
+AUTO = "auto"
+"""`pools[].connector`: the contract is found by asking the engines."""
+
+
+def choices() -> tuple[str, ...]:
+    """Return what `pools[].connector` can be."""
+    return (*names(), AUTO)
 
 
 def names() -> tuple[str, ...]:

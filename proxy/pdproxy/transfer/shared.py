@@ -10,6 +10,7 @@ from __future__ import annotations
 from pdproxy.transfer.bodies import decode_fields, prefill_fields
 from pdproxy.transfer.contract import Contract, Dispatch, Handle, LegRequest, encode, unclaimed
 from pdproxy.transfer.entry import Entry
+from pdproxy.transfer.signs import Signs
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.request import Parsed, Prompt
 
@@ -42,4 +43,5 @@ ENTRY = Entry(
         "LMCacheConnectorV1Dynamic",
         "LMCacheMPConnector",
     ),
+    signs=Signs(metrics=("vllm:mooncake_store_", "lmcache:")),
 )

@@ -7,7 +7,7 @@ quotes of the engine's answer truncated.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,13 +26,15 @@ from pdproxy.kit.errors import (
 from pdproxy.kit.text import truncate
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.upstream.client import LOCAL_ERRORS, describe_os, describe_tls
-from pdproxy.upstream.metrics_page import MAX_PAGE, Scrape, read_metrics
+from pdproxy.upstream.metrics_page import MAX_PAGE, Scrape, names_in, read_metrics
 from pdproxy.wire.model import MAX_MODEL_NAME
 
 MAX_SHORT_ANSWER = 64 << 10
 """Bytes of a version, or of the ids of a short prompt."""
 MAX_MODEL_LIST = 4 << 20
 """Bytes of a list of models, which has 600 bytes for each."""
+MAX_SERVER_INFO = 4 << 20
+"""Bytes of an engine's configuration with its environment: tens of KB."""
 MAX_MODELS = 4096
 """Models and adapters of an engine."""
 _MAX_NAME = 1024
@@ -68,6 +70,18 @@ class _Models(msgspec.Struct):
 
 class _Version(msgspec.Struct):
     version: str = ""
+
+
+class _KvTransferConfig(msgspec.Struct):
+    kv_connector: str | None = None
+
+
+class _Config(msgspec.Struct):
+    kv_transfer_config: _KvTransferConfig | None
+
+
+class _ServerInfo(msgspec.Struct):
+    vllm_config: _Config
 
 
 class _Tokens(msgspec.Struct):
@@ -148,6 +162,34 @@ class EngineAdmin:
         """Return an engine's load and counters."""
         return read_metrics(await self._get(url, "/metrics", MAX_PAGE))
 
+    async def metric_names(self, url: str, beginnings: Iterable[str]) -> frozenset[str]:
+        """Return those beginnings of names that a metric of an engine has."""
+        return names_in(await self._get(url, "/metrics", MAX_PAGE), beginnings)
+
+    async def kv_connector(self, url: str) -> str | None:
+        """Return the `kv_connector` of an engine, "" if it has none; None if the engine does not report it.
+
+        vLLM reports its configuration only in its development mode (VLLM_SERVER_DEV_MODE).
+        """
+        try:
+            answer = await self._get(url, "/server_info?config_format=json", MAX_SERVER_INFO)
+            config = msgspec.json.decode(answer, type=_ServerInfo).vllm_config.kv_transfer_config
+        except (EngineRefusedError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        return truncate(config.kv_connector or "", 100) if config is not None else ""
+
+    async def answers(self, url: str, path: str) -> bool:
+        """Return whether something answers a GET with 200."""
+        try:
+            await self._request("GET", url, path, None, max_bytes=0)
+        except EngineError:
+            return False
+        return True
+
+    async def post(self, url: str, path: str, body: bytes, *, timeout: float, max_bytes: int) -> bytes:
+        """Return the answer to a request for one token, within `timeout` seconds."""
+        return await self._request("POST", url, path, body, timeout=timeout, wait=Wait.DETECT, max_bytes=max_bytes)
+
     async def close(self) -> None:
         """Close the session."""
         if self._session is not None:
@@ -165,6 +207,7 @@ class EngineAdmin:
         authorization: str | None = None,
         *,
         timeout: float | None = None,
+        wait: Wait = Wait.TOKENIZE,
         max_bytes: int,
     ) -> bytes:
         """Return an answer's body of at most `max_bytes` bytes; with 0 it is not read."""
@@ -195,7 +238,7 @@ class EngineAdmin:
         except TimeoutError:
             raise EngineTimeoutError(
                 f"{path} did not answer in {timeout or self._timeout:g} s",
-                wait=Wait.PROBE if timeout is None else Wait.TOKENIZE,
+                wait=Wait.PROBE if timeout is None else wait,
             ) from None
         except aiohttp.ClientConnectorCertificateError as error:
             raise EngineTlsError(describe_certificate(error.certificate_error)) from None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -42,6 +42,14 @@ class Scrape:
 
 NO_METRICS = Scrape(0.0, None, 0.0, 0.0, 0.0, {})
 """The values of an engine without metrics."""
+
+
+def names_in(page: bytes, beginnings: Iterable[str]) -> frozenset[str]:
+    """Return those beginnings of names that a metric of a page has, whether it has values yet or not."""
+    text = b"\n" + page
+    return frozenset(
+        name for name in beginnings if any(start + name.encode() in text for start in (b"\n", b"\n# TYPE "))
+    )
 
 
 def read_metrics(page: bytes) -> Scrape:

@@ -13,6 +13,7 @@ import msgspec
 from pdproxy.lab.check.metrics import Metrics
 from pdproxy.scheduling.nodes import Evidence
 from pdproxy.settings.schema import Role, Settings
+from pdproxy.transfer.detect import Found, Undecided
 
 TroubleKind = Literal["unreachable", "tls", "silent", "broken", "unhealthy", "key"]
 """No connection; no TLS, or a certificate that is not trusted; no answer in time; an answer that is not HTTP or not JSON; an
@@ -203,6 +204,8 @@ class Facts(msgspec.Struct, kw_only=True):
     engines: list[EngineFacts]
     pairs: list[PairFacts] = []
     machine: MachineFacts = MachineFacts()
+    connector: Found | Undecided | None = None
+    """With connector `auto`: the one that the engines show. None: the settings name one."""
     timeout: float = 10.0
 
     def by_role(self, *roles: Role) -> list[EngineFacts]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from pdproxy.app.credentials import Credentials
+from pdproxy.app.detection import look
+from pdproxy.app.transfer import kv_host_of
 from pdproxy.kit.ids import mint
 from pdproxy.lab.check.engines import ask_engine, scrape
 from pdproxy.lab.check.facts import EngineFacts, Facts, MachineFacts
@@ -13,7 +15,9 @@ from pdproxy.lab.check.http_client import HttpClient
 from pdproxy.lab.check.options import Options
 from pdproxy.lab.check.pairs import PairProbe, try_pairs
 from pdproxy.settings.schema import Settings
+from pdproxy.transfer.detect import Found, Undecided
 from pdproxy.transfer.nixl import NIXL
+from pdproxy.transfer.registry import AUTO
 
 
 def _mark() -> str:
@@ -22,17 +26,32 @@ def _mark() -> str:
 
 async def gather(settings: Settings, options: Options, machine: MachineFacts) -> Facts:
     """Ask the engines of the settings and return the facts, whatever the engines do."""
+    shown = await _connector(settings, options)
+    tried = shown is None or (isinstance(shown, Found) and shown.contract == NIXL.name)
     credentials = Credentials(settings)
     http = HttpClient(timeout=options.timeout, key=credentials.engine_key, tls=credentials.engine_tls)
     try:
-        engines = await asyncio.gather(*(ask_engine(http, node, _mark()) for node in settings.pool.nodes))
-        facts = Facts(settings=settings, engines=engines, machine=machine, timeout=options.timeout)
-        handles = Handles(http, NIXL, options)
+        # Some engines crash at a completion that is not of their connector.
+        asked = (ask_engine(http, node, _mark(), generates=tried) for node in settings.pool.nodes)
+        engines = await asyncio.gather(*asked)
+        facts = Facts(settings=settings, engines=engines, machine=machine, timeout=options.timeout, connector=shown)
+        if not tried:
+            return facts
+        hosts = {node.url: kv_host_of(node, settings.pool) for node in settings.pool.nodes}
+        handles = Handles(http, NIXL, options, hosts)
         await try_pairs(PairProbe(http, handles, options, _mark), facts, options.lease_watch)
         await asyncio.gather(*(_note_restart(http, engine) for engine in engines if engine.could_be_asked))
         return facts
     finally:
         await http.close()
+
+
+async def _connector(settings: Settings, options: Options) -> Found | Undecided | None:
+    """Return the connector that the engines show. None: the settings name it, or no KV is transferred."""
+    if settings.pool.connector != AUTO or not any(node.role == "prefill" for node in settings.pool.nodes):
+        return None
+    shown, _ = await look(settings, options.timeout)
+    return shown
 
 
 async def _note_restart(http: HttpClient, engine: EngineFacts) -> None:

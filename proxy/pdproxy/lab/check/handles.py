@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import msgspec
@@ -34,10 +35,13 @@ class _Params(msgspec.Struct):
 
 
 class Handles:
-    """Takes and releases handles of one contract."""
+    """Takes and releases handles of one contract. `hosts`: where others reach a prefill engine, if not where it says itself."""
 
-    def __init__(self, http: HttpClient, contract: Contract, options: Options) -> None:
+    def __init__(
+        self, http: HttpClient, contract: Contract, options: Options, hosts: Mapping[str, str | None] | None = None
+    ) -> None:
         self.contract = contract
+        self._hosts = hosts or {}
         self._http, self._options = http, options
 
     async def take(self, prefill: EngineFacts, parsed: Parsed, request_id: str) -> Handle | str:
@@ -53,6 +57,9 @@ class Handles:
         handle = self.contract.handle(parsed, answer, NO_DISPATCH)
         if isinstance(handle, str):
             return handle
+        host = self._hosts.get(prefill.url)
+        if host is not None and self.contract.at_host is not None:
+            handle = self.contract.at_host(handle, host)
         params = msgspec.json.decode(handle.params, type=_Params)
         if prefill.side is None:
             prefill.side = await self._side_channel(prefill, params)

@@ -10,6 +10,7 @@ import msgspec
 
 from pdproxy.lab.check.facts import EngineFacts, Facts, PairFacts
 from pdproxy.lab.check.findings import Finding
+from pdproxy.transfer.detect import Found
 
 Mark = Literal["good", "bad", "warning", "note"]
 _UNICODE: dict[Mark, str] = {"good": "✓", "bad": "✗", "warning": "!", "note": "·"}
@@ -52,7 +53,7 @@ def verdict(facts: Facts, findings: Sequence[Finding]) -> str:
 
 def as_text(facts: Facts, findings: Sequence[Finding], style: Style) -> str:
     """Return the report as text, with a line break at its end."""
-    lines = ["engines", *_engines(facts, findings, style)]
+    lines = [*_connector(facts), "engines", *_engines(facts, findings, style)]
     if facts.pairs:
         lines += ["pairs", *_pairs(facts, findings, style)]
     if findings:
@@ -66,6 +67,12 @@ def as_json(facts: Facts, findings: Sequence[Finding], *, strict: bool) -> bytes
         "exit_code": exit_code(findings, strict=strict),
         "verdict": verdict(facts, findings),
         "findings": findings,
+        "connector": None
+        if facts.connector is None
+        else {
+            "name": facts.connector.contract if isinstance(facts.connector, Found) else None,
+            "evidence": facts.connector.lines,
+        },
         "engines": [
             {
                 "url": engine.url,
@@ -99,6 +106,16 @@ def as_json(facts: Facts, findings: Sequence[Finding], *, strict: bool) -> bytes
         ],
     }
     return msgspec.json.format(msgspec.json.encode(body), indent=2)
+
+
+def _connector(facts: Facts) -> Iterator[str]:
+    """Yield what connector the engines show, and by what."""
+    if facts.connector is None:
+        return
+    name = facts.connector.contract if isinstance(facts.connector, Found) else "unclear"
+    yield f"connector: {name}"
+    for line in facts.connector.lines:
+        yield from _wrapped(line, "  ", "    ", 2)
 
 
 def _engines(facts: Facts, findings: Sequence[Finding], style: Style) -> Iterator[str]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from pdproxy.app.credentials import Credentials
+from pdproxy.app.detection import settled
 from pdproxy.kit.ids import mint
 from pdproxy.lab.check.compatibility import common_model
 from pdproxy.lab.check.engines import ask_engine
@@ -39,6 +40,7 @@ async def run(settings: Settings, options: Options, checks: Sequence[Check] = CH
     Raises:
         SettingsError: there is no pair, or the proxy can't be built or listen with these settings.
     """
+    settings = await settled(settings, deadline=options.timeout)
     pairs = pairs_of(settings)
     if not pairs:
         raise SettingsError("conformance needs a prefill and a decode engine that work together")

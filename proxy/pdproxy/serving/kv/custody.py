@@ -78,11 +78,12 @@ class Custody:
         "promised",
         "since",
         "state",
+        "was_asked",
     )
 
     def __init__(self, custodian: Custodian, handle: Handle, leg: PrefillRecord, *, promised: bool = False) -> None:
         self._custodian = custodian
-        self.handle = handle
+        self.handle = custodian.placed(handle, leg.prefill)
         self.prefill = leg.prefill
         self.decode = leg.receiver
         self.expected = leg.expected
@@ -94,6 +95,8 @@ class Custody:
         self.since = custodian.now()
         self.on_expired: Callable[[], None] | None = None
         """Called if the lease ends while a decode engine may still read the KV: it could read another prompt's KV."""
+        self.was_asked = False
+        """Whether a decode engine was sent the handle: it may have read the KV."""
         self._over: list[Callable[[], None]] = []
         self._unread = False
         self.promised = promised
@@ -115,7 +118,7 @@ class Custody:
 
     def asked(self, decode: str) -> None:
         """Record that the handle was sent to a decode engine."""
-        self.decode = decode
+        self.decode, self.was_asked = decode, True
         if self.state is not None and not self.promised:
             self.state = State.ASKED
 
@@ -153,6 +156,7 @@ class Custody:
         if not self.promised:
             return
         self.promised = False
+        handle = self._custodian.placed(handle, self.prefill)
         if self.state is None:
             self.handle = handle if self.how is None else without_params(handle)
             return
@@ -247,6 +251,7 @@ class Custodian:
         self._live: set[Custody] = set()
         self._has_notices = contract.handle_from_notice is not None
         self._decode_waits = contract.holder.decode_waits
+        self._at_host, self._engines = contract.at_host, engines
         self._named: dict[str, Custody] = {}  # the same custodies by the engines' own ids, if notices carry these
         self._tasks = TaskOwner("custody")
         self.contacts = Contacts(engines)
@@ -290,6 +295,13 @@ class Custodian:
         """Return the URLs of engines that hold KV for us, or may do so."""
         legs = [(custody.prefill, custody.decode) for custody in self._live]
         return {url for pair in (*legs, *self.orphans.named()) for url in pair if url is not None}
+
+    def placed(self, handle: Handle, prefill: str) -> Handle:
+        """Return a handle with the host at which the settings say that others reach its prefill engine."""
+        engine = self._engines.get(prefill)
+        if self._at_host is None or engine is None or engine.kv_host is None:
+            return handle
+        return self._at_host(handle, engine.kv_host)
 
     def take(self, handle: Handle, leg: PrefillRecord) -> Custody:
         """Become responsible for a handle."""

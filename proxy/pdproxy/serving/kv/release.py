@@ -24,9 +24,9 @@ from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.kv.ready import Expected
 from pdproxy.settings.limits import Deadlines
-from pdproxy.transfer.contract import Handle, HeldByDecode, HeldByPrefill, Holder, PushedToDecode
+from pdproxy.transfer.contract import Handle, HeldByDecode, HeldByPrefill, Holder, LegRequest, PushedToDecode
+from pdproxy.wire.request import Route
 
-RELEASE_PATH = "/v1/completions"
 _MAX_TRIES = 3
 FIRST_CONTACT = 1.0
 """Seconds between two tries. A decode engine that has never pulled from a prefill engine must first make a handshake with it. It
@@ -45,6 +45,7 @@ class Kept(Protocol):
     model: str | None
     authorization: tuple[tuple[bytes, bytes], ...]
     expected: Expected | None
+    was_asked: bool
 
 
 class Contacts:
@@ -125,14 +126,15 @@ class Release(ABC):
     def lost(self, kept: Kept) -> str:
         """Return what happens to KV that could not be released, for a log line."""
 
-    async def _ask(self, kept: Kept, decode: str, body: bytes, timeout: float) -> int | None:
-        """Send a decode engine the completion that releases KV. Return the answer's status, 0 for none, None if it was late."""
+    async def _ask(self, kept: Kept, decode: str, leg: LegRequest, timeout: float) -> int | None:
+        """Send a decode engine the request that releases KV. Return the answer's status, 0 for none, None if it was late."""
         if (engine := self._resources.engines.get(decode)) is None:
             return 0  # it was removed
         client = engine.client
-        headers = ((b"x-request-id", b"release-" + mint().encode()), *kept.authorization)
+        named = leg.headers or ((b"x-request-id", b"release-" + mint().encode()),)
+        message = client.request(leg.route.value, (*named, *kept.authorization), leg.body)
         try:
-            answer = await client.whole(client.request(RELEASE_PATH, headers, body), timeout, Wait.RELEASE)
+            answer = await client.whole(message, timeout, Wait.RELEASE)
         except (EngineError, OverloadedError) as error:
             if isinstance(error, EngineTimeoutError | EngineUnreachableError) and error.wait is not None:
                 self._resources.observers.notify(DeadlinePassed(error.wait.value, decode))
@@ -170,17 +172,17 @@ class ReleaseByRefusal(Release):
         """Have decode engines refuse a request with the handle, until one has. Return whether one has."""
         if self._body is None:
             return False
-        body = self._body(kept.model, kept.handle)
+        leg = LegRequest(Route.COMPLETIONS, self._body(kept.model, kept.handle))
         resources, refused = self._resources, 400  # 401 and 404 come from before the handler that releases KV
         timeout = resources.deadlines.release
         for number in range(_MAX_TRIES):
             await self._before_try(number)
             node = resources.ledger.release_through(kept.prefill, kept.model, resources.now(), prefer_not=kept.decode)
-            if node is None or await self._ask(kept, node.url, body, timeout) != refused:
+            if node is None or await self._ask(kept, node.url, leg, timeout) != refused:
                 continue
             if not resources.contacts.met(kept.prefill, node.url):
                 await asyncio.sleep(FIRST_CONTACT)
-                await self._ask(kept, node.url, body, timeout)
+                await self._ask(kept, node.url, leg, timeout)
             return True
         return False
 
@@ -213,7 +215,9 @@ class ReleaseByReading(Release):
 
     async def release(self, kept: Kept) -> bool:
         """Have the decode engine read the KV, once all of it is there. Return whether it has."""
-        body, done = self._holder.release_body(kept.model, kept.handle), 200
+        leg, done = self._holder.release_leg(kept.model, kept.handle), 200
+        deadlines = self._resources.deadlines
+        timeout = deadlines.release if self._holder.read_waits else deadlines.total
         if not await self._all_written(kept):
             return False
         for number in range(_MAX_TRIES):
@@ -221,11 +225,12 @@ class ReleaseByReading(Release):
             if kept.decode is None:
                 continue
             # The engine reads the KV when the request's turn comes. A request that is closed earlier leaves the KV there.
-            status = await self._ask(kept, kept.decode, body, self._resources.deadlines.total)
+            status = await self._ask(kept, kept.decode, leg, timeout)
             if status == done:
                 return True
             if status is None:
-                return False  # it may have read it after all: a second read would take another prompt's KV
+                # It may have read it after all. A second read would take another prompt's KV, or wait for ever.
+                return kept.was_asked and self._holder.read_waits
         return False
 
     async def _all_written(self, kept: Kept) -> bool:

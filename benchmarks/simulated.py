@@ -1,0 +1,97 @@
+"""Simulated engines with a pdproxy in front of one pair, as processes: for `evaluate.py` and `serving.py` without GPUs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+
+PATIENCE = 60.0
+"""Seconds until all must serve."""
+_PUSHES = ("cpu",)
+"""Connectors whose prefill engine is configured with the decode engine's port."""
+_SHARES = ("shared", "kvstore-keys")
+"""Connectors whose engines share a folder."""
+CONNECTORS = ("nixl", "nixl-push", *_PUSHES, *_SHARES)
+"""Those that need nothing but engines and a proxy."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where the proxy and a plain engine listen."""
+
+    proxy: str
+    plain: str
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+@contextmanager
+def _running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pdproxy", *arguments], stdout=subprocess.DEVNULL, env=environment
+    )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait(urls: Sequence[str], processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    end = time.monotonic() + PATIENCE
+    for url in urls:
+        while True:
+            try:
+                with urllib.request.urlopen(url, timeout=5) as answer:
+                    if answer.status == 200:
+                        break
+            except (urllib.error.URLError, OSError):
+                pass
+            ended = [process.args for process in processes if process.poll() is not None]
+            if ended or time.monotonic() > end:
+                raise RuntimeError(f"{url} does not serve" + (f": {ended[0]!r} has ended" if ended else ""))
+            time.sleep(0.1)
+
+
+@contextmanager
+def stage(connector: str, *, speed: float = 1.0) -> Iterator[Stage]:
+    """Run P, D, a plain engine and a proxy until the block ends. `speed`: see `pdproxy sim`."""
+    prefill, decode, plain, proxy, link = (_free_port() for _ in range(5))
+    with ExitStack() as stack:
+        own: list[str] = []
+        if connector in _PUSHES:
+            own = ["--cpu-port", str(link), "--no-enable-prefix-caching"]
+        if connector in _SHARES:
+            own = ["--shared-storage-path", stack.enter_context(TemporaryDirectory())]
+        usual = ["--eos-every", "0", "--speed", str(speed), "--model", "sim"]
+        pair = [*usual, "--connector", connector, *own]
+        pair_urls = ("--prefill", f"127.0.0.1:{prefill}", "--decode", f"127.0.0.1:{decode}")
+        started = [
+            ("sim", "--role", "decode", "--port", str(decode), *pair),
+            ("sim", "--role", "prefill", "--port", str(prefill), *pair),
+            ("sim", "--port", str(plain), *usual, "--connector", "none"),
+            ("serve", "--port", str(proxy), "--connector", connector, "--log-level", "error", *pair_urls),
+        ]
+        processes = [stack.enter_context(_running(*arguments)) for arguments in started]
+        made = Stage(f"http://127.0.0.1:{proxy}", f"http://127.0.0.1:{plain}")
+        _wait([f"{made.plain}/health", f"{made.proxy}/ready"], processes)
+        yield made

@@ -1,0 +1,111 @@
+"""Connector `auto`: finds the connector by asking the engines, and puts it into the settings, before the proxy is built."""
+
+from __future__ import annotations
+
+import logging
+from urllib.parse import urlsplit
+
+import msgspec
+
+from pdproxy.app.credentials import Credentials
+from pdproxy.app.transfer import kv_host_of
+from pdproxy.fleet.detection import Detection
+from pdproxy.kit.clock import Clock
+from pdproxy.settings.crosscheck import crosscheck
+from pdproxy.settings.errors import Mistakes, SettingsError
+from pdproxy.settings.schema import Node, Settings
+from pdproxy.transfer import detect, registry
+from pdproxy.transfer.detect import Found, Undecided
+from pdproxy.upstream.admin import EngineAdmin
+
+logger = logging.getLogger("pdproxy")
+
+KEY = "pools[0].connector"
+
+
+async def settled(settings: Settings, clock: Clock | None = None, *, deadline: float | None = None) -> Settings:
+    """Return the settings with the connector that the engines run. Settings that name one are returned as they are.
+
+    `deadline`: seconds until all engines have been asked; None: `deadlines.detect`.
+
+    Raises:
+        SettingsError: it can't be told, with a line for all that each engine was asked and answered; or the settings are wrong
+            for the connector that was found.
+    """
+    if settings.pool.connector != registry.AUTO:
+        return settings
+    if not any(node.role == "prefill" for node in settings.pool.nodes):
+        return with_connector(settings, registry.names()[0])  # no KV is transferred
+    found, silent = await look(settings, deadline or settings.deadlines.detect, clock)
+    if isinstance(found, Undecided):
+        raise SettingsError(f"{KEY}: {registry.AUTO}: {found.reason}", *found.lines, *_silences(silent))
+    for line in _silences(silent):
+        logger.warning("%s", line)
+    for line in found.lines:
+        logger.info("%s", line)
+    logger.info("the engines' connector is %s (%s: %s)", found.contract, KEY, registry.AUTO)
+    return with_connector(settings, found.contract)
+
+
+async def look(
+    settings: Settings, deadline: float, clock: Clock | None = None
+) -> tuple[Found | Undecided, dict[str, str]]:
+    """Ask the engines for `deadline` seconds at most. Return the result, and why engines did not answer, by URL."""
+    credentials = Credentials(settings)
+    timeout = settings.deadlines.probe
+    admin = EngineAdmin(timeout=timeout, key=credentials.engine_key, tls=credentials.engine_tls)
+    others = EngineAdmin(timeout=timeout)
+    asked = [node for node in settings.pool.nodes if node.role != "aggregated"]
+    detection = Detection(
+        admin,
+        others,
+        {node.url: node.role for node in asked},
+        clock or Clock(),
+        seconds=min(settings.deadlines.first_token, deadline),
+        kv_hosts={node.url: kv_host_of(node, settings.pool) for node in asked},
+        bootstraps={node.url: _bootstrap(node, settings) for node in asked if node.role == "prefill"},
+    )
+    logger.info("connector %s: asking %d engines which one they run", registry.AUTO, len(asked))
+    try:
+        await detection.ask_all(deadline)
+        seen = detection.seen()
+        silent = {
+            node.url: detection.troubles.get(node.url, "no answer in time")
+            for node in asked
+            if node.url not in detection.asked
+        }
+        if not any(one.role == "prefill" for one in seen):
+            lines = tuple(one.text() for one in seen)
+            return Undecided(f"no prefill engine answered in {deadline:g} s", (), lines), silent
+        found = detect.decide(seen)
+        if isinstance(found, Found):
+            await detection.release(registry.entry_of(found.contract).contract(settings))
+        return found, silent
+    finally:
+        await admin.close()
+        await others.close()
+
+
+def with_connector(settings: Settings, name: str) -> Settings:
+    """Return the settings with a connector.
+
+    Raises:
+        SettingsError: they are wrong for it.
+    """
+    pool = msgspec.structs.replace(settings.pool, connector=name)
+    mistakes = Mistakes()
+    checked = crosscheck(msgspec.structs.replace(settings, pools=(pool,)), mistakes, need_engines=False)
+    mistakes.raise_any()
+    return checked
+
+
+def _silences(silent: dict[str, str]) -> list[str]:
+    return [f"{url} was not asked: {why}" for url, why in silent.items()]
+
+
+def _bootstrap(node: Node, settings: Settings) -> str:
+    """Return where a prefill engine's Mooncake bootstrap server is by the settings."""
+    if node.facts.bootstrap is not None:
+        return node.facts.bootstrap
+    host = urlsplit(node.url).hostname or ""
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.pool.bootstrap_port}"
