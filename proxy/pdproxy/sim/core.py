@@ -100,7 +100,7 @@ class Core:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return
-        if sequence.never_loads:
+        if sequence.never_loads and not (sequence.params or {}).get("do_remote_decode"):
             raise EngineDeadError
         before = sequence.state
         self._end(sequence, "abort", now)
@@ -347,10 +347,18 @@ class Core:
             self.pool.release(sequence.blocks)
             return
         sequence.external = tokens
-        sequence.computed = sequence.prompt
+        sequence.computed = sequence.local + tokens
         self._remember(sequence)
-        sequence.computed -= 1  # the last token is computed again, for its output
+        if sequence.computed == len(sequence.tokens):
+            sequence.computed -= 1  # the last token is computed again, for its output
         self._back_to_queue(sequence)
+
+    def declined(self, pull: Pull, now: float) -> bool:
+        """Return whether a pull that is about to start must not. Its request then goes on as after a failure."""
+        declined = self.nixl.declines(pull, now)
+        if declined:
+            self._never_received(pull.request_id, now)
+        return declined
 
     def load_failed(self, request_id: str, now: float) -> None:
         """The KV of a request can't be read: fail it or compute it here, depending on the policy."""

@@ -344,6 +344,8 @@ class Engine:
 
     async def _pull(self, core: Core, pull: Pull) -> None:
         begun = self._now()
+        if core.declined(pull, begun):
+            return
         await asyncio.sleep(self.facts.hardware.transfer_s(pull.tokens))
         try:
             self._fail_if_due()

@@ -159,6 +159,8 @@ class VirtualCluster:
                 found = peer.core.greet(command.tp_size, command.pp_size) if peer is not None else None
                 wait = 0.0 if found is not None else engine.facts.handshake_timeout
                 self.at(self.now + wait, lambda: self._handshaken(engine, command.peer, found))
+            case Pull() if engine.core.declined(command, self.now):
+                self._turn(engine)
             case Pull():
                 self.at(
                     self.now + engine.facts.hardware.transfer_s(command.tokens), lambda: self._pulled(engine, command)
