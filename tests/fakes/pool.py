@@ -16,6 +16,7 @@ from pdproxy.app.tokens import TRANSFORMERS
 from pdproxy.kit.clock import Clock
 from pdproxy.settings.limits import Limits
 from pdproxy.settings.schema import KvReady, LMCache, Node, Pool, Probes, Receiver, Settings
+from pdproxy.settings.turns import Turns
 from pdproxy.sim.facts import Facts, Hardware
 from pdproxy.sim.facts import LMCache as SimLMCache
 from pdproxy.sim.server import SimServer
@@ -80,6 +81,7 @@ async def pool(
     sim_lmcache: Mapping[str, Any] | None = None,
     notices: bool = True,
     tokenizer: SimTokenizer | None = None,
+    turns: Mapping[str, Any] | None = None,
     clock: Clock | None = None,
     dispatch: Literal["sequential", "concurrent"] | None = None,
     limits: Mapping[str, Any] | None = None,
@@ -131,6 +133,7 @@ async def pool(
                     lmcache=LMCache(**{"chunk_size": CHUNK, **(lmcache or {})}),
                     tokenize="always" if tokenizer is not None else "auto",
                     tokenizer="model" if tokenizer is not None else None,
+                    turns=Turns(**(turns or {})),
                 ),
             ),
             deadlines=msgspec.structs.replace(DEADLINES, **{"kv_ready": LONG, "tokenize": LONG, **(deadlines or {})}),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from pdproxy.app.transfer import build_transfer
 from pdproxy.cli.options import add_settings_options, settings_from
@@ -16,6 +17,7 @@ from pdproxy.settings.crosscheck import crosscheck
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.schema import LMCache, Node, Pool, Receiver, Settings
 from pdproxy.settings.transfer_checks import receiver_host
+from pdproxy.settings.turns import Turns
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Dispatch, Handle
 from pdproxy.wire.request import Route, parse
@@ -211,3 +213,18 @@ def test_an_order_that_the_connector_can_not_run_is_refused() -> None:
     both = Settings(pools=(Pool(connector="nixl", nodes=nodes, dispatch="concurrent"),))
     assert wrong(both) == "pools[0].dispatch: connector nixl can't: expected sequential, got concurrent"
     checked(Settings(pools=(Pool(connector="nixl", nodes=nodes, dispatch="sequential"),)))
+
+
+def test_turns_need_a_connector_that_hands_back_and_token_ids() -> None:
+    """Each mistake is one line with its key."""
+    nixl = Pool(connector="nixl", nodes=(P, Node(url="http://d:8200", role="decode")))
+    able = Turns(bidirectional=True)
+    checked(Settings(pools=(structs.replace(nixl, turns=able),)))
+    shared = structs.replace(nixl, connector="shared", turns=able)
+    expected = "pools[0].turns.bidirectional: connector shared has no KV that goes back, only nixl has"
+    assert wrong(Settings(pools=(shared,))) == expected
+    off = structs.replace(nixl, turns=able, tokenize="off")
+    expected = "pools[0].tokenize: turns.bidirectional needs prompts' token ids: expected auto or always, got off"
+    assert wrong(Settings(pools=(off,))) == expected
+    late = structs.replace(nixl, turns=Turns(decoder_kv_blocks_ttl=10, margin=10))
+    assert wrong(Settings(pools=(late,))) == "pools[0].turns.margin: 10 s leave nothing of decoder_kv_blocks_ttl = 10 s"

@@ -9,11 +9,18 @@ from collections.abc import Callable, Iterable
 
 from pdproxy.lab.check.facts import Facts
 from pdproxy.lab.check.findings import LEVELS, Finding
-from pdproxy.lab.check.rules import compatible, engine, flags, machine, transfer
+from pdproxy.lab.check.rules import compatible, engine, flags, machine, transfer, turns
 
 Rule = Callable[[Facts], Iterable[Finding]]
 
-RULES: tuple[Rule, ...] = (*engine.RULES, *compatible.RULES, *transfer.RULES, *flags.RULES, *machine.RULES)
+RULES: tuple[Rule, ...] = (
+    *engine.RULES,
+    *compatible.RULES,
+    *transfer.RULES,
+    *turns.RULES,
+    *flags.RULES,
+    *machine.RULES,
+)
 
 
 def judge(facts: Facts) -> list[Finding]:
