@@ -48,7 +48,7 @@ class Books:
         """Tell the prefill engine that a handle is over, as the decode engine would have that a script stood in for."""
         for engine in self.engines:
             if engine.sim.engine.engine_id == params.get("remote_engine_id"):
-                engine.sim.engine._notified("release", [str(params.get("remote_request_id"))])
+                engine.sim.engine.notified("release", [str(params.get("remote_request_id"))])
 
     def held(self) -> dict[str, float]:
         """The handles that engines still hold blocks for, with the seconds left of their leases."""
