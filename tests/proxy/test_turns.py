@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import KvNoticed, LegFailed, TurnDropped, TurnKept, TurnReleased, TurnReused
+from pdproxy.serving.kv.turns import FAILURES, PAUSE
 from pdproxy.sim.tokenizer import Tokenizer
 from pdproxy.wire.request import Route
 from tests.fakes.client import request
@@ -307,20 +308,27 @@ async def test_of_a_restarted_engine_none_is_used() -> None:
 
 
 async def test_a_handle_that_fails_costs_no_attempt() -> None:
-    """P answers 500: it is asked again without, and the pair gets no handles for a while."""
+    """P answers 500: it is asked again without. After three in a row the pair gets no handles for a while."""
     async with talking() as pair:
-        for number in range(2):
+        for number in range(FAILURES + 2):
             await alike(pair, COMPLETIONS, {"prompt": [number, *IDS], "max_tokens": 4})
-        await keeps(pair, 2)
+        await keeps(pair, FAILURES + 2)
         forget(pair)
-        pair.p.engine.fail_loads()
-        await alike(pair, COMPLETIONS, {"prompt": [0, *IDS, 5], "max_tokens": 4})
-        assert drops(pair) == ["failed"]
+        pair.p.engine.fail_loads(FAILURES)
+        for number in range(FAILURES + 1):
+            forget(pair)
+            await alike(pair, COMPLETIONS, {"prompt": [number, *IDS, 5], "max_tokens": 4})
+        assert drops(pair) == ["failed"] * FAILURES
         assert pair.world.events(LegFailed) == []
-        forget(pair)
-        await alike(pair, COMPLETIONS, {"prompt": [1, *IDS, 5], "max_tokens": 4})
         assert pair.world.events(TurnReused) == []
-        await until(lambda: len(pair.world.events(TurnReleased)) == 1)
+        await until(lambda: len(pair.world.events(TurnReleased)) == FAILURES)
+        turns = pair.world.proxy.turns
+        assert turns is not None
+        later = turns._now() + PAUSE
+        turns._now = lambda: later
+        forget(pair)
+        await alike(pair, COMPLETIONS, {"prompt": [FAILURES + 1, *IDS, 5], "max_tokens": 4})
+        assert len(pair.world.events(TurnReused)) == 1
 
 
 async def test_p_without_the_option_gets_one_only_once() -> None:
@@ -369,6 +377,58 @@ async def test_at_the_end_all_are_released() -> None:
         assert kept(pair) == 0
         await until(lambda: not pair.d.engine.handles, 20)
         assert drops(pair) == ["shutdown"]
+
+
+FAULTS = {
+    "d": (
+        "reset@mid_stream",
+        "eof@mid_stream",
+        "error_event@mid_stream",
+        "no_done@before_done",
+        "status@queued",
+        "reset@head",
+    ),
+    "p": ("reset@queued", "status@queued", "reset@handed_over", "empty_body@queued", "load_failure@queued"),
+}
+NOTICES = ("lost_notice", "late_notice:delay=0.05", "double_notice", "garbage_notice")
+
+
+async def test_whatever_fails_answers_are_right_and_nothing_is_left() -> None:
+    """Engines fail and notices are lost at random: an answer is right or an error; what D keeps is known or expires."""
+    ttl = 8.0
+    both = {"decoder_kv_blocks_ttl": ttl, "num_gpu_blocks": 20_000}
+    async with talking({"decoder_kv_blocks_ttl": ttl, "margin": 2}, everybody=both) as pair:
+        for engine, faults in ((pair.d, FAULTS["d"]), (pair.p, FAULTS["p"])):
+            for fault in faults:
+                engine.faults.add(f"{fault}:rate=0.03")
+            for fault in NOTICES:
+                engine.faults.add(f"{fault}{',' if ':' in fault else ':'}rate=0.05")
+        chance, statuses = random.Random(3), []
+
+        async def converse(number: int) -> None:
+            messages = user(f"{number}: {TEXT}")
+            for turn in range(3):
+                body = {"model": "tiny", "temperature": 0, "messages": messages, "max_tokens": 12}
+                answer = await pair.ask(CHAT, body | {"stream": chance.random() < 0.5})
+                plain = (await pair.asked_plain(CHAT, body)).json["choices"][0]["message"]["content"]
+                statuses.append(answer.status)
+                if answer.status == 200 and not (answer.header("content-type") or "").startswith("text/event-stream"):
+                    assert answer.json["choices"][0]["message"]["content"] == plain
+                elif answer.status == 200 and answer.body.endswith(b"data: [DONE]\n\n"):
+                    parts = [event["choices"] for event in events(answer.body) if event != b"[DONE]"]
+                    texts = [part[0]["delta"].get("content") or "" for part in parts if part]
+                    assert "".join(texts) == plain
+                forget(pair)
+                messages = [*messages, {"role": "assistant", "content": plain}, *user(f"Go on with {turn}.")]
+
+        await asyncio.gather(*(converse(number) for number in range(40)))
+        assert statuses.count(200) > 100
+        assert len(pair.world.events(TurnReused)) > 20
+        for engine in (pair.d, pair.p):
+            engine.faults.clear()
+        await quiet(pair)
+        await until(lambda: set(pair.d.engine.handles) <= kept_ids(pair), 40)
+        await until(lambda: not pair.p.engine.handles, 60)
 
 
 # -- many

@@ -18,13 +18,15 @@ from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.turns import DecodeHandle, TurnRules
 from pdproxy.wire.notices import Notice, NoticeEvent
 
+FAILURES = 3
+"""Handles that must fail in a row before a pair is given none for a while: an engine that can't pull takes seconds to fail."""
 PAUSE = 60.0
-"""Seconds for which a pair is given no handles after one of them has failed there."""
+"""Seconds of that while."""
 _NOT_RELEASED = frozenset({"expired", "restarted", "released", "unanswered"})
 """Reasons for which there are no blocks any more, or a prefill engine may still read them."""
 _DECAY = 0.95
 """The weight of a prefill engine's earlier prompts in its speed."""
-_MAX_PAUSES = 1024
+_MAX_PAIRS = 1024
 
 
 class PrefillSpeeds:
@@ -38,7 +40,7 @@ class PrefillSpeeds:
         if tokens > 0 and seconds > 0:
             total, took = self._sums.pop(node.run_number, (0.0, 0.0))
             self._sums[node.run_number] = (_DECAY * total + tokens, _DECAY * took + seconds)
-            if len(self._sums) > _MAX_PAUSES:
+            if len(self._sums) > _MAX_PAIRS:
                 del self._sums[next(iter(self._sums))]
 
     def seconds(self, node: Node, tokens: int) -> float:
@@ -64,7 +66,8 @@ class Turns:
     ) -> None:
         self._observers = observers
         self._now = clock.now
-        self._paused: dict[tuple[int, int], float] = {}
+        self._failed: dict[tuple[int, int], tuple[int, float]] = {}
+        """By the runs of a pair: failed handles in a row, and when the last one failed."""
         self._hung: dict[int, str] = {}
         self._engines = engines
         self._by_notice = by_notice
@@ -90,13 +93,18 @@ class Turns:
         """Return the turn that a prompt continues, None if there is none for this prefill engine. See `KeptTurns.take`."""
         if not len(self.kept) or prefill.run_number in self._hung:
             return None
-        now, run = self._now(), prefill.run_number
-        paused = {decode for (one, decode), until in self._paused.items() if one == run and now < until}
+        run, begin = prefill.run_number, self._now() - PAUSE
+        paused = {
+            decode
+            for (one, decode), (count, at) in self._failed.items()
+            if one == run and count >= FAILURES and at > begin
+        }
         return self.kept.take(key, prefill, paused)
 
     def used(self, reuse: Reuse) -> None:
         """The prefill engine has answered: it has pulled the KV, or has had it, and the decode engine frees it."""
         record, prefill = reuse.turn.record, reuse.prefill
+        self._failed.pop((prefill.run_number, record.decode_run), None)
         # What this engine computed of the turn's own prompt is probably still in its prefix cache.
         had = record.prompt_tokens if record.prefill_run == prefill.run_number else 0
         saved = self.speeds.seconds(prefill, max(reuse.tokens - had, 0))
@@ -108,12 +116,12 @@ class Turns:
         self._dropped(reuse.turn.record, reuse.turn.handle, "unused")
 
     def refused(self, reuse: Reuse) -> None:
-        """The prefill engine has failed, perhaps because it could not pull: the pair gets no handles for a while."""
+        """The prefill engine has failed, perhaps because it could not pull."""
         pair = reuse.prefill.run_number, reuse.turn.record.decode_run
-        self._paused.pop(pair, None)
-        self._paused[pair] = self._now() + PAUSE
-        if len(self._paused) > _MAX_PAUSES:
-            del self._paused[next(iter(self._paused))]
+        count, _ = self._failed.pop(pair, (0, 0.0))
+        self._failed[pair] = count + 1, self._now()
+        if len(self._failed) > _MAX_PAIRS:
+            del self._failed[next(iter(self._failed))]
         self._dropped(reuse.turn.record, reuse.turn.handle, "failed")
 
     def left(self, reuse: Reuse) -> None:
@@ -123,7 +131,7 @@ class Turns:
     def hung(self, reuse: Reuse) -> None:
         """The prefill engine has not answered in time. One without the option never does: its run gets no more handles."""
         self._hung[reuse.prefill.run_number] = reuse.prefill.url
-        if len(self._hung) > _MAX_PAUSES:
+        if len(self._hung) > _MAX_PAIRS:
             del self._hung[next(iter(self._hung))]
         self.left(reuse)
 
