@@ -1,7 +1,7 @@
 """Conversations whose next turn hands D's KV back to P (`bidirectional_kv_xfer`); starts two engines with the notifier.
 
-Each text equals the plain engine's, and P computes only what D did not hold. PDPROXY_TEST_CONVERSATIONS (default 12) is the number
-of conversations with four turns each.
+Each text equals the plain engine's, and P computes only what D did not hold. PDPROXY_TEST_CONVERSATIONS (default 12) is the
+number of conversations with four turns each.
 """
 
 from __future__ import annotations
