@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import KvNoticed, LegFailed, TurnDropped, TurnKept, TurnReleased, TurnReused
+from pdproxy.serving.kv import turns as turns_module
+from pdproxy.serving.kv.open_turns import WAIT
 from pdproxy.serving.kv.turns import FAILURES, PAUSE
 from pdproxy.sim.tokenizer import Tokenizer
 from pdproxy.wire.request import Route
@@ -350,6 +352,33 @@ async def test_p_without_the_option_gets_one_only_once() -> None:
         assert b"it gets none until it is started again" in (await pair.world.get("/ready")).body
         await alike(pair, COMPLETIONS, {"prompt": [1, *IDS, *IDS, 5], "max_tokens": 4})
         assert pair.world.events(TurnReused) == []
+
+
+async def test_ready_reports_that_no_notices_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D runs without the option. Answers that may end at a stop string leave no KV anyway, and don't count."""
+    monkeypatch.setattr(turns_module, "SILENT", 5)
+    async with talking(d={"bidirectional_kv_xfer": False}) as pair:
+        turns = pair.world.proxy.turns
+        assert turns is not None
+        later = 0.0
+
+        async def ask(count: int, **fields: Any) -> None:
+            nonlocal later
+            for number in range(count):
+                await alike(pair, COMPLETIONS, {"prompt": [number, *IDS], "max_tokens": 4, "stream": True, **fields})
+            later += 2 * WAIT
+            at = turns._now() + later
+            turns.open._now = lambda: at
+            turns.open._sweep()
+
+        await ask(1)
+        turns._silent = 0
+        await ask(8, stop=["qqq"])
+        await ask(4)
+        assert b"no notice has named" not in (await pair.world.get("/ready")).body
+        await ask(1)
+        assert b"no notice has named the KV of the last 5 turns" in (await pair.world.get("/ready")).body
+        assert set(drops(pair)) == {"no_notice"}
 
 
 async def test_clients_that_leave_leave_nothing_behind() -> None:

@@ -139,6 +139,7 @@ def opened(attempt: Attempt, custody: Custody | None, engine: Engine) -> OpenTur
         authorization=request.headers.authorization,
         prompt=_served(attempt, custody),
         prompt_tokens=custody.handle.prompt_tokens,
+        may_stop=not is_absent(request.parsed.fields, "stop"),
     )
     turn = turns.open.open(record, stream=request.parsed.stream)
     if turn is not None and not request.parsed.stream:

@@ -51,7 +51,7 @@ class TurnRecord(msgspec.Struct, frozen=True, eq=False):
     `decode`, `prefill`: URLs; `*_run`: the numbers of their runs. `remote_request_id`: the prefill engine's id of the turn, by
     which notices name it. `prompt`: the scope and the packed ids of the prompt, None if they are not known: such a turn is only
     released.
-    `authorization`: of its client, for the release.
+    `authorization`: of its client, for the release. `may_stop`: the answer may end at a stop string; then nothing is kept of it.
     """
 
     decode: str
@@ -63,6 +63,7 @@ class TurnRecord(msgspec.Struct, frozen=True, eq=False):
     authorization: tuple[tuple[bytes, bytes], ...]
     prompt: bytes | None
     prompt_tokens: int
+    may_stop: bool = False
 
 
 class KeptTurn(msgspec.Struct, frozen=True, eq=False):
@@ -81,14 +82,13 @@ class KeptTurn(msgspec.Struct, frozen=True, eq=False):
 
 
 class Reuse(msgspec.Struct, frozen=True, eq=False):
-    """A turn that is given to a prefill engine. `params`: what the engine is sent; `tokens`: whose KV it has; the time of it."""
+    """A turn that is given to a prefill engine. `params`: what the engine is sent; `tokens`: whose KV it names."""
 
     turn: KeptTurn
     prefill: Node
     params: bytes
     tokens: int
     trimmed: bool
-    at: float
 
 
 class KeptTurns:
@@ -212,7 +212,7 @@ class KeptTurns:
         )
         if fit is None or fit.tokens < self._limits.min_share * turn.handle.tokens:
             return None  # another prompt may continue it
-        return Reuse(turn, prefill, fit.params, fit.tokens, fit.trimmed, now)
+        return Reuse(turn, prefill, fit.params, fit.tokens, fit.trimmed)
 
     def _drop(self, turn: KeptTurn, reason: str) -> None:
         self._remove(turn)

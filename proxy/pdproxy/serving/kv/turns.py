@@ -24,6 +24,8 @@ PAUSE = 60.0
 """Seconds of that while."""
 _NOT_RELEASED = frozenset({"expired", "restarted", "released", "unanswered"})
 """Reasons for which there are no blocks any more, or a prefill engine may still read them."""
+SILENT = 20
+"""Finished turns in a row without a notice after which `/ready` reports it."""
 _DECAY = 0.95
 """The weight of a prefill engine's earlier prompts in its speed."""
 _MAX_PAIRS = 1024
@@ -69,8 +71,8 @@ class Turns:
         self._failed: dict[tuple[int, int], tuple[int, float]] = {}
         """By the runs of a pair: failed handles in a row, and when the last one failed."""
         self._hung: dict[int, str] = {}
+        self._silent = 0
         self._engines = engines
-        self._by_notice = by_notice
         self.speeds = PrefillSpeeds()
         self.releases = TurnReleases(rules, ledger, engines.known, deadlines, observers, clock.now)
         self.kept = KeptTurns(rules, limits, engines, self._dropped, clock.now)
@@ -154,12 +156,18 @@ class Turns:
     def shortcomings(self) -> list[str]:
         """Return what is wrong with them, a sentence each."""
         runs = {engine.node.run_number for engine in self._engines.values()}
-        return [
+        found = [
             f"{url} did not answer a prompt with KV of a decode engine: it gets none until it is started again "
             "(is it started with bidirectional_kv_xfer?)"
             for run, url in self._hung.items()
             if run in runs
         ]
+        if self._silent >= SILENT:
+            options = "bidirectional_kv_xfer and the notifier"
+            found.append(
+                f"no notice has named the KV of the last {self._silent} turns: do decode engines run with {options}?"
+            )
+        return found
 
     def named(self) -> set[str]:
         """Return the URLs of engines whose blocks are being released."""
@@ -172,9 +180,11 @@ class Turns:
         return await self.releases.settle(timeout)
 
     def _added(self, turn: KeptTurn) -> None:
+        self._silent = 0
         self._observers.notify(TurnKept(turn.record.decode, turn.handle.tokens))
 
     def _dropped(self, record: TurnRecord, handle: DecodeHandle | None, reason: str) -> None:
+        self._silent += reason == "no_notice" and not record.may_stop
         self._observers.notify(TurnDropped(record.decode, reason))
         if handle is not None and reason not in _NOT_RELEASED:
             self.releases.release(record, handle)
