@@ -9,10 +9,10 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (  # type: ignore[import-not-found]
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
     NixlPullConnectorScheduler,
 )
-from vllm.v1.request import RequestStatus  # type: ignore[import-not-found]
+from vllm.v1.request import RequestStatus
 
 STATUS = {
     "length": RequestStatus.FINISHED_LENGTH_CAPPED,
