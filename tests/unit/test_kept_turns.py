@@ -52,8 +52,8 @@ def params(tokens: int, name: str = "cmpl-d", block_size: int = 16, groups: int 
     ).encode()
 
 
-def packed(*ids: int) -> bytes:
-    return array("I", ids).tobytes()
+def text(*ids: int) -> bytes:
+    return b"".join(b"%d," % one for one in ids)
 
 
 class Shelf:
@@ -83,17 +83,17 @@ class Shelf:
         self.dropped.append((record.remote_request_id, reason, handle is not None))
 
     def record(self, name: str, prompt: bytes | None = None, decode: str = "d") -> TurnRecord:
-        run, tokens = self.nodes[decode].run_number, 0 if prompt is None else (len(prompt) - SCOPE_BYTES) // 4
+        run, tokens = self.nodes[decode].run_number, 0 if prompt is None else prompt.count(b",", SCOPE_BYTES)
         return TurnRecord(decode, run, "p", 1, name, "tiny", (), prompt, tokens)
 
     def keep(self, name: str, *ids: int, decode: str = "d", scope: bytes = SCOPE) -> bool:
         handle = read(params(len(ids) - 1, f"cmpl-{name}"))
         assert isinstance(handle, DecodeHandle)
-        turn = KeptTurn(self.record(name, decode=decode), handle, scope + packed(*ids), len(ids) - 1, self.at)
+        turn = KeptTurn(self.record(name, decode=decode), handle, scope + text(*ids), len(ids) - 1, self.at)
         return self.kept.add(turn)
 
     def take(self, *ids: int, scope: bytes = SCOPE, without: Any = ()) -> tuple[str, int] | None:
-        found = self.kept.take(scope + packed(*ids), self.p, without)
+        found = self.kept.take(scope + text(*ids), self.p, without)
         return None if found is None else (found.turn.record.remote_request_id, found.tokens)
 
     @property
@@ -116,6 +116,15 @@ def test_the_one_that_is_continued_is_found_and_given_once() -> None:
     assert len(shelf.kept) == 1
     assert shelf.kept.blocks() == {"d": 6}
     assert shelf.dropped == []
+
+
+def test_ids_are_compared_whole() -> None:
+    """12 is no beginning of 123."""
+    shelf = Shelf()
+    shelf.keep("a", *range(100, 140), 12, 5, 6)
+    assert shelf.take(*range(100, 140), 123, 5, 6, 7) == ("a", 32)
+    shelf.keep("b", *range(100, 131), 12, 7, 8)
+    assert shelf.take(*range(100, 131), 123, 5) == ("b", 16)
 
 
 def test_another_scope_has_other_kv() -> None:
@@ -154,7 +163,7 @@ def test_the_time_counts_from_the_receipt() -> None:
 
 def test_a_turn_of_a_slow_stream_is_not_used_after_its_own_time() -> None:
     shelf = Shelf()
-    turn = shelf.open.open(shelf.record("a", SCOPE + packed(*HISTORY[:40])), stream=True)
+    turn = shelf.open.open(shelf.record("a", SCOPE + text(*HISTORY[:40])), stream=True)
     assert turn is not None
     shelf.open.receive("a", params(59))
     shelf.at += 60
@@ -236,7 +245,7 @@ def test_equal_ones_are_all_found() -> None:
 
 
 def opened(shelf: Shelf, name: str = "a", prompt: int = 40, *, stream: bool = True) -> OpenTurn:
-    turn = shelf.open.open(shelf.record(name, SCOPE + packed(*HISTORY[:prompt])), stream=stream)
+    turn = shelf.open.open(shelf.record(name, SCOPE + text(*HISTORY[:prompt])), stream=stream)
     assert turn is not None
     return turn
 
@@ -305,11 +314,11 @@ def test_notices_of_others_change_nothing() -> None:
     assert len(shelf.open) == len(shelf.kept) == 0
 
 
-@pytest.mark.parametrize("text", [b"", b"{}", b"null", b"{", params(59).replace(b"true", b"false")])
-def test_a_notice_without_a_handle(text: bytes) -> None:
+@pytest.mark.parametrize("params_", [b"", b"{}", b"null", b"{", params(59).replace(b"true", b"false")])
+def test_a_notice_without_a_handle(params_: bytes) -> None:
     shelf = Shelf()
     turn = opened(shelf)
-    shelf.open.receive("a", text)
+    shelf.open.receive("a", params_)
     turn.answered(ANSWER, 20)
     assert shelf.dropped == [("a", "unusable", False)]
     assert shelf.open.size == 0
@@ -408,7 +417,7 @@ def test_whatever_was_edited_the_text_is_one_engines(
     shelf = Shelf()
     for one in (shelf.p, shelf.nodes["d"]):
         one.evidence = node("x", Role.DECODE, 0, block_size).evidence
-    turn = shelf.open.open(shelf.record("a", SCOPE + packed(*prompt)), stream=False)
+    turn = shelf.open.open(shelf.record("a", SCOPE + text(*prompt)), stream=False)
     assert turn is not None
     turn.keeps(json.dumps(run.handle).encode())
     turn.answered(array("I", run.tokens), tokens)
@@ -417,7 +426,7 @@ def test_whatever_was_edited_the_text_is_one_engines(
     following = (*edited(history, edits), *range(1000, 1000 + more))
     if not following:
         return
-    reuse = shelf.kept.take(SCOPE + packed(*following), shelf.p)
+    reuse = shelf.kept.take(SCOPE + text(*following), shelf.p)
     common = next(
         (at for at, (a, b) in enumerate(zip(history, following, strict=False)) if a != b),
         min(len(history), len(following)),

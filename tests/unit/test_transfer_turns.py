@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.transfer.turns import DecodeHandle, TurnRules, fit, packed, read, release_body
+from pdproxy.transfer.turns import DecodeHandle, TurnRules, fit, ids_text, read, release_body
 
 PARAMS = {
     "do_remote_prefill": False,
@@ -153,11 +153,14 @@ def test_a_release_turns_the_direction_around():
     assert "model" not in json.loads(release_body(None, handle()))
 
 
-@pytest.mark.parametrize("ids", [b"null", b"{}", b"[-1]", b"[4294967296]", b"[1.5]", b'["1"]', b"[", b"[1e400]"])
+@pytest.mark.parametrize(
+    "ids", [b"", b"[", b"]", b"[]", b"null", b"{}", b"[-1]", b"[1.5]", b'["1"]', b"[1e400]", b"[[1]]"]
+)
 def test_ids_that_are_none(ids):
-    assert packed(ids) is None
+    assert ids_text(ids) is None
 
 
-def test_packed_ids():
-    assert packed(b"[1, 256,4294967295]") == b"\1\0\0\0\0\1\0\0\xff\xff\xff\xff"
+def test_ids_as_texts():
+    assert ids_text(b"[1, 256,\n4294967295]") == b"1,256,4294967295,"
+    assert ids_text(b"[7]") == b"7,"
     assert TurnRules().read is read

@@ -40,4 +40,4 @@ class Turns(Section, frozen=True):
     more. Blocks that turns share count more than once."""
 
     max_bytes: Annotated[int, Meta(ge=2**16, le=2**40)] = 128 << 20
-    """Bytes of token ids and handles that are held, 4 per token."""
+    """Bytes of token ids and handles that are held, 4 to 7 per token."""

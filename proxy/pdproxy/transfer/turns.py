@@ -6,7 +6,6 @@ tokens, and pairs blocks from the end of both lists. So a handle is used whole, 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,8 +13,6 @@ import msgspec
 
 from pdproxy.wire.engine import UNREADABLE
 
-ID_BYTES = 4
-"""Bytes of a packed token id."""
 _MAX_BLOCKS = 1 << 24
 _Name = msgspec.Meta(min_length=1, max_length=512)
 
@@ -57,7 +54,6 @@ class _Params(msgspec.Struct, frozen=True):
 
 _params = msgspec.json.Decoder(_Params)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_ids = msgspec.json.Decoder(list[int])
 _encode = msgspec.json.Encoder().encode
 
 
@@ -123,12 +119,16 @@ def release_body(model: str | None, handle: DecodeHandle) -> bytes:
     return _encode(fields)
 
 
-def packed(ids: bytes) -> bytes | None:
-    """Return token ids, a JSON array, as 4 bytes each. None if they are not token ids."""
-    try:
-        return array("I", _ids.decode(ids)).tobytes()
-    except (*UNREADABLE, OverflowError):
+def ids_text(ids: bytes) -> bytes | None:
+    """Return token ids, a JSON array, as texts that each end with a comma: `1,256,`. None if they are not token ids, or none.
+
+    Nothing is parsed: a prompt may have a million ids. Equal ids have equal texts, since JSON has no leading zeros.
+    """
+    text = ids.translate(None, b" \t\r\n")
+    inner = text[1:-1]
+    if not inner or text[:1] != b"[" or text[-1:] != b"]" or inner.translate(None, b"0123456789,"):
         return None
+    return inner + b","
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pdproxy.serving.kv.turns import Turns
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Dispatch, Handle
-from pdproxy.transfer.turns import ID_BYTES, packed
+from pdproxy.transfer.turns import ids_text
 from pdproxy.upstream.client import Answer
 from pdproxy.wire import tokens
 from pdproxy.wire.fields import has_value, is_absent
@@ -29,7 +29,7 @@ _FAILED = 500
 
 
 def key_of(parsed: Parsed, prompt: Prompt, ids: TokenIds | None) -> bytes | None:
-    """Return what a prompt's turn is found by: its scope and its packed ids. None if the ids are not known before the prefill.
+    """Return what a prompt's turn is found by: its scope and its ids. None if the ids are not known before the prefill.
 
     Prompts that are not only text have none: equal ids would not mean equal KV.
     """
@@ -38,8 +38,8 @@ def key_of(parsed: Parsed, prompt: Prompt, ids: TokenIds | None) -> bytes | None
         listed = ids.json
     elif prompt.tokens is not None and prompt.raw is not None and is_absent(parsed.fields, "truncate_prompt_tokens"):
         listed = bytes(prompt.raw) if memoryview(prompt.raw).nbytes <= MAX_BYTES else None
-    numbers = None if listed is None else packed(listed)
-    return None if numbers is None else _scope(parsed) + numbers
+    text = None if listed is None else ids_text(listed)
+    return None if text is None else _scope(parsed) + text
 
 
 def _scope(parsed: Parsed) -> bytes:
@@ -150,13 +150,16 @@ def opened(attempt: Attempt, custody: Custody | None, engine: Engine) -> OpenTur
 def _served(attempt: Attempt, custody: Custody) -> bytes | None:
     """Return the key of the prompt on which the engines have worked, None if it is not known or can't be compared."""
     request, served = attempt.request, custody.handle.token_ids
-    key = request.key
-    if key is None or served is None:
+    key, prompt, ids = request.key, request.prompt, request.ids
+    if key is None or served is None or prompt is None:
         return None
-    if request.ids is not None and request.ids.json != served:
-        numbers = packed(served)  # the prefill engine's own
-        key = None if numbers is None else key[:SCOPE_BYTES] + numbers
-    return key if key is not None and len(key) == SCOPE_BYTES + ID_BYTES * custody.handle.prompt_tokens else None
+    count = prompt.tokens if ids is None else ids.count
+    if ids is not None and ids.json != served:
+        text = ids_text(served)  # the prefill engine's own
+        if text is None:
+            return None
+        key, count = key[:SCOPE_BYTES] + text, text.count(b",")
+    return key if count == custody.handle.prompt_tokens else None
 
 
 def streamed(turn: OpenTurn, relay: Relay) -> None:

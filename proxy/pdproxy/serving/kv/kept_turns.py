@@ -17,7 +17,7 @@ from pdproxy.fleet.engine import Engine
 from pdproxy.scheduling.compatibility import prefill_and_decode
 from pdproxy.scheduling.nodes import Node
 from pdproxy.tokens.prefix_index import PrefixIndex
-from pdproxy.transfer.turns import ID_BYTES, DecodeHandle, TurnRules
+from pdproxy.transfer.turns import DecodeHandle, TurnRules
 
 SCOPE_BYTES = 16
 CANDIDATES = 8
@@ -49,8 +49,8 @@ class TurnRecord(msgspec.Struct, frozen=True, eq=False):
     """A turn from the moment on at which its decode engine is asked.
 
     `decode`, `prefill`: URLs; `*_run`: the numbers of their runs. `remote_request_id`: the prefill engine's id of the turn, by
-    which notices name it. `prompt`: the scope and the packed ids of the prompt, None if they are not known: such a turn is only
-    released.
+    which notices name it. `prompt`: the scope and the ids (`ids_text`) of the prompt, None if they are not known: such a turn is
+    only released.
     `authorization`: of its client, for the release. `may_stop`: the answer may end at a stop string; then nothing is kept of it.
     """
 
@@ -67,7 +67,7 @@ class TurnRecord(msgspec.Struct, frozen=True, eq=False):
 
 
 class KeptTurn(msgspec.Struct, frozen=True, eq=False):
-    """A finished turn. `key`: the scope and the packed ids; `known`: of how many of them there is KV."""
+    """A finished turn. `key`: the scope and the ids (`ids_text`); `known`: of how many of them there is KV."""
 
     record: TurnRecord
     handle: DecodeHandle
@@ -158,15 +158,19 @@ class KeptTurns:
     def take(self, key: bytes, prefill: Node, without: Collection[int] = ()) -> Reuse | None:
         """Return the turn that a prompt continues, None if there is none whose KV this prefill engine may pull.
 
-        `key`: the prompt's scope and packed ids; `without`: runs of decode engines that are left out. The turn is not kept any
+        `key`: the prompt's scope and ids; `without`: runs of decode engines that are left out. The turn is not kept any
         longer.
         """
         self.sweep()
         gone: list[tuple[KeptTurn, str]] = []
         found = None
         oldest = self._now() - self._limits.seconds
+        prompt = tokens = key.count(b",", SCOPE_BYTES)
+        end = len(key)
         for common, turn in self._index.nearest(key, CANDIDATES):
-            tokens = (common - SCOPE_BYTES) // ID_BYTES
+            begin = max(key.rfind(b",", SCOPE_BYTES, common) + 1, SCOPE_BYTES)  # behind the last whole id
+            tokens -= key.count(b",", begin, end)
+            end = begin
             if tokens < self._limits.min_tokens:
                 break
             engine = self._engines.get(turn.record.decode)
@@ -175,7 +179,7 @@ class KeptTurns:
             elif turn.received <= oldest:  # its answer took long: it is not the oldest by its place
                 gone.append((turn, "expired"))
             elif found is None and turn.record.decode_run not in without:
-                found = self._reuse(turn, tokens, (len(key) - SCOPE_BYTES) // ID_BYTES, prefill, engine.node)
+                found = self._reuse(turn, tokens, prompt, prefill, engine.node)
         for turn, reason in gone:
             self._drop(turn, reason)
         if found is not None:

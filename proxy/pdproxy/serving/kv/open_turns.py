@@ -49,7 +49,7 @@ class OpenTurn:
         prompt = self.record.prompt
         if prompt is not None:
             complete = len(ids) == completion_tokens
-            self.key = prompt + ids.tobytes() if complete else prompt
+            self.key = b"%b%b," % (prompt, b",".join([b"%d" % one for one in ids])) if complete and ids else prompt
             # The token that was generated last has no KV.
             self.known = self.record.prompt_tokens + (max(len(ids) - 1, 0) if complete else 0)
         self._where.answered(self)
