@@ -406,3 +406,36 @@ def _keep_names_off_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(asyncio, "open_connection", open_connection)
+
+
+BACK = {"bidirectional_kv_xfer": True}
+
+
+def _bidirectional(bench: Bench) -> Any:
+    settings = bench.settings()
+    turns = structs.replace(settings.pool.turns, bidirectional=True)
+    return structs.replace(settings, pools=(structs.replace(settings.pool, turns=turns),))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "wanted", "found"),
+    [
+        (BACK, BACK, True, None),
+        ({}, {}, False, None),
+        ({}, BACK, True, ("turns_not_read", "error")),
+        (BACK, {}, True, ("turns_not_kept", "error")),
+        (BACK, BACK, False, ("turns_unused", "warning")),
+    ],
+)
+async def test_kv_that_goes_back(bench, prefill, decode, wanted, found):
+    """Whatever is found, nothing is held afterwards, and P without the option is never left waiting."""
+    await bench.start("prefill", **prefill)
+    await bench.start("decode", **decode, kv_load_failure_policy="recompute")
+    checked = await bench.check(_bidirectional(bench) if wanted else bench.settings())
+    expected = {"policy_recompute": "note"} | ({} if found is None else dict([found]))
+    assert {one.code: one.level for one in checked.findings} == expected
+    async with asyncio.timeout(30):
+        while bench.held:
+            await asyncio.sleep(0.01)
+    assert all(one.engine.stats.kv_cache_usage == 0 for one in bench.running)
+    assert bench.running[1].engine.stats.kv_expired == 0

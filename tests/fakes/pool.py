@@ -16,6 +16,7 @@ from pdproxy.app.tokens import TRANSFORMERS
 from pdproxy.kit.clock import Clock
 from pdproxy.settings.limits import Limits
 from pdproxy.settings.schema import KvReady, LMCache, Node, Pool, Probes, Receiver, Settings
+from pdproxy.settings.turns import Turns
 from pdproxy.sim.facts import CpuBuffer, Facts, Hardware
 from pdproxy.sim.facts import LMCache as SimLMCache
 from pdproxy.sim.server import SimServer
@@ -81,6 +82,7 @@ async def pool(
     notices: bool = True,
     pool_settings: Mapping[str, Any] | None = None,
     tokenizer: SimTokenizer | None = None,
+    turns: Mapping[str, Any] | None = None,
     clock: Clock | None = None,
     dispatch: Literal["sequential", "concurrent"] | None = None,
     limits: Mapping[str, Any] | None = None,
@@ -136,6 +138,7 @@ async def pool(
                     tokenize="always" if tokenizer is not None else "auto",
                     tokenizer="model" if tokenizer is not None else None,
                     **(pool_settings or {}),
+                    turns=Turns(**(turns or {})),
                 ),
             ),
             deadlines=msgspec.structs.replace(DEADLINES, **{"kv_ready": LONG, "tokenize": LONG, **(deadlines or {})}),

@@ -7,10 +7,12 @@ import asyncio
 import pytest
 import uvloop
 
+from pdproxy.observe.events import TurnReused
 from tests.fakes.garbage import left_to_the_collector
 from tests.fakes.pool import pool
 from tests.fakes.world import World, until
 from tests.proxy.test_connectors import COMPLETIONS, CONNECTORS, completion
+from tests.proxy.test_turns import forget, quiet, talking
 
 pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
 
@@ -34,6 +36,28 @@ def test_nothing_is_left_to_the_collector(connector: str, stream: bool) -> None:
                 await until(lambda: not pair.world.busy())
                 await asyncio.sleep(0.05)
                 assert pair.world.proxy.answer_budget.held == 0
+        assert not found
+
+    uvloop.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_turn_that_uses_the_one_before_leaves_nothing_either(stream: bool) -> None:
+    """KV that goes back to P: what is kept of a turn refers to nothing of its request."""
+
+    async def run() -> None:
+        async with talking() as pair:
+            body = completion(stream=stream)
+            for number in range(3):
+                await pair.ask(COMPLETIONS, body | {"prompt": body["prompt"] + str(number)})
+                await quiet(pair)
+            forget(pair)
+            with left_to_the_collector() as found:
+                assert (await pair.ask(COMPLETIONS, body | {"prompt": body["prompt"] + "0 more"})).status == 200
+                await quiet(pair)
+                await asyncio.sleep(0.05)
+                assert pair.world.proxy.answer_budget.held == 0
+            assert pair.world.events(TurnReused)
         assert not found
 
     uvloop.run(run())

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from pdproxy.app.transfer import build_transfer, kv_host_of
 from pdproxy.cli.options import add_settings_options, settings_from
@@ -17,6 +18,7 @@ from pdproxy.settings.crosscheck import crosscheck
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.schema import Facts, LMCache, Node, Pool, Receiver, Settings
 from pdproxy.settings.transfer_checks import receiver_host
+from pdproxy.settings.turns import Turns
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Dispatch, Handle
 from pdproxy.wire.request import Route, parse
@@ -297,3 +299,21 @@ def test_the_host_that_decode_engines_are_sent(facts: Facts, way: Any, host: str
     node = Node(url="http://10.0.0.1:8000", role="prefill", facts=facts)
     assert kv_host_of(node, Pool(remote_host=way)) == host
     assert kv_host_of(msgspec.structs.replace(node, role="decode"), Pool(remote_host=way)) is None
+
+
+def test_turns_need_a_connector_that_hands_back_and_token_ids() -> None:
+    """Each mistake is one line with its key."""
+    nixl = Pool(connector="nixl", nodes=(P, Node(url="http://d:8200", role="decode")))
+    able = Turns(bidirectional=True)
+    checked(Settings(pools=(structs.replace(nixl, turns=able),)))
+    shared = structs.replace(nixl, connector="shared", turns=able)
+    expected = "pools[0].turns.bidirectional: connector shared has no KV that goes back, only nixl has"
+    assert wrong(Settings(pools=(shared,))) == expected
+    off = structs.replace(nixl, turns=able, tokenize="off")
+    expected = "pools[0].tokenize: turns.bidirectional needs prompts' token ids: expected auto or always, got off"
+    assert wrong(Settings(pools=(off,))) == expected
+    elsewhere = structs.replace(nixl, turns=able, remote_host="url")
+    expected = "pools[0].remote_host: turns.bidirectional needs the hosts that engines name: expected engine, got url"
+    assert wrong(Settings(pools=(elsewhere,))) == expected
+    late = structs.replace(nixl, turns=Turns(decoder_kv_blocks_ttl=10, margin=10))
+    assert wrong(Settings(pools=(late,))) == "pools[0].turns.margin: 10 s leave nothing of decoder_kv_blocks_ttl = 10 s"

@@ -16,7 +16,7 @@ from pdproxy.app.gauges import memory_gauges, process_gauges, request_gauges, st
 from pdproxy.app.heartbeat import Heartbeat
 from pdproxy.app.readiness import ReadinessCheck, ledger_source
 from pdproxy.app.tokens import TRANSFORMERS, Library, Tokens, build_tokens
-from pdproxy.app.transfer import build_transfer
+from pdproxy.app.transfer import build_transfer, build_turns
 from pdproxy.app.watch import UNWATCHED, Watch
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engines import EngineRegistry
@@ -34,8 +34,9 @@ from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
 from pdproxy.serving.kv.custody import Custodian
-from pdproxy.serving.kv.gauges import kv_gauges
+from pdproxy.serving.kv.gauges import kv_gauges, turn_gauges
 from pdproxy.serving.kv.notices import NoticeRouter
+from pdproxy.serving.kv.turns import Turns
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader, readers
 from pdproxy.serving.request.passthrough import Passthrough
@@ -69,6 +70,7 @@ class Proxy:
     prober: Prober
     transfer: KvTransfer
     custodian: Custodian
+    turns: Turns | None
     notices: NoticeSocket
     tokens: Tokens | None
     known_clients: Clients
@@ -135,7 +137,8 @@ class Proxy:
         transfer = build_transfer(settings, engines, clock, observers)
         custodian = Custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
         engines.keep_known(custodian.named)
-        router = NoticeRouter(transfer.ready, custodian)
+        turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers)
+        router = NoticeRouter(transfer.ready, custodian, turns)
         notices = NoticeSocket(router.receive, transfer.ready.undecodable, tasks.watch("notices").failed)
         tokens = build_tokens(
             pool,
@@ -146,6 +149,7 @@ class Proxy:
             now,
             deadline=deadlines.tokenize,
             needed=transfer.contract.needs_ids,
+            wanted=turns is not None,
             own_keys=own_keys,
             library=library,
         )
@@ -164,6 +168,7 @@ class Proxy:
             clock=clock,
             answer_budget=answer_budget,
             tokenizing=tokens.tokenizing if tokens is not None else None,
+            turns=turns,
         )
         known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
         admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers, clock, known_clients)
@@ -191,6 +196,10 @@ class Proxy:
         metrics.add_gauges(request_gauges(admission, bodies))
         metrics.add_gauges(memory_gauges(connections, body_budget, answer_budget, unread_answers))
         metrics.add_gauges(process_gauges(tasks, log, lines))
+        if turns is not None:
+            engines.keep_known(turns.named)
+            wrong.append(turns.shortcomings)
+            metrics.add_gauges(turn_gauges(turns))
         if tokens is not None:
             wrong.append(tokens.canaries.shortcomings)
             metrics.add_gauges(tokens.gauges())
@@ -227,6 +236,7 @@ class Proxy:
             prober=prober,
             transfer=transfer,
             custodian=custodian,
+            turns=turns,
             notices=notices,
             tokens=tokens,
             known_clients=known_clients,
@@ -271,7 +281,8 @@ class Proxy:
 
     async def drain(self, requests: Collection[asyncio.Task[object]]) -> None:
         """Refuse new requests, and wait for those in flight and for the release of their KV. See `app.drain`."""
-        await drain(requests, self.admission, self.custodian, self.settings.deadlines.drain, self.observers)
+        deadline = self.settings.deadlines.drain
+        await drain(requests, self.admission, self.custodian, deadline, self.observers, self.turns)
 
     async def stop(self) -> None:
         """End all background tasks, and drop all connections."""

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.serving.kv.custody import Custodian
+from pdproxy.serving.kv.turns import Turns
 from pdproxy.serving.request.admission import Admission
 
 logger = logging.getLogger("pdproxy")
@@ -20,6 +21,7 @@ async def drain(
     custodian: Custodian,
     timeout: float,
     observers: Observers,
+    turns: Turns | None = None,
 ) -> None:
     """Refuse new requests, wait for those in flight, cut off what is left at the deadline, and wait until all KV is released.
 
@@ -37,3 +39,5 @@ async def drain(
         await asyncio.gather(*left, return_exceptions=True)
     if lost := await custodian.settle(custodian.drain_timeout):
         logger.warning("%d prefills and handles did not end in %g s", lost, custodian.drain_timeout)
+    if turns is not None and (kept := await turns.close(custodian.drain_timeout)):
+        logger.warning("KV of %d turns is left to the decode engines' own time", kept)

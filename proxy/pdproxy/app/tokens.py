@@ -71,17 +71,19 @@ def build_tokens(
     *,
     deadline: float,
     needed: bool,
+    wanted: bool = False,
     own_keys: bool,
     library: Library = TRANSFORMERS,
 ) -> Tokens | None:
     """Return what tokenizes for a pool, None if nothing does.
 
-    `needed`: the connector needs ids; `own_keys`: clients send keys of the proxy, so engines are asked with the proxy's key.
+    `needed`: the connector needs ids; `wanted`: something else uses them where they can be made; `own_keys`: clients send keys
+    of the proxy, so engines are asked with the proxy's key.
 
     Raises:
         SettingsError: the tokenizer that the settings name can't be used.
     """
-    if pool.tokenize == "off" or (pool.tokenize == "auto" and not needed):
+    if pool.tokenize == "off" or (pool.tokenize == "auto" and not needed and not wanted):
         return None
     named: LocalTokenizer | None = None
     if pool.tokenizer is not None:

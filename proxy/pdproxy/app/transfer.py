@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from urllib.parse import urlsplit
 
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
+from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.dispatch.resources import KvTransfer
 from pdproxy.serving.kv.buffers import ReceiveBuffers
+from pdproxy.serving.kv.kept_turns import TurnLimits
 from pdproxy.serving.kv.ready import KvReady
+from pdproxy.serving.kv.turns import Turns
 from pdproxy.settings.schema import LMCache, Node, Pool, Settings
 from pdproxy.settings.transfer_checks import receiver_host
-from pdproxy.transfer.contract import Receiver
+from pdproxy.transfer.contract import Contract, Receiver
 from pdproxy.transfer.registry import entry_of
+
+logger = logging.getLogger("pdproxy.kv")
 
 
 def build_transfer(settings: Settings, engines: EngineRegistry, clock: Clock, observers: Observers) -> KvTransfer:
@@ -27,6 +33,31 @@ def build_transfer(settings: Settings, engines: EngineRegistry, clock: Clock, ob
         ReceiveBuffers(engines, pool.lmcache.chunk_size, clock, observers, settings.deadlines.queue),
         recomputes=settings.kv_ready.on_timeout == "recompute",
     )
+
+
+def build_turns(
+    settings: Settings, contract: Contract, ledger: Ledger, engines: EngineRegistry, clock: Clock, observers: Observers
+) -> Turns | None:
+    """Return what hands KV of finished turns back to prefill engines, None where that is not wanted."""
+    wanted = settings.pool.turns
+    if not wanted.bidirectional or contract.turns is None:
+        return None
+    if not settings.kv_ready.notifier:
+        logger.warning(
+            "turns.bidirectional without kv_ready.notifier: no handle of a stream is known, and decode engines keep the KV of "
+            "each stream for %g s",
+            wanted.decoder_kv_blocks_ttl,
+        )
+    limits = TurnLimits(
+        seconds=wanted.decoder_kv_blocks_ttl - wanted.margin,
+        count=wanted.max_kept,
+        max_bytes=wanted.max_bytes,
+        max_blocks=wanted.max_blocks,
+        min_tokens=wanted.min_tokens,
+        min_share=wanted.min_share,
+    )
+    by_notice = settings.kv_ready.notifier
+    return Turns(contract.turns, limits, ledger, engines, settings.deadlines, observers, clock, by_notice=by_notice)
 
 
 def receiver_of(node: Node) -> Receiver | None:

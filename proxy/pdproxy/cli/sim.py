@@ -58,6 +58,9 @@ _ENGINE = {
     "kv_lease_duration": "seconds for which a prefill engine keeps KV for a decode engine",
     "heartbeat_interval": "seconds between two renewals of a lease by a decode engine",
     "handshake_timeout": "seconds for which a decode engine waits for a handshake with a prefill engine",
+    "bidirectional_kv_xfer": "decode: keep the KV of answers for the next turn; prefill: pull it (nixl)",
+    "decoder_kv_blocks_ttl": "seconds for which a decode engine keeps that KV",
+    "kv_recompute_threshold": "a prefill engine computes fewer tokens than that by itself",
     "side_channel_host": "address of the NIXL side channel, which KV handles name",
     "side_channel_port": "TCP port of the NIXL side channel; 0: any free one",
 }

@@ -7,6 +7,7 @@ row of this table. The process's own metrics (`process_*`, `python_*`) are those
 from __future__ import annotations
 
 from pdproxy.kit.errors import Fault, Wait
+from pdproxy.observe import catalog_turns
 from pdproxy.observe.description import Description, Kind, Label
 from pdproxy.observe.events import ITL_BOUNDS
 
@@ -376,6 +377,9 @@ BUILD_INFO = _gauge(
 )
 
 METRICS: tuple[Description, ...] = tuple(
-    sorted((found for found in list(vars().values()) if isinstance(found, Description)), key=lambda one: one.name)
+    sorted(
+        (found for found in (*vars().values(), *vars(catalog_turns).values()) if isinstance(found, Description)),
+        key=lambda one: one.name,
+    )
 )
 """All of them, by name."""

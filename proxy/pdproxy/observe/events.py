@@ -163,6 +163,37 @@ class KvTransferred(msgspec.Struct, frozen=True):
     bytes: int | None
 
 
+class TurnKept(msgspec.Struct, frozen=True):
+    """A decode engine's handle of a finished turn is kept for the conversation's next prompt. `tokens`: whose KV it names."""
+
+    node: str
+    tokens: int
+
+
+class TurnReused(msgspec.Struct, frozen=True):
+    """A prefill engine has answered a prompt of which it got `tokens` of KV from a decode engine.
+
+    `trimmed`: not all that the decode engine kept. `saved_s`: the seconds that the engine would have taken for them, estimated.
+    """
+
+    tokens: int
+    trimmed: bool
+    saved_s: float
+
+
+class TurnDropped(msgspec.Struct, frozen=True):
+    """A turn's KV at a decode engine (`node`) will not be used. `reason`: one of `catalog_turns.TURN_DROPS`."""
+
+    node: str
+    reason: str
+
+
+class TurnReleased(msgspec.Struct, frozen=True):
+    """A release of such KV has ended. `result`: released, or left (to the decode engine's own time)."""
+
+    result: str
+
+
 class KvWaited(msgspec.Struct, frozen=True):
     """A wait for notices of a prefill engine has ended. `result`: ready or timeout; `missing`: the ranks that sent none."""
 
@@ -233,6 +264,10 @@ Event = (
     | KvNoticed
     | KvTransferred
     | KvWaited
+    | TurnKept
+    | TurnReused
+    | TurnDropped
+    | TurnReleased
     | Tokenized
     | TokenizerJudged
 )

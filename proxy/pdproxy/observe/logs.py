@@ -31,6 +31,10 @@ from pdproxy.observe.events import (
     ServedAlone,
     Tokenized,
     TokenizerJudged,
+    TurnDropped,
+    TurnKept,
+    TurnReleased,
+    TurnReused,
 )
 from pdproxy.observe.formats import Fields, Formatter, make_formatter
 from pdproxy.observe.lines import LineWriter
@@ -128,7 +132,9 @@ class LogObserver:
                 )
             case HandleEnded() | ServedAlone() | DeadlinePassed() | KvCounted() | Tokenized() | Evicted():
                 _debug(event)
-            case KvNoticed() | KvTransferred() | KvWaited():
+            case (
+                KvNoticed() | KvTransferred() | KvWaited() | TurnKept() | TurnReused() | TurnDropped() | TurnReleased()
+            ):
                 _debug(event)
 
     def _refused(self, event: Refused) -> None:

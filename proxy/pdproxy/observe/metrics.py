@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from pdproxy.observe import catalog
+from pdproxy.observe import catalog, catalog_turns
 from pdproxy.observe.catalog import METRICS, REMOVED
 from pdproxy.observe.description import Description, Kind
 from pdproxy.observe.events import (
@@ -37,6 +37,10 @@ from pdproxy.observe.events import (
     ServedAlone,
     Tokenized,
     TokenizerJudged,
+    TurnDropped,
+    TurnKept,
+    TurnReleased,
+    TurnReused,
 )
 
 MAX_MODEL, MAX_MODELS = 256, 1000
@@ -174,6 +178,16 @@ class Metrics:
                 self._count(catalog.EVICTIONS, what)
             case LoopBeat(late_s):
                 self._histogram(catalog.LOOP_LATENESS).observe(late_s)
+            case TurnKept():
+                self._count(catalog_turns.TURNS_KEPT)
+            case TurnReused(tokens, trimmed, seconds):
+                self._count(catalog_turns.TURNS_REUSED, "trimmed" if trimmed else "whole")
+                self._count(catalog_turns.TURN_TOKENS, by=tokens)
+                self._count(catalog_turns.TURN_SECONDS, by=seconds)
+            case TurnDropped(reason=reason):
+                self._count(catalog_turns.TURNS_DROPPED, reason)
+            case TurnReleased(result):
+                self._count(catalog_turns.TURN_RELEASES, result)
             case KvShortfall() | NodeChanged() | TokenizerJudged():
                 pass  # logged, and shown by gauges
 

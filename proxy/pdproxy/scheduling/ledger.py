@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from pdproxy.scheduling import readiness
 from pdproxy.scheduling.breakers import Breakers
-from pdproxy.scheduling.compatibility import Compatibility
+from pdproxy.scheduling.compatibility import Compatibility, prefill_and_decode
 from pdproxy.scheduling.eligibility import Eligibility
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
 from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
@@ -191,6 +191,11 @@ class Ledger:
         ]
         others = [node for node in ranked if node.url != prefer_not]
         return next(iter(others or ranked), None)
+
+    def readers_of(self, decode: Node, model: str | None, now: float) -> list[Node]:
+        """Return the prefill engines that may pull KV of a decode engine, best first. No lease: they are asked to release it."""
+        ranked = self._eligibility.ranked(Role.PREFILL, Ask(model, 0, now), ())
+        return [node for node in ranked if prefill_and_decode(node, decode) is None]
 
     def close(self, lease: Lease, verdict: Verdict, now: float) -> bool:
         """End a lease. Closing twice changes nothing. Return whether this took the engine out of use."""

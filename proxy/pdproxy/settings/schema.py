@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pdproxy.scheduling import policies
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Section, Text, names_of
+from pdproxy.settings.turns import Turns
 from pdproxy.transfer import registry
 
 Role = Literal["prefill", "decode", "aggregated"]
@@ -265,6 +266,9 @@ class Pool(Section, frozen=True):
     tokenizer: File | None = None
     """A model's folder with its tokenizer and chat template. None: the one that the engines report as theirs, if it is on this
     machine."""
+
+    turns: Turns = Turns()
+    """Whether KV of a finished turn is used for the conversation's next prompt."""
 
     policy: PoolPolicy = PoolPolicy()
     """How engines are chosen."""

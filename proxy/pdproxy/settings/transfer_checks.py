@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, spell_key
 from pdproxy.settings.schema import Node, Pool, Receiver
 from pdproxy.transfer import registry
+from pdproxy.transfer.contract import Capabilities
 
 
 def receiver_host(node: Node) -> str:
@@ -34,6 +35,7 @@ def check_transfer(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mist
     if pool.dispatch is not None and pool.dispatch not in can.orders:
         text = f"connector {pool.connector} can't: expected {' or '.join(can.orders)}, got {pool.dispatch}"
         found.add(key, f"{spell_key(key)}: {text}{where}")
+    _check_turns(pool, can, path, found)
     if not can.names_host:
         named = [
             (*path, "nodes", index, "facts", "remote_host") for index, n in enumerate(nodes) if n.facts.remote_host
@@ -105,6 +107,26 @@ def _check_parallel_sizes(pool: Pool, nodes: Sequence[Node], path: KeyPath, foun
 
 def _takes(decode: Node, prefill: str) -> bool:
     return not decode.sources or prefill in decode.sources
+
+
+def _check_turns(pool: Pool, can: Capabilities, path: KeyPath, found: Mistakes) -> None:
+    turns, key = pool.turns, (*path, "turns")
+    if turns.bidirectional and not can.hands_back:
+        name, able = (*key, "bidirectional"), [one.name for one in registry.ENTRIES if one.capabilities.hands_back]
+        text = f"connector {pool.connector} has no KV that goes back, only {' and '.join(able)} has"
+        found.add(name, f"{spell_key(name)}: {text}{found.source(name)}")
+    elif turns.bidirectional and pool.tokenize == "off":
+        name = (*path, "tokenize")
+        text = "turns.bidirectional needs prompts' token ids: expected auto or always, got off"
+        found.add(name, f"{spell_key(name)}: {text}{found.source(name)}")
+    elif turns.bidirectional and pool.remote_host != "engine":
+        name = (*path, "remote_host")
+        text = "turns.bidirectional needs the hosts that engines name: expected engine"
+        found.add(name, f"{spell_key(name)}: {text}, got {pool.remote_host}{found.source(name)}")
+    if turns.margin >= turns.decoder_kv_blocks_ttl:
+        name = (*key, "margin")
+        text = f"{turns.margin:g} s leave nothing of decoder_kv_blocks_ttl = {turns.decoder_kv_blocks_ttl:g} s"
+        found.add(name, f"{spell_key(name)}: {text}{found.source(name)}")
 
 
 def _check_receiver(pool: Pool, node: Node, key: str, taken: dict[tuple[str, int], str], where: str) -> None:

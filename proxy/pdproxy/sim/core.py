@@ -100,7 +100,7 @@ class Core:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return
-        if sequence.never_loads:
+        if sequence.never_loads and not (sequence.params or {}).get("do_remote_decode"):
             raise EngineDeadError
         before = sequence.state
         self._end(sequence, "abort", now)
@@ -332,7 +332,7 @@ class Core:
         self.connector.loaded(pull)
         for block, page in zip(sequence.blocks[-len(pages) :], pages, strict=True):
             self.pool.pages[block] = page
-        self._arrived(sequence, pull.request_id, pull.tokens, sequence.prompt)
+        self._arrived(sequence, pull.request_id, pull.tokens, sequence.local + pull.tokens)
 
     def _arrived(self, sequence: ActiveRequest, request_id: str, tokens: int, computed: int) -> None:
         self.connector.arrived(request_id)
@@ -342,7 +342,8 @@ class Core:
         sequence.external = tokens
         sequence.computed = computed
         self._remember(sequence)
-        sequence.computed -= sequence.computed == sequence.prompt  # the last token is computed again, for its output
+        # The last token is computed again, for its output.
+        sequence.computed -= sequence.computed == len(sequence.tokens)
         self._back_to_queue(sequence)
 
     def received(self, request_id: str, pages: Sequence[Page], tokens: int) -> None:
@@ -356,9 +357,9 @@ class Core:
     def load_failed(self, request_id: str, now: float) -> None:
         """A request's KV can't be had, and a transfer of its own has failed."""
         self.stats.failed_transfers += 1
-        self._never_received(request_id, now)
+        self.never_received(request_id, now)
 
-    def _never_received(self, request_id: str, now: float) -> None:
+    def never_received(self, request_id: str, now: float) -> None:
         """Fail a request whose KV does not come, or compute it here, depending on the policy."""
         sequence = self._loads.pop(request_id)
         self.connector.failed(request_id)
@@ -375,7 +376,7 @@ class Core:
     def handshaken(self, peer: Peer, found: Greeting | None, now: float) -> None:
         """Take the answer to a handshake; None: no engine answered in time."""
         for request_id in self.nixl.handshaken(peer, found):
-            self._never_received(request_id, now)
+            self.never_received(request_id, now)
 
     def _back_to_queue(self, sequence: ActiveRequest) -> None:
         sequence.state = State.WAITING

@@ -159,6 +159,11 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kv_lease_duration: float = 30.0
     heartbeat_interval: float = 5.0
     handshake_timeout: float = 5.0
+    bidirectional_kv_xfer: bool = False
+    """Whether D keeps the KV of its answers for the next turn, and P pulls it (nixl). Each engine has its own setting."""
+    decoder_kv_blocks_ttl: float = 480.0
+    kv_recompute_threshold: int = 64
+    """P computes fewer tokens itself, rather than pull them from D."""
     side_channel_host: str = "127.0.0.1"
     """The address in P's handles, on which the engine listens; on loopback if the machine does not have it."""
     side_channel_port: int = 0
@@ -180,7 +185,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("kv_lease_duration", "heartbeat_interval", "handshake_timeout"):
+        for name in ("kv_lease_duration", "heartbeat_interval", "handshake_timeout", "decoder_kv_blocks_ttl"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if not self.model:

@@ -1,8 +1,11 @@
 """NIXL (pull) from the engine's side, without sockets: handles and leases of P; handshakes, pulls and notices of D. Pure.
 
-Owns P's handles and what is known of other engines. What is to be sent is in `outbox` as commands; the driver carries them out
+Owns the handles and what is known of other engines. What is to be sent is in `outbox` as commands; the driver carries them out
 and reports the results. The rules, and the cases in which the real connector kills its core or reports nothing, are those of
 vLLM 0.32.0.
+
+With `bidirectional_kv_xfer`, D keeps a finished request's blocks, too, and P pulls them for the conversation's next turn. P
+compares no tokens, and D no readers: what the blocks hold when they are read is what P computes with.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from pdproxy.sim.notifier import Notifier
 from pdproxy.sim.request import EngineDeadError
 from pdproxy.sim.stats import Stats
 
+EXPIRY_MARGIN = 5.0
+"""P pulls no blocks of D that are freed in so many seconds (`_KV_BLOCKS_EXPIRY_SAFETY_MARGIN`)."""
 _KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 
@@ -59,6 +64,8 @@ class Pull(msgspec.Struct, frozen=True):
     remote_request_id: str
     blocks: tuple[int, ...]
     tokens: int
+    expires: float | None = None
+    """When the peer frees them, if its handle states it. The peer's clock is this engine's: both are on one machine."""
 
 
 class PeerNotice(msgspec.Struct, frozen=True):
@@ -75,11 +82,16 @@ Command = Handshake | Pull | PeerNotice
 class _Held(msgspec.Struct):
     blocks: list[int]
     expires: float
+    by_decode: bool = False
+
+
+def _lacks_keys(params: dict[str, Any]) -> bool:
+    return not all(key in params for key in _KEYS)
 
 
 def peer_of(params: dict[str, Any]) -> Peer | None:
     """Return where a handle's KV is; None if keys are missing."""
-    if not all(key in params for key in _KEYS):
+    if _lacks_keys(params):
         return None
     return Peer(str(params["remote_host"]), int(params["remote_port"] or 0), str(params["remote_engine_id"]))
 
@@ -95,25 +107,34 @@ class Nixl(Connector):
         self._facts, self._pool, self._stats = facts, pool, stats
         self._engine_id, self._port = engine_id, side_channel_port
         self.held: dict[str, _Held] = {}
-        """P's handles by request id, with their blocks and when the lease ends."""
+        """Handles by request id, with their blocks and when the lease ends. D's have no heartbeat that renews them."""
         self._known: set[Peer] = set()
         self._handshakes: dict[Peer, list[Pull | PeerNotice]] = {}
         self._after_handshake: deque[Command] = deque()
         self._heartbeats: dict[str, tuple[Peer, str]] = {}
         self._last_heartbeat = 0.0
         self._deaf = False
+        self._hands_back = facts.bidirectional_kv_xfer and self.mode == "pull"
         self._notifier = Notifier(facts, engine_id, self.outbox)
 
-    # -- P
+    # -- requests that end with blocks that wait for another engine
 
     def ended(self, one: ActiveRequest, reason: str, now: float) -> tuple[bool, dict[str, Any] | None]:
-        """Keep the blocks of a prefill for D, unless it was aborted."""
-        if not one.params or not one.params.get("do_remote_decode"):
+        """Keep the blocks of a prefill for D, and, if transfers go both ways, those of a finished answer for P."""
+        if not one.params:
+            return False, None
+        of_decode = not one.params.get("do_remote_decode")
+        if of_decode and not self._hands_back:
             return False, None
         if reason not in ("length", "stop"):
-            self._notifier.prefill_failed(one, reason)
+            if not of_decode:
+                self._notifier.prefill_failed(one, reason)
             return False, None
         # The KV of the token just generated was not computed: it is not part of the handle.
+        if of_decode:
+            handle = self._keep_for_prefill(one, now)
+            self._notifier.kept(one, handle, now)
+            return True, handle
         handle = self.finished(one.request.id, one.blocks, one.computed, now)
         if len(one.generated) == 1:  # vLLM adds it to the output with the prefill's statistics
             handle["remote_prefill_cached_tokens"] = one.local + one.external
@@ -139,6 +160,13 @@ class Nixl(Connector):
             "transfer_mode": self.mode,
         }
 
+    def _keep_for_prefill(self, one: ActiveRequest, now: float) -> dict[str, Any]:
+        expires = now + self._facts.decoder_kv_blocks_ttl
+        handle = self.finished(one.request.id, one.blocks, one.computed, now)
+        self.held[one.request.id] = _Held(list(one.blocks), expires, by_decode=True)
+        directions = {"do_remote_prefill": False, "do_remote_decode": True}
+        return handle | directions | {"remote_blocks_expiry_time": expires}
+
     def greet(self, agent: str, tp_size: int, pp_size: int) -> Greeting | None:
         """Answer a handshake with all workers of this engine; None: nobody answers.
 
@@ -151,7 +179,7 @@ class Nixl(Connector):
         return None if self._deaf else Greeting(self._engine_id, agent, self.mode)
 
     def notified(self, kind: str, request_ids: Iterable[str], now: float) -> None:
-        """Handle a notice of a D."""
+        """Handle a notice of another engine."""
         for request_id in request_ids:
             held = self.held.get(request_id)
             if held is None:
@@ -159,39 +187,52 @@ class Nixl(Connector):
             elif kind == "release":
                 self._pool.release(held.blocks)
                 del self.held[request_id]
-                self._notifier.ended("released", request_id, now)
+                self._notifier.ended("released", request_id, now, by_decode=held.by_decode)
             else:  # vLLM's `_lease_extension`
                 held.expires = max(held.expires, now + self._facts.kv_lease_duration * 2 / 3)
 
     def expire(self, now: float) -> None:
         """Free the blocks whose lease has ended."""
         for request_id in [name for name, held in self.held.items() if held.expires <= now]:
-            self._pool.release(self.held.pop(request_id).blocks)
+            held = self.held.pop(request_id)
+            self._pool.release(held.blocks)
             self._stats.kv_expired += 1
-            self._notifier.ended("expired", request_id, now)
+            self._notifier.ended("expired", request_id, now, by_decode=held.by_decode)
 
     def next_expiry(self) -> float | None:
         """Return when the next lease ends."""
         return min((held.expires for held in self.held.values()), default=None)
 
-    # -- D
+    # -- requests whose KV comes from another engine
 
     def wanted(self, one: ActiveRequest) -> tuple[int, bool]:
-        """Return how many tokens of a prompt should come from P, beyond those computed here."""
-        if one.params is None or not one.params.get("do_remote_prefill"):
+        """Return how many tokens of a prompt should come from another engine, beyond those computed here.
+
+        P counts a handle of D whether or not it is set up to pull, as vLLM does.
+        """
+        params = one.params or {}
+        if params.get("do_remote_prefill") and (tokens := max(one.prompt - one.computed, 0)):
+            return tokens, True
+        of_decode = params.get("do_remote_decode") and self.mode == "pull"
+        if not of_decode or not params.get("remote_block_ids") or _lacks_keys(params):
             return 0, False
-        tokens = max(one.prompt - one.computed, 0)
-        return tokens, tokens > 0
+        tokens = min(params.get("remote_num_tokens") or 0, one.prompt) - one.computed
+        return (tokens, True) if tokens > 0 and tokens >= self._facts.kv_recompute_threshold else (0, False)
 
     def allocated(self, one: ActiveRequest, new_blocks: int, tokens: int) -> bool:
-        """Ask for a scheduled request's KV. Return whether it can come: if keys are missing, the request waits forever.
+        """Ask for a scheduled request's KV. Return whether it can come.
+
+        If not, the request waits forever: keys of P's handle are missing, or P is given one of D and is not set up for it.
 
         Raises:
             EngineDeadError: more blocks are needed than the handle has.
         """
         request_id, params = one.request.id, one.params
-        if not params or not params.get("do_remote_prefill"):
+        if not params:
             return True
+        of_decode = not params.get("do_remote_prefill")
+        if of_decode and (not params.get("do_remote_decode") or not self._hands_back):
+            return not tokens
         params["do_remote_prefill"] = False  # one transfer per request
         groups = params.get("remote_block_ids")
         if not groups:
@@ -200,17 +241,25 @@ class Nixl(Connector):
             return True
         peer = peer_of(params)
         if peer is None:
-            return False
+            return not tokens
         remote = [int(block) for block in groups[0]]
         if new_blocks > len(remote):
             raise EngineDeadError
-        self._notifier.pulling(one, params, tokens)
+        if not of_decode:
+            self._notifier.pulling(one, params, tokens)
         if tokens:
-            blocks = tuple(remote[len(remote) - new_blocks :])
-            self._contact(peer, Pull(request_id, peer, str(params["remote_request_id"]), blocks, tokens))
-        else:  # all of it is here already: P can release it at once
+            blocks = tuple(remote[len(remote) - new_blocks :])  # blocks are paired from the end, whatever they hold
+            expires = params.get("remote_blocks_expiry_time")
+            self._contact(peer, Pull(request_id, peer, str(params["remote_request_id"]), blocks, tokens, expires))
+        else:  # all of it is here, or too little is there: the other engine can free it at once
             self._contact(peer, PeerNotice(peer, "release", (str(params["remote_request_id"]),)))
         return True
+
+    def declines(self, pull: Pull, now: float) -> bool:
+        """Return whether the pages are too close to their end, or past it, to be read."""
+        late = pull.expires is not None and now + EXPIRY_MARGIN >= pull.expires
+        self._stats.kv_expired += late
+        return late
 
     def queued(self, one: ActiveRequest) -> None:
         """Renew P's lease as long as D's scheduler has the request and no KV."""

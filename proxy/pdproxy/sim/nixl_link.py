@@ -134,6 +134,9 @@ class NixlLink:
     async def _pull(self, core: Core, pull: Pull) -> None:
         self._driver.transferring(pull.request_id)
         begun = _now()
+        if core.nixl.declines(pull, begun):
+            core.never_received(pull.request_id, begun)
+            return
         await asyncio.sleep(self._facts.hardware.transfer_s(pull.tokens))
         try:
             self._fail_if_due()

@@ -43,6 +43,7 @@ class Notifier:
         self._facts, self._engine_id, self._outbox = facts, engine_id, outbox
         self._pulling: dict[str, _Pulling] = {}
         self._since: dict[str, float] = {}
+        self._remotes: dict[str, str] = {}
 
     def ready(self, one: ActiveRequest, handle: dict[str, Any], now: float) -> None:
         """P: a prefill ended, and its blocks wait to be read."""
@@ -67,12 +68,21 @@ class Notifier:
         """P: a prefill ended, and no blocks wait."""
         self._send("failed", "P", one.request.id, one.request.id, reason=_STATUS.get(reason, reason))
 
-    def ended(self, event: str, internal: str, now: float) -> None:
-        """P: blocks are free (`released`), or free without having been read (`expired`)."""
+    def kept(self, one: ActiveRequest, handle: dict[str, Any], now: float) -> None:
+        """D: an answer ended, and its blocks wait for the conversation's next turn."""
+        internal = one.request.id
+        remote = str((one.params or {}).get("remote_request_id") or internal)
+        self._since[internal] = now
+        self._remotes[internal] = remote
+        self._send("kept", "D", internal, remote, params=msgspec.json.encode(handle))
+
+    def ended(self, event: str, internal: str, now: float, *, by_decode: bool = False) -> None:
+        """Blocks are free (`released`), or free without having been read (`expired`)."""
         seconds = now - self._since.pop(internal, now)
         workers = self._facts.tensor_parallel_size
         reason = f"{workers} worker(s)" if event == "expired" else None
-        self._send(event, "P", internal, internal, seconds=seconds, reason=reason)
+        remote = self._remotes.pop(internal, internal)
+        self._send(event, "D" if by_decode else "P", internal, remote, seconds=seconds, reason=reason)
 
     def pulling(self, one: ActiveRequest, params: dict[str, Any], tokens: int) -> None:
         """D: blocks were allocated for a request. Its KV will be pulled unless all of it is here already."""

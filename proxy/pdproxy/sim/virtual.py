@@ -164,6 +164,9 @@ class VirtualCluster:
                 found = peer.core.nixl.greet(peer.core.agent, *sizes) if peer is not None else None
                 wait = 0.0 if found is not None else engine.facts.handshake_timeout
                 self.at(self.now + wait, lambda: self._handshaken(engine, command.peer, found))
+            case Pull() if engine.core.nixl.declines(command, self.now):
+                engine.core.never_received(command.request_id, self.now)
+                self._turn(engine)
             case Pull():
                 self.at(
                     self.now + engine.facts.hardware.transfer_s(command.tokens), lambda: self._pulled(engine, command)

@@ -14,6 +14,7 @@ import msgspec
 
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.peers import Peer, PeerSource
+from pdproxy.transfer.turns import TurnRules
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.notices import Notice
@@ -34,7 +35,8 @@ class Dispatch(msgspec.Struct, frozen=True):
     `leg_id` is made for the prefill leg: two clients may use the same id, two dispatches never do. None if nothing uses it.
     `ids` are the prompt's token ids, None if they are not known. `prefill_takes_ids`: the prefill engine may be sent them
     in place of the prompt's text. `prefill_peer` and `decode_peer`: the engines' ranks that the legs go to, and what is known of
-    them; None if the contract has no `peers_from`.
+    them; None if the contract has no `peers_from`. `turn`: `kv_transfer_params` of a decode engine that keeps KV of the prompt's
+    beginning; the prefill engine must work on exactly `ids` then. `answer_ids`: the decode engine is asked for the answer's ids.
     """
 
     leg_id: str | None = None
@@ -43,6 +45,8 @@ class Dispatch(msgspec.Struct, frozen=True):
     receiver: Receiver | None = None
     prefill_peer: Peer | None = None
     decode_peer: Peer | None = None
+    turn: bytes | None = None
+    answer_ids: bool = False
 
 
 NO_DISPATCH = Dispatch()
@@ -253,6 +257,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     one_receiver: bool = False
     """Each prefill engine pushes KV to one decode engine, which its own configuration names. Settings must pair them so."""
 
+    hands_back: bool = False
+    """Decode engines can keep KV of a finished turn for a prefill engine: `Contract.turns`."""
+
     mixed_parallel_sizes: bool = False
     """A pair may have different tensor-parallel sizes, if one is a multiple of the other."""
 
@@ -305,6 +312,7 @@ class Contract:
     Afterwards:
         - `holder`: who holds the KV until it is read or released.
         - `at_host(handle, host)` returns the handle with another host of the prefill engine. None: it names none.
+        - `turns`: how KV of a finished turn is handed back to a prefill engine, None if it is not.
     """
 
     name: str
@@ -324,6 +332,7 @@ class Contract:
     early: bool = False
     holder: Holder = NOT_HELD
     at_host: Callable[[Handle, str], Handle] | None = None
+    turns: TurnRules | None = None
 
     @property
     def needs_ids(self) -> bool:

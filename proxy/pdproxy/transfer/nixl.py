@@ -27,6 +27,7 @@ from pdproxy.transfer.contract import (
 )
 from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.signs import Ask, Signs
+from pdproxy.transfer.turns import TurnRules
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.notices import Notice
@@ -54,9 +55,12 @@ _params_decoder = msgspec.json.Decoder(_Params)
 
 
 def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
-    """Return the prefill leg: it asks the engine to hold the KV for another engine. With ids it need not tokenize."""
+    """Return the prefill leg: it asks the engine to hold the KV for another engine. With ids it need not tokenize.
+
+    With a decode engine's handle of the turn before, the engine pulls the KV of that beginning, and then holds all of it.
+    """
     fields = prefill_fields(parsed, prompt)
-    fields["kv_transfer_params"] = _ASK
+    fields["kv_transfer_params"] = _ASK if dispatch.turn is None else raw(dispatch.turn)
     if dispatch.ids is not None and dispatch.prefill_takes_ids:
         with_ids(fields, parsed.route, dispatch.ids)
     return LegRequest(parsed.route, encode(fields))
@@ -117,6 +121,8 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
     those ids if the proxy made ids, too. If not, both engines tokenize the same text, and no template can differ.
     """
     fields = decode_fields(parsed, prompt)
+    if dispatch.answer_ids:
+        fields["return_token_ids"] = raw(b"true")
     params = given.params
     if given.token_ids is not None:
         if dispatch.ids is not None and parsed.route is Route.COMPLETIONS:
@@ -168,7 +174,9 @@ class Options(msgspec.Struct, frozen=True):
 
 
 NAME = "nixl"
-CAPABILITIES = Capabilities(takes_ids=True, notices_over=Channel.ZMQ, mixed_parallel_sizes=True, names_host=True)
+CAPABILITIES = Capabilities(
+    takes_ids=True, notices_over=Channel.ZMQ, names_host=True, hands_back=True, mixed_parallel_sizes=True
+)
 NIXL = Contract(
     name=NAME,
     prefill=prefill,
@@ -177,6 +185,7 @@ NIXL = Contract(
     capabilities=CAPABILITIES,
     holder=HeldByPrefill(release_body, refusal_released),
     at_host=at_host,
+    turns=TurnRules(),
 )
 
 

@@ -44,6 +44,8 @@ class Generated(msgspec.Struct, frozen=True):
     ids: tuple[int, ...] = ()
     details: bool = False
     created: float = 0.0
+    kept: bytes | None = None
+    """`kv_transfer_params`, if the engine keeps its KV for the next prompt."""
 
     def same(self, other: Generated) -> bool:
         """Return whether two completions are the same, by their ids where both have them."""
@@ -141,6 +143,10 @@ class EngineFacts(msgspec.Struct, kw_only=True):
 PairEnd = Literal["untried", "no_handle", "refused", "silent", "answered"]
 
 
+Back = Literal["nothing", "kept", "used", "unsure"]
+"""What goes back: D keeps nothing of its answer; D keeps it; D keeps it, and P uses it; D keeps it, and was too busy to tell."""
+
+
 class Split(msgspec.Struct, frozen=True, kw_only=True):
     """One request through a pair. Token counts are from D's own counters; `due` is what should have moved."""
 
@@ -161,6 +167,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     """P still held KV at the end, although the handle was loaded or released."""
     counted: bool = True
     """Whether D's counters could be read before and after."""
+    back: Back = "nothing"
 
     @property
     def differs(self) -> bool:

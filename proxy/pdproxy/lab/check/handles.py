@@ -18,7 +18,7 @@ from pdproxy.lab.check.engines import resolve, scrape
 from pdproxy.lab.check.facts import EngineFacts, Reach, Side, Trouble
 from pdproxy.lab.check.http_client import HttpClient
 from pdproxy.lab.check.options import Options
-from pdproxy.transfer.contract import NO_DISPATCH, Contract, Handle, HeldByPrefill
+from pdproxy.transfer.contract import NO_DISPATCH, Contract, Dispatch, Handle, HeldByPrefill
 from pdproxy.wire.engine import prefill_answer
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.request import Parsed
@@ -44,9 +44,11 @@ class Handles:
         self._hosts = hosts or {}
         self._http, self._options = http, options
 
-    async def take(self, prefill: EngineFacts, parsed: Parsed, request_id: str) -> Handle | str:
+    async def take(
+        self, prefill: EngineFacts, parsed: Parsed, request_id: str, dispatch: Dispatch = NO_DISPATCH
+    ) -> Handle | str:
         """Have a prompt prefilled; return its handle, or why there is none. What the handle shows is stored in `prefill`."""
-        leg = self.contract.prefill(parsed, parsed.prompts[0], NO_DISPATCH)
+        leg = self.contract.prefill(parsed, parsed.prompts[0], dispatch)
         reply = await self._http.post(prefill.url, leg.route.value, leg.body, request_id)
         if isinstance(reply, Trouble):
             return reply.text

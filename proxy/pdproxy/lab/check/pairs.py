@@ -14,6 +14,7 @@ from collections.abc import Callable
 from msgspec import structs
 
 from pdproxy.lab.check import prompts
+from pdproxy.lab.check.back import BackProbe
 from pdproxy.lab.check.compatibility import common_model, why_incompatible
 from pdproxy.lab.check.engines import NoAnswer, complete, scrape
 from pdproxy.lab.check.facts import EngineFacts, Facts, Generated, Lease, PairEnd, PairFacts, Policy, Split
@@ -33,6 +34,7 @@ class PairProbe:
 
     def __init__(self, http: HttpClient, handles: Handles, options: Options, mark: Callable[[], str]) -> None:
         self._http, self._handles, self._options, self._mark = http, handles, options, mark
+        self._back = BackProbe(http, handles, options)
 
     async def pair(self, prefill: EngineFacts, decode: EngineFacts) -> PairFacts:
         """Send a request through a pair; once more if its answer differs from D's own."""
@@ -80,6 +82,7 @@ class PairProbe:
         answer = await complete(self._http, decode.url, body, self._id("policy"))
         await self._handles.release(prefill, decode.url, model, handle, before.kv_usage if before else 0.0)
         if isinstance(answer, Generated):
+            await self._back.back(prefill, decode, model, answer.kept, None)
             return Policy("recompute")
         return Policy("fail") if answer.status == 500 else Policy(why_not=answer.text)
 
@@ -114,6 +117,7 @@ class PairProbe:
         else:
             freed = await self._handles.release(prefill, decode.url, model, handle, usage)
         busy = held is None or held.busy  # the KV of other requests comes and goes: no conclusion
+        goes_back = await self._back.back(prefill, decode, model, answer.kept, counted)
         alone = await complete(self._http, decode.url, prompts.salted(parsed, self._mark()), self._id("alone"))
         return structs.replace(
             split,
@@ -122,6 +126,7 @@ class PairProbe:
             answer=answer,
             alone=alone if isinstance(alone, Generated) else None,
             kept=not freed and not busy,
+            back=goes_back,
         )
 
     async def _moved(self, decode: str, before: Metrics | None, due: int) -> tuple[int, int]:

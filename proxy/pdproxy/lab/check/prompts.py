@@ -36,6 +36,7 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice]
     usage: Usage = Usage()
     created: float = 0.0
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
 
 
 _answer_decoder = msgspec.json.Decoder(_Answer)
@@ -87,4 +88,7 @@ def generated(content: bytes) -> Generated | None:
         return None
     choice = answer.choices[0]
     details = answer.usage.prompt_tokens_details is not None
-    return Generated(choice.text, tuple(choice.token_ids or ()), details, answer.created)
+    kept = bytes(answer.kv_transfer_params)
+    return Generated(
+        choice.text, tuple(choice.token_ids or ()), details, answer.created, None if kept == b"null" else kept
+    )

@@ -14,12 +14,14 @@ from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachabl
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.scheduling.leases import Verdict
+from pdproxy.serving.dispatch import turn
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.decode_request import count_cached, is_framing_kept, message, new_relay, reads_of, sink
 from pdproxy.serving.dispatch.decode_start import accepted, first_data
 from pdproxy.serving.dispatch.failure_class import error_kind, is_clients_fault, refused, verdict_of
 from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, DecodeFailed
 from pdproxy.serving.kv.custody import End
+from pdproxy.serving.kv.open_turns import OpenTurn
 from pdproxy.serving.stream.relay import Relay, StreamStarted
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Leg
@@ -42,6 +44,7 @@ class DecodeLeg:
         "_first_token_timer",
         "_lease",
         "_leg",
+        "_turn",
         "_url",
         "gave_up",
     )
@@ -54,6 +57,7 @@ class DecodeLeg:
         self._engine = attempt.resources.engines.known[self._url]
         self._client = self._engine.client
         self._leg: Leg | None = None
+        self._turn: OpenTurn | None = None
         self._expected = 0
         """Prompt tokens that the auditor expects by KV transfer."""
         self._first_token_timer: Timer | None = None
@@ -81,6 +85,7 @@ class DecodeLeg:
                 custody.on_expired = self._lease_on_kv_expired
                 if not custody.promised:
                     self._expect(custody.handle.prompt_tokens)
+                    self._turn = turn.opened(attempt, custody, self._engine)
             first = await self._first_data()
             data_came = True
             first_at = resources.now()
@@ -94,6 +99,8 @@ class DecodeLeg:
                     return refusal
                 verdict = Verdict.GOOD
                 self._compare()
+                if custody is not None and first.status == 200 and attempt.relay is not None:
+                    first = turn.whole(self._turn, first, attempt.request.parsed, attempt.relay)
                 return Answered(first)
             attempt.first_s = first_at - asked_at
             try:
@@ -103,6 +110,8 @@ class DecodeLeg:
             whole = True
             verdict = Verdict.GOOD
             self._compare()
+            if self._turn is not None and attempt.relay is not None:
+                turn.streamed(self._turn, attempt.relay)
             return Answered(None)
         except asyncio.CancelledError:
             if not data_came:
@@ -130,6 +139,8 @@ class DecodeLeg:
                     self._leg.close()
             if self._first_token_timer is not None:
                 self._first_token_timer.cancel()
+            if self._turn is not None:
+                self._turn.close()
             if custody is not None:
                 custody.on_expired = None  # it refers to this leg
                 if self._expected:

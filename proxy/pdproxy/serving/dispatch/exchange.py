@@ -35,6 +35,7 @@ from pdproxy.serving.dispatch.recovery import (
     after,
 )
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
+from pdproxy.serving.dispatch.turn import key_of
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.upstream.client import Answer
@@ -152,6 +153,8 @@ class Exchange:
         resources, request = self._dispatcher.resources, self._request
         assert request.prompt is not None
         request.ids = await resources.ids(request.parsed, request.prompt, request.headers)
+        if resources.turns is not None:
+            request.key = key_of(request.parsed, request.prompt, request.ids)
         return why_not_split(resources, request) if resources.transfer.contract.needs_ids else None
 
     async def _try(self) -> Outcome:

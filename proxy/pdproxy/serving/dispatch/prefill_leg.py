@@ -20,15 +20,17 @@ from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.failure_class import is_clients_fault, refused, verdict_of
+from pdproxy.serving.dispatch.prefill_record import record_of
 from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, PrefillFailed
+from pdproxy.serving.dispatch.turn import TurnBefore, turn_before, with_turn
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.orphans import PrefillRecord
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.transfer.contract import Contract, Dispatch, Handle
+from pdproxy.transfer.contract import Handle
 from pdproxy.upstream.client import Answer, EngineClient, Pending
 from pdproxy.upstream.connection import Message
-from pdproxy.wire.engine import PrefillAnswer, prefill_answer
-from pdproxy.wire.request import Alone, Parsed
+from pdproxy.wire.engine import prefill_answer
+from pdproxy.wire.request import Alone
 
 _MAX_ANSWER = 256 << 10
 _MAX_ANSWER_PER_BYTE = 16
@@ -58,6 +60,7 @@ class PrefillLeg:
         "_parsed",
         "_pending",
         "_sent_ids",
+        "_turn",
         "_url",
         "_verdict",
         "dispatch",
@@ -91,6 +94,7 @@ class PrefillLeg:
         )
         if self._sent_ids is None and dispatch.ids is not None:
             self.dispatch = msgspec.structs.replace(dispatch, prefill_takes_ids=False)
+        self._turn: TurnBefore | None = None
 
     def __repr__(self) -> str:
         return f"<PrefillLeg {self._url}, {self._verdict.value}>"
@@ -104,6 +108,8 @@ class PrefillLeg:
         resources = self._attempt.resources
         seconds = resources.deadlines.prefill
         self._attempt.take(self._lease)
+        self._turn = turn_before(self._attempt, self._sent_ids)
+        self.dispatch = with_turn(self.dispatch, self._turn)
         try:
             try:
                 return await self._prefilled(seconds)
@@ -117,6 +123,8 @@ class PrefillLeg:
             raise
         except TimeoutError:
             self._verdict = Verdict.FAILED
+            if self._turn is not None:
+                self._turn.hung()
             self._adopt(lambda: None)  # it may be about to finish, and only its answer names its KV
             self._adopted = False  # the lease ends now
             self._pending = None
@@ -125,6 +133,8 @@ class PrefillLeg:
             self._verdict = verdict_of(error)
             return self._failed(error)
         finally:
+            if self._turn is not None:
+                self._turn.over(asked=self._pending is not None)
             if not self._adopted:
                 if self._pending is not None:
                     self._pending.close()
@@ -132,13 +142,11 @@ class PrefillLeg:
 
     async def _prefilled(self, seconds: float) -> Prefilled | Answered | CannotSplit | PrefillFailed:
         async with self._attempt.resources.clock.within(seconds):
-            answer = await self._answer_or_notice()
-            if answer is None and (handle := self._handle_in_notice()) is not None:
-                return self._noticed(handle)
-            if answer is None:
-                assert self._pending is not None
-                answer = await self._pending.answered()
-        return self._read(answer)
+            answer = await self._answer_or_handle()
+            if self._turn is not None and isinstance(answer, Answer) and self._turn.has_failed(answer.status):
+                self.dispatch = with_turn(self.dispatch, None)
+                answer = await self._answer_or_handle()
+        return self._noticed(answer) if isinstance(answer, Handle) else self._read(answer)
 
     def _may_ask_again(self, error: EngineError) -> bool:
         """Return whether the same engine is asked once more: only KV under the same id frees a decode engine that waits."""
@@ -178,6 +186,15 @@ class PrefillLeg:
         leg_id, headers = self.dispatch.leg_id, request.headers
         own = headers.headers if leg_id is None else headers.named(leg_id)
         return self._client.request(leg.route.value, own + leg.headers, leg.body)
+
+    async def _answer_or_handle(self) -> Answer | Handle:
+        answer = await self._answer_or_notice()
+        if answer is None and (handle := self._handle_in_notice()) is not None:
+            return handle
+        if answer is None:
+            assert self._pending is not None
+            answer = await self._pending.answered()
+        return answer
 
     async def _answer_or_notice(self) -> Answer | None:
         """Send the request. Return the answer, None if a notice with the handle came first."""
@@ -253,6 +270,8 @@ class PrefillLeg:
 
     def _take(self, handle: Handle) -> Custody:
         resources = self._attempt.resources
+        if self._turn is not None:
+            self._turn.prefilled(handle)
         resources.ids_served(self._url, self._parsed, self.dispatch.ids, self._sent_ids, handle.token_ids)
         if self.promised is not None:
             self.promised.made(handle)
@@ -265,29 +284,3 @@ class PrefillLeg:
             record = self._attempt.hand_on(self._record())
             self._attempt.resources.custodian.orphans.adopt(self._pending, record, end)
             self._adopted = self.handed_on = True
-
-
-def record_of(attempt: Attempt, parsed: Parsed, dispatch: Dispatch) -> PrefillRecord:
-    """Return what custody needs to know of an attempt's prefill leg."""
-    contract, lease = attempt.resources.transfer.contract, attempt.assignment[Role.PREFILL]
-    return PrefillRecord(
-        lease.node.url,
-        parsed.model,
-        attempt.request.headers.authorization,
-        _reader(contract, parsed, dispatch),
-        contract.holder.pushed_to(attempt.answering_url),
-        dispatch.leg_id,
-        promised=attempt.custody,
-    )
-
-
-def _reader(contract: Contract, parsed: Parsed, dispatch: Dispatch) -> Callable[[PrefillAnswer], Handle | str]:
-    """Return what finds the handle in an answer.
-
-    It is still in use after the attempt if the client has left. So it refers to nothing else of the attempt.
-    """
-
-    def read(answer: PrefillAnswer) -> Handle | str:
-        return contract.handle(parsed, answer, dispatch)
-
-    return read

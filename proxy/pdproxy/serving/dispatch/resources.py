@@ -18,6 +18,7 @@ from pdproxy.serving.dispatch.tokenizing import Tokenizing
 from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.custody import Custodian
 from pdproxy.serving.kv.ready import KvReady
+from pdproxy.serving.kv.turns import Turns
 from pdproxy.settings.limits import Deadlines
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Contract
@@ -55,6 +56,7 @@ class ExchangeResources:
     clock: Clock
     answer_budget: AnswerBudget
     tokenizing: Tokenizing | None = None
+    turns: Turns | None = None
     templates: EventTemplates = field(default_factory=EventTemplates)
 
     async def ids(self, parsed: Parsed, prompt: Prompt, headers: LegHeaders) -> TokenIds | None:

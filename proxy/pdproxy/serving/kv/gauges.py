@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from pdproxy.observe import catalog
+from pdproxy.observe import catalog, catalog_turns
 from pdproxy.observe.metrics import Gauge
 from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.custody import Custodian
 from pdproxy.serving.kv.ready import KvReady
+from pdproxy.serving.kv.turns import Turns
 
 
 def kv_gauges(custodian: Custodian, ready: KvReady, buffers: ReceiveBuffers) -> list[Gauge]:
@@ -35,4 +36,20 @@ def kv_gauges(custodian: Custodian, ready: KvReady, buffers: ReceiveBuffers) -> 
         Gauge(catalog.KV_READY_WAITS, lambda: [((), ready.waiting)]),
         Gauge(catalog.KV_NOTICES_KEPT, lambda: [((), ready.kept)]),
         Gauge(catalog.KV_BUFFER_SLOTS, chunks),
+    ]
+
+
+def turn_gauges(turns: Turns) -> list[Gauge]:
+    """Return the gauges of turns whose KV decode engines keep. Each is read at every scrape."""
+
+    def blocks() -> list[tuple[tuple[str, ...], float]]:
+        return [((url,), count) for url, count in turns.kept.blocks().items()]
+
+    def held() -> list[tuple[tuple[str, ...], float]]:
+        return [(("kept",), turns.kept.size), (("open",), turns.open.size)]
+
+    return [
+        Gauge(catalog_turns.TURNS, lambda: [((), len(turns.kept))]),
+        Gauge(catalog_turns.TURN_BLOCKS, blocks),
+        Gauge(catalog_turns.TURN_BYTES, held),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pdproxy.serving.kv.custody import Custodian
 from pdproxy.serving.kv.ready import KvReady
+from pdproxy.serving.kv.turns import Turns
 from pdproxy.wire import lmcache_telemetry
 from pdproxy.wire.notices import Notice, NoticeEvent
 
@@ -11,14 +12,17 @@ from pdproxy.wire.notices import Notice, NoticeEvent
 class NoticeRouter:
     """Routes the notices of one proxy."""
 
-    def __init__(self, ready: KvReady, custodian: Custodian) -> None:
+    def __init__(self, ready: KvReady, custodian: Custodian, turns: Turns | None = None) -> None:
         self._ready = ready
         self._custodian = custodian
+        self._turns = turns
 
     def receive(self, notice: Notice) -> None:
         """Take a notice from the notices' socket."""
         if notice.event is not NoticeEvent.READY:
             self._custodian.receive(notice)
+            if self._turns is not None:
+                self._turns.receive(notice)
         elif not self._custodian.orphans.receive(notice):
             self._ready.receive(notice)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from pdproxy.lab.check.facts import Facts
 from pdproxy.lab.check.findings import LEVELS, Finding
-from pdproxy.lab.check.rules import compatible, connector, engine, flags, machine, transfer
+from pdproxy.lab.check.rules import compatible, connector, engine, flags, machine, transfer, turns
 
 Rule = Callable[[Facts], Iterable[Finding]]
 
@@ -18,6 +18,7 @@ RULES: tuple[Rule, ...] = (
     *engine.RULES,
     *compatible.RULES,
     *transfer.RULES,
+    *turns.RULES,
     *flags.RULES,
     *machine.RULES,
 )

@@ -19,7 +19,8 @@ from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.dispatch.attempt import Attempt, Order
 from pdproxy.serving.dispatch.decode_leg import DecodeLeg
 from pdproxy.serving.dispatch.orders import sequential
-from pdproxy.serving.dispatch.prefill_leg import Prefilled, PrefillLeg, record_of
+from pdproxy.serving.dispatch.prefill_leg import Prefilled, PrefillLeg
+from pdproxy.serving.dispatch.prefill_record import record_of
 from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, Outcome, PrefillFailed
 from pdproxy.serving.kv.custody import Custody, End
 

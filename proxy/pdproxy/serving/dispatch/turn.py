@@ -1,0 +1,184 @@
+"""Turns of conversations from an attempt's side: which prompt it is, KV for its prefill, and what its answer leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from msgspec import structs
+
+from pdproxy.fleet.engine import Engine
+from pdproxy.scheduling.nodes import Node
+from pdproxy.serving.dispatch.attempt import Attempt
+from pdproxy.serving.dispatch.tokenizing import MAX_BYTES
+from pdproxy.serving.kv.custody import Custody
+from pdproxy.serving.kv.kept_turns import SCOPE_BYTES, Reuse, TurnRecord, scope_of
+from pdproxy.serving.kv.open_turns import OpenTurn
+from pdproxy.serving.kv.turns import Turns
+from pdproxy.serving.stream.relay import Relay
+from pdproxy.tokens.ids import TokenIds
+from pdproxy.transfer.contract import Dispatch, Handle
+from pdproxy.transfer.turns import ids_text
+from pdproxy.upstream.client import Answer
+from pdproxy.wire import tokens
+from pdproxy.wire.fields import has_value, is_absent
+from pdproxy.wire.kv_answer import without_handle
+from pdproxy.wire.request import Parsed, Prompt
+
+_FAILED = 500
+"""The first status that is an engine's failure."""
+
+
+def key_of(parsed: Parsed, prompt: Prompt, ids: TokenIds | None) -> bytes | None:
+    """Return what a prompt's turn is found by: its scope and its ids. None if the ids are not known before the prefill.
+
+    Prompts that are not only text have none: equal ids would not mean equal KV.
+    """
+    listed: bytes | None = None
+    if ids is not None:
+        listed = ids.json
+    elif prompt.tokens is not None and prompt.raw is not None and is_absent(parsed.fields, "truncate_prompt_tokens"):
+        listed = bytes(prompt.raw) if memoryview(prompt.raw).nbytes <= MAX_BYTES else None
+    text = None if listed is None else ids_text(listed)
+    return None if text is None else _scope(parsed) + text
+
+
+def _scope(parsed: Parsed) -> bytes:
+    salt = parsed.fields.get("cache_salt")
+    return scope_of(parsed.model, b"" if salt is None else bytes(salt))
+
+
+class TurnBefore:
+    """KV of the turn before in one prefill leg, if there is any; and how long the leg takes without."""
+
+    __slots__ = ("_answered", "_node", "_now", "_reuse", "_since", "_turns")
+
+    def __init__(self, turns: Turns, reuse: Reuse | None, node: Node, now: Callable[[], float]) -> None:
+        self._turns = turns
+        self._reuse = reuse
+        self._node = node
+        self._now = now
+        self._since = now()
+        self._answered = False
+
+    def __repr__(self) -> str:
+        return f"<TurnBefore {self._reuse.tokens if self._reuse is not None else 'no'} tokens>"
+
+    @property
+    def params(self) -> bytes | None:
+        """What the prefill engine is sent to pull it, None for nothing."""
+        return None if self._reuse is None else self._reuse.params
+
+    def has_failed(self, status: int) -> bool:
+        """Return whether the leg must be sent again without it: the KV may be gone, and the prompt is sound."""
+        self._answered = True
+        if self._reuse is None or status < _FAILED:
+            return False
+        self._turns.refused(self._reuse)
+        self._reuse, self._answered, self._since = None, False, self._now()
+        return True
+
+    def prefilled(self, handle: Handle) -> None:
+        """The leg has brought a handle of the prompt."""
+        reuse, self._reuse = self._reuse, None
+        if reuse is not None:
+            self._turns.used(reuse)
+        else:
+            tokens = handle.created_cache_tokens or handle.prompt_tokens
+            self._turns.speeds.measured(self._node, tokens, self._now() - self._since)
+
+    def hung(self) -> None:
+        """The leg has reached its deadline."""
+        reuse, self._reuse = self._reuse, None
+        if reuse is not None:
+            self._turns.hung(reuse)
+
+    def over(self, *, asked: bool) -> None:
+        """The leg is over. `asked`: the engine has been sent the prompt, and may still pull if it has not answered."""
+        reuse, self._reuse = self._reuse, None
+        if reuse is None:
+            return
+        if self._answered or not asked:
+            self._turns.unused(reuse)
+        else:
+            self._turns.left(reuse)
+
+
+def turn_before(attempt: Attempt, sent: TokenIds | None) -> TurnBefore | None:
+    """Return the KV of the turn before for the attempt's prefill leg, None where none is wanted.
+
+    `sent`: the ids that the engine is sent. It compares nothing: what it tokenizes itself might not be what the KV is of.
+    """
+    turns, request = attempt.resources.turns, attempt.request
+    if turns is None:
+        return None
+    node, prompt = attempt.assignment.leases[0].node, request.prompt
+    exact = sent is not None or (prompt is not None and prompt.tokens is not None)
+    reuse = turns.take(request.key, node) if exact and request.key is not None else None
+    return TurnBefore(turns, reuse, node, attempt.resources.now)
+
+
+def with_turn(dispatch: Dispatch, turn: TurnBefore | None) -> Dispatch:
+    """Return a dispatch that has the prefill engine pull the KV of the turn before; with None, as it was before."""
+    params = None if turn is None else turn.params
+    return dispatch if params is dispatch.turn else structs.replace(dispatch, turn=params)
+
+
+def opened(attempt: Attempt, custody: Custody | None, engine: Engine) -> OpenTurn | None:
+    """Begin the turn whose decode engine is asked now, None if it will keep no KV of it."""
+    turns, request = attempt.resources.turns, attempt.request
+    if turns is None or custody is None or not custody.handle.params:
+        return None
+    prefill = attempt.assignment.leases[0].node
+    record = TurnRecord(
+        decode=engine.url,
+        decode_run=engine.node.run_number,
+        prefill=prefill.url,
+        prefill_run=prefill.run_number,
+        remote_request_id=custody.handle.remote_request_id,
+        model=request.parsed.model,
+        authorization=request.headers.authorization,
+        prompt=_served(attempt, custody),
+        prompt_tokens=custody.handle.prompt_tokens,
+        may_stop=not is_absent(request.parsed.fields, "stop"),
+    )
+    turn = turns.open.open(record, stream=request.parsed.stream)
+    if turn is not None and not request.parsed.stream:
+        attempt.dispatch = structs.replace(attempt.dispatch, answer_ids=True)
+    return turn
+
+
+def _served(attempt: Attempt, custody: Custody) -> bytes | None:
+    """Return the key of the prompt on which the engines have worked, None if it is not known or can't be compared."""
+    request, served = attempt.request, custody.handle.token_ids
+    key, prompt, ids = request.key, request.prompt, request.ids
+    if key is None or served is None or prompt is None:
+        return None
+    count = prompt.tokens if ids is None else ids.count
+    if ids is not None and ids.json != served:
+        text = ids_text(served)  # the prefill engine's own
+        if text is None:
+            return None
+        key, count = key[:SCOPE_BYTES] + text, text.count(b",")
+    return key if count == custody.handle.prompt_tokens else None
+
+
+def streamed(turn: OpenTurn, relay: Relay) -> None:
+    """Take a stream that has come to its end."""
+    turn.answered(relay.fast_path.ids, None if relay.usage is None else relay.usage.completion_tokens)
+
+
+def whole(turn: OpenTurn | None, answer: Answer, parsed: Parsed, relay: Relay) -> Answer:
+    """Take a whole answer, and return it as a client gets it: without a handle, and without ids that it has not asked for."""
+    body, params = without_handle(answer.body)
+    if turn is not None:
+        if has_value(parsed.fields, "return_token_ids", b"true"):
+            _, listed = tokens.taken(body)
+        else:
+            body, listed = tokens.taken(tokens.without_prompt(body))
+        ids = tokens.new()
+        if listed:
+            tokens.keep(listed, ids)
+        if params is not None:
+            turn.keeps(params)
+        turn.answered(ids, None if relay.usage is None else relay.usage.completion_tokens)
+    return answer if body is answer.body else structs.replace(answer, body=body)

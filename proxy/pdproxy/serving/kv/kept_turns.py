@@ -1,0 +1,234 @@
+"""KV of finished turns that decode engines keep, until the conversation's next prompt uses it.
+
+Owns the handles, with the token ids whose KV they hold. A turn is found by comparing ids, within one model and one cache salt,
+and is given away once. It is dropped after its time, when its engine has restarted, or when there are too many: by number, by
+bytes of ids, and by blocks per decode engine.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from hashlib import blake2b
+
+import msgspec
+
+from pdproxy.fleet.engine import Engine
+from pdproxy.scheduling.compatibility import prefill_and_decode
+from pdproxy.scheduling.nodes import Node
+from pdproxy.tokens.prefix_index import PrefixIndex
+from pdproxy.transfer.turns import DecodeHandle, TurnRules
+
+SCOPE_BYTES = 16
+CANDIDATES = 8
+"""Turns that are looked at for one prompt: those that have the longest beginning in common with it."""
+
+
+def scope_of(model: str | None, cache_salt: bytes) -> bytes:
+    """Return what separates prompts whose equal token ids may have different KV: by the model's name (a LoRA has its own), and by
+    the salt with which a client separates its prefix cache.
+    """
+    name = b"" if model is None else b"m" + model.encode("utf-8", "surrogatepass")
+    return blake2b(b"%d:%b%b" % (len(name), name, cache_salt), digest_size=SCOPE_BYTES).digest()
+
+
+class TurnLimits(msgspec.Struct, frozen=True):
+    """What is kept, and what is used. See `settings.turns`."""
+
+    seconds: float
+    """How long after its receipt a handle may be used."""
+    count: int
+    max_bytes: int
+    max_blocks: int
+    """Per decode engine."""
+    min_tokens: int
+    min_share: float
+
+
+class TurnRecord(msgspec.Struct, frozen=True, eq=False):
+    """A turn from the moment on at which its decode engine is asked.
+
+    `decode`, `prefill`: URLs; `*_run`: the numbers of their runs. `remote_request_id`: the prefill engine's id of the turn, by
+    which notices name it. `prompt`: the scope and the ids (`ids_text`) of the prompt, None if they are not known: such a turn is
+    only released.
+    `authorization`: of its client, for the release. `may_stop`: the answer may end at a stop string; then nothing is kept of it.
+    """
+
+    decode: str
+    decode_run: int
+    prefill: str
+    prefill_run: int
+    remote_request_id: str
+    model: str | None
+    authorization: tuple[tuple[bytes, bytes], ...]
+    prompt: bytes | None
+    prompt_tokens: int
+    may_stop: bool = False
+
+
+class KeptTurn(msgspec.Struct, frozen=True, eq=False):
+    """A finished turn. `key`: the scope and the ids (`ids_text`); `known`: of how many of them there is KV."""
+
+    record: TurnRecord
+    handle: DecodeHandle
+    key: bytes
+    known: int
+    received: float
+
+    @property
+    def size(self) -> int:
+        """Bytes that are held for it."""
+        return len(self.key) + len(self.handle.params)
+
+
+class Reuse(msgspec.Struct, frozen=True, eq=False):
+    """A turn that is given to a prefill engine. `params`: what the engine is sent; `tokens`: whose KV it names."""
+
+    turn: KeptTurn
+    prefill: Node
+    params: bytes
+    tokens: int
+    trimmed: bool
+
+
+class KeptTurns:
+    """All turns of one pool. `dropped(turn, reason)` is called for each that leaves unused (`catalog_turns.TURN_DROPS`)."""
+
+    def __init__(
+        self,
+        rules: TurnRules,
+        limits: TurnLimits,
+        engines: Mapping[str, Engine],
+        dropped: Callable[[TurnRecord, DecodeHandle, str], None],
+        now: Callable[[], float],
+    ) -> None:
+        self._rules = rules
+        self._limits = limits
+        self._engines = engines
+        self._dropped = dropped
+        self._now = now
+        self._by_age: OrderedDict[int, KeptTurn] = OrderedDict()  # by the id of the object
+        self._by_name: dict[str, KeptTurn] = {}
+        self._index = PrefixIndex[KeptTurn]()
+        self._blocks: dict[str, int] = {}
+        self._bytes = 0
+        self._elsewhere = 0
+
+    def __len__(self) -> int:
+        return len(self._by_age)
+
+    def __repr__(self) -> str:
+        return f"<KeptTurns {len(self)} turns, {self._bytes} bytes>"
+
+    @property
+    def size(self) -> int:
+        """Bytes of ids and handles that are held."""
+        return self._bytes
+
+    def blocks(self) -> dict[str, int]:
+        """Return how many blocks are kept, by decode engine."""
+        self.sweep()
+        return dict(self._blocks)
+
+    def add(self, turn: KeptTurn) -> bool:
+        """Keep a turn; drop the oldest ones for it. Return whether it is kept."""
+        limits, url = self._limits, turn.record.decode
+        self.sweep()
+        if turn.size > limits.max_bytes - self._elsewhere or turn.handle.blocks > limits.max_blocks:
+            self._dropped(turn.record, turn.handle, "too_long")
+            return False
+        while self._blocks.get(url, 0) + turn.handle.blocks > limits.max_blocks:
+            self._drop(next(one for one in self._by_age.values() if one.record.decode == url), "evicted")
+        self._by_age[id(turn)] = turn
+        self._by_name[turn.record.remote_request_id] = turn
+        self._index.add(turn.key, turn)
+        self._blocks[url] = self._blocks.get(url, 0) + turn.handle.blocks
+        self._bytes += turn.size
+        self.leave_space(self._elsewhere)
+        return True
+
+    def leave_space(self, elsewhere: int) -> None:
+        """Drop the oldest turns until those that are left fit beside so many bytes that are held elsewhere."""
+        self._elsewhere = elsewhere
+        while self._by_age and (
+            self._bytes + elsewhere > self._limits.max_bytes or len(self._by_age) > self._limits.count
+        ):
+            self._drop(next(iter(self._by_age.values())), "evicted")
+
+    def take(self, key: bytes, prefill: Node, without: Collection[int] = ()) -> Reuse | None:
+        """Return the turn that a prompt continues, None if there is none whose KV this prefill engine may pull.
+
+        `key`: the prompt's scope and ids; `without`: runs of decode engines that are left out. The turn is not kept any
+        longer.
+        """
+        self.sweep()
+        gone: list[tuple[KeptTurn, str]] = []
+        found = None
+        oldest = self._now() - self._limits.seconds
+        prompt = tokens = key.count(b",", SCOPE_BYTES)
+        end = len(key)
+        for common, turn in self._index.nearest(key, CANDIDATES):
+            begin = max(key.rfind(b",", SCOPE_BYTES, common) + 1, SCOPE_BYTES)  # behind the last whole id
+            tokens -= key.count(b",", begin, end)
+            end = begin
+            if tokens < self._limits.min_tokens:
+                break
+            engine = self._engines.get(turn.record.decode)
+            if engine is None or engine.node.run_number != turn.record.decode_run:
+                gone.append((turn, "restarted"))
+            elif turn.received <= oldest:  # its answer took long: it is not the oldest by its place
+                gone.append((turn, "expired"))
+            elif found is None and turn.record.decode_run not in without:
+                found = self._reuse(turn, tokens, prompt, prefill, engine.node)
+        for turn, reason in gone:
+            self._drop(turn, reason)
+        if found is not None:
+            self._remove(found.turn)
+        return found
+
+    def forget(self, name: str, reason: str) -> None:
+        """Drop a turn whose blocks its engine has freed. `name`: the prefill engine's id of it; if unknown, nothing changes."""
+        if (turn := self._by_name.get(name)) is not None:
+            self._drop(turn, reason)
+
+    def sweep(self) -> None:
+        """Drop the turns whose time is over."""
+        oldest = self._now() - self._limits.seconds
+        while self._by_age and (turn := next(iter(self._by_age.values()))).received <= oldest:
+            self._drop(turn, "expired")
+
+    def drop_all(self, reason: str) -> None:
+        """Drop every turn."""
+        for turn in list(self._by_age.values()):
+            self._drop(turn, reason)
+
+    def _reuse(self, turn: KeptTurn, common: int, prompt: int, prefill: Node, decode: Node) -> Reuse | None:
+        now, block_size = self._now(), None if decode.evidence is None else decode.evidence.block_size
+        if block_size is None or not decode.usable(now) or prefill_and_decode(prefill, decode) is not None:
+            return None
+        fit = self._rules.fit(
+            turn.handle,
+            known=turn.known,
+            common=common,
+            prompt=prompt,
+            block_size=block_size,
+            min_tokens=self._limits.min_tokens,
+        )
+        if fit is None or fit.tokens < self._limits.min_share * turn.handle.tokens:
+            return None  # another prompt may continue it
+        return Reuse(turn, prefill, fit.params, fit.tokens, fit.trimmed)
+
+    def _drop(self, turn: KeptTurn, reason: str) -> None:
+        self._remove(turn)
+        self._dropped(turn.record, turn.handle, reason)
+
+    def _remove(self, turn: KeptTurn) -> None:
+        url = turn.record.decode
+        del self._by_age[id(turn)]
+        if self._by_name.get(turn.record.remote_request_id) is turn:
+            del self._by_name[turn.record.remote_request_id]
+        self._index.remove(turn.key, turn)
+        self._bytes -= turn.size
+        self._blocks[url] -= turn.handle.blocks
+        if not self._blocks[url]:
+            del self._blocks[url]

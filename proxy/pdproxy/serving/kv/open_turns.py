@@ -1,0 +1,206 @@
+"""Turns whose answer is under way, until both are known: all token ids, and the handle of the KV.
+
+Owns the turns that decode engines were asked for. The handle comes with an answer that is not streamed, and in the notifier's
+notice for a stream, which may be earlier or later than the stream's end. A turn that is not kept is remembered for a while:
+its notice may still come, and then names blocks that have to be released.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+from pdproxy.serving.kv.kept_turns import KeptTurn, KeptTurns, TurnRecord
+from pdproxy.transfer.turns import DecodeHandle, TurnRules
+
+WAIT = 30.0
+"""Seconds for which a notice is awaited. It comes milliseconds before or after the end of a stream."""
+MAX_OVER = 4096
+"""Turns that are remembered without being kept."""
+
+
+class OpenTurn:
+    """One turn. Call `answered` once its answer is complete, and `close` in any case."""
+
+    __slots__ = ("_where", "handle", "key", "known", "received", "record")
+
+    def __init__(self, where: OpenTurns, record: TurnRecord) -> None:
+        self._where = where
+        self.record = record
+        self.handle: DecodeHandle | None = None
+        self.received = 0.0
+        """When the handle came."""
+        self.key: bytes | None = None
+        """The scope and the ids of prompt and answer, None before the answer is complete."""
+        self.known = 0
+
+    def __repr__(self) -> str:
+        return f"<OpenTurn {self.record.remote_request_id} of {self.record.decode}>"
+
+    def keeps(self, params: bytes) -> None:
+        """Take the handle: the decode engine keeps the KV. Only the first one counts."""
+        self._where.keeps(self, params)
+
+    def answered(self, ids: array[int], completion_tokens: int | None) -> None:
+        """Take the answer's ids. If they are not all of it (`completion_tokens`, by the engine), only the prompt's are used."""
+        prompt = self.record.prompt
+        if prompt is not None:
+            complete = len(ids) == completion_tokens
+            self.key = b"%b%b," % (prompt, b",".join([b"%d" % one for one in ids])) if complete and ids else prompt
+            # The token that was generated last has no KV.
+            self.known = self.record.prompt_tokens + (max(len(ids) - 1, 0) if complete else 0)
+        self._where.answered(self)
+
+    def close(self) -> None:
+        """End a turn whose answer is not complete. Afterwards, and after `answered`, this changes nothing."""
+        self._where.abandoned(self)
+
+
+class OpenTurns:
+    """All such turns of one pool. `by_notice`: whether handles come in notices, too.
+
+    `dropped(record, handle, reason)` is called for each turn that is not kept; the handle is None if none has come.
+    """
+
+    def __init__(
+        self,
+        rules: TurnRules,
+        kept: KeptTurns,
+        dropped: Callable[[TurnRecord, DecodeHandle | None, str], None],
+        added: Callable[[KeptTurn], None],
+        now: Callable[[], float],
+        *,
+        max_bytes: int,
+        by_notice: bool,
+    ) -> None:
+        self._rules = rules
+        self._kept = kept
+        self._dropped = dropped
+        self._added = added
+        self._now = now
+        self._max_bytes = max_bytes
+        self._by_notice = by_notice
+        self._open: dict[str, OpenTurn] = {}
+        self._awaited: OrderedDict[str, tuple[float, OpenTurn]] = OrderedDict()
+        self._over: OrderedDict[str, tuple[float, TurnRecord]] = OrderedDict()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __repr__(self) -> str:
+        return f"<OpenTurns {len(self._open)} open, {len(self._awaited)} without a notice, {self._bytes} bytes>"
+
+    @property
+    def size(self) -> int:
+        """Bytes of ids that are held."""
+        return self._bytes
+
+    def open(self, record: TurnRecord, *, stream: bool) -> OpenTurn | None:
+        """Begin a turn whose decode engine is asked now. None: no handle of it can come."""
+        if stream and not self._by_notice:
+            return None
+        self._sweep()
+        if record.prompt is not None and self._bytes + len(record.prompt) > self._max_bytes // 2:
+            record = msgspec.structs.replace(record, prompt=None)
+        if (other := self._open.get(record.remote_request_id)) is not None:
+            self._end(other)  # an engine gave two prompts one id: nobody knows whose notices come
+        turn = self._open[record.remote_request_id] = OpenTurn(self, record)
+        self._hold(len(record.prompt or b""))
+        return turn
+
+    def receive(self, name: str, params: bytes) -> None:
+        """Take the handle in a notice. `name`: the prefill engine's id of the turn. An unknown one is another proxy's."""
+        self._sweep()
+        turn = self._open.get(name)
+        if turn is not None:
+            self.keeps(turn, params)
+        elif (over := self._over.pop(name, None)) is not None and isinstance(
+            handle := self._rules.read(params), DecodeHandle
+        ):
+            self._dropped(over[1], handle, "abandoned")
+
+    def keeps(self, turn: OpenTurn, params: bytes) -> None:
+        """Take the handle of a turn."""
+        if turn.handle is not None or self._open.get(turn.record.remote_request_id) is not turn:
+            return
+        handle = self._rules.read(params)
+        if isinstance(handle, str):
+            self._end(turn)
+            self._dropped(turn.record, None, "unusable")
+            return
+        turn.handle, turn.received = handle, self._now()
+        if turn.record.remote_request_id in self._awaited:
+            self._keep(turn, handle)
+
+    def answered(self, turn: OpenTurn) -> None:
+        """The answer is complete: keep the turn if its handle is here, else await the notice."""
+        name = turn.record.remote_request_id
+        if self._open.get(name) is not turn:
+            return
+        if turn.handle is not None:
+            self._keep(turn, turn.handle)
+        elif self._by_notice:
+            self._hold(len(turn.key or b"") - len(turn.record.prompt or b""))
+            self._awaited[name] = (self._now() + WAIT, turn)
+        else:
+            self._end(turn)
+
+    def abandoned(self, turn: OpenTurn) -> None:
+        """The answer will not be complete."""
+        name = turn.record.remote_request_id
+        if self._open.get(name) is not turn or name in self._awaited:
+            return
+        self._end(turn)
+        if turn.handle is not None:
+            self._dropped(turn.record, turn.handle, "abandoned")
+        else:
+            self._remember(turn.record)
+
+    def drop_all(self) -> None:
+        """Keep none of them any more."""
+        for turn in list(self._open.values()):
+            self._end(turn)
+            if turn.handle is not None:
+                self._dropped(turn.record, turn.handle, "shutdown")
+
+    def _keep(self, turn: OpenTurn, handle: DecodeHandle) -> None:
+        self._end(turn)
+        if turn.key is None or handle.groups != 1:
+            self._dropped(turn.record, handle, "no_ids" if turn.key is None else "groups")
+            return
+        record = msgspec.structs.replace(turn.record, prompt=None)
+        kept = KeptTurn(record, handle, turn.key, turn.known, turn.received)
+        if self._kept.add(kept):
+            self._added(kept)
+
+    def _end(self, turn: OpenTurn) -> None:
+        name = turn.record.remote_request_id
+        del self._open[name]
+        awaited = self._awaited.pop(name, None) is not None
+        self._hold(-len((turn.key if awaited else turn.record.prompt) or b""))
+
+    def _remember(self, record: TurnRecord) -> None:
+        if not self._by_notice:
+            return
+        self._over[record.remote_request_id] = (self._now() + WAIT, msgspec.structs.replace(record, prompt=None))
+        if len(self._over) > MAX_OVER:
+            self._over.popitem(last=False)
+
+    def _hold(self, more: int) -> None:
+        self._bytes += more
+        if more:
+            self._kept.leave_space(self._bytes)
+
+    def _sweep(self) -> None:
+        now = self._now()
+        while self._awaited and (first := next(iter(self._awaited.values())))[0] <= now:
+            turn = first[1]
+            self._end(turn)
+            self._remember(turn.record)
+            self._dropped(turn.record, None, "no_notice")
+        while self._over and next(iter(self._over.values()))[0] <= now:
+            self._over.popitem(last=False)

@@ -1,0 +1,131 @@
+"""Releasing KV of finished turns that no prefill engine will pull: a decode engine would hold it until its own time is over.
+
+A prefill engine is asked for a completion that it refuses. It then reports to the decode engine that nobody will read the KV, as
+a decode engine does for KV of a prefill engine (`serving.kv.release`). If that fails, the decode engine frees it after its time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from pdproxy.fleet.engine import Engine
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, OverloadedError, Wait
+from pdproxy.kit.ids import mint
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.events import DeadlinePassed, Observers, TurnReleased
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.serving.kv.kept_turns import TurnRecord
+from pdproxy.serving.kv.release import FIRST_CONTACT, Contacts
+from pdproxy.settings.limits import Deadlines
+from pdproxy.transfer.turns import DecodeHandle, TurnRules
+from pdproxy.wire.request import Route
+
+AT_ONCE = 8
+"""Releases that run at the same time."""
+WAITING = 1024
+"""Releases that wait. One more is left to the decode engine's own time."""
+_REFUSED = 400
+"""The status of a refusal by the handler that releases KV; 401 and 404 come from before it."""
+
+
+class TurnReleases:
+    """All releases of one pool."""
+
+    def __init__(
+        self,
+        rules: TurnRules,
+        ledger: Ledger,
+        engines: Mapping[str, Engine],
+        deadlines: Deadlines,
+        observers: Observers,
+        now: Callable[[], float],
+    ) -> None:
+        self._rules = rules
+        self._ledger = ledger
+        self._engines = engines
+        self._timeout = deadlines.release
+        self._observers = observers
+        self._now = now
+        self._tasks = TaskOwner("turns")
+        self._waiting: deque[tuple[TurnRecord, DecodeHandle]] = deque()
+        self._running = 0
+        self.contacts = Contacts(engines)
+        """Pairs of which the prefill engine has pulled from the decode engine. Before that, its report may not come at once."""
+
+    def __repr__(self) -> str:
+        return f"<TurnReleases {self._running} running, {len(self._waiting)} waiting>"
+
+    @property
+    def named(self) -> set[str]:
+        """The URLs of engines whose blocks are to be released."""
+        return {record.decode for record, _ in self._waiting}
+
+    @property
+    def pending(self) -> int:
+        """How many have not ended."""
+        return self._running + len(self._waiting)
+
+    def release(self, record: TurnRecord, handle: DecodeHandle) -> None:
+        """Release a turn's blocks in the background."""
+        if len(self._waiting) >= WAITING:
+            self._observers.notify(TurnReleased("left"))
+            return
+        self._waiting.append((record, handle))
+        if self._running < AT_ONCE:
+            self._running += 1
+            self._tasks.spawn(self._run(), "release")
+
+    async def settle(self, timeout: float) -> int:
+        """Wait up to `timeout` seconds for all of them. Return how many were given up."""
+        await self._tasks.settle(timeout)
+        left = self.pending
+        self._waiting.clear()
+        return left
+
+    async def _run(self) -> None:
+        try:
+            while self._waiting:
+                record, handle = self._waiting.popleft()
+                released = False
+                try:
+                    released = await self._released(record, handle)
+                finally:
+                    self._observers.notify(TurnReleased("released" if released else "left"))
+        finally:
+            self._running -= 1
+
+    async def _released(self, record: TurnRecord, handle: DecodeHandle) -> bool:
+        engine = self._engines.get(record.decode)
+        if engine is None or engine.node.run_number != record.decode_run:
+            return True  # the run that held the blocks is over
+        readers = self._ledger.readers_of(engine.node, record.model, self._now())
+        if not readers:
+            return False
+        reader = next((one for one in readers if self.contacts.met(one.url, record.decode)), readers[0])
+        body = self._rules.release_body(record.model, handle)
+        if await self._ask(reader.url, record, body) != _REFUSED:
+            return False
+        if not self.contacts.met(reader.url, record.decode):
+            # The report waits for a step after the handshake, and an idle engine has none: a second request causes one.
+            await asyncio.sleep(FIRST_CONTACT)
+            if await self._ask(reader.url, record, body) == _REFUSED:
+                self.contacts.add(reader.url, record.decode)
+        return True
+
+    async def _ask(self, url: str, record: TurnRecord, body: bytes) -> int:
+        """Return the status of the answer, 0 for none."""
+        if (engine := self._engines.get(url)) is None:
+            return 0
+        headers = ((b"x-request-id", b"release-" + mint().encode()), *record.authorization)
+        client = engine.client
+        try:
+            answer = await client.whole(
+                client.request(Route.COMPLETIONS.value, headers, body), self._timeout, Wait.RELEASE
+            )
+        except (EngineError, OverloadedError) as error:
+            if isinstance(error, EngineTimeoutError | EngineUnreachableError) and error.wait is not None:
+                self._observers.notify(DeadlinePassed(error.wait.value, url))
+            return 0
+        return answer.status

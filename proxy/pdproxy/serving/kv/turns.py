@@ -1,0 +1,190 @@
+"""Turns that hand KV back: what decode engines keep of finished turns, given to prefill engines with the next prompt.
+
+Owns the turns of one pool from the question to their use: those under way (`open_turns`), those kept (`kept_turns`), the release
+of the others (`turn_release`); and which pairs must not be given any for now.
+"""
+
+from __future__ import annotations
+
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.kit.clock import Clock
+from pdproxy.observe.events import Observers, TurnDropped, TurnKept, TurnReused
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import Node
+from pdproxy.serving.kv.kept_turns import KeptTurn, KeptTurns, Reuse, TurnLimits, TurnRecord
+from pdproxy.serving.kv.open_turns import OpenTurns
+from pdproxy.serving.kv.turn_release import TurnReleases
+from pdproxy.settings.limits import Deadlines
+from pdproxy.transfer.turns import DecodeHandle, TurnRules
+from pdproxy.wire.notices import Notice, NoticeEvent
+
+FAILURES = 3
+"""Handles that must fail in a row before a pair is given none for a while: an engine that can't pull takes seconds to fail."""
+PAUSE = 60.0
+"""Seconds of that while."""
+_NOT_RELEASED = frozenset({"expired", "restarted", "released", "unanswered"})
+"""Reasons for which there are no blocks any more, or a prefill engine may still read them."""
+SILENT = 20
+"""Finished turns in a row without a notice after which `/ready` reports it."""
+_DECAY = 0.95
+"""The weight of a prefill engine's earlier prompts in its speed."""
+_MAX_PAIRS = 1024
+
+
+class PrefillSpeeds:
+    """How long prefill engines take for a token, from the prompts that they computed. By the number of their run."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[float, float]] = {}
+
+    def measured(self, node: Node, tokens: int, seconds: float) -> None:
+        """Add a prompt: the tokens that were computed, and the seconds of its leg."""
+        if tokens > 0 and seconds > 0:
+            total, took = self._sums.pop(node.run_number, (0.0, 0.0))
+            self._sums[node.run_number] = (_DECAY * total + tokens, _DECAY * took + seconds)
+            if len(self._sums) > _MAX_PAIRS:
+                del self._sums[next(iter(self._sums))]
+
+    def seconds(self, node: Node, tokens: int) -> float:
+        """Return how long so many tokens would take; 0 while that is not known."""
+        total, took = self._sums.get(node.run_number, (1.0, 0.0))
+        return tokens * took / total
+
+
+class Turns:
+    """All turns of one pool. `by_notice`: whether engines report the handles of streams."""
+
+    def __init__(
+        self,
+        rules: TurnRules,
+        limits: TurnLimits,
+        ledger: Ledger,
+        engines: EngineRegistry,
+        deadlines: Deadlines,
+        observers: Observers,
+        clock: Clock,
+        *,
+        by_notice: bool,
+    ) -> None:
+        self._observers = observers
+        self._now = clock.now
+        self._failed: dict[tuple[int, int], tuple[int, float]] = {}
+        """By the runs of a pair: failed handles in a row, and when the last one failed."""
+        self._hung: dict[int, str] = {}
+        self._silent = 0
+        self._engines = engines
+        self.speeds = PrefillSpeeds()
+        self.releases = TurnReleases(rules, ledger, engines.known, deadlines, observers, clock.now)
+        self.kept = KeptTurns(rules, limits, engines, self._dropped, clock.now)
+        self.open = OpenTurns(
+            rules,
+            self.kept,
+            self._dropped,
+            self._added,
+            clock.now,
+            max_bytes=limits.max_bytes,
+            by_notice=by_notice,
+        )
+
+    def __repr__(self) -> str:
+        return f"<Turns {self.open!r}, {self.kept!r}, {self.releases!r}>"
+
+    # -- using one
+
+    def take(self, key: bytes, prefill: Node) -> Reuse | None:
+        """Return the turn that a prompt continues, None if there is none for this prefill engine. See `KeptTurns.take`."""
+        if not len(self.kept) or prefill.run_number in self._hung:
+            return None
+        run, begin = prefill.run_number, self._now() - PAUSE
+        paused = {
+            decode
+            for (one, decode), (count, at) in self._failed.items()
+            if one == run and count >= FAILURES and at > begin
+        }
+        return self.kept.take(key, prefill, paused)
+
+    def used(self, reuse: Reuse) -> None:
+        """The prefill engine has answered: it has pulled the KV, or has had it, and the decode engine frees it."""
+        record, prefill = reuse.turn.record, reuse.prefill
+        self._failed.pop((prefill.run_number, record.decode_run), None)
+        # What this engine computed of the turn's own prompt is probably still in its prefix cache.
+        had = record.prompt_tokens if record.prefill_run == prefill.run_number else 0
+        saved = self.speeds.seconds(prefill, max(reuse.tokens - had, 0))
+        self.releases.contacts.add(prefill.url, record.decode)
+        self._observers.notify(TurnReused(reuse.tokens, reuse.trimmed, saved))
+
+    def unused(self, reuse: Reuse) -> None:
+        """The prefill engine was not asked, or has refused the prompt: nobody will read the KV."""
+        self._dropped(reuse.turn.record, reuse.turn.handle, "unused")
+
+    def refused(self, reuse: Reuse) -> None:
+        """The prefill engine has failed, perhaps because it could not pull."""
+        pair = reuse.prefill.run_number, reuse.turn.record.decode_run
+        count, _ = self._failed.pop(pair, (0, 0.0))
+        self._failed[pair] = count + 1, self._now()
+        if len(self._failed) > _MAX_PAIRS:
+            del self._failed[next(iter(self._failed))]
+        self._dropped(reuse.turn.record, reuse.turn.handle, "failed")
+
+    def left(self, reuse: Reuse) -> None:
+        """Nobody awaits the prefill engine's answer. It may still pull, and must not find other KV: nothing is released."""
+        self._dropped(reuse.turn.record, reuse.turn.handle, "unanswered")
+
+    def hung(self, reuse: Reuse) -> None:
+        """The prefill engine has not answered in time. One without the option never does: its run gets no more handles."""
+        self._hung[reuse.prefill.run_number] = reuse.prefill.url
+        if len(self._hung) > _MAX_PAIRS:
+            del self._hung[next(iter(self._hung))]
+        self.left(reuse)
+
+    # -- notices
+
+    def receive(self, notice: Notice) -> None:
+        """Take a decode engine's notice about KV that it keeps."""
+        name = notice.remote_request_id
+        if notice.role != "D" or name is None:
+            return
+        if notice.event is NoticeEvent.KEPT and notice.params is not None:
+            self.open.receive(name, notice.params)
+        elif notice.event is NoticeEvent.EXPIRED:
+            self.kept.forget(name, "expired")
+        elif notice.event is NoticeEvent.RELEASED:
+            self.kept.forget(name, "released")
+
+    # -- for an operator
+
+    def shortcomings(self) -> list[str]:
+        """Return what is wrong with them, a sentence each."""
+        runs = {engine.node.run_number for engine in self._engines.values()}
+        found = [
+            f"{url} did not answer a prompt with KV of a decode engine: it gets none until it is started again "
+            "(is it started with bidirectional_kv_xfer?)"
+            for run, url in self._hung.items()
+            if run in runs
+        ]
+        if self._silent >= SILENT:
+            options = "bidirectional_kv_xfer and the notifier"
+            found.append(
+                f"no notice has named the KV of the last {self._silent} turns: do decode engines run with {options}?"
+            )
+        return found
+
+    def named(self) -> set[str]:
+        """Return the URLs of engines whose blocks are being released."""
+        return self.releases.named
+
+    async def close(self, timeout: float) -> int:
+        """Release all that is kept, `timeout` seconds at most. Return how many turns are left to their engines' own time."""
+        self.open.drop_all()
+        self.kept.drop_all("shutdown")
+        return await self.releases.settle(timeout)
+
+    def _added(self, turn: KeptTurn) -> None:
+        self._silent = 0
+        self._observers.notify(TurnKept(turn.record.decode, turn.handle.tokens))
+
+    def _dropped(self, record: TurnRecord, handle: DecodeHandle | None, reason: str) -> None:
+        self._silent += reason == "no_notice" and not record.may_stop
+        self._observers.notify(TurnDropped(record.decode, reason))
+        if handle is not None and reason not in _NOT_RELEASED:
+            self.releases.release(record, handle)
