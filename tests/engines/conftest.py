@@ -27,6 +27,7 @@ ORDER = [
         "test_tokenize",
         "test_generated",
         "test_check",
+        "test_push",
         "test_turns",
         "test_clients",
     ),

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import HandleEnded, LegFailed, RequestEnded
+from pdproxy.serving.dispatch.decode_leg import COUNTS_GRACE
 from pdproxy.sim.facts import Hardware
+from pdproxy.sim.faults.book import Fault
 from pdproxy.sim.reply import Reply
 from pdproxy.sim.server import SimServer
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool
 from tests.fakes.world import until
-from tests.proxy.test_connectors import COMPLETIONS, TEXT, completion
+from tests.proxy.test_connectors import COMPLETIONS, TEXT, bare, completion, events
 
 PUSH = "nixl-push"
 SLOW = {"hardware": Hardware(prefill_tokens_per_s=2000.0, decode_step_s=0.0, transfer_latency_s=0.0)}
@@ -140,6 +142,39 @@ async def test_usage_shows_what_the_prefill_engine_had_in_its_cache() -> None:
             ours = json.loads((await pair.ask(COMPLETIONS, completion())).body)["usage"]
             theirs = json.loads((await pair.asked_plain(COMPLETIONS, completion())).body)["usage"]
             assert ours == theirs
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True, "stream_options": {"include_usage": True}}])
+async def test_counts_of_an_answer_that_comes_behind_its_push(fields: dict[str, Any]) -> None:
+    """The decode engine's data waits for it."""
+    async with pool(PUSH, everybody={"enable_prompt_tokens_details": True}) as pair:
+        await known(pair)
+        pair.p.faults.add(Fault(kind="slow", at="head", args={"delay": 0.3}))
+        ours, theirs = (
+            await pair.ask(COMPLETIONS, completion(**fields)),
+            await pair.asked_plain(COMPLETIONS, completion(**fields)),
+        )
+        assert events(ours.body) == events(theirs.body)
+        assert bare(ours.json if not fields else {}) == bare(theirs.json if not fields else {})
+        (legs,) = (await pair.world.ended()).legs
+        assert legs.prefill_s is not None
+        assert legs.prefill_s >= 0.3
+        assert [event.end for event in pair.world.events(HandleEnded)] == ["loaded"]
+
+
+async def test_an_answer_that_never_comes_behind_its_push() -> None:
+    """The client has waited for its counts for a second, and gets the answer without them."""
+    clock = ManualClock()
+    async with pool(PUSH, clock=clock) as pair:
+        await known(pair)
+        pair.p.faults.add(Fault(kind="stall", at="head"))
+        asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion(stream=True)))
+        await clock.reach(COUNTS_GRACE)
+        answer = await asked
+        assert answer.text == await text_of(pair)
+        assert [event.end for event in pair.world.events(HandleEnded)] == ["loaded"]
+        await clock.through(pair.world.quiet())
+        assert pair.world.metric("pdproxy_kv_stuck") == 0
 
 
 async def test_a_prefill_that_fails_once_is_asked_again_under_the_same_id() -> None:

@@ -13,6 +13,7 @@ from msgspec import structs
 
 from pdproxy.kit.errors import EngineTimeoutError, Wait
 from pdproxy.kit.ids import mint
+from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
 from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.policy import Ask
@@ -44,6 +45,7 @@ class Attempt:
         "first_s",
         "kv_made_at",
         "overlap_s",
+        "prefill_over",
         "prefill_s",
         "relay",
         "request",
@@ -68,6 +70,8 @@ class Attempt:
         self.relay: Relay | None = None
         self.prefill_s: float | None = None
         self.overlap_s: float | None = None
+        self.prefill_over: OneShotEvent | None = None
+        """Set once the prefill leg is over, if it runs beside the decode leg."""
         self.kv_made_at = 0.0
         """When the prefill engine has answered, if the decode engine was asked before that; monotonic seconds, else 0."""
         self.first_s: float | None = None

@@ -7,6 +7,7 @@ engine has sent data, so that until then another engine can be asked.
 from __future__ import annotations
 
 import asyncio
+import logging
 from functools import partial
 
 from pdproxy.kit.clock import Timer
@@ -16,18 +17,29 @@ from pdproxy.observe.events import DeadlinePassed
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.serving.dispatch import turn
 from pdproxy.serving.dispatch.attempt import Attempt
-from pdproxy.serving.dispatch.decode_request import count_cached, is_framing_kept, message, new_relay, reads_of, sink
+from pdproxy.serving.dispatch.decode_answer import compare, judge
+from pdproxy.serving.dispatch.decode_request import (
+    count_cached,
+    is_framing_kept,
+    message,
+    new_relay,
+    reads_of,
+    sink,
+    with_cached_counts,
+)
 from pdproxy.serving.dispatch.decode_start import accepted, first_data
-from pdproxy.serving.dispatch.failure_class import error_kind, is_clients_fault, refused, verdict_of
+from pdproxy.serving.dispatch.failure_class import verdict_of
 from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, DecodeFailed
 from pdproxy.serving.kv.custody import End
 from pdproxy.serving.kv.open_turns import OpenTurn
 from pdproxy.serving.stream.relay import Relay, StreamStarted
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Leg
-from pdproxy.wire import sse
-from pdproxy.wire.request import Alone
 
+logger = logging.getLogger("pdproxy.kv")
+
+COUNTS_GRACE = 1.0
+"""Seconds that an answer waits for the prefill engine's own answer, if the KV came before that."""
 FINISH_GRACE = 1.0
 """Seconds that an engine may take from its end mark to the end of its HTTP answer before the connection is dropped."""
 
@@ -95,21 +107,26 @@ class DecodeLeg:
                 attempt.whole_s = first_at - asked_at if first.status == 200 else None
                 if custody is not None:
                     custody.decode_answered()
-                if (refusal := self._judge(first)) is not None:
+                if (refusal := judge(attempt, self._url, first)) is not None:
                     return refusal
                 verdict = Verdict.GOOD
-                self._compare()
+                if first.status == 200 and await self._counts_came_late():
+                    first = with_cached_counts(attempt, first)
+                compare(attempt, self._url)
                 if custody is not None and first.status == 200 and attempt.relay is not None:
                     first = turn.whole(self._turn, first, attempt.request.parsed, attempt.relay)
                 return Answered(first)
             attempt.first_s = first_at - asked_at
+            if custody is not None:
+                custody.end(End.LOADED)
+            await self._counts_came_late()
             try:
                 await self._pass_on()
             finally:
                 attempt.decode_s = resources.now() - first_at
             whole = True
             verdict = Verdict.GOOD
-            self._compare()
+            compare(attempt, self._url)
             if self._turn is not None and attempt.relay is not None:
                 turn.streamed(self._turn, attempt.relay)
             return Answered(None)
@@ -161,6 +178,23 @@ class DecodeLeg:
             seconds = resources.deadlines.first_token
             late = EngineTimeoutError(f"{self._url} sent no data in {seconds:g} s", wait=Wait.FIRST_TOKEN)
             self._first_token_timer = resources.clock.after(seconds, partial(relay.failed, late))
+
+    async def _counts_came_late(self) -> bool:
+        """Wait for the prefill engine's answer behind the decode engine's data, since only it has the counts of its cache.
+
+        Return whether it came now. The push comes before it, but the answer is on its way by then.
+        """
+        attempt = self._attempt
+        if self._custody is None or not self._custody.promised or attempt.prefill_over is None:
+            return False
+        try:
+            async with attempt.resources.clock.within(COUNTS_GRACE):
+                await attempt.prefill_over.wait()
+        except TimeoutError:
+            logger.info(
+                "%s has pushed KV, and not answered: the answer shows no counts of its cache", attempt.prefill_url
+            )
+        return not self._custody.promised
 
     def give_up(self) -> None:
         """The prefill has failed: close the leg, unless data has come."""
@@ -218,8 +252,6 @@ class DecodeLeg:
         assert relay is not None
         direct = custody is None or (custody.handle.first is None and is_framing_kept(attempt))
         reads = reads_of(attempt, self._leg)
-        if custody is not None:
-            custody.end(End.LOADED)
         attempt.stream_flows()
         relay.flow(stream_to(relay), reads, direct=direct)
         del stream_to
@@ -229,43 +261,6 @@ class DecodeLeg:
         self._attempt.resources.observers.notify(DeadlinePassed(wait.value, self._url))
 
     # -- what came of it
-
-    def _judge(self, answer: Answer) -> CannotSplit | None:
-        """Decide what a whole answer means for the KV. Return why it can't go to the client, None if it can.
-
-        Raises:
-            EngineError: another engine may do better.
-        """
-        custody, relay = self._custody, self._attempt.relay
-        if answer.status == 200:
-            if sse.is_aborted(answer.body):
-                raise EngineError(f"{self._url} gave the answer up half-way")
-            if relay is not None and relay.usage is None:
-                raise EngineError(f"{self._url} answered 200 with something that is no completion")
-            if custody is not None:
-                custody.end(End.LOADED)
-            return None
-        if not is_clients_fault(answer):
-            raise refused(self._url, answer)
-        if custody is None:
-            return None
-        if custody.handle.first is not None:
-            # This leg is not the client's own request: only an engine that gets that can say what is wrong with it.
-            return CannotSplit(Alone.PREFILL_REFUSED, exclude=custody.prefill)
-        # 401 and 404 come from before the handler that releases KV.
-        if answer.status == 400:
-            error_type, param = error_kind(answer.body)
-            if self._attempt.resources.transfer.contract.holder.refusal_released(error_type, param):
-                custody.end(End.REFUSED)
-        return None
-
-    def _compare(self) -> None:
-        """Have the auditor compare the prompt lengths that both engines reported."""
-        custody, attempt = self._custody, self._attempt
-        usage = attempt.relay.usage if attempt.relay is not None else None
-        if custody is not None and usage is not None:
-            counted = custody.handle.prompt_tokens
-            attempt.resources.auditor.compared(custody.prefill, self._url, counted, usage.prompt_tokens)
 
     async def _end_if_accepted(self, started: float) -> None:
         """The client has left before any data. If the engine has the request, closing the leg makes it free the KV."""

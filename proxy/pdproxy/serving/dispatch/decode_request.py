@@ -9,8 +9,9 @@ from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.splice_sink import SpliceSink
 from pdproxy.transfer.bodies import alone_body
 from pdproxy.transfer.splice import Splice
-from pdproxy.upstream.client import EngineClient
+from pdproxy.upstream.client import Answer, EngineClient
 from pdproxy.upstream.connection import Leg, Message, Reads, Sink
+from pdproxy.wire.usage import with_cache
 
 
 def message(attempt: Attempt, client: EngineClient) -> Message:
@@ -67,6 +68,14 @@ def new_relay(attempt: Attempt) -> Relay:
     if attempt.custody is not None:
         count_cached(relay, attempt.custody)
     return relay
+
+
+def with_cached_counts(attempt: Attempt, answer: Answer) -> Answer:
+    """Return a whole answer with those counts, which came behind it."""
+    custody = attempt.custody
+    assert custody is not None
+    cached, created = custody.handle.cached_tokens, custody.handle.created_cache_tokens
+    return Answer(answer.status, answer.headers, with_cache(answer.body, cached=cached, created=created))
 
 
 def count_cached(relay: Relay, custody: Custody) -> None:

@@ -228,7 +228,8 @@ class Custody:
 
 def without_params(handle: Handle) -> Handle:
     """Return what is kept of a handle after its end."""
-    return Handle(b"", None, handle.prompt_tokens, handle.remote_request_id)
+    cached, created = handle.cached_tokens, handle.created_cache_tokens
+    return Handle(b"", None, handle.prompt_tokens, handle.remote_request_id, created, cached)
 
 
 class Custodian:

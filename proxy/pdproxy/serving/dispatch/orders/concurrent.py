@@ -47,7 +47,16 @@ async def both(attempt: Attempt) -> Outcome | None:
 class _Both:
     """The two legs of an attempt. Run once."""
 
-    __slots__ = ("_attempt", "_custody", "_decode", "_failure", "_prefill", "_prefill_sent", "_started")
+    __slots__ = (
+        "_attempt",
+        "_custody",
+        "_decode",
+        "_failure",
+        "_prefill",
+        "_prefill_over",
+        "_prefill_sent",
+        "_started",
+    )
 
     def __init__(self, attempt: Attempt, prefill: PrefillLeg, custody: Custody) -> None:
         self._attempt = attempt
@@ -58,6 +67,7 @@ class _Both:
         self._failure: Answered | CannotSplit | PrefillFailed | BaseException | None = None
         self._started = attempt.resources.now()
         self._prefill_sent = self._prefill.sent = OneShotEvent()
+        self._prefill_over = attempt.prefill_over = OneShotEvent()
 
     async def run(self) -> Outcome:
         """Run both legs. Return the decode leg's outcome; the prefill leg's, if that has ended both."""
@@ -79,8 +89,14 @@ class _Both:
 
     def _prefilled(self, leg: asyncio.Task[_Result]) -> None:
         """Process the end of the prefill leg."""
-        attempt = self._attempt
         self._prefill_sent.set()
+        try:
+            self._process(leg)
+        finally:
+            self._prefill_over.set()
+
+    def _process(self, leg: asyncio.Task[_Result]) -> None:
+        attempt = self._attempt
         if leg.cancelled():
             self._no_kv()
             return

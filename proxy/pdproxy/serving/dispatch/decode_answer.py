@@ -1,0 +1,51 @@
+"""What the answer of a decode engine means: for the KV, for the client, and for the audit of its pair."""
+
+from __future__ import annotations
+
+from pdproxy.kit.errors import EngineError
+from pdproxy.serving.dispatch.attempt import Attempt
+from pdproxy.serving.dispatch.failure_class import error_kind, is_clients_fault, refused
+from pdproxy.serving.dispatch.recovery import CannotSplit
+from pdproxy.serving.kv.custody import End
+from pdproxy.upstream.client import Answer
+from pdproxy.wire import sse
+from pdproxy.wire.request import Alone
+
+
+def judge(attempt: Attempt, url: str, answer: Answer) -> CannotSplit | None:
+    """Decide what a whole answer means for the KV. Return why it can't go to the client, None if it can.
+
+    Raises:
+        EngineError: another engine may do better.
+    """
+    custody, relay = attempt.custody, attempt.relay
+    if answer.status == 200:
+        if sse.is_aborted(answer.body):
+            raise EngineError(f"{url} gave the answer up half-way")
+        if relay is not None and relay.usage is None:
+            raise EngineError(f"{url} answered 200 with something that is no completion")
+        if custody is not None:
+            custody.end(End.LOADED)
+        return None
+    if not is_clients_fault(answer):
+        raise refused(url, answer)
+    if custody is None:
+        return None
+    if custody.handle.first is not None:
+        # This leg is not the client's own request: only an engine that gets that can say what is wrong with it.
+        return CannotSplit(Alone.PREFILL_REFUSED, exclude=custody.prefill)
+    # 401 and 404 come from before the handler that releases KV.
+    if answer.status == 400:
+        error_type, param = error_kind(answer.body)
+        if attempt.resources.transfer.contract.holder.refusal_released(error_type, param):
+            custody.end(End.REFUSED)
+    return None
+
+
+def compare(attempt: Attempt, url: str) -> None:
+    """Have the auditor compare the prompt lengths that both engines reported."""
+    custody = attempt.custody
+    usage = attempt.relay.usage if attempt.relay is not None else None
+    if custody is not None and usage is not None and not custody.promised:
+        counted = custody.handle.prompt_tokens
+        attempt.resources.auditor.compared(custody.prefill, url, counted, usage.prompt_tokens)

@@ -1,0 +1,162 @@
+"""NIXL's push on real engines (contract `nixl-push`): both engines are asked at once; starts two engines.
+
+PDPROXY_TEST_SHAPES=all takes every shape and 200 clients that leave, as `.ci/full` does; the gate takes some.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from .client import ask
+from .compare import differs
+from .connected import PairOptions, pair
+from .engine import MODEL, Engine
+from .equality import SOURCE, equal
+from .fleet import Fleet
+from .launcher import Launcher
+from .prompts import ids
+from .proxy import Proxy
+from .shapes import CHAT, COMPLETIONS, SHAPES, Shape, question, story
+from .test_load import USED, _leave, _until
+
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600, func_only=True)]
+
+ALL = os.environ.get("PDPROXY_TEST_SHAPES") == "all"
+EVERY = 1 if ALL else 16
+CLIENTS = 200 if ALL else 40
+LEASE = 6.0
+"""Seconds: only its lease frees KV of a prefill engine that no decode engine waits for."""
+
+
+@pytest.fixture(scope="module")
+def pushers(launcher: Launcher, plain: Engine) -> Iterator[Fleet]:
+    """A prefill engine that pushes and a decode engine."""
+    options = PairOptions(
+        {"kv_connector": "NixlPushConnector", "kv_connector_extra_config": {"kv_lease_duration": int(LEASE)}}
+    )
+    with pair(launcher, plain, "push", options, {}) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def proxy(pushers: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    """pdproxy in front of them, which knows where the prefill engine is reached."""
+    settings = {"pools": [{"connector": "nixl-push"}], "deadlines": {"first_token": 15.0, "prefill": 20.0}}
+    proxy = Proxy.start(pushers.prefills, pushers.decodes, tmp_path_factory.mktemp("push"), settings=settings)
+    asyncio.run(_meet(proxy))
+    yield proxy
+    assert proxy.stop() == 0, proxy.tail()
+
+
+async def _meet(proxy: Proxy) -> None:
+    body = {"model": MODEL, "prompt": story(secrets.token_hex(6)), "max_tokens": 4, "temperature": 0}
+    assert (await ask(proxy.url, COMPLETIONS, body)).status == 200
+
+
+def _overlaps(proxy: Proxy) -> float:
+    return proxy.counters().sum("pdproxy_legs_overlap_seconds_count")
+
+
+@pytest.mark.parametrize("shape", SHAPES[::EVERY], ids=str)
+async def test_answer_is_the_plain_engines(pushers: Fleet, proxy: Proxy, shape: Shape) -> None:
+    """Status, body, events, ids and usage equal the plain engine's; the KV was pushed; the prefill engine is free."""
+    await equal(pushers, proxy, shape)
+
+
+async def test_both_engines_were_asked_at_once(pushers: Fleet, proxy: Proxy) -> None:
+    """The decode engine had the request before the prefill engine answered, and computed nothing of the prompt."""
+    before, overlaps = pushers.decodes[0].counters(), _overlaps(proxy)
+    body = {"model": MODEL, "prompt": ids(secrets.token_hex(6), 640), "temperature": 0, "max_tokens": 4}
+    plain, other = await ask(pushers.plain.url, COMPLETIONS, body), await ask(proxy.url, COMPLETIONS, body)
+    assert not differs(plain, other)
+    after = pushers.decodes[0].counters()
+    pushed, computed = (
+        after.sum(SOURCE, source=source) - before.sum(SOURCE, source=source)
+        for source in ("external_kv_transfer", "local_compute")
+    )
+    assert (pushed, computed) == (640, 0)
+    assert _overlaps(proxy) == overlaps + 1
+
+
+async def test_cached_tokens_of_a_repeated_prompt(pushers: Fleet, proxy: Proxy) -> None:
+    """Only what the prefill engine found in its cache counts as cached: what was pushed does not."""
+    body = {"model": MODEL, "messages": question(secrets.token_hex(6)), "temperature": 0, "max_tokens": 5}
+    cached = []
+    for _ in range(2):
+        plain, other = await ask(pushers.plain.url, CHAT, body), await ask(proxy.url, CHAT, body)
+        assert not differs(plain, other, warm=True)
+        cached.append(other.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == 0
+    assert cached[1] >= 64
+
+
+async def test_nothing_is_held_behind_clients_that_leave(pushers: Fleet, proxy: Proxy) -> None:
+    """Both engines are free in the end: by the push, or by the lease; nothing is counted as stuck."""
+    chance, gate = random.Random(7), asyncio.Semaphore(6)
+
+    async def one(number: int) -> str:
+        async with gate:
+            return await _leave(proxy, random.Random(number))
+
+    went = Counter(await asyncio.gather(*(one(chance.randrange(1 << 30)) for _ in range(CLIENTS))))
+    assert went["closed"] + went["reset"] > CLIENTS / 4, went
+    await _until(lambda: not any(proxy.counters().by("pdproxy_kv_handles", "state").values()), 60, "handles are held")
+    engines = (*pushers.prefills, *pushers.decodes)
+    await _until(lambda: not any(engine.counters().sum(USED) for engine in engines), LEASE + 10, "KV is still held")
+    ended = proxy.counters().by("pdproxy_kv_handles_ended_total", "end")
+    print(f"\n{dict(went)}; handles ended {dict(ended)}")
+    assert set(ended) <= {"loaded", "aborted", "not_made", "lost"}
+    assert proxy.counters().sum("pdproxy_kv_stuck") == 0
+
+
+async def test_the_prefill_engine_is_killed_while_the_decode_engine_waits(pushers: Fleet, proxy: Proxy) -> None:
+    """The client gets the right answer by one engine alone, soon. The blocks that the decode engine keeps are counted."""
+    prompt = story(secrets.token_hex(6)) * 6
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    plain = await ask(pushers.plain.url, COMPLETIONS, body)
+    (prefill,), (decode,) = pushers.prefills, pushers.decodes
+    asked = asyncio.create_task(ask(proxy.url, COMPLETIONS, body))
+    waiting = "vllm:num_requests_waiting"
+    deadline = time.monotonic() + 10
+    while decode.counters().sum(waiting) == 0 and not asked.done() and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    prefill.kill()
+    seen = await asked
+    assert not differs(plain, seen, strict=False, warm=True)
+    assert seen.seconds < 30
+    stuck = proxy.counters().sum("pdproxy_kv_stuck", node=decode.url)
+    held = decode.counters().sum(USED)
+    assert (stuck > 0) == (held > 0) or stuck > 0, "what nobody frees is counted"
+    await asyncio.to_thread(_start_again, pushers)
+    await _until(lambda: proxy.ready() == 200, 60, "not ready")
+    for _ in range(60):
+        answer = await ask(proxy.url, COMPLETIONS, {**body, "prompt": story(secrets.token_hex(6))})
+        assert answer.status == 200
+        if _overlaps(proxy) and proxy.counters().sum("pdproxy_kv_stuck") == 0:
+            break
+        await asyncio.sleep(0.5)
+    overlaps = _overlaps(proxy)
+    await _meet(proxy)
+    await _meet(proxy)
+    assert _overlaps(proxy) > overlaps, "the prefill engine of the new run is known"
+
+
+def _start_again(pushers: Fleet) -> None:
+    for engine in (*pushers.prefills, *pushers.decodes):
+        engine.kill()
+        engine.stop()
+    options = {"kv_connector": "NixlPushConnector", "kv_connector_extra_config": {"kv_lease_duration": int(LEASE)}}
+    for name, engine in list(pushers.engines.items()):
+        if engine.role in ("prefill", "decode"):
+            again = Engine.start(pushers.launcher, name, engine.role, engine.port, kv=dict(options))
+            pushers.engines[name] = again
+    for engine in (*pushers.prefills, *pushers.decodes):
+        engine.wait()
