@@ -11,6 +11,7 @@ import pytest
 
 from pdproxy.observe.events import HandleEnded, LegFailed, RequestEnded
 from pdproxy.serving.dispatch.decode_leg import COUNTS_GRACE
+from pdproxy.serving.dispatch.orders.concurrent import REFUSAL_GRACE
 from pdproxy.sim.facts import Hardware
 from pdproxy.sim.faults.book import Fault
 from pdproxy.sim.reply import Reply
@@ -228,6 +229,39 @@ async def test_a_prefill_engine_that_is_gone_leaves_no_decode_engine_waiting() -
         assert [one.kv for one in list(pair.d.requests)[decodes:]] == [None], "alone"
         assert {event.end for event in pair.world.events(HandleEnded)} == {"not_made"}
         assert not pair.d.engine.awaited
+
+
+async def test_what_both_engines_refuse_is_refused_once() -> None:
+    """The decode engine's answer is the client's. It waits for nothing."""
+    async with pool(PUSH) as pair:
+        await known(pair)
+        before = len(pair.d.requests)
+        body = completion(max_tokens=10**6)
+        for stream in (False, True):
+            ours = await pair.ask(COMPLETIONS, {**body, "stream": stream})
+            theirs = await pair.asked_plain(COMPLETIONS, {**body, "stream": False})
+            assert (ours.status, ours.json["error"]) == (400, theirs.json["error"])
+        long = completion(prompt="word " * 9000)
+        ours, theirs = await pair.ask(COMPLETIONS, long), await pair.asked_plain(COMPLETIONS, long)
+        assert (ours.status, ours.json) == (theirs.status, theirs.json)
+        assert len(pair.d.requests) == before + 3, "the decode engine was asked once each"
+        await pair.world.quiet()
+        assert pair.world.metric("pdproxy_kv_stuck") == 0
+        assert {event.end for event in pair.world.events(HandleEnded)} == {"not_made"}
+        assert nothing_waits(pair.d)
+
+
+async def test_what_the_prefill_engine_alone_refuses() -> None:
+    """One engine serves it. The decode engine's request was closed, and may have been waiting."""
+    clock = ManualClock()
+    async with pool(PUSH, clock=clock) as pair:
+        await known(pair)
+        pair.p.faults.script(fails(400))
+        asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion()))
+        await clock.reach(REFUSAL_GRACE)
+        assert (await asked).text == await text_of(pair)
+        await pair.world.quiet()
+        assert pair.world.metric("pdproxy_kv_stuck") == 1 == len(pair.d.engine.awaited)
 
 
 async def test_a_decode_engine_that_refuses_ends_the_prefill() -> None:

@@ -168,11 +168,13 @@ class Custody:
         if self._end_later is not None:
             self.end(self._end_later)
 
-    def not_made(self) -> None:
+    def not_made(self, why: str) -> None:
         """Record that KV that was promised will not come."""
         if self.promised:
             self.promised, self._end_later = False, None
-            waits = self._decode_waits and self.decode is not None
+            waits = self._decode_waits and self.decode is not None and self.state is not None
+            if waits:
+                logger.warning("%s may wait for KV that will not come from %s: %s", self.decode, self.prefill, why)
             self.end(End.STUCK if waits else End.NOT_MADE)
 
     def end(self, how: End, *, in_silence: bool = False) -> None:

@@ -35,8 +35,8 @@ class Promised(Protocol):
     def made(self, handle: Handle) -> None:
         """The prefill engine has answered."""
 
-    def not_made(self) -> None:
-        """There will be no KV."""
+    def not_made(self, why: str) -> None:
+        """There will be no KV. `why`: for a log line."""
 
     def release(self) -> None:
         """Release it, unless its end is decided."""
@@ -60,14 +60,14 @@ class PrefillRecord(msgspec.Struct, frozen=True, eq=False):
     space: BufferSpace | None = None
     promised: Promised | None = None
 
-    def nothing_kept(self) -> None:
-        """End the wait and release the space: the leg left no KV."""
+    def nothing_kept(self, why: str) -> None:
+        """End the wait and release the space: the leg left no KV. `why`: for a log line."""
         if self.expected is not None:
             self.expected.close()
         if self.space is not None:
             self.space.release()
         if self.promised is not None:
-            self.promised.not_made()
+            self.promised.not_made(why)
 
 
 class _Orphan:
@@ -122,7 +122,7 @@ class Orphans:
         """
         timeout = self._timeout
         if timeout is None:
-            leg.nothing_kept()
+            leg.nothing_kept("nothing is held")
             pending.close()
             done()
             return
@@ -190,11 +190,11 @@ class Orphans:
                 answer = await pending.answered()
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.ABANDONED_PREFILL.value, leg.prefill))
-            leg.nothing_kept()
+            leg.nothing_kept(f"it has not answered in {timeout:g} s")
             return  # it stays remembered: its engine may work on it for a long time
-        except EngineError:
+        except EngineError as error:
             self.forget(leg.id or "")
-            leg.nothing_kept()
+            leg.nothing_kept(error.message)
             return
         finally:
             self.count -= 1
@@ -206,7 +206,7 @@ class Orphans:
         if isinstance(handle, Handle):
             self._release(handle, leg)
         else:
-            leg.nothing_kept()
+            leg.nothing_kept(handle or f"it answered {answer.status}")
 
 
 def _unread(_: PrefillAnswer) -> Handle | str:

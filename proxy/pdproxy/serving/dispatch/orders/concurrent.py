@@ -2,6 +2,7 @@
 
 Custody begins before the first leg. The failure of one leg ends the other at once:
 
+    the prefill engine refuses the prompt   the decode engine mostly does, too; otherwise its leg is closed, and one engine serves
     the prefill fails                       it is asked once more under the same id, which alone frees a decode engine that waits;
                                             then the decode leg is closed, and another pair is tried under a new id
     the decode engine refuses or fails      the prefill leg is closed, if nothing waits for its KV; else the custodian awaits it
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 
+from pdproxy.kit.clock import Timer
 from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.dispatch.attempt import Attempt, Order
@@ -23,6 +25,9 @@ from pdproxy.serving.dispatch.prefill_leg import Prefilled, PrefillLeg
 from pdproxy.serving.dispatch.prefill_record import record_of
 from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, Outcome, PrefillFailed
 from pdproxy.serving.kv.custody import Custody, End
+
+REFUSAL_GRACE = 1.0
+"""Seconds for the decode engine to refuse what the prefill engine has refused."""
 
 _Result = Prefilled | Answered | CannotSplit | PrefillFailed
 
@@ -52,6 +57,7 @@ class _Both:
         "_custody",
         "_decode",
         "_failure",
+        "_give_up",
         "_prefill",
         "_prefill_over",
         "_prefill_sent",
@@ -65,6 +71,8 @@ class _Both:
         prefill.promised = custody
         self._decode = DecodeLeg(attempt)
         self._failure: Answered | CannotSplit | PrefillFailed | BaseException | None = None
+        self._give_up: Timer | None = None
+        """Ends the decode leg, if the prefill engine has refused the prompt."""
         self._started = attempt.resources.now()
         self._prefill_sent = self._prefill.sent = OneShotEvent()
         self._prefill_over = attempt.prefill_over = OneShotEvent()
@@ -79,6 +87,9 @@ class _Both:
             outcome = await self._decode.run() if self._failure is None else None
         finally:
             self._leave(prefill)
+            if self._give_up is not None:
+                self._give_up.cancel()
+                self._no_kv("it refused the prompt")
         failure, self._failure = self._failure, None
         if isinstance(failure, BaseException):
             raise failure
@@ -98,11 +109,11 @@ class _Both:
     def _process(self, leg: asyncio.Task[_Result]) -> None:
         attempt = self._attempt
         if leg.cancelled():
-            self._no_kv()
+            self._no_kv("its leg was closed")
             return
         if (error := leg.exception()) is not None:
             self._failure = error
-            self._no_kv()
+            self._no_kv("a defect of pdproxy")
             self._decode.give_up()
             return
         got = leg.result()
@@ -111,16 +122,21 @@ class _Both:
             attempt.prefill_s = attempt.overlap_s = attempt.kv_made_at - self._started
             self._decode.kv_made()
             return
-        self._no_kv()
+        if not isinstance(got, PrefillFailed):
+            # What one engine refuses the other mostly refuses, too: its answer is the client's, and it does not wait for the KV.
+            self._failure = got
+            self._give_up = attempt.resources.clock.after(REFUSAL_GRACE, self._decode.give_up)
+            return
+        self._no_kv(got.error.message)
         if self._custody.how is not End.LOADED:
             self._failure = got
             self._decode.give_up()
-        elif isinstance(got, PrefillFailed):
+        else:
             attempt.resources.report_failure(attempt.request.headers, got.url, "prefill", got.error, will_retry=False)
 
-    def _no_kv(self) -> None:
+    def _no_kv(self, why: str) -> None:
         if not self._prefill.handed_on:
-            self._custody.not_made()
+            self._custody.not_made(why)
 
     def _leave(self, leg: asyncio.Task[_Result]) -> None:
         """The decode leg is over. Close the prefill leg if nobody waits for its KV, else leave it to the custodian."""
