@@ -14,8 +14,9 @@ from pdproxy.lab.conformance.options import Options
 from pdproxy.lab.conformance.results import Result
 from pdproxy.lab.conformance.runner import run
 from pdproxy.settings.limits import Deadlines
+from pdproxy.settings.schema import Facts as NodeFacts
 from pdproxy.settings.schema import KvReady, Listen, LMCache, Node, Pool, Probes, Receiver, Settings
-from pdproxy.sim.facts import CpuBuffer, Facts, Hardware
+from pdproxy.sim.facts import CpuBuffer, Facts, Hardware, MooncakeFacts
 from pdproxy.sim.facts import LMCache as SimLMCache
 from pdproxy.sim.server import SimServer
 from pdproxy.sim.storage import MemoryStorage
@@ -73,6 +74,7 @@ async def rig(
     usual |= {"handshake_timeout": 0.5, "tensor_parallel_size": ranks}
     usual |= {"enable_prefix_caching": False} if connector in ("lmcache-pd", "cpu") else {}
     usual |= {"cpu": CpuBuffer(cpu_port=free_port())} if connector == "cpu" else {}
+    usual |= {"mooncake": MooncakeFacts(bootstrap_port=0)} if connector == "mooncake" else {}
     told = {"notify": notify[connector]} if connector in notify else {}
     receives: dict[str, Any] = {"pd_peer_init_port": 0, "pd_peer_alloc_port": 0, "skip_last_n_tokens": 1}
     storage = MemoryStorage() if connector in ("shared", "lmcache-mp", "kvstore-keys") else None
@@ -93,8 +95,9 @@ async def rig(
         if connector == "lmcache-pd":
             init, alloc = two.engine.receiver_ports
             receiver = Receiver(init_ports=tuple(init), alloc_ports=tuple(alloc))
+        bootstrap = one.engine.bootstrap.url if one.engine.bootstrap is not None else None
         nodes = (
-            Node(url=one.url, role="prefill"),
+            Node(url=one.url, role="prefill", facts=NodeFacts(bootstrap=bootstrap)),
             Node(url=two.url, role="decode", receiver=receiver),
             Node(url=plain.url, role="aggregated"),
         )

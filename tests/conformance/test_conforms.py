@@ -17,13 +17,14 @@ NO_NOTICES = {"notice_each_rank", "notice_wait", "notice_missing"}
     [
         ("nixl", {}, NO_NOTICES),
         ("nixl", {"notifier": True}, {"notice_wait"}),
+        ("mooncake", {}, NO_NOTICES | {"lease"}),
         ("lmcache-pd", {"ranks": 2}, NO_LEASE),
         ("lmcache-mp", {"ranks": 2}, NO_LEASE),
         ("shared", {}, NO_LEASE | NO_NOTICES),
         ("kvstore-keys", {}, NO_LEASE | NO_NOTICES),
         ("cpu", {}, NO_LEASE | NO_NOTICES),
     ],
-    ids=["nixl", "nixl with the notifier", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys", "cpu"],
+    ids=["nixl", "nixl with the notifier", "mooncake", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys", "cpu"],
 )
 async def test_all_pass_that_apply(connector, how, not_applicable):
     async with rig(connector, **how) as engines:

@@ -20,6 +20,7 @@ from pdproxy.serving.kv.ready import KvReady
 from pdproxy.serving.request import service
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.sim.memory import EMPTY
+from pdproxy.sim.nixl_link import NixlLink
 from pdproxy.transfer import bodies, nixl
 from pdproxy.wire import fields
 from tests.conformance.engines import BRISK, Rig, rig
@@ -33,6 +34,7 @@ Inject = Callable[[Rig, pytest.MonkeyPatch], None]
 def empty_pages(engines: Rig, patch: pytest.MonkeyPatch) -> None:
     """KV arrives wrong: the counters are content, the text is not."""
     (link,) = engines.p.engine._links
+    assert isinstance(link, NixlLink)
     read = link.read
     patch.setattr(link, "read", lambda blocks: [EMPTY for _ in read(blocks)])
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from pdproxy.sim.nixl_link import NixlLink
+
 if TYPE_CHECKING:
     from tests.fakes.engine import FakeEngine
 
@@ -48,7 +50,9 @@ class Books:
         """Tell the prefill engine that a handle is over, as the decode engine would have that a script stood in for."""
         for engine in self.engines:
             if engine.sim.engine.engine_id == params.get("remote_engine_id"):
-                engine.sim.engine._links[0].notified("release", [str(params.get("remote_request_id"))])
+                link = engine.sim.engine._links[0]
+                assert isinstance(link, NixlLink)
+                link.notified("release", [str(params.get("remote_request_id"))])
 
     def held(self) -> dict[str, float]:
         """The handles that engines still hold blocks for, with the seconds left of their leases."""

@@ -15,9 +15,10 @@ from pdproxy.app.compose import Proxy
 from pdproxy.app.tokens import TRANSFORMERS
 from pdproxy.kit.clock import Clock
 from pdproxy.settings.limits import Limits
+from pdproxy.settings.schema import Facts as NodeFacts
 from pdproxy.settings.schema import KvReady, LMCache, Node, Pool, Probes, Receiver, Settings
 from pdproxy.settings.turns import Turns
-from pdproxy.sim.facts import CpuBuffer, Facts, Hardware
+from pdproxy.sim.facts import CpuBuffer, Facts, Hardware, MooncakeFacts
 from pdproxy.sim.facts import LMCache as SimLMCache
 from pdproxy.sim.server import SimServer
 from pdproxy.sim.storage import MemoryStorage
@@ -65,6 +66,15 @@ class Pair:
         return float(self.d.engine.stats.prompt_tokens_by_source["local_compute"])
 
 
+def _prefill(engine: SimServer) -> Node:
+    bootstrap = engine.engine.bootstrap.url if engine.engine.bootstrap is not None else None
+    return Node(url=engine.url, role="prefill", facts=_facts(engine, bootstrap))
+
+
+def _facts(engine: SimServer, bootstrap: str | None = None) -> NodeFacts:
+    return NodeFacts(bootstrap=bootstrap, data_parallel_size=engine.facts.data_parallel_size)
+
+
 @asynccontextmanager
 async def pool(
     connector: str,
@@ -86,11 +96,13 @@ async def pool(
     clock: Clock | None = None,
     dispatch: Literal["sequential", "concurrent"] | None = None,
     limits: Mapping[str, Any] | None = None,
+    kv_ready_at_first: bool = True,
 ) -> AsyncIterator[Pair]:
     """Run engines of a connector, usually one pair. `p`, `d`: facts of their role alone, `everybody`: of all engines.
 
     `pool_settings`: settings of the pool beside those that the connector needs.
-    `notices` False: P is told a socket that nobody reads.
+    `notices` False: P is told a socket that nobody reads. `kv_ready_at_first`: begin when all engines can take part in KV
+    transfer.
     `tokenizer`: makes ids of all prompts. `clock`: the proxy's; a test that reaches deadlines passes a `ManualClock`.
     """
     zmq_port, http_port = free_port(), free_port()
@@ -103,6 +115,8 @@ async def pool(
     usual |= cpu
     if connector in {"lmcache-pd", "lmcache-mp", "cpu"}:
         usual["enable_prefix_caching"] = False
+    if connector == "mooncake":
+        usual = {"mooncake": MooncakeFacts(bootstrap_port=0), **usual}
     config = {"chunk_size": CHUNK, **(sim_lmcache or {})}
     storage = MemoryStorage() if connector in {"shared", "lmcache-mp", "kvstore-keys"} else None
     notify = {"notify": told[connector]} if connector in told else {}
@@ -129,9 +143,9 @@ async def pool(
                     connector=connector,
                     dispatch=dispatch,
                     nodes=(
-                        Node(url=sims[0].url, role="prefill"),
-                        Node(url=sims[1].url, role="decode", receiver=receiver),
-                        *[Node(url=engine.url, role="prefill") for engine in engines[1:prefills]],
+                        _prefill(sims[0]),
+                        Node(url=sims[1].url, role="decode", receiver=receiver, facts=_facts(sims[1])),
+                        *[_prefill(engine) for engine in engines[1:prefills]],
                         *[Node(url=engine.url, role="decode") for engine in engines[prefills + 1 :]],
                     ),
                     lmcache=LMCache(**{"chunk_size": CHUNK, **(lmcache or {})}),
@@ -155,6 +169,8 @@ async def pool(
         server = world.server = await _serve(proxy, world, http_port)
         try:
             await until(lambda: all(node.probed for node in proxy.ledger.nodes))
+            if kv_ready_at_first:
+                await until(lambda: all(node.kv_not_ready is None for node in proxy.ledger.nodes))
             more = (*engines[1:prefills], *engines[prefills + 1 :])
             yield Pair(world, sims[0], sims[1], sims[2], tuple(more))
             await until(lambda: not world.busy())

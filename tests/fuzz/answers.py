@@ -10,7 +10,8 @@ import h11
 
 from pdproxy.kit.errors import EngineError, EngineRefusedError
 from pdproxy.transfer.contract import NO_DISPATCH, Handle
-from pdproxy.transfer.nixl import handle, release_body
+from pdproxy.transfer.nixl import handle
+from pdproxy.transfer.refusal import release_body
 from pdproxy.upstream.connection import EngineConnection, Headers
 from pdproxy.wire.chunks import whole_chunks
 from pdproxy.wire.engine import error_of, prefill_answer, usage_of

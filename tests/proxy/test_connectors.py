@@ -21,7 +21,7 @@ from tests.fakes.world import until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEXT = "import os\ndef main(argv):\n    for name in os.listdir(argv[1]):\n        print(name)\n" * 3
-CONNECTORS = ["nixl", "nixl-push", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys", "cpu"]
+CONNECTORS = ["nixl", "nixl-push", "mooncake", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys", "cpu"]
 
 
 def completion(**fields: Any) -> dict[str, Any]:

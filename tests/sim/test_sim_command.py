@@ -17,7 +17,7 @@ import pytest
 
 from pdproxy.cli import sim
 from pdproxy.cli.main import main
-from pdproxy.sim.facts import CpuBuffer, Facts, Hardware, LMCache
+from pdproxy.sim.facts import CpuBuffer, Facts, Hardware, LMCache, MooncakeFacts
 
 PATIENCE = 30
 
@@ -98,7 +98,7 @@ def test_a_port_that_is_taken_is_one_line(capsys: pytest.CaptureFixture[str]) ->
         ("--num-gpu-blocks 3", "--num-gpu-blocks"),
         ("--kv-lease-duration 0", "--kv-lease-duration"),
         ("--role master", "--role"),
-        ("--connector mooncake", "--connector"),
+        ("--connector teleport", "--connector"),
         ("--kv-role nobody", "--kv-role"),
         ("--connector lmcache-pd", "--role"),
         ("--connector lmcache-pd --role prefill", "--notify"),
@@ -154,13 +154,14 @@ def test_every_fact_is_an_option() -> None:
         "hardware",
         "lmcache",
         "cpu",
+        "mooncake",
         "kv_role",
         "api_key",
         "engine_id",
         "notify",
         "pd_allocation_timeout_sec",
     )
-    for kind in (Facts, Hardware, LMCache, CpuBuffer):
+    for kind in (Facts, Hardware, LMCache, CpuBuffer, MooncakeFacts):
         for field in msgspec.structs.fields(kind):
             if field.name not in left_out:
                 value = getattr(kind(), field.name)

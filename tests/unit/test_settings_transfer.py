@@ -17,7 +17,7 @@ from pdproxy.observe.events import Observers
 from pdproxy.settings.crosscheck import crosscheck
 from pdproxy.settings.errors import Mistakes, SettingsError
 from pdproxy.settings.schema import Facts, LMCache, Node, Pool, Receiver, Settings
-from pdproxy.settings.transfer_checks import receiver_host
+from pdproxy.settings.transfer_checks import bootstrap_address, receiver_host
 from pdproxy.settings.turns import Turns
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Dispatch, Handle
@@ -317,3 +317,70 @@ def test_turns_need_a_connector_that_hands_back_and_token_ids() -> None:
     assert wrong(Settings(pools=(elsewhere,))) == expected
     late = structs.replace(nixl, turns=Turns(decoder_kv_blocks_ttl=10, margin=10))
     assert wrong(Settings(pools=(late,))) == "pools[0].turns.margin: 10 s leave nothing of decoder_kv_blocks_ttl = 10 s"
+
+
+# -- bootstrap servers
+
+
+def bootstraps(*nodes: Node, **more: Any) -> Settings:
+    """Settings of a Mooncake pool."""
+    return Settings(pools=(Pool(connector="mooncake", nodes=(*nodes, Node(url="http://d:1", role="decode")), **more),))
+
+
+def prefill(url: str, bootstrap: str | None = None) -> Node:
+    """A prefill engine."""
+    return Node(url=url, role="prefill", facts=Facts(bootstrap=bootstrap))
+
+
+@pytest.mark.parametrize(
+    ("node", "port", "address"),
+    [
+        (prefill("http://p:8100"), 8998, "http://p:8998"),
+        (prefill("http://p:8100"), 25201, "http://p:25201"),
+        (prefill("https://p:8100"), 8998, "http://p:8998"),
+        (prefill("http://[::1]:8100"), 8998, "http://[::1]:8998"),
+        (prefill("http://p:8100", "http://other:7/"), 8998, "http://other:7"),
+        (Node(url="http://d:1", role="decode", facts=Facts(bootstrap="http://other:7")), 8998, None),
+    ],
+)
+def test_where_an_engines_bootstrap_server_is(node: Node, port: int, address: str | None) -> None:
+    """By its facts, else at its host and the pool's port. It speaks plain HTTP, whatever the engine does."""
+    assert bootstrap_address(node, Pool(connector="mooncake", bootstrap_port=port)) == address
+    assert bootstrap_address(node, Pool(connector="nixl", bootstrap_port=port)) is None
+
+
+def test_two_prefill_engines_need_two_bootstrap_servers() -> None:
+    """They would be taken for one another."""
+    message = wrong(bootstraps(prefill("http://p:1"), prefill("http://p:2")))
+    assert message.startswith(
+        "pools[0].nodes[1].facts.bootstrap: http://p:8998 would be the bootstrap server of http://p:1, too"
+    )
+    checked(bootstraps(prefill("http://p:1"), prefill("http://p:2", "http://p:8999")))
+    checked(bootstraps(prefill("http://p:1"), prefill("http://q:1")))
+    both = bootstraps(prefill("http://p:1"), prefill("http://p:2")).pool
+    checked(Settings(pools=(msgspec.structs.replace(both, connector="nixl"),)))
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "p:8998",
+        "https://p:8998",
+        "http://p",
+        "http://p:0",
+        "http://p:x",
+        "http://:1",
+        "http://p:1/query",
+        "http://a@p:1",
+        "x\n",
+    ],
+)
+def test_a_bootstrap_server_is_a_host_and_a_port(address: str) -> None:
+    message = wrong(bootstraps(prefill("http://p:1", address)))
+    assert message.startswith("pools[0].nodes[0].facts.bootstrap: ")
+    assert message.endswith("expected http://host:port")
+
+
+def test_dispatch_of_mooncake() -> None:
+    for order in ("concurrent", "sequential"):
+        checked(bootstraps(prefill("http://p:1"), dispatch=order))

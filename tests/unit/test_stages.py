@@ -526,16 +526,6 @@ def test_bootstrap_addresses(changes: Tree, expected: str) -> None:
     assert bootstrap(found, "engine", 8998) == expected
 
 
-@pytest.mark.parametrize("name", ["NixlConnector", "MooncakeStoreConnector"])
-def test_no_bootstrap_server(name: str) -> None:
-    assert bootstrap(read(stage("prefill", **kv(kv_connector=name)))[0], "engine", 8998) is None
-
-
-def test_an_engine_s_own_mooncake() -> None:
-    """A class made from vLLM's has its server, too."""
-    assert bootstrap(read(stage("prefill", **kv(kv_connector="OurMooncakeConnector")))[0], "e", 1) == "http://e:1"
-
-
 @pytest.mark.parametrize("port", [0, 65536, "x", "-1", 1.5, True, []])
 def test_ports_that_are_none(port: Any) -> None:
     says = refused(stage("prefill", **kv(kv_connector_extra_config={"mooncake_bootstrap_port": port})), stage("decode"))
@@ -707,14 +697,31 @@ def test_bootstrap_addresses_of_a_pool(tmp_path: Path) -> None:
     """In the prefill engines' facts; the port that nobody gave is the pool's."""
     extra = kv(kv_connector_extra_config={"mooncake_bootstrap_port": 25201})
     config = tmp_path / "x.yaml"
-    config.write_text("pools: [{connector: nixl, bootstrap_port: 25202}]")
+    config.write_text("pools: [{connector: mooncake, bootstrap_port: 25202}]")
     found = pool(write(tmp_path, *mooncake(extra, {})), P, EngineFlag("prefill", "p:3"), D, config=config)
     assert [node.facts.bootstrap for node in found.nodes] == ["http://p:25201", "http://p:25202", None]
 
 
+def test_a_contract_without_a_bootstrap_server_gets_no_address(tmp_path: Path) -> None:
+    """Whatever the connector's name is: two prefill stages of one host have no port in common."""
+    flags = (Flag("--connector", f"{POOL}connector", "nixl"),)
+    found = pool(write(tmp_path, *mooncake({}, {})), P, EngineFlag("prefill", "p:3"), D, flags=flags)
+    assert [node.facts.bootstrap for node in found.nodes] == [None, None, None]
+
+
+def test_vllms_own_mooncake_runs_its_contract(tmp_path: Path) -> None:
+    stages = (
+        stage("prefill", **kv(kv_connector="MooncakeConnector")),
+        stage("decode", **kv(kv_connector="MooncakeConnector")),
+    )
+    found = pool(write(tmp_path, *stages), P, D)
+    assert found.connector == "mooncake"
+    assert [node.facts.bootstrap for node in found.nodes] == ["http://p:8998", None]
+
+
 def test_one_port_is_not_bound_twice(tmp_path: Path) -> None:
     """On one machine. On two it is two ports."""
-    flags = (Flag("--connector", f"{POOL}connector", "nixl"),)
+    flags = (Flag("--connector", f"{POOL}connector", "mooncake"),)
     path = write(tmp_path, *mooncake({}, {}))
     says = refusal(lambda: pool(path, P, EngineFlag("prefill", "p:3"), D, flags=flags))
     assert says.startswith(

@@ -11,7 +11,8 @@ import pytest
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.bodies import alone_body
 from pdproxy.transfer.contract import NO_DISPATCH, Dispatch, Handle
-from pdproxy.transfer.nixl import NIXL, at_host, release_body
+from pdproxy.transfer.nixl import NIXL, at_host
+from pdproxy.transfer.refusal import release_body
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
 from pdproxy.wire.request import Parsed, Route, parse
 

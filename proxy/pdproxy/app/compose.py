@@ -19,6 +19,7 @@ from pdproxy.app.tokens import TRANSFORMERS, Library, Tokens, build_tokens
 from pdproxy.app.transfer import build_transfer, build_turns
 from pdproxy.app.watch import UNWATCHED, Watch
 from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.gauges import MetricsOfEngines, engine_gauges
 from pdproxy.fleet.models import models
@@ -105,7 +106,7 @@ class Proxy:
         Raises:
             SettingsError: a file of keys or certificates, or the tokenizer, can't be used.
         """
-        pool, limits, deadlines = settings.pool, settings.limits, settings.deadlines
+        pool, limits, deadlines, probes = settings.pool, settings.limits, settings.deadlines, settings.probes
         credentials = Credentials(settings)
         own_keys = credentials.keys.wanted
 
@@ -132,9 +133,10 @@ class Proxy:
         setup = EngineSetup(settings, credentials, engines, clock, answer_budget, watch.client)
         admin = EngineAdmin(timeout=deadlines.probe, key=engines.key, tls=engines.tls)
         auditor = Auditor(engines, ledger, observers)
-        prober = Prober(engines, ledger, admin, auditor, observers, tasks, settings.probes, now)
+        prober = Prober(engines, ledger, admin, auditor, observers, tasks, probes, now)
 
         transfer = build_transfer(settings, engines, clock, observers)
+        bootstraps = Bootstraps(engines, ledger, admin.bootstrap, observers, tasks, probes, now, transfer.contract)
         custodian = Custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
         engines.keep_known(custodian.named)
         turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers)
@@ -153,7 +155,7 @@ class Proxy:
             own_keys=own_keys,
             library=library,
         )
-        observers.add(prober, *([tokens.canaries] if tokens is not None else []), *watch.observers)
+        observers.add(prober, bootstraps, *([tokens.canaries] if tokens is not None else []), *watch.observers)
 
         resources = ExchangeResources(
             transfer=transfer,
@@ -188,7 +190,6 @@ class Proxy:
         body_budget = BodyBudget(limits.max_buffered_bytes, observers)
         unread_answers = UnreadAnswers(limits.max_buffered_answer_bytes, observers)
         connections = Connections(limits.max_connections, observers)
-
         wrong = [tasks.shortcomings, ledger_source(ledger, now), auditor.shortcomings, credentials.shortcomings]
         wrong.append(lambda: custodian.stuck.shortcomings(now()))
         metrics.add_gauges(engine_gauges(engines, auditor, now))
@@ -200,6 +201,7 @@ class Proxy:
             engines.keep_known(turns.named)
             wrong.append(turns.shortcomings)
             metrics.add_gauges(turn_gauges(turns))
+        wrong.append(bootstraps.shortcomings)
         if tokens is not None:
             wrong.append(tokens.canaries.shortcomings)
             metrics.add_gauges(tokens.gauges())

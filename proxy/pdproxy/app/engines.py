@@ -12,6 +12,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.settings.crosscheck import checked_node
 from pdproxy.settings.schema import Node, Settings
+from pdproxy.settings.transfer_checks import bootstrap_address
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
 
@@ -83,6 +84,8 @@ class EngineSetup:
             buffer_capacity=buffer_capacity(self._settings.pool.lmcache) if receiver is not None else None,
             ranks=node.facts.data_parallel_size,
             kv_host=kv_host_of(node, self._settings.pool),
+            tp_size=node.facts.tensor_parallel_size,
+            bootstrap=bootstrap_address(node, self._settings.pool),
         )
 
     def remove(self, url: str) -> Engine:

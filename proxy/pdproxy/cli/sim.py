@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 import msgspec
 
 from pdproxy.cli.parser import USAGE_ERROR, examples
-from pdproxy.sim.facts import CpuBuffer, Facts, Hardware, LMCache, Role
+from pdproxy.sim.facts import CpuBuffer, Facts, Hardware, LMCache, MooncakeFacts, Role
 from pdproxy.sim.faults.book import Fault, parse
 from pdproxy.sim.faults.kind import FaultError
 from pdproxy.sim.faults.kinds import KINDS
@@ -61,7 +61,7 @@ _ENGINE = {
     "bidirectional_kv_xfer": "decode: keep the KV of answers for the next turn; prefill: pull it (nixl)",
     "decoder_kv_blocks_ttl": "seconds for which a decode engine keeps that KV",
     "kv_recompute_threshold": "a prefill engine computes fewer tokens than that by itself",
-    "side_channel_host": "address of the NIXL side channel, which KV handles name",
+    "side_channel_host": "address of the NIXL side channel, which KV handles name; Mooncake: of its ports",
     "side_channel_port": "TCP port of the NIXL side channel; 0: any free one",
 }
 _HARDWARE = {
@@ -91,18 +91,30 @@ _CPU = {
     "cpu_port": "TCP port of the decode engine; decode: 0 is any free one",
     "cpu_size": "GiB of the buffer of an engine",
 }
-_Group = Facts | Hardware | LMCache | CpuBuffer
+_MOONCAKE = {
+    "bootstrap_port": "prefill: TCP port of the bootstrap server; 0: any free one",
+    "abort_request_timeout": "prefill: seconds for which it keeps KV, and lets a decode engine wait for KV",
+    "num_workers": "prefill: half the number of questions of decode engines that it handles at once",
+    "connector_timeout": "decode: seconds for which it waits for a bootstrap server",
+}
+_Group = Facts | Hardware | LMCache | CpuBuffer | MooncakeFacts
 _GROUPS: tuple[tuple[str, type[_Group], dict[str, str]], ...] = (
     ("the engine (vLLM's names)", Facts, _ENGINE),
     ("its hardware (an H200 with an 8B model)", Hardware, _HARDWARE),
     ("LMCache (its names)", LMCache, _LMCACHE),
     ("connector cpu", CpuBuffer, _CPU),
+    ("Mooncake (VLLM_MOONCAKE_... of vLLM)", MooncakeFacts, _MOONCAKE),
 )
 _EXAMPLES = examples(
     "pdproxy sim --role prefill",
     "pdproxy sim --role decode --port 8300 --fault reset@mid_stream:rate=0.1",
 )
-_NESTED: dict[type[_Group], str] = {Hardware: "hardware", LMCache: "lmcache", CpuBuffer: "cpu"}
+_NESTED: dict[type[_Group], str] = {
+    Hardware: "hardware",
+    LMCache: "lmcache",
+    CpuBuffer: "cpu",
+    MooncakeFacts: "mooncake",
+}
 
 
 def add(commands: Commands) -> None:
@@ -228,7 +240,7 @@ def facts_from(arguments: argparse.Namespace) -> Facts:
     except _WrongOptionError:
         raise
     except ValueError as error:  # it names fields; here they are options
-        names = sorted(("role", *_ENGINE, *_HARDWARE, *_LMCACHE, *_CPU), key=len, reverse=True)
+        names = sorted(("role", *_ENGINE, *_HARDWARE, *_LMCACHE, *_CPU, *_MOONCAKE), key=len, reverse=True)
         pattern = rf"\b({'|'.join(names)})\b(?= must| = )"
         raise ValueError(re.sub(pattern, lambda match: _option(match[1]), str(error))) from None
 

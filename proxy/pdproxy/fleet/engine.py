@@ -116,6 +116,8 @@ class Engine:
     `node` is the ledger's entry. `block_size`: tokens in a KV block as configured, None: as its metrics show. `receiver`: where
     it receives KV that is pushed; `buffer`: its bounded receive buffer. Both are None where there is none. `ranks`: its
     data-parallel size. `kv_host`: the host at which decode engines reach it, None: the one that it names itself.
+    data-parallel size. `tp_size`: its tensor-parallel size, None: not known. `bootstrap`: the address of its bootstrap server,
+    None if it has none.
     """
 
     node: Node
@@ -126,6 +128,8 @@ class Engine:
     buffer: ReceiveBuffer | None = None
     ranks: int = 1
     kv_host: str | None = None
+    tp_size: int | None = None
+    bootstrap: str | None = None
     probes: ProbeState = field(default_factory=ProbeState)
     audit: AuditState = field(default_factory=AuditState)
     _run: EngineRun | None = field(default=None, repr=False)

@@ -73,11 +73,14 @@ class EngineRegistry(Mapping[str, Engine]):
         buffer_capacity: int | None = None,
         ranks: int = 1,
         kv_host: str | None = None,
+        tp_size: int | None = None,
+        bootstrap: str | None = None,
     ) -> Engine:
         """Make an engine known to the ledger and to all watchers. It gets requests once it has answered a probe.
 
         `buffer_capacity`: chunks of KV that its receive buffer holds, None: no bound is known. `ranks`: its data-parallel size.
         `kv_host`: the host at which decode engines reach it, in place of the one that it names.
+        `tp_size`: its tensor-parallel size, None: not known. `bootstrap`: the address of its bootstrap server, None: it has none.
 
         Raises:
             ValueError: there is an engine with this URL.
@@ -95,6 +98,8 @@ class EngineRegistry(Mapping[str, Engine]):
             buffer,
             ranks,
             kv_host,
+            tp_size,
+            bootstrap,
         )
         self._engines[spec.url] = self.known[spec.url] = engine
         for watcher in self._watchers:

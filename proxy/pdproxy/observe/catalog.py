@@ -198,6 +198,20 @@ KV_MOVED = _counter(
     "Prompt tokens (whole blocks) sent to decode engines by KV transfer, by what those engines' own counters show",
     Label("result", (("transferred", "they arrived"), ("recomputed", "they did not: the engine computed them again"))),
 )
+BOOTSTRAP_QUERIES = _counter(
+    "pdproxy_bootstrap_queries_total",
+    "questions",
+    "Questions to the bootstrap servers of prefill engines",
+    NODE,
+    Label(
+        "result",
+        (
+            ("complete", "it named all workers of the engine"),
+            ("incomplete", "it named a part of them, or they can't be used: see /ready"),
+            ("failed", "no answer, or none that can be read"),
+        ),
+    ),
+)
 KV_NOTICES = _counter(
     "pdproxy_kv_notices_total",
     "notices",

@@ -228,6 +228,16 @@ class TokenizerJudged(msgspec.Struct, frozen=True):
     reason: str
 
 
+class BootstrapAsked(msgspec.Struct, frozen=True):
+    """The bootstrap server of a prefill engine was asked for the engine's workers.
+
+    `result`: `complete`, `incomplete` (it has not named all of them, or names them in vain), or `failed`.
+    """
+
+    node: str
+    result: str
+
+
 class Evicted(msgspec.Struct, frozen=True):
     """A client that held more than its share while others waited lost something.
 
@@ -270,6 +280,7 @@ Event = (
     | TurnReleased
     | Tokenized
     | TokenizerJudged
+    | BootstrapAsked
 )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from pdproxy.kit.frames import frames
 from pdproxy.observe.events import (
+    BootstrapAsked,
     DeadlinePassed,
     Event,
     Evicted,
@@ -132,9 +133,9 @@ class LogObserver:
                 )
             case HandleEnded() | ServedAlone() | DeadlinePassed() | KvCounted() | Tokenized() | Evicted():
                 _debug(event)
-            case (
-                KvNoticed() | KvTransferred() | KvWaited() | TurnKept() | TurnReused() | TurnDropped() | TurnReleased()
-            ):
+            case KvNoticed() | KvTransferred() | KvWaited() | BootstrapAsked():
+                _debug(event)
+            case TurnKept() | TurnReused() | TurnDropped() | TurnReleased():
                 _debug(event)
 
     def _refused(self, event: Refused) -> None:

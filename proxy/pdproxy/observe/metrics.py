@@ -18,6 +18,7 @@ from pdproxy.observe import catalog, catalog_turns
 from pdproxy.observe.catalog import METRICS, REMOVED
 from pdproxy.observe.description import Description, Kind
 from pdproxy.observe.events import (
+    BootstrapAsked,
     DeadlinePassed,
     Event,
     Evicted,
@@ -157,6 +158,8 @@ class Metrics:
             case KvCounted(moved=moved, missing=missing):
                 self._count(catalog.KV_MOVED, "transferred", by=moved)
                 self._count(catalog.KV_MOVED, "recomputed", by=missing)
+            case BootstrapAsked(node, result):
+                self._count(catalog.BOOTSTRAP_QUERIES, self._node(node), result)
             case KvNoticed(kind, result):
                 self._count(catalog.KV_NOTICES, kind, result)
             case KvTransferred(seconds, size):

@@ -109,7 +109,8 @@ class Facts(Section, frozen=True):
     """Tokens in a KV block. None: read from the engine's metrics."""
 
     tensor_parallel_size: Count | None = None
-    """GPUs that share its weights. None: not known. Checked: the sizes of a pair must be what the connector allows."""
+    """GPUs that share its weights. None: not known. Checked: the sizes of a pair must be what the connector allows, and a
+    bootstrap server must name the workers of all."""
 
     data_parallel_size: Count = 1
     """Data-parallel ranks behind its URL. Connectors whose legs name the other engine choose the rank of each leg."""
@@ -122,7 +123,8 @@ class Facts(Section, frozen=True):
     pool's `remote_host`. None: as the pool says."""
 
     bootstrap: Text | None = None
-    """A prefill engine's Mooncake bootstrap server, `http://host:port`. None: at its own host and the pool's `bootstrap_port`."""
+    """A prefill engine's Mooncake bootstrap server, `http://host:port`, also for decode engines. None: at its own host and the
+    pool's `bootstrap_port`."""
 
 
 class EngineTls(Section, frozen=True):

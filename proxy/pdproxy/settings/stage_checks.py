@@ -16,7 +16,6 @@ from pdproxy.settings.stages import Stage, StageId
 from pdproxy.transfer import registry
 
 UNSUPPORTED: Mapping[str, str] = {
-    "MooncakeConnector": "mooncake",
     "MoRIIOConnector": "moriio",
     "P2pNcclConnector": "p2p-nccl",
 }
@@ -71,13 +70,11 @@ def check(found: tuple[Pair, ...], file: ForeignFile, connector: str | None = No
     return contract
 
 
-def bootstrap(prefill: Stage, engine_host: str, port: int) -> str | None:
-    """Return the address of a prefill stage's Mooncake bootstrap server, None for another connector.
+def bootstrap(prefill: Stage, engine_host: str, port: int) -> str:
+    """Return the address of a prefill stage's Mooncake bootstrap server.
 
     `engine_host`: the host of its engine's HTTP server, used if the file names no other. `port`: used if the file names none.
     """
-    if "mooncake" not in prefill.kv.connector.lower() or "store" in prefill.kv.connector.lower():
-        return None
     address = prefill.kv.extra.get("bootstrap_server_address")
     if isinstance(address, str) and address:
         return f"http://{address}"

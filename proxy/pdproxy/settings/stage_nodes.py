@@ -19,6 +19,8 @@ from pdproxy.settings.schema import VLLM_BOOTSTRAP_PORT, Role
 from pdproxy.settings.stage_checks import Pair, bootstrap, check, pairs
 from pdproxy.settings.stages import Reader, Stage
 from pdproxy.settings.yaml_file import read_yaml, spell_file
+from pdproxy.transfer.peers import PeerSource
+from pdproxy.transfer.registry import entry_of
 
 
 class StageNodes(NamedTuple):
@@ -50,7 +52,8 @@ def read_stages(
     found = pairs(stages, file)
     contract = check(found, file, connector)
     urls, rest = _urls(stages, list(engines), file)
-    return StageNodes(contract, _nodes(stages, found, urls, port, file), rest)
+    bootstraps = contract is not None and entry_of(contract).capabilities.peers_from is PeerSource.BOOTSTRAP
+    return StageNodes(contract, _nodes(stages, found, urls, port if bootstraps else None, file), rest)
 
 
 def _urls(
@@ -83,8 +86,9 @@ def _own_url(stage: Stage, file: ForeignFile) -> str:
 
 
 def _nodes(
-    stages: tuple[Stage, ...], found: tuple[Pair, ...], urls: dict[int, str], port: int, file: ForeignFile
+    stages: tuple[Stage, ...], found: tuple[Pair, ...], urls: dict[int, str], port: int | None, file: ForeignFile
 ) -> list[dict[str, Any]]:
+    """`port`: of bootstrap servers, None if the contract has none."""
     nodes, bound = [], dict[str, Stage]()
     prefills = sum(stage.role == "prefill" for stage in stages)
     for stage in stages:
@@ -93,12 +97,11 @@ def _nodes(
         if stage.kv.engine_id is not None:
             facts["engine_id"] = stage.kv.engine_id
         node: dict[str, Any] = {"url": url, "role": stage.role, "facts": facts}
-        if stage.role == "prefill":
+        if stage.role == "prefill" and port is not None:
             address = bootstrap(stage, urlsplit(url).hostname or "", port)
-            if address is not None:
-                _bind(bound, address, stage, file)
-                facts["bootstrap"] = address
-        else:
+            _bind(bound, address, stage, file)
+            facts["bootstrap"] = address
+        elif stage.role == "decode":
             sources = [urls[pair.prefill.index] for pair in found if pair.decode is stage]
             if len(sources) < prefills:
                 node["sources"] = sources

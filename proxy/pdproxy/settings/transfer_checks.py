@@ -8,15 +8,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, spell_key
+from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
 from pdproxy.settings.schema import Node, Pool, Receiver
 from pdproxy.transfer import registry
 from pdproxy.transfer.contract import Capabilities
+from pdproxy.transfer.peers import PeerSource
 
 
 def receiver_host(node: Node) -> str:
     """Return the host on which a decode engine receives KV."""
     return node.receiver.host or urlsplit(node.url).hostname or ""
+
+
+def bootstrap_address(node: Node, pool: Pool) -> str | None:
+    """Return the address of an engine's bootstrap server, None if it has none that the pool's contract uses."""
+    if node.role != "prefill" or registry.entry_of(pool.connector).capabilities.peers_from is not PeerSource.BOOTSTRAP:
+        return None
+    if node.facts.bootstrap is not None:
+        return node.facts.bootstrap.rstrip("/")
+    host = urlsplit(node.url).hostname or ""
+    return f"http://[{host}]:{pool.bootstrap_port}" if ":" in host else f"http://{host}:{pool.bootstrap_port}"
 
 
 def check_transfer(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
@@ -43,6 +54,7 @@ def check_transfer(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mist
         for key in [*([(*path, "remote_host")] if pool.remote_host != "engine" else []), *named]:
             text = f"the KV handles of connector {pool.connector} name no host"
             found.add(key, f"{spell_key(key)}: {text}{found.source(key)}")
+    _check_bootstraps(pool, nodes, path, found)
     taken: dict[tuple[str, int], str] = {}
     for index, node in enumerate(nodes):
         key = (*path, "nodes", index, "receiver")
@@ -127,6 +139,34 @@ def _check_turns(pool: Pool, can: Capabilities, path: KeyPath, found: Mistakes) 
         name = (*key, "margin")
         text = f"{turns.margin:g} s leave nothing of decoder_kv_blocks_ttl = {turns.decoder_kv_blocks_ttl:g} s"
         found.add(name, f"{spell_key(name)}: {text}{found.source(name)}")
+
+
+def _check_bootstraps(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
+    """Check that each prefill engine has a bootstrap server of its own, if it has one. Two engines can't share an answer."""
+    taken: dict[str, str] = {}
+    for index, node in enumerate(nodes):
+        key = (*path, "nodes", index, "facts", "bootstrap")
+        given, where = node.facts.bootstrap, found.source(key)
+        if given is not None and not _is_address(given):
+            found.add(key, f"{spell_key(key)}: {quote(given)}: expected http://host:port{where}")
+            continue
+        if (address := bootstrap_address(node, pool)) is None:
+            continue
+        if (other := taken.setdefault(address, node.url)) != node.url:
+            text = f"{address} would be the bootstrap server of {other}, too: give each prefill engine its own"
+            found.add(key, f"{spell_key(key)}: {text}{where}")
+
+
+def _is_address(text: str) -> bool:
+    """Return whether a text is `http://host:port`."""
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        return False
+    plain = text.isascii() and text.isprintable() and " " not in text and "@" not in text
+    rest = parts.path not in ("", "/") or "?" in text or "#" in text
+    return plain and not rest and parts.scheme == "http" and bool(parts.hostname) and bool(port)
 
 
 def _check_receiver(pool: Pool, node: Node, key: str, taken: dict[tuple[str, int], str], where: str) -> None:

@@ -41,6 +41,8 @@ class Connector:
 
     keeps_aborted_loads = True
     """Whether a request that is aborted while its KV is on its way keeps its blocks until that has come."""
+    lost_loads_kill = True
+    """Whether the core dies when a request whose KV can never come is aborted. If not, its blocks are lost."""
 
     def __init__(self) -> None:
         self.outbox: deque[Any] = deque()

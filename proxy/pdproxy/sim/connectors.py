@@ -9,6 +9,7 @@ from pdproxy.sim.kvstore_keys import KVStoreKeys
 from pdproxy.sim.lmcache_mp import LMCacheMP
 from pdproxy.sim.lmcache_pd import LMCachePD
 from pdproxy.sim.memory import BlockPool
+from pdproxy.sim.mooncake import Mooncake
 from pdproxy.sim.nixl import Nixl
 from pdproxy.sim.nixl_push import NixlPush
 from pdproxy.sim.shared import Shared
@@ -25,6 +26,8 @@ def connector_of(
             return Nixl(facts, engine_id, side_channel_port, pool, stats)
         case "nixl-push":
             return NixlPush(facts, engine_id, side_channel_port, pool, stats)
+        case "mooncake":
+            return Mooncake(facts, pool, stats)
         case "lmcache-pd":
             return LMCachePD(facts, pool)
         case "lmcache-mp":

@@ -100,7 +100,8 @@ class Core:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return
-        if sequence.never_loads and not (sequence.params or {}).get("do_remote_decode"):
+        lost = sequence.never_loads and self.connector.lost_loads_kill
+        if lost and not (sequence.params or {}).get("do_remote_decode"):
             raise EngineDeadError
         before = sequence.state
         self._end(sequence, "abort", now)

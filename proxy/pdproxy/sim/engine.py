@@ -11,7 +11,7 @@ import random
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -23,6 +23,7 @@ from pdproxy.sim.cpu_link import CpuLink
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.folder import FolderStorage
 from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Offer, ReceiverHandshake, Write
+from pdproxy.sim.mooncake_link import MooncakeLink, bootstrap_of
 from pdproxy.sim.nixl_link import NixlLink
 from pdproxy.sim.notice_sender import NoticeSender
 from pdproxy.sim.pd_link import Receiving, Sending
@@ -79,7 +80,9 @@ class Engine:
         self._awake = asyncio.Event()
         self._awake.set()
         self._tasks = TaskOwner("engine")
-        self._links = [NixlLink(self) for _ in range(facts.data_parallel_size if facts.has_nixl else 0)]
+        self.bootstrap = bootstrap_of(facts)
+        """P's bootstrap server with Mooncake."""
+        self._links = self._made_links()
         self._sending = Sending()
         self._receiving = Receiving(self._pd, self.wake)
         self._cpu_link = CpuLink(facts, self._cpu, self.wake)
@@ -115,6 +118,14 @@ class Engine:
         self._cores = [await self._core_of(rank, made) for rank in range(self.facts.data_parallel_size)]
         for core in self._cores:
             self._tasks.spawn(self._run(core), "steps")
+
+    def _made_links(self) -> Sequence[NixlLink | MooncakeLink]:
+        ranks = range(self.facts.data_parallel_size)
+        if self.facts.has_nixl:
+            return [NixlLink(self) for _ in ranks]
+        if self.facts.connector == "mooncake":
+            return [MooncakeLink(self, rank, self.bootstrap) for rank in ranks]
+        return []
 
     async def _core_of(self, rank: int, agent: str) -> Core:
         """Make the core of a data-parallel rank: with its own id, side channel, memory and counters."""

@@ -14,7 +14,9 @@ Role = Literal["prefill", "decode", "aggregated"]
 LoadFailurePolicy = Literal["fail", "recompute"]
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 Template = Literal["chatml", "dated", "plain"]
-ConnectorName = Literal["nixl", "nixl-push", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys", "cpu", "none"]
+ConnectorName = Literal[
+    "nixl", "nixl-push", "mooncake", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys", "cpu", "none"
+]
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,6 +114,29 @@ class CpuBuffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return int(self.cpu_size * (1 << 30)) & ~0xFFF
 
 
+class MooncakeFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Mooncake's configuration: vLLM's environment variables, and `num_workers` of its `kv_connector_extra_config`."""
+
+    bootstrap_port: int = 8998
+    """P: of its bootstrap server, `VLLM_MOONCAKE_BOOTSTRAP_PORT`; 0: any free one."""
+    abort_request_timeout: float = 480.0
+    """`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`: P's lease, and how long it lets a D wait for a prompt that it does not have."""
+    connector_timeout: float = 30.0
+    """D: for one question to a bootstrap server, `VLLM_MOONCAKE_CONNECTOR_TIMEOUT`."""
+    num_workers: int = 10
+    """P: half the number of questions that it handles at once. One that waits for its prompt counts; others queue behind it."""
+
+    def __post_init__(self) -> None:
+        """Refuse invalid values."""
+        if not 0 <= self.bootstrap_port <= 65535:
+            raise ValueError(f"bootstrap_port must be 0 to 65535, got {self.bootstrap_port}")
+        for name in ("abort_request_timeout", "connector_timeout"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1, got {self.num_workers}")
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine. Names are vLLM's flags where it has one."""
 
@@ -144,7 +169,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The average number of tokens before the end token; 0: never."""
     connector: ConnectorName = "nixl"
     engine_id: str | None = None
-    """nixl-push: the id that other engines know it by, as in `--kv-transfer-config`; None: a new one at each start."""
+    """nixl-push, mooncake: the id that other engines know it by, as in `--kv-transfer-config`; None: a new one at each start."""
     kv_role: KVRole | None = None
     """None: from role and connector. It affects only metrics: `vllm:num_requests_kv_fetch_by_stage` is a consumer's."""
     tensor_parallel_size: int = 1
@@ -171,6 +196,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     hardware: Hardware = Hardware()
     lmcache: LMCache = LMCache()
     cpu: CpuBuffer = CpuBuffer()
+    mooncake: MooncakeFacts = MooncakeFacts()
 
     def __post_init__(self) -> None:
         """Refuse what vLLM refuses."""
@@ -206,7 +232,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError(f"data_parallel_size must be 1 with connector = lmcache-pd, got {self.data_parallel_size}")
         if self.side_channel_port + self.data_parallel_size > 65536:
             raise ValueError(f"side_channel_port must leave one port per rank, got {self.side_channel_port}")
-        if self.engine_id is not None and self.connector != "nixl-push":
+        if self.engine_id is not None and self.connector not in ("nixl-push", "mooncake"):
             raise ValueError(f"engine_id must be left out with connector = {self.connector}, got {self.engine_id!r}")
         if self.engine_id == "":
             raise ValueError("engine_id must not be empty")
@@ -244,6 +270,12 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Chunks that the PD buffer of one rank holds."""
         per_chunk = max(self.hardware.kv_bytes_per_token // self.pd_ranks, 1) * self.lmcache.chunk_size
         return self.lmcache.pd_buffer_size // per_chunk
+
+    @property
+    def mooncake_role(self) -> KVRole:
+        """The `kv_role` of an engine with Mooncake, which checks it for each request."""
+        usual: dict[Role, KVRole] = {"prefill": "kv_producer", "decode": "kv_consumer", "aggregated": "kv_both"}
+        return self.kv_role or usual[self.role]
 
     @property
     def is_kv_consumer(self) -> bool:

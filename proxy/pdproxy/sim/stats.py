@@ -59,6 +59,8 @@ class Stats:
     kv_expired: int = 0
     failed_transfers: int = 0
     failed_notifications: int = 0
+    failed_receives: int = 0
+    """Mooncake: what a decode engine did not get, also answers to questions that only free blocks."""
     late_notifications: int = 0
     """Releases of a handle that had ended."""
     transfers: Histogram = field(default_factory=lambda: Histogram(TRANSFER_BUCKETS))

@@ -16,6 +16,8 @@ from pdproxy.sim.core import Core, Step
 from pdproxy.sim.cpu import Cpu, FindReceiver, Received, SendPart
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Offer, Receiver, ReceiverHandshake, Write
+from pdproxy.sim.memory import Page
+from pdproxy.sim.mooncake import LONGER_THAN_PREFILL, Mooncake, Receive
 from pdproxy.sim.nixl import Greeting, Handshake, Peer, PeerNotice, Pull
 from pdproxy.sim.nixl_link import pusher, take_push
 from pdproxy.sim.nixl_push import Push, Register
@@ -153,6 +155,8 @@ class VirtualCluster:
                 self._push(engine, command)
             case FindReceiver() | SendPart() | Received():
                 self._push_part(engine, command)
+            case Receive():
+                self._receive(engine, command)
             case _:
                 self._move(engine, command)
 
@@ -195,6 +199,48 @@ class VirtualCluster:
     def _listening(self, peer: Peer) -> VirtualEngine | None:
         engines: Iterable[VirtualEngine] = self.engines[peer.port - 1 : peer.port] if peer.port > 0 else ()
         return next((engine for engine in engines if not engine.dead), None)
+
+    # -- Mooncake: `bootstrap` of a request is the number of an engine, which is up as long as the cluster
+
+    def _receive(self, engine: VirtualEngine, command: Receive) -> None:
+        mine = _mooncake(engine)
+        if command.engine_id not in mine.workers and command.bootstrap.isdigit():
+            found = self._listening(Peer("", int(command.bootstrap), ""))
+            mine.bootstrapped({} if found is None else {found.core.engine_id: command.bootstrap})
+        address = mine.workers.get(command.engine_id)
+        if address is None:
+            self.at(self.now, lambda: self._sent(engine, command, None))
+            return
+        peer = self._listening(Peer("", int(address), ""))
+        if peer is None or peer.core.engine_id != command.engine_id:  # ZMQ does not report it
+            wait = engine.facts.mooncake.abort_request_timeout + LONGER_THAN_PREFILL
+            self.at(self.now + wait, lambda: self._sent(engine, command, None))
+            return
+
+        def given(pages: tuple[Page, ...] | None) -> None:
+            taken = peer.facts.hardware.transfer_s(command.tokens) if pages else 0.0
+            self.at(self.now + taken, lambda: self._given(engine, peer, command, pages))
+
+        _mooncake(peer).asked(command.transfer_id, command.blocks, self.now, given)
+        self.at(self.now, lambda: self._turn(peer))
+
+    def _given(
+        self, engine: VirtualEngine, peer: VirtualEngine, command: Receive, pages: tuple[Page, ...] | None
+    ) -> None:
+        if pages is not None and not peer.dead:
+            _mooncake(peer).sent(command.transfer_id, self.now, whole=not (engine.dead and pages))
+            self._turn(peer)
+        self._sent(engine, command, pages)
+
+    def _sent(self, engine: VirtualEngine, command: Receive, pages: tuple[Page, ...] | None) -> None:
+        if engine.dead:
+            return
+        engine.stats.failed_receives += pages is None
+        if command.blocks and pages is None:
+            engine.core.load_failed(command.request_id, self.now)
+        elif command.blocks and pages is not None:
+            engine.core.loaded(command, pages)
+        self._turn(engine)
 
     # -- what is pushed
 
@@ -311,4 +357,9 @@ def _cpu(engine: VirtualEngine) -> Cpu:
 
 def _pd(engine: VirtualEngine) -> LMCachePD:
     assert isinstance(engine.core.connector, LMCachePD)
+    return engine.core.connector
+
+
+def _mooncake(engine: VirtualEngine) -> Mooncake:
+    assert isinstance(engine.core.connector, Mooncake)
     return engine.core.connector

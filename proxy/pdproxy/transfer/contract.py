@@ -121,7 +121,7 @@ def unclaimed(
 
 
 class Holder:
-    """Who holds a prompt's KV after the prefill, and what follows for the legs. See the three classes below."""
+    """Who holds a prompt's KV after the prefill, and what follows for the legs. See the classes below."""
 
     def pushed_to(self, decode: str) -> str | None:
         """Return the engine that a leg's KV is pushed to, None if it stays at the prefill engine. `decode`: the leased one."""
@@ -136,6 +136,13 @@ class Holder:
     def decode_waits(self) -> bool:
         """Whether a decode engine that was asked keeps its blocks until the KV comes, also after its request was closed."""
         return False
+
+    def prefill_again(self, status: int | None) -> bool:
+        """Return whether a failed prefill under the same id, once more, gives the KV to a decode engine that waits for it.
+
+        `status`: what the prefill engine has answered, None if it has not.
+        """
+        return self.decode_waits
 
     def refusal_released(self, error_type: str, param: str | None) -> bool:
         """Return whether a decode engine that refused a request with a 400 of this kind has released its KV by that."""
@@ -158,11 +165,13 @@ class HeldByPrefill(Holder):
 
     `release_body(model, handle)`: a completion that any compatible decode engine refuses with 400, after it has reported to
     the prefill engine that the KV may be freed. `refused(error_type, param)`: whether a client's request that was refused
-    in this way has had the same effect.
+    in this way has had the same effect. `handshakes`: before the first transfer of two engines they need a handshake, after
+    which a decode engine reports a refusal only in a later step.
     """
 
     release_body: Callable[[str | None, Handle], bytes]
     refused: Callable[[str, str | None], bool]
+    handshakes: bool = True
 
     def refusal_released(self, error_type: str, param: str | None) -> bool:
         """Return whether a decode engine that refused a request with a 400 of this kind has released its KV by that."""
@@ -203,23 +212,34 @@ class PushedToDecode(Holder):
 
     `release_body(model, handle)`: a completion that any compatible decode engine refuses with 400, after it has reported to the
     prefill engine that the KV may be freed; None: only its lease frees KV that no decode engine waits for. `refused(error_type,
-    param)`: whether a client's request that was refused in this way has had the same effect.
+    param)`: whether a client's request that was refused in this way has had the same effect. `handshakes`: as above.
+
+    `forgets`: a prefill engine that gives a request up forgets that a decode engine waits for it, and loses blocks if it runs two
+    requests of one id. So it is asked again under the same id only if it has certainly not begun.
     """
 
     release_body: Callable[[str | None, Handle], bytes] | None = None
     refused: Callable[[str, str | None], bool] = never_refused
     stuck_for: float | None = None
+    handshakes: bool = True
+    forgets: bool = False
 
     @property
     def decode_waits(self) -> bool:
         """Whether a decode engine that was asked keeps its blocks until the KV comes: it does."""
         return True
 
+    def prefill_again(self, status: int | None) -> bool:
+        """Return whether a failed prefill under the same id, once more, gives the KV to a decode engine that waits for it."""
+        return status in _NOT_BEGUN or not self.forgets
+
     def refusal_released(self, error_type: str, param: str | None) -> bool:
         """Return whether a decode engine that refused a request with a 400 of this kind has released its KV by that."""
         return self.refused(error_type, param)
 
 
+_NOT_BEGUN = (429, 503)
+"""Statuses with which an engine, or what is before it, refuses a request because it is busy."""
 NOT_HELD = NotHeld()
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import msgspec
 
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.transfer.bodies import DROPPED_ON_PREFILL, decode_fields, prefill_fields, with_ids
+from pdproxy.transfer.bodies import decode_fields, prefill_fields, with_ids
 from pdproxy.transfer.contract import (
     Capabilities,
     Channel,
@@ -26,6 +26,7 @@ from pdproxy.transfer.contract import (
     raw,
 )
 from pdproxy.transfer.entry import Entry
+from pdproxy.transfer.refusal import refusal_released, release_body
 from pdproxy.transfer.signs import Ask, Signs
 from pdproxy.transfer.turns import TurnRules
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
@@ -139,31 +140,6 @@ def at_host(given: Handle, host: str) -> Handle:
     fields = msgspec.json.decode(given.params, type=Fields)
     fields["remote_host"] = raw(msgspec.json.encode(host))
     return msgspec.structs.replace(given, params=msgspec.json.encode(fields))
-
-
-def release_body(model: str | None, given: Handle) -> bytes:
-    """Return a completion that the decode engine's handler refuses (`max_tokens` 0), which frees the prefill engine's blocks.
-
-    It must pass the schema and fail in the handler: only from there does vLLM release a refused request's KV.
-    """
-    fields = {"prompt": raw(b'"x"'), "max_tokens": raw(b"0"), "stream": raw(b"false")}
-    if model is not None:
-        fields["model"] = raw(msgspec.json.encode(model))
-    fields["kv_transfer_params"] = raw(given.params)
-    return encode(fields)
-
-
-def refusal_released(error_type: str, param: str | None) -> bool:
-    """Return whether a 400 of the decode engine has already released the handle.
-
-    A refusal by the handler has; one by the schema has not. The schema's own errors have the type "Bad Request". Its
-    validators use "BadRequestError" like the handler, but can only name fields that the prefill leg did not carry. In doubt
-    the answer is no: a second release is a log line on the prefill engine, a missing one holds blocks for a lease.
-    """
-    if error_type == "Bad Request":
-        return False
-    field = (param or "").split(".")[0]
-    return field not in (*DROPPED_ON_PREFILL, "response_format", "")
 
 
 class Options(msgspec.Struct, frozen=True):

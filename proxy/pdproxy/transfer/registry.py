@@ -6,12 +6,13 @@ none.
 
 from __future__ import annotations
 
-from pdproxy.transfer import cpu, kvstore_keys, lmcache_mp, lmcache_pd, nixl, nixl_push, shared
+from pdproxy.transfer import cpu, kvstore_keys, lmcache_mp, lmcache_pd, mooncake, nixl, nixl_push, shared
 from pdproxy.transfer.entry import Entry
 
 ENTRIES: tuple[Entry, ...] = (
     nixl.ENTRY,
     nixl_push.ENTRY,
+    mooncake.ENTRY,
     lmcache_pd.ENTRY,
     lmcache_mp.ENTRY,
     shared.ENTRY,

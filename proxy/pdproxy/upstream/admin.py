@@ -27,6 +27,7 @@ from pdproxy.kit.text import truncate
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.upstream.client import LOCAL_ERRORS, describe_os, describe_tls
 from pdproxy.upstream.metrics_page import MAX_PAGE, Scrape, names_in, read_metrics
+from pdproxy.wire.bootstrap import MAX_ANSWER, BootstrapAnswerError, Ranks, read_ranks
 from pdproxy.wire.model import MAX_MODEL_NAME
 
 MAX_SHORT_ANSWER = 64 << 10
@@ -190,6 +191,14 @@ class EngineAdmin:
         """Return the answer to a request for one token, within `timeout` seconds."""
         return await self._request("POST", url, path, body, timeout=timeout, wait=Wait.DETECT, max_bytes=max_bytes)
 
+    async def bootstrap(self, address: str) -> Ranks:
+        """Return what a bootstrap server says of its engine. It is no engine: it gets no key, and speaks plain HTTP."""
+        answer = await self._request("GET", address, "/query", None, "", max_bytes=MAX_ANSWER, plain=True)
+        try:
+            return read_ranks(answer)
+        except BootstrapAnswerError as error:
+            raise EngineError(f"/query answered {error}") from None
+
     async def close(self) -> None:
         """Close the session."""
         if self._session is not None:
@@ -209,8 +218,9 @@ class EngineAdmin:
         timeout: float | None = None,
         wait: Wait = Wait.TOKENIZE,
         max_bytes: int,
+        plain: bool = False,
     ) -> bytes:
-        """Return an answer's body of at most `max_bytes` bytes; with 0 it is not read."""
+        """Return an answer's body of at most `max_bytes` bytes; with 0 it is not read. `plain`: without TLS."""
         if self._session is None:
             jar = aiohttp.DummyCookieJar()  # engines set no cookies, and a search for them costs at each request
             # Not decompressed: the data may become a thousand times as large.
@@ -222,7 +232,7 @@ class EngineAdmin:
             headers |= {"authorization": authorization} if authorization else {}
         elif (key := self._key(url)) is not None:
             headers["authorization"] = f"Bearer {key}"
-        tls = self._tls(url)
+        tls = None if plain else self._tls(url)
         try:
             # Not redirected: the key is for this engine.
             async with self._session.request(

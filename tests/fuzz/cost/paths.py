@@ -31,7 +31,8 @@ from pdproxy.serving.access.routes import TABLE, RouteKind
 from pdproxy.serving.request.merged_answer import MergedAnswer
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.transfer.contract import NO_DISPATCH, Handle
-from pdproxy.transfer.nixl import handle, release_body
+from pdproxy.transfer.nixl import handle
+from pdproxy.transfer.refusal import release_body
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import Answer, Pending
 from pdproxy.upstream.connection import EngineConnection

@@ -18,7 +18,7 @@ from pdproxy.lab.check.engines import resolve, scrape
 from pdproxy.lab.check.facts import EngineFacts, Reach, Side, Trouble
 from pdproxy.lab.check.http_client import HttpClient
 from pdproxy.lab.check.options import Options
-from pdproxy.transfer.contract import NO_DISPATCH, Contract, Dispatch, Handle, HeldByPrefill
+from pdproxy.transfer.contract import NO_DISPATCH, Contract, Dispatch, Handle, HeldByPrefill, PushedToDecode
 from pdproxy.wire.engine import prefill_answer
 from pdproxy.wire.fields import Fields
 from pdproxy.wire.request import Parsed
@@ -56,16 +56,16 @@ class Handles:
             return f"answered {reply.summary()}"
         if (answer := prefill_answer(reply.body)) is None:
             return "its answer is not a completion"
-        handle = self.contract.handle(parsed, answer, NO_DISPATCH)
+        handle = self.contract.handle(parsed, answer, dispatch)
         if isinstance(handle, str):
             return handle
         host = self._hosts.get(prefill.url)
         if host is not None and self.contract.at_host is not None:
             handle = self.contract.at_host(handle, host)
         params = msgspec.json.decode(handle.params, type=_Params)
-        if prefill.side is None:
+        if prefill.side is None and params.remote_host:
             prefill.side = await self._side_channel(prefill, params)
-        elif prefill.side.engine_id != params.remote_engine_id:
+        elif prefill.side is not None and prefill.side.engine_id != params.remote_engine_id:
             prefill.restarted = True
         if params.transfer_mode != PULL:
             return f"its handle has transfer_mode={params.transfer_mode}"
@@ -77,10 +77,10 @@ class Handles:
         The request is sent again if nothing happens: a decode engine that does not know P may release only after their handshake.
         """
         holder = self.contract.holder
-        if not isinstance(holder, HeldByPrefill):
+        if not isinstance(holder, HeldByPrefill | PushedToDecode) or holder.release_body is None:
             return False
         body = holder.release_body(model, handle)
-        for _ in range(2):
+        for _ in range(2 if holder.handshakes else 1):
             reply = await self._http.post(decode, prompts.PATH, body, f"pdproxy-check-release-{mint()[:12]}")
             if isinstance(reply, Trouble):
                 return False

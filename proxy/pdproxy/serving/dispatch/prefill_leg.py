@@ -12,7 +12,14 @@ from functools import partial
 
 import msgspec
 
-from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, StaleConnectionError, Wait
+from pdproxy.kit.errors import (
+    EngineError,
+    EngineRefusedError,
+    EngineTimeoutError,
+    EngineUnreachableError,
+    StaleConnectionError,
+    Wait,
+)
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.observe.events import DeadlinePassed
@@ -151,7 +158,10 @@ class PrefillLeg:
     def _may_ask_again(self, error: EngineError) -> bool:
         """Return whether the same engine is asked once more: only KV under the same id frees a decode engine that waits."""
         waits = self.promised is not None and self.promised.decode_waits
-        return waits and not self._asked_again and not isinstance(error, EngineUnreachableError)
+        if not waits or self._asked_again or isinstance(error, EngineUnreachableError):
+            return False
+        holder = self._attempt.resources.transfer.contract.holder
+        return holder.prefill_again(error.status if isinstance(error, EngineRefusedError) else None)
 
     def _ask_again(self, error: EngineError) -> None:
         self._asked_again = True

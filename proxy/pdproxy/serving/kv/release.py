@@ -150,9 +150,10 @@ class Release(ABC):
 class ReleaseByRefusal(Release):
     """The prefill engine holds the KV: any compatible decode engine can release it by refusing a request."""
 
-    def __init__(self, resources: ReleaseResources, body: Callable[[str | None, Handle], bytes] | None) -> None:
+    def __init__(self, resources: ReleaseResources, holder: HeldByPrefill | PushedToDecode) -> None:
         super().__init__(resources)
-        self._body = body
+        self._body = holder.release_body
+        self._handshakes = holder.handshakes
 
     @property
     def abandoned_timeout(self) -> float:
@@ -166,7 +167,10 @@ class ReleaseByRefusal(Release):
 
     def decode_releases(self, prefill: str, decode: str | None, *, in_silence: bool) -> bool:
         """Return whether the decode engine has had contact with the prefill engine: before that, its report may not come."""
-        return self._resources.contacts.met(prefill, decode)
+        return self._met(prefill, decode)
+
+    def _met(self, prefill: str, decode: str | None) -> bool:
+        return not self._handshakes or self._resources.contacts.met(prefill, decode)
 
     async def release(self, kept: Kept) -> bool:
         """Have decode engines refuse a request with the handle, until one has. Return whether one has."""
@@ -180,7 +184,7 @@ class ReleaseByRefusal(Release):
             node = resources.ledger.release_through(kept.prefill, kept.model, resources.now(), prefer_not=kept.decode)
             if node is None or await self._ask(kept, node.url, leg, timeout) != refused:
                 continue
-            if not resources.contacts.met(kept.prefill, node.url):
+            if not self._met(kept.prefill, node.url):
                 await asyncio.sleep(FIRST_CONTACT)
                 await self._ask(kept, node.url, leg, timeout)
             return True
@@ -254,9 +258,6 @@ class ReleaseByReading(Release):
 class ReleaseByPush(ReleaseByRefusal):
     """The prefill engine writes the KV into blocks of the decode engine that was asked for the answer. That frees both sides."""
 
-    def __init__(self, resources: ReleaseResources, holder: PushedToDecode) -> None:
-        super().__init__(resources, holder.release_body)
-
     @property
     def abandoned_timeout(self) -> float:
         """Seconds that the answer of a prefill leg is awaited after its client has left: a decode engine may wait for its KV."""
@@ -276,7 +277,7 @@ def release_for(holder: Holder, resources: ReleaseResources) -> Release | None:
     """Return the way of releasing KV for a holder, None if nothing is held."""
     match holder:
         case HeldByPrefill():
-            return ReleaseByRefusal(resources, holder.release_body)
+            return ReleaseByRefusal(resources, holder)
         case PushedToDecode():
             return ReleaseByPush(resources, holder)
         case HeldByDecode():

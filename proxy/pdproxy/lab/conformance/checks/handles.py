@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from pdproxy.kit.ids import mint
 from pdproxy.lab.check.handles import Handles
 from pdproxy.lab.check.options import Options as CheckOptions
 from pdproxy.lab.conformance import requests
@@ -12,7 +13,7 @@ from pdproxy.lab.conformance.check import Check
 from pdproxy.lab.conformance.pair_under_test import KvUsage, PairUnderTest
 from pdproxy.lab.conformance.requests import COMPLETION
 from pdproxy.lab.conformance.results import FailedError, NotJudgedError
-from pdproxy.transfer.contract import Handle, HeldByDecode, HeldByPrefill
+from pdproxy.transfer.contract import NO_DISPATCH, Dispatch, Handle, HeldByDecode, HeldByPrefill, PushedToDecode
 
 _EPSILON = 1e-9
 
@@ -50,7 +51,7 @@ async def _taken(pair: PairUnderTest) -> tuple[Handles, KvUsage, Handle]:
     handles = Handles(pair.http, contract, settings)
     before = await pair.usage()
     asked = pair.request(COMPLETION)
-    handle = await handles.take(pair.prefill, requests.as_parsed(asked), asked.request_id)
+    handle = await handles.take(pair.prefill, requests.as_parsed(asked), asked.request_id, _dispatch(pair))
     if isinstance(handle, str):
         raise FailedError(f"P returns no usable handle: {handle}")
     end = time.monotonic() + options.settle
@@ -68,9 +69,18 @@ async def _expired(pair: PairUnderTest, before: KvUsage) -> bool:
     return now is not None and now.expired > before.expired
 
 
+def _dispatch(pair: PairUnderTest) -> Dispatch:
+    if not pair.contract.needs_leg_id:
+        return NO_DISPATCH
+    peers = pair.stand.proxy.engines[pair.prefill.url].run.peers
+    return Dispatch(mint(), prefill_peer=peers.take_turn())
+
+
 def _nothing_held(pair: PairUnderTest) -> str | None:
     match pair.contract.holder:
         case HeldByPrefill():
+            return None
+        case PushedToDecode(release_body=body) if body is not None:
             return None
         case HeldByDecode():
             return f"with {pair.contract.name} the decode engine holds it, in a buffer without a counter"
@@ -79,7 +89,12 @@ def _nothing_held(pair: PairUnderTest) -> str | None:
 
 
 def _not_watched(pair: PairUnderTest) -> str | None:
-    return _nothing_held(pair) or ("--lease-watch 0" if not pair.options.lease_watch else None)
+    if (why := _nothing_held(pair)) is not None:
+        return why
+    holder, watched = pair.contract.holder, pair.options.lease_watch
+    if isinstance(holder, PushedToDecode) and holder.stuck_for is not None and watched <= holder.stuck_for:
+        return f"its lease is {holder.stuck_for:g} s, --lease-watch {watched:g}"
+    return "--lease-watch 0" if not watched else None
 
 
 CHECKS = (

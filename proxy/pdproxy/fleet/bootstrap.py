@@ -1,0 +1,246 @@
+"""Bootstrap servers: which ranks each prefill engine has, for contracts whose decode legs name the prefill engine's rank.
+
+Owns the tasks that ask, and what they write: `EngineRun.peers`, and in the ledger why an engine can't take part in KV transfer
+yet. A server is asked once its engine is up, again while it names a part of the engine's workers, and from then on at each
+interval: an engine that restarts between two probes has other ids. An engine that is not named completely gets no pair. A server
+that fails later changes nothing: the ids are known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from pdproxy.fleet.engine import Engine
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, OverloadedError
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.kit.text import truncate
+from pdproxy.observe.events import BootstrapAsked, DeadlinePassed, Event, HandleEnded, NodeChanged, Observers
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import Role
+from pdproxy.settings.schema import Probes
+from pdproxy.transfer.contract import Contract, PushedToDecode
+from pdproxy.transfer.peers import Peer
+from pdproxy.wire.bootstrap import Ranks
+
+NOT_ASKED = "its bootstrap server was not asked yet"
+SOON = 0.5
+"""Seconds until a server that has named a part of its engine's workers, or has failed, is asked again at first."""
+
+MAX_GIVEN_UP = 10
+"""Requests that a prefill engine may have given up while decode engines wait for their KV. Each keeps one of its workers busy
+for minutes. vLLM's default is 20 of them: with none left, nothing is transferred any more."""
+STUCK = "stuck"
+"""The end of such a request's handle."""
+
+_Addresses = Mapping[str, str]
+"""The address of each worker, by its ranks as a text."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What a server has said of its engine. Written by `Bootstraps`.
+
+    `run`: the engine's run that it was said of, None: of none. `addresses` by engine id: decode engines never forget those that
+    they have asked for. `stale`: the runs of decode engines that may have asked for addresses which are no longer right.
+    `given_up`: when requests of this run were given up that decode engines wait for, in monotonic seconds.
+    """
+
+    run: int | None = None
+    trouble: str | None = None
+    addresses: dict[str, _Addresses] = field(default_factory=dict)
+    stale: set[int] = field(default_factory=set)
+    given_up: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_GIVEN_UP))
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Bootstraps:
+    """Asks the bootstrap server of each prefill engine.
+
+    `query(address)` asks one, and raises EngineError. `contract` says for how long a decode engine waits for a request that a
+    prefill engine has given up. An observer and a watcher of engines. `tasks` runs a task for each engine that has a server, from
+    when the engine first comes up.
+    """
+
+    def __init__(
+        self,
+        engines: EngineRegistry,
+        ledger: Ledger,
+        query: Callable[[str], Awaitable[Ranks]],
+        observers: Observers,
+        tasks: TaskOwner,
+        probes: Probes,
+        now: Callable[[], float],
+        contract: Contract,
+    ) -> None:
+        self._engines = engines
+        self._ledger = ledger
+        self._query = query
+        self._observers = observers
+        self._tasks = tasks
+        self._interval = probes.scrape_interval
+        self._now = now
+        holder = contract.holder
+        self._stuck_for = (holder.stuck_for if isinstance(holder, PushedToDecode) else None) or 0.0
+        self._known: dict[Engine, _Known] = {}
+        self._running: dict[Engine, asyncio.Task[None]] = {}
+        engines.watch(self)
+
+    def __repr__(self) -> str:
+        return f"<Bootstraps of {len(self._known)} engines>"
+
+    def added(self, engine: Engine) -> None:
+        """Ask for one more engine, if it has a bootstrap server."""
+        if engine.bootstrap is not None:
+            self._known[engine] = _Known()
+            self._ledger.mark_kv(engine.url, NOT_ASKED)
+
+    def removed(self, engine: Engine) -> None:
+        """Ask no more for an engine."""
+        self._known.pop(engine, None)
+        if (task := self._running.pop(engine, None)) is not None:
+            self._tasks.end(task)
+
+    def notify(self, event: Event) -> None:
+        """Have the server of an engine that has just come up asked at once. Until it has answered, the engine gets no pair."""
+        if isinstance(event, HandleEnded):
+            if event.end == STUCK:
+                self._stuck(event.prefill)
+            return
+        if not isinstance(event, NodeChanged) or (engine := self._engines.get(event.node)) is None:
+            return
+        known = self._known.get(engine)
+        if known is not None and event.up and known.run != engine.node.run_number:
+            known.given_up.clear()
+            self._ledger.mark_kv(engine.url, NOT_ASKED)
+            known.wake.set()
+            if engine not in self._running:
+                self._running[engine] = self._tasks.keep(partial(self.run, engine), f"bootstrap {engine.url}")
+
+    def _stuck(self, url: str) -> None:
+        engine = self._engines.get(url)
+        known = self._known.get(engine) if engine is not None else None
+        if known is None:
+            return
+        known.given_up.append(self._now())
+        if known.run is not None and (why := self._overrun(known)) is not None:
+            self._ledger.mark_kv(url, why)
+
+    def _overrun(self, known: _Known) -> str | None:
+        """Return why no more prompts may be transferred from an engine, None if they may."""
+        while known.given_up and known.given_up[0] <= self._now() - self._stuck_for:
+            known.given_up.popleft()
+        if len(known.given_up) < MAX_GIVEN_UP:
+            return None
+        return (
+            f"has given up {MAX_GIVEN_UP} prompts or more for which decode engines wait, {self._stuck_for:g} s each:"
+            " with more of them its transfers stop"
+        )
+
+    def shortcomings(self) -> list[str]:
+        """Return which servers have not answered the last time although their engines are up, a sentence each."""
+        return [
+            f"the bootstrap server of {engine.url} ({engine.bootstrap}): {known.trouble}"
+            for engine, known in self._known.items()
+            if known.trouble is not None and engine.node.up
+        ]
+
+    async def run(self, engine: Engine) -> None:
+        """Ask for one engine until cancelled."""
+        pause = SOON
+        known = self._known[engine]
+        while True:
+            if engine.node.up:
+                await self.ask(engine)
+                pause = self._interval if engine.node.kv_not_ready is None else min(2 * pause, self._interval)
+            try:
+                async with asyncio.timeout(pause):
+                    await known.wake.wait()
+                known.wake.clear()
+                pause = SOON
+            except TimeoutError:
+                pass
+
+    async def ask(self, engine: Engine) -> None:
+        """Ask the server of an engine once, and note what it answers."""
+        known, run = self._known[engine], engine.node.run_number
+        assert engine.bootstrap is not None
+        try:
+            ranks = await self._query(engine.bootstrap)
+        except OverloadedError:
+            return  # which shows nothing of the server
+        except EngineError as error:
+            if isinstance(error, EngineTimeoutError):
+                self._observers.notify(DeadlinePassed(error.wait.value, engine.url))
+            self._failed(engine, known, truncate(error.message))
+            return
+        if run != engine.node.run_number or engine not in self._known:
+            return  # it has restarted meanwhile: the answer may be of the run before
+        why = self._learn(engine, known, ranks) or self._overrun(known)
+        known.run, known.trouble = run, None
+        self._observers.notify(BootstrapAsked(engine.url, "complete" if why is None else "incomplete"))
+        self._ledger.mark_kv(engine.url, why)
+
+    def _failed(self, engine: Engine, known: _Known, why: str) -> None:
+        known.trouble = why
+        self._observers.notify(BootstrapAsked(engine.url, "failed"))
+        if known.run != engine.node.run_number:
+            self._ledger.mark_kv(engine.url, f"has a bootstrap server at {engine.bootstrap} that can't be used: {why}")
+
+    def _learn(self, engine: Engine, known: _Known, ranks: Ranks) -> str | None:
+        """Take note of an engine's ranks. Return why it can't take part in KV transfer, None if it can."""
+        peers = engine.run.peers
+        peers.forget()
+        if (more := [rank for rank in ranks if rank >= engine.ranks or rank < 0]) != []:
+            # The engine would choose any of them for a leg, and the decode engine would wait at another one.
+            return f"has a data-parallel rank {max(more)}, but facts.data_parallel_size is {engine.ranks}"
+        for rank in range(engine.ranks):
+            if rank not in ranks:
+                return f"has a bootstrap server that does not know data-parallel rank {rank} yet"
+            if (missing := ranks[rank].missing(engine.tp_size)) is not None:
+                return f"has a bootstrap server that does not know {missing} yet"
+        if (stale := self._stale(known, ranks)) is not None:
+            return stale
+        for rank, one in ranks.items():
+            peers.learn(
+                Peer(
+                    rank=rank,
+                    ranks=engine.ranks,
+                    engine_id=one.engine_id,
+                    address=engine.bootstrap,
+                    tp_size=one.tp_size,
+                    pp_size=one.pp_size,
+                )
+            )
+        return None
+
+    def _stale(self, known: _Known, ranks: Ranks) -> str | None:
+        """Return why decode engines would ask at wrong addresses, None if they would not.
+
+        A decode engine keeps the addresses of an engine id for ever. If the id is a fixed one and its engine has restarted, they
+        are wrong, and each of its requests would wait for minutes.
+        """
+        decodes = {
+            engine.node.run_number: engine.url for engine in self._engines.values() if engine.node.role is Role.DECODE
+        }
+        found = {one.engine_id: _spelled(one.worker_addr) for one in ranks.values()}
+        for engine_id, addresses in found.items():
+            if known.addresses.get(engine_id, addresses) != addresses:
+                known.stale |= decodes.keys()
+        known.addresses = found
+        known.stale &= decodes.keys()
+        if not known.stale:
+            return None
+        urls = ", ".join(decodes[run] for run in sorted(known.stale))
+        return (
+            "has restarted with the engine_id that it had before, and decode engines keep its old addresses:"
+            f" restart {urls}, and leave engine_id out of its --kv-transfer-config"
+        )
+
+
+def _spelled(workers: Mapping[int, Mapping[int, str]]) -> _Addresses:
+    return {f"{tp}.{pp}": address for tp, stages in workers.items() for pp, address in stages.items()}
