@@ -96,6 +96,7 @@ async def pool(
     clock: Clock | None = None,
     dispatch: Literal["sequential", "concurrent"] | None = None,
     limits: Mapping[str, Any] | None = None,
+    decode_facts: Mapping[str, Any] | None = None,
     kv_ready_at_first: bool = True,
 ) -> AsyncIterator[Pair]:
     """Run engines of a connector, usually one pair. `p`, `d`: facts of their role alone, `everybody`: of all engines.
@@ -137,6 +138,7 @@ async def pool(
         if connector == "lmcache-pd":
             init, alloc = sims[1].engine.receiver_ports
             receiver = Receiver(init_ports=tuple(init), alloc_ports=tuple(alloc))
+        decode = msgspec.structs.replace(_facts(sims[1]), **(decode_facts or {}))
         settings = Settings(
             pools=(
                 Pool(
@@ -144,7 +146,7 @@ async def pool(
                     dispatch=dispatch,
                     nodes=(
                         _prefill(sims[0]),
-                        Node(url=sims[1].url, role="decode", receiver=receiver, facts=_facts(sims[1])),
+                        Node(url=sims[1].url, role="decode", receiver=receiver, facts=decode),
                         *[_prefill(engine) for engine in engines[1:prefills]],
                         *[Node(url=engine.url, role="decode") for engine in engines[prefills + 1 :]],
                     ),

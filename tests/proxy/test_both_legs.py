@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.observe.events import HandleEnded, LegFailed, RequestEnded
+from pdproxy.observe.events import HandleEnded, LegFailed, RequestEnded, ServedAlone
 from pdproxy.serving.dispatch.decode_leg import COUNTS_GRACE
 from pdproxy.serving.dispatch.orders.concurrent import REFUSAL_GRACE
 from pdproxy.sim.facts import Hardware
@@ -392,6 +392,20 @@ async def test_a_decode_engine_that_never_begins_is_late_from_the_prefill_engine
         assert answer.status == 504
         assert pair.world.metric("pdproxy_deadline_total", wait="first_token") == 1
         await pair.world.quiet()
+
+
+async def test_a_full_decode_engine_serves_alone() -> None:
+    """It must not queue while it waits for pushed KV."""
+    async with pool(PUSH, decode_facts={"max_num_seqs": 1}) as pair:
+        await known(pair)
+        gate = Gate()
+        pair.p.faults.script(gate)
+        first = asyncio.ensure_future(pair.ask(COMPLETIONS, completion()))
+        await until(lambda: len(pair.d.requests) == 2)
+        assert (await pair.ask(COMPLETIONS, completion())).text == await text_of(pair)
+        assert [event.reason for event in pair.world.events(ServedAlone)] == ["no_pair"]
+        gate.opened.set()
+        assert (await first).text == await text_of(pair)
 
 
 async def test_one_after_the_other_if_the_pool_says_so() -> None:

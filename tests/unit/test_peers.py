@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pdproxy.fleet.peers import Peers
 from pdproxy.scheduling.compatibility import prefill_and_decode
+from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
@@ -53,3 +54,26 @@ def test_engines_that_can_not_transfer_kv_yet_are_not_paired() -> None:
     assert ledger.assign(roles, ask) is not None
     assert prefill_and_decode(*ledger.nodes) is None
     assert not ledger.mark_kv("http://removed", "x")
+
+
+def test_a_full_engine_gets_no_more_prompts_with_pushed_kv() -> None:
+    """It still serves prompts alone. A place that is given back counts at once."""
+    urls = {"http://p": Role.PREFILL, "http://d": Role.DECODE, "http://e": Role.DECODE}
+    specs = [NodeSpec(url, role, places=1 if role is Role.DECODE else None) for url, role in urls.items()]
+    ledger = Ledger(specs, breaker_failures=3, breaker_cooldown=1)
+    for url in urls:
+        ledger.mark_up(url, Evidence(frozenset({"m"}), "1", 16, (), 0, 1.0))
+    ask, roles = Ask("m", 1, 0.0), (Role.PREFILL, Role.DECODE)
+    pairs = [ledger.assign(roles, ask) for _ in range(3)]
+    taken = [pair[Role.DECODE].node.url for pair in pairs if pair is not None]
+    assert sorted(taken) == ["http://d", "http://e"]
+    assert pairs[2] is None
+    alone = ledger.assign_alone(ask)
+    assert alone is not None
+    assert ledger.release_through("http://p", "m", 0.0) is not None, "a release is no load"
+    assert pairs[0] is not None
+    ledger.close(alone, Verdict.GOOD, 0.0)
+    ledger.close(pairs[0][Role.DECODE], Verdict.GOOD, 0.0)
+    again = ledger.assign(roles, ask, without=())
+    assert again is not None
+    assert again[Role.DECODE].node.url == taken[0]

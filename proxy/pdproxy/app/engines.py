@@ -13,6 +13,7 @@ from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.settings.crosscheck import checked_node
 from pdproxy.settings.schema import Node, Settings
 from pdproxy.settings.transfer_checks import bootstrap_address
+from pdproxy.transfer.registry import entry_of
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
 
@@ -35,6 +36,7 @@ class EngineSetup:
         self._clock = clock
         self._answers = answers
         self._client = client
+        self._decode_waits = entry_of(settings.pool.connector).contract(settings).holder.decode_waits
         self._nodes: dict[str, Node] = {}
 
     def add_configured(self) -> None:
@@ -76,7 +78,7 @@ class EngineSetup:
             tls=credentials.tls,
         )
         return self._engines.add(
-            NodeSpec(node.url, Role(node.role), frozenset(node.sources)),
+            NodeSpec(node.url, Role(node.role), frozenset(node.sources), places=self._places(node)),
             client,
             credentials,
             block_size=node.facts.block_size,
@@ -87,6 +89,10 @@ class EngineSetup:
             tp_size=node.facts.tensor_parallel_size,
             bootstrap=bootstrap_address(node, self._settings.pool),
         )
+
+    def _places(self, node: Node) -> int | None:
+        """Return how many requests an engine may have before it gets no more prompts with pushed KV, None: any number."""
+        return node.facts.max_num_seqs if self._decode_waits and node.role == "decode" else None
 
     def remove(self, url: str) -> Engine:
         """Remove an engine. Legs to it that are under way go on.

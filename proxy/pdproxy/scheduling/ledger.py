@@ -50,6 +50,8 @@ class Ledger:
         """Those of `_ALONE` that have an engine that is up."""
         self._block_size: int | None = None
         self._template_tokens = 0
+        self._has_places = False
+        """Whether any engine's requests are bounded."""
 
     def __repr__(self) -> str:
         busy = ", ".join(f"{n.role.value} {n.url} {n.down_because or 'up'} x{n.requests}" for n in self._nodes.values())
@@ -142,7 +144,7 @@ class Ledger:
         return self._template_tokens
 
     def assign(self, roles: Sequence[Role], ask: Ask, *, without: Collection[str] = ()) -> Assignment | None:
-        """Lease one engine for each role, all compatible and none of those in `without`, None if there are none.
+        """Lease one engine for each role, all compatible, none of them full or in `without`, None if there are none.
 
         `roles` are different. The order counts: where the best engines are not compatible, the first role has its best one
         that has compatible partners.
@@ -150,8 +152,11 @@ class Ledger:
         nodes: Sequence[Node] | None = None
         if not without and not self._breakers.opened:
             nodes = self._best_of_each(roles, ask)
-        if nodes is None:
-            nodes = self._compatibility.first([self._eligibility.ranked(role, ask, without) for role in roles])
+        if nodes is None or (self._has_places and any(node.full for node in nodes)):
+            ranked = [self._eligibility.ranked(role, ask, without) for role in roles]
+            if self._has_places:
+                ranked = [[node for node in nodes if not node.full] for nodes in ranked]
+            nodes = self._compatibility.first(ranked)
         if nodes is None:
             return None
         alone = len(nodes) == 1
@@ -237,6 +242,7 @@ class Ledger:
         self._eligibility.changed()
         self._compatibility.changed()
         nodes = self._nodes.values()
+        self._has_places = any(node.spec.places is not None for node in nodes)
         self._starting = self._starting and not (nodes and all(node.probed for node in nodes))
         self._alone_roles = [role for role in _ALONE if any(n.role is role and n.up for n in nodes)]
         known = [node.evidence for node in nodes if node.evidence is not None]

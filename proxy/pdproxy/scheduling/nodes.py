@@ -22,12 +22,14 @@ class Role(Enum):
 class NodeSpec:
     """An engine as configured. `url` is `http://host:port` and the engine's identity.
 
-    `sources` are the URLs of the prefill engines whose KV a decode engine takes; empty: all of them.
+    `sources` are the URLs of the prefill engines whose KV a decode engine takes; empty: all of them. `places`: how many requests
+    it may have before it gets no more prompts with another engine's KV; None: any number.
     """
 
     url: str
     role: Role
     sources: frozenset[str] = frozenset()
+    places: int | None = None
 
     def takes_from(self, prefill: str) -> bool:
         """Return whether this decode engine is configured to work with the prefill engine of this URL."""
@@ -121,6 +123,11 @@ class Node:
     def up(self) -> bool:
         """Whether the engine was up at its last probe."""
         return self.down_because is None and self.evidence is not None
+
+    @property
+    def full(self) -> bool:
+        """Whether all its places are taken."""
+        return self.spec.places is not None and self.requests >= self.spec.places
 
     def usable(self, now: float) -> bool:
         """Return whether a request should be sent to the engine: it is up, and its breaker is not open."""

@@ -115,6 +115,10 @@ class Facts(Section, frozen=True):
     data_parallel_size: Count = 1
     """Data-parallel ranks behind its URL. Connectors whose legs name the other engine choose the rank of each leg."""
 
+    max_num_seqs: Count | None = None
+    """Requests that a decode engine runs at once. Where it waits for pushed KV it must not queue: beyond this number, prompts are
+    served by one engine alone. None: no bound."""
+
     engine_id: Text | None = None
     """The `engine_id` of its `--kv-transfer-config`. None: it chooses one at each start."""
 
