@@ -15,7 +15,7 @@ from pdproxy.lab.conformance.results import Result
 from pdproxy.lab.conformance.runner import run
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.schema import Facts as NodeFacts
-from pdproxy.settings.schema import KvReady, Listen, LMCache, Node, Pool, Probes, Receiver, Settings
+from pdproxy.settings.schema import KvReady, Listen, LMCache, Node, Pool, Probes, Receiver, Registration, Settings
 from pdproxy.sim.facts import CpuBuffer, Facts, Hardware, MooncakeFacts
 from pdproxy.sim.facts import LMCache as SimLMCache
 from pdproxy.sim.server import SimServer
@@ -76,6 +76,9 @@ async def rig(
     usual |= {"cpu": CpuBuffer(cpu_port=free_port())} if connector == "cpu" else {}
     usual |= {"mooncake": MooncakeFacts(bootstrap_port=0)} if connector == "mooncake" else {}
     told = {"notify": notify[connector]} if connector in notify else {}
+    if connector in ("p2p-nccl", "moriio"):
+        usual |= {"register": f"tcp://127.0.0.1:{zmq_port}", "registration_interval": 0.1}
+        usual |= {"randomize_request_ids": False}
     receives: dict[str, Any] = {"pd_peer_init_port": 0, "pd_peer_alloc_port": 0, "skip_last_n_tokens": 1}
     storage = MemoryStorage() if connector in ("shared", "lmcache-mp", "kvstore-keys") else None
     p_facts: dict[str, Any] = {**usual, **told, "lmcache": SimLMCache(chunk_size=CHUNK), **(p or {})}
@@ -89,7 +92,7 @@ async def rig(
         one = await stack.enter_async_context(SimServer(Facts(role="prefill", **p_facts), chance=1, storage=storage))
         two = await stack.enter_async_context(SimServer(Facts(role="decode", **d_facts), chance=2, storage=storage))
         plain = await stack.enter_async_context(
-            SimServer(Facts(role="aggregated", **{**usual, "connector": "none"}), chance=3)
+            SimServer(Facts(role="aggregated", **{**usual, "connector": "none", "register": None}), chance=3)
         )
         receiver = Receiver()
         if connector == "lmcache-pd":
@@ -106,6 +109,7 @@ async def rig(
             pools=(Pool(connector=connector, nodes=nodes, lmcache=LMCache(chunk_size=CHUNK)),),
             deadlines=structs.replace(DEADLINES, **(deadlines or {})),
             kv_ready=KvReady(**{"port": zmq_port, "notifier": notifier, **(kv_ready or {})}),
+            registration=Registration(port=zmq_port),
             probes=Probes(interval=3600, scrape_interval=3600),
         )
         yield Rig(one, two, plain, settings)

@@ -9,6 +9,8 @@ from pdproxy.lab.conformance.checks import CHECKS
 from tests.conformance.engines import PATIENT, rig
 
 NO_LEASE = {"release", "lease"}
+ANY_LENGTH = {"short_prompt"}
+READ = {"transfer_mode": "READ"}
 NO_NOTICES = {"notice_each_rank", "notice_wait", "notice_missing"}
 
 
@@ -23,8 +25,23 @@ NO_NOTICES = {"notice_each_rank", "notice_wait", "notice_missing"}
         ("shared", {}, NO_LEASE | NO_NOTICES),
         ("kvstore-keys", {}, NO_LEASE | NO_NOTICES),
         ("cpu", {}, NO_LEASE | NO_NOTICES),
+        ("p2p-nccl", {}, NO_LEASE | NO_NOTICES | ANY_LENGTH),
+        ("moriio", {"p": READ, "d": READ}, NO_LEASE | NO_NOTICES | ANY_LENGTH),
+        ("moriio", {}, NO_LEASE | NO_NOTICES | ANY_LENGTH),
     ],
-    ids=["nixl", "nixl with the notifier", "mooncake", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys", "cpu"],
+    ids=[
+        "nixl",
+        "nixl with the notifier",
+        "mooncake",
+        "lmcache-pd",
+        "lmcache-mp",
+        "shared",
+        "kvstore-keys",
+        "cpu",
+        "p2p-nccl",
+        "moriio READ",
+        "moriio WRITE",
+    ],
 )
 async def test_all_pass_that_apply(connector, how, not_applicable):
     async with rig(connector, **how) as engines:

@@ -30,6 +30,8 @@ WORDS = {
              "messages", "NaN", "1e999", "\\\\ud800", "\\xff\\xfe", "\\xef\\xbb\\xbf", "structured_outputs", "logprobs"),
     "ingress": (*_HTTP, "POST /v1/completions HTTP/1.1", "GET /x HTTP/1.1", "expect: 100-continue", "GET "),
     "stream": ("data: ", "\\x0a\\x0a", "\\x0d", "[DONE]", '{\\"error\\"', '{\\"id\\":', ": ", '\\"finish_reason\\":\\"abort\\"'),
+    "registration": ("type", "http_address", "zmq_address", "dp_size", "tp_size", "transfer_mode", "10.0.0.1:8000", "READ", "___",
+                     "host:", ",handshake:", ",notify:"),
     "answer": (*_HTTP, "HTTP/1.1 100 Continue", "HTTP/1.1 200 OK", "HTTP/1.1 204 No", "kv_transfer_params", "usage"),
 }  # fmt: skip
 """What libFuzzer may put in, in its own notation."""
@@ -41,6 +43,7 @@ def targets() -> dict[str, Check]:
     from tests.fuzz.bodies import check_body, check_content_types
     from tests.fuzz.cost.search import check as check_cost
     from tests.fuzz.ingress import Ingress, check_ingress
+    from tests.fuzz.registrations import check_registrations
     from tests.fuzz.streams import check_stream
 
     loop = asyncio.new_event_loop()
@@ -63,6 +66,7 @@ def targets() -> dict[str, Check]:
         "ingress": lambda data: loop.run_until_complete(check_ingress(ingress, *cut(data))),
         "stream": lambda data: loop.run_until_complete(check_stream(*cut(data))),
         "answer": answer,
+        "registration": lambda data: loop.run_until_complete(check_registrations(*cut(data))),
         "cost": check_cost,
     }
 
@@ -76,6 +80,7 @@ def cut(data: bytes) -> tuple[bytes, list[int]]:
 
 def seeds(target: str) -> list[bytes]:
     """Where a target begins."""
+    from tests.fuzz import registrations
     from tests.fuzz.seeds import recorded_answers, recorded_bodies, recorded_requests, recorded_streams
 
     found = {
@@ -83,6 +88,7 @@ def seeds(target: str) -> list[bytes]:
         "ingress": recorded_requests,
         "stream": recorded_streams,
         "answer": recorded_answers,
+        "registration": registrations.recorded,
     }[target]()
     if target == "ingress":
         found |= {f"{name} twice": one * 2 for name, one in found.items()}
@@ -118,7 +124,7 @@ def main() -> int:
 
         return search(sys.argv[2:], FINDINGS)
     parser = argparse.ArgumentParser(description="Fuzz a part of pdproxy.")
-    parser.add_argument("target", choices=["body", "ingress", "stream", "answer", "cost"])
+    parser.add_argument("target", choices=["body", "ingress", "stream", "answer", "registration", "cost"])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--corpus", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()

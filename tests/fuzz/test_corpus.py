@@ -17,7 +17,7 @@ def test_what_was_found_once(path: Path) -> None:
     targets()[path.parent.name](path.read_bytes())
 
 
-@pytest.mark.parametrize("target", ["body", "ingress", "stream", "answer"])
+@pytest.mark.parametrize("target", ["body", "ingress", "stream", "answer", "registration"])
 def test_a_target_runs(target: str) -> None:
     """Each target takes its seeds, so that it can be fuzzed at any time."""
     check = targets()[target]

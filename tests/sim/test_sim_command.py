@@ -159,6 +159,7 @@ def test_every_fact_is_an_option() -> None:
         "api_key",
         "engine_id",
         "notify",
+        "register",
         "pd_allocation_timeout_sec",
     )
     for kind in (Facts, Hardware, LMCache, CpuBuffer, MooncakeFacts):

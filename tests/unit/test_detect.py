@@ -75,8 +75,8 @@ def test_found(seen: list[Observation], contract: str | None) -> None:
     [
         (
             [p(bootstrap=False), d()],
-            ("lmcache-pd", "lmcache-mp", "shared"),
-            "it can't be told from outside which one they run: lmcache-pd or lmcache-mp or shared, or none. Name it",
+            ("lmcache-pd", "lmcache-mp", "shared", "moriio"),
+            "from outside which one they run: lmcache-pd or lmcache-mp or shared or moriio, or none. Name it",
         ),
         (
             [p(metrics=frozenset({"lmcache:"}), bootstrap=False), d()],

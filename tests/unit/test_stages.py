@@ -478,18 +478,15 @@ def test_the_connector_tells_the_contract(name: str, wanted: str | None, contrac
     assert checked(*stages, connector=wanted) == contract
 
 
-def test_a_contract_that_can_t_be_had() -> None:
-    """One that we don't speak, one that the engines don't, and one that nobody knows."""
-    mooncake = (
+def test_a_contract_that_can_t_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that nobody knows, one that we don't speak, and one that the engines don't."""
+    teleport = (
         stage("prefill", **kv(kv_connector="TeleportConnector")),
         stage("decode", **kv(kv_connector="TeleportConnector")),
     )
-    assert refused(*mooncake).endswith("it is not known which contract TeleportConnector runs: name one by --connector")
-    p2p = (
-        stage("prefill", **kv(kv_connector="P2pNcclConnector")),
-        stage("decode", **kv(kv_connector="P2pNcclConnector")),
-    )
-    assert "P2pNcclConnector needs contract p2p-nccl, pdproxy supports nixl" in refused(*p2p)
+    assert refused(*teleport).endswith("it is not known which contract TeleportConnector runs: name one by --connector")
+    monkeypatch.setattr("pdproxy.settings.stage_checks.UNSUPPORTED", {"TeleportConnector": "teleport"})
+    assert "TeleportConnector needs contract teleport, pdproxy supports nixl" in refused(*teleport)
     says = refused(stage("prefill"), stage("decode"), connector="shared")
     assert says.endswith("NixlConnector runs nixl, but the pool's connector is shared")
 

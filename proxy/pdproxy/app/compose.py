@@ -15,6 +15,8 @@ from pdproxy.app.front import Front
 from pdproxy.app.gauges import memory_gauges, process_gauges, request_gauges, state_gauges
 from pdproxy.app.heartbeat import Heartbeat
 from pdproxy.app.readiness import ReadinessCheck, ledger_source
+from pdproxy.app.registrations import Registering, build_registrations
+from pdproxy.app.sockets import bind
 from pdproxy.app.tokens import TRANSFORMERS, Library, Tokens, build_tokens
 from pdproxy.app.transfer import build_transfer, build_turns
 from pdproxy.app.watch import UNWATCHED, Watch
@@ -43,9 +45,9 @@ from pdproxy.serving.request.body_reader import BodyReader, readers
 from pdproxy.serving.request.passthrough import Passthrough
 from pdproxy.serving.request.service import Service
 from pdproxy.settings.crosscheck import parsed_networks
-from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Channel
+from pdproxy.transfer.registry import entry_of
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.notices import NoticeSocket
@@ -73,6 +75,7 @@ class Proxy:
     custodian: Custodian
     turns: Turns | None
     notices: NoticeSocket
+    registrations: Registering | None
     tokens: Tokens | None
     known_clients: Clients
     admission: Admission
@@ -107,6 +110,7 @@ class Proxy:
             SettingsError: a file of keys or certificates, or the tokenizer, can't be used.
         """
         pool, limits, deadlines, probes = settings.pool, settings.limits, settings.deadlines, settings.probes
+        entry = entry_of(pool.connector)
         credentials = Credentials(settings)
         own_keys = credentials.keys.wanted
 
@@ -118,6 +122,7 @@ class Proxy:
                 Role.PREFILL: policies.POLICIES[pool.policy.prefill],
                 Role.DECODE: policies.POLICIES[pool.policy.decode],
             },
+            alone=[Role(name) for name in entry.capabilities.alone_on],
         )
         engines = EngineRegistry(ledger)
         metrics = Metrics(engines.lists)
@@ -142,6 +147,7 @@ class Proxy:
         turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers)
         router = NoticeRouter(transfer.ready, custodian, turns)
         notices = NoticeSocket(router.receive, transfer.ready.undecodable, tasks.watch("notices").failed)
+        registrations = build_registrations(settings, engines, ledger, observers, clock, tasks)
         tokens = build_tokens(
             pool,
             engines,
@@ -205,6 +211,9 @@ class Proxy:
         if tokens is not None:
             wrong.append(tokens.canaries.shortcomings)
             metrics.add_gauges(tokens.gauges())
+        if registrations is not None:
+            observers.add(registrations.known)
+            wrong.append(registrations.known.shortcomings)
 
         passthrough = Passthrough(resources, admission, credentials.keys, legs, bodies)
         service = Service(resources, admission, credentials.keys, bodies, passthrough)
@@ -240,6 +249,7 @@ class Proxy:
             custodian=custodian,
             turns=turns,
             notices=notices,
+            registrations=registrations,
             tokens=tokens,
             known_clients=known_clients,
             admission=admission,
@@ -259,27 +269,22 @@ class Proxy:
         )
 
     def start(self) -> None:
-        """Bind the socket for notices, and start all background tasks.
+        """Bind the sockets for engines' messages, and start all background tasks.
 
         Raises:
-            SettingsError: the socket for notices can't be bound.
+            SettingsError: one of them can't be bound.
         """
         if self.transfer.contract.has_notices_over(Channel.ZMQ):
-            self._bind_notices()
+            host, port = self.settings.kv_ready.host, self.settings.kv_ready.port
+            bind(self.notices, "kv_ready", host, port)
+            logger.info("KV-ready notices are expected on %s", self.notices.address)
+        if self.registrations is not None:
+            self.registrations.start()
         self.heartbeat.start()
         self.credentials.start(self.tasks)
         if self.tokens is not None:
             self.tasks.keep(self.tokens.canaries.run, "canaries")
         self.prober.start()
-
-    def _bind_notices(self) -> None:
-        host, port = self.settings.kv_ready.host, self.settings.kv_ready.port
-        try:
-            self.notices.bind(host, port)
-        except OSError as error:
-            why = (error.strerror or str(error)).partition(" (addr=")[0]  # pyzmq repeats the address
-            raise SettingsError(f"can't bind kv_ready.host:kv_ready.port = {host}:{port}: {why}") from None
-        logger.info("KV-ready notices are expected on %s", self.notices.address)
 
     async def drain(self, requests: Collection[asyncio.Task[object]]) -> None:
         """Refuse new requests, and wait for those in flight and for the release of their KV. See `app.drain`."""
@@ -291,6 +296,8 @@ class Proxy:
         self.heartbeat.stop()
         await self.tasks.settle(0)
         self.notices.close()
+        if self.registrations is not None:
+            self.registrations.socket.close()
         if self.tokens is not None:
             self.tokens.stop()
         for engine in self.engines.known.values():

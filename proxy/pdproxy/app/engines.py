@@ -8,6 +8,7 @@ from pdproxy.app.credentials import Credentials
 from pdproxy.app.transfer import buffer_capacity, kv_host_of, receiver_of
 from pdproxy.fleet.engine import Engine, EngineCredentials
 from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.registration import of_url
 from pdproxy.kit.clock import Clock
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.settings.crosscheck import checked_node
@@ -88,6 +89,7 @@ class EngineSetup:
             kv_host=kv_host_of(node, self._settings.pool),
             tp_size=node.facts.tensor_parallel_size,
             bootstrap=bootstrap_address(node, self._settings.pool),
+            registered_as=of_url(node.url, node.facts.registered_as),
         )
 
     def _places(self, node: Node) -> int | None:

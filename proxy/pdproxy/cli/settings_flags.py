@@ -59,6 +59,11 @@ def _notifier() -> str:
     )
 
 
+def _registration() -> str:
+    names = " and ".join(entry.name for entry in registry.ENTRIES if entry.registration_port)
+    return f"address on which engines register, for {names} (default: 127.0.0.1)"
+
+
 def _receivers() -> str:
     names = ", ".join(entry.name for entry in registry.ENTRIES if entry.capabilities.needs_receiver)
     return f"only {names}: address where a decode engine receives KV, LMCache's pd_peer_host (default: its URL's host)"
@@ -162,6 +167,18 @@ GROUPS: tuple[FlagGroup, ...] = (
                 "kv_ready.port",
                 "TCP port on which the proxy takes these notices (default: 7500)",
                 "--nixl-proxy-port",
+            ),
+            _flag(
+                "--registration-host",
+                "HOST",
+                "registration.host",
+                _registration,
+            ),
+            _flag(
+                "--registration-port",
+                "PORT",
+                "registration.port",
+                "TCP port on which they register (default: that of vLLM's examples)",
             ),
         ),
     ),

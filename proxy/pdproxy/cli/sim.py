@@ -63,6 +63,13 @@ _ENGINE = {
     "kv_recompute_threshold": "a prefill engine computes fewer tokens than that by itself",
     "side_channel_host": "address of the NIXL side channel, which KV handles name; Mooncake: of its ports",
     "side_channel_port": "TCP port of the NIXL side channel; 0: any free one",
+    "register": "where to register: tcp://HOST:PORT (p2p-nccl, moriio) (default: nowhere)",
+    "registered_as": "HTTP address to register, HOST:PORT; empty: where it listens",
+    "registration_interval": "seconds between two heartbeats by which it registers",
+    "kv_port": "TCP port for other engines (p2p-nccl, moriio); 0: any free one",
+    "transfer_mode": "moriio: READ or WRITE",
+    "defer_timeout": "moriio: seconds for which a prefill engine keeps KV that no decode engine takes",
+    "randomize_request_ids": "p2p-nccl: false is VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1",
 }
 _HARDWARE = {
     "speed": "factor by which everything is faster than real engines; 0: nothing takes time",

@@ -116,8 +116,9 @@ class Engine:
     `node` is the ledger's entry. `block_size`: tokens in a KV block as configured, None: as its metrics show. `receiver`: where
     it receives KV that is pushed; `buffer`: its bounded receive buffer. Both are None where there is none. `ranks`: its
     data-parallel size. `kv_host`: the host at which decode engines reach it, None: the one that it names itself.
-    data-parallel size. `tp_size`: its tensor-parallel size, None: not known. `bootstrap`: the address of its bootstrap server,
+    `tp_size`: its tensor-parallel size, None: not known. `bootstrap`: the address of its bootstrap server,
     None if it has none.
+    `registered_as`: `host:port` by which it registers, where engines do.
     """
 
     node: Node
@@ -130,6 +131,7 @@ class Engine:
     kv_host: str | None = None
     tp_size: int | None = None
     bootstrap: str | None = None
+    registered_as: str = ""
     probes: ProbeState = field(default_factory=ProbeState)
     audit: AuditState = field(default_factory=AuditState)
     _run: EngineRun | None = field(default=None, repr=False)

@@ -75,12 +75,14 @@ class EngineRegistry(Mapping[str, Engine]):
         kv_host: str | None = None,
         tp_size: int | None = None,
         bootstrap: str | None = None,
+        registered_as: str = "",
     ) -> Engine:
         """Make an engine known to the ledger and to all watchers. It gets requests once it has answered a probe.
 
         `buffer_capacity`: chunks of KV that its receive buffer holds, None: no bound is known. `ranks`: its data-parallel size.
         `kv_host`: the host at which decode engines reach it, in place of the one that it names.
         `tp_size`: its tensor-parallel size, None: not known. `bootstrap`: the address of its bootstrap server, None: it has none.
+        `registered_as`: `host:port` by which it registers.
 
         Raises:
             ValueError: there is an engine with this URL.
@@ -100,6 +102,7 @@ class EngineRegistry(Mapping[str, Engine]):
             kv_host,
             tp_size,
             bootstrap,
+            registered_as,
         )
         self._engines[spec.url] = self.known[spec.url] = engine
         for watcher in self._watchers:

@@ -110,6 +110,13 @@ _TOGETHER = (
     *((event, result) for event in NOTICES for result in ("known", "over", "given_up")),
     ("unknown", "undecodable"),
 )
+REGISTRATION_RESULTS = (
+    ("known", "it registers an engine of the pool, or keeps it registered"),
+    ("unknown", "its address is no engine's of the pool"),
+    ("contested", "it contradicts the heartbeats of another sender, and is ignored"),
+    ("unreadable", "it is no heartbeat"),
+    ("expired", "no heartbeat: an engine sent none in registration.timeout"),
+)
 PHASES = (
     ("queue", "from a request's complete body to its place (limits.max_inflight)"),
     ("prefill", "a prompt: the prefill leg, from its start to its answer"),
@@ -219,6 +226,12 @@ KV_NOTICES = _counter(
     Label("event", (*((event, f"the engine's event {event}") for event in NOTICES), ("unknown", "not decodable"))),
     Label("result", NOTICE_RESULTS),
     together=_TOGETHER,
+)
+REGISTRATIONS = _counter(
+    "pdproxy_registrations_total",
+    "heartbeats",
+    "Heartbeats by which engines register, by what pdproxy did with them",
+    Label("result", REGISTRATION_RESULTS),
 )
 SILENT_RANKS = _counter(
     "pdproxy_kv_silent_ranks_total",

@@ -156,6 +156,16 @@ class KvNoticed(msgspec.Struct, frozen=True):
     result: str
 
 
+class RegistrationSeen(msgspec.Struct, frozen=True):
+    """An engine's heartbeat came, or an engine's heartbeats have stopped. `result`: what the proxy did.
+
+    known; unknown (its address is no engine's); contested (it contradicts the heartbeats of another sender); unreadable (it is no
+    heartbeat); expired (none came in registration.timeout: the engine takes part in no KV transfer).
+    """
+
+    result: str
+
+
 class KvTransferred(msgspec.Struct, frozen=True):
     """A decode engine reported that it has loaded a prompt's KV, with the duration and the size; None: not reported."""
 
@@ -272,6 +282,7 @@ Event = (
     | KvShortfall
     | KvCounted
     | KvNoticed
+    | RegistrationSeen
     | KvTransferred
     | KvWaited
     | TurnKept

@@ -34,6 +34,7 @@ from pdproxy.observe.events import (
     NodeChanged,
     PairEjected,
     Refused,
+    RegistrationSeen,
     RequestEnded,
     ServedAlone,
     Tokenized,
@@ -162,6 +163,8 @@ class Metrics:
                 self._count(catalog.BOOTSTRAP_QUERIES, self._node(node), result)
             case KvNoticed(kind, result):
                 self._count(catalog.KV_NOTICES, kind, result)
+            case RegistrationSeen(result):
+                self._count(catalog.REGISTRATIONS, result)
             case KvTransferred(seconds, size):
                 if seconds is not None:
                     self._histogram(catalog.KV_SECONDS).observe(seconds)

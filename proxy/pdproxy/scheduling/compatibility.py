@@ -17,6 +17,8 @@ def prefill_and_decode(prefill: Node, decode: Node) -> str | None:
     for node in (prefill, decode):
         if node.kv_not_ready is not None:
             return f"{node.url} {node.kv_not_ready}"
+    if prefill.kv_mode != decode.kv_mode:
+        return f"different transfer modes ({prefill.kv_mode} / {decode.kv_mode})"
     if decode.url in prefill.ejected:
         return "ejected: they counted different prompt lengths for one request"
     return prefill.evidence.difference(decode.evidence)

@@ -20,14 +20,15 @@ from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
 from pdproxy.scheduling.policies import make_policies
 from pdproxy.scheduling.policy import Ask, PolicyFactory
 
-_ALONE = (Role.AGGREGATED, Role.DECODE)
-"""The roles that serve a request by themselves, the first choice first."""
+ALONE = (Role.AGGREGATED, Role.DECODE)
+"""The roles that usually serve a request by themselves, the first choice first."""
 
 
 class Ledger:
     """All engines of one pool. `breaker_failures` in a row open an engine's breaker for `breaker_cooldown` seconds.
 
-    `policies` rank the engines of each role: `LeastLoad` where none is given, and decode's for aggregated engines.
+    `policies` rank the engines of each role: `LeastLoad` where none is given, and decode's for aggregated engines. `alone`: the
+    roles whose engines may serve a request by themselves, the first choice first.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class Ledger:
         breaker_failures: int,
         breaker_cooldown: float,
         policies: Mapping[Role, PolicyFactory] = MappingProxyType({}),
+        alone: Sequence[Role] = ALONE,
     ) -> None:
+        self._alone = tuple(alone)
         self._run_numbers = itertools.count()
         self._nodes = {spec.url: Node(spec, run_number=next(self._run_numbers)) for spec in specs}
         self._starting = True
@@ -47,7 +50,7 @@ class Ledger:
         self._eligibility = Eligibility(self._nodes.values(), self._policies)
         self._compatibility = Compatibility()
         self._alone_roles: list[Role] = []
-        """Those of `_ALONE` that have an engine that is up."""
+        """Those of `_alone` that have an engine that is up."""
         self._block_size: int | None = None
         self._template_tokens = 0
         self._has_places = False
@@ -91,12 +94,15 @@ class Ledger:
         self._changed()
         return was_up
 
-    def mark_kv(self, url: str, not_ready: str | None) -> bool:
-        """Note why an engine can't take part in KV transfer yet; None: it can. Return whether that changed."""
+    def mark_kv(self, url: str, not_ready: str | None, mode: str | None = None) -> bool:
+        """Note why an engine can't take part in KV transfer yet; None: it can. Return whether that changed.
+
+        `mode`: the direction of its transfers, which both engines of a pair must have; None: the connector has only one.
+        """
         node = self._nodes.get(url)
-        if node is None or node.kv_not_ready == not_ready:
+        if node is None or (node.kv_not_ready, node.kv_mode) == (not_ready, mode):
             return False
-        node.kv_not_ready = not_ready
+        node.kv_not_ready, node.kv_mode = not_ready, mode
         self._changed()
         return True
 
@@ -168,7 +174,7 @@ class Ledger:
         return Assignment(tuple(leases))
 
     def assign_alone(self, ask: Ask, *, without: Collection[str] = ()) -> Lease | None:
-        """Lease one engine that serves a request by itself, an aggregated one before a decode engine, None if there is none."""
+        """Lease one engine that serves a request by itself, of the first role that may and has one, None if there is none."""
         node: Node | None = None
         if not without and not self._breakers.opened:
             choosers = [self._eligibility.best_of(role, ask.model) for role in self._alone_roles]
@@ -176,7 +182,7 @@ class Ledger:
                 # All roles choose, as they do where all are ranked: turns move on in the same way.
                 node, *_ = [choose(ask) for choose in choosers if choose is not None]
         if node is None:
-            ranked = [self._eligibility.ranked(role, ask, without) for role in _ALONE]
+            ranked = [self._eligibility.ranked(role, ask, without) for role in self._alone]
             # First engines that serve the model; among these first the ones whose breaker is not open.
             node = min(
                 (nodes[0] for nodes in ranked if nodes),
@@ -244,7 +250,7 @@ class Ledger:
         nodes = self._nodes.values()
         self._has_places = any(node.spec.places is not None for node in nodes)
         self._starting = self._starting and not (nodes and all(node.probed for node in nodes))
-        self._alone_roles = [role for role in _ALONE if any(n.role is role and n.up for n in nodes)]
+        self._alone_roles = [role for role in self._alone if any(n.role is role and n.up for n in nodes)]
         known = [node.evidence for node in nodes if node.evidence is not None]
         self._block_size = min((one.block_size for one in known if one.block_size), default=None)
         self._template_tokens = max((one.template_tokens for one in known), default=0)
@@ -253,7 +259,7 @@ class Ledger:
 
     def not_ready(self) -> str | None:
         """Return why no request could be served, None if one could."""
-        return readiness.not_ready(self.nodes, starting=self._starting)
+        return readiness.not_ready(self.nodes, starting=self._starting, alone=self._alone)
 
     def why_degraded(self, now: float) -> str | None:
         """Return why no prompt can be split although the pool has prefill engines, None if one can be."""

@@ -108,6 +108,8 @@ class Node:
     """When its breaker's cooldown ends, in monotonic seconds; 0 while the breaker is closed."""
     kv_not_ready: str | None = None
     """Why it can't take part in KV transfer yet, None if it can."""
+    kv_mode: str | None = None
+    """The direction of its transfers in its connector's own words, None if that connector has only one."""
     ejected: set[str] = field(default_factory=set)
     """URLs of engines that it must not work with."""
 

@@ -8,15 +8,36 @@ from pdproxy.scheduling.compatibility import why_incompatible
 from pdproxy.scheduling.nodes import Node, Role
 
 
-def not_ready(nodes: Sequence[Node], *, starting: bool) -> str | None:
-    """Return why no request could be served, None if one could. `starting`: every engine must have been probed once."""
+def not_ready(nodes: Sequence[Node], *, starting: bool, alone: Sequence[Role]) -> str | None:
+    """Return why no request could be served, None if one could.
+
+    `starting`: every engine must have been probed once. `alone`: the roles whose engines may serve a request by themselves.
+    """
     waiting = [node.url for node in nodes if not node.probed]
     if starting and waiting:
         return f"starting: not probed yet: {', '.join(waiting)}"
-    answering = [node for node in nodes if node.role is not Role.PREFILL]
-    if not any(node.up for node in answering):
-        return "no decode or aggregated engine is up: " + "; ".join(f"{n.url} {n.down_because}" for n in answering)
-    return None
+    if any(node.up for node in nodes if node.role in alone):
+        return None
+    roles = " or ".join(role.value for role in reversed(alone))
+    if Role.DECODE in alone:
+        down = "; ".join(f"{node.url} {node.down_because}" for node in nodes if node.role in alone)
+        return f"no {roles} engine is up: {down}"
+    if any(_is_pair(prefill, decode) for prefill in nodes for decode in nodes):
+        return None
+    why = "; ".join(f"{node.url} {node.down_because or node.kv_not_ready}" for node in nodes if not _takes_part(node))
+    return f"no {roles} engine is up, and no prefill engine can be paired with a decode engine" + (
+        f": {why}" if why else ""
+    )
+
+
+def _takes_part(node: Node) -> bool:
+    return node.up and node.kv_not_ready is None
+
+
+def _is_pair(prefill: Node, decode: Node) -> bool:
+    if prefill.role is not Role.PREFILL or decode.role is not Role.DECODE or not (prefill.up and decode.up):
+        return False
+    return why_incompatible(prefill, decode) is None
 
 
 def why_degraded(nodes: Sequence[Node], now: float) -> str | None:

@@ -125,6 +125,8 @@ class Facts(Section, frozen=True):
     remote_host: Host | None = None
     """The host at which decode engines reach a prefill engine's side channel. It overrides the one in its KV handles, and the
     pool's `remote_host`. None: as the pool says."""
+    registered_as: Text | None = None
+    """`host:port` that it registers as its HTTP address (connectors whose engines register). None: those of its URL."""
 
     bootstrap: Text | None = None
     """A prefill engine's Mooncake bootstrap server, `http://host:port`, also for decode engines. None: at its own host and the
@@ -307,6 +309,20 @@ class KvReady(Section, frozen=True):
     the request fails with 504."""
 
 
+class Registration(Section, frozen=True):
+    """The ZMQ socket at which engines register. It is bound if the connector's engines do that."""
+
+    host: Host = "127.0.0.1"
+    """Address to bind: one that every engine can reach. Who else can reach it can register an engine before that engine does."""
+
+    port: Port | None = None
+    """TCP port: the `proxy_port` or `proxy_ping_port` in the engines' configuration. None: that of vLLM's examples, 30001 for
+    p2p-nccl and 36367 for moriio."""
+
+    timeout: Seconds = 5.0
+    """Without a heartbeat for so long, an engine takes part in no KV transfer. vLLM's engines send one every 3 seconds."""
+
+
 class Probes(Section, frozen=True):
     """How often engines are probed, in seconds."""
 
@@ -347,6 +363,9 @@ class Settings(Section, frozen=True):
 
     kv_ready: KvReady = KvReady()
     """Where engines send notices that KV is ready."""
+
+    registration: Registration = Registration()
+    """Where engines register."""
 
     probes: Probes = Probes()
     """How often engines are probed."""

@@ -15,10 +15,7 @@ from pdproxy.settings.external_file import ForeignFile
 from pdproxy.settings.stages import Stage, StageId
 from pdproxy.transfer import registry
 
-UNSUPPORTED: Mapping[str, str] = {
-    "MoRIIOConnector": "moriio",
-    "P2pNcclConnector": "p2p-nccl",
-}
+UNSUPPORTED: Mapping[str, str] = {}
 """The contract of engines with this `kv_connector`, where pdproxy does not support it yet. For an error that names it."""
 
 

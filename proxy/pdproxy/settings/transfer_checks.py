@@ -13,6 +13,7 @@ from pdproxy.settings.schema import Node, Pool, Receiver
 from pdproxy.transfer import registry
 from pdproxy.transfer.contract import Capabilities
 from pdproxy.transfer.peers import PeerSource
+from pdproxy.wire.registrations import place
 
 
 def receiver_host(node: Node) -> str:
@@ -65,6 +66,7 @@ def check_transfer(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mist
         if can.needs_receiver and node.role == "decode":
             with found.collecting(*key):
                 _check_receiver(pool, node, spell_key(key), taken, found.source(key))
+    _check_addresses(can.peers_from is PeerSource.REGISTRATION, nodes, path, found)
     lmcache = pool.lmcache
     key, where = (*path, "lmcache"), found.source((*path, "lmcache"))
     if (lmcache.pd_buffer_size is None) != (lmcache.kv_bytes_per_token is None):
@@ -167,6 +169,24 @@ def _is_address(text: str) -> bool:
     plain = text.isascii() and text.isprintable() and " " not in text and "@" not in text
     rest = parts.path not in ("", "/") or "?" in text or "#" in text
     return plain and not rest and parts.scheme == "http" and bool(parts.hostname) and bool(port)
+
+
+def _check_addresses(registers: bool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
+    """Check the addresses that engines register: each is one engine's, and none is set where engines do not register."""
+    first: dict[str | None, str] = {}
+    for index, node in enumerate(nodes):
+        key, given = (*path, "nodes", index, "facts", "registered_as"), node.facts.registered_as
+        where = found.source(key)
+        if given is not None and not registers:
+            names = [entry.name for entry in registry.ENTRIES if entry.registration_port]
+            found.add(key, f"{spell_key(key)}: only engines of connector {' or '.join(names)} register{where}")
+        elif given is not None and place(given) is None:
+            found.add(key, f"{spell_key(key)}: {quote(given)}: expected host:port{where}")
+        elif registers:
+            address = place(given or node.url)
+            if address in first:
+                found.add(key, f"{spell_key(key)}: {address} is also the address of {first[address]}{where}")
+            first.setdefault(address, spell_key((*path, "nodes", index)))
 
 
 def _check_receiver(pool: Pool, node: Node, key: str, taken: dict[tuple[str, int], str], where: str) -> None:

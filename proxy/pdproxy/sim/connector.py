@@ -36,6 +36,10 @@ class Load(Protocol):
         """The number of its tokens whose KV came."""
 
 
+class PeerCommand(msgspec.Struct, frozen=True):
+    """Something for another engine, which `registered_link` carries out."""
+
+
 class Connector:
     """One engine's connector. This one moves no KV and ignores all `kv_transfer_params`."""
 
@@ -47,6 +51,8 @@ class Connector:
     def __init__(self) -> None:
         self.outbox: deque[Any] = deque()
         """Commands: `Tell`, and each connector's own."""
+        self.broken: set[str] = set()
+        """Requests whose KV was read in vain, before they were scheduled."""
 
     @property
     def blocked(self) -> bool:

@@ -10,8 +10,10 @@ from pdproxy.sim.lmcache_mp import LMCacheMP
 from pdproxy.sim.lmcache_pd import LMCachePD
 from pdproxy.sim.memory import BlockPool
 from pdproxy.sim.mooncake import Mooncake
+from pdproxy.sim.moriio import Moriio
 from pdproxy.sim.nixl import Nixl
 from pdproxy.sim.nixl_push import NixlPush
+from pdproxy.sim.p2p_nccl import P2pNccl
 from pdproxy.sim.shared import Shared
 from pdproxy.sim.stats import Stats
 from pdproxy.sim.storage import Storage
@@ -38,5 +40,9 @@ def connector_of(
             return KVStoreKeys(facts, pool, storage)
         case "cpu":
             return Cpu(facts, pool)
+        case "p2p-nccl":
+            return P2pNccl(facts, pool)
+        case "moriio":
+            return Moriio(facts, pool)
         case "none":
             return Connector()

@@ -145,8 +145,8 @@ class Core:
             work.append((sequence, count))
             budget -= count
             place += 1
-        if not preempted:
-            self._schedule_waiting(work, budget, now)
+        if not preempted and not self._schedule_waiting(work, budget, now):
+            return None
         self._update_gauges()
         if not work:
             return Step([], 0, 0, 0.0) if self._outputs else None
@@ -165,12 +165,19 @@ class Core:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _schedule_waiting(self, work: list[tuple[ActiveRequest, int]], budget: int, now: float) -> None:
+    def _schedule_waiting(self, work: list[tuple[ActiveRequest, int]], budget: int, now: float) -> bool:
+        """Add the requests that may begin. Return False if the whole engine has to wait for one's KV."""
         while self._waiting and budget and len(self._running) < self.facts.max_num_seqs:
             sequence = self._waiting[0]
             wanted, later = 0, False
             if not sequence.blocks:  # otherwise its KV has just been loaded, or the load has failed
                 wanted, later = self._match(sequence)
+                if self.connector.blocked:
+                    self._unmatch(sequence)
+                    return False
+                if sequence.request.id in self.connector.broken:
+                    self._read_failed(sequence, now)
+                    continue
             known = sequence.computed + wanted
             count = min(len(sequence.tokens) - known, budget)
             upto = known if later else known + count
@@ -198,6 +205,7 @@ class Core:
             self._running.append(sequence)
             work.append((sequence, count))
             budget -= count
+        return True
 
     def _match(self, sequence: ActiveRequest) -> tuple[int, bool]:
         """Look for the prompt's KV here, then elsewhere. Return how many tokens come from elsewhere, and whether later."""
@@ -373,6 +381,23 @@ class Core:
             self._end(sequence, "error", now)
             self._outputs.append(EngineOutput(request_id=request_id, finish_reason="error"))
         self._update_gauges()
+
+    def _read_failed(self, sequence: ActiveRequest, now: float) -> None:
+        """Its KV could not be read before its first step: fail it or compute it here, depending on the policy."""
+        self.connector.broken.discard(sequence.request.id)
+        self.stats.failed_transfers += 1
+        self._unmatch(sequence)
+        if self.facts.kv_load_failure_policy == "recompute":
+            sequence.scheduled_before = True  # nothing is looked for elsewhere any more
+            sequence.count_start(self.stats, sequence.prompt, 0, now)
+        else:
+            self._end(sequence, "error", now)
+            self._outputs.append(EngineOutput(request_id=sequence.request.id, finish_reason="error"))
+
+    def written_by_peer(self, request_id: str, tokens: int) -> None:
+        """The KV of a waiting request is in its blocks."""
+        if (sequence := self._loads.pop(request_id, None)) is not None:
+            self._arrived(sequence, request_id, tokens, sequence.prompt)
 
     def handshaken(self, peer: Peer, found: Greeting | None, now: float) -> None:
         """Take the answer to a handshake; None: no engine answered in time."""

@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any
 
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.sim.connector import ProxyNotice
+from pdproxy.sim.connector import PeerCommand, ProxyNotice
 from pdproxy.sim.core import Core
 from pdproxy.sim.cpu import Cpu, FindReceiver, Received, SendPart
 from pdproxy.sim.cpu_link import CpuLink
@@ -27,6 +27,7 @@ from pdproxy.sim.mooncake_link import MooncakeLink, bootstrap_of
 from pdproxy.sim.nixl_link import NixlLink
 from pdproxy.sim.notice_sender import NoticeSender
 from pdproxy.sim.pd_link import Receiving, Sending
+from pdproxy.sim.registered_link import RegisteredLink
 from pdproxy.sim.request import EngineDeadError, EngineOutput, EngineRequest
 from pdproxy.sim.stats import Stats
 from pdproxy.sim.storage import Storage
@@ -86,6 +87,10 @@ class Engine:
         self._sending = Sending()
         self._receiving = Receiving(self._pd, self.wake)
         self._cpu_link = CpuLink(facts, self._cpu, self.wake)
+        self.link = RegisteredLink(facts, lambda: self._live_core().connector, self.wake)
+        """The link of a connector whose engines register."""
+        self.http_address = ""
+        """Where its API listens, `host:port`."""
         self._storage = storage
         self.notice_sender = NoticeSender(facts.notify, keeps=facts.connector != "nixl")
         self._failing_loads = 0
@@ -111,6 +116,8 @@ class Engine:
                 self.facts.lmcache.pd_peer_alloc_port,
             )
         await self._cpu_link.open(self.engine_id)
+        if self.facts.registers:
+            await self.link.open(self.engine_id, self.http_address)
         if self._storage is None and self.facts.shared_storage_path:
             self._storage = FolderStorage(self.facts.shared_storage_path)
         self._sending = Sending()
@@ -138,6 +145,7 @@ class Engine:
         core = Core(facts, engine_id, port, chance, self.rank_stats[rank], self._storage, agent)
         if self._links:
             self._links[rank].attach(core)
+        self.link.attach(core)
         return core
 
     async def stop(self) -> None:
@@ -147,6 +155,7 @@ class Engine:
             await link.side.close()
         await self._receiving.close()
         await self._cpu_link.close()
+        await self.link.close()
         await self._tasks.settle(0)
         await self.notice_sender.close()
 
@@ -215,6 +224,7 @@ class Engine:
             link.side.freeze()
         self._receiving.freeze()
         self._cpu_link.freeze()
+        self.link.freeze()
 
     def thaw(self) -> None:
         """Go on after `freeze`."""
@@ -223,6 +233,7 @@ class Engine:
             link.side.thaw()
         self._receiving.thaw()
         self._cpu_link.thaw()
+        self.link.thaw()
 
     def expire_leases(self) -> int:
         """End the lease of every handle now; return how many there were."""
@@ -382,10 +393,15 @@ class Engine:
                 await self._push_chunks(self._pd(), command)
             case FindReceiver() | SendPart():
                 await self._cpu_link.perform(command)
+            case PeerCommand():
+                await self._to_peer(core, command)
             case _:
                 await self._links[self._cores.index(core)].perform(core, command)
         self._carry_out(core)
         self.wake()
+
+    async def _to_peer(self, core: Core, command: PeerCommand) -> None:
+        await self.link.perform(core, command)
 
     async def _push_chunks(self, connector: LMCachePD, command: ReceiverHandshake | Offer | Write | Cancel) -> None:
         match command:

@@ -15,7 +15,17 @@ LoadFailurePolicy = Literal["fail", "recompute"]
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 Template = Literal["chatml", "dated", "plain"]
 ConnectorName = Literal[
-    "nixl", "nixl-push", "mooncake", "lmcache-pd", "lmcache-mp", "shared", "kvstore-keys", "cpu", "none"
+    "nixl",
+    "nixl-push",
+    "mooncake",
+    "lmcache-pd",
+    "lmcache-mp",
+    "shared",
+    "kvstore-keys",
+    "cpu",
+    "p2p-nccl",
+    "moriio",
+    "none",
 ]
 
 
@@ -193,6 +203,20 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The address in P's handles, on which the engine listens; on loopback if the machine does not have it."""
     side_channel_port: int = 0
     """0: any free port."""
+    register: str | None = None
+    """p2p-nccl, moriio: where it registers, a ZMQ ROUTER socket `tcp://HOST:PORT`; None: it doesn't."""
+    registered_as: str = ""
+    """The HTTP address that it registers; empty: where it listens."""
+    registration_interval: float = 3.0
+    """Seconds between two heartbeats."""
+    kv_port: int = 0
+    """p2p-nccl, moriio: the port on which other engines reach it; 0: any free one."""
+    transfer_mode: Literal["READ", "WRITE"] = "WRITE"
+    """moriio: who moves the KV."""
+    defer_timeout: float = 60.0
+    """moriio: seconds that P keeps blocks that nobody takes."""
+    randomize_request_ids: bool = True
+    """p2p-nccl: False is VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1, without which the engines know a request by different ids."""
     hardware: Hardware = Hardware()
     lmcache: LMCache = LMCache()
     cpu: CpuBuffer = CpuBuffer()
@@ -211,7 +235,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("kv_lease_duration", "heartbeat_interval", "handshake_timeout", "decoder_kv_blocks_ttl"):
+        for name in (
+            "kv_lease_duration",
+            "heartbeat_interval",
+            "handshake_timeout",
+            "registration_interval",
+            "defer_timeout",
+            "decoder_kv_blocks_ttl",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if not self.model:
@@ -224,6 +255,17 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         self._check_connector()
 
     def _check_connector(self) -> None:
+        if not 0 <= self.kv_port <= 65535:
+            raise ValueError(f"kv_port must be 0 to 65535, got {self.kv_port}")
+        if self.register is not None and not (self.registers and self.register.startswith("tcp://")):
+            wanted = (
+                "must begin with tcp://" if self.registers else f"must be left out with connector = {self.connector}"
+            )
+            raise ValueError(f"register {wanted}, got {self.register!r}")
+        if self.registers and self.data_parallel_size > 1:
+            raise ValueError(f"data_parallel_size must be 1 with connector = {self.connector}")
+        if self.registers and self.role == "aggregated":
+            raise ValueError(f"role must be prefill or decode with connector = {self.connector}, got aggregated")
         scheme = {"nixl": "tcp://", "lmcache-pd": "tcp://", "lmcache-mp": "http://"}.get(self.connector)
         if self.notify is not None and (scheme is None or not self.notify.startswith(scheme)):
             wanted = f"must begin with {scheme}" if scheme else f"must be left out with connector = {self.connector}"
@@ -259,6 +301,11 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def has_nixl(self) -> bool:
         """Whether its KV moves by NIXL."""
         return self.connector in ("nixl", "nixl-push")
+
+    @property
+    def registers(self) -> bool:
+        """Whether engines with this connector register."""
+        return self.connector in ("p2p-nccl", "moriio")
 
     @property
     def pd_ranks(self) -> int:

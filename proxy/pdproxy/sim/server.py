@@ -195,6 +195,7 @@ class SimServer:
         self._listener.release()
 
     async def _come_up(self) -> None:
+        self.engine.http_address = f"{self._listener.host}:{self._listener.port}"
         await self.engine.start()
         self.engine.thaw()
         self.life = "up"

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdproxy.sim.connector import ProxyNotice
+from pdproxy.sim import virtual_link
+from pdproxy.sim.connector import PeerCommand, ProxyNotice
 from pdproxy.sim.core import Core, Step
 from pdproxy.sim.cpu import Cpu, FindReceiver, Received, SendPart
 from pdproxy.sim.facts import Facts
@@ -60,6 +61,7 @@ class VirtualCluster:
         name = f"engine-{len(self.engines)}"
         chance = random.Random(self._chance.getrandbits(64))
         core = Core(facts, name, len(self.engines) + 1, chance, stats, self._storage)
+        virtual_link.addressed(core, len(self.engines) + 1)
         engine = VirtualEngine(facts, stats, core)
         self.engines.append(engine)
         return engine
@@ -157,8 +159,13 @@ class VirtualCluster:
                 self._push_part(engine, command)
             case Receive():
                 self._receive(engine, command)
+            case PeerCommand():
+                virtual_link.perform(engine, command, self.engines, self._in, self._turn)
             case _:
                 self._move(engine, command)
+
+    def _in(self, seconds: float, what: Callable[[], None]) -> None:
+        self.at(self.now + seconds, what)
 
     def _move(self, engine: VirtualEngine, command: Handshake | Pull | PeerNotice) -> None:
         peer = self._listening(command.peer)

@@ -10,11 +10,13 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
 
+from pdproxy.sim.connector import PeerCommand
 from pdproxy.sim.core import Core
 from pdproxy.sim.cpu import Received
 from pdproxy.sim.engine import Engine
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.faults.moments import Moment
+from pdproxy.sim.moriio import Read, Report
 from pdproxy.sim.request import EngineOutput, EngineRequest
 from pdproxy.sim.storage import Storage
 
@@ -47,6 +49,11 @@ class WatchedEngine(Engine):
     def _received(self, core: Core, command: Received) -> None:
         self.transferring(command.request_id)
         super()._received(core, command)
+
+    async def _to_peer(self, core: Core, command: PeerCommand) -> None:
+        if isinstance(command, Read | Report):
+            self.transferring(command.request_id)
+        await super()._to_peer(core, command)
 
     def transferring(self, request_id: str) -> None:
         """Call the watcher of the request whose KV is about to come."""

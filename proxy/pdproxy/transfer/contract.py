@@ -84,6 +84,7 @@ class Handle(msgspec.Struct, frozen=True):
       received counts as cached there.
     - `first`: the answer's first token, if the decode engine continues behind it.
     - `alone`: why one engine must serve the request although the KV is there. The KV then only has to be released.
+    - `release`: the request by which the decode engine drops the KV. Set only where the handle's other fields don't show it.
     """
 
     params: bytes
@@ -94,6 +95,7 @@ class Handle(msgspec.Struct, frozen=True):
     cached_tokens: int | None = None
     first: FirstToken | None = None
     alone: Alone | None = None
+    release: LegRequest | None = None
 
 
 def unclaimed(
@@ -186,11 +188,13 @@ class HeldByDecode(Holder):
     yet. A prefill leg must not be closed before its answer: the engine may fail while it pushes.
 
     `release_leg(model, handle)`: a request that makes the decode engine read the KV, answered with 200. Its id is one of its own
-    unless its headers have one. `read_waits`: the engine waits for ever for KV that it has read before.
+    unless its headers have one. `read_waits`: the engine waits for ever for KV that it has read before. `drops_aborted`: it drops
+    the KV of a request that it has when that request is closed.
     """
 
     release_leg: Callable[[str | None, Handle], LegRequest]
     read_waits: bool = False
+    drops_aborted: bool = False
 
     def pushed_to(self, decode: str) -> str | None:
         """Return the engine that a leg's KV is pushed to."""
@@ -211,14 +215,15 @@ class PushedToDecode(Holder):
     leg that a decode engine may wait for is not closed before its answer.
 
     `release_body(model, handle)`: a completion that any compatible decode engine refuses with 400, after it has reported to the
-    prefill engine that the KV may be freed; None: only its lease frees KV that no decode engine waits for. `refused(error_type,
-    param)`: whether a client's request that was refused in this way has had the same effect. `handshakes`: as above.
+    prefill engine that the KV may be freed; None, as the field itself or as the result: only its lease frees KV that no decode
+    engine waits for. `refused(error_type, param)`: whether a client's request that was refused in this way has had the same
+    effect. `handshakes`: as above.
 
     `forgets`: a prefill engine that gives a request up forgets that a decode engine waits for it, and loses blocks if it runs two
     requests of one id. So it is asked again under the same id only if it has certainly not begun.
     """
 
-    release_body: Callable[[str | None, Handle], bytes] | None = None
+    release_body: Callable[[str | None, Handle], bytes | None] | None = None
     refused: Callable[[str, str | None], bool] = never_refused
     stuck_for: float | None = None
     handshakes: bool = True
@@ -279,6 +284,13 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     hands_back: bool = False
     """Decode engines can keep KV of a finished turn for a prefill engine: `Contract.turns`."""
+
+    alone_on: tuple[str, ...] = ("aggregated", "decode")
+    """The roles whose engines may serve a request alone, the first choice first. Some connectors break, or give wrong answers to,
+    requests that no other engine takes part in."""
+
+    short_prompts: bool = False
+    """Prompts shorter than a KV block can be split between two engines, too."""
 
     mixed_parallel_sizes: bool = False
     """A pair may have different tensor-parallel sizes, if one is a multiple of the other."""

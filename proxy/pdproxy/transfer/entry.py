@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 
 from pdproxy.transfer.contract import NO_CAPABILITIES, Capabilities, Contract
+from pdproxy.transfer.peers import Peer
 from pdproxy.transfer.signs import NO_SIGNS, Signs
+from pdproxy.wire.registrations import Registration
 
 
 class NoOptions(msgspec.Struct, frozen=True):
@@ -32,6 +34,13 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     capabilities: Capabilities = NO_CAPABILITIES
     """What the contract needs and can do."""
+
+    registered: Callable[[Registration], tuple[Peer, ...] | str] | None = None
+    """Where engines register: reads a registration. It returns the engine's ranks, or why the registration can't be used, as what
+    follows an engine's name."""
+
+    registration_port: int = 0
+    """The port to which engines send their heartbeats in vLLM's examples; 0: they do not register."""
 
     kv_connectors: tuple[str, ...] = ()
     """The `kv_connector` names of vLLM's engines that can run this contract."""

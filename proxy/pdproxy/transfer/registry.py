@@ -6,7 +6,18 @@ none.
 
 from __future__ import annotations
 
-from pdproxy.transfer import cpu, kvstore_keys, lmcache_mp, lmcache_pd, mooncake, nixl, nixl_push, shared
+from pdproxy.transfer import (
+    cpu,
+    kvstore_keys,
+    lmcache_mp,
+    lmcache_pd,
+    mooncake,
+    moriio,
+    nixl,
+    nixl_push,
+    p2p_nccl,
+    shared,
+)
 from pdproxy.transfer.entry import Entry
 
 ENTRIES: tuple[Entry, ...] = (
@@ -18,6 +29,8 @@ ENTRIES: tuple[Entry, ...] = (
     shared.ENTRY,
     kvstore_keys.ENTRY,
     cpu.ENTRY,
+    moriio.ENTRY,
+    p2p_nccl.ENTRY,
 )
 
 

@@ -1,38 +1,25 @@
-"""The socket for engines' notices that KV is ready: ZMQ PULL, bound here. Every prefill rank connects to it.
-
-Owns the socket and its ZMQ context. Anybody who reaches the port can send: ZMQ itself limits the size of messages, and their
-number by its high-water mark. A burst is read in portions, so that streams flow in between.
-"""
+"""The socket for engines' notices that KV is ready: ZMQ PULL, bound here. Every prefill rank connects to it."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 
+from pdproxy.upstream.inbound_socket import InboundSocket
 from pdproxy.wire.notices import MAX_BYTES, Notice, decode
 
-logger = logging.getLogger("pdproxy.kv")
-
-AT_ONCE = 64
-"""Messages read in one turn of the event loop: about a millisecond."""
-RETRY = 1.0
-"""Seconds until a socket that failed is read again."""
-AT_ONCE_BYTES = 1 << 20
-"""Bytes read in one turn, which take some milliseconds: long messages cost by their bytes."""
 HIGH_WATER = 256
-"""Messages that ZMQ keeps of each sender while the event loop is busy. Then the sender's own queue fills. If all have the maximum
-length, they take 256 MiB."""
+"""Messages that ZMQ keeps of each sender: 256 MiB, if all have the maximum length. Then the sender's own queue fills."""
 
 
-class NoticeSocket:
-    """Receives notices and passes each to `received`. For every other message it calls `undecodable`.
+class NoticeSocket(InboundSocket):
+    """Receives notices and passes each to `received`. For every other message it calls `undecodable`. `failed`: see the base."""
 
-    Failures are reported to `failed`, and reading continues: at once after a notice that could not be handled, after `RETRY`
-    seconds if the socket itself failed.
-    """
+    kind = zmq.PULL
+    name = "notices"
+    max_bytes = MAX_BYTES
+    high_water = HIGH_WATER
 
     def __init__(
         self,
@@ -40,81 +27,13 @@ class NoticeSocket:
         undecodable: Callable[[], None],
         failed: Callable[[Exception], None],
     ) -> None:
+        super().__init__(failed)
         self._received = received
         self._undecodable = undecodable
-        self._failed = failed
-        self._failing = False
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._socket: zmq.Socket[bytes] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self.address: str | None = None
-        """The address, None while the socket is not bound."""
 
-    def __repr__(self) -> str:
-        return f"<NoticeSocket {self.address or 'not bound'}>"
-
-    def bind(self, host: str, port: int) -> None:
-        """Bind and begin to listen in the running event loop. Port 0 is any free one.
-
-        Raises:
-            OSError: the address can't be bound.
-        """
-        self._context = zmq.Context()
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
-        if ":" in host:
-            socket.setsockopt(zmq.IPV6, 1)
-        place = f"[{host}]" if ":" in host else host
-        try:
-            socket.bind(f"tcp://{place}:{port or '*'}")
-        except zmq.ZMQError as error:
-            socket.close()
-            self._context.destroy(linger=0)
-            self._context = None
-            raise OSError(error.errno, error.strerror) from None
-        self._socket = socket
-        self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(socket.fileno(), self._readable)
-        self._loop.call_soon(self._readable)  # the descriptor reports only changes
-
-    def close(self) -> None:
-        """Stop listening. Closing what is not bound changes nothing."""
-        if self._socket is None or self._loop is None or self._context is None:
-            return
-        self._loop.remove_reader(self._socket.fileno())
-        self._socket.close()
-        self._context.destroy(linger=0)
-        self._socket = self._context = self.address = None
-
-    def _readable(self) -> None:
-        if self._socket is None or self._loop is None:
-            return
-        read = 0
-        for _ in range(AT_ONCE):
-            if read >= AT_ONCE_BYTES:
-                break
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            except zmq.ZMQError as error:
-                if not self._failing:
-                    logger.error("the socket for notices failed: %s", error.strerror)  # noqa: TRY400 - complete without a traceback
-                self._failing = True
-                self._failed(error)
-                self._loop.call_later(RETRY, self._readable)
-                return
-            self._failing = False
-            read += sum(map(len, frames))
-            try:
-                notice = decode(frames[0]) if len(frames) == 1 else None
-                if notice is None:
-                    self._undecodable()
-                else:
-                    self._received(notice)
-            except Exception as error:  # a defect here must not lose the notices behind this one
-                self._failed(error)
-        self._loop.call_soon(self._readable)
+    def _take(self, frames: Sequence[zmq.Frame]) -> None:
+        notice = decode(frames[0].bytes) if len(frames) == 1 else None
+        if notice is None:
+            self._undecodable()
+        else:
+            self._received(notice)

@@ -79,7 +79,8 @@ class Handles:
         holder = self.contract.holder
         if not isinstance(holder, HeldByPrefill | PushedToDecode) or holder.release_body is None:
             return False
-        body = holder.release_body(model, handle)
+        if (body := holder.release_body(model, handle)) is None:
+            return False
         for _ in range(2 if holder.handshakes else 1):
             reply = await self._http.post(decode, prompts.PATH, body, f"pdproxy-check-release-{mint()[:12]}")
             if isinstance(reply, Trouble):

@@ -25,6 +25,7 @@ from pdproxy.lab.conformance.requests import Request, Shape
 from pdproxy.lab.conformance.results import FailedError, NotJudgedError
 from pdproxy.lab.conformance.stand import Stand
 from pdproxy.observe.events import LegFailed, RequestEnded
+from pdproxy.scheduling.nodes import Role
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Contract, no_notices
 from pdproxy.wire.request import Alone
@@ -93,6 +94,17 @@ class PairUnderTest:
     def has_notices(self) -> bool:
         """Whether engines send notices that KV is ready."""
         return self.contract.notices is not no_notices
+
+    @property
+    def able_alone(self) -> tuple[str, str] | None:
+        """The engine of the pair that may answer alone, by its URL and its name in reports, None if neither may.
+
+        Engines of some connectors die of a request that the other one takes no part in, or answer it wrongly.
+        """
+        roles = self.contract.capabilities.alone_on
+        if Role.DECODE.value in roles:
+            return self.decode.url, "D alone"
+        return (self.prefill.url, "P alone") if Role.PREFILL.value in roles else None
 
     @property
     def transfer_unit(self) -> int:

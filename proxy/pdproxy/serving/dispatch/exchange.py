@@ -142,11 +142,12 @@ class Exchange:
 
     def _why_alone(self) -> Alone | None:
         """Return why one engine must serve the prompt, None to split it."""
-        request, ledger = self._request, self._dispatcher.resources.ledger
-        parsed, prompt = request.parsed, request.prompt
+        request, resources = self._request, self._dispatcher.resources
+        parsed, prompt, ledger = request.parsed, request.prompt, resources.ledger
         if prompt is None:
             return parsed.alone or Alone.UNUSUAL
-        return why_alone(parsed, prompt, block_size=ledger.block_size(), template_tokens=ledger.template_tokens())
+        block_size = None if resources.transfer.contract.capabilities.short_prompts else ledger.block_size()
+        return why_alone(parsed, prompt, block_size=block_size, template_tokens=ledger.template_tokens())
 
     async def _tokenize(self) -> Alone | None:
         """Make the prompt's token ids. Return why one engine must serve the prompt after all, None to split it."""

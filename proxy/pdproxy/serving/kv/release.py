@@ -4,8 +4,8 @@
   to the prefill engine that the KV may be freed. If that fails, a lease at the prefill engine frees it.
 - `ReleaseByPush`: the prefill engine writes it into blocks of a decode engine. It is released by a refusal, too, where the
   contract has one, and else by its lease.
-- `ReleaseByReading`: one decode engine holds it. That engine is made to read it by a completion of one token. If that fails,
-  the KV stays in its buffer.
+- `ReleaseByReading`: one decode engine holds it. That engine is made to read or drop it by a completion of one token. If that
+  fails, the KV stays in its buffer.
 """
 
 from __future__ import annotations
@@ -174,9 +174,10 @@ class ReleaseByRefusal(Release):
 
     async def release(self, kept: Kept) -> bool:
         """Have decode engines refuse a request with the handle, until one has. Return whether one has."""
-        if self._body is None:
+        body = None if self._body is None else self._body(kept.model, kept.handle)
+        if body is None:
             return False
-        leg = LegRequest(Route.COMPLETIONS, self._body(kept.model, kept.handle))
+        leg = LegRequest(Route.COMPLETIONS, body)
         resources, refused = self._resources, 400  # 401 and 404 come from before the handler that releases KV
         timeout = resources.deadlines.release
         for number in range(_MAX_TRIES):
@@ -214,8 +215,8 @@ class ReleaseByReading(Release):
         return deadlines.prefill + deadlines.kv_ready + deadlines.first_token
 
     def decode_releases(self, prefill: str, decode: str | None, *, in_silence: bool) -> bool:
-        """Return whether the engine has probably read the KV. An engine that was aborted before that still holds it."""
-        return in_silence
+        """Return whether the engine has probably read the KV. Most engines that were aborted before that still hold it."""
+        return in_silence or self._holder.drops_aborted
 
     async def release(self, kept: Kept) -> bool:
         """Have the decode engine read the KV, once all of it is there. Return whether it has."""

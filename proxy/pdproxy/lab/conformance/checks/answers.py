@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec import structs
+
 from pdproxy.lab.conformance import requests
 from pdproxy.lab.conformance.check import Check
 from pdproxy.lab.conformance.pair_under_test import PairUnderTest, Split
@@ -38,18 +40,22 @@ async def against_others(pair: PairUnderTest, split: Split) -> tuple[list[str], 
     asked, answer = split.request, split.answer
     different: list[str] = []
     others: list[str] = []
-    before = await pair.scraped(pair.decode.url)
-    alone = await pair.alone(pair.at(pair.decode.url), asked)
-    after = await pair.scraped(pair.decode.url)
-    transferred = before is not None and after is not None and after.external > before.external
-    if not transferred:
-        different += answer.differences(alone, "D alone")
-        others.append("D alone")
+    if pair.able_alone is not None:
+        url, name = pair.able_alone
+        before = await pair.scraped(url)
+        alone = await pair.alone(pair.at(url), asked)
+        after = await pair.scraped(url)
+        transferred = before is not None and after is not None and after.external > before.external
+        if not transferred:
+            different += answer.differences(alone, name)
+            others.append(name)
     if pair.options.plain is not None:
         different += answer.differences(await pair.alone(pair.at(pair.options.plain), asked), "the plain engine")
         others.append("the plain engine")
     if different:
         return different, " and ".join(others)
+    if not others and pair.able_alone is None:
+        raise NotJudgedError(f"no engine of {pair.contract.name} may be asked alone: name another one with --plain")
     if not others:
         raise NotJudgedError(
             "D got KV of the prompt by transfer when it was asked alone, too: name an engine with --plain"
@@ -130,7 +136,7 @@ async def wrong_handle(pair: PairUnderTest) -> str:
             if reached:
                 raise FailedError(f"a {shape.name}'s own {place} reached {reached[0].url}")
             legs += len(tap.legs(since))
-            different = split.answer.differences(await pair.alone(pair.at(pair.decode.url), clean), "D alone")
+            different, _ = await against_others(pair, structs.replace(split, request=clean))
             if different:
                 raise FailedError(f"a {shape.name} with {place} of its own: {', '.join(different)}")
     return f"{legs} requests to the engines were searched: none has it, and the answers are right"

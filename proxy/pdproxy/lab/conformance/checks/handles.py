@@ -13,7 +13,15 @@ from pdproxy.lab.conformance.check import Check
 from pdproxy.lab.conformance.pair_under_test import KvUsage, PairUnderTest
 from pdproxy.lab.conformance.requests import COMPLETION
 from pdproxy.lab.conformance.results import FailedError, NotJudgedError
-from pdproxy.transfer.contract import NO_DISPATCH, Dispatch, Handle, HeldByDecode, HeldByPrefill, PushedToDecode
+from pdproxy.transfer.contract import (
+    NO_DISPATCH,
+    Dispatch,
+    Handle,
+    HeldByDecode,
+    HeldByPrefill,
+    PushedToDecode,
+    minted_id,
+)
 
 _EPSILON = 1e-9
 
@@ -77,6 +85,8 @@ def _dispatch(pair: PairUnderTest) -> Dispatch:
 
 
 def _nothing_held(pair: PairUnderTest) -> str | None:
+    if pair.contract.leg_id is not minted_id:
+        return f"with {pair.contract.name} legs have ids that name both engines: only the proxy makes them"
     match pair.contract.holder:
         case HeldByPrefill():
             return None

@@ -103,6 +103,11 @@ async def left(pair: PairUnderTest) -> str:
     return "both engines are healthy, were not restarted, and hold no more KV than at the beginning"
 
 
+def _splits_all(pair: PairUnderTest) -> str | None:
+    short = pair.contract.capabilities.short_prompts
+    return f"with {pair.contract.name} prompts of any length move" if short else None
+
+
 CHECKS = (
     Check("pair", "each engine was asked for its identity, the proxy whether it pairs them", pair),
     Check(
@@ -111,6 +116,11 @@ CHECKS = (
         " before and after",
         moved,
     ),
-    Check("short_prompt", "prompts shorter than the transfer unit were sent through the proxy, and to D alone", short),
+    Check(
+        "short_prompt",
+        "prompts shorter than the transfer unit were sent through the proxy, and to D alone",
+        short,
+        _splits_all,
+    ),
 )
 LAST = (Check("nothing_left", "/health, /metrics and the proxy's own records were read after all other checks", left),)

@@ -1,0 +1,260 @@
+"""Engines that register: each reports again and again where other engines reach it, and is gone when it falls silent.
+
+Owns who has registered which engine. Only engines of the registry are used: a heartbeat can't add one. Nothing on the wire proves
+who a sender is, so these rules limit what a stranger can do:
+
+- The sender that registers an engine first owns the registration while it sends: each heartbeat within `timeout` seconds of
+  the one before. Equal heartbeats count if they come over its connection or from its IP address: a lost connection is made again.
+- Heartbeats of others with other contents change nothing. From the owner's IP address, they may come from the engine's next
+  process: until one of the two falls silent, the engine takes part in no KV transfer, because the proxy can't know which is
+  right. From another IP address they are only reported.
+- So a stranger on another machine can register an engine only while the engine itself does not. Who can reach the port before
+  the engines do, or can forge their IP address, can direct prompts' KV to itself: the port belongs to a network that nobody else
+  reaches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdproxy.fleet.engine import Engine
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.kit.clock import Clock, Timer
+from pdproxy.observe.events import Event, NodeChanged, Observers, RegistrationSeen
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import Role
+from pdproxy.transfer.peers import Peer
+from pdproxy.wire.registrations import Registration, place
+
+logger = logging.getLogger("pdproxy.fleet")
+
+MAX_UNKNOWN = 64
+"""Addresses of no engine that are remembered, to name them. Further ones are only counted."""
+MAX_NAMED = 4
+"""How many of them are named in `/ready`."""
+NOT_REGISTERED = "has not registered"
+_ROLES = {Role.PREFILL: "P", Role.DECODE: "D"}
+
+
+ReadRegistration = Callable[[Registration], tuple[Peer, ...] | str]
+"""How a contract reads a registration: it returns the engine's ranks, or why the registration can't be used, as what follows an
+engine's name."""
+
+
+@dataclass(slots=True)
+class _Owned:
+    """One engine's registration, and who sends it."""
+
+    registration: Registration
+    connection: bytes
+    address: str
+    timer: Timer
+    rival: Timer | None = None
+    """Set while another process on the owner's machine registers the engine, too."""
+    stranger: str | None = None
+    """The last other IP address that registered the engine with other contents."""
+
+
+@dataclass(slots=True)
+class _Unknown:
+    role: str
+    address: str
+    timer: Timer
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One engine of the registry."""
+
+    engine: Engine
+    owned: _Owned | None = None
+    wrong: str | None = field(default=NOT_REGISTERED)
+
+
+class Registrations:
+    """The registrations of one pool's engines.
+
+    `read`: how the contract reads one. `timeout`: seconds without a heartbeat after which an engine is gone.
+    """
+
+    def __init__(
+        self,
+        engines: EngineRegistry,
+        ledger: Ledger,
+        read: ReadRegistration,
+        observers: Observers,
+        clock: Clock,
+        *,
+        timeout: float,
+    ) -> None:
+        self._ledger = ledger
+        self._read = read
+        self._observers = observers
+        self._clock = clock
+        self._timeout = timeout
+        self._entries: dict[str, _Entry] = {}
+        """By the address that an engine registers, `host:port`."""
+        self._unknown: dict[str, _Unknown] = {}
+        engines.watch(self)
+
+    def __repr__(self) -> str:
+        return f"<Registrations {self.count} of {len(self._entries)}>"
+
+    @property
+    def count(self) -> int:
+        """How many engines are registered and can be used."""
+        return sum(entry.wrong is None for entry in self._entries.values())
+
+    # -- engines
+
+    def added(self, engine: Engine) -> None:
+        """Expect one more engine. Aggregated engines take part in no KV transfer: they need not register."""
+        if engine.node.role in _ROLES:
+            entry = self._entries[engine.registered_as] = _Entry(engine)
+            self._apply(entry)
+
+    def removed(self, engine: Engine) -> None:
+        """Forget an engine."""
+        entry = self._entries.pop(engine.registered_as, None)
+        if entry is not None and entry.owned is not None:
+            _cancel(entry.owned)
+
+    def notify(self, event: Event) -> None:
+        """An engine that restarted has peers of a new run: they are those of its registration."""
+        if isinstance(event, NodeChanged) and event.up:
+            for entry in self._entries.values():
+                if entry.engine.url == event.node:
+                    self._apply(entry)
+
+    # -- heartbeats
+
+    def receive(self, registration: Registration, connection: bytes, address: str) -> None:
+        """Take a heartbeat. `connection`: which connection it came over; `address`: the sender's IP address."""
+        where = place(registration.http_address)
+        entry = self._entries.get(where) if where is not None else None
+        if entry is None:
+            self._observers.notify(RegistrationSeen("unknown"))
+            self._remember(where or registration.http_address, registration, address)
+            return
+        owned = entry.owned
+        if owned is None:
+            timer = self._clock.after(self._timeout, lambda: self._silent(entry))
+            entry.owned = _Owned(registration, connection, address, timer)
+        elif registration == owned.registration and (connection == owned.connection or address == owned.address):
+            owned.connection, owned.address = connection, address
+            owned.timer.cancel()
+            owned.timer = self._clock.after(self._timeout, lambda: self._silent(entry))
+        else:
+            self._contest(entry, owned, address)
+            return
+        self._observers.notify(RegistrationSeen("known"))
+        self._apply(entry)
+
+    def unreadable(self) -> None:
+        """Count a message that is no heartbeat."""
+        self._observers.notify(RegistrationSeen("unreadable"))
+
+    def _contest(self, entry: _Entry, owned: _Owned, address: str) -> None:
+        """Take note of a heartbeat that contradicts the engine's registration."""
+        self._observers.notify(RegistrationSeen("contested"))
+        if address != owned.address:
+            owned.stranger = address
+            return
+        if owned.rival is not None:
+            owned.rival.cancel()
+        owned.rival = self._clock.after(self._timeout, lambda: self._alone_again(entry))
+        self._apply(entry)
+
+    def _alone_again(self, entry: _Entry) -> None:
+        if entry.owned is not None:
+            entry.owned.rival = None
+            self._apply(entry)
+
+    def _silent(self, entry: _Entry) -> None:
+        """The engine's heartbeats have stopped: any sender may register it now."""
+        if entry.owned is not None:
+            _cancel(entry.owned)
+        entry.owned = None
+        self._observers.notify(RegistrationSeen("expired"))
+        self._apply(entry, owned=True)
+
+    def _apply(self, entry: _Entry, *, owned: bool = False) -> None:
+        """Write to the engine's run and to the ledger what is known now. `owned`: it was registered before."""
+        engine = entry.engine
+        found = self._judge(entry)
+        peers = engine.run.peers
+        if isinstance(found, str):
+            peers.forget()
+            entry.wrong = found
+        else:
+            if found[0].ranks != peers.ranks:
+                peers.forget()
+                peers.ranks = found[0].ranks
+            for peer in found:
+                peers.learn(peer)
+            entry.wrong = None
+        changed = self._ledger.mark_kv(engine.url, entry.wrong, None if isinstance(found, str) else found[0].mode)
+        if changed and entry.wrong is None:
+            logger.info("%s takes part in KV transfer: it has registered", engine.url)
+        elif changed and (owned or entry.owned is not None):
+            logger.warning("%s takes part in no KV transfer: it %s", engine.url, entry.wrong)
+
+    def _judge(self, entry: _Entry) -> tuple[Peer, ...] | str:
+        owned, expected = entry.owned, _ROLES[entry.engine.node.role]
+        if owned is None:
+            return NOT_REGISTERED
+        if owned.registration.role != expected:
+            role = entry.engine.node.role.value
+            return f'registers as "{owned.registration.role}", but is configured as {role}: that needs "{expected}"'
+        if owned.rival is not None:
+            return "is registered by two processes with different contents: it is used once one of them is silent"
+        return self._read(owned.registration)
+
+    # -- what an operator asks
+
+    def _remember(self, where: str, registration: Registration, address: str) -> None:
+        known = self._unknown.get(where)
+        if known is None and len(self._unknown) >= MAX_UNKNOWN:
+            return
+        if known is not None:
+            known.timer.cancel()
+        timer = self._clock.after(self._timeout, lambda: self._forget_unknown(where))
+        self._unknown[where] = _Unknown(registration.role, address, timer)
+
+    def _forget_unknown(self, where: str) -> None:
+        self._unknown.pop(where, None)
+
+    def shortcomings(self) -> list[str]:
+        """Return what is wrong with registrations, a sentence each."""
+        found = [
+            f"{entry.engine.node.role.value} {entry.engine.url} {entry.wrong}"
+            + (f" (expected from {where})" if entry.wrong == NOT_REGISTERED else "")
+            for where, entry in self._entries.items()
+            if entry.wrong is not None
+        ]
+        found += [
+            f"{entry.engine.url}: a sender at {entry.owned.stranger} registers it, too, and is ignored"
+            for entry in self._entries.values()
+            if entry.owned is not None and entry.owned.stranger is not None
+        ]
+        for where, unknown in list(self._unknown.items())[:MAX_NAMED]:
+            found.append(
+                f'{where} registers as "{unknown.role}" from {unknown.address or "an unknown address"}, but no engine of the '
+                "pool is expected from there: is nodes[].facts.registered_as missing?"
+            )
+        if len(self._unknown) > MAX_NAMED:
+            found.append(f"{len(self._unknown) - MAX_NAMED} or more other addresses register that are no engine's")
+        return found
+
+
+def _cancel(owned: _Owned) -> None:
+    owned.timer.cancel()
+    if owned.rival is not None:
+        owned.rival.cancel()
+
+
+def of_url(url: str, registered_as: str | None) -> str:
+    """Return the address from which an engine is expected: as configured, else the place of its URL."""
+    return place(registered_as or url) or url

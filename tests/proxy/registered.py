@@ -1,0 +1,150 @@
+"""The real proxy in front of simulated engines that register with it, beside a plain engine that answers as one engine would."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from pdproxy.app.compose import Proxy
+from pdproxy.fleet.registration import Registrations
+from pdproxy.kit.clock import Clock
+from pdproxy.settings.schema import Facts as NodeFacts
+from pdproxy.settings.schema import Node, Pool, Probes, Registration, Settings
+from pdproxy.sim.facts import Facts, Hardware
+from pdproxy.sim.server import SimServer
+from tests.fakes.client import Answer, Client, request
+from tests.fakes.ports import free_port
+from tests.fakes.world import DEADLINES, World, _Recorder, _serve, until
+
+FAST = Hardware(speed=0)
+INTERVAL = 0.02
+"""Seconds between two heartbeats of an engine here."""
+
+
+@dataclass
+class Fleet:
+    """A world whose engines register. `plain` is no engine of the proxy."""
+
+    world: World
+    proxy: Proxy
+    plain: SimServer
+    p: list[SimServer] = field(default_factory=list)
+    d: list[SimServer] = field(default_factory=list)
+
+    @property
+    def known(self) -> Registrations:
+        """The proxy's registrations."""
+        assert self.proxy.registrations is not None
+        return self.proxy.registrations.known
+
+    @property
+    def engines(self) -> list[SimServer]:
+        """The engines that register."""
+        return [*self.p, *self.d]
+
+    async def ask(self, path: str, body: dict[str, Any]) -> Answer:
+        """Ask the proxy."""
+        return await self.world.ask(path, body)
+
+    async def asked_plain(self, path: str, body: dict[str, Any]) -> Answer:
+        """Ask the plain engine the same."""
+        client = await Client.connect(urlsplit(self.plain.url).port or 0)
+        client.send(request("POST", path, body))
+        try:
+            return await client.answer()
+        finally:
+            client.close()
+
+    async def registered(self, count: int | None = None) -> None:
+        """Wait until all engines are registered, or `count` of them."""
+        wanted = len(self.engines) if count is None else count
+        await until(lambda: self.known.count == wanted)
+
+    def left_behind(self) -> dict[str, float]:
+        """What engines hold for requests that are over."""
+        return {name: left for sim in self.engines for name, left in sim.engine.handles.items()}
+
+    def ready(self) -> list[str]:
+        """The details of `/ready`."""
+        return list(self.proxy.readiness().details)
+
+
+def facts(connector: str, role: str, address: str, **more: Any) -> Facts:
+    """Facts of an engine here."""
+    usual: dict[str, Any] = {"model": "tiny", "eos_every": 0, "hardware": FAST, "connector": connector, "role": role}
+    usual |= {"register": address, "registration_interval": INTERVAL, "randomize_request_ids": False}
+    return Facts(**(usual | more))
+
+
+@asynccontextmanager
+async def fleet(
+    connector: str,
+    prefills: int = 1,
+    decodes: int = 1,
+    *,
+    alone: bool = False,
+    deadlines: Mapping[str, float] | None = None,
+    registration: Mapping[str, Any] | None = None,
+    everybody: Mapping[str, Any] | None = None,
+    d: Mapping[str, Any] | None = None,
+    node_facts: Mapping[str, NodeFacts] | None = None,
+    dispatch: Literal["sequential", "concurrent"] | None = None,
+    clock: Clock | None = None,
+    wait: bool = True,
+) -> AsyncIterator[Fleet]:
+    """Run engines of a connector that register. `alone`: with an aggregated engine that needs no registration.
+
+    `everybody`, `d`: facts of all engines, of decode engines. `node_facts`: settings, by role. `wait` False: don't wait until
+    all engines are registered.
+    """
+    port = free_port()
+    register = f"tcp://127.0.0.1:{port}"
+    more = dict(everybody or {})
+    async with AsyncExitStack() as stack:
+
+        async def sim(made: Facts, chance: int) -> SimServer:
+            return await stack.enter_async_context(SimServer(made, port=free_port(), chance=chance))
+
+        p = [await sim(facts(connector, "prefill", register, **more), n) for n in range(prefills)]
+        dd = [await sim(facts(connector, "decode", register, **(more | dict(d or {}))), 10 + n) for n in range(decodes)]
+        plain = await sim(Facts(model="tiny", eos_every=0, hardware=FAST, connector="none"), 99)
+        given = node_facts or {}
+        nodes = [Node(url=one.url, role="prefill", facts=given.get("prefill", NodeFacts())) for one in p]
+        nodes += [Node(url=one.url, role="decode", facts=given.get("decode", NodeFacts())) for one in dd]
+        if alone:
+            nodes.append(Node(url=plain.url, role="aggregated"))
+        settings = Settings(
+            pools=(Pool(connector=connector, dispatch=dispatch, nodes=tuple(nodes)),),
+            deadlines=msgspec.structs.replace(DEADLINES, **(deadlines or {})),
+            registration=Registration(**{"port": port, "timeout": 1.0, **(registration or {})}),
+            probes=Probes(interval=3600, scrape_interval=3600),
+        )
+        recorder = _Recorder()
+        proxy = Proxy.build(settings, clock=clock)
+        proxy.observers.add(recorder)
+        world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
+        proxy.start()
+        server = world.server = await _serve(proxy, world, free_port())
+        found = Fleet(world, proxy, plain, p, dd)
+        try:
+            await until(lambda: all(node.probed for node in proxy.ledger.nodes))
+            if wait:
+                await found.registered()
+            yield found
+            await until(lambda: not world.busy())
+        finally:
+            for listener in server.servers:
+                listener.close()
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()
+            for client in world._clients:
+                client.close()
+            await asyncio.sleep(0)
+            await proxy.custodian.settle(0)
+            await proxy.stop()
