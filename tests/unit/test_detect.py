@@ -33,9 +33,7 @@ def _unbuilt(_: Any) -> Contract:
     raise AssertionError
 
 
-BOOTS = Entry(name="boots", build=_unbuilt, kv_connectors=("BootConnector",), signs=Signs(bootstrap=True))
-ALL = (*registry.ENTRIES, BOOTS)
-"""The registry's, and one with a bootstrap server."""
+ALL = registry.ENTRIES
 
 
 def p(**more: Any) -> Observation:
@@ -60,8 +58,8 @@ def d(**more: Any) -> Observation:
         ([p(kv_connector="ExampleConnector"), d(kv_connector="ExampleConnector")], "shared"),
         ([p(kv_connector="CPUConnector", version="0.9.1"), d(version="0.9.1")], "cpu"),
         ([p(metrics=frozenset({"vllm:mooncake_store_"})), d(metrics=frozenset({"vllm:mooncake_store_"}))], "shared"),
-        ([p(bootstrap=True), d()], "boots"),
-        ([p(bootstrap=True), d(metrics=None)], "boots"),
+        ([p(bootstrap=True), d()], "mooncake"),
+        ([p(bootstrap=True), d(metrics=None)], "mooncake"),
     ],
 )
 def test_found(seen: list[Observation], contract: str | None) -> None:

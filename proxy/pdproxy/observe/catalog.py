@@ -7,8 +7,8 @@ row of this table. The process's own metrics (`process_*`, `python_*`) are those
 from __future__ import annotations
 
 from pdproxy.kit.errors import Fault, Wait
-from pdproxy.observe import catalog_turns
-from pdproxy.observe.description import Description, Kind, Label
+from pdproxy.observe import catalog_peers, catalog_turns
+from pdproxy.observe.description import NODE, Description, Kind, Label
 from pdproxy.observe.events import ITL_BOUNDS
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -31,7 +31,6 @@ def _histogram(name: str, text: str, *labels: Label, bounds: tuple[float, ...] =
     return Description(name, Kind.HISTOGRAM, text, "seconds", labels, bounds)
 
 
-NODE = Label("node", text="the engine's URL")
 ROLE = Label("role", text="prefill, decode or aggregated")
 REMOVED = "removed"
 """The value of `node` for engines that are not in the pool any more."""
@@ -109,13 +108,6 @@ _TOGETHER = (
     *(("ready", result) for result in _READY_RESULTS),
     *((event, result) for event in NOTICES for result in ("known", "over", "given_up")),
     ("unknown", "undecodable"),
-)
-REGISTRATION_RESULTS = (
-    ("known", "it registers an engine of the pool, or keeps it registered"),
-    ("unknown", "its address is no engine's of the pool"),
-    ("contested", "it contradicts the heartbeats of another sender, and is ignored"),
-    ("unreadable", "it is no heartbeat"),
-    ("expired", "no heartbeat: an engine sent none in registration.timeout"),
 )
 PHASES = (
     ("queue", "from a request's complete body to its place (limits.max_inflight)"),
@@ -205,20 +197,6 @@ KV_MOVED = _counter(
     "Prompt tokens (whole blocks) sent to decode engines by KV transfer, by what those engines' own counters show",
     Label("result", (("transferred", "they arrived"), ("recomputed", "they did not: the engine computed them again"))),
 )
-BOOTSTRAP_QUERIES = _counter(
-    "pdproxy_bootstrap_queries_total",
-    "questions",
-    "Questions to the bootstrap servers of prefill engines",
-    NODE,
-    Label(
-        "result",
-        (
-            ("complete", "it named all workers of the engine"),
-            ("incomplete", "it named a part of them, or they can't be used: see /ready"),
-            ("failed", "no answer, or none that can be read"),
-        ),
-    ),
-)
 KV_NOTICES = _counter(
     "pdproxy_kv_notices_total",
     "notices",
@@ -226,12 +204,6 @@ KV_NOTICES = _counter(
     Label("event", (*((event, f"the engine's event {event}") for event in NOTICES), ("unknown", "not decodable"))),
     Label("result", NOTICE_RESULTS),
     together=_TOGETHER,
-)
-REGISTRATIONS = _counter(
-    "pdproxy_registrations_total",
-    "heartbeats",
-    "Heartbeats by which engines register, by what pdproxy did with them",
-    Label("result", REGISTRATION_RESULTS),
 )
 SILENT_RANKS = _counter(
     "pdproxy_kv_silent_ranks_total",
@@ -403,9 +375,10 @@ BUILD_INFO = _gauge(
     Label("connector", text="the pool's connector"),
 )
 
+_OTHERS = [*vars(catalog_peers).values(), *vars(catalog_turns).values()]
 METRICS: tuple[Description, ...] = tuple(
     sorted(
-        (found for found in (*vars().values(), *vars(catalog_turns).values()) if isinstance(found, Description)),
+        (found for found in [*vars().values(), *_OTHERS] if isinstance(found, Description)),
         key=lambda one: one.name,
     )
 )

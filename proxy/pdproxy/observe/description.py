@@ -53,3 +53,6 @@ class Description:
     def series(self) -> tuple[tuple[str, ...], ...]:
         """The label values that are known in advance; empty if those of one label are not."""
         return self.together if self.together is not None else tuple(product(*(label.known for label in self.labels)))
+
+
+NODE = Label("node", text="the engine's URL")

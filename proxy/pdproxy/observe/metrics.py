@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from pdproxy.observe import catalog, catalog_turns
+from pdproxy.observe import catalog, catalog_peers, catalog_turns
 from pdproxy.observe.catalog import METRICS, REMOVED
 from pdproxy.observe.description import Description, Kind
 from pdproxy.observe.events import (
@@ -160,11 +160,11 @@ class Metrics:
                 self._count(catalog.KV_MOVED, "transferred", by=moved)
                 self._count(catalog.KV_MOVED, "recomputed", by=missing)
             case BootstrapAsked(node, result):
-                self._count(catalog.BOOTSTRAP_QUERIES, self._node(node), result)
+                self._count(catalog_peers.BOOTSTRAP_QUERIES, self._node(node), result)
             case KvNoticed(kind, result):
                 self._count(catalog.KV_NOTICES, kind, result)
             case RegistrationSeen(result):
-                self._count(catalog.REGISTRATIONS, result)
+                self._count(catalog_peers.REGISTRATIONS, result)
             case KvTransferred(seconds, size):
                 if seconds is not None:
                     self._histogram(catalog.KV_SECONDS).observe(seconds)

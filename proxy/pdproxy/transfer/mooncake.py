@@ -34,6 +34,7 @@ from pdproxy.transfer.entry import Entry, NoOptions
 from pdproxy.transfer.params import decode_params, prefill_params, transfer_id, until_length
 from pdproxy.transfer.peers import PeerSource
 from pdproxy.transfer.refusal import refusal_released, release_body
+from pdproxy.transfer.signs import Signs
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.request import Parsed, Prompt, Route
 
@@ -147,4 +148,5 @@ ENTRY = Entry(
     build=mooncake,
     capabilities=CAPABILITIES,
     kv_connectors=("MooncakeConnector",),
+    signs=Signs(bootstrap=True),
 )
