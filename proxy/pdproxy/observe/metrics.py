@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from pdproxy.observe import catalog, catalog_peers, catalog_turns
 from pdproxy.observe.catalog import METRICS, REMOVED
-from pdproxy.observe.description import Description, Kind
+from pdproxy.observe.description import NODE, Description, Kind
 from pdproxy.observe.events import (
     BootstrapAsked,
     DeadlinePassed,
@@ -291,7 +291,5 @@ class Metrics:
 
 _OF_LEGS = (catalog.NODE_LEGS, catalog.NODE_SECONDS)
 _OF_NODES = [
-    one
-    for one in METRICS
-    if one.kind is Kind.COUNTER and one.labels and one.labels[0] is catalog.NODE and one not in _OF_LEGS
+    one for one in METRICS if one.kind is Kind.COUNTER and one.labels and one.labels[0] is NODE and one not in _OF_LEGS
 ]

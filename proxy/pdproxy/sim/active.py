@@ -61,6 +61,14 @@ class ActiveRequest:
         """The number of its prompt's tokens."""
         return len(self.request.prompt)
 
+    @property
+    def cached_tokens(self) -> int:
+        """The usage's cached tokens: P's own hits if the handle has them, else all tokens that were not computed here."""
+        p_hits = (self.params or {}).get("remote_prefill_cached_tokens")
+        if self.external and isinstance(p_hits, int):
+            return p_hits
+        return self.local + self.external
+
     def count_start(self, stats: Stats, queried: int, wanted: int, now: float) -> None:
         """Count a request that is scheduled for the first time: `wanted` of `queried` tokens should come from elsewhere."""
         self.started = now
@@ -84,3 +92,13 @@ class ActiveRequest:
         else:
             stats.itl.observe(now - self.last_token)
         self.last_token = now
+
+
+@dataclass(slots=True)
+class Step:
+    """The work of the next step and its duration."""
+
+    work: list[tuple[ActiveRequest, int]]
+    prefill_tokens: int
+    decoding: int
+    seconds: float

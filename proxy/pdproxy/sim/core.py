@@ -11,32 +11,20 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 from zlib import crc32
 
-from pdproxy.sim.active import ActiveRequest, State
+from pdproxy.sim.active import ActiveRequest, State, Step
 from pdproxy.sim.connector import Load
 from pdproxy.sim.connectors import connector_of
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.language import Language, fold, mix
+from pdproxy.sim.language import Language, mix
 from pdproxy.sim.memory import Attention, BlockPool, Page, block_keys
 from pdproxy.sim.nixl import Greeting, Nixl, Peer
-from pdproxy.sim.request import Candidate, EngineDeadError, EngineOutput, EngineRequest, Token
+from pdproxy.sim.request import EngineDeadError, EngineOutput, EngineRequest, Token
 from pdproxy.sim.stats import Stats
 from pdproxy.sim.storage import MemoryStorage, Storage
 from pdproxy.sim.tokenizer import EOS
-
-
-@dataclass(slots=True)
-class Step:
-    """The work of the next step and its duration."""
-
-    work: list[tuple[ActiveRequest, int]]
-    prefill_tokens: int
-    decoding: int
-    seconds: float
 
 
 class Core:
@@ -281,11 +269,11 @@ class Core:
         output = EngineOutput(
             request_id=request.id,
             tokens=(token,),
-            num_cached_tokens=self._cached(sequence),
+            num_cached_tokens=sequence.cached_tokens,
             num_cache_creation_tokens=max(in_cache - sequence.local - sequence.external, 0),
         )
         if first and sampling.prompt_logprobs is not None:
-            output.prompt_logprobs = self._prompt_logprobs(request.prompt, sampling.prompt_logprobs)
+            output.prompt_logprobs = self._language.prompt_scores(self._seed, request.prompt, sampling.prompt_logprobs)
         made = len(sequence.generated)
         if made >= sampling.min_tokens and token.id == EOS and not sampling.ignore_eos:
             output.finish_reason = "stop"
@@ -296,21 +284,6 @@ class Core:
         self._outputs.append(output)
         if output.finish_reason is not None:
             output.kv_transfer_params = self._end(sequence, output.finish_reason, now)
-
-    def _cached(self, sequence: ActiveRequest) -> int:
-        """Return the usage's cached tokens: P's own hits if the handle has them, else all tokens that were not computed here."""
-        p_hits = (sequence.params or {}).get("remote_prefill_cached_tokens")
-        if sequence.external and isinstance(p_hits, int):
-            return p_hits
-        return sequence.local + sequence.external
-
-    def _prompt_logprobs(self, prompt: Sequence[int], top: int) -> tuple[tuple[Candidate, ...] | None, ...]:
-        entries: list[tuple[Candidate, ...] | None] = [None]
-        state = self._seed
-        for before, token in pairwise(prompt):
-            state = fold(state, before)
-            entries.append(self._language.score(state, token, top))
-        return tuple(entries)
 
     def _end(self, sequence: ActiveRequest, reason: str, now: float) -> dict[str, Any] | None:
         """Remove a request; return P's handle if there is one."""
@@ -353,7 +326,8 @@ class Core:
         self._remember(sequence)
         # The last token is computed again, for its output.
         sequence.computed -= sequence.computed == len(sequence.tokens)
-        self._back_to_queue(sequence)
+        sequence.state = State.WAITING
+        self._waiting.appendleft(sequence)
 
     def received(self, request_id: str, pages: Sequence[Page], tokens: int) -> None:
         """Store whole blocks that were pushed for a waiting request. A request that has ended is ignored."""
@@ -376,7 +350,8 @@ class Core:
         if sequence.state is State.ENDED:
             self.pool.release(sequence.blocks)
         elif self.facts.kv_load_failure_policy == "recompute":
-            self._back_to_queue(sequence)
+            sequence.state = State.WAITING
+            self._waiting.appendleft(sequence)
         else:
             self._end(sequence, "error", now)
             self._outputs.append(EngineOutput(request_id=request_id, finish_reason="error"))
@@ -403,10 +378,6 @@ class Core:
         """Take the answer to a handshake; None: no engine answered in time."""
         for request_id in self.nixl.handshaken(peer, found):
             self.never_received(request_id, now)
-
-    def _back_to_queue(self, sequence: ActiveRequest) -> None:
-        sequence.state = State.WAITING
-        self._waiting.appendleft(sequence)
 
     def next_timer(self) -> float | None:
         """Return when `begin` has work without an event: a lease ends, or a heartbeat is due."""

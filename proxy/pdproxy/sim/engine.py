@@ -10,7 +10,6 @@ import asyncio
 import random
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -26,6 +25,7 @@ from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Offer, ReceiverHandshake, 
 from pdproxy.sim.mooncake_link import MooncakeLink, bootstrap_of
 from pdproxy.sim.nixl_link import NixlLink
 from pdproxy.sim.notice_sender import NoticeSender
+from pdproxy.sim.output_stream import OutputStream
 from pdproxy.sim.pd_link import Receiving, Sending
 from pdproxy.sim.registered_link import RegisteredLink
 from pdproxy.sim.request import EngineDeadError, EngineOutput, EngineRequest
@@ -35,23 +35,6 @@ from pdproxy.sim.tokenizer import Tokenizer
 
 _MAX_LAG = 0.05
 """Seconds. A step that begins less late than this ends at its planned time, so that the loop's lag does not add up."""
-
-
-class _Stream:
-    """One request's outputs on their way to its reader."""
-
-    def __init__(self) -> None:
-        self.outputs: deque[EngineOutput] = deque()
-        self.wake = asyncio.Event()
-        self.dead = False
-
-    def put(self, output: EngineOutput) -> None:
-        self.outputs.append(output)
-        self.wake.set()
-
-    def fail(self) -> None:
-        self.dead = True
-        self.wake.set()
 
 
 class Engine:
@@ -76,7 +59,7 @@ class Engine:
         """One for each data-parallel rank."""
         self._in_flight = [0] * facts.data_parallel_size
         self._first = 0
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, OutputStream] = {}
         self._wake = asyncio.Event()
         self._awake = asyncio.Event()
         self._awake.set()
@@ -168,7 +151,7 @@ class Engine:
         core = self._core_for(request.data_parallel_rank)
         rank = self._cores.index(core)
         self._in_flight[rank] += 1
-        stream = self._streams[request.id] = _Stream()
+        stream = self._streams[request.id] = OutputStream()
         core.add(request, self._now())
         self.wake()
         over = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from pdproxy.sim.request import Candidate, Grammar, SamplingParams, Token
 from pdproxy.sim.tokenizer import EOS, FIRST_BYTE, FIRST_PIECE, THINK_END, WITH_SPACE
@@ -41,6 +42,15 @@ class Language:
     def __init__(self, eos_every: int, *, thinks: bool = False) -> None:
         self._eos_every = eos_every
         self._thinks = thinks
+
+    def prompt_scores(self, seed: int, prompt: Sequence[int], top: int) -> tuple[tuple[Candidate, ...] | None, ...]:
+        """Return the `top` candidates for each token of a prompt, None for the first. `seed`: the digest before it."""
+        entries: list[tuple[Candidate, ...] | None] = [None]
+        state = seed
+        for before, token in pairwise(prompt):
+            state = fold(state, before)
+            entries.append(self.score(state, token, top))
+        return tuple(entries)
 
     def next_token(
         self, state: int, generated: Sequence[int], sampling: SamplingParams, draw: int, recent: Sequence[int] = ()

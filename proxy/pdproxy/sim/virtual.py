@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pdproxy.sim import virtual_link
+from pdproxy.sim.active import Step
 from pdproxy.sim.connector import PeerCommand, ProxyNotice
-from pdproxy.sim.core import Core, Step
+from pdproxy.sim.core import Core
 from pdproxy.sim.cpu import Cpu, FindReceiver, Received, SendPart
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Offer, Receiver, ReceiverHandshake, Write
