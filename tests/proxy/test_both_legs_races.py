@@ -9,13 +9,15 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import pytest
 
 from pdproxy.observe.events import HandleEnded
 from pdproxy.sim.reply import Reply
 from pdproxy.sim.server import SimServer
+from tests.fakes.clock import ManualClock
 from tests.fakes.pool import pool
 from tests.fakes.world import until
-from tests.proxy.test_both_legs import PUSH, known
+from tests.proxy.test_both_legs import PUSH, Gate, known, text_of
 from tests.proxy.test_connectors import COMPLETIONS, completion
 
 REFUSAL = {"error": {"message": "no", "type": "BadRequestError", "param": "x", "code": 400}}
@@ -78,3 +80,22 @@ async def test_both_engines_answer_at_the_same_moment() -> None:
         account = pair.world.proxy.engines[pair.d.url].audit.account
         assert account is not None
         assert account.loading == 0
+
+
+@pytest.mark.parametrize("connector", [PUSH, "mooncake"])
+async def test_kv_of_a_prefill_that_was_late_is_not_released_once_more(connector: str) -> None:
+    """The decode engine that waited gets it, which frees both sides. With Mooncake, a release after that keeps a worker busy."""
+    clock = ManualClock()
+    async with pool(connector, deadlines={"prefill": 7.0}, clock=clock) as pair:
+        await known(pair)
+        gate = Gate()
+        pair.p.faults.script(gate)
+        asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion(stream=True)))
+        await until(lambda: len(pair.d.requests) == 2 and pair.d.engine.stats.waiting)
+        await clock.reach(7.0)
+        assert (await asked).text == await text_of(pair)
+        gate.opened.set()
+        await pair.world.quiet()
+        assert [event.end for event in pair.world.events(HandleEnded)] == ["aborted"]
+        assert not pair.d.releases
+        assert pair.world.metric("pdproxy_kv_stuck") == 0

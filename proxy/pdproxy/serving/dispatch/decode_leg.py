@@ -142,6 +142,8 @@ class DecodeLeg:
             if custody is not None and isinstance(error, EngineUnreachableError):
                 custody.decode_answered()
             relay = attempt.relay or relay
+            if self.gave_up and custody is not None and custody.decode_waits:
+                custody.end(End.ABORTED)  # the prefill may still end: then its KV frees both sides
             if isinstance(error, EngineTimeoutError) and custody is not None:
                 custody.decode_was_late(accepted=relay.status == 200)
             if (
