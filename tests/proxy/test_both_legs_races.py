@@ -14,10 +14,11 @@ import pytest
 from pdproxy.observe.events import HandleEnded
 from pdproxy.sim.reply import Reply
 from pdproxy.sim.server import SimServer
+from pdproxy.upstream.connection import EngineConnection
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import pool
 from tests.fakes.world import until
-from tests.proxy.test_both_legs import PUSH, Gate, known, text_of
+from tests.proxy.test_both_legs import PUSH, Gate, fails, known, text_of
 from tests.proxy.test_connectors import COMPLETIONS, completion
 
 REFUSAL = {"error": {"message": "no", "type": "BadRequestError", "param": "x", "code": 400}}
@@ -99,3 +100,26 @@ async def test_kv_of_a_prefill_that_was_late_is_not_released_once_more(connector
         assert [event.end for event in pair.world.events(HandleEnded)] == ["aborted"]
         assert not pair.d.releases
         assert pair.world.metric("pdproxy_kv_stuck") == 0
+
+
+async def test_a_prefill_that_fails_while_the_decode_engine_is_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode engine is not sent the request any more: it would wait for KV that does not come, and nobody would know."""
+    async with pool(PUSH) as pair:
+        await known(pair)
+        client, opened = pair.world.proxy.engines[pair.d.url].client, asyncio.Event()
+        client.close()
+        connect = client._connect
+
+        async def slowly() -> EngineConnection:
+            await opened.wait()
+            return await connect()
+
+        monkeypatch.setattr(client, "_connect", slowly)
+        pair.p.faults.script(fails())
+        asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion()))
+        await until(lambda: pair.world.events(HandleEnded))
+        opened.set()
+        assert (await asked).text == await text_of(pair)
+        await pair.world.quiet()
+        assert [event.end for event in pair.world.events(HandleEnded)] == ["not_made"]
+        assert [one.kv for one in list(pair.d.requests)[1:]] == [None], "alone"

@@ -34,7 +34,7 @@ from pdproxy.serving.kv.custody import End
 from pdproxy.serving.kv.open_turns import OpenTurn
 from pdproxy.serving.stream.relay import Relay, StreamStarted
 from pdproxy.upstream.client import Answer
-from pdproxy.upstream.connection import Leg
+from pdproxy.upstream.connection import Leg, Message
 
 logger = logging.getLogger("pdproxy.kv")
 
@@ -215,9 +215,13 @@ class DecodeLeg:
 
     # -- asking
 
+    def _message(self) -> Message:
+        if self.gave_up:  # while the engine was connected to: it would wait for KV that does not come
+            raise EngineError("the prefill has failed")
+        return message(self._attempt, self._client)
+
     async def _send(self, relay: Relay, *, fresh: bool = False) -> None:
-        attempt = self._attempt
-        self._leg = await self._client.send(partial(message, attempt, self._client), sink(attempt, relay), fresh=fresh)
+        self._leg = await self._client.send(self._message, sink(self._attempt, relay), fresh=fresh)
         if self._custody is not None:
             self._custody.decode_sent()
 
