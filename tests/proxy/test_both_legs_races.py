@@ -123,3 +123,30 @@ async def test_a_prefill_that_fails_while_the_decode_engine_is_connected_to(monk
         await pair.world.quiet()
         assert [event.end for event in pair.world.events(HandleEnded)] == ["not_made"]
         assert [one.kv for one in list(pair.d.requests)[1:]] == [None], "alone"
+
+
+async def test_a_decode_engine_that_has_restarted_waits_for_nothing() -> None:
+    """What its run before has waited for is not counted for the new one, which would keep that count as long as it lives."""
+    async with pool(PUSH, decodes=2) as pair:
+        await known(pair)
+        opened = asyncio.Event()
+
+        async def late_failure(reply: Reply) -> None:
+            await opened.wait()
+            await fails()(reply)
+
+        pair.p.faults.script(late_failure)
+        decodes = (pair.d, *pair.more)
+        for one in decodes:
+            pair.world.proxy.engines[one.url].client.close()  # a new connection that breaks is not tried again
+        asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion()))
+        await until(lambda: any(one.engine.awaited for one in decodes))
+        (decode,) = [one for one in decodes if one.engine.awaited]
+        await decode.kill()
+        assert (await asked).text == await text_of(pair)
+        await decode.restart()
+        await pair.world.probe()
+        opened.set()
+        await until(lambda: len(pair.world.events(HandleEnded)) == 2)
+        assert sorted(event.end for event in pair.world.events(HandleEnded)) == ["loaded", "stuck"]
+        assert pair.world.metric("pdproxy_kv_stuck") == 0
