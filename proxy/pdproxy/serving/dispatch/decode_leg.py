@@ -34,7 +34,7 @@ from pdproxy.serving.kv.custody import End
 from pdproxy.serving.kv.open_turns import OpenTurn
 from pdproxy.serving.stream.relay import Relay, StreamStarted
 from pdproxy.upstream.client import Answer
-from pdproxy.upstream.connection import Leg
+from pdproxy.upstream.connection import Leg, Message
 
 logger = logging.getLogger("pdproxy.kv")
 
@@ -50,6 +50,7 @@ class DecodeLeg:
     __slots__ = (
         "_attempt",
         "_client",
+        "_counts_late",
         "_custody",
         "_engine",
         "_expected",
@@ -73,6 +74,8 @@ class DecodeLeg:
         self._expected = 0
         """Prompt tokens that the auditor expects by KV transfer."""
         self._first_token_timer: Timer | None = None
+        self._counts_late = False
+        """Whether the prefill engine's counts came when the first data was here already."""
         self.gave_up = False
         """Whether it ended because the prefill has failed."""
 
@@ -139,6 +142,8 @@ class DecodeLeg:
             if custody is not None and isinstance(error, EngineUnreachableError):
                 custody.decode_answered()
             relay = attempt.relay or relay
+            if self.gave_up and custody is not None and custody.decode_waits:
+                custody.end(End.ABORTED)  # the prefill may still end: then its KV frees both sides
             if isinstance(error, EngineTimeoutError) and custody is not None:
                 custody.decode_was_late(accepted=relay.status == 200)
             if (
@@ -174,7 +179,8 @@ class DecodeLeg:
             return
         count_cached(relay, custody)
         self._expect(custody.handle.prompt_tokens)
-        if not relay.first.done() and not self._attempt.request.parsed.starts_in_silence:
+        self._counts_late = relay.first.done()
+        if not self._counts_late and not self._attempt.request.parsed.starts_in_silence:
             seconds = resources.deadlines.first_token
             late = EngineTimeoutError(f"{self._url} sent no data in {seconds:g} s", wait=Wait.FIRST_TOKEN)
             self._first_token_timer = resources.clock.after(seconds, partial(relay.failed, late))
@@ -182,11 +188,11 @@ class DecodeLeg:
     async def _counts_came_late(self) -> bool:
         """Wait for the prefill engine's answer behind the decode engine's data, since only it has the counts of its cache.
 
-        Return whether it came now. The push comes before it, but the answer is on its way by then.
+        Return whether it came behind the data. The push comes before it, but the answer is on its way by then.
         """
         attempt = self._attempt
         if self._custody is None or not self._custody.promised or attempt.prefill_over is None:
-            return False
+            return self._counts_late
         try:
             async with attempt.resources.clock.within(COUNTS_GRACE):
                 await attempt.prefill_over.wait()
@@ -194,7 +200,7 @@ class DecodeLeg:
             logger.info(
                 "%s has pushed KV, and not answered: the answer shows no counts of its cache", attempt.prefill_url
             )
-        return not self._custody.promised
+        return self._counts_late
 
     def give_up(self) -> None:
         """The prefill has failed: close the leg, unless data has come."""
@@ -209,9 +215,13 @@ class DecodeLeg:
 
     # -- asking
 
+    def _message(self) -> Message:
+        if self.gave_up:  # while the engine was connected to: it would wait for KV that does not come
+            raise EngineError("the prefill has failed")
+        return message(self._attempt, self._client)
+
     async def _send(self, relay: Relay, *, fresh: bool = False) -> None:
-        attempt = self._attempt
-        self._leg = await self._client.send(partial(message, attempt, self._client), sink(attempt, relay), fresh=fresh)
+        self._leg = await self._client.send(self._message, sink(self._attempt, relay), fresh=fresh)
         if self._custody is not None:
             self._custody.decode_sent()
 

@@ -68,6 +68,7 @@ class Custody:
         "_unread",
         "authorization",
         "decode",
+        "decode_run",
         "expected",
         "freed",
         "handle",
@@ -86,6 +87,8 @@ class Custody:
         self.handle = custodian.placed(handle, leg.prefill)
         self.prefill = leg.prefill
         self.decode = leg.receiver
+        self.decode_run: int | None = None
+        """The number of the decode engine's run when it was asked."""
         self.expected = leg.expected
         """The wait for the notices of its push. It ends with the custody: KV that is still being pushed can't be released."""
         self.model = leg.model
@@ -119,6 +122,7 @@ class Custody:
     def asked(self, decode: str) -> None:
         """Record that the handle was sent to a decode engine."""
         self.decode, self.was_asked = decode, True
+        self.decode_run = self._custodian.stuck.run_of(decode)
         if self.state is not None and not self.promised:
             self.state = State.ASKED
 
@@ -332,7 +336,7 @@ class Custodian:
         if how is End.LOADED and custody.decode is not None:
             self.contacts.add(custody.prefill, custody.decode)
         elif how is End.STUCK and custody.decode is not None:
-            self.stuck.add(custody.decode, self.now())
+            self.stuck.add(custody.decode, custody.decode_run, self.now())
         self._live.discard(custody)
         self._named.pop(custody.handle.remote_request_id, None)
         self._observers.notify(HandleEnded(how.value, custody.prefill, self.now() - custody.since))

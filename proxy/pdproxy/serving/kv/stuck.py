@@ -39,10 +39,15 @@ class StuckKv:
     def __repr__(self) -> str:
         return f"<StuckKv {', '.join(f'{url}: {one.count}' for url, one in self._by_engine.items())}>"
 
-    def add(self, url: str, now: float) -> None:
-        """Count one more request of an engine."""
+    def run_of(self, url: str) -> int | None:
+        """Return the number of an engine's present run, None if the engine is not known."""
         engine = self._engines.get(url)
-        if engine is None:
+        return None if engine is None else engine.node.run_number
+
+    def add(self, url: str, run: int | None, now: float) -> None:
+        """Count one more request of an engine's run `run`. One of an earlier run waits for nothing any more."""
+        engine = self._engines.get(url)
+        if engine is None or engine.node.run_number != run:
             return
         stuck = self._by_engine.get(url)
         if stuck is None or stuck.run_number != engine.node.run_number:

@@ -70,7 +70,7 @@ class _Both:
         self._prefill = prefill
         prefill.promised = custody
         self._decode = DecodeLeg(attempt)
-        self._failure: Answered | CannotSplit | PrefillFailed | BaseException | None = None
+        self._failure: Answered | CannotSplit | PrefillFailed | Exception | None = None
         self._give_up: Timer | None = None
         """Ends the decode leg, if the prefill engine has refused the prompt."""
         self._started = attempt.resources.now()
@@ -79,8 +79,8 @@ class _Both:
 
     async def run(self) -> Outcome:
         """Run both legs. Return the decode leg's outcome; the prefill leg's, if that has ended both."""
-        prefill = asyncio.get_running_loop().create_task(self._prefill.run(), name="prefill beside decode")
-        prefill.add_done_callback(self._prefilled)
+        prefill = asyncio.get_running_loop().create_task(self._run_prefill(), name="prefill beside decode")
+        prefill.add_done_callback(self._prefill_closed)
         try:
             # A prefill engine that takes no connection must not leave a decode engine waiting.
             await self._prefill_sent.wait()
@@ -91,32 +91,32 @@ class _Both:
                 self._give_up.cancel()
                 self._no_kv("it refused the prompt")
         failure, self._failure = self._failure, None
-        if isinstance(failure, BaseException):
+        if isinstance(failure, Exception):
             raise failure
         if failure is not None and (outcome is None or self._decode.gave_up):
             return failure
         assert outcome is not None
         return outcome
 
-    def _prefilled(self, leg: asyncio.Task[_Result]) -> None:
-        """Process the end of the prefill leg."""
-        self._prefill_sent.set()
+    async def _run_prefill(self) -> None:
+        """Run the prefill leg, and process its end in the same step: the decode leg may be over in the next one."""
         try:
-            self._process(leg)
-        finally:
-            self._prefill_over.set()
-
-    def _process(self, leg: asyncio.Task[_Result]) -> None:
-        attempt = self._attempt
-        if leg.cancelled():
-            self._no_kv("its leg was closed")
-            return
-        if (error := leg.exception()) is not None:
+            self._process(await self._prefill.run())
+        except Exception as error:
             self._failure = error
             self._no_kv("a defect of pdproxy")
             self._decode.give_up()
-            return
-        got = leg.result()
+        finally:
+            self._prefill_sent.set()
+            self._prefill_over.set()
+
+    def _prefill_closed(self, leg: asyncio.Task[None]) -> None:
+        """Process the end of a prefill leg that was closed, perhaps before its first step."""
+        if leg.cancelled():
+            self._no_kv("its leg was closed")
+
+    def _process(self, got: _Result) -> None:
+        attempt = self._attempt
         if isinstance(got, Prefilled):
             attempt.kv_made_at = attempt.resources.now()
             attempt.prefill_s = attempt.overlap_s = attempt.kv_made_at - self._started
@@ -138,7 +138,7 @@ class _Both:
         if not self._prefill.handed_on:
             self._custody.not_made(why)
 
-    def _leave(self, leg: asyncio.Task[_Result]) -> None:
+    def _leave(self, leg: asyncio.Task[None]) -> None:
         """The decode leg is over. Close the prefill leg if nobody waits for its KV, else leave it to the custodian."""
         if leg.done():
             return
