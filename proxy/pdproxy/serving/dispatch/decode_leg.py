@@ -110,7 +110,7 @@ class DecodeLeg:
                 if (refusal := judge(attempt, self._url, first)) is not None:
                     return refusal
                 verdict = Verdict.GOOD
-                if first.status == 200 and await self._counts_came_late():
+                if first.status == 200 and await self._counts_came_beside():
                     first = with_cached_counts(attempt, first)
                 compare(attempt, self._url)
                 if custody is not None and first.status == 200 and attempt.relay is not None:
@@ -119,7 +119,7 @@ class DecodeLeg:
             attempt.first_s = first_at - asked_at
             if custody is not None:
                 custody.end(End.LOADED)
-            await self._counts_came_late()
+            await self._counts_came_beside()
             try:
                 await self._pass_on()
             finally:
@@ -179,13 +179,14 @@ class DecodeLeg:
             late = EngineTimeoutError(f"{self._url} sent no data in {seconds:g} s", wait=Wait.FIRST_TOKEN)
             self._first_token_timer = resources.clock.after(seconds, partial(relay.failed, late))
 
-    async def _counts_came_late(self) -> bool:
-        """Wait for the prefill engine's answer behind the decode engine's data, since only it has the counts of its cache.
+    async def _counts_came_beside(self) -> bool:
+        """Wait for the prefill engine's answer beside the decode engine's data, since only it has the counts of its cache.
 
-        Return whether it came now. The push comes before it, but the answer is on its way by then.
+        Return whether it has come: before the data, behind it, or at the same moment. The push comes before it, but the answer
+        is on its way by then.
         """
         attempt = self._attempt
-        if self._custody is None or not self._custody.promised or attempt.prefill_over is None:
+        if self._custody is None or attempt.prefill_over is None:
             return False
         try:
             async with attempt.resources.clock.within(COUNTS_GRACE):
