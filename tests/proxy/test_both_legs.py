@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import HandleEnded, LegFailed, RequestEnded
-from pdproxy.serving.dispatch import decode_leg
 from pdproxy.serving.dispatch.decode_leg import COUNTS_GRACE
-from pdproxy.serving.dispatch.decode_start import first_data
 from pdproxy.serving.dispatch.orders.concurrent import REFUSAL_GRACE
 from pdproxy.sim.facts import Hardware
 from pdproxy.sim.faults.book import Fault
@@ -163,27 +161,6 @@ async def test_counts_of_an_answer_that_comes_behind_its_push(fields: dict[str, 
         assert legs.prefill_s is not None
         assert legs.prefill_s >= 0.3
         assert [event.end for event in pair.world.events(HandleEnded)] == ["loaded"]
-
-
-@pytest.mark.parametrize("fields", [{}, {"stream": True, "max_tokens": 1, "stream_options": {"include_usage": True}}])
-async def test_counts_of_an_answer_that_comes_at_the_same_moment(
-    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The decode engine's answer was read before the prefill engine's, and processed behind it."""
-
-    async def processed_later(*args: Any, **options: Any) -> Any:
-        got = await first_data(*args, **options)
-        await asyncio.sleep(0.3)
-        return got
-
-    async with pool(PUSH, everybody={"enable_prompt_tokens_details": True}) as pair:
-        await known(pair)
-        pair.p.faults.add(Fault(kind="slow", at="head", args={"delay": 0.1}))
-        monkeypatch.setattr(decode_leg, "first_data", processed_later)
-        ours = await pair.ask(COMPLETIONS, completion(**fields))
-        theirs = await pair.asked_plain(COMPLETIONS, completion(**fields))
-        assert events(ours.body) == events(theirs.body)
-        assert bare(ours.json if not fields else {}) == bare(theirs.json if not fields else {})
 
 
 async def test_an_answer_that_never_comes_behind_its_push() -> None:
