@@ -30,6 +30,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 DEFAULT_DIR = HERE.parents[1] / ".engines"
 PYTHON = "3.11"  # the lock and the CPU wheel of torch are for this version
+DEBIAN = {"mooncake": ("libibverbs1", "libnl-3-200", "libnl-route-3-200")}
+"""Debian's packages with libraries that an overlay's packages load. They are unpacked beside them, not installed."""
+LIBRARIES = ("debian/usr/lib/x86_64-linux-gnu", "debian/lib/x86_64-linux-gnu")
+"""Where these are in the overlay's folder."""
 
 
 class EnginesUnavailable(Exception):  # noqa: N818 - reads as what it reports
@@ -122,6 +126,24 @@ def _make_overlay(built: Built, folder: Path, name: str) -> None:
         *(_find_uv(built.root), "pip", "install", "--quiet", "--python", built.python, "--target", folder),
         *("--no-deps", "-r", HERE / f"{name}.lock"),
     )
+    if name in DEBIAN:
+        _unpack_debian(folder / "debian", DEBIAN[name])
+
+
+def _unpack_debian(folder: Path, packages: tuple[str, ...]) -> None:
+    if not (shutil.which("apt-get") and shutil.which("dpkg")):
+        raise EnginesUnavailable(f"no apt-get for Debian's {', '.join(packages)}")
+    folder.mkdir()
+    _run(f"Debian's {', '.join(packages)} can't be fetched", "apt-get", "download", "-qq", *packages, at=folder)
+    for package in folder.glob("*.deb"):
+        _run(f"{package.name} can't be unpacked", "dpkg", "-x", package, folder)
+        package.unlink()
+
+
+def libraries(overlay: Path) -> str:
+    """Return the value of LD_LIBRARY_PATH with which an overlay's packages find their libraries."""
+    found = [str(overlay / folder) for folder in LIBRARIES]
+    return os.pathsep.join([*found, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
 
 
 def _torch_source(torch_index: str | None) -> list[str]:
@@ -150,11 +172,11 @@ def _make_model(built: Built) -> None:
     _run("the tiny model can't be made", built.python, HERE / "make_model.py", built.model)
 
 
-def _run(failure: str, *command: str | Path) -> None:
-    """Run `command`; a failure prints its output and raises EnginesUnavailable with one line."""
+def _run(failure: str, *command: str | Path, at: Path | None = None) -> None:
+    """Run `command` in the folder `at`; a failure prints its output and raises EnginesUnavailable with one line."""
     line = [str(part) for part in command]
     done = subprocess.run(
-        line, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
+        line, cwd=at, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
     )
     if done.returncode == 0:
         return
@@ -168,9 +190,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("dir", nargs="?", type=Path, help="where to build (default: PDPROXY_ENGINES_DIR or .engines)")
     parser.add_argument("--torch-index", metavar="URL", help="a package index with torch's CPU build")
+    parser.add_argument("--overlay", metavar="NAME", help="also the packages of NAME.lock, for tests without a network")
     options = parser.parse_args()
     try:
         built = ensure(options.dir, options.torch_index)
+        if options.overlay:
+            ensure_overlay(built, options.overlay)
     except EnginesUnavailable as error:
         print(f"engines unavailable: {error}", file=sys.stderr)
         return 3

@@ -34,6 +34,7 @@ def pair(
     `decode_kv`: additions to the decode engine's --kv-transfer-config.
     """
     engines: dict[str, Engine] = {}
+    fleet = Fleet(launcher, {"plain": plain})
     roles: dict[Role, Mapping[str, Any]] = {"prefill": options.kv, "decode": {**options.kv, **decode_kv}}
     try:
         for role, kv in roles.items():
@@ -44,11 +45,14 @@ def pair(
         for engine in engines.values():
             engine.wait()
             engine.post(COMPLETIONS, {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1})
-        yield Fleet(launcher, {"plain": plain, **engines})
+        fleet.engines |= engines
+        yield fleet
     finally:
-        for engine in engines.values():
+        # A test may have started some again.
+        started = [*engines.values(), *(engine for engine in fleet.engines.values() if engine is not plain)]
+        for engine in started:
             engine.terminate()
-        for engine in engines.values():
+        for engine in started:
             engine.stop()
 
 

@@ -93,11 +93,13 @@ async def equal(
     *,
     moved: Callable[[Increases], bool] = in_full,
     ignored: AbstractSet[str] = frozenset(),
+    at_once: bool = False,
 ) -> None:
     """Fail unless status, body and events equal the plain engine's, the KV moved as the shape says, and P holds nothing.
 
     `pairs`: number of prefill and decode engines of the proxy. `moved`: checks the counters for how the connector moves a
-    prompt's KV. `ignored`: keys that are not compared, as in `differs`.
+    prompt's KV. `ignored`: keys that are not compared, as in `differs`. `at_once`: both engines are asked at once, so that one
+    prompt of a list may have moved before another one is refused.
     """
     for attempt in range(STRICT_TRIES):
         before = Moved.now(fleet, proxy, pairs)
@@ -107,7 +109,7 @@ async def equal(
         if "\ufffd" in why and attempt + 1 < STRICT_TRIES:
             continue  # half a character at the end of the reasoning: a late engine joins the two tokens, and keeps it
         assert not why, f"{why}\nplain: {plain.body!r}\nproxy: {other.body!r}"
-        await _settle(shape, before, moved)
+        await _settle(shape, before, moved, at_once=at_once)
         if not (why := differs(plain, other, ignored=ignored)):
             break
         assert attempt + 1 < STRICT_TRIES, f"split into other chunks {STRICT_TRIES} times: {why}"
@@ -116,7 +118,7 @@ async def equal(
         assert (other.chunks[0] if other.streamed else other.json)["id"] == first["id"]
 
 
-async def _settle(shape: Shape, before: Moved, moved: Callable[[Increases], bool]) -> None:
+async def _settle(shape: Shape, before: Moved, moved: Callable[[Increases], bool], *, at_once: bool) -> None:
     """Wait until the counters show how the answer was made, and P holds no more than before."""
     wanted: dict[str, float]
     if shape.alone:
@@ -126,7 +128,7 @@ async def _settle(shape: Shape, before: Moved, moved: Callable[[Increases], bool
     elif shape.status == 200:
         wanted = {"alone": 0}
     else:
-        wanted = {"pulled": 0}
+        wanted = {} if at_once else {"pulled": 0}
     deadline = time.monotonic() + SETTLED
     while True:
         increases = before.since(shape.alone)

@@ -68,7 +68,7 @@ def _overlaps(proxy: Proxy) -> float:
 @pytest.mark.parametrize("shape", SHAPES[::EVERY], ids=str)
 async def test_answer_is_the_plain_engines(pushers: Fleet, proxy: Proxy, shape: Shape) -> None:
     """Status, body, events, ids and usage equal the plain engine's; the KV was pushed; the prefill engine is free."""
-    await equal(pushers, proxy, shape)
+    await equal(pushers, proxy, shape, at_once=True)
 
 
 async def test_both_engines_were_asked_at_once(pushers: Fleet, proxy: Proxy) -> None:

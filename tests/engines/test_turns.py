@@ -11,7 +11,7 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from .engine import MODEL, Engine, free_port
 from .equality import SOURCE
 from .fleet import Fleet
 from .launcher import Launcher
-from .prompts import STORY
+from .prompts import STORY, ids
 from .proxy import Proxy
 from .shapes import CHAT, COMPLETIONS, Body
 
@@ -33,6 +33,9 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900, func_only=True)]
 
 CONVERSATIONS, TURNS = int(os.environ.get("PDPROXY_TEST_CONVERSATIONS", "12")), 4
 AT_ONCE = 4
+ANSWER = 112
+"""Tokens per answer. If P has the prompt before it in its own cache, and D holds fewer than 64 tokens (`kv_recompute_threshold`)
+more, P computes these by itself."""
 TTL = 120
 """Seconds for which D keeps KV."""
 EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
@@ -50,7 +53,7 @@ def talkers(launcher: Launcher, plain: Engine, tmp_path_factory: pytest.TempPath
         "decoder_kv_blocks_ttl": TTL,
     }
     kv = {"kv_connector_module_path": "pdproxy_nixl", "kv_connector_extra_config": extra}
-    env = {"PYTHONPATH": str(folder)}
+    env = {"PYTHONPATH": str(folder), "VLLM_SERVER_DEV_MODE": "1"}  # the mode has the route that empties a cache
     options = PairOptions(kv, env={"prefill": env, "decode": env})
     with pair(launcher, plain, "turns", options, {"kv_load_failure_policy": "fail"}) as fleet:
         yield fleet, port
@@ -86,13 +89,18 @@ async def _said(url: str, path: str, body: Body) -> Answer:
     return answer
 
 
-async def _converse(proxy: Proxy, fleet: Fleet, chance: random.Random) -> int:
-    """One conversation, streamed or not; return the prompt tokens of all its turns."""
+async def _converse(proxy: Proxy, fleet: Fleet, chance: random.Random, *, forgets: bool = False) -> int:
+    """One conversation, streamed or not; return the prompt tokens of all its turns.
+
+    `forgets`: P's prefix cache is emptied before each turn.
+    """
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"{secrets.token_hex(4)} {STORY * 3}"}]
     tokens = 0
     for turn in range(TURNS):
-        body = {"model": MODEL, "temperature": 0, "messages": messages, "max_tokens": 32}
+        body = {"model": MODEL, "temperature": 0, "messages": messages, "max_tokens": ANSWER}
         theirs = await _said(fleet.plain.url, CHAT, body)
+        if forgets:
+            await _forget(fleet.prefills[0])
         ours = await _said(proxy.url, CHAT, body | {"stream": chance.random() < 0.5})
         assert ours.text == theirs.text
         if not ours.streamed:
@@ -103,6 +111,26 @@ async def _converse(proxy: Proxy, fleet: Fleet, chance: random.Random) -> int:
             {"role": "assistant", "content": theirs.text},
             {"role": "user", "content": f"{turn}: go on, and tell what she found there."},
         ]
+    return tokens
+
+
+async def _forget(engine: Engine) -> None:
+    """Empty an engine's prefix cache, once no request has blocks there."""
+    assert await asyncio.to_thread(_settled, engine)
+    assert (await ask(engine.url, "/reset_prefix_cache", {})).status == 200
+
+
+async def _continue(proxy: Proxy, fleet: Fleet, chance: random.Random) -> int:
+    """The same with completions of token ids. A chat's answer is tokenized again; this model's text seldom gives the same ids."""
+    nonce = secrets.token_hex(4)
+    prompt, tokens = ids(nonce, 400), 0
+    for turn in range(TURNS):
+        body = {"model": MODEL, "temperature": 0, "prompt": prompt, "max_tokens": ANSWER}
+        theirs = await _said(fleet.plain.url, COMPLETIONS, body | {"return_token_ids": True})
+        ours = await _said(proxy.url, COMPLETIONS, body | {"stream": chance.random() < 0.5})
+        assert ours.text == theirs.text
+        tokens += len(prompt)
+        prompt = [*prompt, *theirs.json["choices"][0]["token_ids"], *ids(f"{nonce} {turn}", 24)]
     return tokens
 
 
@@ -127,11 +155,12 @@ async def test_conversations(talkers: tuple[Fleet, int], proxy: Proxy) -> None:
     before, counted, expired = prefill.counters(), proxy.counters(), decode.counters()
     places, chance = asyncio.Semaphore(AT_ONCE), random.Random(7)
 
-    async def one() -> int:
+    async def one(talk: Callable[[Proxy, Fleet, random.Random], Awaitable[int]]) -> int:
         async with places:
-            return await _converse(proxy, fleet, chance)
+            return await talk(proxy, fleet, chance)
 
-    tokens = sum(await asyncio.gather(*(one() for _ in range(CONVERSATIONS))))
+    kinds = (_converse, _continue)
+    tokens = sum(await asyncio.gather(*(one(kinds[number % 2]) for number in range(CONVERSATIONS))))
     after, shown = prefill.counters(), proxy.counters()
     turns = CONVERSATIONS * TURNS
     assert _rose(counted, shown, "pdproxy_turns_kept_total") == turns
@@ -140,9 +169,27 @@ async def test_conversations(talkers: tuple[Fleet, int], proxy: Proxy) -> None:
     pulled = _rose(before, after, SOURCE, source="external_kv_transfer")
     computed = _rose(before, after, SOURCE, source="local_compute")
     assert pulled > 0
+    print(
+        f"\n{turns} turns of {tokens} prompt tokens: P computed {computed / tokens:.1%}, pulled {pulled / tokens:.1%}"
+    )
     assert computed < 0.5 * tokens, "most of each later prompt is known to D or to P's own cache"
     assert _rose(counted, shown, "pdproxy_turn_prefill_seconds_saved_total") > 0
     assert _rose(expired, decode.counters(), EXPIRED) == 0
+
+
+async def test_a_prefill_engine_that_has_forgotten(talkers: tuple[Fleet, int], proxy: Proxy) -> None:
+    """It pulls all of the turn before, as one does that has never seen the conversation."""
+    fleet, _ = talkers
+    prefill = fleet.prefills[0]
+    before, counted, chance = prefill.counters(), proxy.counters(), random.Random(11)
+    tokens = sum([await _converse(proxy, fleet, chance, forgets=True) for _ in range(3)])
+    after, shown = prefill.counters(), proxy.counters()
+    pulled = _rose(before, after, SOURCE, source="external_kv_transfer")
+    computed = _rose(before, after, SOURCE, source="local_compute")
+    reused = _rose(counted, shown, "pdproxy_turn_tokens_reused_total")
+    print(f"\nof {tokens} prompt tokens P computed {computed / tokens:.1%}, pulled {pulled / tokens:.1%}")
+    assert pulled == reused, "it had nothing of its own"
+    assert pulled > 0.5 * tokens
 
 
 async def test_a_changed_history(talkers: tuple[Fleet, int], proxy: Proxy) -> None:
@@ -153,8 +200,8 @@ async def test_a_changed_history(talkers: tuple[Fleet, int], proxy: Proxy) -> No
         prompt = f"{secrets.token_hex(4)} {STORY * 3}"
         body = {"model": MODEL, "temperature": 0, "prompt": prompt, "max_tokens": 40, "return_token_ids": True}
         choice = (await _said(proxy.url, COMPLETIONS, body)).json["choices"][0]
-        ids = [*choice["prompt_token_ids"], *choice["token_ids"][:-cut], *choice["prompt_token_ids"][1:60]]
-        following = {"model": MODEL, "temperature": 0, "prompt": ids, "max_tokens": 24}
+        changed = [*choice["prompt_token_ids"], *choice["token_ids"][:-cut], *choice["prompt_token_ids"][1:60]]
+        following = {"model": MODEL, "temperature": 0, "prompt": changed, "max_tokens": 24}
         ours, theirs = (
             await _said(proxy.url, COMPLETIONS, following),
             await _said(fleet.plain.url, COMPLETIONS, following),

@@ -88,6 +88,7 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle
         prompt_tokens=answer.usage.prompt_tokens,
         remote_request_id=_name(dispatch),
         created_cache_tokens=answer.details().created_cache_tokens,
+        cached_tokens=answer.details().cached_tokens,
     )
 
 

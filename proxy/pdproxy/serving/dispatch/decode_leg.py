@@ -50,7 +50,6 @@ class DecodeLeg:
     __slots__ = (
         "_attempt",
         "_client",
-        "_counts_late",
         "_custody",
         "_engine",
         "_expected",
@@ -74,8 +73,6 @@ class DecodeLeg:
         self._expected = 0
         """Prompt tokens that the auditor expects by KV transfer."""
         self._first_token_timer: Timer | None = None
-        self._counts_late = False
-        """Whether the prefill engine's counts came when the first data was here already."""
         self.gave_up = False
         """Whether it ended because the prefill has failed."""
 
@@ -113,7 +110,7 @@ class DecodeLeg:
                 if (refusal := judge(attempt, self._url, first)) is not None:
                     return refusal
                 verdict = Verdict.GOOD
-                if first.status == 200 and await self._counts_came_late():
+                if first.status == 200 and await self._counts_came_beside():
                     first = with_cached_counts(attempt, first)
                 compare(attempt, self._url)
                 if custody is not None and first.status == 200 and attempt.relay is not None:
@@ -122,7 +119,7 @@ class DecodeLeg:
             attempt.first_s = first_at - asked_at
             if custody is not None:
                 custody.end(End.LOADED)
-            await self._counts_came_late()
+            await self._counts_came_beside()
             try:
                 await self._pass_on()
             finally:
@@ -179,20 +176,20 @@ class DecodeLeg:
             return
         count_cached(relay, custody)
         self._expect(custody.handle.prompt_tokens)
-        self._counts_late = relay.first.done()
-        if not self._counts_late and not self._attempt.request.parsed.starts_in_silence:
+        if not relay.first.done() and not self._attempt.request.parsed.starts_in_silence:
             seconds = resources.deadlines.first_token
             late = EngineTimeoutError(f"{self._url} sent no data in {seconds:g} s", wait=Wait.FIRST_TOKEN)
             self._first_token_timer = resources.clock.after(seconds, partial(relay.failed, late))
 
-    async def _counts_came_late(self) -> bool:
-        """Wait for the prefill engine's answer behind the decode engine's data, since only it has the counts of its cache.
+    async def _counts_came_beside(self) -> bool:
+        """Wait for the prefill engine's answer beside the decode engine's data, since only it has the counts of its cache.
 
-        Return whether it came behind the data. The push comes before it, but the answer is on its way by then.
+        Return whether it has come: before the data, behind it, or at the same moment. The push comes before it, but the answer
+        is on its way by then.
         """
         attempt = self._attempt
-        if self._custody is None or not self._custody.promised or attempt.prefill_over is None:
-            return self._counts_late
+        if self._custody is None or attempt.prefill_over is None:
+            return False
         try:
             async with attempt.resources.clock.within(COUNTS_GRACE):
                 await attempt.prefill_over.wait()
@@ -200,7 +197,7 @@ class DecodeLeg:
             logger.info(
                 "%s has pushed KV, and not answered: the answer shows no counts of its cache", attempt.prefill_url
             )
-        return self._counts_late
+        return not self._custody.promised
 
     def give_up(self) -> None:
         """The prefill has failed: close the leg, unless data has come."""

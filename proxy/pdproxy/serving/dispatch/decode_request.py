@@ -71,7 +71,7 @@ def new_relay(attempt: Attempt) -> Relay:
 
 
 def with_cached_counts(attempt: Attempt, answer: Answer) -> Answer:
-    """Return a whole answer with those counts, which came behind it."""
+    """Return a whole answer with those counts, which may have come behind it."""
     custody = attempt.custody
     assert custody is not None
     cached, created = custody.handle.cached_tokens, custody.handle.created_cache_tokens

@@ -169,8 +169,9 @@ class Custody:
             self._custodian.release(self)
             return
         self.state = State.ASKED if self.decode is not None else State.HELD
-        if self._end_later is not None:
-            self.end(self._end_later)
+        later, self._end_later = self._end_later, None
+        if later is not None:
+            self.end(later)
 
     def not_made(self, why: str) -> None:
         """Record that KV that was promised will not come."""
