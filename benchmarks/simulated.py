@@ -1,4 +1,4 @@
-"""Simulated engines with a pdproxy in front of one pair, as processes: for `evaluate.py` and `serving.py` without GPUs."""
+"""Simulated engines with a pdproxy in front of one pair, as processes: for benchmarks without GPUs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 PATIENCE = 60.0
@@ -70,6 +71,36 @@ def _wait(urls: Sequence[str], processes: Sequence[subprocess.Popen[bytes]]) -> 
             if ended or time.monotonic() > end:
                 raise RuntimeError(f"{url} does not serve" + (f": {ended[0]!r} has ended" if ended else ""))
             time.sleep(0.1)
+
+
+@contextmanager
+def pair(connector: str, orders: Sequence[str], flags: Sequence[str]) -> Iterator[Mapping[str, str]]:
+    """Run P, D, and in front of them one proxy per order of the legs (`pools[].dispatch`), until the block ends.
+
+    `flags`: of both engines, see `pdproxy sim`. Returns the base URL of each order's proxy. A file names the order, since no flag
+    of `pdproxy serve` does.
+    """
+    prefill, decode = _free_port(), _free_port()
+    proxies = {order: _free_port() for order in orders}
+    engines = ["--eos-every", "0", "--model", "sim", "--connector", connector, *flags]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        started = [
+            ("sim", "--role", "decode", "--port", str(decode), *engines),
+            ("sim", "--role", "prefill", "--port", str(prefill), *engines),
+        ]
+        for order, port in proxies.items():
+            file = folder / f"{order}.yaml"
+            nodes = "".join(
+                f"      - {{url: 'http://127.0.0.1:{at}', role: {role}}}\n"
+                for at, role in ((prefill, "prefill"), (decode, "decode"))
+            )
+            file.write_text(f"pools:\n  - connector: {connector}\n    dispatch: {order}\n    nodes:\n{nodes}")
+            started.append(("serve", "--config", str(file), "--port", str(port), "--log-level", "error"))
+        processes = [stack.enter_context(_running(*arguments)) for arguments in started]
+        urls = {order: f"http://127.0.0.1:{port}" for order, port in proxies.items()}
+        _wait([f"{url}/ready" for url in urls.values()], processes)
+        yield urls
 
 
 @contextmanager

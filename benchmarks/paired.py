@@ -1,0 +1,117 @@
+"""What a change costs, on a machine with other work: two checkouts of pdproxy, measured in turns of half a second.
+
+Usage: paired.py --before FOLDER [--after FOLDER] [--rounds 40] [--loads whole,streams,chats]
+
+Both proxies run at the same time, in front of the same mock engines. In each round both get the same load, one after the other,
+and which is first alternates. The result is the median over the rounds of the ratio of their CPU times per request, with an
+interval that holds the true median in 95 % of runs. What slows the machine for seconds slows both halves of a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import stage
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the engines stream (chunks, seconds between two), and what each turn sends."""
+
+    chunks: int
+    itl: float
+    requests: int
+    flags: tuple[object, ...]
+
+
+LOADS = {
+    "whole": Load(64, 0, 1200, ("--conc", 32)),
+    "streams": Load(64, 0.001, 250, ("--conc", 32, "--stream")),
+    "chats": Load(64, 0.001, 250, ("--conc", 32, "--stream", "--chat")),
+}
+Z95 = 1.96
+LIFE = 8
+"""Rounds before the proxies and the engines are started again."""
+
+
+def cpu(pid: int) -> float:
+    """Return the CPU seconds of a process tree so far, in nanoseconds' resolution (`stage.cpu` has hundredths)."""
+    return sum(time.clock_gettime((~each << 3) | 2) for each in stage.tree(pid))  # Linux: the clock id of another process
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the lowest and the highest of those that may be the median, by order statistics at 95 %."""
+    found = sorted(values)
+    reach = Z95 * len(found) ** 0.5 / 2
+    low = max(0, int(len(found) / 2 - reach))
+    return found[low], found[-1 - low]
+
+
+def measure(sides: dict[str, stage.Peer], load: Load, rounds: int) -> tuple[dict[str, list[float]], int]:
+    """Return the CPU seconds per request of each side in each round, and the number of errors. The first round does not count."""
+    spent: dict[str, list[float]] = {name: [] for name in sides}
+    errors = 0
+    names = list(sides)
+    with stage.engines(2, "--chunks", load.chunks, "--itl", load.itl, processes=2) as at:
+        with stage.proxy(sides[names[0]], at) as first, stage.proxy(sides[names[1]], at) as second:
+            proxies = dict(zip(names, (first, second), strict=True))
+            for number in range(rounds + 1):
+                for name in names[:: 1 if number % 2 else -1]:
+                    process, url = proxies[name]
+                    began = cpu(process.pid)
+                    found = stage.load(url, "--n", load.requests, *load.flags)
+                    taken = cpu(process.pid) - began
+                    errors += sum(found["errors"].values())
+                    if number:
+                        spent[name].append(taken / max(1, found["ok"]))
+    return spent, errors
+
+
+def run(sides: dict[str, stage.Peer], load: Load, rounds: int) -> tuple[dict[str, list[float]], int]:
+    """Measure in several lives of the proxies, since each process has costs of its own by where its memory lies."""
+    spent: dict[str, list[float]] = {name: [] for name in sides}
+    errors = 0
+    for life in range(0, rounds, LIFE):
+        turn = dict(list(sides.items())[:: 1 if life // LIFE % 2 else -1])
+        more, failed = measure(turn, load, min(LIFE, rounds - life))
+        errors += failed
+        for name, values in more.items():
+            spent[name] += values
+    return spent, errors
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, required=True, help="a checkout")
+    parser.add_argument("--after", type=Path, default=stage.ROOT, help="another one; without it, this one")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--loads", default=",".join(LOADS), help=f"comma separated, from {', '.join(LOADS)}")
+    given = parser.parse_args()
+    sides = {
+        name: stage.Peer(
+            stage.PDPROXY.cmd, "/ready", env={"PYTHONPATH": str(folder.resolve() / "proxy"), "PYTHONHASHSEED": "0"}
+        )
+        for name, folder in (("before", given.before), ("after", given.after))
+    }
+    print("| load | CPU us/request before | after | median of the rounds' ratios | 95 % | errors |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    failed = 0
+    for name in given.loads.split(","):
+        spent, errors = run(sides, LOADS[name], given.rounds)
+        ratios = [after / before for before, after in zip(spent["before"], spent["after"], strict=True)]
+        low, high = interval(ratios)
+        medians = " | ".join(f"{1e6 * statistics.median(spent[side]):.0f}" for side in ("before", "after"))
+        print(f"| {name} | {medians} | {statistics.median(ratios):.3f} | {low:.3f} to {high:.3f} | {errors} |", flush=True)
+        failed += errors
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
