@@ -1,4 +1,4 @@
-"""Both engines are asked at once, and both legs end in the same step of the event loop."""
+"""Both engines are asked at once: legs that end at the same moment, late, or while the other one is only connected to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that a decode engine waits with for KV that will not come.
+"""Requests for which a decode engine waits for KV that will not come.
 
 Where a prefill engine pushes, nothing but the push frees the blocks that a decode engine has reserved. If the prefill fails, the
 request is closed there, but its blocks stay taken until the engine frees them after a time of its own, or restarts. The proxy can

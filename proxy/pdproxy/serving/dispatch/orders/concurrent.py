@@ -117,6 +117,8 @@ class _Both:
         """Process the end of a prefill leg that was closed, perhaps before its first step."""
         if leg.cancelled():
             self._no_kv("its leg was closed")
+            self._prefill_sent.set()
+            self._prefill_over.set()
 
     def _process(self, got: _Result) -> None:
         attempt = self._attempt
