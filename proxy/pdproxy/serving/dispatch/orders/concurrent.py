@@ -58,7 +58,6 @@ class _Both:
         "_decode",
         "_failure",
         "_give_up",
-        "_over",
         "_prefill",
         "_prefill_over",
         "_prefill_sent",
@@ -74,7 +73,6 @@ class _Both:
         self._failure: Answered | CannotSplit | PrefillFailed | Exception | None = None
         self._give_up: Timer | None = None
         """Ends the decode leg, if the prefill engine has refused the prompt."""
-        self._over = False
         self._started = attempt.resources.now()
         self._prefill_sent = self._prefill.sent = OneShotEvent()
         self._prefill_over = attempt.prefill_over = OneShotEvent()
@@ -88,7 +86,6 @@ class _Both:
             await self._prefill_sent.wait()
             outcome = await self._decode.run() if self._failure is None else None
         finally:
-            self._over = True
             self._leave(prefill)
             if self._give_up is not None:
                 self._give_up.cancel()
@@ -129,9 +126,6 @@ class _Both:
             return
         if not isinstance(got, PrefillFailed):
             # What one engine refuses the other mostly refuses, too: its answer is the client's, and it does not wait for the KV.
-            if self._over:  # both have refused at the same moment
-                self._no_kv("it refused the prompt")
-                return
             self._failure = got
             self._give_up = attempt.resources.clock.after(REFUSAL_GRACE, self._decode.give_up)
             return
