@@ -234,8 +234,8 @@ class TestEachOrder:
             engines.decode.kill()
         killed = time.monotonic()
         seen = await asked
-        assert seen.status == 502
-        assert seen.json["error"]["code"] == 502
+        assert seen.status in (502, 503), "the connection ended, and a new one was refused"
+        assert seen.json["error"]["code"] == seen.status
         assert seen.seconds < 30
         await _until(_free(engines.prefill), KEPT + 10, "the prefill engine still holds the KV")
         print(f"\nthe prefill engine was free {time.monotonic() - killed:.0f} s after the decode engine was killed")

@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 
-from pdproxy.observe.events import HandleEnded
 from pdproxy.serving.dispatch import decode_leg
 from pdproxy.serving.dispatch.decode_start import first_data
-from pdproxy.serving.dispatch.orders.concurrent import _Both
 from pdproxy.sim.faults.book import Fault
-from pdproxy.sim.reply import Reply
 from tests.fakes.pool import pool
-from tests.proxy.test_both_legs import PUSH, fails, known, nothing_waits
+from tests.proxy.test_both_legs import PUSH, known
 from tests.proxy.test_connectors import COMPLETIONS, bare, completion, events
 
 
@@ -37,27 +34,3 @@ async def test_counts_of_an_answer_that_comes_while_the_decode_engines_is_proces
         theirs = await pair.asked_plain(COMPLETIONS, completion(**fields))
         assert events(ours.body) == events(theirs.body)
         assert bare(ours.json if not fields else {}) == bare(theirs.json if not fields else {})
-
-
-async def test_both_refuse_at_the_same_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prefill engine's refusal is processed when the decode engine's is with the client: nothing is held."""
-    process = _Both._prefilled
-
-    def processed_later(both: _Both, leg: asyncio.Task[Any]) -> None:
-        asyncio.get_running_loop().call_later(0.2, process, both, leg)
-
-    async def refuses_later(reply: Reply) -> None:
-        await asyncio.sleep(0.1)
-        await fails(400)(reply)
-
-    async with pool(PUSH) as pair:
-        await known(pair)
-        pair.p.faults.script(fails(400))
-        monkeypatch.setattr(_Both, "_prefilled", processed_later)
-        pair.d.faults.script(refuses_later)
-        answer = await pair.ask(COMPLETIONS, completion())
-        assert answer.status == 400
-        await asyncio.sleep(0.4)
-        assert [event.end for event in pair.world.events(HandleEnded)] == ["not_made"]
-        assert pair.world.metric("pdproxy_kv_stuck") == 0
-        assert nothing_waits(pair.d)
