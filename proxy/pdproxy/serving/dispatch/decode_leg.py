@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 from functools import partial
 
 from pdproxy.kit.clock import Timer
@@ -30,7 +31,7 @@ from pdproxy.serving.dispatch.decode_request import (
 from pdproxy.serving.dispatch.decode_start import accepted, first_data
 from pdproxy.serving.dispatch.failure_class import verdict_of
 from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, DecodeFailed
-from pdproxy.serving.kv.custody import End
+from pdproxy.serving.kv.custody import Custody, End
 from pdproxy.serving.kv.open_turns import OpenTurn
 from pdproxy.serving.stream.relay import Relay, StreamStarted
 from pdproxy.upstream.client import Answer
@@ -97,7 +98,8 @@ class DecodeLeg:
                 custody.on_expired = self._lease_on_kv_expired
                 if not custody.promised:
                     self._expect(custody.handle.prompt_tokens)
-                    self._turn = turn.opened(attempt, custody, self._engine)
+                    if resources.turns is not None:
+                        self._turn = turn.opened(attempt, resources.turns, custody, self._engine)
             first = await self._first_data()
             data_came = True
             first_at = resources.now()
@@ -110,7 +112,12 @@ class DecodeLeg:
                 if (refusal := judge(attempt, self._url, first)) is not None:
                     return refusal
                 verdict = Verdict.GOOD
-                if first.status == 200 and await self._counts_came_late():
+                if (
+                    custody is not None
+                    and custody.promised
+                    and first.status == 200
+                    and await self._counts_came(custody)
+                ):
                     first = with_cached_counts(attempt, first)
                 compare(attempt, self._url)
                 if custody is not None and first.status == 200 and attempt.relay is not None:
@@ -119,7 +126,8 @@ class DecodeLeg:
             attempt.first_s = first_at - asked_at
             if custody is not None:
                 custody.end(End.LOADED)
-            await self._counts_came_late()
+                if custody.promised:
+                    await self._counts_came(custody)
             try:
                 await self._pass_on()
             finally:
@@ -179,13 +187,13 @@ class DecodeLeg:
             late = EngineTimeoutError(f"{self._url} sent no data in {seconds:g} s", wait=Wait.FIRST_TOKEN)
             self._first_token_timer = resources.clock.after(seconds, partial(relay.failed, late))
 
-    async def _counts_came_late(self) -> bool:
+    async def _counts_came(self, custody: Custody) -> bool:
         """Wait for the prefill engine's answer behind the decode engine's data, since only it has the counts of its cache.
 
-        Return whether it came now. The push comes before it, but the answer is on its way by then.
+        Return whether it came. The push comes before it, but the answer is on its way by then.
         """
         attempt = self._attempt
-        if self._custody is None or not self._custody.promised or attempt.prefill_over is None:
+        if attempt.prefill_over is None:
             return False
         try:
             async with attempt.resources.clock.within(COUNTS_GRACE):
@@ -194,7 +202,7 @@ class DecodeLeg:
             logger.info(
                 "%s has pushed KV, and not answered: the answer shows no counts of its cache", attempt.prefill_url
             )
-        return not self._custody.promised
+        return not custody.promised
 
     def give_up(self) -> None:
         """The prefill has failed: close the leg, unless data has come."""
@@ -209,9 +217,12 @@ class DecodeLeg:
 
     # -- asking
 
-    async def _send(self, relay: Relay, *, fresh: bool = False) -> None:
+    def _sending(self, relay: Relay, *, fresh: bool = False) -> Awaitable[Leg]:
         attempt = self._attempt
-        self._leg = await self._client.send(partial(message, attempt, self._client), sink(attempt, relay), fresh=fresh)
+        return self._client.send(partial(message, attempt, self._client), sink(attempt, relay), fresh=fresh)
+
+    def _sent(self, leg: Leg) -> None:
+        self._leg = leg
         if self._custody is not None:
             self._custody.decode_sent()
 
@@ -230,13 +241,13 @@ class DecodeLeg:
         assert relay is not None
         try:
             async with resources.clock.within(timeout):
-                await self._send(relay)
+                self._sent(await self._sending(relay))
                 try:
                     return await first_data(resources, relay, node, in_silence=in_silence)
                 except StaleConnectionError as stale:
                     drop_traceback(stale)
                     relay = new_relay(attempt)
-                    await self._send(relay, fresh=True)
+                    self._sent(await self._sending(relay, fresh=True))
                     return await first_data(resources, relay, node, in_silence=in_silence)
         except TimeoutError:
             raise EngineTimeoutError(f"{self._url} sent no data in {timeout:g} s", wait=Wait.FIRST_TOKEN) from None
