@@ -49,6 +49,19 @@ HARDWARE = {
 }
 """Two H200s with NVLink, 8B model, vLLM 0.26.0: what fits the measurements best."""
 MEMORY = {"max-model-len": 20_000, "max-num-batched-tokens": 8192, "num-gpu-blocks": 40_000}
+COLUMNS = (
+    "prompt tokens",
+    "clients",
+    "connector",
+    "order",
+    "overlap s",
+    "wait for KV ms",
+    "TTFT p50 ms",
+    "p99",
+    "p50 x sequential push",
+    "req/s",
+    "failed",
+)
 _SAMPLE = re.compile(rb"^(\w+?)_(sum|count)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 _OVERLAP, _KV = "pdproxy_legs_overlap_seconds", "pdproxy_phase_seconds"
 
@@ -165,26 +178,22 @@ async def run(urls: Mapping[tuple[str, str], str], cases: Sequence[Case], limit:
 
 def table(found: Sequence[Result]) -> str:
     """Return the results as a table in Markdown."""
-    base = {one.case: one.first_p50_ms for one in found if (one.connector, one.order) == REFERENCE}
-    lines = [
-        "| prompt tokens | clients | connector | order | overlap s | wait for KV ms | TTFT p50 ms | p99 | p50 x sequential push "
-        "| req/s | failed |",
-        "| " + " | ".join(["---"] * 11) + " |",
-    ]
-    for one in found:
-        reference = base.get(one.case)
+    base = {each.case: each.first_p50_ms for each in found if (each.connector, each.order) == REFERENCE}
+    lines = ["| " + " | ".join(COLUMNS) + " |", "| " + " | ".join(["---"] * len(COLUMNS)) + " |"]
+    for result in found:
+        reference = base.get(result.case)
         cells = [
-            str(one.case.tokens),
-            str(one.case.clients),
-            one.connector,
-            one.order,
-            _shown(one.overlap_s, "{:.3f}"),
-            _shown(None if one.kv_s is None else 1000 * one.kv_s, "{:.1f}"),
-            _shown(one.first_p50_ms, "{:.1f}"),
-            _shown(one.first_p99_ms, "{:.1f}"),
-            _shown(one.first_p50_ms / reference if one.first_p50_ms and reference else None, "{:.3f}"),
-            f"{one.per_s:.2f}",
-            str(one.failed),
+            str(result.case.tokens),
+            str(result.case.clients),
+            result.connector,
+            result.order,
+            _shown(result.overlap_s, "{:.3f}"),
+            _shown(None if result.kv_s is None else 1000 * result.kv_s, "{:.1f}"),
+            _shown(result.first_p50_ms, "{:.1f}"),
+            _shown(result.first_p99_ms, "{:.1f}"),
+            _shown(result.first_p50_ms / reference if result.first_p50_ms and reference else None, "{:.3f}"),
+            f"{result.per_s:.2f}",
+            str(result.failed),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -229,8 +238,8 @@ def main() -> int:
             return 1
     print(table(found))
     if given.json is not None:
-        given.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
-    return int(any(one.failed for one in found))
+        given.json.write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n")
+    return int(any(each.failed for each in found))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,27 @@
 """What a change costs, on a machine with other work: two checkouts of pdproxy, measured in turns of half a second.
 
 Usage: paired.py --before FOLDER [--after FOLDER] [--rounds 40] [--loads whole,streams,chats]
+       paired.py --before FOLDER [--after FOLDER] --instructions [--loads whole,streams,chats]
 
 Both proxies run at the same time, in front of the same mock engines. In each round both get the same load, one after the other,
 and which is first alternates. The result is the median over the rounds of the ratio of their CPU times per request, with an
 interval that holds the true median in 95 % of runs. What slows the machine for seconds slows both halves of a round.
+
+`--instructions` counts the proxy's instructions per request with valgrind's callgrind, which must be installed, less those of the
+same time without requests. They vary less than times, but are none: a cache miss counts like a hit, the kernel's work not at all.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +43,8 @@ LOADS = {
     "streams": Load(64, 0.001, 250, ("--conc", 32, "--stream")),
     "chats": Load(64, 0.001, 250, ("--conc", 32, "--stream", "--chat")),
 }
+COUNTED_START, COUNTED_WARMUP, COUNTED = 400.0, 60, 400
+"""With callgrind: seconds for the start, which is fifty times as slow, and requests before and while it counts."""
 Z95 = 1.96
 LIFE = 8
 """Rounds before the proxies and the engines are started again."""
@@ -42,7 +52,9 @@ LIFE = 8
 
 def cpu(pid: int) -> float:
     """Return the CPU seconds of a process tree so far, in nanoseconds' resolution (`stage.cpu` has hundredths)."""
-    return sum(time.clock_gettime((~each << 3) | 2) for each in stage.tree(pid))  # Linux: the clock id of another process
+    return sum(
+        time.clock_gettime((~each << 3) | 2) for each in stage.tree(pid)
+    )  # Linux: the clock id of another process
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -58,18 +70,21 @@ def measure(sides: dict[str, stage.Peer], load: Load, rounds: int) -> tuple[dict
     spent: dict[str, list[float]] = {name: [] for name in sides}
     errors = 0
     names = list(sides)
-    with stage.engines(2, "--chunks", load.chunks, "--itl", load.itl, processes=2) as at:
-        with stage.proxy(sides[names[0]], at) as first, stage.proxy(sides[names[1]], at) as second:
-            proxies = dict(zip(names, (first, second), strict=True))
-            for number in range(rounds + 1):
-                for name in names[:: 1 if number % 2 else -1]:
-                    process, url = proxies[name]
-                    began = cpu(process.pid)
-                    found = stage.load(url, "--n", load.requests, *load.flags)
-                    taken = cpu(process.pid) - began
-                    errors += sum(found["errors"].values())
-                    if number:
-                        spent[name].append(taken / max(1, found["ok"]))
+    with (
+        stage.engines(2, "--chunks", load.chunks, "--itl", load.itl, processes=2) as at,
+        stage.proxy(sides[names[0]], at) as first,
+        stage.proxy(sides[names[1]], at) as second,
+    ):
+        proxies = dict(zip(names, (first, second), strict=True))
+        for number in range(rounds + 1):
+            for name in names[:: 1 if number % 2 else -1]:
+                process, url = proxies[name]
+                began = cpu(process.pid)
+                found = stage.load(url, "--n", load.requests, *load.flags)
+                taken = cpu(process.pid) - began
+                errors += sum(found["errors"].values())
+                if number:
+                    spent[name].append(taken / max(1, found["ok"]))
     return spent, errors
 
 
@@ -86,6 +101,52 @@ def run(sides: dict[str, stage.Peer], load: Load, rounds: int) -> tuple[dict[str
     return spent, errors
 
 
+def instructions(peer: stage.Peer, load: Load) -> float:
+    """Return how many instructions the proxy takes for a request, in user space."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        at = stack.enter_context(stage.engines(2, "--chunks", load.chunks, "--itl", load.itl, processes=2))
+        (port,) = stage.free_ports(1)
+        command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/counts", *peer.command(at, port)]
+        process = stack.enter_context(stage.running(command, env=peer.env))
+        stage.wait_for(stage.url(port) + peer.ready, process, COUNTED_START)
+        flags = ("--conc", 4, *load.flags[2:])
+        stage.load(stage.url(port), "--n", COUNTED_WARMUP, *flags)
+        _callgrind("--zero", process.pid)
+        began = time.monotonic()
+        found = stage.load(stage.url(port), "--n", COUNTED, *flags)
+        _callgrind("--dump", process.pid)
+        time.sleep(time.monotonic() - began)  # probes and timers, which run without requests, too
+        _callgrind("--dump", process.pid)
+        busy, idle = (counted((folder / f"counts.{number}").read_text()) for number in (1, 2))
+        return (busy - idle) / max(1, found["ok"])
+
+
+def counted(dump: str) -> int:
+    """Return the total of a dump of callgrind.
+
+    Raises:
+        ValueError: it has none.
+    """
+    found = re.search(r"^(?:summary|totals): (\d+)", dump, re.MULTILINE)
+    if found is None:
+        raise ValueError("a dump of callgrind without its total")
+    return int(found[1])
+
+
+def _callgrind(action: str, pid: int) -> None:
+    subprocess.run(["callgrind_control", action, str(pid)], check=True, capture_output=True)
+
+
+def count(sides: dict[str, stage.Peer], loads: Sequence[str]) -> None:
+    """Print a table of instructions."""
+    print("| load | instructions/request before | after | ratio |")
+    print("| --- | --- | --- | --- |")
+    for name in loads:
+        before, after = (instructions(sides[side], LOADS[name]) for side in ("before", "after"))
+        print(f"| {name} | {before:.0f} | {after:.0f} | {after / before:.4f} |", flush=True)
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -93,6 +154,7 @@ def main() -> int:
     parser.add_argument("--after", type=Path, default=stage.ROOT, help="another one; without it, this one")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--loads", default=",".join(LOADS), help=f"comma separated, from {', '.join(LOADS)}")
+    parser.add_argument("--instructions", action="store_true", help="count instructions in place of CPU time")
     given = parser.parse_args()
     sides = {
         name: stage.Peer(
@@ -100,15 +162,21 @@ def main() -> int:
         )
         for name, folder in (("before", given.before), ("after", given.after))
     }
+    loads = given.loads.split(",")
+    if given.instructions:
+        count(sides, loads)
+        return 0
     print("| load | CPU us/request before | after | median of the rounds' ratios | 95 % | errors |")
     print("| --- | --- | --- | --- | --- | --- |")
     failed = 0
-    for name in given.loads.split(","):
+    for name in loads:
         spent, errors = run(sides, LOADS[name], given.rounds)
         ratios = [after / before for before, after in zip(spent["before"], spent["after"], strict=True)]
         low, high = interval(ratios)
         medians = " | ".join(f"{1e6 * statistics.median(spent[side]):.0f}" for side in ("before", "after"))
-        print(f"| {name} | {medians} | {statistics.median(ratios):.3f} | {low:.3f} to {high:.3f} | {errors} |", flush=True)
+        print(
+            f"| {name} | {medians} | {statistics.median(ratios):.3f} | {low:.3f} to {high:.3f} | {errors} |", flush=True
+        )
         failed += errors
     return int(failed > 0)
 

@@ -47,6 +47,7 @@ from pdproxy.serving.request.service import Service
 from pdproxy.settings.crosscheck import parsed_networks
 from pdproxy.settings.schema import Settings
 from pdproxy.transfer.contract import Channel
+from pdproxy.transfer.peers import PeerSource
 from pdproxy.transfer.registry import entry_of
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.upstream.answer_budget import AnswerBudget
@@ -161,7 +162,9 @@ class Proxy:
             own_keys=own_keys,
             library=library,
         )
-        observers.add(prober, bootstraps, *([tokens.canaries] if tokens is not None else []), *watch.observers)
+        if transfer.contract.capabilities.peers_from is PeerSource.BOOTSTRAP:
+            observers.add(bootstraps)  # not for others: each event costs
+        observers.add(prober, *([tokens.canaries] if tokens is not None else []), *watch.observers)
 
         resources = ExchangeResources(
             transfer=transfer,

@@ -10,7 +10,9 @@ _USABLE = re.compile(r"[A-Za-z0-9_.:@/+=-]{1,128}")
 
 def mint(digits: int = 32) -> str:
     """Return a fresh request id of so many hex digits, 32 at least."""
-    return os.urandom((max(digits, 32) + 1) // 2).hex()[: max(digits, 32)]
+    if digits <= 32:
+        return os.urandom(16).hex()
+    return os.urandom((digits + 1) // 2).hex()[:digits]
 
 
 def usable(candidate: str | None) -> str | None:

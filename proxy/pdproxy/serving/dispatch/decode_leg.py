@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 from functools import partial
 
 from pdproxy.kit.clock import Timer
 from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, StaleConnectionError, Wait
 from pdproxy.kit.frames import drop_traceback
+from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.serving.dispatch import turn
@@ -97,7 +99,8 @@ class DecodeLeg:
                 custody.on_expired = self._lease_on_kv_expired
                 if not custody.promised:
                     self._expect(custody.handle.prompt_tokens)
-                    self._turn = turn.opened(attempt, custody, self._engine)
+                    if resources.turns is not None:
+                        self._turn = turn.opened(attempt, resources.turns, custody, self._engine)
             first = await self._first_data()
             data_came = True
             first_at = resources.now()
@@ -110,7 +113,8 @@ class DecodeLeg:
                 if (refusal := judge(attempt, self._url, first)) is not None:
                     return refusal
                 verdict = Verdict.GOOD
-                if first.status == 200 and await self._counts_came_beside():
+                over = attempt.prefill_over
+                if over is not None and first.status == 200 and await self._counts_came_beside(over):
                     first = with_cached_counts(attempt, first)
                 compare(attempt, self._url)
                 if custody is not None and first.status == 200 and attempt.relay is not None:
@@ -119,7 +123,8 @@ class DecodeLeg:
             attempt.first_s = first_at - asked_at
             if custody is not None:
                 custody.end(End.LOADED)
-            await self._counts_came_beside()
+            if attempt.prefill_over is not None:
+                await self._counts_came_beside(attempt.prefill_over)
             try:
                 await self._pass_on()
             finally:
@@ -181,23 +186,23 @@ class DecodeLeg:
             late = EngineTimeoutError(f"{self._url} sent no data in {seconds:g} s", wait=Wait.FIRST_TOKEN)
             self._first_token_timer = resources.clock.after(seconds, partial(relay.failed, late))
 
-    async def _counts_came_beside(self) -> bool:
+    async def _counts_came_beside(self, over: OneShotEvent) -> bool:
         """Wait for the prefill engine's answer beside the decode engine's data, since only it has the counts of its cache.
 
-        Return whether it has come: before the data, behind it, or at the same moment. The push comes before it, but the answer
-        is on its way by then.
+        `over` is set then. Return whether it has come: before the data, behind it, or at the same moment. The push comes before
+        it, but the answer is on its way by then.
         """
-        attempt = self._attempt
-        if self._custody is None or attempt.prefill_over is None:
+        attempt, custody = self._attempt, self._custody
+        if custody is None:
             return False
         try:
             async with attempt.resources.clock.within(COUNTS_GRACE):
-                await attempt.prefill_over.wait()
+                await over.wait()
         except TimeoutError:
             logger.info(
                 "%s has pushed KV, and not answered: the answer shows no counts of its cache", attempt.prefill_url
             )
-        return not self._custody.promised
+        return not custody.promised
 
     def give_up(self) -> None:
         """The prefill has failed: close the leg, unless data has come."""
@@ -217,8 +222,11 @@ class DecodeLeg:
             raise EngineError("the prefill has failed")
         return message(self._attempt, self._client)
 
-    async def _send(self, relay: Relay, *, fresh: bool = False) -> None:
-        self._leg = await self._client.send(self._message, sink(self._attempt, relay), fresh=fresh)
+    def _sending(self, relay: Relay, *, fresh: bool = False) -> Awaitable[Leg]:
+        return self._client.send(self._message, sink(self._attempt, relay), fresh=fresh)
+
+    def _sent(self, leg: Leg) -> None:
+        self._leg = leg
         if self._custody is not None:
             self._custody.decode_sent()
 
@@ -237,13 +245,13 @@ class DecodeLeg:
         assert relay is not None
         try:
             async with resources.clock.within(timeout):
-                await self._send(relay)
+                self._sent(await self._sending(relay))
                 try:
                     return await first_data(resources, relay, node, in_silence=in_silence)
                 except StaleConnectionError as stale:
                     drop_traceback(stale)
                     relay = new_relay(attempt)
-                    await self._send(relay, fresh=True)
+                    self._sent(await self._sending(relay, fresh=True))
                     return await first_data(resources, relay, node, in_silence=in_silence)
         except TimeoutError:
             raise EngineTimeoutError(f"{self._url} sent no data in {timeout:g} s", wait=Wait.FIRST_TOKEN) from None

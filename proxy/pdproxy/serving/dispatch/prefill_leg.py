@@ -115,8 +115,9 @@ class PrefillLeg:
         resources = self._attempt.resources
         seconds = resources.deadlines.prefill
         self._attempt.take(self._lease)
-        self._turn = turn_before(self._attempt, self._sent_ids)
-        self.dispatch = with_turn(self.dispatch, self._turn)
+        if resources.turns is not None:
+            self._turn = turn_before(self._attempt, resources.turns, self._sent_ids)
+            self.dispatch = with_turn(self.dispatch, self._turn)
         try:
             try:
                 return await self._prefilled(seconds)
@@ -198,26 +199,20 @@ class PrefillLeg:
         return self._client.request(leg.route.value, own + leg.headers, leg.body)
 
     async def _answer_or_handle(self) -> Answer | Handle:
-        answer = await self._answer_or_notice()
-        if answer is None and (handle := self._handle_in_notice()) is not None:
-            return handle
-        if answer is None:
-            assert self._pending is not None
-            answer = await self._pending.answered()
-        return answer
-
-    async def _answer_or_notice(self) -> Answer | None:
-        """Send the request. Return the answer, None if a notice with the handle came first."""
+        """Send the request. Return the answer, or the handle if a notice has brought that first."""
         max_bytes = _MAX_ANSWER + _MAX_ANSWER_PER_BYTE * self._attempt.request.parsed.body_bytes
         self._pending = await self._client.ask(self._message, max_bytes=max_bytes)
         if self.sent is not None:
             self.sent.set()
         try:
-            return await self._first()
+            answer = await self._first()
         except StaleConnectionError as stale:
             drop_traceback(stale)
             self._pending = await self._client.ask(self._message, fresh=True, max_bytes=max_bytes)
-            return await self._first()
+            answer = await self._first()
+        if answer is not None:
+            return answer
+        return self._handle_in_notice() or await self._pending.answered()
 
     def _first(self) -> Awaitable[Answer | None]:
         assert self._pending is not None

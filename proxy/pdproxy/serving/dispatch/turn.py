@@ -103,14 +103,12 @@ class TurnBefore:
             self._turns.left(reuse)
 
 
-def turn_before(attempt: Attempt, sent: TokenIds | None) -> TurnBefore | None:
-    """Return the KV of the turn before for the attempt's prefill leg, None where none is wanted.
+def turn_before(attempt: Attempt, turns: Turns, sent: TokenIds | None) -> TurnBefore:
+    """Return the KV of the turn before for the attempt's prefill leg, if there is any.
 
     `sent`: the ids that the engine is sent. It compares nothing: what it tokenizes itself might not be what the KV is of.
     """
-    turns, request = attempt.resources.turns, attempt.request
-    if turns is None:
-        return None
+    request = attempt.request
     node, prompt = attempt.assignment.leases[0].node, request.prompt
     exact = sent is not None or (prompt is not None and prompt.tokens is not None)
     reuse = turns.take(request.key, node) if exact and request.key is not None else None
@@ -123,10 +121,10 @@ def with_turn(dispatch: Dispatch, turn: TurnBefore | None) -> Dispatch:
     return dispatch if params is dispatch.turn else structs.replace(dispatch, turn=params)
 
 
-def opened(attempt: Attempt, custody: Custody | None, engine: Engine) -> OpenTurn | None:
+def opened(attempt: Attempt, turns: Turns, custody: Custody, engine: Engine) -> OpenTurn | None:
     """Begin the turn whose decode engine is asked now, None if it will keep no KV of it."""
-    turns, request = attempt.resources.turns, attempt.request
-    if turns is None or custody is None or not custody.handle.params:
+    request = attempt.request
+    if not custody.handle.params:
         return None
     prefill = attempt.assignment.leases[0].node
     record = TurnRecord(

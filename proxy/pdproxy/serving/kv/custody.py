@@ -258,7 +258,8 @@ class Custodian:
         self.clock = clock
         self._live: set[Custody] = set()
         self._has_notices = contract.handle_from_notice is not None
-        self._decode_waits = contract.holder.decode_waits
+        self.decode_waits = contract.holder.decode_waits
+        """Whether decode engines wait for a push under this contract."""
         self._at_host, self._engines = contract.at_host, engines
         self._named: dict[str, Custody] = {}  # the same custodies by the engines' own ids, if notices carry these
         self._tasks = TaskOwner("custody")
@@ -273,11 +274,6 @@ class Custodian:
     def holds(self) -> bool:
         """Whether engines hold KV for the proxy under this contract."""
         return self._release is not None
-
-    @property
-    def decode_waits(self) -> bool:
-        """Whether decode engines wait for a push under this contract."""
-        return self._decode_waits
 
     @property
     def drain_timeout(self) -> float:
@@ -306,10 +302,10 @@ class Custodian:
 
     def placed(self, handle: Handle, prefill: str) -> Handle:
         """Return a handle with the host at which the settings say that others reach its prefill engine."""
-        engine = self._engines.get(prefill)
-        if self._at_host is None or engine is None or engine.kv_host is None:
+        if self._at_host is None:
             return handle
-        return self._at_host(handle, engine.kv_host)
+        engine = self._engines.get(prefill)
+        return handle if engine is None or engine.kv_host is None else self._at_host(handle, engine.kv_host)
 
     def take(self, handle: Handle, leg: PrefillRecord) -> Custody:
         """Become responsible for a handle."""
