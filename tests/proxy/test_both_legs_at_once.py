@@ -1,4 +1,4 @@
-"""Both engines are asked at once, and both answer at the same moment: either answer may be processed first."""
+"""Both engines are asked at once, and the prefill engine answers while the decode engine's answer is processed."""
 
 from __future__ import annotations
 
