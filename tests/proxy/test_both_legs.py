@@ -281,7 +281,7 @@ async def test_a_decode_engine_that_refuses_ends_the_prefill() -> None:
 
 
 async def test_a_decode_engine_that_fails_is_replaced_while_the_prefill_engine_works() -> None:
-    """The first prefill leg is closed. The next pair has an id of its own."""
+    """The first prefill leg is closed. The next pair has an id of its own, and begins with the prefill: see below."""
     async with pool(PUSH, decodes=2) as pair:
         await known(pair)
         other = pair.more[0]
@@ -297,7 +297,7 @@ async def test_a_decode_engine_that_fails_is_replaced_while_the_prefill_engine_w
             engine.faults.script(first_fails)
         before = len(pair.p.requests)
         asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion()))
-        await until(lambda: pair.d.engine.awaited or other.engine.awaited)
+        await until(lambda: len(pair.p.requests) == before + 2)
         gate.opened.set()
         answer = await asked
         assert answer.text == await text_of(pair)
@@ -392,6 +392,21 @@ async def test_a_decode_engine_that_never_begins_is_late_from_the_prefill_engine
         assert answer.status == 504
         assert pair.world.metric("pdproxy_deadline_total", wait="first_token") == 1
         await pair.world.quiet()
+
+
+async def test_a_prefill_engine_that_restarted_unseen_is_learnt_anew() -> None:
+    """The decode engine fails, since nobody is at the old place: the next prompt goes to the prefill engine alone at first."""
+    async with pool(PUSH, limits={"attempts": 1}) as pair:
+        await known(pair)
+        peers = pair.world.proxy.engines[pair.p.url].run.peers
+        assert peers.missing == ()
+        gate = Gate()
+        pair.p.faults.script(gate)
+        pair.d.faults.script(fails(500))
+        assert (await pair.ask(COMPLETIONS, completion())).status == 500
+        assert peers.missing == (0,)
+        assert (await pair.ask(COMPLETIONS, completion())).text == await text_of(pair)
+        assert peers.missing == ()
 
 
 async def test_a_full_decode_engine_serves_alone() -> None:

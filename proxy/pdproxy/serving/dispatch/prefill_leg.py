@@ -65,6 +65,7 @@ class PrefillLeg:
         "_client",
         "_lease",
         "_parsed",
+        "_peers",
         "_pending",
         "_sent_ids",
         "_turn",
@@ -84,7 +85,10 @@ class PrefillLeg:
         """The custody of KV that was promised to a decode engine."""
         self._lease = attempt.assignment[Role.PREFILL]
         self._url = self._lease.node.url
-        self._client: EngineClient = resources.engines.known[self._url].client
+        engine = resources.engines.known[self._url]
+        self._client: EngineClient = engine.client
+        # Of the run that is asked: an answer of an earlier run must not be taken for one of the next.
+        self._peers = engine.run.peers if resources.transfer.contract.peer_in is not None else None
         self._pending: Pending | None = None
         self._verdict = Verdict.NEUTRAL
         self._adopted = False
@@ -255,7 +259,8 @@ class PrefillLeg:
             raise EngineError(f"{url} gave the prefill up")
         contract = self._attempt.resources.transfer.contract
         if contract.peer_in is not None and (peer := contract.peer_in(read, self.dispatch)) is not None:
-            self._attempt.resources.engines.known[url].run.peers.learn(peer)
+            assert self._peers is not None
+            self._peers.learn(peer)
         handle = contract.handle(self._parsed, read, self.dispatch)
         if isinstance(handle, str):  # the engine works, and gave nothing to decode from
             return self._failed(EngineError(f"{url} gave no usable KV handle: {handle}"), Alone.NO_HANDLE)

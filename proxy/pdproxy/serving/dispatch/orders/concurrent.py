@@ -23,7 +23,7 @@ from pdproxy.serving.dispatch.decode_leg import DecodeLeg
 from pdproxy.serving.dispatch.orders import sequential
 from pdproxy.serving.dispatch.prefill_leg import Prefilled, PrefillLeg
 from pdproxy.serving.dispatch.prefill_record import record_of
-from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, Outcome, PrefillFailed
+from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, DecodeFailed, Outcome, PrefillFailed
 from pdproxy.serving.kv.custody import Custody, End
 
 REFUSAL_GRACE = 1.0
@@ -96,7 +96,15 @@ class _Both:
         if failure is not None and (outcome is None or self._decode.gave_up):
             return failure
         assert outcome is not None
+        if isinstance(outcome, DecodeFailed) and not outcome.data_sent:
+            self._forget_peers()
         return outcome
+
+    def _forget_peers(self) -> None:
+        """Forget where the prefill engine is reached, if its answers show it: it may have been started again since."""
+        known, contract = self._attempt.resources.engines.known, self._attempt.resources.transfer.contract
+        if contract.peer_in is not None and self._attempt.prefill_url is not None:
+            known[self._attempt.prefill_url].run.peers.forget()
 
     async def _run_prefill(self) -> None:
         """Run the prefill leg, and process its end in the same step: the decode leg may be over in the next one."""
