@@ -276,7 +276,7 @@ async def test_before_its_bootstrap_server_has_named_it_an_engine_gets_no_prefil
         await asked_again(pair)
         await same(pair, COMPLETIONS, completion())
         assert pair.loaded > 0
-        assert pair.world.metric("pdproxy_bootstrap_queries_total", result="incomplete", node=pair.p.url) == 2
+        assert pair.world.metric("pdproxy_bootstrap_queries_total", result="incomplete", node=pair.p.url) >= 2
 
 
 async def test_each_prefill_names_the_rank_that_makes_its_kv() -> None:
