@@ -119,7 +119,7 @@ def instructions(peer: stage.Peer, load: Load) -> float:
         time.sleep(time.monotonic() - began)  # probes and timers, which run without requests, too
         _callgrind("--dump", process.pid)
         busy, idle = (counted((folder / f"counts.{number}").read_text()) for number in (1, 2))
-        return (busy - idle) / max(1, found["ok"])
+        return (busy - idle) / max(1, int(found["ok"]))
 
 
 def counted(dump: str) -> int:

@@ -13,8 +13,8 @@ from vllm.platforms import current_platform
 
 def supply() -> None:
     """Make the number of the accelerator 0, and its selection nothing. The sender's threads select it, too."""
-    torch.accelerator.current_device_index = lambda: 0  # type: ignore[assignment]
-    type(current_platform).set_device = classmethod(lambda cls, device: None)  # type: ignore[assignment]
+    torch.accelerator.current_device_index = lambda: 0
+    type(current_platform).set_device = classmethod(lambda cls, device: None)
 
 
 class CpuMooncakeConnector(MooncakeConnector):
