@@ -28,7 +28,6 @@ ORDER = [
         "test_generated",
         "test_check",
         "test_push",
-        "test_turns",
         "test_clients",
     ),
     *("test_load", "test_reality", "test_faults"),

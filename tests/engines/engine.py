@@ -7,6 +7,7 @@ signal reaches all of them and nothing else. Uses only the standard library.
 import contextlib
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -46,11 +47,17 @@ class EngineFailed(Exception):  # noqa: N818 - reads as what it reports
     """An engine died or didn't become healthy in time; the message ends with its log's last lines."""
 
 
+PORTS = range(12_000, 32_000)
+"""Below the ports that the system gives to connections: an engine binds its port seconds after it was chosen."""
+
+
 def free_port() -> int:
-    """Return a TCP port of the loopback that was free just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a TCP port of the loopback that was free just now, and that no connection gets."""
+    while True:
+        port = random.choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass
