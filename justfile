@@ -3,7 +3,7 @@
 #   just prefill | just decode | just proxy
 #   just send_request, just benchmark, just latency, just eval, just gsm8k
 #
-# Without GPUs, on simulated engines: just eval_simulated, just latency_simulated.
+# Without GPUs, on simulated engines: just eval_simulated, just latency_simulated, just orders.
 # The last ones need an installation with '.[bench]', which brings `just` itself, too.
 #
 # Variables are set on the command line: just MODEL=Qwen/Qwen3-8B DECODE_GPU=3 decode
@@ -131,6 +131,10 @@ latency:
 # The same on simulated engines
 latency_simulated REQUESTS="100" RATE="10":
     {{ PYTHON }} benchmarks/serving.py --simulated {{ CONNECTOR }} --requests {{ REQUESTS }} --rate {{ RATE }} --input 300 --output 64
+
+# Measure on simulated engines what it gains to ask both engines at once
+orders *ARGS:
+    {{ PYTHON }} benchmarks/orders.py {{ ARGS }}
 
 # Have CLIENTS clients at once ask the proxy and the plain engine the same: answers must be the same
 eval *ARGS:

@@ -32,7 +32,7 @@ CASE = orders.Case(tokens=10, clients=1, requests=1)
 
 
 def _result(order: str, first: float | None, connector: str = "nixl-push") -> orders.Result:
-    return orders.Result(connector, order, CASE, 0, 0.5, None, first, first, 1.0)
+    return orders.Result(connector, order, CASE, 0, 0.5, None, first, first, first, 1.0)
 
 
 def test_sums_and_counts_of_a_page_of_metrics() -> None:
@@ -53,7 +53,7 @@ def test_a_prompt_has_exactly_its_tokens_and_no_other_like_it(tokens: int) -> No
 def test_the_table_has_ratios_to_the_sequential_push_and_gaps_where_nothing_is_known() -> None:
     text = orders.table([_result("sequential", 20.0), _result("concurrent", 15.0), _result("sequential", None, "nixl")])
     rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()[2:]]
-    assert [row[9] for row in rows] == ["1.000", "0.750", ""]
+    assert [row[10] for row in rows] == ["1.000", "0.750", ""]
     assert {(row[5], row[6]) for row in rows} == {("0.500", "")}
     assert len({line.count("|") for line in text.splitlines()}) == 1
 
