@@ -101,7 +101,7 @@ async def test_what_cant_be_told_stops_the_start_with_all_that_was_asked() -> No
     async with engines({"connector": "shared"}, {"connector": "shared"}) as (p, d):
         lines = await mistakes(settings([p.url], [d.url]))
         assert lines == (
-            f"{KEY}: auto: {WHICH}: lmcache-pd or lmcache-mp or shared, or none. Name it",
+            f"{KEY}: auto: {WHICH}: lmcache-pd or lmcache-mp or shared or moriio, or none. Name it",
             f"prefill {p.url}: vLLM 0.32.0, /metrics has no KV connector",
             f"decode {d.url}: vLLM 0.32.0, /metrics has no KV connector",
         )
@@ -111,7 +111,7 @@ async def test_what_cant_be_told_stops_the_start_with_all_that_was_asked() -> No
 async def test_engines_of_different_connectors() -> None:
     async with engines({}, {"connector": "none"}) as (p, d):
         first, *_ = await mistakes(settings([p.url], [d.url]))
-        assert f"engines of different connectors: {p.url} is nixl, {d.url} is lmcache-pd or" in first
+        assert f"engines of different connectors: {p.url} is nixl, {d.url} is mooncake or lmcache-pd or" in first
         await until(lambda: p.engine.handles, 5)  # no decode engine of its kind could release it: the lease ends it
 
 
