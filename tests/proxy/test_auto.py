@@ -102,7 +102,7 @@ async def test_what_cant_be_told_stops_the_start_with_all_that_was_asked() -> No
         lines = await mistakes(settings([p.url], [d.url]))
         assert lines == (
             f"{KEY}: auto: {WHICH}: lmcache-pd or lmcache-mp or shared or moriio, or none. Name it",
-            f"prefill {p.url}: vLLM 0.32.0, /metrics has no KV connector",
+            f"prefill {p.url}: vLLM 0.32.0, /metrics has no KV connector, no Mooncake bootstrap server answered",
             f"decode {d.url}: vLLM 0.32.0, /metrics has no KV connector",
         )
         assert not p.requests, "LMCache's sender would crash"
