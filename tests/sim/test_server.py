@@ -148,6 +148,33 @@ async def test_the_port_refuses_while_a_restart_takes_its_time(sim):
     assert (await ask(sim.port, get("/health"))).answer.status == 200
 
 
+@pytest.mark.parametrize(
+    ("facts", "ports"),
+    [
+        pytest.param({}, lambda sim: sim.engine.side_channel_ports, id="nixl"),
+        pytest.param({"connector": "p2p-nccl", "role": "prefill"}, lambda sim: [sim.engine.link.port], id="p2p-nccl"),
+        pytest.param(
+            {"connector": "lmcache-pd", "role": "decode"},
+            lambda sim: [port for ports in sim.engine.receiver_ports for port in ports],
+            id="lmcache-pd",
+        ),
+    ],
+)
+async def test_a_killed_engine_keeps_its_ports_until_its_end(facts, ports):
+    async with SimServer(Facts(**facts)) as sim:
+        kept = ports(sim)
+        assert all(kept)
+        await sim.kill()
+        for port in kept:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))  # without SO_REUSEADDR, like the port of a connection
+            with pytest.raises(ConnectionRefusedError):
+                await Raw.connect(port)
+        await sim.restart()
+        assert ports(sim) == kept
+        assert kept != []
+
+
 async def test_a_frozen_engine_keeps_sockets_and_takes_connections_without_a_word(sim):
     old = await ask(sim.port, get("/health"))
     old.pieces.clear()

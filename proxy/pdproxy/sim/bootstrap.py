@@ -82,8 +82,8 @@ class Bootstrap:
         await self._listener.accept()
 
     async def close(self) -> None:
-        """Refuse connections and drop those that are open."""
-        self._listener.release()
+        """Refuse connections and drop those that are open. The port stays reserved."""
+        self._listener.close()
         for connection in list(self._state.connections):
             connection.transport.abort()
         tasks = {task for task in self._state.tasks if task is not asyncio.current_task()}
@@ -91,6 +91,10 @@ class Bootstrap:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=_CANCEL_TIMEOUT)
+
+    def release(self) -> None:
+        """Release the port, after `close`."""
+        self._listener.release()
 
     def freeze(self) -> None:
         """Accept connections and questions, answer none."""

@@ -14,6 +14,7 @@ import msgspec
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.sim.cpu import Cpu, FindReceiver, Part, SendPart
 from pdproxy.sim.facts import Facts
+from pdproxy.sim.reserved_port import ReservedPort
 from pdproxy.sim.side_channel import LinkError, receive_frame, send_frame
 
 _PAUSE = 0.05
@@ -48,6 +49,7 @@ class CpuLink:
 
     def __init__(self, facts: Facts, connector: Callable[[], Cpu], changed: Callable[[], None]) -> None:
         self._facts, self._connector, self._changed = facts, connector, changed
+        self._reserved = ReservedPort()
         self._server: asyncio.Server | None = None
         self._answering = TaskOwner("CPU link")
         self._awake = asyncio.Event()
@@ -65,16 +67,19 @@ class CpuLink:
         if self._facts.connector != "cpu" or self._facts.role != "decode":
             return
         self._engine_id = engine_id
-        where = self._facts.cpu.cpu_host, self.port or self._facts.cpu.cpu_port
-        self._server = await asyncio.start_server(self._accepted, *where, backlog=1024)
-        self.port = self._server.sockets[0].getsockname()[1]
+        self._server = await self._reserved.listen(self._accepted, self._facts.cpu.cpu_host, self._facts.cpu.cpu_port)
+        self.port = self._reserved.number
 
     async def close(self) -> None:
-        """Stop listening and drop what is being answered."""
+        """Stop listening and drop what is being answered. The port stays reserved."""
         if self._server is not None:
             self._server.close()
         self._server = None
         await self._answering.settle(0)
+
+    def release(self) -> None:
+        """Release the port, after `close`."""
+        self._reserved.release()
 
     def freeze(self) -> None:
         """Accept connections and questions, answer none."""

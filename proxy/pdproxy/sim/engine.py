@@ -74,6 +74,7 @@ class Engine:
         """The link of a connector whose engines register."""
         self.http_address = ""
         """Where its API listens, `host:port`."""
+        self._ports = (*(link.side for link in self._links), self._receiving, self._cpu_link, self.link)
         self._storage = storage
         self.notice_sender = NoticeSender(facts.notify, keeps=facts.connector != "nixl")
         self._failing_loads = 0
@@ -134,13 +135,15 @@ class Engine:
     async def stop(self) -> None:
         """End everything; running requests get `EngineDeadError`."""
         self.kill_core()
-        for link in self._links:
-            await link.side.close()
-        await self._receiving.close()
-        await self._cpu_link.close()
-        await self.link.close()
+        for ports in self._ports:
+            await ports.close()
         await self._tasks.settle(0)
         await self.notice_sender.close()
+
+    def release(self) -> None:
+        """Release the ports, after `stop`: until then they are reserved for the next start."""
+        for ports in self._ports:
+            ports.release()
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """Run one request; closing the iterator early aborts it.
@@ -203,20 +206,14 @@ class Engine:
     def freeze(self) -> None:
         """Stop stepping and stop answering on the side channel; sockets stay open (what SIGSTOP does to the core)."""
         self._awake.clear()
-        for link in self._links:
-            link.side.freeze()
-        self._receiving.freeze()
-        self._cpu_link.freeze()
-        self.link.freeze()
+        for ports in self._ports:
+            ports.freeze()
 
     def thaw(self) -> None:
         """Go on after `freeze`."""
         self._awake.set()
-        for link in self._links:
-            link.side.thaw()
-        self._receiving.thaw()
-        self._cpu_link.thaw()
-        self.link.thaw()
+        for ports in self._ports:
+            ports.thaw()
 
     def expire_leases(self) -> int:
         """End the lease of every handle now; return how many there were."""

@@ -11,6 +11,8 @@ import socket
 import ssl
 from collections.abc import Callable
 
+from pdproxy.sim.reserved_port import bound
+
 _BACKLOG = 1024
 
 
@@ -63,15 +65,7 @@ class Listener:
             self._socket = made
 
     def _bound(self) -> socket.socket:
-        made = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.setblocking(False)
-            made.bind((self.host, self.port))
-        except (OSError, OverflowError):
-            made.close()
-            raise
-        return made
+        return bound(socket.AF_INET6 if ":" in self.host else socket.AF_INET, (self.host, self.port))
 
     async def accept(self) -> None:
         """Accept connections."""

@@ -79,6 +79,11 @@ class WorkerPort:
             await self._bootstrap.close()
         await self._answering.settle(0)
 
+    def release(self) -> None:
+        """Release the bootstrap server's port, after `close`."""
+        if self._bootstrap is not None:
+            self._bootstrap.release()
+
     def freeze(self) -> None:
         """Accept connections and questions, answer none."""
         self._awake.clear()

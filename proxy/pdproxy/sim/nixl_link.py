@@ -62,7 +62,7 @@ class NixlLink:
             OSError: the port is taken.
         """
         self._core = None
-        await self.side.open(engine_id, agent, self._facts.side_channel_host, self.side.port or port)
+        await self.side.open(engine_id, agent, self._facts.side_channel_host, port)
         return self.side.port
 
     def attach(self, core: Core) -> None:

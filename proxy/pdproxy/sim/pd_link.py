@@ -18,6 +18,7 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Receiver, Write
 from pdproxy.sim.memory import Page
 from pdproxy.sim.pd_buffer import Allocation, Batch
+from pdproxy.sim.reserved_port import ReservedPort
 from pdproxy.sim.side_channel import LinkError, receive_frame, send_frame
 
 _PAUSE = 0.05
@@ -115,6 +116,7 @@ class Receiving:
     def __init__(self, connector: Callable[[], LMCachePD], changed: Callable[[], None]) -> None:
         self._connector, self._changed = connector, changed
         self._servers: list[asyncio.Server] = []
+        self._reserved: list[ReservedPort] = []
         self._answering = TaskOwner("PD link")
         self._awake = asyncio.Event()
         self._awake.set()
@@ -129,22 +131,25 @@ class Receiving:
             OSError: one of them is taken.
         """
         self._engine_id = engine_id
-        before = [*self.init_ports, *self.alloc_ports]
         wanted = [port + rank if port else 0 for port in (init_port, alloc_port) for rank in range(ranks)]
-        ports = []
-        for place, port in enumerate(before or wanted):
+        self._reserved = self._reserved or [ReservedPort() for _ in wanted]
+        for place, port in enumerate(wanted):
             accepted = partial(self._accepted, place % ranks, place >= ranks)
-            server = await asyncio.start_server(accepted, host, port, backlog=1024)
-            self._servers.append(server)
-            ports.append(server.sockets[0].getsockname()[1])
+            self._servers.append(await self._reserved[place].listen(accepted, host, port))
+        ports = [reserved.number for reserved in self._reserved]
         self.init_ports, self.alloc_ports = ports[:ranks], ports[ranks:]
 
     async def close(self) -> None:
-        """Stop listening and drop what is being answered."""
+        """Stop listening and drop what is being answered. The ports stay reserved."""
         for server in self._servers:
             server.close()
         self._servers.clear()
         await self._answering.settle(0)
+
+    def release(self) -> None:
+        """Release the ports, after `close`."""
+        for reserved in self._reserved:
+            reserved.release()
 
     def freeze(self) -> None:
         """Accept connections and questions, answer none."""

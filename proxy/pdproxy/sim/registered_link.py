@@ -20,6 +20,7 @@ from pdproxy.sim.memory import Page
 from pdproxy.sim.moriio import Moriio, Place, Read, Report, WriteBlocks, Written
 from pdproxy.sim.p2p_nccl import P2pNccl, Put
 from pdproxy.sim.request import EngineDeadError
+from pdproxy.sim.reserved_port import ReservedPort
 from pdproxy.sim.side_channel import LinkError, receive_frame, send_frame
 
 _PAUSE = 0.05
@@ -48,6 +49,7 @@ class RegisteredLink:
     """The link of one engine. `connector` returns the running core's; `changed` is called when the core has work."""
 
     def __init__(self, facts: Facts, connector: Callable[[], Connector], changed: Callable[[], None]) -> None:
+        self._reserved = ReservedPort()
         self._facts, self._connector, self._changed = facts, connector, changed
         self._server: asyncio.Server | None = None
         self._tasks = TaskOwner("registered link")
@@ -89,11 +91,13 @@ class RegisteredLink:
             OSError: the port is taken.
         """
         self._run, self._met = run, {}
-        port, host = self.port or self._facts.kv_port, self._facts.side_channel_host
-        self._server = await asyncio.start_server(self._accepted, host, port, backlog=1024)
-        self.port = self._server.sockets[0].getsockname()[1]
-        if self._facts.register is not None:
-            self._tasks.spawn(self._register(self._facts.register, http_address), "heartbeats")
+        if not self.port:
+            self._reserved.release()
+        facts = self._facts
+        self._server = await self._reserved.listen(self._accepted, facts.side_channel_host, facts.kv_port)
+        self.port = self._reserved.number
+        if facts.register is not None:
+            self._tasks.spawn(self._register(facts.register, http_address), "heartbeats")
 
     def attach(self, core: Core) -> None:
         """Give the connector of a core its address."""
@@ -101,11 +105,15 @@ class RegisteredLink:
             core.connector.address = Place(self._facts.side_channel_host, self.port)
 
     async def close(self) -> None:
-        """Stop listening and registering, and drop what is under way."""
+        """Stop listening and registering, and drop what is under way. The port stays reserved."""
         if self._server is not None:
             self._server.close()
             self._server = None
         await self._tasks.settle(0)
+
+    def release(self) -> None:
+        """Release the port, after `close`."""
+        self._reserved.release()
 
     def freeze(self) -> None:
         """Accept connections and questions, answer none. MoRIIO's heartbeats come from another process: they go on."""

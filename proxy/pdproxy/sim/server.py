@@ -192,6 +192,7 @@ class SimServer:
         await self.kill()
         if self._admin is not None:
             await self._admin.stop()
+        self.engine.release()
         self._listener.release()
 
     async def _come_up(self) -> None:

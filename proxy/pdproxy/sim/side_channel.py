@@ -20,6 +20,7 @@ from pdproxy.sim.memory import Page
 from pdproxy.sim.nixl import Greeting, Handshake, Peer
 from pdproxy.sim.nixl_push import Push, Register, Registration
 from pdproxy.sim.request import EngineDeadError
+from pdproxy.sim.reserved_port import ReservedPort
 
 _MAX_FRAME = 1 << 28
 _HEADER = 4
@@ -200,6 +201,7 @@ class SideChannel:
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._engine_id, self._agent = "", ""
+        self._reserved = ReservedPort()
         self._server: asyncio.Server | None = None
         self._answering = TaskOwner("side channel")
         self._awake = asyncio.Event()
@@ -207,14 +209,14 @@ class SideChannel:
         self.port = 0
 
     async def open(self, engine_id: str, agent: str, host: str, port: int) -> None:
-        """Listen.
+        """Listen; after a restart where it did before.
 
         Raises:
             OSError: the port is taken.
         """
         self._engine_id, self._agent = engine_id, agent
         try:
-            self._server = await asyncio.start_server(self._accepted, host, port, backlog=1024)
+            self._server = await self._reserved.listen(self._accepted, host, port)
         except OSError as error:
             nameless = (
                 isinstance(error, socket.gaierror) or error.errno is None
@@ -222,15 +224,19 @@ class SideChannel:
             if not nameless and error.errno != errno.EADDRNOTAVAIL:
                 raise
             # Not an address of this machine: handles then name a wrong address, as with a real misconfigured engine.
-            self._server = await asyncio.start_server(self._accepted, "127.0.0.1", port, backlog=1024)
-        self.port = self._server.sockets[0].getsockname()[1]
+            self._server = await self._reserved.listen(self._accepted, "127.0.0.1", port)
+        self.port = self._reserved.number
 
     async def close(self) -> None:
-        """Stop listening and drop what is being answered."""
+        """Stop listening and drop what is being answered. The port stays reserved."""
         if self._server is not None:
             self._server.close()
             self._server = None
         await self._answering.settle(0)
+
+    def release(self) -> None:
+        """Release the port, after `close`."""
+        self._reserved.release()
 
     def freeze(self) -> None:
         """Accept connections and questions, answer none."""
