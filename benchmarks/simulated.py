@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from stage import free_ports
 
 PATIENCE = 60.0
 """Seconds until all must serve."""
@@ -31,13 +32,6 @@ class Stage:
 
     proxy: str
     plain: str
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 @contextmanager
@@ -80,8 +74,8 @@ def pair(connector: str, orders: Sequence[str], flags: Sequence[str]) -> Iterato
     `flags`: of both engines, see `pdproxy sim`. Returns the base URL of each order's proxy. A file names the order, since no flag
     of `pdproxy serve` does.
     """
-    prefill, decode = _free_port(), _free_port()
-    proxies = {order: _free_port() for order in orders}
+    prefill, decode, *rest = free_ports(2 + len(orders))
+    proxies = dict(zip(orders, rest, strict=True))
     engines = ["--eos-every", "0", "--model", "sim", "--connector", connector, *flags]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
@@ -106,7 +100,7 @@ def pair(connector: str, orders: Sequence[str], flags: Sequence[str]) -> Iterato
 @contextmanager
 def stage(connector: str, *, speed: float = 1.0) -> Iterator[Stage]:
     """Run P, D, a plain engine and a proxy until the block ends. `speed`: see `pdproxy sim`."""
-    prefill, decode, plain, proxy, link = (_free_port() for _ in range(5))
+    prefill, decode, plain, proxy, link = free_ports(5)
     with ExitStack() as stack:
         own: list[str] = []
         if connector in _PUSHES:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
+import random
 import resource
 import shlex
 import signal
@@ -79,13 +81,20 @@ def rss(pid: int) -> float:
 # -- processes
 
 
+PORTS = range(10_000, 12_000)
+"""Below the ports that the system gives to connections: a process binds its port seconds after it was chosen."""
+
+
 def free_ports(count: int) -> list[int]:
-    """Return free ports of the loopback."""
-    with ExitStack() as stack:
-        held = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in held:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in held]
+    """Return different free ports of the loopback."""
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) >= count:
+            return found
+    raise RuntimeError(f"{count} ports are not free between {PORTS.start} and {PORTS.stop}")
 
 
 def url(port: int) -> str:

@@ -18,6 +18,8 @@ SOURCE = "vllm:prompt_tokens_by_source_total"
 USED = "vllm:kv_cache_usage_perc"
 SETTLED = 30.0  # seconds until counters are up to date and P has freed its blocks
 STRICT_TRIES = 12  # an engine that lags joins two tokens into one chunk
+RACES = {"error-one-of-a-list-too-long"}
+"""Shapes in which other prompts of a list may move before the refused one is read."""
 
 Increases = dict[str, float]
 """Increases of counters by name: see `Moved.since`."""
@@ -128,7 +130,7 @@ async def _settle(shape: Shape, before: Moved, moved: Callable[[Increases], bool
     elif shape.status == 200:
         wanted = {"alone": 0}
     else:
-        wanted = {} if at_once else {"pulled": 0}
+        wanted = {} if at_once or shape.name in RACES else {"pulled": 0}
     deadline = time.monotonic() + SETTLED
     while True:
         increases = before.since(shape.alone)

@@ -14,7 +14,7 @@ from .client import ask
 from .compare import differs
 from .connected import by_files, pair
 from .engine import BLOCK, MODEL, Engine
-from .equality import SOURCE, Increases, equal
+from .equality import RACES, SOURCE, Increases, equal
 from .fleet import Fleet
 from .launcher import Launcher
 from .prompts import ids
@@ -26,8 +26,6 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(300, func_only=True)]
 FEW = {"completion-block", "completion-block-and-one"}
 """Prompts that have no whole block before their last two tokens."""
 ANSWERED = [shape for shape in SHAPES if not shape.alone and shape.status == 200 and shape.name not in FEW]
-RACES = {"error-one-of-a-list-too-long"}
-"""The list's other prompts may move before the refused one is read."""
 ALONE = [shape for shape in SHAPES if (shape.alone or shape.status != 200) and shape.name not in RACES]
 
 

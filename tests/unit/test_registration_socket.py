@@ -131,9 +131,7 @@ async def test_a_stranger_can_not_take_the_name_of_a_connection_that_is_there() 
 
 async def test_an_address_that_is_taken() -> None:
     port = free_port()
-    with plain_sockets.socket() as other:
-        other.bind(("127.0.0.1", port))
-        other.listen()
+    with plain_sockets.create_server(("127.0.0.1", port)):
         stage = Stage()
         with pytest.raises(OSError, match="Address already in use"):
             stage.socket.bind("127.0.0.1", port)

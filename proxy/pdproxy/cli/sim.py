@@ -311,9 +311,7 @@ async def _serve(sim: SimServer, facts: Facts) -> int:
     try:
         await sim.start()
     except OSError as error:
-        where = (
-            f" on {error.filename}" if error.filename else ""
-        )  # without: the side channel, whose error has the address
+        where = f" on {error.filename}" if error.filename else ""
         sys.stderr.write(f"pdproxy sim: can't listen{where}: {error.strerror or error}\n")
         return USAGE_ERROR
     admin = f", admin on {sim.admin_url}" if sim.admin_url is not None else ""

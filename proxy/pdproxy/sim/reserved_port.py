@@ -31,17 +31,20 @@ class ReservedPort:
         """Listen on the reserved port, or reserve `port` (0: any free one) of `host`'s first address.
 
         Raises:
-            OSError: the port is taken, or the address is unknown or does not belong to this machine.
+            OSError: the port is taken, or the address is unknown or does not belong to this machine. `filename` is the address.
         """
-        if self._reserving is None:
-            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            self._reserving = bound(found[0][0], found[0][4])
-        made = bound(self._reserving.family, self._reserving.getsockname())
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         try:
-            return await asyncio.start_server(accepted, sock=made, backlog=_BACKLOG)
-        except OSError:
-            made.close()
-            raise
+            if self._reserving is None:
+                self._reserving = bound(found[0][0], found[0][4])
+            made = bound(self._reserving.family, self._reserving.getsockname())
+            try:
+                return await asyncio.start_server(accepted, sock=made, backlog=_BACKLOG)
+            except OSError:
+                made.close()
+                raise
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, f"{host}:{self.number or port}") from None
 
     def release(self) -> None:
         """Let others have the port, once nobody listens on it. `listen` may then reserve another."""

@@ -6,7 +6,9 @@ Owns their processes and the folder of their logs, which is kept where one of th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 import shutil
 import socket
 import tempfile
@@ -25,6 +27,7 @@ from pdproxy.lab.demo.vllm.process import EngineProcess
 GPU_MODEL = "Qwen/Qwen3-0.6B"
 """The model on GPUs without --model: small, and free to download."""
 _LOOK_EVERY = 0.5
+_PORTS = range(20_000, 32_000)
 _LOADS = ("Starting to load model", "Loading weights")
 
 
@@ -150,12 +153,12 @@ async def _ready(session: aiohttp.ClientSession, process: EngineProcess, place: 
 
 
 def _free_ports(count: int) -> Sequence[int]:
-    """Return different loopback ports that were just free."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind((LOOPBACK, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+    """Return different loopback ports that were just free, below those that the system gives to connections."""
+    found: list[int] = []
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise DemoError(f"{count} ports are not free between {_PORTS.start} and {_PORTS.stop}")
