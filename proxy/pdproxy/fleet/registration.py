@@ -195,7 +195,8 @@ class Registrations:
             for peer in found:
                 peers.learn(peer)
             entry.wrong = None
-        changed = self._ledger.mark_kv(engine.url, entry.wrong, None if isinstance(found, str) else found[0].mode)
+        peer = None if isinstance(found, str) else found[0]
+        changed = self._ledger.mark_kv(engine.url, entry.wrong, peer and peer.mode, peer and peer.tp_size)
         if changed and entry.wrong is None:
             logger.info("%s takes part in KV transfer: it has registered", engine.url)
         elif changed and (owned or entry.owned is not None):

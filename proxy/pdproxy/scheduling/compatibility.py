@@ -19,6 +19,9 @@ def prefill_and_decode(prefill: Node, decode: Node) -> str | None:
             return f"{node.url} {node.kv_not_ready}"
     if prefill.kv_mode != decode.kv_mode:
         return f"different transfer modes ({prefill.kv_mode} / {decode.kv_mode})"
+    one, other = prefill.kv_tp_size, decode.kv_tp_size
+    if one is not None and other is not None and one % other and other % one:
+        return f"tensor-parallel sizes {one} / {other}: one must be a multiple of the other"
     if decode.url in prefill.ejected:
         return "ejected: they counted different prompt lengths for one request"
     return prefill.evidence.difference(decode.evidence)

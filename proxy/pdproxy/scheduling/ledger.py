@@ -94,15 +94,16 @@ class Ledger:
         self._changed()
         return was_up
 
-    def mark_kv(self, url: str, not_ready: str | None, mode: str | None = None) -> bool:
+    def mark_kv(self, url: str, not_ready: str | None, mode: str | None = None, tp_size: int | None = None) -> bool:
         """Note why an engine can't take part in KV transfer yet; None: it can. Return whether that changed.
 
         `mode`: the direction of its transfers, which both engines of a pair must have; None: the connector has only one.
+        `tp_size`: its tensor-parallel size, if the engine reports it.
         """
         node = self._nodes.get(url)
-        if node is None or (node.kv_not_ready, node.kv_mode) == (not_ready, mode):
+        if node is None or (node.kv_not_ready, node.kv_mode, node.kv_tp_size) == (not_ready, mode, tp_size):
             return False
-        node.kv_not_ready, node.kv_mode = not_ready, mode
+        node.kv_not_ready, node.kv_mode, node.kv_tp_size = not_ready, mode, tp_size
         self._changed()
         return True
 

@@ -110,6 +110,8 @@ class Node:
     """Why it can't take part in KV transfer yet, None if it can."""
     kv_mode: str | None = None
     """The direction of its transfers in its connector's own words, None if that connector has only one."""
+    kv_tp_size: int | None = None
+    """The tensor-parallel size that it reports, None if its connector reports none."""
     ejected: set[str] = field(default_factory=set)
     """URLs of engines that it must not work with."""
 
