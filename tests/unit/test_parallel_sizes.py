@@ -21,6 +21,7 @@ from pdproxy.transfer.peers import Peer
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
 from pdproxy.wire.registrations import Registration
 from pdproxy.wire.request import Route, parse
+from tests.unit.test_registration import TIMEOUT, D, P, Stage, beat
 
 MINTED = "0123456789abcdef" * 2
 P_ADDRESS = "host:10.0.0.1,handshake:6301,notify:61005"
@@ -231,3 +232,22 @@ def test_engines_that_report_their_sizes_are_paired_by_them(pair: tuple[int, int
     assert ledger.shortcomings(0.0) == expected
     ledger.mark_kv(urls[1], None, "READ", pair[0])
     assert ledger.shortcomings(0.0) == []
+
+
+@pytest.mark.parametrize(("sizes", "fit"), [((8, 4), True), ((4, 8), True), ((6, 4), False), ((4, 6), False)])
+async def test_engines_that_register_with_sizes_that_do_not_fit(sizes: tuple[int, int], fit: bool) -> None:
+    """They are named in `/ready`, and paired as soon as one of them comes back with another size."""
+    stage = Stage(moriio.registered)
+
+    def beats(url: str, role: str, size: int, connection: bytes) -> None:
+        one = beat(url, role, P_ADDRESS, dp_size=1, tp_size=size, transfer_mode="READ")
+        stage.known.receive(one, connection, "10.0.0.1")
+
+    beats(P, "P", sizes[0], b"1")
+    beats(D, "D", sizes[1], b"2")
+    said = f"{P} and {D} are not paired: tensor-parallel sizes {sizes[0]} / {sizes[1]}: one must be a multiple of the other"
+    assert stage.ledger.shortcomings(0.0) == ([] if fit else [said])
+    await stage.clock.advance(TIMEOUT + 1)
+    beats(P, "P", sizes[1], b"1")
+    beats(D, "D", sizes[1], b"2")
+    assert stage.ledger.shortcomings(0.0) == []
