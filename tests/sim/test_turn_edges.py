@@ -37,12 +37,16 @@ def test_blocks_that_will_soon_be_freed_are_not_read(left: float | None, policy:
 def test_where_nothing_is_read_the_time_does_not_matter() -> None:
     """P has the whole beginning itself."""
     pair = Pair(p={"kv_load_failure_policy": "fail"})
+    met, earlier = pair.turn(FAR)
+    pair.next((*FAR, *met, *MORE), earlier)  # the first contact of P and D takes a handshake
+    before = pulled(pair.p)
     said, handle = pair.turn(tokens=13)  # 112 tokens have KV: whole blocks
     prompt = (*PROMPT, *said, *MORE)
     assert pair.answer(pair.p, prompt, 1, dict(PREFILL)).over == "length"
     handle["remote_blocks_expiry_time"] = pair.now - 10
     assert pair.next(prompt, handle)[1] == plain(prompt)
-    assert (pair.p.stats.kv_expired, pulled(pair.p)) == (0, 0)
+    assert (pair.p.stats.kv_expired, pulled(pair.p) - before) == (0, 0)
+    assert handle["remote_request_id"] not in pair.d.core.nixl.held, "D need not keep what P has"
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,19 @@ def test_a_turn_is_used_as_long_as_its_time_lasts(passed: float, used: bool) -> 
     shelf.keep("turn", *TURN)
     shelf.at += passed
     assert (shelf.take(*TURN, *MORE) is not None) == used
+    assert shelf.reasons == ([] if used else [("turn", "expired")])
+
+
+def test_turns_that_nobody_continues_end_with_their_time() -> None:
+    """Whatever is asked next: until then the decode engine may still have their blocks."""
+    shelf = Shelf()
+    shelf.keep("turn", *TURN)
+    shelf.at += 50
+    shelf.keep("later", *range(600, 690))
+    shelf.at += 50
+    assert shelf.take(*range(900, 990)) is None
+    assert shelf.reasons == [("turn", "expired")]
+    assert len(shelf.kept) == 1
 
 
 def test_of_two_the_one_with_more_in_common_is_used() -> None:
