@@ -115,6 +115,7 @@ def test_who_prefills_and_who_decodes(kind: str, route: Route) -> None:
         assert ours is None
         assert theirs["prefill_request_id"] == "cmpl-x"
         return
+    assert ours is not None
     assert (ours["do_remote_decode"], ours["do_remote_prefill"]) == (True, False)
     assert (theirs["do_remote_decode"], theirs["do_remote_prefill"]) == (False, True)
 

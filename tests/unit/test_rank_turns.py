@@ -93,10 +93,9 @@ def test_every_rank_of_every_engine_is_used_equally_often(
     contract: Contract, side: int, shape: tuple[int, int]
 ) -> None:
     """Not a part of the ranks, which is what comes of one counter for both. MoRIIO's decode engines choose a rank themselves."""
-    shapes = [(1, 1), (1, 1)]
-    shapes[side] = shape
+    prefill, decode = (shape, (1, 1)) if side == 0 else ((1, 1), shape)
     places = shape[0] * shape[1]
-    hits = Counter(Fleet(*shapes, contract=contract).slots(3 * places)[side])
+    hits = Counter(Fleet(prefill, decode, contract).slots(3 * places)[side])
     assert set(hits) == every(shape)
     assert set(hits.values()) == {3}
 
@@ -105,7 +104,7 @@ def test_every_rank_of_every_engine_is_used_equally_often(
 def test_both_sides_at_once(prefill: tuple[int, int], decode: tuple[int, int]) -> None:
     """Engines equally often, and each engine's ranks too, whatever the other side has."""
     sides = (prefill, decode)
-    for slots, shape in zip(Fleet(*sides).slots(8 * 24), sides, strict=True):
+    for slots, shape in zip(Fleet(prefill, decode).slots(8 * 24), sides, strict=True):
         hits = Counter(slots)
         assert set(hits) == every(shape)
         assert max(hits.values()) - min(hits.values()) <= 1
@@ -116,9 +115,9 @@ def test_both_sides_at_once(prefill: tuple[int, int], decode: tuple[int, int]) -
 @pytest.mark.parametrize("engines", [1, 2, 3, 4])
 def test_one_prompt_after_the_other_goes_to_the_next_engine(engines: int) -> None:
     for side in (0, 1):
-        shapes = [(1, 1), (1, 1)]
-        shapes[side] = (engines, 8)
-        order = [engine for engine, _ in Fleet(*shapes).slots(3 * engines)[side]]
+        shape = (engines, 8)
+        prefill, decode = (shape, (1, 1)) if side == 0 else ((1, 1), shape)
+        order = [engine for engine, _ in Fleet(prefill, decode).slots(3 * engines)[side]]
         first = order[:engines]
         assert sorted(first) == list(range(engines))
         assert order == first * 3

@@ -195,8 +195,8 @@ class Registrations:
             for peer in found:
                 peers.learn(peer)
             entry.wrong = None
-        peer = None if isinstance(found, str) else found[0]
-        changed = self._ledger.mark_kv(engine.url, entry.wrong, peer and peer.mode, peer and peer.tp_size)
+        mode, tp_size = (None, None) if isinstance(found, str) else (found[0].mode, found[0].tp_size)
+        changed = self._ledger.mark_kv(engine.url, entry.wrong, mode, tp_size)
         if changed and entry.wrong is None:
             logger.info("%s takes part in KV transfer: it has registered", engine.url)
         elif changed and (owned or entry.owned is not None):
