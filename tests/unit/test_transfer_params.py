@@ -23,6 +23,12 @@ class Params:
     inner: dict[str, int] = field(default_factory=lambda: {"a": 1})
 
 
+@dataclass(slots=True)
+class SlotParams:
+    transfer_id: str = "t"
+    do_remote_decode: bool = True
+
+
 class Struct(msgspec.Struct):
     transfer_id: str = "t"
 
@@ -89,6 +95,11 @@ def test_a_dataclass_is_read() -> None:
     found = as_mapping(given)
     assert found is not None
     assert found["inner"] is given.inner
+
+
+def test_a_dataclass_with_slots_is_read() -> None:
+    """It has no attributes beside its fields."""
+    assert as_mapping(SlotParams()) == {"transfer_id": "t", "do_remote_decode": True}
 
 
 def test_a_dict_is_itself_and_none_is_none() -> None:
