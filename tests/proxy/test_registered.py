@@ -12,7 +12,8 @@ import pytest
 import zmq
 
 from pdproxy.fleet.engine import Engine
-from pdproxy.observe.events import LegFailed
+from pdproxy.observe.events import LegFailed, RequestEnded
+from pdproxy.serving.kv import late_close
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Facts as NodeFacts
 from pdproxy.sim.faults.book import Fault
@@ -265,6 +266,33 @@ async def test_a_client_that_leaves_while_p_works(kind: str, path: str) -> None:
         assert not any(sim.engine.dead for sim in f.engines)
         assert (await f.ask(COMPLETIONS, completion())).status == 200
         await quiet(f)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("dispatch", ["sequential", "concurrent"])
+async def test_a_client_that_leaves_while_d_waits_for_a_writer(
+    monkeypatch: pytest.MonkeyPatch, stream: bool, dispatch: str
+) -> None:
+    """D never frees what a closed request waits with. So its leg is closed once P must have written."""
+    monkeypatch.setattr(late_close, "KV_GRACE", 5.0)  # for busy machines
+    async with run("write", dispatch=dispatch) as f:
+        if dispatch == "concurrent":
+            await f.p[0].freeze()
+        else:
+            f.p[0].engine.link.freeze()
+        client = await f.world.client()
+        client.send(request("POST", COMPLETIONS, completion(stream=stream, max_tokens=200)))
+        await until(lambda: f.d[0].engine._core.connector._loading)
+        client.close()
+        await until(lambda: f.world.events(RequestEnded))
+        assert f.d[0].engine._core.connector._loading
+        if dispatch == "concurrent":
+            await f.p[0].thaw()
+        else:
+            f.p[0].engine.link.thaw()
+        await quiet(f)
+        assert f.d[0].engine._core.pool.usage == 0
+        assert f.proxy.custodian.stuck.snapshot(f.proxy.custodian.now()) == {}
 
 
 @ALL

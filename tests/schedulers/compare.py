@@ -35,6 +35,8 @@ class Comparison:
 
     connector = ""
     """vLLM's `kv_connector`."""
+    program = "real.py"
+    """What runs vLLM's class: a file of this folder."""
     scheduler = ""
     """vLLM's class, "module:class"."""
     role = "kv_both"
@@ -100,4 +102,4 @@ class Comparison:
             "block_size": BLOCK,
             "scripts": scripts,
         }
-        return followed("real.py", question)
+        return followed(self.program, question)

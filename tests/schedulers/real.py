@@ -171,7 +171,15 @@ class Scheduler:
         output.num_scheduled_tokens = scheduled or {}
         found: dict[str, Any] = plain(vars(self._scheduler.build_connector_meta(output)))
         calls, self._calls = plain(self._calls), []
-        return found | {"calls": calls}
+        return found | {"calls": calls, "deferred": self._deferred()}
+
+    def _deferred(self) -> dict[str, float]:
+        """MoRIIO: return how long blocks are kept for a transfer: seconds that are left of it. What is over is freed."""
+        kept: dict[str, tuple[float, str]] | None = getattr(self._scheduler, "_deferred_send_deadlines", None)
+        if kept is None:
+            return {}
+        self._scheduler.update_connector_output(KVConnectorOutput())
+        return {transfer_id: until - now[0] for until, transfer_id in kept.values()}
 
 
 def main() -> None:
@@ -181,4 +189,5 @@ def main() -> None:
     json.dump([Scheduler(question).follow(script) for script in question["scripts"]], answer)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -135,22 +135,132 @@ def test_write_kills_engines_that_can_not_find_each_other():
     assert (p.dead, d.dead) == (True, True)
 
 
-def test_an_aborted_writer_s_peer_keeps_its_blocks_until_p_has_written():
+def test_d_that_is_aborted_while_it_waits_keeps_its_blocks_for_ever():
     engines, p, d = pair("WRITE")
     engines.ask(d, PROMPT, 8, to_d(), id=name())
     engines.run(engines.now + 1)
     engines.abort(d, name())
-    engines.run(engines.now + 1000)
-    assert d.core.pool.usage > 0
     engines.answer(p, PROMPT, 1, to_p(), id=name())
-    engines.run(engines.now + 1)
+    engines.run(engines.now + 1000)
+    assert p.core.pool.usage == 0
+    assert d.core.pool.usage > 0
+
+
+def test_d_that_is_aborted_before_it_is_scheduled_reports_that_and_p_writes_nothing():
+    engines, p, d = pair("WRITE", max_num_seqs=1)
+    engines.ask(d, OTHER, 400, None, id="cmpl-before")
+    engines.ask(d, PROMPT, 8, to_d(), id=name())
+    engines.abort(d, name())
+    engines.answer(p, PROMPT, 1, to_p(), id=name())
+    engines.run(engines.now + 100)
     assert usage(p, d) == [0, 0]
+
+
+def test_d_is_over_at_once_where_p_has_written_before_under_that_name():
+    """A transfer that no request waits for is remembered: the next request of its name takes its blocks as written."""
+    engines, _, d = pair("WRITE")
+    d.core.connector.written("tx-0", (), ())
+    run = engines.answer(d, PROMPT, 8, to_d(), id=name())
+    assert run.over == "length"
+
+
+@pytest.mark.parametrize(("change", "dies"), [(lambda ids: [0, *ids], False), (lambda ids: ids[:-2], True)])
+def test_read_takes_the_last_of_p_s_blocks(change, dies):
+    engines, p, d = pair("READ", block_size=5)
+    handle = engines.answer(p, PROMPT, 1, to_p(), id=name()).handle
+    handle["remote_block_ids"] = [change(handle["remote_block_ids"][0])]
+    run = engines.answer(d, PROMPT, 8, handle, id=name())
+    assert d.dead is dies
+    assert dies or run.tokens == plain(PROMPT)
+
+
+def test_read_without_a_block_of_a_short_prompt_releases_it_and_answers_from_what_its_memory_holds():
+    engines, p, d = pair("READ", block_size=64)
+    handle = engines.answer(p, PROMPT[:20], 1, to_p(), id=name()).handle
+    assert engines.answer(d, PROMPT[:20], 8, handle | {"remote_block_ids": [[]]}, id=name()).over == "length"
+    assert usage(p, d) == [0, 0]
+
+
+@pytest.mark.parametrize("groups", [[[1], [2]], [1, 2], 7])
+def test_read_dies_of_other_forms_of_blocks(groups):
+    engines, p, d = pair("READ")
+    handle = engines.answer(p, PROMPT, 1, to_p(), id=name()).handle
+    engines.answer(d, PROMPT, 8, handle | {"remote_block_ids": groups}, id=name())
+    assert d.dead
+
+
+def test_read_dies_without_an_address_even_if_there_is_nothing_to_read():
+    engines, p, d = pair("READ")
+    handle = engines.answer(p, (300,), 1, to_p(), id=name()).handle
+    del handle["remote_host"]
+    engines.answer(d, (300,), 1, handle, id="cmpl-mine")
+    assert d.dead
+
+
+def test_write_releases_at_the_place_in_the_parameters_first():
+    _, _, d = pair("WRITE")
+    d.core.connector.dropped(name(), to_d() | {"remote_host": "elsewhere", "remote_notify_port": 7})
+    (report,) = d.core.connector.outbox
+    assert (report.kind, report.place.host, report.place.port) == ("release", "elsewhere", 7)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_write_dies_of_a_number_that_is_null(role):
+    engines, p, d = pair("WRITE")
+    asked = p if role == "prefill" else d
+    spoiled = to_p(remote_dp_size=None) if role == "prefill" else to_d() | {"remote_dp_rank": None}
+    engines.answer(asked, PROMPT, 1, spoiled, id=name())
+    assert asked.dead
+
+
+def test_write_on_another_rank_than_p_s_reports_nothing_if_the_rank_is_overridden():
+    engines, _, d = pair("WRITE")
+    engines.ask(d, PROMPT, 8, to_d() | {"remote_dp_rank": 1, "remote_dp_rank_override": True}, id=name())
+    assert not d.core.connector.outbox
+    assert d.core.pool.usage > 0
+
+
+def test_write_of_more_blocks_than_d_has_frees_p_and_leaves_d_waiting():
+    engines, p, d = pair("WRITE", block_size=5)
+    run = engines.ask(d, PROMPT[:-6], 8, to_d(), id=name())
+    engines.answer(p, PROMPT, 1, to_p(), id=name())
+    engines.run(engines.now + 1000)
+    assert (run.outputs, p.core.pool.usage) == ([], 0)
+    assert d.core.pool.usage > 0
+
+
+def test_write_of_a_prompt_that_was_stopped_is_done_all_the_same():
+    engines, p, d = pair("WRITE")
+    engines.answer(p, PROMPT, 1, to_p(), id=name(), stop_token_ids=frozenset(range(1 << 16)))
+    assert engines.answer(d, PROMPT, 8, to_d(), id=name()).over == "length"
+    engines.answer(p, PROMPT, 1, to_p("1"), id=name("1"), stop_token_ids=frozenset(range(1 << 16)))
+    engines.run(engines.now + 61)
+    waits = engines.ask(d, PROMPT, 8, to_d("1"), id=name("1"))
+    engines.run(engines.now + 100)
+    assert waits.outputs == []
+
+
+@pytest.mark.parametrize(("role", "kind"), [("prefill", "blocks"), ("decode", "release"), ("decode", "blocks")])
+def test_a_message_that_is_not_expected_ends_the_listener(role, kind):
+    engines, p, d = pair("WRITE")
+    (p if role == "prefill" else d).core.connector.reported(kind, "tx-9", ())
+    run = engines.ask(d, PROMPT, 8, to_d(), id=name())
+    engines.answer(p, PROMPT, 1, to_p(), id=name())
+    engines.run(engines.now + 1000)
+    assert (run.outputs, p.core.pool.usage) == ([], 0)
+
+
+def test_d_that_prefills_keeps_its_blocks_for_ever():
+    engines, _, d = pair("READ")
+    assert engines.answer(d, PROMPT, 1, to_p(), id=name()).handle
+    engines.run(engines.now + 1e6)
+    assert d.core.pool.usage > 0
 
 
 def test_a_release_before_p_s_end_counts():
     engines, p, _ = pair("WRITE")
     run = engines.ask(p, PROMPT, 1, to_p(), id=name())
-    p.core.connector.reported("release", "tx-0", (), p.core.connector.address)
+    p.core.connector.reported("release", "tx-0", ())
     engines.run(engines.now + 1)
     assert run.over == "length"
     assert p.core.pool.usage == 0

@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdproxy.sim.facts import Facts, Hardware, Role
@@ -122,6 +123,22 @@ async def test_right_text_and_metrics(pair):
     for sim, transfers in ((pair.p, 1), (pair.d, 0)):
         page = (await ask(sim.port, get("/metrics"))).answer.body.decode()
         assert f'vllm:nixl_bytes_transferred_count{{engine="0",model_name="sim"}} {float(transfers)}' in page
+
+
+@pytest.mark.parametrize("met", [True, False])
+async def test_p_pushes_while_a_step_with_another_prompt_is_under_way(pair, met):
+    if met:
+        await pair.both("met")
+    await pair.prefill("x")
+    core = pair.p.engine._core
+    core.facts = msgspec.structs.replace(core.facts, hardware=Hardware(prefill_tokens_per_s=0.001))
+    busy = await Raw.connect(pair.p.port)
+    busy.send(completion(prompt="a prompt whose step does not end", kv_transfer_params=PREFILL, max_tokens=1))
+    await until(lambda: pair.p.engine.stats.running == 1)
+    assert text((await (await pair.decode("x")).whole()).answer) == await pair.plain()
+    assert pair.p.engine.stats.running == 1
+    assert not pair.p.engine.handles
+    busy.leave()
 
 
 async def test_the_admin_port_shows_who_waits(pair):

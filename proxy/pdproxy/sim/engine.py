@@ -191,7 +191,7 @@ class Engine:
             return
         core = self._core_for(rank)
         self._guarded(lambda: core.reject(kv_transfer_params))
-        self._carry_out(core)
+        self.carry_out(core)
 
     # -- faults
 
@@ -313,7 +313,7 @@ class Engine:
             except EngineDeadError:
                 self.kill_core()
                 return
-            self._carry_out(core)
+            self.carry_out(core)
             if step is None:
                 await self._idle(core)
                 continue
@@ -330,7 +330,7 @@ class Engine:
                 stream = self._streams.get(output.request_id)
                 if stream is not None:
                     stream.put(output)
-            self._carry_out(core)
+            self.carry_out(core)
 
     async def _idle(self, core: Core) -> None:
         """Wait until something happens, or a lease or a heartbeat is due."""
@@ -353,7 +353,8 @@ class Engine:
         assert isinstance(connector, Cpu)
         return connector
 
-    def _carry_out(self, core: Core) -> None:
+    def carry_out(self, core: Core) -> None:
+        """Carry out what the core's connector wants now, also while a step is under way."""
         while core.commands:
             command = core.commands.popleft()
             if isinstance(command, ProxyNotice):
@@ -377,7 +378,7 @@ class Engine:
                 await self._to_peer(core, command)
             case _:
                 await self._links[self._cores.index(core)].perform(core, command)
-        self._carry_out(core)
+        self.carry_out(core)
         self.wake()
 
     async def _to_peer(self, core: Core, command: PeerCommand) -> None:

@@ -1,21 +1,28 @@
 """MoRIIO (contract `moriio`) as in vLLM 0.32.0: D reads P's blocks (READ), or P writes into D's (WRITE). Pure.
 
-Owns P's blocks that D has not taken, and what D is waiting for. The rules are those of `moriio_connector.py` and its parts:
+Owns P's blocks that D has not taken, and what D is waiting for. The rules are those of `moriio_connector.py` and its parts; those
+for parameters are in `moriio_params`:
 
 - P keeps blocks of a request with `do_remote_decode` that ended by length, until D reports that it has read, until P has written,
   or for `defer_timeout`. A report that comes before the request's end counts, too. A transfer that is over is never written.
 - WRITE: P's core dies of a request without `remote_engine_id` or `remote_block_ids` (null is enough), and of one that names no
   decode engine. D reports its blocks to the prefill engine in the request's id (or in its parameters; its core dies if there is
-  neither), and waits without a limit. If the request is aborted meanwhile, its blocks stay until P has written.
+  neither), and waits without a limit. P writes to the decode engine in its own request's id. With more blocks than D has, P
+  writes nothing, and D waits on. What did not end by length is written all the same, whatever its blocks hold by then.
+- WRITE: a D that is aborted while it waits never frees its blocks. It forgets the transfer at once (`request_finished` unmaps
+  it), so the report that P has written (`get_finished` looks for the transfer) finds no request.
 - READ: D takes all tokens but the last of any request as transferred. Without parameters nothing is read: the answer comes from
-  what the blocks hold. Its whole engine waits for a read.
+  what the blocks hold. Its whole engine waits for a read. Blocks are paired with P's last ones; with two more than P's its core
+  dies; one more is for the token that it computes itself.
 - A D that drops or refuses a request before it is scheduled reports to P that its blocks may be freed.
+- A prompt with `do_remote_decode` on a D that ends by length keeps its blocks for ever: nothing looks for a timeout there.
+- A message that an engine's listener does not expect (D's empty list of blocks; any for the other role) ends the listener.
 - An engine keeps what it learned at its first contact: it can't transfer with the next process at the same address.
 """
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,18 +32,10 @@ from pdproxy.sim.active import ActiveRequest
 from pdproxy.sim.connector import Connector, PeerCommand
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.memory import BlockPool, Page
+from pdproxy.sim.moriio_params import Place, peer, released_at, reported_to
 from pdproxy.sim.request import EngineDeadError
 
-_PREFILL = re.compile(r"___prefill_addr_(.+?)___decode_addr_")
-_DECODE = re.compile(r"___decode_addr_(.+)_[0-9a-f]{32}(?:-.*)?$")
 _MAX_TERMINAL = 4096
-
-
-class Place(msgspec.Struct, frozen=True):
-    """Where another engine takes messages."""
-
-    host: str
-    port: int
 
 
 class Read(PeerCommand, frozen=True):
@@ -56,7 +55,6 @@ class Report(PeerCommand, frozen=True):
     kind: str
     transfer_id: str
     blocks: tuple[int, ...] = ()
-    answer_to: Place | None = None
     request_id: str = ""
     """D's request, whose blocks they are."""
 
@@ -82,6 +80,14 @@ class _Held(msgspec.Struct):
     expires: float
 
 
+class _Write(msgspec.Struct):
+    """What P will write once D has reported its blocks."""
+
+    place: Place
+    blocks: list[int]
+    expires: float
+
+
 class Moriio(Connector):
     """The connector of one engine, P or D by its role."""
 
@@ -98,14 +104,18 @@ class Moriio(Connector):
         self.held: dict[str, _Held] = {}
         self._parked: set[str] = set()
         self._terminal: dict[str, None] = {}
-        self._to_write: dict[str, list[int]] = {}
-        self._destinations: dict[str, tuple[Place, tuple[int, ...]]] = {}
+        self._to_write: dict[str, _Write] = {}
+        self._destinations: dict[str, tuple[int, ...]] = {}
         # D
         self._reading: str | None = None
         self._left = False
         """Whether the request that is read for has ended."""
         self._pages: dict[str, tuple[Page, ...]] = {}
         self._loading: dict[str, tuple[str, int]] = {}
+        self._unknown: set[str] = set()
+        """Transfers that P has written and no request waits for."""
+        self.deaf = False
+        """Whether the listener for other engines' messages has ended."""
 
     @property
     def blocked(self) -> bool:
@@ -113,13 +123,16 @@ class Moriio(Connector):
         return self._reading is not None
 
     def next_timer(self) -> float | None:
-        """Return when the next blocks are freed that nobody has taken."""
-        return min((held.expires for held in self.held.values()), default=None)
+        """Return when the next transfer is over that nobody has taken."""
+        kept = [*self.held.values(), *self._to_write.values()]
+        return min((one.expires for one in kept if one.expires < math.inf), default=None)
 
     def tick(self, now: float) -> None:
-        """Free blocks that nobody has taken in time."""
+        """End transfers that nobody has taken in time, and free their blocks."""
         for name in [name for name, held in self.held.items() if held.expires <= now]:
             self._free(name)
+        for name in [name for name, one in self._to_write.items() if one.expires <= now]:
+            self._finish(name)
 
     def leases(self, now: float) -> dict[str, float]:
         """Return P's transfers whose blocks are kept, with the seconds left."""
@@ -133,24 +146,28 @@ class Moriio(Connector):
         return count
 
     def allocated(self, one: ActiveRequest, new_blocks: int, tokens: int) -> bool:
-        """D, WRITE: report the request's blocks to P.
+        """WRITE: report D's blocks to P. READ: report to P that nothing has to be read, if all of it is here already.
 
         Raises:
-            EngineDeadError: nothing names P.
+            EngineDeadError: nothing names P, or a parameter is missing.
         """
-        params = one.params
-        if self._produces or not params or not params.get("do_remote_prefill"):
+        request_id, params = one.request.id, one.params
+        if not params or not params.get("do_remote_prefill"):
             return True
         params["do_remote_prefill"] = False  # one transfer per request
-        name, place = self._name(one), self._prefill_of(one.request.id, params)
         if self._reads:
-            if one.request.id not in self._pages and params.get("remote_block_ids") and place is not None:
-                self.outbox.append(Report(place, "release", name))  # all of it is here already
+            if _names_blocks(params) and request_id not in self._pages:
+                self._release(self._source(request_id, self._named(one)), self._name(one))
             return True
-        if place is None:
-            raise EngineDeadError
-        self._loading[name] = (one.request.id, tokens)
-        self.outbox.append(Report(place, "blocks", name, tuple(one.blocks), self.address, one.request.id))
+        place, name = reported_to(request_id, params), self._name(one)
+        if not self._produces:
+            self._loading[name] = (request_id, tokens)
+        if place is not None:
+            blocks = tuple(one.blocks) if tokens else ()
+            self.outbox.append(Report(place, "blocks", name, blocks, request_id))
+        if name in self._unknown:
+            self._unknown.discard(name)
+            self.outbox.append(Written(*self._loading.pop(name)))
         return True
 
     # -- P
@@ -162,17 +179,14 @@ class Moriio(Connector):
             EngineDeadError: parameters are missing, or nothing names a decode engine.
         """
         params = one.params
-        if not self._produces or self._reads or not params or not params.get("do_remote_decode"):
+        if self._reads or not params or not params.get("do_remote_decode"):
             return
-        if one.computed < one.prompt or one.generated:
+        if one.computed < one.prompt or one.generated or not (first or self._produces):
             return
-        if "remote_engine_id" not in params or "remote_block_ids" not in params:
-            raise EngineDeadError
-        if _place(_DECODE.search(one.request.id)) is None and not params.get("remote_host"):
-            raise EngineDeadError
-        name = self._name(one)
-        if name not in self._terminal:
-            self._to_write[name] = list(one.blocks[: -(-one.prompt // self._facts.block_size)])
+        place, name = peer(one.request.id, self._named(one), decode=True), self._name(one)
+        if self._produces and name not in self._terminal:
+            blocks = list(one.blocks[: -(-one.prompt // self._facts.block_size)])
+            self._to_write[name] = _Write(place, blocks, now + self._facts.defer_timeout)
             self._write_if_known(name)
 
     def ended(self, one: ActiveRequest, reason: str, now: float) -> tuple[bool, dict[str, Any] | None]:
@@ -181,14 +195,12 @@ class Moriio(Connector):
         if not self._produces:
             self._pages.pop(one.request.id, None)
             self._left = self._reading == one.request.id
-        if not self._produces or not params or not params.get("do_remote_decode"):
-            return False, None
-        if reason != "length":
-            self._to_write.pop(name, None)
+        if not params or not params.get("do_remote_decode") or reason != "length":
             return False, None
         kept = name not in self._parked
         if kept:
-            self.held[name] = _Held(list(one.blocks), now + self._facts.defer_timeout)
+            expires = now + self._facts.defer_timeout if self._produces else math.inf
+            self.held[name] = _Held(list(one.blocks), expires)
         self._parked.discard(name)
         answer = {
             "do_remote_prefill": True,
@@ -211,19 +223,26 @@ class Moriio(Connector):
         """Return what blocks hold now."""
         return tuple(self._pool.pages[block] for block in blocks if 0 <= block < len(self._pool.pages))
 
-    def reported(self, kind: str, name: str, blocks: Sequence[int], answer_to: Place) -> None:
+    def reported(self, kind: str, name: str, blocks: Sequence[int]) -> None:
         """Take a decode engine's report."""
+        self.deaf |= not self._produces or (kind == "blocks" and not blocks)
+        if self.deaf:
+            return
         if kind == "release":
             self._finish(name)
         elif name not in self._terminal:
-            self._destinations[name] = answer_to, tuple(blocks)
+            self._destinations[name] = tuple(blocks)
             self._write_if_known(name)
 
     def _write_if_known(self, name: str) -> None:
-        if name in self._to_write and name in self._destinations:
-            place, blocks = self._destinations.pop(name)
-            pages = tuple(self._pool.pages[block] for block in self._to_write[name])
-            self.outbox.append(WriteBlocks(place, name, blocks[: len(pages)], pages[: len(blocks)]))
+        if name not in self._to_write or name not in self._destinations:
+            return
+        one, blocks = self._to_write.pop(name), self._destinations.pop(name)
+        if len(one.blocks) > len(blocks):
+            self._finish(name)
+            return
+        pages = tuple(self._pool.pages[block] for block in one.blocks)
+        self.outbox.append(WriteBlocks(one.place, name, blocks[: len(pages)], pages))
 
     def wrote(self, name: str) -> None:
         """The pages are at D, or can't be written."""
@@ -251,25 +270,36 @@ class Moriio(Connector):
     # -- D
 
     def wanted(self, one: ActiveRequest) -> tuple[int, bool]:
-        """Return how many tokens come from P."""
+        """Return how many tokens come from P. READ: have them read first.
+
+        Raises:
+            EngineDeadError: nothing names P, a parameter is missing, or P has too few blocks.
+        """
         missing = max(one.prompt - one.computed, 0)
-        params = one.params or {}
+        params, request_id = one.params or {}, one.request.id
         if self._produces:
             return 0, False
         if not self._reads:
             return (missing, True) if params.get("do_remote_prefill") else (0, False)
-        groups = params.get("remote_block_ids")
-        wants = params.get("do_remote_prefill") and groups and "remote_engine_id" in params
-        known = one.request.id in self._pages or one.request.id in self.broken
-        if wants and missing > 1 and not known:
-            place = self._prefill_of(one.request.id, params)
-            if place is None:
-                raise EngineDeadError
-            assert groups is not None
-            self._reading = one.request.id
-            blocks = tuple(int(block) for block in groups[0])
-            self.outbox.append(Read(place, one.request.id, self._name(one), blocks, missing - 1))
+        wants = missing > 1 and params.get("do_remote_prefill") and _names_blocks(params)
+        if wants and request_id not in self._pages and request_id not in self.broken:
+            place, blocks = self._source(request_id, self._named(one)), self._paired(one)
+            if blocks:
+                self._reading = request_id
+                self.outbox.append(Read(place, request_id, self._name(one), blocks, missing - 1))
         return max(missing - 1, 0), False
+
+    def _paired(self, one: ActiveRequest) -> tuple[int, ...]:
+        """Return those of P's blocks that are read into the first blocks of a request (`_align_read_blocks`)."""
+        groups, mine = (one.params or {})["remote_block_ids"], -(-one.prompt // self._facts.block_size)
+        try:
+            (group,) = groups
+            theirs = tuple(int(block) for block in group)
+        except (TypeError, ValueError) as error:
+            raise EngineDeadError from error
+        if mine > len(theirs) + 1:
+            raise EngineDeadError
+        return theirs[-mine:]
 
     def was_read(self, request_id: str, pages: Sequence[Page] | None) -> None:
         """The read has ended; None: it failed."""
@@ -286,51 +316,55 @@ class Moriio(Connector):
         for block, page in zip(one.blocks, self._pages.pop(one.request.id, ()), strict=False):
             self._pool.pages[block] = page
 
+    def arrived(self, request_id: str) -> None:
+        """Forget the transfer of a request that is over: P's report finds nothing then."""
+        self._loading = {name: one for name, one in self._loading.items() if one[0] != request_id}
+
     def written(self, name: str, blocks: Sequence[int], pages: Sequence[Page]) -> None:
         """P has written into blocks here, whoever has these by now."""
         for block, page in zip(blocks, pages, strict=True):
             self._pool.pages[block] = page
+        self.deaf |= self._produces
         found = self._loading.pop(name, None)
-        if found is not None:
+        if self.deaf:
+            return
+        if found is None:
+            self._unknown.add(name)
+        else:
             self.outbox.append(Written(*found))
 
     def dropped(self, request_id: str, params: dict[str, Any] | None) -> None:
         """Report to P that its blocks may be freed: a request ended before it was scheduled, or was refused.
 
         Raises:
-            EngineDeadError: READ, and nothing names P.
+            EngineDeadError: READ, and nothing names P, or a parameter is missing.
         """
-        if self._produces or not params or not params.get("do_remote_prefill"):
+        if not params or not params.get("do_remote_prefill"):
             return
         params["do_remote_prefill"] = False
-        place = self._prefill_of(request_id, params)
-        if place is not None and "transfer_id" in params:
-            self.outbox.append(Report(place, "release", str(params["transfer_id"])))
-        elif self._reads:
-            raise EngineDeadError
+        name = params.get("transfer_id")
+        if not self._reads:
+            place = None if name is None else released_at(request_id, params)
+            if place is not None:
+                self._release(place, str(name))
+            return
+        self._release(self._source(request_id, params), str(name))
+
+    def _release(self, place: Place, name: str) -> None:
+        if not (self._produces and self._reads):  # its workers get what D's workers would report
+            self.outbox.append(Report(place, "release", name))
+
+    def _source(self, request_id: str, params: dict[str, Any]) -> Place:
+        return peer(request_id, params, ranked=not self._produces)
 
     @staticmethod
     def _name(one: ActiveRequest) -> str:
         return str((one.params or {}).get("transfer_id") or f"sidecar-{one.request.id}")
 
-    @staticmethod
-    def _prefill_of(request_id: str, params: dict[str, Any]) -> Place | None:
-        found = _place(_PREFILL.search(request_id))
-        if found is None and params.get("remote_host") and params.get("remote_notify_port"):
-            found = Place(str(params["remote_host"]), int(params["remote_notify_port"]))
-        return found
+    def _named(self, one: ActiveRequest) -> dict[str, Any]:
+        """Return a request's parameters, with a name if they have none."""
+        return {"transfer_id": self._name(one), **(one.params or {})}
 
 
-def _place(match: re.Match[str] | None) -> Place | None:
-    """Return where the engine takes messages that is named in a request's id.
-
-    Raises:
-        EngineDeadError: the address has another form.
-    """
-    if match is None:
-        return None
-    parts = dict(segment.partition(":")[::2] for segment in match[1].split(","))
-    try:
-        return Place(parts["host"], int(parts["notify"]))
-    except (KeyError, ValueError) as error:
-        raise EngineDeadError from error
+def _names_blocks(params: dict[str, Any]) -> bool:
+    return bool(params.get("remote_block_ids")) and "remote_engine_id" in params

@@ -40,6 +40,9 @@ class Driver(Protocol):
     def wake(self) -> None:
         """Look whether the core has something to do."""
 
+    def carry_out(self, core: Core) -> None:
+        """Carry out what the core's connector wants now, also while a step is under way."""
+
     def transferring(self, request_id: str) -> None:
         """The transfer of a request's KV begins at D."""
 
@@ -94,12 +97,19 @@ class NixlLink:
             self._driver.wake()
 
     def registered(self, registration: Registration, reached: int) -> None:
-        """P: take a registration.
+        """P: take a registration, and push at once what waits for it, also while a step with other prompts is under way.
+
+        vLLM 0.32.0: while finished prompts wait for a registration, the thread "nixl-push-writer" looks for notices each
+        millisecond and posts the write itself (`nixl/push_worker.py`: `_push_writer_loop`, `_handle_push_reg_notif`,
+        `_do_start_push_kv`). A prompt that ends after its registration is pushed from the next step's `start_load_kv`, before
+        that step computes.
 
         Raises:
             EngineDeadError: the core has died.
         """
-        pusher(self._live()).take(registration, reached)
+        core = self._live()
+        pusher(core).take(registration, reached)
+        self._driver.carry_out(core)
         self._driver.wake()
 
     def written(self, request_id: str, blocks: Sequence[int], pages: Sequence[Page]) -> None:

@@ -17,7 +17,8 @@ from pdproxy.sim.connector import Connector, PeerCommand
 from pdproxy.sim.core import Core
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.memory import Page
-from pdproxy.sim.moriio import Moriio, Place, Read, Report, WriteBlocks, Written
+from pdproxy.sim.moriio import Moriio, Read, Report, WriteBlocks, Written
+from pdproxy.sim.moriio_params import Place
 from pdproxy.sim.p2p_nccl import P2pNccl, Put
 from pdproxy.sim.request import EngineDeadError
 from pdproxy.sim.reserved_port import ReservedPort
@@ -33,7 +34,6 @@ class _Question(msgspec.Struct, omit_defaults=True):
     run: str = ""
     blocks: tuple[int, ...] = ()
     pages: tuple[Page, ...] = ()
-    answer_to: Place | None = None
 
 
 class _Reply(msgspec.Struct, omit_defaults=True):
@@ -173,13 +173,8 @@ class RegisteredLink:
                 connector.was_read(command.request_id, None if reply is None else reply.pages)
                 await self._sent(command.place, _Question("release", command.transfer_id))
             case Report():
-                question = _Question(
-                    "release" if command.kind == "release" else "blocks",
-                    command.transfer_id,
-                    blocks=command.blocks,
-                    answer_to=command.answer_to,
-                )
-                await self._sent(command.place, question)
+                kind: Literal["release", "blocks"] = "release" if command.kind == "release" else "blocks"
+                await self._sent(command.place, _Question(kind, command.transfer_id, blocks=command.blocks))
             case WriteBlocks():
                 assert isinstance(connector, Moriio)
                 await asyncio.sleep(self._facts.hardware.transfer_s(len(command.pages) * self._facts.block_size))
@@ -231,9 +226,7 @@ class RegisteredLink:
                 case "write":
                     connector.written(question.name, question.blocks, question.pages)
                 case "blocks" | "release":
-                    connector.reported(
-                        question.kind, question.name, question.blocks, question.answer_to or Place("", 0)
-                    )
+                    connector.reported(question.kind, question.name, question.blocks)
         return reply
 
 

@@ -9,7 +9,8 @@ from typing import Protocol, TypeVar
 from pdproxy.sim.connector import PeerCommand
 from pdproxy.sim.core import Core
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.moriio import Moriio, Place, Read, Report, WriteBlocks, Written
+from pdproxy.sim.moriio import Moriio, Read, Report, WriteBlocks, Written
+from pdproxy.sim.moriio_params import Place
 from pdproxy.sim.p2p_nccl import P2pNccl, Put
 
 HOST = "virtual"
@@ -79,15 +80,15 @@ def perform(
                 assert connector is None or isinstance(connector, Moriio)
                 mine.was_read(request_id, None if connector is None else connector.pages_at(blocks))
                 if connector is not None:
-                    connector.reported("release", transfer_id, (), place)
+                    connector.reported("release", transfer_id, ())
 
             after(engine.facts.hardware.transfer_s(tokens), read, peer)
-        case Report(place, kind, transfer_id, blocks, answer_to, _):
+        case Report(place, kind, transfer_id, blocks, _):
             peer = at(place)
             if peer is not None:
                 theirs = peer.core.connector
                 assert isinstance(theirs, Moriio)
-                after(0.0, lambda: theirs.reported(kind, transfer_id, blocks, answer_to or place), peer)
+                after(0.0, lambda: theirs.reported(kind, transfer_id, blocks), peer)
         case WriteBlocks(place, transfer_id, blocks, pages):
             assert isinstance(mine, Moriio)
             peer = at(place)

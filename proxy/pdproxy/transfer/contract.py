@@ -139,11 +139,14 @@ class Holder:
         """Whether a decode engine that was asked keeps its blocks until the KV comes, also after its request was closed."""
         return False
 
+    def loses_closed(self, handle: Handle) -> bool:
+        """Return whether a decode engine never frees its blocks if its request is closed while it waits, though the KV comes."""
+        return False
+
     def prefill_again(self, status: int | None) -> bool:
         """Return whether a failed prefill under the same id, once more, gives the KV to a decode engine that waits for it.
 
-        `status`: what the prefill engine has answered, None if it has not.
-        """
+        `status`: of the prefill engine's answer, if there is one."""
         return self.decode_waits
 
     def refusal_released(self, error_type: str, param: str | None) -> bool:
@@ -220,7 +223,7 @@ class PushedToDecode(Holder):
     effect. `handshakes`: as above.
 
     `forgets`: a prefill engine that gives a request up forgets that a decode engine waits for it, and loses blocks if it runs two
-    requests of one id. So it is asked again under the same id only if it has certainly not begun.
+    requests of one id. So it is asked again under the same id only if it has certainly not begun. `loses(handle)`: see above.
     """
 
     release_body: Callable[[str | None, Handle], bytes | None] | None = None
@@ -228,6 +231,7 @@ class PushedToDecode(Holder):
     stuck_for: float | None = None
     handshakes: bool = True
     forgets: bool = False
+    loses: Callable[[Handle], bool] | None = None
 
     @property
     def decode_waits(self) -> bool:
@@ -237,6 +241,10 @@ class PushedToDecode(Holder):
     def prefill_again(self, status: int | None) -> bool:
         """Return whether a failed prefill under the same id, once more, gives the KV to a decode engine that waits for it."""
         return status in _NOT_BEGUN or not self.forgets
+
+    def loses_closed(self, handle: Handle) -> bool:
+        """Return whether a request that is closed while it waits never frees its blocks."""
+        return self.loses is not None and self.loses(handle)
 
     def refusal_released(self, error_type: str, param: str | None) -> bool:
         """Return whether a decode engine that refused a request with a 400 of this kind has released its KV by that."""

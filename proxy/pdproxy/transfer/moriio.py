@@ -7,7 +7,9 @@ Source: vLLM 0.32.0 `moriio/*.py` and its example proxy. Both legs have one `X-R
   reads (READ), until its own writes are done (WRITE), or for `defer_timeout` (60 s).
 - READ: D's leg has P's answer unchanged. WRITE: D's leg names the transfer; once D has blocks for it, D reports them to P. P may
   have been asked before or after that: with P first, P answers at once and writes later. A D that waits keeps its blocks until
-  P has written, also after its request was closed; no deadline of its own ends that.
+  P has written; no deadline of its own ends that. If its request is closed before, it never frees them: D forgets the transfer
+  at once, and P's report that it has written finds nothing. So such a leg is closed once P must have written.
+- WRITE: where P has more blocks than D, it writes nothing and tells nobody: D waits on.
 - A decode engine that refuses or drops a request before it is scheduled reports to P that the blocks may be freed: a completion
   with `max_tokens: 0` and P's answer releases them. It also reports that when the client of a whole answer leaves, whatever the
   request does then. So this is used in READ mode only: in WRITE mode P would then never write, and a D that waits would keep its
@@ -152,7 +154,11 @@ def release(model: str | None, given: Handle) -> bytes | None:
 
     The mode is that of P's answer: a decode engine that reads is sent the answer itself.
     """
-    return None if given.params == b"" else release_body(model, given)
+    return None if _writes(given) else release_body(model, given)
+
+
+def _writes(given: Handle) -> bool:
+    return given.params == b""
 
 
 def _is_empty(block_ids: bytes) -> bool:
@@ -216,7 +222,7 @@ MORIIO = Contract(
     decode_has_leg_id=True,
     order="concurrent",
     promise=promise,
-    holder=PushedToDecode(release, refusal_released, handshakes=False),
+    holder=PushedToDecode(release, refusal_released, handshakes=False, loses=_writes),
 )
 ENTRY = Entry(
     name=NAME,

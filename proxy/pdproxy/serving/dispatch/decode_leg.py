@@ -32,6 +32,7 @@ from pdproxy.serving.dispatch.decode_request import (
 from pdproxy.serving.dispatch.decode_start import accepted, first_data
 from pdproxy.serving.dispatch.failure_class import verdict_of
 from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, DecodeFailed
+from pdproxy.serving.kv import late_close
 from pdproxy.serving.kv.custody import End
 from pdproxy.serving.kv.open_turns import OpenTurn
 from pdproxy.serving.stream.relay import Relay, StreamStarted
@@ -160,7 +161,7 @@ class DecodeLeg:
                 if whole:
                     self._leg.let_finish(FINISH_GRACE)
                 else:
-                    self._leg.close()
+                    late_close.close(self._leg, None if data_came else custody)
             if self._first_token_timer is not None:
                 self._first_token_timer.cancel()
             if self._turn is not None:

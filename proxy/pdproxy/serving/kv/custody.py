@@ -73,6 +73,7 @@ class Custody:
         "freed",
         "handle",
         "how",
+        "loses_closed",
         "model",
         "on_expired",
         "prefill",
@@ -105,7 +106,7 @@ class Custody:
         self.promised = promised
         """Whether the prefill engine has still to answer. What must be done with its KV waits for that."""
         self._end_later: End | None = None
-        self._decode_waits = False
+        self._decode_waits = self.loses_closed = False
         self.freed = 0
         """How many ranks of the prefill engine have reported that they no longer hold it."""
 
@@ -129,6 +130,7 @@ class Custody:
     def decode_sent(self) -> None:
         """Record that the decode engine has been sent the request: from now on it may wait for the KV."""
         self._decode_waits = self._custodian.decode_waits
+        self.loses_closed = self._custodian.loses_closed(self.handle)
 
     @property
     def decode_waits(self) -> bool:
@@ -260,6 +262,7 @@ class Custodian:
         self._has_notices = contract.handle_from_notice is not None
         self.decode_waits = contract.holder.decode_waits
         """Whether decode engines wait for a push under this contract."""
+        self.loses_closed = contract.holder.loses_closed
         self._at_host, self._engines = contract.at_host, engines
         self._named: dict[str, Custody] = {}  # the same custodies by the engines' own ids, if notices carry these
         self._tasks = TaskOwner("custody")
