@@ -24,7 +24,8 @@ class Custody:
     """One that ends when the test says so."""
 
     def __init__(self, *, loses_closed: bool) -> None:
-        self.loses_closed, self.then = loses_closed, []
+        self.loses_closed = loses_closed
+        self.then: list[Any] = []
 
     def when_over(self, then: Any) -> None:
         self.then.append(then)

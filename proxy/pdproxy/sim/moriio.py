@@ -124,8 +124,8 @@ class Moriio(Connector):
 
     def next_timer(self) -> float | None:
         """Return when the next transfer is over that nobody has taken."""
-        kept = [*self.held.values(), *self._to_write.values()]
-        return min((one.expires for one in kept if one.expires < math.inf), default=None)
+        times = [one.expires for one in self.held.values()] + [one.expires for one in self._to_write.values()]
+        return min((time for time in times if time < math.inf), default=None)
 
     def tick(self, now: float) -> None:
         """End transfers that nobody has taken in time, and free their blocks."""
