@@ -184,7 +184,7 @@ def ours(event: str, name: str, **more: Any) -> dict[str, Any]:
 async def test_notices_for_a_proxy_that_is_gone() -> None:
     """A restarted proxy hears of its forerunner's requests: nothing is confused, nothing is kept for ever."""
     async with pool("nixl", kv_ready={"early": True}) as pair:
-        address = pair.world.proxy.notices.address
+        address = pair.world.proxy.notices.socket.address
         assert address is not None
         events = ("ready", "loaded", "failed", "released", "expired")
         strangers = [ours(event, f"old-{number}") for number in range(100) for event in events]
@@ -200,7 +200,7 @@ async def test_notices_for_a_proxy_that_is_gone() -> None:
 async def test_a_strangers_word_ends_no_handle() -> None:
     """An id that is not a live handle's changes nothing; a live one's needs the engine's own id of it."""
     async with pool("nixl") as pair:
-        address = pair.world.proxy.notices.address
+        address = pair.world.proxy.notices.socket.address
         assert address is not None
         pair.d.faults.add("slow@queued:delay=0.5")
         asked = asyncio.create_task(pair.ask(COMPLETIONS, completion()))

@@ -114,11 +114,11 @@ async def test_a_notice_that_can_not_be_handled() -> None:
 
             return take
 
-        proxy.notices._received = fail_once(proxy.notices._received)
-        assert proxy.notices.address is not None
+        proxy.notices.socket._received = fail_once(proxy.notices.socket._received)
+        assert proxy.notices.socket.address is not None
         with zmq.Context() as context, context.socket(zmq.PUSH) as sender:
             sender.setsockopt(zmq.LINGER, 5000)
-            sender.connect(proxy.notices.address)
+            sender.connect(proxy.notices.socket.address)
             for number in range(3):
                 sender.send(msgspec.msgpack.encode({"req_id": f"leg-{number}"}))
             await until(lambda: len(received) == 3)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from pdproxy.settings import stage_checks
 from pdproxy.settings.dump import dump
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.external_file import ForeignFile
@@ -19,10 +18,6 @@ from pdproxy.settings.load import POOL, EngineFlag, Flag, load
 from pdproxy.settings.schema import Pool
 from pdproxy.settings.stage_checks import bootstrap, check, pairs
 from pdproxy.settings.stages import Reader, Stage
-from pdproxy.transfer import registry
-from pdproxy.transfer.contract import Capabilities
-from pdproxy.transfer.entry import Entry
-from pdproxy.transfer.shared import SHARED
 
 Tree = dict[str, Any]
 KV = "engine_args.kv_transfer_config"
@@ -91,21 +86,6 @@ def refused(*stages: object, connector: str | None = None) -> str:
     text = refusal(lambda: checked(*stages, connector=connector))
     assert text.endswith(" (file)")
     return text.removesuffix(" (file)")
-
-
-@pytest.fixture
-def all_contracts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if pdproxy supported every contract that an engine may run."""
-    more = tuple(
-        Entry(
-            name=name,
-            build=lambda _: SHARED,
-            capabilities=Capabilities(mixed_parallel_sizes=name != "p2p-nccl"),
-            kv_connectors=(kv_connector,),
-        )
-        for kv_connector, name in stage_checks.UNSUPPORTED.items()
-    )
-    monkeypatch.setattr(registry, "ENTRIES", (*registry.ENTRIES, *more))
 
 
 # -- which stages are a pair
@@ -391,7 +371,6 @@ def test_buffers(name: str, ours: Any, theirs: Any, same: bool) -> None:
         ("P2pNcclConnector", (1, 2), False),
     ],
 )
-@pytest.mark.usefixtures("all_contracts")
 def test_tensor_parallel_sizes(connector: str, sizes: tuple[int, int], well: bool) -> None:
     """Some contracts cut KV anew between engines, others pass it rank by rank. One that is not given is 1."""
     for p, d in {sizes, tuple(... if size == 1 else size for size in sizes)}:
@@ -409,7 +388,6 @@ def test_tensor_parallel_sizes(connector: str, sizes: tuple[int, int], well: boo
 
 
 @pytest.mark.parametrize(("given", "well"), [((True, True), True), ((True, False), False), ((False, False), False)])
-@pytest.mark.usefixtures("all_contracts")
 def test_lmcache_with_one_rank_that_stores(given: tuple[bool, bool], well: bool) -> None:
     """Of MLA one rank has all KV: where LMCache was told so on both sides, sizes don't matter."""
     stages = []
@@ -471,22 +449,19 @@ def test_an_engine_id_is_one_engine_s(at: tuple[int, int]) -> None:
         ("MultiConnector", "lmcache-pd", "lmcache-pd"),
     ],
 )
-@pytest.mark.usefixtures("all_contracts")
 def test_the_connector_tells_the_contract(name: str, wanted: str | None, contract: str) -> None:
     """Where it can speak several, or is nobody's that we know, the operator says which."""
     stages = stage("prefill", **kv(kv_connector=name)), stage("decode", **kv(kv_connector=name))
     assert checked(*stages, connector=wanted) == contract
 
 
-def test_a_contract_that_can_t_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that nobody knows, one that we don't speak, and one that the engines don't."""
+def test_a_contract_that_can_t_be_had() -> None:
+    """One that nobody knows, and one that the engines don't run."""
     teleport = (
         stage("prefill", **kv(kv_connector="TeleportConnector")),
         stage("decode", **kv(kv_connector="TeleportConnector")),
     )
     assert refused(*teleport).endswith("it is not known which contract TeleportConnector runs: name one by --connector")
-    monkeypatch.setattr("pdproxy.settings.stage_checks.UNSUPPORTED", {"TeleportConnector": "teleport"})
-    assert "TeleportConnector needs contract teleport, pdproxy supports nixl" in refused(*teleport)
     says = refused(stage("prefill"), stage("decode"), connector="shared")
     assert says.endswith("NixlConnector runs nixl, but the pool's connector is shared")
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.drain import drain
-from pdproxy.app.engines import EngineSetup, no_key
+from pdproxy.app.engines import EngineSetup, build_ledger, no_key
 from pdproxy.app.front import Front
 from pdproxy.app.gauges import memory_gauges, process_gauges, request_gauges, state_gauges
 from pdproxy.app.heartbeat import Heartbeat
+from pdproxy.app.notices import Noticing, build_notices
 from pdproxy.app.readiness import ReadinessCheck, ledger_source
 from pdproxy.app.registrations import Registering, build_registrations
-from pdproxy.app.sockets import bind
 from pdproxy.app.tokens import TRANSFORMERS, Library, Tokens, build_tokens
 from pdproxy.app.transfer import build_transfer, build_turns
 from pdproxy.app.watch import UNWATCHED, Watch
@@ -31,14 +30,11 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Metrics
-from pdproxy.scheduling import policies
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
 from pdproxy.serving.kv.custody import Custodian
 from pdproxy.serving.kv.gauges import kv_gauges, turn_gauges
-from pdproxy.serving.kv.notices import NoticeRouter
 from pdproxy.serving.kv.turns import Turns
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader, readers
@@ -46,19 +42,14 @@ from pdproxy.serving.request.passthrough import Passthrough
 from pdproxy.serving.request.service import Service
 from pdproxy.settings.crosscheck import parsed_networks
 from pdproxy.settings.schema import Settings
-from pdproxy.transfer.contract import Channel
 from pdproxy.transfer.peers import PeerSource
-from pdproxy.transfer.registry import entry_of
 from pdproxy.upstream.admin import EngineAdmin
 from pdproxy.upstream.answer_budget import AnswerBudget
-from pdproxy.upstream.notices import NoticeSocket
 from pdproxy.upstream.passthrough import PassthroughLegs
 from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.connections import Connections
 from pdproxy.web.unread_answers import UnreadAnswers
 from pdproxy.wire.body_bounds import Bounds as BodyBounds
-
-logger = logging.getLogger("pdproxy")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +66,7 @@ class Proxy:
     transfer: KvTransfer
     custodian: Custodian
     turns: Turns | None
-    notices: NoticeSocket
+    notices: Noticing
     registrations: Registering | None
     tokens: Tokens | None
     known_clients: Clients
@@ -111,20 +102,10 @@ class Proxy:
             SettingsError: a file of keys or certificates, or the tokenizer, can't be used.
         """
         pool, limits, deadlines, probes = settings.pool, settings.limits, settings.deadlines, settings.probes
-        entry = entry_of(pool.connector)
         credentials = Credentials(settings)
         own_keys = credentials.keys.wanted
 
-        ledger = Ledger(
-            [],
-            breaker_failures=limits.breaker_failures,
-            breaker_cooldown=limits.breaker_cooldown,
-            policies={
-                Role.PREFILL: policies.POLICIES[pool.policy.prefill],
-                Role.DECODE: policies.POLICIES[pool.policy.decode],
-            },
-            alone=[Role(name) for name in entry.capabilities.alone_on],
-        )
+        ledger = build_ledger(settings)
         engines = EngineRegistry(ledger)
         metrics = Metrics(engines.lists)
         engines.watch(MetricsOfEngines(metrics))
@@ -146,21 +127,11 @@ class Proxy:
         custodian = Custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
         engines.keep_known(custodian.named)
         turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers)
-        router = NoticeRouter(transfer.ready, custodian, turns)
-        notices = NoticeSocket(router.receive, transfer.ready.undecodable, tasks.watch("notices").failed)
+        notices = build_notices(settings.kv_ready, transfer, custodian, turns, tasks)
         registrations = build_registrations(settings, engines, ledger, observers, clock, tasks)
+        needed, wanted = transfer.contract.needs_ids, turns is not None
         tokens = build_tokens(
-            pool,
-            engines,
-            admin,
-            observers,
-            clock,
-            now,
-            deadline=deadlines.tokenize,
-            needed=transfer.contract.needs_ids,
-            wanted=turns is not None,
-            own_keys=own_keys,
-            library=library,
+            settings, engines, admin, observers, clock, needed=needed, wanted=wanted, own_keys=own_keys, library=library
         )
         if transfer.contract.capabilities.peers_from is PeerSource.BOOTSTRAP:
             observers.add(bootstraps)  # not for others: each event costs
@@ -237,7 +208,7 @@ class Proxy:
             readiness=readiness,
             models=partial(models, engines, admin, now, own_keys=own_keys),
             metrics=metrics,
-            telemetry=router.telemetry if transfer.contract.has_notices_over(Channel.HTTP) else None,
+            telemetry=notices.telemetry,
         )
         setup.add_configured()
         return cls(
@@ -277,10 +248,7 @@ class Proxy:
         Raises:
             SettingsError: one of them can't be bound.
         """
-        if self.transfer.contract.has_notices_over(Channel.ZMQ):
-            host, port = self.settings.kv_ready.host, self.settings.kv_ready.port
-            bind(self.notices, "kv_ready", host, port)
-            logger.info("KV-ready notices are expected on %s", self.notices.address)
+        self.notices.start()
         if self.registrations is not None:
             self.registrations.start()
         self.heartbeat.start()
@@ -298,7 +266,7 @@ class Proxy:
         """End all background tasks, and drop all connections."""
         self.heartbeat.stop()
         await self.tasks.settle(0)
-        self.notices.close()
+        self.notices.socket.close()
         if self.registrations is not None:
             self.registrations.socket.close()
         if self.tokens is not None:

@@ -10,6 +10,8 @@ from pdproxy.fleet.engine import Engine, EngineCredentials
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.registration import of_url
 from pdproxy.kit.clock import Clock
+from pdproxy.scheduling import policies
+from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.settings.crosscheck import checked_node
 from pdproxy.settings.schema import Node, Settings
@@ -17,6 +19,18 @@ from pdproxy.settings.transfer_checks import bootstrap_address
 from pdproxy.transfer.registry import entry_of
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
+
+
+def build_ledger(settings: Settings) -> Ledger:
+    """Return the ledger of the pool. It has no engines yet: the registry adds them."""
+    limits, policy = settings.limits, settings.pool.policy
+    return Ledger(
+        [],
+        breaker_failures=limits.breaker_failures,
+        breaker_cooldown=limits.breaker_cooldown,
+        policies={Role.PREFILL: policies.POLICIES[policy.prefill], Role.DECODE: policies.POLICIES[policy.decode]},
+        alone=[Role(name) for name in entry_of(settings.pool.connector).capabilities.alone_on],
+    )
 
 
 class EngineSetup:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +14,7 @@ from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Gauge
 from pdproxy.serving.dispatch.tokenizing import THREADS, Tokenizing
 from pdproxy.settings.errors import SettingsError, quote
-from pdproxy.settings.schema import Pool
+from pdproxy.settings.schema import Settings
 from pdproxy.tokens import tokenizer as local
 from pdproxy.tokens.errors import UnusableError
 from pdproxy.tokens.ids import TokenIds
@@ -62,20 +61,18 @@ class Tokens:
 
 
 def build_tokens(
-    pool: Pool,
+    settings: Settings,
     engines: EngineRegistry,
     admin: EngineAdmin,
     observers: Observers,
     clock: Clock,
-    now: Callable[[], float],
     *,
-    deadline: float,
     needed: bool,
-    wanted: bool = False,
+    wanted: bool,
     own_keys: bool,
     library: Library = TRANSFORMERS,
 ) -> Tokens | None:
-    """Return what tokenizes for a pool, None if nothing does.
+    """Return what tokenizes for the pool of these settings, None if nothing does.
 
     `needed`: the connector needs ids; `wanted`: something else uses them where they can be made; `own_keys`: clients send keys
     of the proxy, so engines are asked with the proxy's key.
@@ -83,6 +80,7 @@ def build_tokens(
     Raises:
         SettingsError: the tokenizer that the settings name can't be used.
     """
+    pool, deadline = settings.pool, settings.deadlines.tokenize
     if pool.tokenize == "off" or (pool.tokenize == "auto" and not needed and not wanted):
         return None
     named: LocalTokenizer | None = None
@@ -99,5 +97,7 @@ def build_tokens(
         own = None if own_keys else (authorization or b"").decode("latin-1")
         return await admin.token_ids(url, body, timeout=deadline, authorization=own)
 
-    tokenizing = Tokenizing(canaries, ask, engines, observers, clock, now, threads, deadline=deadline, required=needed)
+    tokenizing = Tokenizing(
+        canaries, ask, engines, observers, clock, clock.now, threads, deadline=deadline, required=needed
+    )
     return Tokens(canaries, tokenizing, threads)

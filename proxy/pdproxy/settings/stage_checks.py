@@ -15,9 +15,6 @@ from pdproxy.settings.external_file import ForeignFile
 from pdproxy.settings.stages import Stage, StageId
 from pdproxy.transfer import registry
 
-UNSUPPORTED: Mapping[str, str] = {}
-"""The contract of engines with this `kv_connector`, where pdproxy does not support it yet. For an error that names it."""
-
 
 class Pair(NamedTuple):
     """A prefill stage and a decode stage that takes its KV."""
@@ -95,10 +92,6 @@ def _contract(stages: list[Stage], file: ForeignFile, connector: str | None) -> 
             raise file.wrong((*stage.path, *_KV, "kv_connector"), f"{text}: a pool has one contract")
     path, name = (*first.path, *_KV, "kv_connector"), first.kv.connector
     able = registry.serving(name)
-    if not able and name in UNSUPPORTED:
-        raise file.wrong(
-            path, f"{name} needs contract {UNSUPPORTED[name]}, pdproxy supports {', '.join(registry.names())}"
-        )
     if not able and connector is None:
         raise file.wrong(path, f"it is not known which contract {name} runs: name one by --connector")
     if able and connector is not None and connector not in able:
