@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.tokens.ids import TokenIds
+from pdproxy.transfer.bodies import until_length
 from pdproxy.transfer.contract import Dispatch, Handle
-from pdproxy.transfer.mooncake import CAPABILITIES, LEASE, MOONCAKE, promise
+from pdproxy.transfer.mooncake import CAPABILITIES, LEASE, MOONCAKE, decode_params, prefill_params, promise
 from pdproxy.transfer.peers import Peer, PeerSource
 from pdproxy.wire.engine import PrefillAnswer, prefill_answer
 from pdproxy.wire.request import Parsed, Prompt, Route, parse
@@ -197,6 +198,63 @@ def test_a_release_is_refused_behind_the_schema_with_the_transfers_params() -> N
     body = sent(release)
     assert (body["max_tokens"], body["stream"], body["model"]) == (0, False, "tiny")
     assert body["kv_transfer_params"] == TO_D
+
+
+# -- params, by the rules of vllm-omni
+
+
+def test_a_prefill_engine_is_asked_to_keep_the_kv() -> None:
+    assert prefill_params("r") == {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "xfer-r"}
+
+
+def test_the_one_token_ends_by_length() -> None:
+    """No stop list of the client's ends P's token, whatever it is; the client's fields stay as they are."""
+    fields = {"stop": msgspec.Raw(b'["x"]'), "stop_token_ids": msgspec.Raw(b"[5]"), "seed": msgspec.Raw(b"3")}
+    before = dict(fields)
+    found = {name: msgspec.json.decode(value) for name, value in until_length(fields).items()}
+    assert found == {
+        "stop": [],
+        "stop_token_ids": [],
+        "include_stop_str_in_output": False,
+        "min_tokens": 1,
+        "seed": 3,
+    }
+    assert fields == before
+
+
+FETCH = {"do_remote_decode": False, "do_remote_prefill": True}
+RANK = ("r", "e", "http://p:8998")
+
+
+def test_a_decode_engine_is_asked_to_fetch_the_kv() -> None:
+    named = {"transfer_id": "xfer-r", "remote_engine_id": "e", "remote_bootstrap_addr": "http://p:8998"}
+    assert decode_params(*RANK) == {**FETCH, **named}
+
+
+def test_the_prefill_engines_answer_wins() -> None:
+    answered = {
+        "remote_engine_id": "P",
+        "remote_bootstrap_addr": "http://other:1",
+        "more": 1,
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+    }
+    before = dict(answered)
+    found = decode_params(*RANK, answered)
+    named = {"transfer_id": "xfer-r", "remote_engine_id": "P", "remote_bootstrap_addr": "http://other:1", "more": 1}
+    assert found == {**named, **FETCH}
+    assert answered == before
+
+
+@pytest.mark.parametrize("empty", [None, ""])
+@pytest.mark.parametrize("name", ["transfer_id", "remote_engine_id", "remote_bootstrap_addr"])
+def test_what_the_answer_leaves_empty_overrides_nothing(name: str, empty: object) -> None:
+    """A decode engine without one of them waits for ever."""
+    assert decode_params(*RANK, {name: empty}) == decode_params(*RANK)
+
+
+def test_a_transfer_id_of_the_prefill_engine_wins() -> None:
+    assert decode_params(*RANK, {"transfer_id": "P"})["transfer_id"] == "P"
 
 
 # -- what it declares

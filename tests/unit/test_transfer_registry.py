@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
 from operator import attrgetter
 from pathlib import Path
 
@@ -155,6 +156,13 @@ def test_an_entry_and_its_contract_agree(entry: Entry) -> None:
     assert built.capabilities.takes_ids or not built.needs_ids
     for field in msgspec.structs.fields(entry.options):
         assert getattr(attrgetter(entry.section)(settings), field.name) == field.default
+
+
+def test_the_usual_order_is_the_first_that_a_contract_can() -> None:
+    able = dataclasses.replace(SHARED, capabilities=Capabilities(orders=("concurrent", "sequential")), order="")
+    assert able.order == "concurrent"
+    assert dataclasses.replace(able, order="sequential").order == "sequential"
+    assert SHARED.order == "sequential"
 
 
 def test_every_name_is_used_once() -> None:

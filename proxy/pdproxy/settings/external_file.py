@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from pdproxy.settings.errors import KeyPath, SettingsError, quote, spell_key, spell_value
-from pdproxy.transfer.mappings import NotAMappingError, as_mapping
+from pdproxy.settings.mappings import NotAMappingError, as_mapping
 
 
 class ForeignFile:

@@ -2,7 +2,7 @@
 
 Source: vllm-omni's stage YAML and its `pd_utils` (PR 1303). A file has dozens of keys that only its engines need. Only the keys
 that decide a pair are read and checked. Values are plain, or anything that describes itself by names
-(`pdproxy.transfer.mappings`). Owns the shape of a stage; `stage_checks` checks what makes two stages a pair, `stage_nodes` makes
+(`pdproxy.settings.mappings`). Owns the shape of a stage; `stage_checks` checks what makes two stages a pair, `stage_nodes` makes
 engines of them.
 """
 

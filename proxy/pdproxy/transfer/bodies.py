@@ -75,8 +75,27 @@ def with_ids(fields: Fields, route: Route, ids: TokenIds) -> None:
     if route is Route.COMPLETIONS:
         fields["prompt"] = raw(ids.json)
         return
-    params = bytes(fields["kv_transfer_params"])
-    fields["kv_transfer_params"] = raw(params[: params.rindex(b"}")] + b',"prompt_token_ids":' + ids.json + b"}")
+    fields["kv_transfer_params"] = raw(params_with_ids(bytes(fields["kv_transfer_params"]), ids.json))
+
+
+def params_with_ids(params: bytes, ids: bytes) -> bytes:
+    """Return `kv_transfer_params`, a JSON object that is not empty, with a prompt's ids (a JSON array) as their last field."""
+    return params[: params.rindex(b"}")] + b',"prompt_token_ids":' + ids + b"}"
+
+
+def until_length(fields: Fields) -> Fields:
+    """Return a prefill leg's fields so that its one token ends it by length, whatever token it is.
+
+    Mooncake and MoRIIO keep the blocks of a request that ended by length alone. `min_tokens` 1 masks EOS and the model's own
+    stop ids.
+    """
+    return {
+        **fields,
+        "stop": raw(b"[]"),
+        "stop_token_ids": raw(b"[]"),
+        "include_stop_str_in_output": raw(b"false"),
+        "min_tokens": raw(b"1"),
+    }
 
 
 def _set_prompt(fields: Fields, prompt: Prompt) -> None:

@@ -48,6 +48,11 @@ class Dispatch(msgspec.Struct, frozen=True):
     turn: bytes | None = None
     answer_ids: bool = False
 
+    @property
+    def prefill_ids(self) -> TokenIds | None:
+        """The prompt's ids, if the prefill engine is sent them in place of the text; else None."""
+        return self.ids if self.prefill_takes_ids else None
+
 
 NO_DISPATCH = Dispatch()
 """The dispatch for contracts that need nothing of it."""
@@ -96,30 +101,6 @@ class Handle(msgspec.Struct, frozen=True):
     first: FirstToken | None = None
     alone: Alone | None = None
     release: LegRequest | None = None
-
-
-def unclaimed(
-    answer: PrefillAnswer,
-    token_ids: bytes | None = None,
-    remote_request_id: str = "",
-    first: FirstToken | None = None,
-    *,
-    more: int = 0,
-) -> Handle:
-    """Return a handle without `params`: what the prefill engine counted, and how the decode engine continues.
-
-    `more`: how many tokens of the prompt the prefill engine was not sent.
-    """
-    details = answer.details()
-    return Handle(
-        params=b"",
-        token_ids=token_ids,
-        prompt_tokens=answer.usage.prompt_tokens + more,
-        remote_request_id=remote_request_id,
-        created_cache_tokens=details.created_cache_tokens,
-        cached_tokens=details.cached_tokens,
-        first=first,
-    )
 
 
 class Holder:
@@ -326,7 +307,8 @@ def no_notices(_dispatch: Dispatch) -> int | None:
 class Contract:
     """How KV is transferred: what each engine is sent, and what the proxy waits for in between. All functions are pure.
 
-    `order` names the order in which the legs run: a module of `serving.dispatch.orders`, one of `capabilities.orders`. The legs:
+    `order` names the order in which the legs run: a module of `serving.dispatch.orders`, one of `capabilities.orders`. If it is
+    not given, it is the first of them. The legs:
         - `prefill(parsed, prompt, dispatch)` returns the prefill leg.
         - `handle(parsed, answer, dispatch)` reads the prefill engine's answer. It returns the handle of the KV, or a text: why
           the answer can't be used.
@@ -364,7 +346,7 @@ class Contract:
     leg_id: Callable[[str, Dispatch], str] = minted_id
     decode_has_leg_id: bool = False
     min_tokens: Callable[[Parsed], int] = any_length
-    order: str = "sequential"
+    order: str = ""
     promise: Callable[[Parsed, Dispatch], Handle | None] | None = None
     peer_in: Callable[[PrefillAnswer, Dispatch], Peer | None] | None = None
     notices: Callable[[Dispatch], int | None] = no_notices
@@ -373,6 +355,10 @@ class Contract:
     holder: Holder = NOT_HELD
     at_host: Callable[[Handle, str], Handle] | None = None
     turns: TurnRules | None = None
+
+    def __post_init__(self) -> None:
+        if not self.order:
+            object.__setattr__(self, "order", self.capabilities.orders[0])
 
     @property
     def needs_ids(self) -> bool:

@@ -27,6 +27,7 @@ from pdproxy.transfer.contract import (
     raw,
 )
 from pdproxy.transfer.entry import Entry
+from pdproxy.transfer.handles import answered
 from pdproxy.transfer.signs import Signs
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.fields import Fields
@@ -97,15 +98,8 @@ def cpu(options: Options) -> Contract:
                 return "its prefill_request_id is empty"
         except UNREADABLE:
             return "the answer has no prefill_request_id: is the engine started with CPUConnector as kv_producer?"
-        tokens = answer.usage.prompt_tokens
-        return Handle(
-            params=params,
-            token_ids=answer.token_ids(),
-            prompt_tokens=tokens,
-            remote_request_id=dispatch.leg_id or "",
-            created_cache_tokens=answer.details().created_cache_tokens,
-            alone=Alone.SHORT_PROMPT if tokens < options.block_size else None,
-        )
+        alone = Alone.SHORT_PROMPT if answer.usage.prompt_tokens < options.block_size else None
+        return answered(answer, params, dispatch.leg_id or "", alone=alone)
 
     return Contract(
         name=NAME,

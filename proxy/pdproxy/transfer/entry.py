@@ -48,6 +48,27 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     signs: Signs = NO_SIGNS
     """What engines of the contract show, for the connector that is found by asking them."""
 
+    @classmethod
+    def of(
+        cls,
+        contract: Contract,
+        *,
+        kv_connectors: tuple[str, ...],
+        signs: Signs = NO_SIGNS,
+        registered: Callable[[Registration], tuple[Peer, ...] | str] | None = None,
+        registration_port: int = 0,
+    ) -> Entry:
+        """Return the entry of a contract that has no options."""
+        return cls(
+            name=contract.name,
+            build=lambda _: contract,
+            capabilities=contract.capabilities,
+            registered=registered,
+            registration_port=registration_port,
+            kv_connectors=kv_connectors,
+            signs=signs,
+        )
+
     def contract(self, settings: object) -> Contract:
         """Build the contract with the options that settings give.
 

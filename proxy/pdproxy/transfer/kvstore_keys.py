@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import msgspec
 
 from pdproxy.transfer.bodies import decode_fields, prefill_fields
-from pdproxy.transfer.contract import Capabilities, Contract, Dispatch, Handle, LegRequest, encode, raw, unclaimed
+from pdproxy.transfer.contract import Capabilities, Contract, Dispatch, Handle, LegRequest, encode, raw
 from pdproxy.transfer.entry import Entry
+from pdproxy.transfer.handles import unclaimed
 from pdproxy.transfer.signs import Signs
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.kvparams import KVTransferParams, store_keys
@@ -75,10 +76,4 @@ def why_not_stored(answer: PrefillAnswer, ids: Sequence[int]) -> str | None:
 NAME = "kvstore-keys"
 CAPABILITIES = Capabilities(needs_ids=True, takes_ids=True)
 KVSTORE_KEYS = Contract(name=NAME, prefill=prefill, handle=handle, decode=decode, capabilities=CAPABILITIES)
-ENTRY = Entry(
-    name=NAME,
-    build=lambda _: KVSTORE_KEYS,
-    capabilities=CAPABILITIES,
-    kv_connectors=("MooncakeStoreConnector",),
-    signs=Signs(last_version="0.9"),
-)
+ENTRY = Entry.of(KVSTORE_KEYS, kv_connectors=("MooncakeStoreConnector",), signs=Signs(last_version="0.9"))

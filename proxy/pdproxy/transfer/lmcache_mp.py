@@ -27,10 +27,4 @@ LMCACHE_MP = Contract(
     needs_leg_id=True,
     notices=_from_each_rank,
 )
-ENTRY = Entry(
-    name=NAME,
-    build=lambda _: LMCACHE_MP,
-    capabilities=CAPABILITIES,
-    kv_connectors=("LMCacheMPConnector",),
-    signs=Signs(metrics=("lmcache:",)),
-)
+ENTRY = Entry.of(LMCACHE_MP, kv_connectors=("LMCacheMPConnector",), signs=Signs(metrics=("lmcache:",)))

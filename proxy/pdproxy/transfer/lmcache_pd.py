@@ -41,9 +41,9 @@ from pdproxy.transfer.contract import (
     LegRequest,
     encode,
     raw,
-    unclaimed,
 )
 from pdproxy.transfer.entry import Entry
+from pdproxy.transfer.handles import unclaimed
 from pdproxy.transfer.signs import Signs
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.fields import Fields

@@ -14,12 +14,13 @@ waits on, also if the id is used again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.transfer.bodies import decode_fields, prefill_fields, with_ids
+from pdproxy.transfer.bodies import decode_fields, prefill_fields, until_length, with_ids
 from pdproxy.transfer.contract import (
     Capabilities,
     Contract,
@@ -30,8 +31,8 @@ from pdproxy.transfer.contract import (
     encode,
     raw,
 )
-from pdproxy.transfer.entry import Entry, NoOptions
-from pdproxy.transfer.params import decode_params, prefill_params, transfer_id, until_length
+from pdproxy.transfer.entry import Entry
+from pdproxy.transfer.handles import answered, promised
 from pdproxy.transfer.peers import PeerSource
 from pdproxy.transfer.refusal import refusal_released, release_body
 from pdproxy.transfer.signs import Signs
@@ -43,6 +44,8 @@ LEASE = 480.0
 vLLM's default for VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT."""
 _answered_decoder = msgspec.json.Decoder(dict[str, Any] | None)
 """vLLM's own answers have null. What others answer overrides what the proxy knows."""
+_TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+_TO_DECODE = {"do_remote_decode": False, "do_remote_prefill": True}
 
 
 def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
@@ -51,8 +54,8 @@ def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
     assert dispatch.prefill_peer is not None
     fields = until_length(prefill_fields(parsed, prompt))
     fields["kv_transfer_params"] = raw(msgspec.json.encode(prefill_params(dispatch.leg_id)))
-    if dispatch.ids is not None and dispatch.prefill_takes_ids:
-        with_ids(fields, parsed.route, dispatch.ids)
+    if (ids := dispatch.prefill_ids) is not None:
+        with_ids(fields, parsed.route, ids)
     return LegRequest(parsed.route, encode(fields), dispatch.prefill_peer.headers)
 
 
@@ -61,13 +64,7 @@ def promise(_parsed: Parsed, dispatch: Dispatch) -> Handle | None:
     params = _params_of(dispatch)
     if params is None:
         return None
-    ids = dispatch.ids if dispatch.prefill_takes_ids else None
-    return Handle(
-        params=params,
-        token_ids=None if ids is None else ids.json,
-        prompt_tokens=0 if ids is None else ids.count,
-        remote_request_id=_name(dispatch),
-    )
+    return promised(dispatch, params, _name(dispatch))
 
 
 def handle(_parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle | str:
@@ -76,20 +73,13 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle
         if choice.finish_reason != "length":
             return f"the prefill ended by {choice.finish_reason}, not by length: such KV is not kept"
     try:
-        answered = _answered_decoder.decode(answer.kv_transfer_params)
+        overriding = _answered_decoder.decode(answer.kv_transfer_params)
     except UNREADABLE as error:
         return f"kv_transfer_params can't be read: {error}"
-    params = _params_of(dispatch, answered)
+    params = _params_of(dispatch, overriding)
     if params is None:
         return "its bootstrap server has not named its engine id"
-    return Handle(
-        params=params,
-        token_ids=answer.token_ids(),
-        prompt_tokens=answer.usage.prompt_tokens,
-        remote_request_id=_name(dispatch),
-        created_cache_tokens=answer.details().created_cache_tokens,
-        cached_tokens=answer.details().cached_tokens,
-    )
+    return answered(answer, params, _name(dispatch), cached_tokens=answer.details().cached_tokens)
 
 
 def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) -> LegRequest:
@@ -106,17 +96,44 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
     return LegRequest(parsed.route, encode(fields), peer.headers if peer is not None else ())
 
 
+def transfer_id(request_id: str) -> str:
+    """Return the name by which both engines know one transfer."""
+    return f"xfer-{request_id}"
+
+
+def prefill_params(request_id: str) -> dict[str, Any]:
+    """Return the prefill engine's params: the flags and the transfer's name."""
+    return {**_TO_PREFILL, "transfer_id": transfer_id(request_id)}
+
+
+def decode_params(
+    request_id: str, engine_id: str, bootstrap: str, overriding: Mapping[str, object] | None = None
+) -> dict[str, Any]:
+    """Return the decode engine's params: the transfer's name and where it is, and who prefills.
+
+    `engine_id`: of the prefill engine's rank. `bootstrap`: the address of its bootstrap server. `overriding`: what the prefill
+    engine answered; it wins over what was known before, unless a value is empty. The flags that state who prefills win over both.
+    """
+    known = {
+        "transfer_id": transfer_id(request_id),
+        "remote_engine_id": engine_id,
+        "remote_bootstrap_addr": bootstrap,
+    }
+    newer = {name: value for name, value in (overriding or {}).items() if value or name not in known}
+    return {**known, **newer, **_TO_DECODE}
+
+
 def _name(dispatch: Dispatch) -> str:
     assert dispatch.leg_id is not None
     return transfer_id(dispatch.leg_id)
 
 
-def _params_of(dispatch: Dispatch, answered: dict[str, Any] | None = None) -> bytes | None:
-    """Return a decode engine's params as JSON, None if they would be incomplete. `answered`: what the prefill engine answered."""
+def _params_of(dispatch: Dispatch, overriding: dict[str, Any] | None = None) -> bytes | None:
+    """Return a decode engine's params as JSON, None if they would be incomplete. `overriding`: the prefill engine's answer."""
     peer = dispatch.prefill_peer
     if dispatch.leg_id is None or peer is None or not peer.engine_id or not peer.address:
         return None
-    return msgspec.json.encode(decode_params(dispatch.leg_id, peer.engine_id, peer.address, answered))
+    return msgspec.json.encode(decode_params(dispatch.leg_id, peer.engine_id, peer.address, overriding))
 
 
 NAME = "mooncake"
@@ -133,21 +150,9 @@ MOONCAKE = Contract(
     decode=decode,
     capabilities=CAPABILITIES,
     needs_leg_id=True,
-    order="concurrent",
     promise=promise,
     holder=PushedToDecode(release_body, refusal_released, stuck_for=LEASE, handshakes=False, forgets=True),
 )
 
 
-def mooncake(_options: NoOptions) -> Contract:
-    """Return the contract. It has no options."""
-    return MOONCAKE
-
-
-ENTRY = Entry(
-    name=NAME,
-    build=mooncake,
-    capabilities=CAPABILITIES,
-    kv_connectors=("MooncakeConnector",),
-    signs=Signs(bootstrap=True),
-)
+ENTRY = Entry.of(MOONCAKE, kv_connectors=("MooncakeConnector",), signs=Signs(bootstrap=True))

@@ -31,7 +31,7 @@ import re
 import msgspec
 
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.transfer.bodies import decode_fields, prefill_fields, with_ids
+from pdproxy.transfer.bodies import decode_fields, params_with_ids, prefill_fields, until_length, with_ids
 from pdproxy.transfer.contract import (
     Capabilities,
     Contract,
@@ -43,7 +43,7 @@ from pdproxy.transfer.contract import (
     raw,
 )
 from pdproxy.transfer.entry import Entry
-from pdproxy.transfer.params import until_length
+from pdproxy.transfer.handles import answered, holds_blocks, promised
 from pdproxy.transfer.peer_ids import addressed_id, fits_into_id, minted_part
 from pdproxy.transfer.peers import Peer, PeerSource
 from pdproxy.transfer.refusal import refusal_released, release_body
@@ -103,8 +103,8 @@ def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
         "remote_tp_size": other.tp_size,
     }
     fields["kv_transfer_params"] = raw(msgspec.json.encode(params))
-    if dispatch.ids is not None and dispatch.prefill_takes_ids:
-        with_ids(fields, parsed.route, dispatch.ids)
+    if (ids := dispatch.prefill_ids) is not None:
+        with_ids(fields, parsed.route, ids)
     return LegRequest(parsed.route, encode(fields), peer.headers)
 
 
@@ -125,28 +125,16 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle
         return "kv_transfer_params are those of another transfer"
     if params.remote_dp_rank != peer.rank:
         return f"data-parallel rank {params.remote_dp_rank} served a leg to rank {peer.rank}"
-    if not params.remote_host or _is_empty(bytes(params.remote_block_ids)):
+    if not params.remote_host or not holds_blocks(bytes(params.remote_block_ids)):
         return "kv_transfer_params hold no blocks"
-    return Handle(
-        params=b"" if peer.mode == WRITE else params_json,
-        token_ids=answer.token_ids(),
-        prompt_tokens=answer.usage.prompt_tokens,
-        remote_request_id=params.transfer_id,
-        created_cache_tokens=answer.details().created_cache_tokens,
-    )
+    return answered(answer, b"" if peer.mode == WRITE else params_json, params.transfer_id)
 
 
 def promise(_parsed: Parsed, dispatch: Dispatch) -> Handle | None:
     """Return what a decode engine is sent while the prefill engine works, None where it reads: then P's answer comes first."""
     if _peers(dispatch)[0].mode != WRITE:
         return None
-    ids = dispatch.ids if dispatch.prefill_takes_ids else None
-    return Handle(
-        params=b"",
-        token_ids=None if ids is None else ids.json,
-        prompt_tokens=0 if ids is None else ids.count,
-        remote_request_id=transfer_id(dispatch),
-    )
+    return promised(dispatch, b"", transfer_id(dispatch))
 
 
 def release(model: str | None, given: Handle) -> bytes | None:
@@ -161,11 +149,6 @@ def _writes(given: Handle) -> bool:
     return given.params == b""
 
 
-def _is_empty(block_ids: bytes) -> bool:
-    plain = block_ids.translate(None, b" \t\r\n")
-    return not plain.startswith(b"[") or plain.find(b"[]") >= 0 or plain.find(b"null") >= 0
-
-
 def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) -> LegRequest:
     """Return the decode leg: P's answer unchanged (READ), or what names the transfer (WRITE), and the prompt's ids."""
     peer, _ = _peers(dispatch)
@@ -175,7 +158,7 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
         if dispatch.ids is not None and parsed.route is Route.COMPLETIONS:
             with_ids(fields, parsed.route, TokenIds(given.token_ids, given.prompt_tokens))
         else:
-            params = params[: params.rindex(b"}")] + b',"prompt_token_ids":' + given.token_ids + b"}"
+            params = params_with_ids(params, given.token_ids)
     fields["kv_transfer_params"] = raw(params)
     return LegRequest(parsed.route, encode(fields))
 
@@ -220,15 +203,7 @@ MORIIO = Contract(
     needs_leg_id=True,
     leg_id=addressed_id,
     decode_has_leg_id=True,
-    order="concurrent",
     promise=promise,
     holder=PushedToDecode(release, refusal_released, handshakes=False, loses=_writes),
 )
-ENTRY = Entry(
-    name=NAME,
-    build=lambda _: MORIIO,
-    capabilities=CAPABILITIES,
-    registered=registered,
-    registration_port=36367,
-    kv_connectors=("MoRIIOConnector",),
-)
+ENTRY = Entry.of(MORIIO, kv_connectors=("MoRIIOConnector",), registered=registered, registration_port=36367)

@@ -13,7 +13,7 @@ import dataclasses
 import msgspec
 
 from pdproxy.tokens.ids import TokenIds
-from pdproxy.transfer.bodies import decode_fields, prefill_fields, with_ids
+from pdproxy.transfer.bodies import decode_fields, params_with_ids, prefill_fields, with_ids
 from pdproxy.transfer.contract import (
     Capabilities,
     Channel,
@@ -26,6 +26,7 @@ from pdproxy.transfer.contract import (
     raw,
 )
 from pdproxy.transfer.entry import Entry
+from pdproxy.transfer.handles import answered, holds_blocks
 from pdproxy.transfer.refusal import refusal_released, release_body
 from pdproxy.transfer.signs import Ask, Signs
 from pdproxy.transfer.turns import TurnRules
@@ -62,8 +63,8 @@ def prefill(parsed: Parsed, prompt: Prompt, dispatch: Dispatch) -> LegRequest:
     """
     fields = prefill_fields(parsed, prompt)
     fields["kv_transfer_params"] = _ASK if dispatch.turn is None else raw(dispatch.turn)
-    if dispatch.ids is not None and dispatch.prefill_takes_ids:
-        with_ids(fields, parsed.route, dispatch.ids)
+    if (ids := dispatch.prefill_ids) is not None:
+        with_ids(fields, parsed.route, ids)
     return LegRequest(parsed.route, encode(fields))
 
 
@@ -77,13 +78,7 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, _dispatch: Dispatch) -> Handl
     params = _params_of(params_json)
     if isinstance(params, str):
         return params
-    return Handle(
-        params=params_json,
-        token_ids=answer.token_ids(),
-        prompt_tokens=answer.usage.prompt_tokens,
-        remote_request_id=params.remote_request_id,
-        created_cache_tokens=answer.details().created_cache_tokens,
-    )
+    return answered(answer, params_json, params.remote_request_id)
 
 
 def handle_from_notice(notice: Notice) -> Handle | None:
@@ -104,15 +99,9 @@ def _params_of(params_json: bytes) -> _Params | str:
         return f"kv_transfer_params are incomplete: {error}"
     if not params.do_remote_prefill:
         return "kv_transfer_params say do_remote_prefill=false"
-    if not _holds_blocks(bytes(params.remote_block_ids)):
+    if not holds_blocks(bytes(params.remote_block_ids)):
         return "kv_transfer_params hold no blocks"
     return params
-
-
-def _holds_blocks(block_ids: bytes) -> bool:
-    """Return whether each group has blocks. A long prompt has thousands: they are searched as bytes, not decoded."""
-    plain = block_ids.translate(None, b" \t\r\n")
-    return plain.startswith(b"[") and plain.find(b"[]") < 0 and plain.find(b"null") < 0
 
 
 def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) -> LegRequest:
@@ -130,7 +119,7 @@ def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) ->
             # Never our own ids: a decode engine crashes if its prompt is not the handle's.
             with_ids(fields, parsed.route, TokenIds(given.token_ids, given.prompt_tokens))
         else:
-            params = params[: params.rindex(b"}")] + b',"prompt_token_ids":' + given.token_ids + b"}"
+            params = params_with_ids(params, given.token_ids)
     fields["kv_transfer_params"] = raw(params)
     return LegRequest(parsed.route, encode(fields))
 

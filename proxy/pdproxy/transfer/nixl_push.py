@@ -22,7 +22,8 @@ from pdproxy.transfer.contract import (
     LegRequest,
     PushedToDecode,
 )
-from pdproxy.transfer.entry import Entry, NoOptions
+from pdproxy.transfer.entry import Entry
+from pdproxy.transfer.handles import answered, promised
 from pdproxy.transfer.peers import Peer, PeerSource
 from pdproxy.wire.engine import UNREADABLE, PrefillAnswer
 from pdproxy.wire.request import Parsed, Prompt
@@ -54,14 +55,8 @@ def handle(_parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle
     params = _params_of(answer)
     if isinstance(params, str):
         return params
-    return Handle(
-        params=_decode_params(_peer(params, dispatch), dispatch),
-        token_ids=answer.token_ids(),
-        prompt_tokens=answer.usage.prompt_tokens,
-        remote_request_id=dispatch.leg_id or "",
-        created_cache_tokens=answer.details().created_cache_tokens,
-        cached_tokens=params.remote_prefill_cached_tokens,
-    )
+    to_decode = _decode_params(_peer(params, dispatch), dispatch)
+    return answered(answer, to_decode, dispatch.leg_id or "", cached_tokens=params.remote_prefill_cached_tokens)
 
 
 def peer_in(answer: PrefillAnswer, dispatch: Dispatch) -> Peer | None:
@@ -75,13 +70,7 @@ def promise(_parsed: Parsed, dispatch: Dispatch) -> Handle | None:
     peer = dispatch.prefill_peer
     if peer is None or peer.engine_id is None:
         return None
-    ids = dispatch.ids if dispatch.prefill_takes_ids else None
-    return Handle(
-        params=_decode_params(peer, dispatch),
-        token_ids=None if ids is None else ids.json,
-        prompt_tokens=0 if ids is None else ids.count,
-        remote_request_id=dispatch.leg_id or "",
-    )
+    return promised(dispatch, _decode_params(peer, dispatch), dispatch.leg_id or "")
 
 
 def decode(parsed: Parsed, prompt: Prompt, given: Handle, dispatch: Dispatch) -> LegRequest:
@@ -152,7 +141,6 @@ CONTRACT = Contract(
     capabilities=CAPABILITIES,
     needs_leg_id=True,
     decode_has_leg_id=True,
-    order="concurrent",
     promise=promise,
     peer_in=peer_in,
     holder=PushedToDecode(),
@@ -160,14 +148,4 @@ CONTRACT = Contract(
 )
 
 
-def _build(_options: NoOptions) -> Contract:
-    return CONTRACT
-
-
-ENTRY = Entry(
-    name=NAME,
-    build=_build,
-    capabilities=CAPABILITIES,
-    kv_connectors=("NixlPushConnector",),
-    signs=nixl.signs("push", first_version="0.20"),
-)
+ENTRY = Entry.of(CONTRACT, kv_connectors=("NixlPushConnector",), signs=nixl.signs("push", first_version="0.20"))

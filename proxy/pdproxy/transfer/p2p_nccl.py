@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import re
 
+from msgspec import structs
+
 from pdproxy.transfer.bodies import decode_fields, prefill_fields
 from pdproxy.transfer.contract import (
     Capabilities,
@@ -34,9 +36,9 @@ from pdproxy.transfer.contract import (
     LegRequest,
     encode,
     raw,
-    unclaimed,
 )
 from pdproxy.transfer.entry import Entry
+from pdproxy.transfer.handles import unclaimed
 from pdproxy.transfer.peer_ids import addressed_id, fits_into_id
 from pdproxy.transfer.peers import Peer, PeerSource
 from pdproxy.transfer.signs import Signs
@@ -76,16 +78,7 @@ def handle(parsed: Parsed, answer: PrefillAnswer, dispatch: Dispatch) -> Handle 
         # No chat has a prompt of one token: the engine cuts it.
         fields |= {"messages": _ONE_TOKEN_CHAT, "truncate_prompt_tokens": raw(b"1")}
     release = LegRequest(parsed.route, encode(fields), ((b"x-request-id", dispatch.leg_id.encode()),))
-    found = unclaimed(answer, answer.token_ids(), dispatch.leg_id)
-    return Handle(
-        params=b"",
-        token_ids=found.token_ids,
-        prompt_tokens=found.prompt_tokens,
-        remote_request_id=found.remote_request_id,
-        created_cache_tokens=found.created_cache_tokens,
-        cached_tokens=found.cached_tokens,
-        release=release,
-    )
+    return structs.replace(unclaimed(answer, answer.token_ids(), dispatch.leg_id), release=release)
 
 
 def decode(parsed: Parsed, prompt: Prompt, _given: Handle, _dispatch: Dispatch) -> LegRequest:
@@ -112,12 +105,10 @@ P2P_NCCL = Contract(
     decode_has_leg_id=True,
     holder=HeldByDecode(release_leg, drops_aborted=True),
 )
-ENTRY = Entry(
-    name=NAME,
-    build=lambda _: P2P_NCCL,
-    capabilities=CAPABILITIES,
-    registered=registered,
-    registration_port=30001,
+ENTRY = Entry.of(
+    P2P_NCCL,
     kv_connectors=("P2pNcclConnector",),
     signs=Signs(last_version="0.23"),
+    registered=registered,
+    registration_port=30001,
 )

@@ -8,8 +8,9 @@ request. The prefill engine's answer shows that the KV is stored, since ExampleC
 from __future__ import annotations
 
 from pdproxy.transfer.bodies import decode_fields, prefill_fields
-from pdproxy.transfer.contract import Contract, Dispatch, Handle, LegRequest, encode, unclaimed
+from pdproxy.transfer.contract import Contract, Dispatch, Handle, LegRequest, encode
 from pdproxy.transfer.entry import Entry
+from pdproxy.transfer.handles import unclaimed
 from pdproxy.transfer.signs import Signs
 from pdproxy.wire.engine import PrefillAnswer
 from pdproxy.wire.request import Parsed, Prompt
@@ -32,9 +33,8 @@ def decode(parsed: Parsed, prompt: Prompt, _given: Handle, _dispatch: Dispatch) 
 
 NAME = "shared"
 SHARED = Contract(name=NAME, prefill=prefill, handle=handle, decode=decode)
-ENTRY = Entry(
-    name=NAME,
-    build=lambda _: SHARED,
+ENTRY = Entry.of(
+    SHARED,
     kv_connectors=(
         "ExampleConnector",
         "SharedStorageConnector",

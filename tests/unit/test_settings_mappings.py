@@ -1,4 +1,4 @@
-"""Params of both legs as vllm-omni's rules put them together: what is read, and what wins."""
+"""Objects of files and of other programs that are read as mappings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdproxy.transfer.mappings import NotAMappingError, as_mapping
-from pdproxy.transfer.params import decode_params, prefill_params, until_length
-
-TO_P = {"do_remote_decode": True, "do_remote_prefill": False}
-TO_D = {"do_remote_decode": False, "do_remote_prefill": True}
+from pdproxy.settings.mappings import NotAMappingError, as_mapping
 
 
 @dataclass
@@ -131,55 +127,3 @@ def test_what_cant_be_read_is_an_error_that_says_its_type(value: object, kind: s
     with pytest.raises(NotAMappingError) as caught:
         as_mapping(value)
     assert str(caught.value) == kind
-
-
-# -- what P is told
-
-
-def test_p_is_told_to_keep_the_kv() -> None:
-    assert prefill_params("r") == {**TO_P, "transfer_id": "xfer-r"}
-
-
-def test_the_one_token_ends_by_length() -> None:
-    """No stop list of the client's ends P's token, whatever it is; the client's fields stay as they are."""
-    fields = {"stop": msgspec.Raw(b'["x"]'), "stop_token_ids": msgspec.Raw(b"[5]"), "seed": msgspec.Raw(b"3")}
-    before = dict(fields)
-    found = {name: msgspec.json.decode(value) for name, value in until_length(fields).items()}
-    assert found == {
-        "stop": [],
-        "stop_token_ids": [],
-        "include_stop_str_in_output": False,
-        "min_tokens": 1,
-        "seed": 3,
-    }
-    assert fields == before
-
-
-# -- what D is told
-
-KNOWN = ("r", "e", "http://p:8998")
-
-
-def test_d_is_told_to_fetch_the_kv() -> None:
-    named = {"transfer_id": "xfer-r", "remote_engine_id": "e", "remote_bootstrap_addr": "http://p:8998"}
-    assert decode_params(*KNOWN) == {**TO_D, **named}
-
-
-def test_p_s_answer_is_stronger_than_what_was_known() -> None:
-    answered = {"remote_engine_id": "P", "remote_bootstrap_addr": "http://other:1", "more": 1, **TO_P}
-    before = dict(answered)
-    found = decode_params(*KNOWN, answered)
-    named = {"transfer_id": "xfer-r", "remote_engine_id": "P", "remote_bootstrap_addr": "http://other:1", "more": 1}
-    assert found == {**named, **TO_D}
-    assert answered == before
-
-
-@pytest.mark.parametrize("empty", [None, ""])
-@pytest.mark.parametrize("name", ["transfer_id", "remote_engine_id", "remote_bootstrap_addr"])
-def test_what_the_answer_leaves_empty_overrides_nothing(name: str, empty: object) -> None:
-    """A decode engine without one of them waits for ever."""
-    assert decode_params(*KNOWN, {name: empty}) == decode_params(*KNOWN)
-
-
-def test_whose_transfer() -> None:
-    assert decode_params(*KNOWN, {"transfer_id": "P"})["transfer_id"] == "P"
