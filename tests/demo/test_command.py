@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.demo.processes import PROMPT, in_terminal, running
+from pdproxy.observe.events import LoopBeat
+from pdproxy.observe.formats import TextFormatter
+from pdproxy.observe.logs import LogObserver
+from tests.demo.processes import PROMPT, in_terminal, running, waited
 
 SHOW_CURSOR, HIDE_CURSOR = b"\x1b[?25h", b"\x1b[?25l"
 
@@ -28,6 +31,16 @@ def streamed(out: bytes) -> str:
     events = [line[6:] for line in out.decode().splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     return "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1])
+
+
+@pytest.mark.parametrize(("beat", "ignored"), [(LoopBeat(3.2, False, 0.02), True), (LoopBeat(3.2, False, 2.9), False)])
+def test_a_held_up_loop_is_no_error_only_if_the_machine_stalled(
+    beat: LoopBeat, ignored: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    LogObserver().notify(beat)
+    line = TextFormatter().format(caplog.records[0]) + "\n"
+    assert waited(line) is ignored
+    assert not waited(f"Traceback\n{line}")
 
 
 async def test_the_printed_curl_gets_an_answer_and_ctrl_c_ends_with_0() -> None:

@@ -16,13 +16,16 @@ from typing import Any
 
 import pytest
 
-from pdproxy.observe.events import RequestEnded
+from pdproxy.observe.events import LoopBeat, RequestEnded
 from tests.fakes.client import Answer, request
 from tests.fakes.world import CHAT, COMPLETIONS, LONG, World, completion, until, world
 
 SECONDS = float(os.environ.get("PDPROXY_TEST_CHAOS_SECONDS", "8"))
 CLIENTS = 64
-ENOUGH = 4 * CLIENTS
+ENOUGH = 2 * CLIENTS
+"""So many right answers must come, however long that takes: the proxy goes on after every misfortune."""
+PATIENCE = 60.0
+"""Seconds after the end in which they may come: a slow machine needs more than SECONDS."""
 LEASE = 3.0
 RATES = {
     "decode": (
@@ -37,6 +40,8 @@ RATES = {
     ),
 }
 EACH = 0.01
+CALM = 0.02
+"""Seconds by which timers of the event loop are late on average, on a machine that is fast enough for these deadlines."""
 
 
 def bodies(chance: random.Random, count: int) -> list[tuple[str, dict[str, Any]]]:
@@ -71,10 +76,11 @@ def judge(answer: Answer, right: str) -> str:
         assert answer.text == right
         assert answer.body.count(b"[DONE]") == 1
         return "right"
-    assert json.loads(last.removeprefix(b"data: "))["error"]["message"]
+    error = json.loads(last.removeprefix(b"data: "))["error"]
+    assert error["message"]
     before = Answer(200, answer.headers, b"".join(answer.events[:-1]), [], True)
     assert right.startswith(before.text if before.body else "")
-    return "error event"
+    return f"event {error['code']}"
 
 
 async def visit(w: World, chance: random.Random, path: str, body: dict[str, Any], right: str) -> str:
@@ -94,10 +100,12 @@ async def visit(w: World, chance: random.Random, path: str, body: dict[str, Any]
         w._clients.remove(client)
 
 
-async def misfortunes(w: World, chance: random.Random) -> None:
-    """Engines that die, freeze and come back, one at a time."""
+async def misfortunes(w: World, chance: random.Random, tally: Counter[str]) -> None:
+    """Engines that die, freeze and come back, one at a time: one per 60 answers or so, on a slow machine as well."""
     while True:
-        await asyncio.sleep(0.3 + chance.random() * 0.6)
+        due = tally.total() + chance.randint(30, 90)
+        while tally.total() < due:
+            await asyncio.sleep(0.05)
         sim = chance.choice([*w.prefill, *w.decode]).sim
         match chance.randrange(5):
             case 0:
@@ -119,7 +127,7 @@ async def misfortunes(w: World, chance: random.Random) -> None:
         await w.probe()
 
 
-@pytest.mark.timeout(SECONDS + 90)
+@pytest.mark.timeout(SECONDS + PATIENCE + 90)
 async def test_everything_goes_wrong_at_random() -> None:
     chance = random.Random(20261121)
     requests = bodies(chance, 40)
@@ -136,15 +144,16 @@ async def test_everything_goes_wrong_at_random() -> None:
                 for spec in RATES[role]:
                     engine.sim.faults.add(f"{spec}:rate={EACH}")
         tally: Counter[str] = Counter()
-        end = asyncio.get_running_loop().time() + SECONDS
+        time = asyncio.get_running_loop().time
+        end = time() + SECONDS
 
         async def client(number: int) -> None:
             own = random.Random(number)
-            while asyncio.get_running_loop().time() < end or tally.total() < ENOUGH:  # on a machine that is slow
+            while time() < end or (tally["right"] < ENOUGH and time() < end + PATIENCE):
                 which = own.randrange(len(requests))
                 tally[await visit(w, own, *requests[which], right[which])] += 1
 
-        trouble = asyncio.create_task(misfortunes(w, chance))
+        trouble = asyncio.create_task(misfortunes(w, chance, tally))
         async with asyncio.TaskGroup() as group:
             for number in range(CLIENTS):
                 group.create_task(client(number))
@@ -158,10 +167,19 @@ async def test_everything_goes_wrong_at_random() -> None:
             if engine.sim.life != "up" or engine.sim.engine.dead:
                 await engine.sim.restart()
         await w.probe()
-        print(f"chaos, {SECONDS:g} s, {CLIENTS} clients: {dict(tally.most_common())}")
-        assert tally["right"] > tally.total() / 10, (
-            "a machine that stalls misses deadlines of 0.6 s, but not most of them"
+        lateness = [beat.late_s for beat in w.events(LoopBeat)]
+        late = sum(lateness) / len(lateness)
+        print(
+            f"chaos, {SECONDS:g} s, {CLIENTS} clients: {dict(tally.most_common())}; the loop was {late * 1000:.0f} ms late"
         )
+        assert tally["right"] >= ENOUGH, "the proxy recovers"
+        # Deadlines of 0.6 s are missed on a slow machine, and engines that miss them are not asked for a while.
+        in_time = tally.total() - sum(
+            tally[name] for name in ("left", "error 503", "error 504", "event 503", "event 504")
+        )
+        assert tally["right"] > in_time * 2 / 3
+        if late < CALM:
+            assert tally["right"] > tally.total() / 3
         await w.quiet()
         assert len(w.events(RequestEnded)) == sum(tally.values()), "each request ended once"
         await until(lambda: all(not engine.sim.engine.handles for engine in w.engines), LEASE + LONG)

@@ -6,6 +6,7 @@ Owns that callback. What blocks the loop delays all requests: an operator should
 from __future__ import annotations
 
 import asyncio
+import time
 
 from pdproxy.observe.events import LoopBeat, Observers
 
@@ -21,6 +22,7 @@ class Heartbeat:
     def __init__(self, observers: Observers) -> None:
         self._observers = observers
         self._due = 0.0
+        self._cpu = 0.0
         self._next: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -30,6 +32,7 @@ class Heartbeat:
         """Begin, in the running loop."""
         loop = asyncio.get_running_loop()
         self._due = loop.time() + EVERY
+        self._cpu = time.thread_time()
         self._next = loop.call_at(self._due, self._beat, loop)
 
     def stop(self) -> None:
@@ -40,7 +43,9 @@ class Heartbeat:
 
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
         late = max(0.0, loop.time() - self._due)
+        cpu = time.thread_time()
         for missed in range(min(int(late / EVERY) + 1, MAX_MISSED)):
-            self._observers.notify(LoopBeat(late - missed * EVERY, swallowed=missed > 0))
+            self._observers.notify(LoopBeat(late - missed * EVERY, missed > 0, cpu - self._cpu))
+        self._cpu = cpu
         self._due += EVERY * (int(late / EVERY) + 1)
         self._next = loop.call_at(self._due, self._beat, loop)

@@ -261,11 +261,13 @@ class Evicted(msgspec.Struct, frozen=True):
 class LoopBeat(msgspec.Struct, frozen=True):
     """The event loop called a timer `late_s` seconds after its time.
 
-    `swallowed`: an earlier event has reported the delay that caused it.
+    `swallowed`: an earlier event has reported the delay that caused it. `cpu_s`: CPU seconds of the loop's thread since the timer
+    before. If they are few, the thread waited, or the machine did not run it.
     """
 
     late_s: float
     swallowed: bool = False
+    cpu_s: float = 0.0
 
 
 Event = (
