@@ -61,7 +61,7 @@ async def test_a_connector_whose_pairs_are_tried_elsewhere(bench):
         await bench.start(role, connector="nixl-push")
     found = await checked(bench)
     assert found.codes == {"connector_not_tried"}
-    assert found["connector_not_tried"].remedy == "pdproxy conformance --connector nixl-push"
+    assert found["connector_not_tried"].remedy == "test the pairs with pdproxy conformance --connector nixl-push"
 
 
 async def test_a_pool_without_prefill_engines_has_no_connector(bench):

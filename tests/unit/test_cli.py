@@ -129,7 +129,7 @@ def test_serve_reads_the_environment(served: list[Settings], monkeypatch: pytest
         ),
         (
             "check --decode a:1 --connector shared",
-            "pools[0].connector: `check` knows nixl alone, got shared: use `pdproxy conformance`",
+            "pools[0].connector: this check is for nixl only, got shared: run `pdproxy conformance`, which tests all connectors",
         ),
         ("config validate --config no/such", "no/such: can't be read: No such file or directory"),
     ],

@@ -23,10 +23,11 @@ def add(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "check",
-        help="check whether engines will work with prefill and decode split",
+        help="check whether engines will work with prefill and decode split (connector nixl)",
         description="Ask the engines for their settings, send a few requests through each pair of a prefill and a decode "
-        "engine, and print what is wrong and how to fix it. Run it before there is traffic. The exit code is 0 if the engines "
-        "are ready, 1 if not, 2 if the settings are wrong. Nothing is changed on the engines.",
+        "engine, and print what is wrong and how to fix it. For connector nixl; `pdproxy conformance` tests all connectors. "
+        "Run it before there is traffic. The exit code is 0 if the engines are ready, 1 if not, 2 if the settings are wrong. "
+        "Nothing is changed on the engines.",
         usage="pdproxy check --prefill URL [URL ...] --decode URL [URL ...] [option ...]",
         epilog=examples(
             "pdproxy check --prefill 127.0.0.1:8200 --decode 127.0.0.1:8300",
@@ -59,9 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the engines of the settings and print what was found."""
     settings = settings_from(arguments)
     if settings.pool.connector not in (NIXL.name, AUTO):
-        # Its requests to prefill engines make LMCache's sender crash.
+        # Its requests to prefill engines crash some engines of other connectors, such as LMCache's sender.
         raise SettingsError(
-            f"pools[0].connector: `check` knows {NIXL.name} alone, got {settings.pool.connector}: use `pdproxy conformance`"
+            f"pools[0].connector: this check is for {NIXL.name} only, got {settings.pool.connector}: "
+            "run `pdproxy conformance`, which tests all connectors"
         )
     # Imported here: the libraries take a while to load, and wrong settings should be reported at once.
     from pdproxy.lab.check import report

@@ -22,8 +22,8 @@ def connector(facts: Facts) -> Iterator[Finding]:
                 level="note",
                 code="connector_not_tried",
                 where=where,
-                says=f"the engines' connector is {shown.contract}: the check tries pairs of {NIXL.name} alone",
-                remedy=f"pdproxy conformance --connector {shown.contract}",
+                says=f"the engines' connector is {shown.contract}, and `check` tries pairs of {NIXL.name} only: none was tried",
+                remedy=f"test the pairs with pdproxy conformance --connector {shown.contract}",
             )
         return
     yield Finding(
