@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from msgspec import structs
 
 from pdproxy.lab.conformance.checks import CHECKS
 from pdproxy.lab.conformance.options import Options
+from pdproxy.lab.conformance.pair_under_test import PairUnderTest
 from pdproxy.lab.conformance.results import Result
 from pdproxy.lab.conformance.runner import run
 from pdproxy.settings.limits import Deadlines
@@ -39,14 +40,26 @@ class Rig:
     plain: SimServer
     settings: Settings
 
-    async def judge(self, *names: str, options: Options = BRISK, plain: bool = False) -> dict[str, Result]:
-        """Run the checks of these names (none: all) behind the one of the pair; return the results by name."""
+    async def judge(
+        self, *names: str, options: Options = BRISK, plain: bool = False, seconds: float | None = None
+    ) -> dict[str, Result]:
+        """Run the checks of these names (none: all) behind the one of the pair; return the results by name.
+
+        `seconds`: for each of them, in place of the options' timeout, which the check of the pair keeps.
+        """
         if plain:
             options = structs.replace(options, plain=self.plain.url)
         checks = [check for check in CHECKS if not names or check.name in ("pair", *names)]
         assert len(checks) >= len(names)
+        if seconds is not None:
+            checks = [one if one.name == "pair" else replace(one, takes=exactly(seconds)) for one in checks]
         (pair,) = (await run(self.settings, options, checks)).pairs
         return {result.name: result for result in pair.results}
+
+
+def exactly(seconds: float) -> Callable[[PairUnderTest], float]:
+    """What `Check.takes` is for a check that gets so many seconds, whatever the options say."""
+    return lambda pair: seconds - pair.options.timeout
 
 
 @asynccontextmanager

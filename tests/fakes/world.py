@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdproxy.app.compose import Proxy
 from pdproxy.app.server import uvicorn_config
@@ -23,6 +24,7 @@ from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.schema import Auth, Cors, Listen, Node, Pool, Probes, Settings
 from pdproxy.sim.api.template import render
 from pdproxy.sim.tokenizer import Tokenizer
+from pdproxy.web.app import create_app
 from tests.fakes.books import Books
 from tests.fakes.client import Answer, Client, request
 from tests.fakes.engine import FakeEngine
@@ -276,9 +278,22 @@ async def world(
             await asyncio.wait(set(server.server_state.tasks), timeout=2)
 
 
+class _Late:
+    """The application of all routes outside the data path, made at its first request: most tests never send one."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        self._proxy = proxy
+        self._app: ASGIApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._app is None:
+            self._app = create_app(self._proxy.front.answers())
+        await self._app(scope, receive, send)
+
+
 async def _serve(proxy: Proxy, made: World, port: int = 0) -> uvicorn.Server:
     """Start uvicorn as the server process does, without its main loop."""
-    config = uvicorn_config(proxy)
+    config = uvicorn_config(proxy, _Late(proxy))
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)

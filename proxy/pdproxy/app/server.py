@@ -20,6 +20,7 @@ from collections.abc import Iterator
 import msgspec
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from pdproxy import __version__
 from pdproxy.app import uncaught
@@ -152,11 +153,14 @@ def fit_files(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, limits=fitting)
 
 
-def uvicorn_config(proxy: Proxy) -> uvicorn.Config:
-    """Return how uvicorn serves a proxy: the data path's protocol class, no log lines and no signals of its own."""
+def uvicorn_config(proxy: Proxy, app: ASGIApp | None = None) -> uvicorn.Config:
+    """Return how uvicorn serves a proxy: the data path's protocol class, no log lines and no signals of its own.
+
+    `app`: serves all other routes; None: a new one.
+    """
     tls = proxy.credentials.listen
     return uvicorn.Config(
-        create_app(proxy.front.answers()),
+        app or create_app(proxy.front.answers()),
         http=proxy.front.protocol(),
         log_config=None,
         access_log=False,

@@ -11,14 +11,15 @@ import hmac
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from functools import cache
 from secrets import token_hex
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdproxy.sim.api import metrics
@@ -102,70 +103,10 @@ class _Keys:
 def create_app(engine: Engine, date: Callable[[], str] = _today) -> FastAPI:
     """Return the application of one engine; `date` is what the `dated` template prints."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    json_only = [Depends(_json_only)]
-
-    @app.exception_handler(RequestValidationError)
-    async def _schema(_: Request, error: RequestValidationError) -> Response:
-        errors = error.errors()
-        if errors and isinstance(errors[0], str):
-            message, param = f"1 validation error:\n  {errors[0]}", None
-        else:
-            message, param = schema_message(errors)
-        return response(error_body(message, "Bad Request", 400, param), 400)
-
-    @app.exception_handler(Refused)
-    async def _refused(_: Request, error: Refused) -> Response:
-        return refusal(error)
-
-    @app.post("/v1/completions", dependencies=json_only, response_model=None)
-    async def _completions(body: CompletionBody, request: Request) -> Response:
-        return _with_load(engine, request, await answered(engine, body, request, complete(engine, body, request)))
-
-    @app.post("/v1/chat/completions", dependencies=json_only, response_model=None)
-    async def _chat(body: ChatBody, request: Request) -> Response:
-        return _with_load(engine, request, await answered(engine, body, request, chat(engine, body, request, date)))
-
-    @app.post("/v1/chat/completions/batch", dependencies=json_only, response_model=None)
-    async def _batch(body: BatchBody, request: Request) -> Response:
-        return await answered(engine, body, request, chat_batch(engine, body, request, date))
-
-    @app.post("/invocations", dependencies=json_only, response_model=None)
-    async def _invoked(request: Request) -> Response:
-        return await invoke(request, lambda body: _chat(body, request), lambda body: _completions(body, request))
-
-    @app.post("/generative_scoring", dependencies=json_only, response_model=None)
-    async def _scored(body: ScoringBody, request: Request) -> Response:
-        return await answered(engine, body, request, score(engine, body, request))
-
-    @app.post("/tokenize", dependencies=json_only, response_model=None)
-    async def _tokenize(body: TokenizeBody) -> Response:
-        return _tokenized(engine, body, date)
-
-    @app.post("/detokenize", dependencies=json_only, response_model=None)
-    async def _detokenize(body: DetokenizeBody) -> Response:
-        check_model(body.model, engine)
-        if any(token >= engine.tokenizer.vocab_size for token in body.tokens):
-            raise Refused(f"Token id {max(body.tokens)} is out of vocabulary")
-        return response({"prompt": engine.tokenizer.decode(body.tokens, skip_special_tokens=False)})
-
-    @app.post("/v1/responses", dependencies=json_only, response_model=None)
-    async def _responses(body: ResponsesBody, request: Request) -> Response:
-        return await answered(engine, body, request, respond(engine, body, request, date))
-
-    @app.get("/v1/responses/{name}", response_model=None)
-    @app.post("/v1/responses/{name}/cancel", response_model=None)
-    async def _stored(name: str) -> Response:
-        message = f"Response with id '{name}' not found."
-        return response(error_body(message, "invalid_request_error", 404, "response_id"), 404)
-
-    @app.post("/v1/messages", dependencies=json_only, response_model=None)
-    async def _messages(body: MessagesBody, request: Request) -> Response:
-        return await answered(engine, body, request, message(engine, body, request, date))
-
-    @app.post("/v1/messages/count_tokens", dependencies=json_only, response_model=None)
-    async def _counted(body: CountBody) -> Response:
-        return await count(engine, body, date)
-
+    app.state.engine, app.state.date = engine, date
+    app.add_exception_handler(RequestValidationError, _schema)
+    app.add_exception_handler(Refused, _refused)
+    app.router.routes.extend(_generating())
     for path in _SCALE_OUT:
         _add(app, path, _disabled, ["POST"])
     _about(app, engine)
@@ -177,6 +118,96 @@ def create_app(engine: Engine, date: Callable[[], str] = _today) -> FastAPI:
     app.add_middleware(_Vary)
     app.add_middleware(_Load)
     return app
+
+
+async def _schema(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    errors = error.errors()
+    if errors and isinstance(errors[0], str):
+        message, param = f"1 validation error:\n  {errors[0]}", None
+    else:
+        message, param = schema_message(errors)
+    return response(error_body(message, "Bad Request", 400, param), 400)
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return refusal(error)
+
+
+@cache
+def _generating() -> tuple[BaseRoute, ...]:
+    """Return the routes with bodies, the same for all engines of this process: FastAPI takes 20 ms to make them."""
+    router = APIRouter()
+    json_only = [Depends(_json_only)]
+
+    @router.post("/v1/completions", dependencies=json_only, response_model=None)
+    async def _completions(body: CompletionBody, request: Request) -> Response:
+        engine = _engine(request)
+        return _with_load(engine, request, await answered(engine, body, request, complete(engine, body, request)))
+
+    @router.post("/v1/chat/completions", dependencies=json_only, response_model=None)
+    async def _chat(body: ChatBody, request: Request) -> Response:
+        engine, date = _engine(request), _date(request)
+        return _with_load(engine, request, await answered(engine, body, request, chat(engine, body, request, date)))
+
+    @router.post("/v1/chat/completions/batch", dependencies=json_only, response_model=None)
+    async def _batch(body: BatchBody, request: Request) -> Response:
+        engine = _engine(request)
+        return await answered(engine, body, request, chat_batch(engine, body, request, _date(request)))
+
+    @router.post("/invocations", dependencies=json_only, response_model=None)
+    async def _invoked(request: Request) -> Response:
+        return await invoke(request, lambda body: _chat(body, request), lambda body: _completions(body, request))
+
+    @router.post("/generative_scoring", dependencies=json_only, response_model=None)
+    async def _scored(body: ScoringBody, request: Request) -> Response:
+        engine = _engine(request)
+        return await answered(engine, body, request, score(engine, body, request))
+
+    @router.post("/tokenize", dependencies=json_only, response_model=None)
+    async def _tokenize(body: TokenizeBody, request: Request) -> Response:
+        return _tokenized(_engine(request), body, _date(request))
+
+    @router.post("/detokenize", dependencies=json_only, response_model=None)
+    async def _detokenize(body: DetokenizeBody, request: Request) -> Response:
+        engine = _engine(request)
+        check_model(body.model, engine)
+        if any(token >= engine.tokenizer.vocab_size for token in body.tokens):
+            raise Refused(f"Token id {max(body.tokens)} is out of vocabulary")
+        return response({"prompt": engine.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+    @router.post("/v1/responses", dependencies=json_only, response_model=None)
+    async def _responses(body: ResponsesBody, request: Request) -> Response:
+        engine = _engine(request)
+        return await answered(engine, body, request, respond(engine, body, request, _date(request)))
+
+    @router.get("/v1/responses/{name}", response_model=None)
+    @router.post("/v1/responses/{name}/cancel", response_model=None)
+    async def _stored(name: str) -> Response:
+        message = f"Response with id '{name}' not found."
+        return response(error_body(message, "invalid_request_error", 404, "response_id"), 404)
+
+    @router.post("/v1/messages", dependencies=json_only, response_model=None)
+    async def _messages(body: MessagesBody, request: Request) -> Response:
+        engine = _engine(request)
+        return await answered(engine, body, request, message(engine, body, request, _date(request)))
+
+    @router.post("/v1/messages/count_tokens", dependencies=json_only, response_model=None)
+    async def _counted(body: CountBody, request: Request) -> Response:
+        return await count(_engine(request), body, _date(request))
+
+    return tuple(router.routes)
+
+
+def _engine(request: Request) -> Engine:
+    engine: Engine = request.app.state.engine
+    return engine
+
+
+def _date(request: Request) -> Callable[[], str]:
+    date: Callable[[], str] = request.app.state.date
+    return date
 
 
 def _with_load(engine: Engine, request: Request, found: Response) -> Response:
