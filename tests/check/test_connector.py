@@ -37,7 +37,7 @@ async def test_a_connector_that_cant_be_told_is_an_error_and_nothing_is_generate
     found = await checked(bench)
     finding = found["connector_unclear"]
     assert finding.level == "error"
-    assert "it can't be told from outside" in finding.says
+    assert "the engines do not show which" in finding.says
     assert "lmcache-pd" in finding.remedy
     assert finding.where == (p.url, d.url)
     assert not p.requests

@@ -34,7 +34,7 @@ from tests.fakes.world import COMPLETIONS, completion, until
 
 FAST = Hardware(speed=0)
 LONG = 60.0
-WHICH = "it can't be told from outside which one they run"
+WHICH = "the engines do not show which of these they run"
 
 
 def settings(prefills: list[str], decodes: list[str], *, key: str | None = None, **more: Any) -> Settings:
@@ -355,7 +355,7 @@ async def test_the_exit_code_is_2_with_a_line_for_each_engine() -> None:
             _, errors = await process.communicate()
         assert process.returncode == 2
         lines = errors.decode().splitlines()
-        assert f"pdproxy serve: {KEY}: auto: it can't be told" in "\n".join(lines)
+        assert f"pdproxy serve: {KEY}: auto: the engines do not show" in "\n".join(lines)
         assert [line for line in lines if line.startswith(f"pdproxy serve: prefill {p.url}")]
         assert not [line for line in lines if "Traceback" in line]
 

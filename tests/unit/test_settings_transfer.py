@@ -307,7 +307,7 @@ def test_turns_need_a_connector_that_hands_back_and_token_ids() -> None:
     able = Turns(bidirectional=True)
     checked(Settings(pools=(structs.replace(nixl, turns=able),)))
     shared = structs.replace(nixl, connector="shared", turns=able)
-    expected = "pools[0].turns.bidirectional: connector shared has no KV that goes back, only nixl has"
+    expected = "pools[0].turns.bidirectional: connector shared can't hand KV back to prefill engines, only nixl can"
     assert wrong(Settings(pools=(shared,))) == expected
     off = structs.replace(nixl, turns=able, tokenize="off")
     expected = "pools[0].tokenize: turns.bidirectional needs prompts' token ids: expected auto or always, got off"

@@ -29,8 +29,8 @@ async def settled(settings: Settings, clock: Clock | None = None, *, deadline: f
     `deadline`: seconds until all engines have been asked; None: `deadlines.detect`.
 
     Raises:
-        SettingsError: it can't be told, with a line for all that each engine was asked and answered; or the settings are wrong
-            for the connector that was found.
+        SettingsError: the engines do not show it, with a line per engine on what it was asked and answered; or the settings are
+            wrong for the connector that was found.
     """
     if settings.pool.connector != registry.AUTO:
         return settings

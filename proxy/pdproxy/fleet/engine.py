@@ -113,12 +113,17 @@ class EngineRun:
 class Engine:
     """One engine. Made by `EngineRegistry.add`.
 
-    `node` is the ledger's entry. `block_size`: tokens in a KV block as configured, None: as its metrics show. `receiver`: where
-    it receives KV that is pushed; `buffer`: its bounded receive buffer. Both are None where there is none. `ranks`: its
-    data-parallel size. `kv_host`: the host at which decode engines reach it, None: the one that it names itself.
-    `tp_size`: its tensor-parallel size, None: not known. `bootstrap`: the address of its bootstrap server,
-    None if it has none.
-    `registered_as`: `host:port` by which it registers, where engines do.
+    - `node`: the ledger's entry.
+    - `client`, `credentials`: how legs are sent to it.
+    - `block_size`: tokens in a KV block, as configured. None: as its metrics show.
+    - `receiver`: where it receives KV that is pushed; `buffer`: its bounded receive buffer. None where there is none.
+    - `ranks`: its data-parallel size: how many ranks answer at its URL, 1 without data parallelism. A leg goes to a rank of the
+      engine's choice unless it has the header `X-data-parallel-rank` (`transfer.peers.Peer.headers`).
+    - `tp_size`: its tensor-parallel size: how many workers one rank has. None: not known.
+    - `kv_host`: the host at which decode engines reach its KV. None: the one that it names itself.
+    - `bootstrap`: the URL of its bootstrap server, None if it has none.
+    - `registered_as`: the `host:port` that it registers as its HTTP address; "" if its connector's engines do not register.
+    - `probes`, `audit`, `run`: state, each with one writer.
     """
 
     node: Node

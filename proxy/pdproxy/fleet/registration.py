@@ -1,4 +1,4 @@
-"""Engines that register: each reports again and again where other engines reach it, and is gone when it falls silent.
+"""Engines that register: each reports again and again where other engines reach it, and is gone when its reports stop.
 
 Owns who has registered which engine. Only engines of the registry are used: a heartbeat can't add one. Nothing on the wire proves
 who a sender is, so these rules limit what a stranger can do:

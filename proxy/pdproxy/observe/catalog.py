@@ -337,7 +337,7 @@ KV_HANDLE_AGE = _gauge(
 KV_STUCK = _gauge(
     "pdproxy_kv_stuck",
     "requests",
-    "Requests that a decode engine may still wait with for KV that will not come, at most: their blocks are taken",
+    "Requests of a decode engine that may wait for KV that will not come, and keep their blocks. An upper bound",
     NODE,
 )
 KV_STUCK_AGE = _gauge("pdproxy_kv_stuck_age_seconds", "seconds", "Age of the oldest of pdproxy_kv_stuck", NODE)

@@ -64,7 +64,10 @@ TURN_RELEASES = _counter(
     "Releases of such KV that is not used",
     Label(
         "result",
-        (("released", "the decode engine was told"), ("left", "it was not: it frees the KV after its own time")),
+        (
+            ("released", "the decode engine has a report that nobody reads the KV"),
+            ("left", "it has none: it frees the KV later"),
+        ),
     ),
 )
 

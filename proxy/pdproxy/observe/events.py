@@ -181,9 +181,9 @@ class TurnKept(msgspec.Struct, frozen=True):
 
 
 class TurnReused(msgspec.Struct, frozen=True):
-    """A prefill engine has answered a prompt of which it got `tokens` of KV from a decode engine.
+    """A prefill engine has answered a prompt, and has pulled the KV of `tokens` of its tokens from a decode engine.
 
-    `trimmed`: not all that the decode engine kept. `saved_s`: the seconds that the engine would have taken for them, estimated.
+    `trimmed`: the decode engine kept KV of more. `saved_s`: seconds that the prefill engine would have taken, an estimate.
     """
 
     tokens: int
@@ -199,7 +199,7 @@ class TurnDropped(msgspec.Struct, frozen=True):
 
 
 class TurnReleased(msgspec.Struct, frozen=True):
-    """A release of such KV has ended. `result`: released, or left (to the decode engine's own time)."""
+    """A release of a turn's KV has ended. `result`: released, or left: the decode engine frees it after its own time."""
 
     result: str
 

@@ -113,7 +113,8 @@ class Facts(Section, frozen=True):
     bootstrap server must name the workers of all."""
 
     data_parallel_size: Count = 1
-    """Data-parallel ranks behind its URL. Connectors whose legs name the other engine choose the rank of each leg."""
+    """How many data-parallel ranks answer at its URL. With several, connectors whose legs name the other engine choose the rank
+    of each leg, by the header `X-data-parallel-rank`."""
 
     max_num_seqs: Count | None = None
     """Requests that a decode engine runs at once. Where it waits for pushed KV it must not queue: beyond this number, prompts are
@@ -248,7 +249,7 @@ class Pool(Section, frozen=True):
 
     connector: Connector = "nixl"
     """How KV gets from prefill to decode engines: depends on the `kv_connector` that they were started with. `auto`: the engines
-    are asked at the start; if it can't be told, the proxy does not start."""
+    are asked at the start; if they do not show it, the proxy does not start."""
 
     dispatch: Dispatch | None = None
     """The order of a prompt's two legs: the prefill leg first, or both at once. None: the connector's usual order."""

@@ -127,7 +127,7 @@ def _check_turns(pool: Pool, can: Capabilities, path: KeyPath, found: Mistakes) 
     turns, key = pool.turns, (*path, "turns")
     if turns.bidirectional and not can.hands_back:
         name, able = (*key, "bidirectional"), [one.name for one in registry.ENTRIES if one.capabilities.hands_back]
-        text = f"connector {pool.connector} has no KV that goes back, only {' and '.join(able)} has"
+        text = f"connector {pool.connector} can't hand KV back to prefill engines, only {' and '.join(able)} can"
         found.add(name, f"{spell_key(name)}: {text}{found.source(name)}")
     elif turns.bidirectional and pool.tokenize == "off":
         name = (*path, "tokenize")

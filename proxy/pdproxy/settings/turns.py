@@ -26,7 +26,7 @@ class Turns(Section, frozen=True):
     """Seconds before that time is over in which the KV is not used any more. A prefill engine itself refuses it in the last 5."""
 
     min_tokens: Count = 64
-    """Fewer tokens are not worth a transfer. A prefill engine computes fewer than its `kv_recompute_threshold` by itself."""
+    """Fewer tokens of KV are not transferred. A prefill engine computes fewer than its `kv_recompute_threshold` by itself."""
 
     min_share: Annotated[float, Meta(ge=0, le=1)] = 0.5
     """The share of a turn's tokens that a prompt must have in common with it to use its KV. KV is used once: a prompt that only

@@ -134,7 +134,7 @@ def decide(seen: Sequence[Observation], entries: Sequence[Entry] | None = None) 
     if common:
         nothing_shown = all(not one.metrics and one.kv_connector is None and not one.bootstrap for one in seen)
         names = _either(common) + (", or none" if nothing_shown else "")
-        return Undecided(f"it can't be told from outside which one they run: {names}. Name it", tuple(common), lines)
+        return Undecided(f"the engines do not show which of these they run: {names}. Name it", tuple(common), lines)
     kinds = {_either(found): url for url, found in reversed(fitting.items())}
     each = ", ".join(f"{url} is {kind}" for kind, url in reversed(kinds.items()))
     return Undecided(f"engines of different connectors: {each}", (), lines)

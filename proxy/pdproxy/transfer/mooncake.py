@@ -6,7 +6,7 @@ engine's bootstrap server has named. What makes an engine hang or die is never s
 
 - A prefill engine keeps blocks only of a request that ended by length. So its leg can't stop at any token.
 - A decode engine that lacks one of three params waits for ever. They are complete, or the leg is not sent.
-- An engine of the wrong role dies of params of the other role.
+- An engine of the wrong role crashes at params of the other role.
 
 Each dispatch has a transfer id of its own. A prefill engine that has aborted a request forgets its transfer: who waits for it
 waits on, also if the id is used again.

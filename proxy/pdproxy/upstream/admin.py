@@ -192,7 +192,7 @@ class EngineAdmin:
         return await self._request("POST", url, path, body, timeout=timeout, wait=Wait.DETECT, max_bytes=max_bytes)
 
     async def bootstrap(self, address: str) -> Ranks:
-        """Return what a bootstrap server says of its engine. It is no engine: it gets no key, and speaks plain HTTP."""
+        """Return what a bootstrap server says of its engine. It is no engine: it gets no key, and is asked over plain HTTP."""
         answer = await self._request("GET", address, "/query", None, "", max_bytes=MAX_ANSWER, plain=True)
         try:
             return read_ranks(answer)

@@ -12,8 +12,8 @@ from tests.fuzz.cost.recipes import Recipe
 SIZE = 128 * KIB
 """Bytes of an input whose steps are counted."""
 LARGE = MIB
-"""Bytes of one whose memory is: `free` must not hide what a byte takes. Where `free` is so large that it hides that of a MiB, too,
-SIZE shows as much; the search takes larger inputs."""
+"""Bytes of one whose memory is: `free` must not hide what a byte takes. Where it would hide that of a MiB, too, SIZE shows as
+much; the search takes larger inputs."""
 
 
 def over(path: Path, one: Recipe) -> str | None:

@@ -144,7 +144,7 @@ PairEnd = Literal["untried", "no_handle", "refused", "silent", "answered"]
 
 
 Back = Literal["nothing", "kept", "used", "unsure"]
-"""What goes back: D keeps nothing of its answer; D keeps it; D keeps it, and P uses it; D keeps it, and was too busy to tell."""
+"""What is handed back: D keeps nothing of its answer; D keeps it; D keeps it, and P uses it; D keeps it, and was busy: unknown."""
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Rules about connector `auto`: which connector the engines show, and why it can't be told. Pure."""
+"""Rules about connector `auto`: which connector the engines show, or why they show none. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdproxy.transfer.nixl import NIXL
 
 
 def connector(facts: Facts) -> Iterator[Finding]:
-    """A connector that can't be told, with which the proxy would not start, or one whose pairs are not tried here."""
+    """No single connector is shown, so the proxy would not start; or it is one whose pairs are not tried here."""
     shown = facts.connector
     if shown is None:
         return
