@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pdproxy.cli.main import main
 from pdproxy.observe.events import LoopBeat
 from pdproxy.observe.formats import TextFormatter
 from pdproxy.observe.logs import LogObserver
@@ -128,6 +129,21 @@ async def test_a_taken_port_is_told_with_its_option() -> None:
         (["--prefill", "0"], "--prefill: expected 1 to 64, got '0'"),
         (["--seconds", "-1"], "--seconds: expected seconds above 0, got '-1'"),
         (["--vllm-args", "'"], "--vllm-args: No closing quotation"),
+    ],
+)
+def test_options_that_cant_be_read_are_told_and_exit_2(
+    options: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", *options]) == 2
+    printed = capsys.readouterr()
+    assert told in printed.err
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--port", "65536"], "--port: expected 0 to 65535, got '65536'"),
         (["--capture", "/no/such/folder/x.svg"], "--capture: no such folder: /no/such/folder"),
         (["--engine", "vllm", "--vllm", "/no/such/vllm"], "--vllm: /no/such/vllm is no program"),
     ],
@@ -168,7 +184,7 @@ async def test_the_view_is_drawn_without_traffic_and_in_a_small_terminal() -> No
 
 async def test_what_was_last_shown_is_kept_as_svg(tmp_path: Path) -> None:
     svg = tmp_path / "demo.svg"
-    async with running("--port", "0", "--seconds", "4", "--capture", str(svg)) as demo:
+    async with running("--port", "0", "--seconds", "2", "--capture", str(svg)) as demo:
         assert await demo.ended() == 0
     assert svg.read_text().startswith("<svg")
     assert "decode" in svg.read_text()

@@ -144,7 +144,8 @@ PairEnd = Literal["untried", "no_handle", "refused", "silent", "answered"]
 
 
 Back = Literal["nothing", "kept", "used", "unsure"]
-"""What is handed back: D keeps nothing of its answer; D keeps it; D keeps it, and P uses it; D keeps it, and was busy: unknown."""
+"""What is handed back: D keeps nothing of its answer; D keeps it; D keeps it, and P uses it; D keeps it, and was too busy for
+more questions."""
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
