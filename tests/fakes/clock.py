@@ -14,8 +14,8 @@ TURNS = 5
 STUCK, PAUSE = 20, 0.01
 """So many turns of the event loop, with so many real seconds before each: what has not ended then waits for a deadline. Proxy,
 engines and clients of a test are one process, and each of them goes on in a turn: this takes longer where the machine is slow."""
-FIRST = 8.0
-"""Seconds of the first step: fewer than any deadline of `tests.fakes.world`."""
+STEP = 8.0
+"""Seconds of the first step of `through`, for tests with the deadlines of `tests.fakes.world`."""
 PATIENCE = 30.0
 """Real seconds until a timer that a test waits for must have been set."""
 _T = TypeVar("_T")
@@ -57,12 +57,13 @@ class ManualClock(Clock):
             await asyncio.sleep(0.002)
         await self._advance_to(due)
 
-    async def through(self, awaitable: Awaitable[_T]) -> _T:
+    async def through(self, awaitable: Awaitable[_T], step: float = 0.5) -> _T:
         """Await something. Whenever nothing else can end it, let time pass to the next timer, and more each time.
 
-        Timers that come again, such as a watch of each second, take no step of their own: a step is FIRST seconds at least.
+        `step`: seconds that pass first, at least: fewer than any deadline. Each step takes real time, and a watch that comes each
+        second would take many.
         """
-        task, seconds = asyncio.ensure_future(awaitable), FIRST
+        task, seconds = asyncio.ensure_future(awaitable), step
         while not task.done():
             for _ in range(STUCK):
                 await asyncio.sleep(PAUSE)

@@ -13,7 +13,7 @@ import pytest
 from pdproxy.sim.faults.book import Fault
 from pdproxy.sim.faults.moments import Moment
 from pdproxy.sim.server import SimServer
-from tests.fakes.clock import ManualClock
+from tests.fakes.clock import STEP, ManualClock
 from tests.fakes.pool import Pair, pool
 from tests.fakes.world import until
 from tests.proxy import test_faults_by_moment as moments
@@ -32,7 +32,7 @@ async def lives_again(pair: Pair, clock: ManualClock) -> None:
         if engine.life != "up" or engine.engine.dead:
             await engine.restart()
     await pair.world.probe()
-    await clock.through(pair.world.quiet())
+    await clock.through(pair.world.quiet(), STEP)
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
@@ -56,7 +56,7 @@ async def test_what_a_client_sees(
         engine.faults.add(Fault(kind=kind, at=moment))
         for _ in range(2):  # ties go round: one of the two requests is this engine's
             asked = pair.ask(COMPLETIONS, completion(stream=stream))
-            answer = await (clock.through(asked) if waits else asked)
+            answer = await (clock.through(asked, STEP) if waits else asked)
             if engine.faults.happened or kind == "refuse":
                 break
             assert moments.seen(answer) == "right"
@@ -64,7 +64,7 @@ async def test_what_a_client_sees(
         assert engine.faults.happened or kind == "refuse", "the fault came to nothing"
         await lives_again(pair, clock)
         assert moments.seen(await pair.ask(COMPLETIONS, completion(stream=stream))) == "right"
-        await clock.through(pair.world.quiet())
+        await clock.through(pair.world.quiet(), STEP)
         stuck = pair.world.metric("pdproxy_kv_stuck")
         for one in engines:
             one.engine.expire_leases()

@@ -15,7 +15,7 @@ from pdproxy.sim.faults.book import Fault
 from pdproxy.sim.faults.kinds import KINDS
 from pdproxy.sim.faults.moments import Moment
 from tests.fakes.client import Answer
-from tests.fakes.clock import ManualClock
+from tests.fakes.clock import STEP, ManualClock
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
 
 PASSING = ("slow", "split", "join", "lease_expiry", "load_failure")
@@ -77,7 +77,7 @@ async def lives_again(w: World, clock: ManualClock) -> None:
         if engine.sim.life != "up" or engine.sim.engine.dead:
             await engine.sim.restart()
     await w.probe()
-    await clock.through(w.quiet())
+    await clock.through(w.quiet(), STEP)
 
 
 def expected(role: str, kind: str, moment: Moment, stream: bool) -> str:
@@ -109,7 +109,7 @@ async def test_what_a_client_sees(role: str, kind: str, moment: Moment, stream: 
         engine.sim.faults.add(Fault(kind=kind, at=moment))
         for _ in range(2):  # ties go round: one of the two requests is this engine's
             asked = w.ask(COMPLETIONS, completion(stream=stream))
-            answer = await (clock.through(asked) if waits else asked)
+            answer = await (clock.through(asked, STEP) if waits else asked)
             if engine.sim.faults.happened or kind == "refuse":
                 break
             assert seen(answer) == "right"
@@ -117,7 +117,7 @@ async def test_what_a_client_sees(role: str, kind: str, moment: Moment, stream: 
         assert engine.sim.faults.happened or kind == "refuse", "the fault came to nothing"
         await lives_again(w, clock)
         assert seen(await w.ask(COMPLETIONS, completion(stream=stream))) == "right"
-        await clock.through(w.quiet())
+        await clock.through(w.quiet(), STEP)
         if left_to_the_lease(role, kind, moment):
             for one in w.prefill:
                 one.sim.engine.expire_leases()

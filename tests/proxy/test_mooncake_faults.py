@@ -16,7 +16,7 @@ from pdproxy.sim.faults.book import Fault
 from pdproxy.sim.faults.moments import Moment
 from pdproxy.sim.server import SimServer
 from tests.fakes.client import Answer
-from tests.fakes.clock import ManualClock
+from tests.fakes.clock import STEP, ManualClock
 from tests.fakes.pool import Pair, pool
 from tests.fakes.world import until
 from tests.proxy.test_both_legs import text_of
@@ -68,7 +68,7 @@ async def lives_again(pair: Pair, engines: list[SimServer], clock: ManualClock) 
         if engine.life != "up" or engine.engine.dead:
             await engine.restart()
     await ready(pair)
-    await clock.through(pair.world.quiet())
+    await clock.through(pair.world.quiet(), STEP)
 
 
 def wanted(role: str, kind: str, moment: Moment, stream: bool) -> set[str]:
@@ -99,7 +99,7 @@ async def test_what_a_client_sees(role: str, kind: str, moment: Moment, stream: 
         engine.faults.add(Fault(kind=kind, at=moment))
         for _ in range(2):  # ties go round: one of the two requests is this engine's
             asked = pair.ask(COMPLETIONS, body)
-            answer = await (clock.through(asked) if waits else asked)
+            answer = await (clock.through(asked, STEP) if waits else asked)
             if engine.faults.happened or kind == "refuse":
                 break
             assert seen(answer, text) == "right"
@@ -107,7 +107,7 @@ async def test_what_a_client_sees(role: str, kind: str, moment: Moment, stream: 
         assert engine.faults.happened or kind == "refuse", "the fault came to nothing"
         await lives_again(pair, engines, clock)
         assert seen(await pair.ask(COMPLETIONS, body), text) == "right"
-        await clock.through(pair.world.quiet())
+        await clock.through(pair.world.quiet(), STEP)
         for one in engines:
             one.engine.expire_leases()
         decodes_wait = role == "prefill" and kind in GONE  # until they give up a worker that is gone
