@@ -37,8 +37,9 @@ class Auditor:
     def over(self, decode: Engine | str, prompt_tokens: int, *, loaded: bool) -> None:
         """Count the end of that leg. `loaded`: the engine has sent data for it, so the KV must have arrived."""
         if (account := self._account(decode)) is not None:
-            account.loading = max(0, account.loading - self._blocks(prompt_tokens))
-            account.expected += self._blocks(prompt_tokens) if loaded else 0
+            moved = self._blocks(prompt_tokens)
+            account.loading = max(0, account.loading - moved)
+            account.expected += moved if loaded else 0
 
     def _account(self, decode: Engine | str) -> Account | None:
         engine = self._engines.known.get(decode) if isinstance(decode, str) else decode

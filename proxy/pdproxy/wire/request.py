@@ -47,6 +47,10 @@ class Route(Enum):
     BATCH = "/v1/chat/completions/batch"
     INVOCATIONS = "/invocations"
 
+    def __init__(self, path: str) -> None:
+        # Read several times per request. `value` is no plain attribute: in Python 3.11 it takes two calls.
+        self.path = path
+
 
 class Alone(Enum):
     """Why a request is served by one engine alone. The value is the label of `pdproxy_alone_total{reason}`."""

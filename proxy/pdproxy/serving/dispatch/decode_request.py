@@ -28,7 +28,7 @@ def message(attempt: Attempt, client: EngineClient) -> Message:
     leg = contract.decode(request.parsed, request.prompt, custody.handle, attempt.dispatch)
     shared = shared_id(attempt)
     own = headers.headers if shared is None else headers.named(shared)
-    return client.request(leg.route.value, own + leg.headers, leg.body)
+    return client.request(leg.route.path, own + leg.headers, leg.body)
 
 
 def shared_id(attempt: Attempt) -> str | None:

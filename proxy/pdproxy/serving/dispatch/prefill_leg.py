@@ -200,7 +200,7 @@ class PrefillLeg:
         leg = contract.prefill(request.parsed, request.prompt, self.dispatch)
         leg_id, headers = self.dispatch.leg_id, request.headers
         own = headers.headers if leg_id is None else headers.named(leg_id)
-        return self._client.request(leg.route.value, own + leg.headers, leg.body)
+        return self._client.request(leg.route.path, own + leg.headers, leg.body)
 
     async def _answer_or_handle(self) -> Answer | Handle:
         """Send the request. Return the answer, or the handle if a notice has brought that first."""

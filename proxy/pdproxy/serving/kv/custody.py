@@ -50,8 +50,12 @@ class End(Enum):
         "stuck"  # it was not made, or not pushed: a decode engine may wait for it, and nothing else frees its blocks
     )
 
+    def __init__(self, label: str) -> None:
+        # Read once per request. `value` is no plain attribute: in Python 3.11 it takes two calls.
+        self.label = label
 
-_BY_DECODE = frozenset({End.REFUSED, End.ABORTED})
+
+_BY_DECODE = (End.REFUSED, End.ABORTED)
 
 
 class Custody:
@@ -339,7 +343,7 @@ class Custodian:
             self.stuck.add(custody.decode, custody.decode_run, self.now())
         self._live.discard(custody)
         self._named.pop(custody.handle.remote_request_id, None)
-        self._observers.notify(HandleEnded(how.value, custody.prefill, self.now() - custody.since))
+        self._observers.notify(HandleEnded(how.label, custody.prefill, self.now() - custody.since))
 
     def release(self, custody: Custody) -> None:
         """Start releasing a handle. Called only by `Custody.release`."""

@@ -73,7 +73,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
     __slots__ = ("_exchange", "_incoming", "_service", "_whole")
 
     def __init__(self, service: Service, incoming: Incoming, output: ResponseWriter) -> None:
-        super().__init__(incoming.route.value, incoming.request_id, output, service.resources.now())
+        super().__init__(incoming.route.path, incoming.request_id, output, service.resources.now())
         self.address, self.key = incoming.client, incoming.key
         self._service = service
         self._incoming = incoming
@@ -109,7 +109,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             route, forward = Route.CHAT, tuple(line for line in forward if line[0] != b"endpoint-load-metrics-format")
         leg_headers = LegHeaders(
             self.request_id,
-            route.value,
+            route.path,
             ((b"x-request-id", request_id), *authorization, *forward),
             authorization,
         )
