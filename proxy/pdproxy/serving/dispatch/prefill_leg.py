@@ -123,13 +123,18 @@ class PrefillLeg:
             self._turn = turn_before(self._attempt, resources.turns, self._sent_ids)
             self.dispatch = with_turn(self.dispatch, self._turn)
         try:
-            try:
-                return await self._prefilled(seconds)
-            except EngineError as error:
-                if not self._may_ask_again(error):
-                    raise
-                self._ask_again(error)
-            return await self._prefilled(seconds)
+            while True:
+                try:
+                    async with resources.clock.within(seconds):
+                        answer = await self._answer_or_handle()
+                        if self._turn is not None and isinstance(answer, Answer) and self._turn.has_failed(answer.status):
+                            self.dispatch = with_turn(self.dispatch, None)
+                            answer = await self._answer_or_handle()
+                    return self._noticed(answer) if isinstance(answer, Handle) else self._read(answer)
+                except EngineError as error:
+                    if not self._may_ask_again(error):
+                        raise
+                    self._ask_again(error)
         except asyncio.CancelledError:
             self.abandon()
             raise
@@ -151,14 +156,6 @@ class PrefillLeg:
                 if self._pending is not None:
                     self._pending.close()
                 resources.close(self._lease, self._verdict)
-
-    async def _prefilled(self, seconds: float) -> Prefilled | Answered | CannotSplit | PrefillFailed:
-        async with self._attempt.resources.clock.within(seconds):
-            answer = await self._answer_or_handle()
-            if self._turn is not None and isinstance(answer, Answer) and self._turn.has_failed(answer.status):
-                self.dispatch = with_turn(self.dispatch, None)
-                answer = await self._answer_or_handle()
-        return self._noticed(answer) if isinstance(answer, Handle) else self._read(answer)
 
     def _may_ask_again(self, error: EngineError) -> bool:
         """Return whether the same engine is asked once more: only KV under the same id frees a decode engine that waits."""
