@@ -127,7 +127,11 @@ class PrefillLeg:
                 try:
                     async with resources.clock.within(seconds):
                         answer = await self._answer_or_handle()
-                        if self._turn is not None and isinstance(answer, Answer) and self._turn.has_failed(answer.status):
+                        if (
+                            self._turn is not None
+                            and isinstance(answer, Answer)
+                            and self._turn.has_failed(answer.status)
+                        ):
                             self.dispatch = with_turn(self.dispatch, None)
                             answer = await self._answer_or_handle()
                     return self._noticed(answer) if isinstance(answer, Handle) else self._read(answer)
