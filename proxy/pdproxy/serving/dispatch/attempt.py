@@ -50,6 +50,7 @@ class Attempt:
         "relay",
         "request",
         "resources",
+        "shared_id",
         "whole_s",
     )
 
@@ -64,6 +65,8 @@ class Attempt:
         self.request = request
         self.assignment = assignment
         self.dispatch = NO_DISPATCH
+        self.shared_id: str | None = None
+        """The id that both legs have, None if the answering leg has the client's."""
         self.asked_url: str | None = None
         """The engine that was asked to answer the client, None before."""
         self.custody: Custody | None = None
@@ -103,6 +106,7 @@ class Attempt:
         contract = resources.transfer.contract
         if contract.needs_leg_id:
             dispatch = self.dispatch = self._named_dispatch(contract)
+            self.shared_id = dispatch.leg_id if contract.decode_has_leg_id else None
             ranks = 1 if contract.early else contract.notices(dispatch)
             if ranks != 0 and dispatch.leg_id is not None:
                 self._expected = resources.transfer.ready.expect(dispatch.leg_id, ranks)

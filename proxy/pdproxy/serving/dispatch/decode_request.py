@@ -26,37 +26,31 @@ def message(attempt: Attempt, client: EngineClient) -> Message:
     assert request.prompt is not None
     contract = attempt.resources.transfer.contract
     leg = contract.decode(request.parsed, request.prompt, custody.handle, attempt.dispatch)
-    shared = shared_id(attempt)
+    shared = attempt.shared_id
     own = headers.headers if shared is None else headers.named(shared)
     return client.request(leg.route.path, own + leg.headers, leg.body)
 
 
-def shared_id(attempt: Attempt) -> str | None:
-    """Return the id that both legs have, None if the answering leg has the client's."""
-    return attempt.dispatch.leg_id if attempt.resources.transfer.contract.decode_has_leg_id else None
-
-
 def sink(attempt: Attempt, relay: Relay) -> Sink:
     """Return what gets the engine's answer: the relay, or what changes the answer on its way there."""
-    request, custody = attempt.request, attempt.custody
-    if custody is None:
+    custody, shared = attempt.custody, attempt.shared_id
+    if custody is None or (shared is None and custody.handle.first is None):
         return relay
-    if (shared := shared_id(attempt)) is not None:
+    request = attempt.request
+    if shared is not None:
         return IdSink(relay, shared, request.headers.shown_id)
-    if custody.handle.first is None:
-        return relay
     return SpliceSink(relay, Splice(request.parsed, custody.handle, request.headers.request_id))
 
 
 def is_framing_kept(attempt: Attempt) -> bool:
     """Return whether the client's answer has the same lengths as the engine's, so that reads may take the fast path."""
-    shared = shared_id(attempt)
+    shared = attempt.shared_id
     return shared is None or len(shared) == len(attempt.request.headers.shown_id)
 
 
 def reads_of(attempt: Attempt, leg: Leg | None) -> Reads | None:
     """Return a leg as its relay reads it. Call it before the request is dropped."""
-    shared = shared_id(attempt) if attempt.custody is not None else None
+    shared = attempt.shared_id if attempt.custody is not None else None
     if shared is None or leg is None:
         return leg
     return RenamedReads(leg, shared, attempt.request.headers.shown_id)
