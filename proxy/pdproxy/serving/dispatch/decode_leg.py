@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
 from functools import partial
 
 from pdproxy.kit.clock import Timer
@@ -35,7 +34,7 @@ from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, DecodeFaile
 from pdproxy.serving.kv import late_close
 from pdproxy.serving.kv.custody import End
 from pdproxy.serving.kv.open_turns import OpenTurn
-from pdproxy.serving.stream.relay import Relay, StreamStarted
+from pdproxy.serving.stream.relay import StreamStarted
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.connection import Leg, Message
 
@@ -223,36 +222,30 @@ class DecodeLeg:
             raise EngineError("the prefill has failed")
         return message(self._attempt, self._client)
 
-    def _sending(self, relay: Relay, *, fresh: bool = False) -> Awaitable[Leg]:
-        return self._client.send(self._message, sink(self._attempt, relay), fresh=fresh)
-
-    def _sent(self, leg: Leg) -> None:
-        self._leg = leg
-        if self._custody is not None:
-            self._custody.decode_sent()
-
     async def _first_data(self) -> Answer | StreamStarted:
         """Send the request, and wait for its first data. If a kept connection was closed already, send it again on a new one.
 
         Raises:
             EngineError: the leg failed before its first data.
         """
-        attempt, resources = self._attempt, self._attempt.resources
+        attempt, custody, resources = self._attempt, self._custody, self._attempt.resources
         in_silence = attempt.request.parsed.starts_in_silence
         timeout = resources.deadlines.total if in_silence else resources.deadlines.first_token
-        if self._custody is not None and self._custody.promised and not in_silence:
+        if custody is not None and custody.promised and not in_silence:
             timeout += 2 * resources.deadlines.prefill  # the prefill engine may be asked twice
         relay, node = attempt.relay, self._lease.node
         assert relay is not None
         try:
             async with resources.clock.within(timeout):
-                self._sent(await self._sending(relay))
+                self._leg = await self._client.send(self._message, sink(attempt, relay))
+                if custody is not None:
+                    custody.decode_sent()
                 try:
                     return await first_data(resources, relay, node, in_silence=in_silence)
                 except StaleConnectionError as stale:
                     drop_traceback(stale)
                     relay = new_relay(attempt)
-                    self._sent(await self._sending(relay, fresh=True))
+                    self._leg = await self._client.send(self._message, sink(attempt, relay), fresh=True)
                     return await first_data(resources, relay, node, in_silence=in_silence)
         except TimeoutError:
             raise EngineTimeoutError(f"{self._url} sent no data in {timeout:g} s", wait=Wait.FIRST_TOKEN) from None

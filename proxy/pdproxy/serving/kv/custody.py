@@ -93,7 +93,7 @@ class Custody:
         self.prefill = leg.prefill
         self.decode = leg.receiver
         self.decode_run: int | None = None
-        """The number of the decode engine's run when it was asked."""
+        """The number of the decode engine's run when it was asked, if it may get stuck."""
         self.expected = leg.expected
         """The wait for the notices of its push. It ends with the custody: KV that is still being pushed can't be released."""
         self.model = leg.model
@@ -127,7 +127,8 @@ class Custody:
     def asked(self, decode: str) -> None:
         """Record that the handle was sent to a decode engine."""
         self.decode, self.was_asked = decode, True
-        self.decode_run = self._custodian.stuck.run_of(decode)
+        if self._custodian.decode_waits:
+            self.decode_run = self._custodian.stuck.run_of(decode)
         if self.state is not None and not self.promised:
             self.state = State.ASKED
 
