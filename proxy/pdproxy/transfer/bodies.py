@@ -19,6 +19,7 @@ _USAGE_AT_THE_END = raw(b'{"include_usage":true,"continuous_usage_stats":false}'
 
 DROPPED_ON_PREFILL = tuple(name for name in UNSEEN_BY_PREFILL if name != "response_format")
 """Fields that the prefill leg does not carry. None of them changes the prompt."""
+_DROPPED = frozenset(DROPPED_ON_PREFILL)
 
 
 def prefill_fields(parsed: Parsed, prompt: Prompt) -> Fields:
@@ -28,8 +29,8 @@ def prefill_fields(parsed: Parsed, prompt: Prompt) -> Fields:
     `tool_choice` stay, since they change the prompt.
     """
     fields = dict(parsed.fields)
-    for name in DROPPED_ON_PREFILL:
-        fields.pop(name, None)
+    for name in _DROPPED.intersection(fields):
+        del fields[name]
     if parsed.route is Route.COMPLETIONS:
         fields.pop("response_format", None)
     _set_prompt(fields, prompt)

@@ -36,13 +36,15 @@ class CorsHeaders:
 
     def __call__(self, request_headers: Iterable[Line]) -> list[Line]:
         """Return the lines to add to the answer."""
-        origin = next((value for name, value in request_headers if name == b"origin"), None)
-        if origin is None:
-            return _VARY
+        for name, value in request_headers:
+            if name == b"origin":
+                return self._for(value.decode("latin-1"))
+        return _VARY
+
+    def _for(self, origin: str) -> list[Line]:
         rules, found = self._rules, MutableHeaders(Headers(self._rules.simple_headers))
-        text = origin.decode("latin-1")
-        if rules.is_allowed_origin(text) and (not rules.allow_all_origins or rules.allow_credentials):
-            found["Access-Control-Allow-Origin"] = text
+        if rules.is_allowed_origin(origin) and (not rules.allow_all_origins or rules.allow_credentials):
+            found["Access-Control-Allow-Origin"] = origin
         return [*found.raw, *_VARY]
 
 

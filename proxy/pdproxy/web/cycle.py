@@ -253,7 +253,9 @@ class GenerateCycle(ResponseCycle):
             request_id=found[b"x-request-id"].decode("latin-1") if b"x-request-id" in found else None,
             authorization=found.get(b"authorization"),
             content_type=found.get(b"content-type", b"").decode("latin-1"),
-            forward=tuple(header for header in self._headers if header[0] in FORWARDED),
+            forward=()
+            if FORWARDED.isdisjoint(found)
+            else tuple(line for line in self._headers if line[0] in FORWARDED),
             body=body,
             adapter=found.get(ADAPTER_HEADER) if self._route is _INVOCATIONS else None,
             client=self._address,

@@ -28,6 +28,8 @@ from pdproxy.observe.events import DeadlinePassed
 from pdproxy.web.client_connection import ClientConnection
 from pdproxy.web.connection_bounds import MAX_PARTS, MAX_PATH, MAX_PIPELINED, MIN_PART, small_parts_error
 
+_LINE = len(b": \r\n")
+"""Bytes of a header line besides its name and value."""
 _HOST = re.compile(rb"[\w.~%!$&'()*+,;=:\[\]-]*", re.ASCII)
 """The characters of a URI's host and port (RFC 3986, 3.2.2); empty where the target has none."""
 
@@ -143,7 +145,7 @@ class GuardedProtocol(ClientConnection):
             raise self._refusal  # stops the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value) + len(b": \r\n"))
+        self._count_head(len(name) + len(value) + _LINE)
         if self._in_head:  # trailers are ignored: what headers have decided may not change behind the body
             super().on_header(name, value)
             if len(name) == 4 and name.lower() == b"host":

@@ -177,8 +177,11 @@ class Relay:
 
     def head(self, status: int, headers: Headers) -> None:
         self.status, self.headers = status, headers
-        content_type = next((value for name, value in headers if name == b"content-type"), b"")
-        self._is_stream = status == 200 and content_type.startswith(b"text/event-stream")
+        self._is_stream = False
+        for name, value in headers:
+            if name == b"content-type":
+                self._is_stream = status == 200 and value.startswith(b"text/event-stream")
+                break
         self.accepted.set()
         if self._is_stream:
             limit_to_events(self._share)
