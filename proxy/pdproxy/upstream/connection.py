@@ -320,10 +320,10 @@ class EngineConnection(asyncio.Protocol):
         if self._extra > MAX_HEAD and sum(len(name) + len(value) for name, value in self._headers) > MAX_HEAD:
             self._stopped_by = self._too_much()
             raise self._stopped_by  # stops the parser
-        names = [name for name, _ in self._headers]
-        framed = b"content-length" in names or b"transfer-encoding" in names
-        self._until_eof = not framed and status not in (204, 304)
         headers, self._headers = self._headers, []  # a stream's sink drops them long before its end
+        by_name = dict(headers)
+        framed = b"content-length" in by_name or b"transfer-encoding" in by_name
+        self._until_eof = not framed and status not in (204, 304)
         try:
             self._sink.head(status, headers)
         except EngineError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -138,14 +138,20 @@ class GuardedProtocol(ClientConnection):
         self._head_bytes = self._hosts = 0
 
     def on_url(self, url: bytes) -> None:
-        self._count_head(len(url))
+        self._progress = True
+        self._head_bytes += len(url)
+        if self._head_bytes > self.bounds.max_header_bytes:
+            self._stop_head()
         super().on_url(url)
         if len(self.url) > MAX_PATH and len(self.url.partition(b"?")[0]) > MAX_PATH:
             self._refusal = PathTooLongError(f"The request's path is longer than {MAX_PATH} bytes")
             raise self._refusal  # stops the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count_head(len(name) + len(value) + _LINE)
+        self._progress = True
+        self._head_bytes += len(name) + len(value) + _LINE
+        if self._head_bytes > self.bounds.max_header_bytes:
+            self._stop_head()
         if self._in_head:  # trailers are ignored: what headers have decided may not change behind the body
             super().on_header(name, value)
             if len(name) == 4 and name.lower() == b"host":
@@ -254,12 +260,9 @@ class GuardedProtocol(ClientConnection):
 
     # -- refusals
 
-    def _count_head(self, size: int) -> None:
-        self._progress = True
-        self._head_bytes += size
-        if self._head_bytes > self.bounds.max_header_bytes:
-            self._refusal = self._too_large()
-            raise self._refusal  # stops the parser; then uvicorn calls `send_400_response`
+    def _stop_head(self) -> NoReturn:
+        self._refusal = self._too_large()
+        raise self._refusal  # stops the parser; then uvicorn calls `send_400_response`
 
     def _too_large(self) -> HeadTooLargeError:
         return HeadTooLargeError(f"The request's head is larger than {self.bounds.max_header_bytes} bytes")
