@@ -13,6 +13,7 @@ ends, a cancelled task (the client left) included, its leases are closed once an
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import LegTimes, ServedAlone
@@ -20,6 +21,7 @@ from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.dispatch import orders
 from pdproxy.serving.dispatch.attempt import Attempt, begin, begin_with_space, why_not_split
 from pdproxy.serving.dispatch.orders import alone
+from pdproxy.serving.dispatch.orders.sequential import kv_ready
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.recovery import (
     Action,
@@ -51,7 +53,11 @@ class Dispatcher:
 
     def __init__(self, resources: ExchangeResources) -> None:
         self.resources = resources
-        self.order = orders.load(resources.transfer.contract.order)
+        contract = resources.transfer.contract
+        order = orders.load(contract.order)
+        if not contract.needs_leg_id:  # then there are no notices, which no attempt waits for
+            order = replace(order, stages=tuple(stage for stage in order.stages if stage is not kv_ready))
+        self.order = order
 
     def exchange(
         self, parsed: Parsed, prompt: Prompt | None, headers: LegHeaders, new_relay: Callable[[], Relay]
