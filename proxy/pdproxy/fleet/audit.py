@@ -46,7 +46,7 @@ class Auditor:
         return engine.audit.account if engine is not None else None
 
     def _blocks(self, prompt_tokens: int) -> int:
-        block = self._ledger.block_size() or 1
+        block = self._ledger.block_size or 1
         return prompt_tokens // block * block
 
     def compared(self, prefill: str, decode: str, prefill_tokens: int, decode_tokens: int) -> None:

@@ -51,8 +51,10 @@ class Ledger:
         self._compatibility = Compatibility()
         self._alone_roles: list[Role] = []
         """Those of `_alone` that have an engine that is up."""
-        self._block_size: int | None = None
-        self._template_tokens = 0
+        self.block_size: int | None = None
+        """The smallest KV block of any engine in tokens, None while unknown. Read only."""
+        self.template_tokens = 0
+        """The largest number of tokens that an engine's chat template adds to one message. Read only."""
         self._has_places = False
         """Whether any engine's requests are bounded."""
 
@@ -141,14 +143,6 @@ class Ledger:
         self._changed()
 
     # -- what a request asks
-
-    def block_size(self) -> int | None:
-        """Return the smallest KV block of any engine in tokens, None while unknown."""
-        return self._block_size
-
-    def template_tokens(self) -> int:
-        """Return the largest number of tokens that an engine's chat template adds to one message."""
-        return self._template_tokens
 
     def assign(self, roles: Sequence[Role], ask: Ask, *, without: Collection[str] = ()) -> Assignment | None:
         """Lease one engine for each role, all compatible, none of them full or in `without`, None if there are none.
@@ -253,8 +247,8 @@ class Ledger:
         self._starting = self._starting and not (nodes and all(node.probed for node in nodes))
         self._alone_roles = [role for role in self._alone if any(n.role is role and n.up for n in nodes)]
         known = [node.evidence for node in nodes if node.evidence is not None]
-        self._block_size = min((one.block_size for one in known if one.block_size), default=None)
-        self._template_tokens = max((one.template_tokens for one in known), default=0)
+        self.block_size = min((one.block_size for one in known if one.block_size), default=None)
+        self.template_tokens = max((one.template_tokens for one in known), default=0)
 
     # -- what an operator asks
 

@@ -106,15 +106,17 @@ class Exchange:
     def times(self) -> LegTimes:
         """Return what happened so far."""
         attempt = self._attempt
+        if attempt is None:
+            return LegTimes()
         return LegTimes(
-            prefill=attempt.prefill_url if attempt is not None else None,
-            decode=attempt.asked_url if attempt is not None else None,
+            prefill=attempt.prefill_url,
+            decode=attempt.asked_url,
             why_alone=self._served_alone.value if self._served_alone else None,
-            prefill_s=attempt.prefill_s if attempt is not None else None,
-            first_s=attempt.first_s if attempt is not None else None,
-            decode_s=attempt.decode_s if attempt is not None else None,
-            whole_s=attempt.whole_s if attempt is not None else None,
-            overlap_s=attempt.overlap_s if attempt is not None else None,
+            prefill_s=attempt.prefill_s,
+            first_s=attempt.first_s,
+            decode_s=attempt.decode_s,
+            whole_s=attempt.whole_s,
+            overlap_s=attempt.overlap_s,
             attempts=self._asked,
         )
 
@@ -152,8 +154,8 @@ class Exchange:
         parsed, prompt, ledger = request.parsed, request.prompt, resources.ledger
         if prompt is None:
             return parsed.alone or Alone.UNUSUAL
-        block_size = None if resources.transfer.contract.capabilities.short_prompts else ledger.block_size()
-        return why_alone(parsed, prompt, block_size=block_size, template_tokens=ledger.template_tokens())
+        block_size = None if resources.transfer.contract.capabilities.short_prompts else ledger.block_size
+        return why_alone(parsed, prompt, block_size=block_size, template_tokens=ledger.template_tokens)
 
     async def _tokenize(self) -> Alone | None:
         """Make the prompt's token ids. Return why one engine must serve the prompt after all, None to split it."""
