@@ -227,7 +227,8 @@ def _longest(values: Sequence[float | None]) -> float | None:
 
 
 def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(1000 * seconds, 1)
+    # `round` to a digit makes a decimal text and reads it again: three times as slow.
+    return None if seconds is None else int(10_000 * seconds + 0.5) / 10
 
 
 def _fields(event: Event) -> Fields:
