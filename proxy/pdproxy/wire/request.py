@@ -48,8 +48,7 @@ class Route(Enum):
     INVOCATIONS = "/invocations"
 
     def __init__(self, path: str) -> None:
-        # Read several times per request. `value` is no plain attribute: in Python 3.11 it takes two calls.
-        self.path = path
+        self.path = path  # read several times per request: in Python 3.11, `value` takes two calls
 
 
 class Alone(Enum):

@@ -51,8 +51,7 @@ class End(Enum):
     )
 
     def __init__(self, label: str) -> None:
-        # Read once per request. `value` is no plain attribute: in Python 3.11 it takes two calls.
-        self.label = label
+        self.label = label  # read once per request: in Python 3.11, `value` takes two calls
 
 
 _BY_DECODE = (End.REFUSED, End.ABORTED)

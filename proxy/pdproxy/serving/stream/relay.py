@@ -177,11 +177,8 @@ class Relay:
 
     def head(self, status: int, headers: Headers) -> None:
         self.status, self.headers = status, headers
-        self._is_stream = False
-        for name, value in headers:
-            if name == b"content-type":
-                self._is_stream = status == 200 and value.startswith(b"text/event-stream")
-                break
+        content_type = dict(reversed(headers)).get(b"content-type", b"")
+        self._is_stream = status == 200 and content_type.startswith(b"text/event-stream")
         self.accepted.set()
         if self._is_stream:
             limit_to_events(self._share)
