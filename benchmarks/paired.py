@@ -45,6 +45,8 @@ LOADS = {
 }
 COUNTED_START, COUNTED_WARMUP, COUNTED = 400.0, 60, 400
 """With callgrind: seconds for the start, which is fifty times as slow, and requests before and while it counts."""
+RARE_PROBES = {"PDPROXY_PROBES__INTERVAL": "60", "PDPROXY_PROBES__SCRAPE_INTERVAL": "600"}
+"""While instructions are counted: one scrape more or less in a window would be as much as 4 % of its requests' instructions."""
 Z95 = 1.96
 LIFE = 8
 """Rounds before the proxies and the engines are started again."""
@@ -108,7 +110,7 @@ def instructions(peer: stage.Peer, load: Load) -> float:
         at = stack.enter_context(stage.engines(2, "--chunks", load.chunks, "--itl", load.itl, processes=2))
         (port,) = stage.free_ports(1)
         command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/counts", *peer.command(at, port)]
-        process = stack.enter_context(stage.running(command, env=peer.env))
+        process = stack.enter_context(stage.running(command, env=peer.env | RARE_PROBES))
         stage.wait_for(stage.url(port) + peer.ready, process, COUNTED_START)
         flags = ("--conc", 4, *load.flags[2:])
         stage.load(stage.url(port), "--n", COUNTED_WARMUP, *flags)
