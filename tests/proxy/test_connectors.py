@@ -100,6 +100,18 @@ async def test_the_client_cant_tell(connector: str) -> None:
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
+async def test_no_read_of_the_decode_engines_own_answer_reaches_the_client(connector: str) -> None:
+    """Each event in a read of its own: completions teach the fast path a form in which D answers some chats, too."""
+    slow = Hardware(prefill_tokens_per_s=1e9, decode_step_s=0.01, transfer_latency_s=0.0)
+    async with pool(connector, everybody={"hardware": slow}) as pair:
+        for _ in range(3):
+            for fields in ({}, {"return_token_ids": True}):
+                await same(pair, COMPLETIONS, completion(stream=True, max_tokens=12, **fields))
+                await same(pair, CHAT, chat(stream=True, max_tokens=12, **fields))
+        assert pair.loaded > 0, "nothing has moved"
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
 async def test_usage_that_an_engine_forces_on_every_client_is_the_clients(connector: str) -> None:
     """In each event and at the end, whether it is asked for or not; also of a list, of several choices, of one token."""
     async with pool(connector, everybody={"enable_force_include_usage": True}) as pair:

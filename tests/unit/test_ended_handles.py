@@ -8,13 +8,14 @@ from collections.abc import Callable
 import pytest
 
 from pdproxy.serving.kv.custody import Custodian, Custody, End
-from pdproxy.transfer.contract import Contract, Handle
+from pdproxy.transfer.contract import Contract, FirstToken, Handle
 from pdproxy.transfer.moriio import MORIIO
 from pdproxy.transfer.nixl import NIXL
 from pdproxy.transfer.nixl_push import CONTRACT as PUSH
 from tests.unit.test_custody import LEG, custodian
 
 BLOCKS = json.dumps({"remote_block_ids": [list(range(4000))], "remote_host": "h"}).encode()
+FIRST = FirstToken(id=7, text="a", finish_reason=None)
 ENDS: dict[str, Callable[[Custody], None]] = {
     "loaded": lambda custody: custody.end(End.LOADED),
     "released": lambda custody: custody.end(End.RELEASED),
@@ -26,7 +27,7 @@ ENDS: dict[str, Callable[[Custody], None]] = {
 def kept(contract: Contract, promised: bool) -> tuple[Custodian, Custody]:
     """A custodian, and a handle that it has."""
     holder = custodian(contract)
-    handle = Handle(BLOCKS, b"[1,2,3]", 3, "r1", cached_tokens=2)
+    handle = Handle(BLOCKS, b"[1,2,3]", 3, "r1", cached_tokens=2, first=FIRST)
     return holder, holder.promise(handle, LEG) if promised else holder.take(handle, LEG)
 
 
@@ -38,6 +39,7 @@ def test_its_params_and_ids_go_and_what_was_counted_stays(contract: Contract, en
     ENDS[end](custody)
     assert (custody.handle.params, custody.handle.token_ids) == (b"", None)
     assert (custody.handle.prompt_tokens, custody.handle.cached_tokens) == (3, 2)
+    assert custody.handle.first == FIRST, "the answer is still rewritten behind it"
     assert not holder._live
     assert sum(count for count, _ in holder.snapshot().values()) == 0
 

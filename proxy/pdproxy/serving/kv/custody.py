@@ -242,7 +242,7 @@ class Custody:
 def without_params(handle: Handle) -> Handle:
     """Return what is kept of a handle after its end."""
     cached, created = handle.cached_tokens, handle.created_cache_tokens
-    return Handle(b"", None, handle.prompt_tokens, handle.remote_request_id, created, cached)
+    return Handle(b"", None, handle.prompt_tokens, handle.remote_request_id, created, cached, handle.first)
 
 
 class Custodian:
