@@ -239,6 +239,29 @@ async def test_a_handle_reaches_no_client_where_the_proxy_does_not_use_them() ->
             await alike(pair, path, {**body, "max_tokens": 4})
 
 
+@pytest.mark.parametrize("way", ["url", "facts"])
+async def test_engines_that_name_a_host_at_which_others_do_not_reach_them(way: str) -> None:
+    """P is sent D's handle with the host that the settings say, to pull and to release."""
+    nowhere = {"side_channel_host": "203.0.113.9"}
+    hosts: dict[str, Any] = {"pool_settings": {"remote_host": "url"}} if way == "url" else {}
+    if way == "facts":
+        hosts = {"decode_facts": {"remote_host": "localhost"}}
+    async with talking(**hosts, everybody=nowhere if way == "url" else {}, d=nowhere) as pair:
+        await alike(pair, COMPLETIONS, {"prompt": IDS, "max_tokens": 40, "stream": True})
+        await keeps(pair, 1)
+        forget(pair)
+        await alike(pair, COMPLETIONS, {"prompt": [*IDS, 5], "max_tokens": 8})
+        (reused,) = pair.world.events(TurnReused)
+        assert reused.tokens == pulled(pair) > 0
+        await keeps(pair, 1)
+        turns = pair.world.proxy.turns
+        assert turns is not None
+        turns.kept.drop_all("evicted")
+        await quiet(pair)
+        await until(lambda: not pair.d.engine.handles)
+        assert {event.result for event in pair.world.events(TurnReleased)} == {"released"}
+
+
 # -- bounds, and what is not kept
 
 

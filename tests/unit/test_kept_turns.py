@@ -20,7 +20,7 @@ from pdproxy.serving.kv.kept_turns import (
     TurnRecord,
     scope_of,
 )
-from pdproxy.serving.kv.open_turns import MAX_OVER, WAIT, OpenTurn, OpenTurns
+from pdproxy.serving.kv.open_turns import MAX_NAMESAKES, MAX_OVER, WAIT, OpenTurn, OpenTurns
 from pdproxy.sim.facts import Facts
 from pdproxy.transfer.turns import DecodeHandle, TurnRules, read
 from tests.sim.engines import Engines, plain
@@ -336,13 +336,70 @@ def test_what_cannot_be_compared_or_cut_is_released() -> None:
     assert shelf.dropped == [("unknown", "no_ids", True), ("several", "groups", True)]
 
 
-def test_one_id_for_two_turns_leaves_no_bytes_behind() -> None:
+def test_two_turns_of_one_name_are_both_released() -> None:
+    """Nobody knows of which one the first notice is: the second would be continued with KV of the first."""
     shelf = Shelf()
-    first, second = opened(shelf), opened(shelf)
+    first = opened(shelf)
+    assert shelf.open.open(shelf.record("a", SCOPE + text(1)), stream=True) is None
+    assert shelf.open.open(shelf.record("a", SCOPE + text(2), decode="e"), stream=True) is None
     first.answered(ANSWER, 20)
     first.close()
-    assert len(shelf.open) == 1
+    assert len(shelf.open) == shelf.open.size == 0
+    for _ in range(4):
+        shelf.open.receive("a", params(59))
+    assert shelf.dropped == [("a", "abandoned", True)] * 3
+    assert len(shelf.kept) == 0
+    opened(shelf).answered(ANSWER, 20)
+    shelf.open.receive("a", params(59))
+    assert len(shelf.kept) == 1
+
+
+@pytest.mark.parametrize("how", ["kept", "left"])
+def test_the_name_of_a_turn_whose_handle_is_known_is_free(how: str) -> None:
+    """The one notice that is to come is the other turn's."""
+    shelf = Shelf()
+    first = opened(shelf)
+    shelf.open.receive("a", params(59, "cmpl-first"))
+    if how == "kept":
+        first.answered(ANSWER, 20)
+    second = opened(shelf)
+    shelf.open.receive("a", params(59, "cmpl-second"))
+    second.answered(ANSWER, 20)
+    assert shelf.dropped == [("a", "evicted" if how == "kept" else "abandoned", True)]
+    assert [turn.handle.request_id for turn in shelf.kept._by_age.values()] == ["cmpl-second"]
+
+
+def test_a_turn_of_the_same_name_as_one_whose_client_left() -> None:
+    """The notice of that one may still come."""
+    shelf = Shelf()
+    opened(shelf).close()
+    assert shelf.open.open(shelf.record("a", SCOPE + text(1)), stream=True) is None
+    shelf.at += WAIT
+    assert shelf.open.open(shelf.record("a", SCOPE + text(1)), stream=True) is not None
+
+
+def test_turns_of_one_name_that_are_remembered_are_bounded() -> None:
+    shelf = Shelf()
+    opened(shelf)
+    for _ in range(3 * MAX_NAMESAKES):
+        shelf.open.open(shelf.record("a", SCOPE), stream=True)
+    for _ in range(3 * MAX_NAMESAKES):
+        shelf.open.receive("a", params(59))
+    assert len(shelf.dropped) == MAX_NAMESAKES
+
+
+def test_without_notices_the_older_turn_of_a_name_is_released_by_its_answer() -> None:
+    """Each answer has its own handle: only the older one's is not kept."""
+    shelf = Shelf(by_notice=False)
+    first, second = (opened(shelf, stream=False) for _ in range(2))
+    first.keeps(params(59))
+    first.answered(ANSWER, 20)
+    assert shelf.dropped == [("a", "abandoned", True)]
+    second.keeps(params(59))
+    second.answered(ANSWER, 20)
+    first.close()
     second.close()
+    assert len(shelf.kept) == 1
     assert len(shelf.open) == shelf.open.size == 0
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.transfer.turns import DecodeHandle, TurnRules, fit, ids_text, read, release_body
+from pdproxy.transfer.turns import DecodeHandle, TurnRules, at_host, fit, ids_text, read, release_body
 
 PARAMS = {
     "do_remote_prefill": False,
@@ -164,3 +164,15 @@ def test_ids_as_texts():
     assert ids_text(b"[1, 256,\n4294967295]") == b"1,256,4294967295,"
     assert ids_text(b"[7]") == b"7,"
     assert TurnRules().read is read
+
+
+def test_a_handle_at_another_host() -> None:
+    """All other fields stay as the engine wrote them."""
+    handle = read(
+        b'{"do_remote_decode":true,"remote_engine_id":"e","remote_request_id":"r","remote_host":"h","remote_port":1,'
+        b'"remote_block_ids":[[1,2]],"remote_num_tokens":20,"more":1.50}'
+    )
+    assert isinstance(handle, DecodeHandle)
+    placed = at_host(handle, "nat")
+    assert placed.params == handle.params.replace(b'"h"', b'"nat"')
+    assert (placed.tokens, placed.blocks, placed.request_id) == (20, 2, "r")

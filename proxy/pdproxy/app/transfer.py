@@ -68,9 +68,7 @@ def receiver_of(node: Node) -> Receiver | None:
 
 
 def kv_host_of(node: Node, pool: Pool) -> str | None:
-    """Return the host at which decode engines reach a prefill engine, None if it is the one that the engine itself names."""
-    if node.role != "prefill":
-        return None
+    """Return the host at which other engines reach this one for KV, None if it is the one that the engine itself names."""
     by_url = urlsplit(node.url).hostname if pool.remote_host == "url" else None
     return node.facts.remote_host or by_url
 

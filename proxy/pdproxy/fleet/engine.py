@@ -120,7 +120,7 @@ class Engine:
     - `ranks`: its data-parallel size: how many ranks answer at its URL, 1 without data parallelism. A leg goes to a rank of the
       engine's choice unless it has the header `X-data-parallel-rank` (`transfer.peers.Peer.headers`).
     - `tp_size`: its tensor-parallel size: how many workers one rank has. None: not known.
-    - `kv_host`: the host at which decode engines reach its KV. None: the one that it names itself.
+    - `kv_host`: the host at which other engines reach its KV. None: the one that it names itself.
     - `bootstrap`: the URL of its bootstrap server, None if it has none.
     - `registered_as`: the `host:port` that it registers as its HTTP address; "" if its connector's engines do not register.
     - `probes`, `audit`, `run`: state, each with one writer.

@@ -80,7 +80,7 @@ class EngineRegistry(Mapping[str, Engine]):
         """Make an engine known to the ledger and to all watchers. It gets requests once it has answered a probe.
 
         `buffer_capacity`: chunks of KV that its receive buffer holds, None: no bound is known. `ranks`: its data-parallel size.
-        `kv_host`: the host at which decode engines reach it, in place of the one that it names.
+        `kv_host`: the host at which other engines reach it for KV, in place of the one that it names.
         `tp_size`: its tensor-parallel size, None: not known. `bootstrap`: the address of its bootstrap server, None: it has none.
         `registered_as`: `host:port` by which it registers.
 

@@ -133,10 +133,6 @@ def _check_turns(pool: Pool, can: Capabilities, path: KeyPath, found: Mistakes) 
         name = (*path, "tokenize")
         text = "turns.bidirectional needs prompts' token ids: expected auto or always, got off"
         found.add(name, f"{spell_key(name)}: {text}{found.source(name)}")
-    elif turns.bidirectional and pool.remote_host != "engine":
-        name = (*path, "remote_host")
-        text = "turns.bidirectional needs the hosts that engines name: expected engine"
-        found.add(name, f"{spell_key(name)}: {text}, got {pool.remote_host}{found.source(name)}")
     if turns.margin >= turns.decoder_kv_blocks_ttl:
         name = (*key, "margin")
         text = f"{turns.margin:g} s leave nothing of decoder_kv_blocks_ttl = {turns.decoder_kv_blocks_ttl:g} s"

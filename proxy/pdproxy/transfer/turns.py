@@ -119,6 +119,13 @@ def release_body(model: str | None, handle: DecodeHandle) -> bytes:
     return _encode(fields)
 
 
+def at_host(handle: DecodeHandle, host: str) -> DecodeHandle:
+    """Return the handle with another host of the decode engine's side channel, to which prefill engines connect."""
+    fields = _fields.decode(handle.params)
+    fields["remote_host"] = msgspec.Raw(_encode(host))
+    return msgspec.structs.replace(handle, params=_encode(fields))
+
+
 def ids_text(ids: bytes) -> bytes | None:
     """Return token ids, a JSON array, as texts that each end with a comma: `1,256,`. None if they are not token ids, or none.
 
@@ -139,8 +146,10 @@ class TurnRules:
     - `fit(...)`: the part of it that another prompt may use.
     - `release_body(model, handle)`: a completion that any engine refuses with 400, after it has reported to the decode engine
       that nobody will read the KV.
+    - `at_host(handle, host)`: the handle with another host of the decode engine.
     """
 
     read: Callable[[bytes], DecodeHandle | str] = read
     fit: Callable[..., Fit | None] = fit
     release_body: Callable[[str | None, DecodeHandle], bytes] = release_body
+    at_host: Callable[[DecodeHandle, str], DecodeHandle] = at_host

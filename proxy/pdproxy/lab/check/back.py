@@ -37,6 +37,8 @@ class BackProbe:
         found = rules.read(params) if rules is not None and params is not None else "nothing"
         if rules is None or not isinstance(found, DecodeHandle):
             return "nothing"
+        if (host := self._handles.hosts.get(decode.url)) is not None:
+            found = rules.at_host(found, host)
         if before is None or before.busy:
             await self._release(prefill, rules.release_body(model, found))
             return "unsure"

@@ -35,13 +35,13 @@ class _Params(msgspec.Struct):
 
 
 class Handles:
-    """Takes and releases handles of one contract. `hosts`: where others reach a prefill engine, if not where it says itself."""
+    """Takes and releases handles of one contract. `hosts`: where others reach an engine for KV, if not where it says itself."""
 
     def __init__(
         self, http: HttpClient, contract: Contract, options: Options, hosts: Mapping[str, str | None] | None = None
     ) -> None:
         self.contract = contract
-        self._hosts = hosts or {}
+        self.hosts = hosts or {}
         self._http, self._options = http, options
 
     async def take(
@@ -59,7 +59,7 @@ class Handles:
         handle = self.contract.handle(parsed, answer, dispatch)
         if isinstance(handle, str):
             return handle
-        host = self._hosts.get(prefill.url)
+        host = self.hosts.get(prefill.url)
         if host is not None and self.contract.at_host is not None:
             handle = self.contract.at_host(handle, host)
         params = msgspec.json.decode(handle.params, type=_Params)

@@ -137,6 +137,10 @@ class KeptTurns:
         if turn.size > limits.max_bytes - self._elsewhere or turn.handle.blocks > limits.max_blocks:
             self._dropped(turn.record, turn.handle, "too_long")
             return False
+        if (namesake := self._by_name.get(turn.record.remote_request_id)) is not None:
+            self._drop(
+                namesake, "evicted"
+            )  # a notice that its engine has freed it would not be told from the other one's
         while self._blocks.get(url, 0) + turn.handle.blocks > limits.max_blocks:
             self._drop(next(one for one in self._by_age.values() if one.record.decode == url), "evicted")
         self._by_age[id(turn)] = turn

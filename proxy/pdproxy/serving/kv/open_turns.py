@@ -19,7 +19,9 @@ from pdproxy.transfer.turns import DecodeHandle, TurnRules
 WAIT = 30.0
 """Seconds for which a notice is awaited. It comes milliseconds before or after the end of a stream."""
 MAX_OVER = 4096
-"""Turns that are remembered without being kept."""
+"""Names of turns that are remembered without being kept."""
+MAX_NAMESAKES = 8
+"""Turns of one name that are remembered."""
 
 
 class OpenTurn:
@@ -75,6 +77,7 @@ class OpenTurns:
         *,
         max_bytes: int,
         by_notice: bool,
+        host_of: Callable[[str], str | None] = lambda _: None,
     ) -> None:
         self._rules = rules
         self._kept = kept
@@ -83,9 +86,11 @@ class OpenTurns:
         self._now = now
         self._max_bytes = max_bytes
         self._by_notice = by_notice
+        self._host_of = host_of
         self._open: dict[str, OpenTurn] = {}
         self._awaited: OrderedDict[str, tuple[float, OpenTurn]] = OrderedDict()
-        self._over: OrderedDict[str, tuple[float, TurnRecord]] = OrderedDict()
+        self._over: OrderedDict[str, tuple[float, tuple[TurnRecord, ...]]] = OrderedDict()
+        """By name, the turns whose notice is released: until when, and the turns of that name. The soonest ends first."""
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -106,8 +111,8 @@ class OpenTurns:
         self._sweep()
         if record.prompt is not None and self._bytes + len(record.prompt) > self._max_bytes // 2:
             record = msgspec.structs.replace(record, prompt=None)
-        if (other := self._open.get(record.remote_request_id)) is not None:
-            self._end(other)  # an engine gave two prompts one id: nobody knows whose notices come
+        if self._has_namesake(record):
+            return None
         turn = self._open[record.remote_request_id] = OpenTurn(self, record)
         self._hold(len(record.prompt or b""))
         return turn
@@ -118,16 +123,18 @@ class OpenTurns:
         turn = self._open.get(name)
         if turn is not None:
             self.keeps(turn, params)
-        elif (over := self._over.pop(name, None)) is not None and isinstance(
-            handle := self._rules.read(params), DecodeHandle
-        ):
-            self._dropped(over[1], handle, "abandoned")
+        elif (record := self._forgotten(name)) is not None:
+            self._release(record, params)
 
     def keeps(self, turn: OpenTurn, params: bytes) -> None:
         """Take the handle of a turn."""
-        if turn.handle is not None or self._open.get(turn.record.remote_request_id) is not turn:
+        if turn.handle is not None:
             return
-        handle = self._rules.read(params)
+        if self._open.get(turn.record.remote_request_id) is not turn:
+            if not self._by_notice:
+                self._release(turn.record, params)  # another turn has got its name meanwhile
+            return
+        handle = self._read(turn.record, params)
         if isinstance(handle, str):
             self._end(turn)
             self._dropped(turn.record, None, "unusable")
@@ -167,6 +174,35 @@ class OpenTurns:
             if turn.handle is not None:
                 self._dropped(turn.record, turn.handle, "shutdown")
 
+    def _has_namesake(self, record: TurnRecord) -> bool:
+        """Process a new turn whose name another one has. Return whether nothing may be kept of the new one.
+
+        A prefill engine may give prompts the client's own ids. Notices name a turn by that id alone: if two are to come, nobody
+        knows which turn the first one is of, and KV of the wrong one must not be used. So both are released.
+        """
+        name = record.remote_request_id
+        other = self._open.get(name)
+        if other is not None:
+            self._end(other)
+            if other.handle is not None:
+                self._dropped(other.record, other.handle, "abandoned")
+            else:
+                self._remember(other.record)
+        if name not in self._over:
+            return False
+        self._remember(record)
+        return True
+
+    def _release(self, record: TurnRecord, params: bytes) -> None:
+        handle = self._read(record, params)
+        if isinstance(handle, DecodeHandle):
+            self._dropped(record, handle, "abandoned")
+
+    def _read(self, record: TurnRecord, params: bytes) -> DecodeHandle | str:
+        """Return the handle as other engines use it, or why there is none."""
+        handle, host = self._rules.read(params), self._host_of(record.decode)
+        return handle if host is None or isinstance(handle, str) else self._rules.at_host(handle, host)
+
     def _keep(self, turn: OpenTurn, handle: DecodeHandle) -> None:
         self._end(turn)
         if turn.key is None or handle.groups != 1:
@@ -186,9 +222,22 @@ class OpenTurns:
     def _remember(self, record: TurnRecord) -> None:
         if not self._by_notice:
             return
-        self._over[record.remote_request_id] = (self._now() + WAIT, msgspec.structs.replace(record, prompt=None))
+        name, record = record.remote_request_id, msgspec.structs.replace(record, prompt=None)
+        _, records = self._over.pop(name, (0.0, ()))
+        self._over[name] = (self._now() + WAIT, (*records[-MAX_NAMESAKES + 1 :], record))
         if len(self._over) > MAX_OVER:
             self._over.popitem(last=False)
+
+    def _forgotten(self, name: str) -> TurnRecord | None:
+        """Return the oldest turn of this name that is not kept, and forget it."""
+        if (found := self._over.get(name)) is None:
+            return None
+        until, (record, *others) = found
+        if others:
+            self._over[name] = (until, tuple(others))
+        else:
+            del self._over[name]
+        return record
 
     def _hold(self, more: int) -> None:
         self._bytes += more

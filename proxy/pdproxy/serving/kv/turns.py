@@ -84,6 +84,7 @@ class Turns:
             clock.now,
             max_bytes=limits.max_bytes,
             by_notice=by_notice,
+            host_of=self._host_of,
         )
 
     def __repr__(self) -> str:
@@ -178,6 +179,10 @@ class Turns:
         self.open.drop_all()
         self.kept.drop_all("shutdown")
         return await self.releases.settle(timeout)
+
+    def _host_of(self, decode: str) -> str | None:
+        engine = self._engines.known.get(decode)
+        return None if engine is None else engine.kv_host
 
     def _added(self, turn: KeptTurn) -> None:
         self._silent = 0
