@@ -16,9 +16,11 @@ from pdproxy.sim.facts import Hardware
 from pdproxy.sim.faults.book import Fault
 from pdproxy.sim.reply import Reply
 from pdproxy.sim.server import SimServer
+from pdproxy.wire.request import Route
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool
+from tests.fakes.tokenizer import SimTokenizer
 from tests.fakes.world import until
 from tests.proxy.test_connectors import COMPLETIONS, TEXT, bare, completion, events
 
@@ -86,6 +88,29 @@ async def test_the_first_prompt_of_a_run_goes_to_the_prefill_engine_alone_at_fir
             assert (await first).status == 200
             await pair.p.restart()
             await pair.world.probe()
+
+
+async def test_the_first_prompt_of_a_run_is_one_prefill_leg(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its engine is sent ids is asked once."""
+    async with pool(PUSH, tokenizer=SimTokenizer()) as pair:
+        tokens = pair.world.proxy.tokens
+        assert tokens is not None
+        await until(lambda: tokens.canaries.trusted("tiny", Route.COMPLETIONS))
+        check, asked = tokens.tokenizing.check, list[str]()
+        sent = check.sent
+
+        def counted(url: str, *about: Any) -> Any:
+            asked.append(url)
+            return sent(url, *about)
+
+        monkeypatch.setattr(check, "sent", counted)
+        for count in (1, 2):
+            assert (await pair.ask(COMPLETIONS, completion())).status == 200
+            assert asked == [pair.p.url] * count
+        assert [legs.overlap_s is None for event in pair.world.events(RequestEnded) for legs in event.legs] == [
+            True,
+            False,
+        ]
 
 
 async def test_the_decode_engine_is_asked_while_the_prefill_engine_works() -> None:
@@ -262,6 +287,25 @@ async def test_what_the_prefill_engine_alone_refuses() -> None:
         assert (await asked).text == await text_of(pair)
         await pair.world.quiet()
         assert pair.world.metric("pdproxy_kv_stuck") == 1 == len(pair.d.engine.awaited)
+
+
+@pytest.mark.parametrize("prompt", [[5] * 1024, "word " * 1500])
+async def test_a_prompt_that_is_too_long_for_the_prefill_engine_alone(prompt: Any) -> None:
+    """It is asked first, and the decode engine waits for nothing. Shorter prompts go to both at once."""
+    async with pool(PUSH, p={"max_model_len": 1024}) as pair:
+        await known(pair)
+        for long in ({"prompt": prompt}, {"prompt": prompt, "stream": True}):
+            answer = await pair.ask(COMPLETIONS, completion(**long))
+            plain = await pair.asked_plain(COMPLETIONS, completion(prompt=prompt))
+            assert answer.text == plain.json["choices"][0]["text"]
+        await pair.world.quiet()
+        assert [event.reason for event in pair.world.events(ServedAlone)] == ["prefill_refused"] * 2
+        assert pair.world.events(HandleEnded) == []
+        assert pair.world.metric("pdproxy_kv_stuck") == 0
+        assert not pair.d.engine.awaited
+        assert (await pair.ask(COMPLETIONS, completion(prompt=[5] * 1023, max_tokens=2))).status == 200
+        await pair.world.quiet()
+        assert (await pair.world.ended(3)).legs[0].overlap_s is not None
 
 
 async def test_a_decode_engine_that_refuses_ends_the_prefill() -> None:

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from pdproxy.observe.events import HandleEnded
 from pdproxy.serving.dispatch import decode_leg
 from pdproxy.serving.dispatch.decode_start import first_data
 from pdproxy.sim.faults.book import Fault
+from pdproxy.sim.reply import Reply
 from tests.fakes.pool import pool
-from tests.proxy.test_both_legs import PUSH, known
+from tests.proxy.test_both_legs import PUSH, fails, known
+from tests.proxy.test_both_legs_races import completed
 from tests.proxy.test_connectors import COMPLETIONS, bare, completion, events
 
 
@@ -34,3 +37,40 @@ async def test_counts_of_an_answer_that_comes_while_the_decode_engines_is_proces
         theirs = await pair.asked_plain(COMPLETIONS, completion(**fields))
         assert events(ours.body) == events(theirs.body)
         assert bare(ours.json if not fields else {}) == bare(theirs.json if not fields else {})
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_prefill_that_fails_while_the_decode_engines_answer_is_processed(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decode engine had its KV, or needed none: its answer is the client's, and nothing is stuck."""
+    answered = asyncio.Event()
+
+    async def processed_later(*args: Any, **options: Any) -> Any:
+        got = await first_data(*args, **options)
+        answered.set()
+        await asyncio.sleep(0.3)
+        return got
+
+    async def fails_then(reply: Reply) -> None:
+        await answered.wait()
+        await fails()(reply)
+
+    async def says(reply: Reply) -> None:
+        if not stream:
+            await reply.whole(completed(3))
+            return
+        await reply.start()
+        choice = b'{"id":"cmpl-x","choices":[{"index":0,"text":"a","finish_reason":"length"}]}'
+        await reply.pieces(b"data: %b\n\ndata: [DONE]\n\n" % choice)
+        await reply.finish()
+
+    async with pool(PUSH) as pair:
+        await known(pair)
+        pair.p.faults.script(fails_then, fails_then)
+        pair.d.faults.script(says)
+        monkeypatch.setattr(decode_leg, "first_data", processed_later)
+        assert (await pair.ask(COMPLETIONS, completion(stream=stream))).text == "a"
+        await pair.world.quiet()
+        assert [event.end for event in pair.world.events(HandleEnded)] == ["loaded"]
+        assert pair.world.metric("pdproxy_kv_stuck") == 0

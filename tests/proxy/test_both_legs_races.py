@@ -14,6 +14,7 @@ import pytest
 from pdproxy.observe.events import HandleEnded
 from pdproxy.sim.reply import Reply
 from pdproxy.sim.server import SimServer
+from pdproxy.upstream import connection
 from pdproxy.upstream.connection import EngineConnection
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import pool
@@ -150,3 +151,73 @@ async def test_a_decode_engine_that_has_restarted_waits_for_nothing() -> None:
         await until(lambda: len(pair.world.events(HandleEnded)) == 2)
         assert sorted(event.end for event in pair.world.events(HandleEnded)) == ["loaded", "stuck"]
         assert pair.world.metric("pdproxy_kv_stuck") == 0
+
+
+class StaleOnce:
+    """Scripts of a decode engine: the kept connection is reset once the prefill engine has answered; then it says nothing."""
+
+    def __init__(self, release: asyncio.Event) -> None:
+        self._release = release
+        self.asked = 0
+
+    async def __call__(self, reply: Reply) -> None:
+        self.asked += 1
+        if self.asked == 1:
+            await self._release.wait()
+            reply.reset()
+        else:
+            await reply.stall()
+
+
+@pytest.mark.parametrize("connector", [PUSH, "mooncake"])
+async def test_the_deadline_of_the_first_token_holds_on_a_new_connection_too(
+    connector: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kept connection was closed already. The prefill engine's answer came before that was seen, and began the deadline."""
+    monkeypatch.setattr(connection, "STALE_WITHIN", 60.0)
+    clock = ManualClock()
+    async with pool(connector, deadlines={"first_token": 3.0}, clock=clock, limits={"attempts": 1}) as pair:
+        await known(pair)
+        release = asyncio.Event()
+        script = pair.d.faults.scripts.default = StaleOnce(release)
+        asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion(stream=True)))
+        await until(lambda: 3.0 in clock.pending())
+        release.set()
+        await until(lambda: script.asked == 2)
+        await clock.reach(3.0)
+        assert (await asked).status == 504
+        assert pair.world.metric("pdproxy_deadline_total", wait="first_token") == 1
+        pair.d.faults.scripts.default = None
+        await clock.through(pair.world.quiet())
+
+
+async def test_a_prefill_that_fails_while_a_stale_connection_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode engine is not asked again."""
+    monkeypatch.setattr(connection, "STALE_WITHIN", 60.0)
+    async with pool(PUSH) as pair:
+        await known(pair)
+        client, opened, reset = pair.world.proxy.engines[pair.d.url].client, asyncio.Event(), asyncio.Event()
+        prefill = asyncio.Event()
+        connect = client._connect
+
+        async def slowly() -> EngineConnection:
+            await opened.wait()
+            return await connect()
+
+        async def fails_later(reply: Reply) -> None:
+            await prefill.wait()
+            await fails()(reply)
+
+        monkeypatch.setattr(client, "_connect", slowly)
+        pair.p.faults.scripts.default = fails_later
+        pair.d.faults.script(StaleOnce(reset))
+        asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion()))
+        await until(lambda: len(pair.d.requests) == 2)
+        reset.set()
+        await until(lambda: not client._all)
+        prefill.set()
+        await until(lambda: pair.world.events(HandleEnded))
+        opened.set()
+        assert (await asked).text == await text_of(pair)
+        await pair.world.quiet()
+        assert [one.kv for one in list(pair.d.requests)[2:]] == [None], "alone"

@@ -16,7 +16,7 @@ from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import OverloadedError, PdproxyError
 from pdproxy.observe.events import DeadlinePassed, Event, KvCounted, KvShortfall, Observers
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
-from pdproxy.scheduling.split import why_alone
+from pdproxy.scheduling.split import may_be_too_long, why_alone
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.request.admission import Admission
 from pdproxy.upstream.metrics_page import Scrape, read_metrics
@@ -167,6 +167,7 @@ def test_recorded_metrics_are_read() -> None:
     assert found.started == 1.79521971725e09
     assert found.by_source == {"local_compute": 29, "local_cache_hit": 288, "external_kv_transfer": 4299}
     assert (found.running, found.waiting, found.kv_usage) == (0, 0, 0)
+    assert read_metrics(b"vllm:num_requests_running 2\n").waiting is None, "not reported, and not none"
 
 
 @pytest.mark.parametrize(
@@ -198,6 +199,29 @@ def test_short_chats() -> None:
     assert why() is Alone.SHORT_PROMPT
     assert why(messages=[{"role": "user", "content": "hi"}] * 3) is None
     assert why(tools=[]) is None
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "tokens", "longest", "may"),
+    [
+        (Route.COMPLETIONS, {"prompt": "a" * 98}, None, 101, False),
+        (Route.COMPLETIONS, {"prompt": "a" * 98}, None, 100, True),
+        (Route.COMPLETIONS, {"prompt": "a" * 98}, 30, 31, False),
+        (Route.COMPLETIONS, {"prompt": "a" * 98}, 30, 30, True),
+        (Route.COMPLETIONS, {"prompt": [1] * 30}, None, 31, False),
+        (Route.COMPLETIONS, {"prompt": [1] * 30}, None, 30, True),
+        (Route.CHAT, {"messages": [{"role": "user", "content": "hi"}]}, None, 100, False),
+        (Route.CHAT, {"messages": [{"role": "user", "content": "hi"}], "tools": []}, None, 100, True),
+        (Route.CHAT, {"messages": [{"role": "user", "content": "hi"}], "chat_template": "x"}, None, 100, True),
+        (Route.CHAT, {"messages": [{"role": "user", "content": "hi"}], "tools": []}, 99, 100, False),
+    ],
+)
+def test_prompts_that_an_engine_may_find_too_long(
+    route: Route, body: dict[str, object], tokens: int | None, longest: int, may: bool
+) -> None:
+    """An engine takes a prompt if one more token fits. A text's length is known only as a bound."""
+    parsed = parse(route, json.dumps(body).encode())
+    assert may_be_too_long(parsed, parsed.prompts[0], tokens, longest, 5) is may
 
 
 @given(st.lists(st.sampled_from(["enter", "leave", "cancel"]), max_size=40), st.integers(1, 3), st.integers(0, 3))

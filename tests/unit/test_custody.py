@@ -5,7 +5,8 @@ from __future__ import annotations
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Observers
 from pdproxy.scheduling.ledger import Ledger
-from pdproxy.serving.kv.custody import Custodian, End
+from pdproxy.serving.kv.custodian import Custodian
+from pdproxy.serving.kv.custody import End
 from pdproxy.serving.kv.orphans import PrefillRecord, _Orphan
 from pdproxy.settings.limits import Deadlines
 from pdproxy.transfer.contract import Contract, Handle

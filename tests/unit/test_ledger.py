@@ -322,3 +322,38 @@ def test_which_run_of_an_engine_it_is(before: Evidence, after: Evidence, down: b
     made.mark_up("p1", after)
     assert (run_of(made, "p1") != first) is another
     assert run_of(made, "p2") == other
+
+
+def test_the_end_of_an_engines_run_is_reported() -> None:
+    """Once it is down, and if it was started again unseen. Not for what it only reports anew, or for a breaker."""
+    made, lost = ledger(), list[str]()
+    made.when_lost(lost.append)
+    made.mark_up("p1", evidence())
+    made.mark_up("p1", evidence(models="n"))
+    assert lost == []
+    made.mark_up("p1", evidence(started=2.0))
+    assert lost == ["p1"]
+    made.mark_down("p2", "no answer", 1.0)
+    made.mark_down("p2", "no answer", 2.0)
+    assert lost == ["p1", "p2"]
+    made.mark_up("p2", evidence())
+    assert lost == ["p1", "p2"]
+    for _ in range(2):
+        lease = made.assign_alone(Ask("n", 1, 0.0))
+        assert lease is not None
+        made.close(lease, Verdict.FAILED, 0.0)
+    node = next(one for one in made.nodes if one.url == "d1")
+    made.remove("d1")
+    made.mark_removed(node, None, 3.0)
+    made.mark_removed(node, "gone", 4.0)
+    made.mark_removed(node, "gone", 5.0)
+    assert lost == ["p1", "p2", "d1"]
+
+
+def test_an_engine_that_takes_no_connection_is_lost() -> None:
+    made, lost = ledger(), list[str]()
+    made.when_lost(lost.append)
+    assignment = made.assign(SPLIT, Ask("m", 1, 0.0))
+    assert assignment is not None
+    made.close(assignment.leases[0], Verdict.UNREACHABLE, 1.0)
+    assert lost == [assignment.leases[0].node.url]

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from pdproxy.kit.errors import Wait
 from pdproxy.observe.events import DeadlinePassed, Observers
-from pdproxy.serving.kv.custody import Custodian
+from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.turns import Turns
 from pdproxy.serving.request.admission import Admission
 

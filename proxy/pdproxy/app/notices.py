@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pdproxy.app.sockets import bind
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.serving.dispatch.resources import KvTransfer
-from pdproxy.serving.kv.custody import Custodian
+from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.notices import NoticeRouter
 from pdproxy.serving.kv.turns import Turns
 from pdproxy.settings.schema import KvReady

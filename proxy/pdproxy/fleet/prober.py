@@ -195,7 +195,8 @@ class Prober:
         version = await self._or_default(self._admin.version(engine.url), "")
         canary, template_tokens = await self._canaries(engine.url, cards)
         block_size = engine.block_size or metrics.block_size
-        return Evidence(names, version, block_size, canary, template_tokens, metrics.started)
+        longest = min((card.max_model_len for card in cards if card.max_model_len), default=None)
+        return Evidence(names, version, block_size, canary, template_tokens, metrics.started, longest)
 
     async def _canaries(self, url: str, cards: list[ModelCard]) -> tuple[tuple[tuple[int, ...], ...], int]:
         """Return the ids of the canary as a prompt and as a chat for each base model, and the template's own length."""

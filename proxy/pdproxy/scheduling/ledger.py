@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from pdproxy.scheduling import readiness
@@ -57,6 +57,7 @@ class Ledger:
         """The largest number of tokens that an engine's chat template adds to one message. Read only."""
         self._has_places = False
         """Whether any engine's requests are bounded."""
+        self._when_lost: Callable[[str], None] = lambda _: None
 
     def __repr__(self) -> str:
         busy = ", ".join(f"{n.role.value} {n.url} {n.down_because or 'up'} x{n.requests}" for n in self._nodes.values())
@@ -69,6 +70,10 @@ class Ledger:
 
     # -- what probes and audits report
 
+    def when_lost(self, then: Callable[[str], None]) -> None:
+        """Call `then(url)` when the present run of an engine is over, or seems to be: it went down, or was started again."""
+        self._when_lost = then
+
     def mark_up(self, url: str, evidence: Evidence) -> bool:
         """Note that an engine answered its probe. Return whether it is new: first seen, restarted or changed."""
         node = self._nodes[url]
@@ -76,13 +81,17 @@ class Ledger:
         new = node.evidence != evidence or was_down
         if node.evidence is not None and node.evidence != evidence:
             self._pardon(node)
-        if node.evidence is None or not node.evidence.same_run(evidence, was_down=was_down):
+        another_run = node.evidence is None or not node.evidence.same_run(evidence, was_down=was_down)
+        started_again = another_run and node.evidence is not None
+        if another_run:
             node.run_number = next(self._run_numbers)
         if was_down:
             self._breakers.reset(node)
         node.evidence, node.down_because, node.probed = evidence, None, True
         if new:
             self._changed()
+        if started_again:
+            self._when_lost(url)
         return new
 
     def mark_down(self, url: str, reason: str, now: float) -> bool:
@@ -94,6 +103,8 @@ class Ledger:
             node.down_since = now
         node.down_because, node.probed = reason, True
         self._changed()
+        if was_up:
+            self._when_lost(url)
         return was_up
 
     def mark_kv(self, url: str, not_ready: str | None, mode: str | None = None, tp_size: int | None = None) -> bool:
@@ -111,9 +122,12 @@ class Ledger:
 
     def mark_removed(self, node: Node, down_because: str | None, now: float) -> None:
         """Note whether a removed engine is up, for the legs to it that are under way. `down_because` None: it is up."""
-        if node.down_because is None:
+        was_up = node.down_because is None
+        if was_up:
             node.down_since = now
         node.down_because = down_because
+        if was_up and down_because is not None:
+            self._when_lost(node.url)
 
     def eject(self, prefill: str, decode: str) -> None:
         """Never pair these two again, until one of them changes."""

@@ -43,7 +43,8 @@ class Evidence:
     `models`: the names that it serves, adapters included. `block_size`: tokens in a KV block, None where unknown.
     `canary`: the token ids of a fixed prompt and a fixed chat, for each base model. `template_tokens`: the largest number of
     tokens that its chat template adds to one message. `started`: when it was started, in Unix seconds (another value means a
-    restart); 0 where it reports none.
+    restart); 0 where it reports none. `max_model_len`: how many tokens a prompt and its answer may have together, None where
+    unknown.
     """
 
     models: frozenset[str]
@@ -52,6 +53,7 @@ class Evidence:
     canary: tuple[tuple[int, ...], ...]
     template_tokens: int
     started: float
+    max_model_len: int | None = None
 
     def same_run(self, later: Evidence, *, was_down: bool) -> bool:
         """Return whether both come from one run of the engine.

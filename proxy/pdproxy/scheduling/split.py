@@ -10,6 +10,8 @@ from pdproxy.wire.request import Alone, Parsed, Prompt
 
 _SPECIALS = 2
 """Tokens a tokenizer adds around a text (BOS, EOS)."""
+_TEMPLATED = ("tools", "documents", "chat_template", "chat_template_kwargs")
+"""Fields of a chat by which a template may add any number of tokens."""
 
 
 def why_alone(parsed: Parsed, prompt: Prompt, *, block_size: int | None, template_tokens: int) -> Alone | None:
@@ -27,3 +29,16 @@ def why_alone(parsed: Parsed, prompt: Prompt, *, block_size: int | None, templat
     if max_tokens is None:
         max_tokens = prompt.text_bytes + _SPECIALS + prompt.messages * template_tokens
     return Alone.SHORT_PROMPT if max_tokens < block_size else None
+
+
+def may_be_too_long(parsed: Parsed, prompt: Prompt, tokens: int | None, longest: int, template_tokens: int) -> bool:
+    """Return whether an engine may refuse a prompt as too long, which it does unless one more token fits.
+
+    `tokens`: the prompt's, None if they are not known; `longest`: the engine's `max_model_len`; `template_tokens`: as above.
+    """
+    known = prompt.tokens if tokens is None else tokens
+    if known is not None:
+        return known >= longest
+    if prompt.non_text or not parsed.fields.keys().isdisjoint(_TEMPLATED):
+        return True
+    return prompt.text_bytes + _SPECIALS + prompt.messages * template_tokens >= longest

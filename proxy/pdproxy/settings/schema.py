@@ -117,15 +117,15 @@ class Facts(Section, frozen=True):
     of each leg, by the header `X-data-parallel-rank`."""
 
     max_num_seqs: Count | None = None
-    """Requests that a decode engine runs at once. Where it waits for pushed KV it must not queue: beyond this number, prompts are
-    served by one engine alone. None: no bound."""
+    """Requests that a decode engine runs at once. Where it waits for pushed KV it must not queue: beyond this number it gets no
+    more such prompts. They wait for no place: if no other pair is free, one engine serves them alone. None: no bound."""
 
     engine_id: Text | None = None
     """The `engine_id` of its `--kv-transfer-config`. None: it chooses one at each start."""
 
     remote_host: Host | None = None
-    """The host at which decode engines reach a prefill engine's side channel. It overrides the one in its KV handles, and the
-    pool's `remote_host`. None: as the pool says."""
+    """The host at which decode engines reach a prefill engine's side channel; with turns, prefill engines a decode engine's. It
+    overrides the one in its KV handles, and the pool's `remote_host`. None: as the pool says."""
     registered_as: Text | None = None
     """`host:port` that it registers as its HTTP address (connectors whose engines register). None: those of its URL."""
 

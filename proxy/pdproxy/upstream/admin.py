@@ -49,11 +49,15 @@ template and images add ids."""
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """One entry of an engine's `/v1/models`. `parent` names an adapter's base model."""
+    """One entry of an engine's `/v1/models`. `parent` names an adapter's base model.
+
+    `max_model_len`: how many tokens a prompt and its answer may have together, None if the engine does not report it.
+    """
 
     id: str
     root: str | None
     parent: str | None
+    max_model_len: int | None = None
 
 
 _T = TypeVar("_T")
@@ -63,6 +67,7 @@ class _Card(msgspec.Struct):
     id: str
     root: str | None = None
     parent: str | None = None
+    max_model_len: int | None = None
 
 
 class _Models(msgspec.Struct):
@@ -121,7 +126,11 @@ class EngineAdmin:
         found = self._read("/v1/models", _checked(await self._get(url, "/v1/models", MAX_MODEL_LIST)), _Models)
         if any(len(name or "") > _MAX_NAME for card in found.data for name in (card.id, card.parent)):
             raise EngineError(f"/v1/models has a name of more than {_MAX_NAME} characters")
-        return [ModelCard(card.id, card.root, card.parent) for card in found.data if len(card.id) <= MAX_MODEL_NAME]
+        return [
+            ModelCard(card.id, card.root, card.parent, card.max_model_len)
+            for card in found.data
+            if len(card.id) <= MAX_MODEL_NAME
+        ]
 
     async def models_body(self, url: str, authorization: str | None = None) -> bytes:
         """Return the engine's own answer to `/v1/models`. `authorization`: a header in place of the engine's key, "" for none."""

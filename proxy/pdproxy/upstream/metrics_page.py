@@ -29,18 +29,19 @@ MAX_LINE = 4 << 10
 class Scrape:
     """The values of an engine's `/metrics` (names of vLLM 0.32.0). Token counts are since the engine's start.
 
+    `waiting`: requests that are not running yet, those that wait for KV included; None if the engine does not report it.
     `by_source`: prompt tokens by the source of their KV; empty if the engine does not report it.
     """
 
     started: float
     block_size: int | None
     running: float
-    waiting: float
+    waiting: float | None
     kv_usage: float
     by_source: Mapping[str, float]
 
 
-NO_METRICS = Scrape(0.0, None, 0.0, 0.0, 0.0, {})
+NO_METRICS = Scrape(0.0, None, 0.0, None, 0.0, {})
 """The values of an engine without metrics."""
 
 
@@ -88,7 +89,7 @@ def read_metrics(page: bytes) -> Scrape:
         started=next((value for _, value in found[_STARTED]), 0.0),
         block_size=int(block_size) if _SIZE.fullmatch(block_size) else None,
         running=sum(value for _, value in found[_RUNNING]),
-        waiting=sum(value for _, value in found[_WAITING]),
+        waiting=sum(value for _, value in found[_WAITING]) if found[_WAITING] else None,
         kv_usage=max((value for _, value in found[_USAGE]), default=0.0),
         by_source=by_source,
     )

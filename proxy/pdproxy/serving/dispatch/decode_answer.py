@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pdproxy.kit.errors import EngineError
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError
+from pdproxy.observe.events import DeadlinePassed
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.failure_class import error_kind, is_clients_fault, refused
-from pdproxy.serving.dispatch.recovery import CannotSplit
+from pdproxy.serving.dispatch.recovery import CannotSplit, DecodeFailed, PrefillFailed
 from pdproxy.serving.kv.custody import End
 from pdproxy.upstream.client import Answer
 from pdproxy.wire import sse
@@ -40,6 +41,31 @@ def judge(attempt: Attempt, url: str, answer: Answer) -> CannotSplit | None:
         if attempt.resources.transfer.contract.holder.refusal_released(error_type, param):
             custody.end(End.REFUSED)
     return None
+
+
+def failed(
+    attempt: Attempt, url: str, error: EngineError, *, data_came: bool, whole: bool, gave_up: bool, lost: bool
+) -> DecodeFailed | PrefillFailed:
+    """Decide what a failed leg means for the KV. Return its outcome.
+
+    `data_came`: the first data, or a `whole` answer; `gave_up`: it was ended because the prefill has failed; `lost`: because the
+    prefill engine was lost before its push.
+    """
+    custody, relay = attempt.custody, attempt.relay
+    if custody is not None:
+        if isinstance(error, EngineUnreachableError):
+            custody.decode_answered()
+        if gave_up and custody.decode_waits:
+            custody.end(End.ABORTED)  # the prefill may still end: then its KV frees both sides
+        elif lost:
+            custody.end(End.STUCK)
+        if lost:
+            return PrefillFailed(custody.prefill, Alone.PREFILL_FAILED, error)
+        if isinstance(error, EngineTimeoutError):
+            custody.decode_was_late(accepted=relay is not None and relay.status == 200)
+    if isinstance(error, EngineTimeoutError | EngineUnreachableError) and error.wait is not None and not data_came:
+        attempt.resources.observers.notify(DeadlinePassed(error.wait.value, url))
+    return DecodeFailed(url, error, data_sent=data_came and not whole)
 
 
 def compare(attempt: Attempt, url: str) -> None:

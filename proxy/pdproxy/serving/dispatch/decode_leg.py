@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from functools import partial
 
 from pdproxy.kit.clock import Timer
-from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachableError, StaleConnectionError, Wait
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, StaleConnectionError, Wait
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.serving.dispatch import turn
 from pdproxy.serving.dispatch.attempt import Attempt
-from pdproxy.serving.dispatch.decode_answer import compare, judge
+from pdproxy.serving.dispatch.decode_answer import compare, failed, judge
 from pdproxy.serving.dispatch.decode_request import (
     count_cached,
     is_framing_kept,
@@ -28,9 +27,9 @@ from pdproxy.serving.dispatch.decode_request import (
     sink,
     with_cached_counts,
 )
-from pdproxy.serving.dispatch.decode_start import accepted, first_data
+from pdproxy.serving.dispatch.decode_start import accepted, awaits_data, first_data
 from pdproxy.serving.dispatch.failure_class import verdict_of
-from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, DecodeFailed
+from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, DecodeFailed, PrefillFailed
 from pdproxy.serving.kv import late_close
 from pdproxy.serving.kv.custody import End
 from pdproxy.serving.kv.open_turns import OpenTurn
@@ -53,11 +52,13 @@ class DecodeLeg:
         "_attempt",
         "_client",
         "_custody",
+        "_ended_by",
         "_engine",
         "_expected",
         "_first_token_timer",
         "_lease",
         "_leg",
+        "_lost",
         "_turn",
         "_url",
         "gave_up",
@@ -75,13 +76,17 @@ class DecodeLeg:
         self._expected = 0
         """Prompt tokens that the auditor expects by KV transfer."""
         self._first_token_timer: Timer | None = None
+        self._ended_by: EngineError | None = None
+        """Why it was ended from outside, before any data."""
+        self._lost = False
+        """Whether that was the loss of the prefill engine before its push."""
         self.gave_up = False
         """Whether it ended because the prefill has failed."""
 
     def __repr__(self) -> str:
         return f"<DecodeLeg {self._url}, {self._attempt.relay!r}>"
 
-    async def run(self) -> Answered | CannotSplit | DecodeFailed:
+    async def run(self) -> Answered | CannotSplit | DecodeFailed | PrefillFailed:
         """Have the engine answer, and pass a stream on to its end. The lease and the custody end here.
 
         Closing the leg makes an engine that has the request free the KV on both sides; else the custody is released.
@@ -90,13 +95,13 @@ class DecodeLeg:
         started = resources.now()
         verdict = Verdict.NEUTRAL
         data_came = whole = False
-        relay = new_relay(attempt)
+        new_relay(attempt)
         attempt.take(self._lease)
         attempt.asked_url = self._url
         try:
             if custody is not None:
                 custody.asked(url)
-                custody.on_expired = self._lease_on_kv_expired
+                custody.on_gone = self._kv_gone
                 if not custody.promised:
                     self._expect(custody.handle.prompt_tokens)
                     if resources.turns is not None:
@@ -141,20 +146,7 @@ class DecodeLeg:
             raise  # a handle that has not ended is released below, once the leg is closed
         except EngineError as error:
             verdict = Verdict.NEUTRAL if self.gave_up else verdict_of(error, with_kv=custody is not None)
-            if custody is not None and isinstance(error, EngineUnreachableError):
-                custody.decode_answered()
-            relay = attempt.relay or relay
-            if self.gave_up and custody is not None and custody.decode_waits:
-                custody.end(End.ABORTED)  # the prefill may still end: then its KV frees both sides
-            if isinstance(error, EngineTimeoutError) and custody is not None:
-                custody.decode_was_late(accepted=relay.status == 200)
-            if (
-                isinstance(error, EngineTimeoutError | EngineUnreachableError)
-                and error.wait is not None
-                and not data_came
-            ):
-                resources.observers.notify(DeadlinePassed(error.wait.value, url))
-            return DecodeFailed(url, error, data_sent=data_came and not whole)
+            return failed(attempt, url, error, data_came=data_came, whole=whole, gave_up=self.gave_up, lost=self._lost)
         finally:
             if self._leg is not None:
                 if whole:
@@ -166,7 +158,7 @@ class DecodeLeg:
             if self._turn is not None:
                 self._turn.close()
             if custody is not None:
-                custody.on_expired = None  # it refers to this leg
+                custody.on_gone = None  # it refers to this leg
                 if self._expected:
                     resources.auditor.over(self._engine, self._expected, loaded=custody.how is End.LOADED)
                 custody.release()  # whatever has not ended by now
@@ -181,10 +173,12 @@ class DecodeLeg:
             return
         count_cached(relay, custody)
         self._expect(custody.handle.prompt_tokens)
-        if not relay.first.done() and not self._attempt.request.parsed.starts_in_silence:
-            seconds = resources.deadlines.first_token
-            late = EngineTimeoutError(f"{self._url} sent no data in {seconds:g} s", wait=Wait.FIRST_TOKEN)
-            self._first_token_timer = resources.clock.after(seconds, partial(relay.failed, late))
+        if not self._attempt.request.parsed.starts_in_silence and awaits_data(relay):
+            self._first_token_timer = resources.clock.after(resources.deadlines.first_token, self._first_token_late)
+
+    def _first_token_late(self) -> None:
+        seconds = self._attempt.resources.deadlines.first_token
+        self._end(EngineTimeoutError(f"{self._url} sent no data in {seconds:g} s", wait=Wait.FIRST_TOKEN))
 
     async def _counts_came_beside(self, over: OneShotEvent) -> bool:
         """Wait for the prefill engine's answer beside the decode engine's data, since only it has the counts of its cache.
@@ -206,10 +200,19 @@ class DecodeLeg:
 
     def give_up(self) -> None:
         """The prefill has failed: close the leg, unless data has come."""
+        self.gave_up = self._end(EngineError("the prefill has failed")) or self.gave_up
+
+    def _end(self, error: EngineError) -> bool:
+        """End the leg, unless data has come. Return whether this has ended it.
+
+        A relay whose kept connection was closed already is about to be replaced: the request is not sent again then.
+        """
         relay = self._attempt.relay
-        if relay is not None and not relay.first.done():
-            self.gave_up = True
-            relay.failed(EngineError("the prefill has failed"))
+        if relay is None or not awaits_data(relay):
+            return False
+        self._ended_by = error
+        relay.failed(error)
+        return True
 
     def _expect(self, tokens: int) -> None:
         self._expected = tokens
@@ -218,8 +221,8 @@ class DecodeLeg:
     # -- asking
 
     def _message(self) -> Message:
-        if self.gave_up:  # while the engine was connected to: it would wait for KV that does not come
-            raise EngineError("the prefill has failed")
+        if self._ended_by is not None:  # while the engine was connected to: it would wait for KV that does not come
+            raise self._ended_by
         return message(self._attempt, self._client)
 
     async def _first_data(self) -> Answer | StreamStarted:
@@ -277,16 +280,13 @@ class DecodeLeg:
         if self._leg is None or custody is None or custody.state is None or relay is None:
             return
         if self._attempt.resources.transfer.contract.holder.decode_waits:
-            custody.end(
-                End.ABORTED
-            )  # what waits for the KV gets it, and what does not leaves it to the prefill engine's lease
+            # What waits for the KV gets it, and what does not leaves it to the prefill engine's lease.
+            custody.end(End.ABORTED)
             return
         if await accepted(self._attempt.resources, parsed, relay, started):
             custody.end(End.ABORTED, in_silence=parsed.starts_in_silence)
 
-    def _lease_on_kv_expired(self) -> None:
-        """Fail the leg: the lease on the KV ended before any data, and the decode engine may read another prompt's KV."""
-        relay = self._attempt.relay
-        if relay is not None and not relay.first.done():
-            message = f"the lease on the KV at {self._attempt.prefill_url} ended before it was loaded"
-            relay.failed(EngineError(message))
+    def _kv_gone(self, why: str, prefill_lost: bool) -> None:
+        """Fail the leg, unless data has come: its KV will not come, or the decode engine may read another prompt's KV."""
+        if self._end(EngineError(why)):
+            self.gave_up = self._lost = prefill_lost

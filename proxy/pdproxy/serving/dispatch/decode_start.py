@@ -6,7 +6,7 @@ from collections.abc import Awaitable
 from functools import partial
 
 from pdproxy.kit.clock import Timer
-from pdproxy.kit.errors import EngineTimeoutError, Wait
+from pdproxy.kit.errors import EngineTimeoutError, StaleConnectionError, Wait
 from pdproxy.scheduling.nodes import Node
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.stream.relay import Relay, StreamStarted
@@ -43,6 +43,18 @@ async def _from_silence(resources: ExchangeResources, relay: Relay, node: Node) 
         return await relay.first
     finally:
         timers[-1].cancel()
+
+
+def awaits_data(relay: Relay) -> bool:
+    """Return whether an answer's first data may still come: here, or on a new connection if a kept one was closed already."""
+    first = relay.first
+    return not first.done() or (not first.cancelled() and isinstance(first.exception(), StaleConnectionError))
+
+
+def has_data(relay: Relay) -> bool:
+    """Return whether an answer's first data has come, or the whole answer."""
+    first = relay.first
+    return first.done() and not first.cancelled() and first.exception() is None
 
 
 async def accepted(resources: ExchangeResources, parsed: Parsed, relay: Relay, sent_at: float) -> bool:

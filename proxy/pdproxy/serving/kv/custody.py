@@ -1,28 +1,17 @@
-"""Custody of KV: every handle from a prefill engine is loaded or released in the end, and none is forgotten.
-
-Owns all live handles and the background work that ends them: the releases (`serving.kv.release`), and the prefill legs whose
-client has left (`serving.kv.orphans`). That work may last longer than the request; a shutdown waits for it.
-"""
+"""Custody of one handle: its states, and how it ends. `serving.kv.custodian` has all of them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
+from typing import Protocol
 
-from pdproxy.fleet.engine import Engine
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe.events import HandleEnded, KvNoticed, KvTransferred, Observers
-from pdproxy.scheduling.ledger import Ledger
-from pdproxy.serving.kv.orphans import Orphans, PrefillRecord
-from pdproxy.serving.kv.release import Contacts, ReleaseResources, release_for
-from pdproxy.serving.kv.stuck import StuckKv
-from pdproxy.settings.limits import Deadlines
-from pdproxy.transfer.contract import Contract, Handle
-from pdproxy.wire.notices import Notice, NoticeEvent
+from pdproxy.serving.kv.orphans import PrefillRecord
+from pdproxy.transfer.contract import Handle
 
 logger = logging.getLogger("pdproxy.kv")
 
@@ -57,6 +46,35 @@ class End(Enum):
 _BY_DECODE = (End.REFUSED, End.ABORTED)
 
 
+class Keeper(Protocol):
+    """What a custody needs of the custodian."""
+
+    clock: Clock
+    now: Callable[[], float]
+    decode_waits: bool
+    """Whether decode engines wait for a push under the pool's contract."""
+    run_of: Callable[[str], int | None]
+    """Returns the number of an engine's present run, None if the engine is not known."""
+    loses_closed: Callable[[Handle], bool]
+    """Returns whether a decode engine never frees its blocks if its request is closed while it waits."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether engines hold KV for the proxy under that contract."""
+
+    def placed(self, handle: Handle, prefill: str) -> Handle:
+        """Return a handle with the host at which the settings say that others reach its prefill engine."""
+
+    def decode_releases(self, prefill: str, decode: str | None, *, in_silence: bool) -> bool:
+        """Return whether a decode engine that refuses or aborts the request releases the handle itself."""
+
+    def ended(self, custody: Custody, how: End) -> None:
+        """Forget a handle that has ended."""
+
+    def release(self, custody: Custody) -> None:
+        """Start releasing a handle."""
+
+
 class Custody:
     """One live handle. It ends once; ending it again changes nothing. After the end only the handle's counts are kept.
 
@@ -78,7 +96,7 @@ class Custody:
         "how",
         "loses_closed",
         "model",
-        "on_expired",
+        "on_gone",
         "prefill",
         "promised",
         "since",
@@ -86,7 +104,7 @@ class Custody:
         "was_asked",
     )
 
-    def __init__(self, custodian: Custodian, handle: Handle, leg: PrefillRecord, *, promised: bool = False) -> None:
+    def __init__(self, custodian: Keeper, handle: Handle, leg: PrefillRecord, *, promised: bool = False) -> None:
         self._custodian = custodian
         self.handle = custodian.placed(handle, leg.prefill)
         self.prefill = leg.prefill
@@ -100,8 +118,9 @@ class Custody:
         self.state: State | None = State.HELD if custodian.holds else None
         self.how: End | None = None
         self.since = custodian.now()
-        self.on_expired: Callable[[], None] | None = None
-        """Called if the lease ends while a decode engine may still read the KV: it could read another prompt's KV."""
+        self.on_gone: Callable[[str, bool], None] | None = None
+        """Called if a decode engine must not wait for the KV, or read it, any more: with the reason, and whether the prefill
+        engine was lost. (Otherwise its lease has ended: the decode engine could read another prompt's KV.)"""
         self.was_asked = False
         """Whether a decode engine was sent the handle: it may have read the KV."""
         self._over: list[Callable[[], None]] = []
@@ -127,7 +146,7 @@ class Custody:
         """Record that the handle was sent to a decode engine."""
         self.decode, self.was_asked = decode, True
         if self._custodian.decode_waits:
-            self.decode_run = self._custodian.stuck.run_of(decode)
+            self.decode_run = self._custodian.run_of(decode)
         if self.state is not None and not self.promised:
             self.state = State.ASKED
 
@@ -140,6 +159,17 @@ class Custody:
     def decode_waits(self) -> bool:
         """Whether a decode engine may wait for KV that was promised."""
         return self._decode_waits and self.promised and self.state is not None
+
+    @property
+    def awaits_push(self) -> bool:
+        """Whether a decode leg is under way whose engine may wait for its KV: it has sent no data."""
+        return self._decode_waits and self.state is not None and self.on_gone is not None
+
+    def push_lost(self) -> None:
+        """Record that the prefill engine was lost before its push: end the decode leg, which would wait for it."""
+        gone, self.on_gone = self.on_gone, None
+        if gone is not None:
+            gone(f"{self.prefill} was lost before it had pushed the KV", True)
 
     @property
     def ends_later(self) -> bool:
@@ -206,7 +236,7 @@ class Custody:
         if how in _BY_DECODE and not self._custodian.decode_releases(self.prefill, self.decode, in_silence=in_silence):
             self.release()
             return
-        self.state, self.how, self.on_expired = None, how, None
+        self.state, self.how, self.on_gone = None, how, None
         for then in self._over:
             then()
         self._over.clear()
@@ -243,160 +273,3 @@ def without_params(handle: Handle) -> Handle:
     """Return what is kept of a handle after its end."""
     cached, created = handle.cached_tokens, handle.created_cache_tokens
     return Handle(b"", None, handle.prompt_tokens, handle.remote_request_id, created, cached, handle.first)
-
-
-class Custodian:
-    """All live handles of one pool."""
-
-    def __init__(
-        self,
-        contract: Contract,
-        ledger: Ledger,
-        engines: Mapping[str, Engine],
-        deadlines: Deadlines,
-        observers: Observers,
-        now: Callable[[], float],
-        clock: Clock,
-    ) -> None:
-        self._deadlines = deadlines
-        self._observers = observers
-        self.now = now
-        self.clock = clock
-        self._live: set[Custody] = set()
-        self._has_notices = contract.handle_from_notice is not None
-        self.decode_waits = contract.holder.decode_waits
-        """Whether decode engines wait for a push under this contract."""
-        self.loses_closed = contract.holder.loses_closed
-        self._at_host, self._engines = contract.at_host, engines
-        self._named: dict[str, Custody] = {}  # the same custodies by the engines' own ids, if notices carry these
-        self._tasks = TaskOwner("custody")
-        self.contacts = Contacts(engines)
-        self.stuck = StuckKv(engines, contract.holder)
-        resources = ReleaseResources(ledger, engines, deadlines, observers, now, clock, self.contacts)
-        self._release = release_for(contract.holder, resources)
-        awaited = self._release.abandoned_timeout if self._release is not None else None
-        self.orphans = Orphans(contract, awaited, observers, self._tasks, clock, self._release_at_once)
-
-    @property
-    def holds(self) -> bool:
-        """Whether engines hold KV for the proxy under this contract."""
-        return self._release is not None
-
-    @property
-    def drain_timeout(self) -> float:
-        """Seconds that the end of the process waits for the background work."""
-        if self._release is not None:
-            return self._release.drain_timeout
-        return self._deadlines.abandoned_prefill + self._deadlines.release
-
-    def __repr__(self) -> str:
-        return f"<Custodian {len(self._live)} live handles, {self.orphans!r}>"
-
-    def snapshot(self) -> dict[str, tuple[int, float]]:
-        """Return for each state how many handles are in it and the age of the oldest in seconds."""
-        now = self.now()
-        found = {state.value: (0, 0.0) for state in State}
-        for custody in self._live:
-            if custody.state is not None:
-                count, oldest = found[custody.state.value]
-                found[custody.state.value] = (count + 1, max(oldest, now - custody.since))
-        return found
-
-    def named(self) -> set[str]:
-        """Return the URLs of engines that hold KV for us, or may do so."""
-        legs = [(custody.prefill, custody.decode) for custody in self._live]
-        return {url for pair in (*legs, *self.orphans.named()) for url in pair if url is not None}
-
-    def placed(self, handle: Handle, prefill: str) -> Handle:
-        """Return a handle with the host at which the settings say that others reach its prefill engine."""
-        if self._at_host is None:
-            return handle
-        engine = self._engines.get(prefill)
-        return handle if engine is None or engine.kv_host is None else self._at_host(handle, engine.kv_host)
-
-    def take(self, handle: Handle, leg: PrefillRecord) -> Custody:
-        """Become responsible for a handle."""
-        custody = Custody(self, handle, leg)
-        if custody.state is not None:
-            self._live.add(custody)
-            if self._has_notices:
-                self._named[handle.remote_request_id] = custody
-        return custody
-
-    def promise(self, handle: Handle, leg: PrefillRecord) -> Custody:
-        """Become responsible for KV that both engines are asked for at once. `handle`: what the decode engine is sent."""
-        custody = Custody(self, handle, leg, promised=True)
-        if custody.state is not None:
-            custody.state = State.PROMISED
-            self._live.add(custody)
-        return custody
-
-    def decode_releases(self, prefill: str, decode: str | None, *, in_silence: bool) -> bool:
-        """Return whether a decode engine that refuses or aborts the request releases the handle itself."""
-        return self._release is None or self._release.decode_releases(prefill, decode, in_silence=in_silence)
-
-    def ended(self, custody: Custody, how: End) -> None:
-        """Forget a handle that has ended. Called only by `Custody.end`."""
-        if how is End.LOADED and custody.decode is not None:
-            self.contacts.add(custody.prefill, custody.decode)
-        elif how is End.STUCK and custody.decode is not None:
-            self.stuck.add(custody.decode, custody.decode_run, self.now())
-        self._live.discard(custody)
-        self._named.pop(custody.handle.remote_request_id, None)
-        self._observers.notify(HandleEnded(how.label, custody.prefill, self.now() - custody.since))
-
-    def release(self, custody: Custody) -> None:
-        """Start releasing a handle. Called only by `Custody.release`."""
-        self._tasks.spawn(self._released(custody), custody.handle.remote_request_id)
-
-    async def settle(self, timeout: float) -> int:
-        """Wait up to `timeout` seconds for the background work. Return how many tasks were cancelled."""
-        return await self._tasks.settle(timeout)
-
-    def receive(self, notice: Notice) -> None:
-        """Process a notice about the KV of a handle."""
-        custody = self._named.get(notice.remote_request_id or "")
-        self._observers.notify(KvNoticed(notice.event.value, "known" if custody is not None else "over"))
-        match notice.event:
-            case NoticeEvent.LOADED:
-                self._observers.notify(KvTransferred(notice.seconds, notice.moved_bytes))
-                if custody is not None:
-                    custody.end(End.LOADED)
-            case NoticeEvent.FAILED if notice.role == "P":
-                self.orphans.forget(notice.request_id)
-            case NoticeEvent.FAILED if custody is not None:
-                custody.not_read()
-            case NoticeEvent.RELEASED if custody is not None and notice.role != "D":
-                custody.freed += 1
-                if custody.freed >= (notice.world or 1):
-                    # If we did not release it, the decode engine has read all of it.
-                    custody.end(End.LOADED if custody.state is State.ASKED else End.RELEASED)
-            case NoticeEvent.EXPIRED if custody is not None:
-                expired, custody.on_expired = custody.on_expired, None
-                decode_may_read = custody.state is State.ASKED
-                custody.end(End.EXPIRED)
-                logger.warning("the lease on %s at %s has ended", notice.remote_request_id, custody.prefill)
-                if decode_may_read and expired is not None:
-                    expired()
-
-    def _release_at_once(self, handle: Handle, leg: PrefillRecord) -> None:
-        if leg.promised is not None:
-            leg.promised.made(handle)
-            leg.promised.release()
-            return
-        custody = self.take(handle, leg)
-        if leg.space is not None:
-            custody.when_over(leg.space.release)
-        custody.release()
-
-    async def _released(self, custody: Custody) -> None:
-        assert self._release is not None
-        how = End.LOST
-        try:
-            if await self._release.release(custody):
-                how = End.RELEASED
-        finally:
-            custody.end(how)
-        if how is End.LOST:
-            name, then = custody.handle.remote_request_id, self._release.lost(custody)
-            logger.warning("KV of %s could not be released: %s", name, then)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdproxy.observe import catalog, catalog_turns
 from pdproxy.observe.metrics import Gauge
 from pdproxy.serving.kv.buffers import ReceiveBuffers
-from pdproxy.serving.kv.custody import Custodian
+from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.ready import KvReady
 from pdproxy.serving.kv.turns import Turns
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdproxy.serving.kv.custody import Custodian
+from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.ready import KvReady
 from pdproxy.serving.kv.turns import Turns
 from pdproxy.wire import lmcache_telemetry

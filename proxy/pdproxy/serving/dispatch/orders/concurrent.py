@@ -8,7 +8,8 @@ Custody begins before the first leg. The failure of one leg ends the other at on
     the decode engine refuses or fails      the prefill leg is closed, if nothing waits for its KV; else the custodian awaits it
     the client leaves                       the decode leg is closed, and the custodian awaits the prefill's answer
 
-Where the contract can't name the prefill engine to the decode engine yet, the prefill leg comes first.
+The prefill leg comes first where the contract can't name the prefill engine to the decode engine yet, and where the prompt may
+be too long for the prefill engine alone.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import asyncio
 from pdproxy.kit.clock import Timer
 from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.split import may_be_too_long
 from pdproxy.serving.dispatch.attempt import Attempt, Order
 from pdproxy.serving.dispatch.decode_leg import DecodeLeg
+from pdproxy.serving.dispatch.decode_start import has_data
 from pdproxy.serving.dispatch.orders import sequential
 from pdproxy.serving.dispatch.prefill_leg import Prefilled, PrefillLeg
 from pdproxy.serving.dispatch.prefill_record import record_of
 from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, DecodeFailed, Outcome, PrefillFailed
-from pdproxy.serving.kv.custody import Custody, End
+from pdproxy.serving.kv.custody import Custody
 
 REFUSAL_GRACE = 1.0
 """Seconds for the decode engine to refuse what the prefill engine has refused."""
@@ -37,16 +40,39 @@ async def both(attempt: Attempt) -> Outcome | None:
     resources, parsed = attempt.resources, attempt.request.parsed
     contract = resources.transfer.contract
     prefill = PrefillLeg(attempt)
-    promised = contract.promise(parsed, prefill.dispatch) if contract.promise is not None else None
+    promised = None
+    if contract.promise is not None and not _prefill_alone_may_refuse(attempt):
+        promised = contract.promise(parsed, prefill.dispatch)
     if promised is None:
-        for stage in sequential.ORDER.stages:
-            if (outcome := await stage(attempt)) is not None:
-                return outcome
-        return None
+        return await _prefill_first(attempt, prefill)
     attempt.dispatch = prefill.dispatch  # both engines must work on the same prompt
     custody = resources.custodian.promise(promised, record_of(attempt, parsed, attempt.dispatch))
     attempt.keep(custody)
     return await _Both(attempt, prefill, custody).run()
+
+
+def _prefill_alone_may_refuse(attempt: Attempt) -> bool:
+    """Return whether the prompt may be too long for the prefill engine alone: the decode engine would wait for its KV."""
+    leases = attempt.assignment.leases
+    prefill, decode = leases[0].node.evidence, leases[-1].node.evidence
+    longest = None if prefill is None else prefill.max_model_len
+    if longest is None or decode is None or (decode.max_model_len is not None and decode.max_model_len <= longest):
+        return False
+    request = attempt.request
+    assert request.prompt is not None
+    tokens = None if request.ids is None else request.ids.count
+    template_tokens = attempt.resources.ledger.template_tokens
+    return may_be_too_long(request.parsed, request.prompt, tokens, longest, template_tokens)
+
+
+async def _prefill_first(attempt: Attempt, prefill: PrefillLeg) -> Outcome | None:
+    """Have the prompt prefilled, then answered."""
+    outcome = await sequential.prefill(attempt, prefill)
+    for stage in sequential.BEHIND_PREFILL:
+        if outcome is not None:
+            break
+        outcome = await stage(attempt)
+    return outcome
 
 
 class _Both:
@@ -58,6 +84,7 @@ class _Both:
         "_decode",
         "_failure",
         "_give_up",
+        "_no_kv_later",
         "_prefill",
         "_prefill_over",
         "_prefill_sent",
@@ -73,6 +100,8 @@ class _Both:
         self._failure: Answered | CannotSplit | PrefillFailed | Exception | None = None
         self._give_up: Timer | None = None
         """Ends the decode leg, if the prefill engine has refused the prompt."""
+        self._no_kv_later: str | None = None
+        """Why there is no KV, if only the end of the decode leg shows whether that matters."""
         self._started = attempt.resources.now()
         self._prefill_sent = self._prefill.sent = OneShotEvent()
         self._prefill_over = attempt.prefill_over = OneShotEvent()
@@ -89,7 +118,8 @@ class _Both:
             self._leave(prefill)
             if self._give_up is not None:
                 self._give_up.cancel()
-                self._no_kv("it refused the prompt")
+            if self._no_kv_later is not None:
+                self._no_kv(self._no_kv_later)
         failure, self._failure = self._failure, None
         if isinstance(failure, Exception):
             raise failure
@@ -134,15 +164,17 @@ class _Both:
             return
         if not isinstance(got, PrefillFailed):
             # What one engine refuses the other mostly refuses, too: its answer is the client's, and it does not wait for the KV.
-            self._failure = got
+            self._failure, self._no_kv_later = got, "it refused the prompt"
             self._give_up = attempt.resources.clock.after(REFUSAL_GRACE, self._decode.give_up)
             return
-        self._no_kv(got.error.message)
-        if self._custody.how is not End.LOADED:
-            self._failure = got
-            self._decode.give_up()
-        else:
+        if attempt.relay is not None and has_data(attempt.relay):
+            # The decode engine has its KV, or needs none, though nobody may have looked at its answer yet.
+            self._no_kv_later = got.error.message
             attempt.resources.report_failure(attempt.request.headers, got.url, "prefill", got.error, will_retry=False)
+            return
+        self._no_kv(got.error.message)
+        self._failure = got
+        self._decode.give_up()
 
     def _no_kv(self, why: str) -> None:
         if not self._prefill.handed_on:

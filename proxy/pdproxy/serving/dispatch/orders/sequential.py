@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable
 
 from pdproxy.scheduling.nodes import Role
-from pdproxy.serving.dispatch.attempt import Attempt, Order
+from pdproxy.serving.dispatch.attempt import Attempt, Order, Stage
 from pdproxy.serving.dispatch.decode_leg import DecodeLeg
 from pdproxy.serving.dispatch.decode_request import new_relay
 from pdproxy.serving.dispatch.prefill_leg import Prefilled, PrefillLeg
@@ -15,11 +15,11 @@ from pdproxy.transfer.splice import Splice
 from pdproxy.upstream.client import Answer
 
 
-async def prefill(attempt: Attempt) -> Outcome | None:
-    """Have the prompt prefilled, and take custody of its KV."""
+async def prefill(attempt: Attempt, leg: PrefillLeg | None = None) -> Outcome | None:
+    """Have the prompt prefilled, and take custody of its KV. `leg`: the attempt's prefill leg, if it is made already."""
     resources = attempt.resources
     started = resources.now()
-    got = await PrefillLeg(attempt).run()
+    got = await (leg or PrefillLeg(attempt)).run()
     if isinstance(got, PrefillFailed):
         return got
     attempt.prefill_s = resources.now() - started
@@ -59,4 +59,5 @@ async def _finished(attempt: Attempt, body: bytes) -> Answered:
     return Answered(None)
 
 
-ORDER = Order(roles=(Role.PREFILL, Role.DECODE), stages=(prefill, kv_ready, decode))
+BEHIND_PREFILL: tuple[Stage, ...] = (kv_ready, decode)
+ORDER = Order(roles=(Role.PREFILL, Role.DECODE), stages=(prefill, *BEHIND_PREFILL))

@@ -1,0 +1,191 @@
+"""All live handles of one pool: every handle from a prefill engine is loaded or released in the end, and none is forgotten.
+
+Owns the handles and the background work that ends them: the releases (`serving.kv.release`), and the prefill legs whose client
+has left (`serving.kv.orphans`). That work may last longer than the request; a shutdown waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+
+from pdproxy.fleet.engine import Engine
+from pdproxy.kit.clock import Clock
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.events import HandleEnded, KvNoticed, KvTransferred, Observers
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.serving.kv.custody import Custody, End, State
+from pdproxy.serving.kv.orphans import Orphans, PrefillRecord
+from pdproxy.serving.kv.release import Contacts, ReleaseResources, release_for
+from pdproxy.serving.kv.stuck import StuckKv
+from pdproxy.settings.limits import Deadlines
+from pdproxy.transfer.contract import Contract, Handle
+from pdproxy.wire.notices import Notice, NoticeEvent
+
+logger = logging.getLogger("pdproxy.kv")
+
+
+class Custodian:
+    """All live handles of one pool."""
+
+    def __init__(
+        self,
+        contract: Contract,
+        ledger: Ledger,
+        engines: Mapping[str, Engine],
+        deadlines: Deadlines,
+        observers: Observers,
+        now: Callable[[], float],
+        clock: Clock,
+    ) -> None:
+        self._deadlines = deadlines
+        self._observers = observers
+        self.now = now
+        self.clock = clock
+        self._live: set[Custody] = set()
+        self._has_notices = contract.handle_from_notice is not None
+        self.decode_waits = contract.holder.decode_waits
+        """Whether decode engines wait for a push under this contract."""
+        self.loses_closed: Callable[[Handle], bool] = contract.holder.loses_closed
+        self._at_host, self._engines = contract.at_host, engines
+        self._named: dict[str, Custody] = {}  # the same custodies by the engines' own ids, if notices carry these
+        self._tasks = TaskOwner("custody")
+        self.contacts = Contacts(engines)
+        self.stuck = StuckKv(engines, contract.holder)
+        self.run_of: Callable[[str], int | None] = self.stuck.run_of
+        resources = ReleaseResources(ledger, engines, deadlines, observers, now, clock, self.contacts)
+        self._release = release_for(contract.holder, resources)
+        awaited = self._release.abandoned_timeout if self._release is not None else None
+        self.orphans = Orphans(contract, awaited, observers, self._tasks, clock, self._release_at_once)
+
+    @property
+    def holds(self) -> bool:
+        """Whether engines hold KV for the proxy under this contract."""
+        return self._release is not None
+
+    @property
+    def drain_timeout(self) -> float:
+        """Seconds that the end of the process waits for the background work."""
+        if self._release is not None:
+            return self._release.drain_timeout
+        return self._deadlines.abandoned_prefill + self._deadlines.release
+
+    def __repr__(self) -> str:
+        return f"<Custodian {len(self._live)} live handles, {self.orphans!r}>"
+
+    def snapshot(self) -> dict[str, tuple[int, float]]:
+        """Return for each state how many handles are in it and the age of the oldest in seconds."""
+        now = self.now()
+        found = {state.value: (0, 0.0) for state in State}
+        for custody in self._live:
+            if custody.state is not None:
+                count, oldest = found[custody.state.value]
+                found[custody.state.value] = (count + 1, max(oldest, now - custody.since))
+        return found
+
+    def named(self) -> set[str]:
+        """Return the URLs of engines that hold KV for us, or may do so."""
+        legs = [(custody.prefill, custody.decode) for custody in self._live]
+        return {url for pair in (*legs, *self.orphans.named()) for url in pair if url is not None}
+
+    def placed(self, handle: Handle, prefill: str) -> Handle:
+        """Return a handle with the host at which the settings say that others reach its prefill engine."""
+        if self._at_host is None:
+            return handle
+        engine = self._engines.get(prefill)
+        return handle if engine is None or engine.kv_host is None else self._at_host(handle, engine.kv_host)
+
+    def take(self, handle: Handle, leg: PrefillRecord) -> Custody:
+        """Become responsible for a handle."""
+        custody = Custody(self, handle, leg)
+        if custody.state is not None:
+            self._live.add(custody)
+            if self._has_notices:
+                self._named[handle.remote_request_id] = custody
+        return custody
+
+    def promise(self, handle: Handle, leg: PrefillRecord) -> Custody:
+        """Become responsible for KV that both engines are asked for at once. `handle`: what the decode engine is sent."""
+        custody = Custody(self, handle, leg, promised=True)
+        if custody.state is not None:
+            custody.state = State.PROMISED
+            self._live.add(custody)
+        return custody
+
+    def decode_releases(self, prefill: str, decode: str | None, *, in_silence: bool) -> bool:
+        """Return whether a decode engine that refuses or aborts the request releases the handle itself."""
+        return self._release is None or self._release.decode_releases(prefill, decode, in_silence=in_silence)
+
+    def ended(self, custody: Custody, how: End) -> None:
+        """Forget a handle that has ended. Called only by `Custody.end`."""
+        if how is End.LOADED and custody.decode is not None:
+            self.contacts.add(custody.prefill, custody.decode)
+        elif how is End.STUCK and custody.decode is not None:
+            self.stuck.add(custody.decode, custody.decode_run, self.now())
+        self._live.discard(custody)
+        self._named.pop(custody.handle.remote_request_id, None)
+        self._observers.notify(HandleEnded(how.label, custody.prefill, self.now() - custody.since))
+
+    def release(self, custody: Custody) -> None:
+        """Start releasing a handle. Called only by `Custody.release`."""
+        self._tasks.spawn(self._released(custody), custody.handle.remote_request_id)
+
+    def awaiting_push(self) -> list[Custody]:
+        """Return the handles whose decode leg is under way and may wait for its KV."""
+        return [custody for custody in self._live if custody.awaits_push]
+
+    def spawn(self, work: Coroutine[object, object, None], name: str) -> None:
+        """Run background work that ends handles."""
+        self._tasks.spawn(work, name)
+
+    async def settle(self, timeout: float) -> int:
+        """Wait up to `timeout` seconds for the background work. Return how many tasks were cancelled."""
+        return await self._tasks.settle(timeout)
+
+    def receive(self, notice: Notice) -> None:
+        """Process a notice about the KV of a handle."""
+        custody = self._named.get(notice.remote_request_id or "")
+        self._observers.notify(KvNoticed(notice.event.value, "known" if custody is not None else "over"))
+        match notice.event:
+            case NoticeEvent.LOADED:
+                self._observers.notify(KvTransferred(notice.seconds, notice.moved_bytes))
+                if custody is not None:
+                    custody.end(End.LOADED)
+            case NoticeEvent.FAILED if notice.role == "P":
+                self.orphans.forget(notice.request_id)
+            case NoticeEvent.FAILED if custody is not None:
+                custody.not_read()
+            case NoticeEvent.RELEASED if custody is not None and notice.role != "D":
+                custody.freed += 1
+                if custody.freed >= (notice.world or 1):
+                    # If we did not release it, the decode engine has read all of it.
+                    custody.end(End.LOADED if custody.state is State.ASKED else End.RELEASED)
+            case NoticeEvent.EXPIRED if custody is not None:
+                gone, custody.on_gone = custody.on_gone, None
+                decode_may_read = custody.state is State.ASKED
+                custody.end(End.EXPIRED)
+                logger.warning("the lease on %s at %s has ended", notice.remote_request_id, custody.prefill)
+                if decode_may_read and gone is not None:
+                    gone(f"the lease on the KV at {custody.prefill} ended before it was loaded", False)
+
+    def _release_at_once(self, handle: Handle, leg: PrefillRecord) -> None:
+        if leg.promised is not None:
+            leg.promised.made(handle)
+            leg.promised.release()
+            return
+        custody = self.take(handle, leg)
+        if leg.space is not None:
+            custody.when_over(leg.space.release)
+        custody.release()
+
+    async def _released(self, custody: Custody) -> None:
+        assert self._release is not None
+        how = End.LOST
+        try:
+            if await self._release.release(custody):
+                how = End.RELEASED
+        finally:
+            custody.end(how)
+        if how is End.LOST:
+            name, then = custody.handle.remote_request_id, self._release.lost(custody)
+            logger.warning("KV of %s could not be released: %s", name, then)

@@ -1,0 +1,143 @@
+"""Pushes that are lost with their prefill engine: ends the decode legs that wait for them.
+
+Where a prefill engine pushes, nothing shows at the decode engine that the other one has died before its push: the decode engine
+would wait, and its leg, until a deadline. So once an engine is found down or started again, the decode legs whose KV it had to
+push are looked at, unless it is up again at once in the same run. Those that send data meanwhile are not affected. Of the others,
+some may have all of their KV, and work on an answer that is not streamed: a push comes within milliseconds of the prefill's
+answer, and an answer may take minutes. No engine shows which of its requests wait, only how many do
+(`vllm:num_requests_waiting`). Less those that wait for another prefill engine, which has not answered yet, that is the number of
+legs that have lost their push. So many are ended: first those whose prefill engine has not answered, then the latest ones. Of a
+decode engine that does not report this number all legs are ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+
+from pdproxy.fleet.engine import Engine
+from pdproxy.kit.clock import Clock
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, OverloadedError
+from pdproxy.observe.events import DeadlinePassed, Observers
+from pdproxy.serving.kv.custodian import Custodian
+from pdproxy.serving.kv.custody import Custody
+from pdproxy.upstream.metrics_page import Scrape
+
+logger = logging.getLogger("pdproxy.kv")
+
+GRACE = 0.75
+"""Seconds before each look. A push takes milliseconds, and a stream's first data comes a step later."""
+LOOKS = 3
+"""How often a decode engine is asked. The smallest number counts: who waits for a push under way is gone at the next look."""
+
+
+class LostPushes:
+    """Watches the decode legs of one pool after the loss of a prefill engine. `scrape(url)` reads an engine's metrics."""
+
+    def __init__(
+        self,
+        custodian: Custodian,
+        engines: Mapping[str, Engine],
+        scrape: Callable[[str], Awaitable[Scrape]],
+        clock: Clock,
+        observers: Observers,
+    ) -> None:
+        self._custodian = custodian
+        self._engines = engines
+        self._scrape = scrape
+        self._clock = clock
+        self._observers = observers
+
+    def lost(self, prefill: str) -> None:
+        """An engine's run is over, or seems to be. `prefill`: its URL; of other engines nothing is awaited."""
+        now = self._clock.now()
+        engine = self._engines.get(prefill)
+        run = engine.node.run_number if engine is not None and not engine.node.up else None
+        for decode in {one.decode for one in self._custodian.awaiting_push() if one.prefill == prefill}:
+            if decode is not None:
+                _Watch(self, prefill, decode, now, run).look_later()
+
+    def is_back(self, prefill: str, run: int | None) -> bool:
+        """Return whether an engine is up again, in its run of this number: it was only busy."""
+        engine = self._engines.get(prefill)
+        return engine is not None and engine.node.up and engine.node.run_number == run
+
+    def after_grace(self, then: Callable[[], None]) -> None:
+        """Call `then` after `GRACE`."""
+        self._clock.after(GRACE, then)
+
+    def awaited(self, prefill: str, decode: str, until: float) -> list[Custody]:
+        """Return what a decode engine may await of a prefill engine since `until` or before, the likeliest first."""
+        found = [one for one in self._of(decode) if one.prefill == prefill and one.since <= until]
+        return sorted(found, key=lambda one: (one.promised, one.since), reverse=True)
+
+    def awaited_elsewhere(self, prefill: str, decode: str) -> int:
+        """Return how many requests certainly wait at a decode engine for prefill engines that work."""
+        oldest = self._clock.now() - GRACE  # the decode engine may not have counted a later one yet
+        return sum(one.promised and one.prefill != prefill and one.since <= oldest for one in self._of(decode))
+
+    def spawn(self, look: Coroutine[object, object, None], decode: str) -> None:
+        """Run a look in the background."""
+        self._custodian.spawn(look, f"lost pushes to {decode}")
+
+    async def waiting(self, decode: str) -> int | None:
+        """Return how many requests wait at a decode engine, None if it does not report that."""
+        try:
+            waiting = (await self._scrape(decode)).waiting
+        except (EngineError, OverloadedError) as error:
+            if isinstance(error, EngineTimeoutError):
+                self._observers.notify(DeadlinePassed(error.wait.value, decode))
+            return None
+        return None if waiting is None else int(waiting)
+
+    def _of(self, decode: str) -> list[Custody]:
+        return [one for one in self._custodian.awaiting_push() if one.decode == decode]
+
+
+class _Watch:
+    """The looks at one decode engine after the loss of one prefill engine at `lost_at` (monotonic seconds).
+
+    `run`: the number of the prefill engine's run, None if it was started again.
+    """
+
+    def __init__(self, where: LostPushes, prefill: str, decode: str, lost_at: float, run: int | None) -> None:
+        self._where = where
+        self._prefill = prefill
+        self._decode = decode
+        self._lost_at = lost_at
+        self._run = run
+        self._looks = 0
+        self._least: int | None = None
+
+    def look_later(self) -> None:
+        """Look after a grace period."""
+        self._where.after_grace(self._look)
+
+    def _look(self) -> None:
+        if self._suspects():
+            self._where.spawn(self._compare(), self._decode)
+
+    def _suspects(self) -> list[Custody]:
+        if self._where.is_back(self._prefill, self._run):
+            return []
+        return self._where.awaited(self._prefill, self._decode, self._lost_at)
+
+    async def _compare(self) -> None:
+        """Compare the number of requests that wait with those that may; end legs after the last look."""
+        waiting = await self._where.waiting(self._decode)
+        suspects = self._suspects()
+        if not suspects:
+            return
+        if waiting is not None:
+            left = max(0, waiting - self._where.awaited_elsewhere(self._prefill, self._decode))
+            self._least = left if self._least is None else min(left, self._least)
+        if self._least == 0:
+            return  # all have their KV
+        self._looks += 1
+        if self._looks < LOOKS:
+            self.look_later()
+            return
+        ended = suspects[: self._least]
+        logger.warning("%s was lost: %d requests at %s wait for its KV", self._prefill, len(ended), self._decode)
+        for custody in ended:
+            custody.push_lost()
