@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pdproxy.serving.kv.custody import Custodian, Custody, End
+from pdproxy.serving.kv.custodian import Custodian
+from pdproxy.serving.kv.custody import Custody, End
 from pdproxy.transfer.contract import Contract, FirstToken, Handle
 from pdproxy.transfer.moriio import MORIIO
 from pdproxy.transfer.nixl import NIXL
