@@ -4,6 +4,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,11 @@ def pair(
     try:
         for role, kv in roles.items():
             one = f"{name}-{role[0]}"
-            engines[one] = Engine.start(
-                launcher, one, role, flags=options.flags, kv=dict(kv), env=options.env.get(role)
+            start = partial(
+                Engine.start, launcher, one, role, flags=options.flags, kv=dict(kv), env=options.env.get(role)
             )
+            fleet.starts[one] = start
+            engines[one] = start(0)
         for engine in engines.values():
             engine.wait()
             engine.post(COMPLETIONS, {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1})

@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +42,9 @@ class Fleet:
     left: list[Engine] = field(default_factory=list)  # listed there and not reused
     claim: TextIO | None = None  # locked file; open while nobody else may use the engines
     flags: str = ""  # additional flags for `vllm serve`
+    starts: dict[str, Callable[[int], Engine]] = field(
+        default_factory=dict
+    )  # of `connected.pair`: by name, start on a port
 
     @property
     def plain(self) -> Engine:
@@ -113,6 +116,16 @@ class Fleet:
         for engine in old:
             engine.stop()
         self.launch({engine.name: engine.role for engine in old}, {engine.name: engine.port for engine in old}, meet)
+
+    def start_again(self, *engines: Engine) -> None:
+        """End engines of `connected.pair`, and start them with the same options on the same ports. Wait until they serve."""
+        for engine in engines:
+            engine.kill()
+            engine.stop()
+        for engine in engines:
+            self.engines[engine.name] = self.starts[engine.name](engine.port)
+        for engine in engines:
+            self.engines[engine.name].wait()
 
     def _warm_up(self, names: Iterable[str]) -> None:
         """Request logprobs from each engine once: the first time takes 20 s and more, which should not count for a deadline."""

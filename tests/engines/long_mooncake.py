@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from .build import ensure, ensure_overlay, libraries
-from .client import ask
+from .client import Progress, ask
 from .compare import differs
 from .connected import CONNECTORS, PairOptions, pair
 from .counters import Counters
@@ -37,6 +37,7 @@ from .launcher import Launcher
 from .prompts import ids
 from .proxy import Proxy
 from .shapes import COMPLETIONS, SHAPES, Body, Shape, story
+from .test_faults import broke_honestly
 from .test_load import _leave, _until
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600, func_only=True)]
@@ -84,11 +85,9 @@ class Mooncakes:
 
     def again(self, engine: Engine) -> None:
         """Start an engine again on its port. It has a new engine id."""
-        engine.kill()
-        engine.stop()
-        new = Engine.start(self.fleet.launcher, engine.name, engine.role, engine.port, kv=dict(KV), env=self.env)
-        self.fleet.engines[engine.name] = new
-        new.wait().post(COMPLETIONS, {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1})
+        self.fleet.start_again(engine)
+        new = self.fleet.engines[engine.name]
+        new.post(COMPLETIONS, {"model": MODEL, "prompt": "warm up", "max_tokens": 2, "logprobs": 1})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -242,6 +241,34 @@ class TestEachOrder:
         await _until(lambda: _nothing_known(proxy), 30, "handles are held")
         await asyncio.to_thread(engines.again, engines.decode)
         await _paired(proxy)
+
+    async def test_the_decode_engine_is_killed_in_mid_stream(self, engines: Mooncakes, proxy: Proxy) -> None:
+        """At once an error event in OpenAI's form. The KV was sent: the prefill engine is free."""
+        body = _body(6) | {"stream": True, "ignore_eos": True, "max_tokens": 400}
+        plain = await ask(engines.fleet.plain.url, COMPLETIONS, body)
+        progress = Progress(events=5)
+        asked = asyncio.create_task(ask(proxy.url, COMPLETIONS, body, progress=progress))
+        await progress.wait()
+        engines.decode.kill()
+        killed = time.monotonic()
+        broke_honestly(plain, await asked)
+        assert time.monotonic() - killed < 2
+        await _until(_free(engines.prefill), KEPT + 10, "the prefill engine still holds the KV")
+        await asyncio.to_thread(engines.again, engines.decode)
+        await _paired(proxy)
+
+    async def test_the_prefill_engine_is_killed_before_it_is_asked(self, engines: Mooncakes, proxy: Proxy) -> None:
+        """The proxy has not noticed: the client gets the right answer, by the decode engine alone."""
+        body = _body(6)
+        plain = await ask(engines.fleet.plain.url, COMPLETIONS, body)
+        engines.prefill.kill()
+        seen = await ask(proxy.url, COMPLETIONS, body)
+        assert not differs(plain, seen, strict=False, warm=True)
+        assert seen.seconds < 30
+        await asyncio.to_thread(engines.again, engines.prefill)
+        await _until(lambda: proxy.ready() == 200, 60, "not ready")
+        await _paired(proxy)
+        await _until(_free(engines.decode), KEPT + LONGER + 30, "the decode engine still waits")
 
     async def test_the_prefill_engine_is_killed(self, engines: Mooncakes, proxy: Proxy, order: str) -> None:
         """While it computes. The client gets the right answer; what the decode engine keeps is counted, and freed by itself."""

@@ -213,6 +213,29 @@ async def test_a_changed_history(talkers: tuple[Fleet, int], proxy: Proxy) -> No
     assert _rose(counted, shown, "pdproxy_turns_reused_total", part="trimmed") >= 3
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_engine_is_killed_between_two_turns(talkers: tuple[Fleet, int], proxy: Proxy, role: str) -> None:
+    """The next turn's text is right. A new P pulls what D holds; of a new D nothing is pulled."""
+    fleet, _ = talkers
+    messages: list[dict[str, Any]] = [{"role": "user", "content": f"{secrets.token_hex(4)} {STORY * 3}"}]
+    body = {"model": MODEL, "temperature": 0, "messages": messages, "max_tokens": ANSWER}
+    theirs = await _said(fleet.plain.url, CHAT, body)
+    assert (await _said(proxy.url, CHAT, body)).text == theirs.text
+    (victim,) = fleet.prefills if role == "prefill" else fleet.decodes
+    await asyncio.to_thread(fleet.start_again, victim)
+    end = time.monotonic() + 60
+    while proxy.ready() != 200:
+        assert time.monotonic() < end, "not ready"
+        await asyncio.sleep(0.2)
+    messages += [{"role": "assistant", "content": theirs.text}, {"role": "user", "content": "go on"}]
+    theirs = await _said(fleet.plain.url, CHAT, body)
+    await _forget(fleet.prefills[0])
+    before = fleet.prefills[0].counters()
+    assert (await _said(proxy.url, CHAT, body)).text == theirs.text
+    pulled = _rose(before, fleet.prefills[0].counters(), SOURCE, source="external_kv_transfer")
+    assert (pulled > 0) == (role == "prefill")
+
+
 async def test_clients_that_leave(talkers: tuple[Fleet, int], proxy: Proxy) -> None:
     """What D keeps for nobody is released: after quiet it holds no more than the proxy knows of."""
     fleet, _ = talkers

@@ -71,7 +71,7 @@ def _successes(engines: list[Engine]) -> list[float]:
     return [engine.counters().sum("vllm:request_success_total") for engine in engines]
 
 
-def _broke_honestly(plain: Answer, seen: Answer) -> None:
+def broke_honestly(plain: Answer, seen: Answer) -> None:
     """Check a stream that ended in an error event: the text before it is right, and nothing after it signals success."""
     assert (seen.status, seen.streamed) == (200, True)
     assert "error" in seen.chunks[-1], seen.events[-3:]
@@ -153,7 +153,7 @@ async def test_decode_killed_mid_stream(fleet: Fleet, serve: START) -> None:
     await progress.wait()
     fleet.decodes[1].kill()
     killed = time.monotonic()
-    _broke_honestly(plain, await asked)
+    broke_honestly(plain, await asked)
     assert time.monotonic() - killed < 2
 
 
@@ -192,7 +192,7 @@ async def test_decode_terminated_mid_stream(fleet: Fleet, serve: START) -> None:
     await progress.wait()
     fleet.decodes[0].terminate()
     terminated = time.monotonic()
-    _broke_honestly(plain, await asked)
+    broke_honestly(plain, await asked)
     assert time.monotonic() - terminated < BETWEEN_TOKENS + 2
 
 
@@ -207,7 +207,7 @@ async def test_decode_frozen_mid_stream(fleet: Fleet, serve: START) -> None:
     fleet.decodes[1].signal(signal.SIGSTOP)
     frozen = time.monotonic()
     try:
-        _broke_honestly(plain, await asked)
+        broke_honestly(plain, await asked)
     finally:
         fleet.decodes[1].signal(signal.SIGCONT)
     assert BETWEEN_TOKENS - 0.5 < time.monotonic() - frozen < BETWEEN_TOKENS + 2
