@@ -74,17 +74,17 @@ def test_found(seen: list[Observation], contract: str | None) -> None:
         (
             [p(bootstrap=False), d()],
             ("lmcache-pd", "lmcache-mp", "shared", "moriio"),
-            "from outside which one they run: lmcache-pd or lmcache-mp or shared or moriio, or none. Name it",
+            "do not show which of these they run: lmcache-pd or lmcache-mp or shared or moriio, or none. Name it",
         ),
         (
             [p(metrics=frozenset({"lmcache:"}), bootstrap=False), d()],
             ("lmcache-pd", "lmcache-mp", "shared"),
-            "which one they run: lmcache-pd or lmcache-mp or shared. Name it",
+            "which of these they run: lmcache-pd or lmcache-mp or shared. Name it",
         ),
         (
             [p(kv_connector="LMCacheConnectorV1"), d()],
             ("lmcache-pd", "shared"),
-            "which one they run: lmcache-pd or shared. Name it",
+            "which of these they run: lmcache-pd or shared. Name it",
         ),
         ([p(metrics=NIXL, refusal="500"), d(metrics=NIXL)], ("nixl", "nixl-push"), "nixl or nixl-push. Name it"),
         ([p(metrics=NIXL, answer=b"null"), d(metrics=NIXL)], (), "http://p:1 keeps no KV although"),
