@@ -73,13 +73,18 @@ def proxy(talkers: tuple[Fleet, int], tmp_path_factory: pytest.TempPathFactory) 
         "kv_ready": {"notifier": True, "port": port},
     }
     proxy = Proxy.start(fleet.prefills, fleet.decodes, tmp_path_factory.mktemp("turns"), settings=settings)
-    deadline = time.monotonic() + 90
-    while proxy.counters().sum("pdproxy_turns_reused_total") == 0:
-        assert time.monotonic() < deadline, proxy.tail()
-        asyncio.run(_converse(proxy, fleet, random.Random(1)))
+    asyncio.run(_until_reused(proxy, fleet))
     yield proxy
     assert proxy.stop() == 0, proxy.tail()
     assert _settled(fleet.decodes[0]), "at its end it releases what D keeps"
+
+
+async def _until_reused(proxy: Proxy, fleet: Fleet) -> None:
+    """Converse until a turn is handed back: the proxy has proven that its ids are those of the engines' present runs."""
+    reused, deadline = proxy.counters().sum("pdproxy_turns_reused_total"), time.monotonic() + 90
+    while proxy.counters().sum("pdproxy_turns_reused_total") == reused:
+        assert time.monotonic() < deadline, proxy.tail()
+        await _converse(proxy, fleet, random.Random(1))
 
 
 async def _said(url: str, path: str, body: Body) -> Answer:
@@ -227,6 +232,7 @@ async def test_an_engine_is_killed_between_two_turns(talkers: tuple[Fleet, int],
     while proxy.ready() != 200:
         assert time.monotonic() < end, "not ready"
         await asyncio.sleep(0.2)
+    await _until_reused(proxy, fleet)
     messages += [{"role": "assistant", "content": theirs.text}, {"role": "user", "content": "go on"}]
     theirs = await _said(fleet.plain.url, CHAT, body)
     await _forget(fleet.prefills[0])
