@@ -19,7 +19,8 @@ from pdproxy.lab.check.options import Options
 from pdproxy.lab.check.rules import judge
 from pdproxy.settings.load import EngineFlag, Flag, load
 from pdproxy.settings.schema import Role, Settings
-from pdproxy.sim.facts import Facts, Hardware
+from pdproxy.sim.facts import Facts
+from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.server import SimServer
 
 QUICK = Options(timeout=30.0, lease_watch=0.1, settle=0.5, poll=0.01)

@@ -17,8 +17,9 @@ from pdproxy.lab.conformance.runner import run
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.schema import Facts as NodeFacts
 from pdproxy.settings.schema import KvReady, Listen, LMCache, Node, Pool, Probes, Receiver, Registration, Settings
-from pdproxy.sim.facts import CpuBuffer, Facts, Hardware, MooncakeFacts
+from pdproxy.sim.facts import CpuBuffer, Facts, MooncakeFacts
 from pdproxy.sim.facts import LMCache as SimLMCache
+from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.server import SimServer
 from pdproxy.sim.storage import MemoryStorage
 from tests.fakes.ports import free_port

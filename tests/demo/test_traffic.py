@@ -10,7 +10,8 @@ import pytest
 from aiohttp import web
 
 from pdproxy.lab.demo.traffic import BrokenAnswerError, Traffic, read_chat
-from pdproxy.sim.facts import Facts, Hardware
+from pdproxy.sim.facts import Facts
+from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.server import SimServer
 
 CHUNK = b'data: {"choices": [{"index": 0, "delta": {"content": "hi"}, "finish_reason": null}]}\n\n'

@@ -19,7 +19,8 @@ from pdproxy.sim.api.app import _today
 from pdproxy.sim.api.chat import chat_prompt
 from pdproxy.sim.api.protocol import ChatBody
 from pdproxy.sim.core import Core
-from pdproxy.sim.facts import Facts, Hardware
+from pdproxy.sim.facts import Facts
+from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.journal import Request
 from pdproxy.sim.nixl import Nixl, Peer
 from pdproxy.sim.reply import Reply as SimReply

@@ -18,8 +18,9 @@ from pdproxy.settings.limits import Limits
 from pdproxy.settings.schema import Facts as NodeFacts
 from pdproxy.settings.schema import KvReady, LMCache, Node, Pool, Probes, Receiver, Settings
 from pdproxy.settings.turns import Turns
-from pdproxy.sim.facts import CpuBuffer, Facts, Hardware, MooncakeFacts
+from pdproxy.sim.facts import CpuBuffer, Facts, MooncakeFacts
 from pdproxy.sim.facts import LMCache as SimLMCache
+from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.server import SimServer
 from pdproxy.sim.storage import MemoryStorage
 from tests.fakes.client import Answer, Client, request

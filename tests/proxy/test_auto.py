@@ -23,7 +23,8 @@ from pdproxy.fleet import detection
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.schema import Auth, Node, Pool, Settings
-from pdproxy.sim.facts import Facts, Hardware
+from pdproxy.sim.facts import Facts
+from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.server import SimServer
 from pdproxy.transfer.registry import AUTO
 from tests.check.engines import listening

@@ -10,7 +10,8 @@ import pytest
 
 from pdproxy.observe.events import HandleEnded, ServedAlone
 from pdproxy.sim.cpu import Cpu
-from pdproxy.sim.facts import CpuBuffer, Hardware
+from pdproxy.sim.facts import CpuBuffer
+from pdproxy.sim.hardware import Hardware
 from tests.fakes.client import Client, request
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool

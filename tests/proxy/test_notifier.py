@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from pdproxy.observe.events import DeadlinePassed, HandleEnded, KvNoticed, LegFailed
-from pdproxy.sim.facts import Hardware
+from pdproxy.sim.hardware import Hardware
 from pdproxy.wire.request import Route
 from tests.fakes.client import Client, request
 from tests.fakes.clock import ManualClock

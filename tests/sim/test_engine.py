@@ -6,7 +6,8 @@ from contextlib import AsyncExitStack, aclosing
 import pytest
 
 from pdproxy.sim.engine import Engine
-from pdproxy.sim.facts import Facts, Hardware
+from pdproxy.sim.facts import Facts
+from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.request import EngineDeadError, EngineRequest, SamplingParams
 from tests.sim.engines import PREFILL, PROMPT, Engines, plain
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdproxy.sim.connector import ProxyNotice
-from pdproxy.sim.facts import Facts, Hardware, LMCache
+from pdproxy.sim.facts import Facts, LMCache
+from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.request import EngineDeadError
 from tests.sim.engines import OTHER, PROMPT, Engines, plain
 

@@ -17,7 +17,8 @@ import pytest
 
 from pdproxy.cli import sim
 from pdproxy.cli.main import main
-from pdproxy.sim.facts import CpuBuffer, Facts, Hardware, LMCache, MooncakeFacts
+from pdproxy.sim.facts import CpuBuffer, Facts, LMCache, MooncakeFacts
+from pdproxy.sim.hardware import Hardware
 
 PATIENCE = 30
 

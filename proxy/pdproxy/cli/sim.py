@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 import msgspec
 
 from pdproxy.cli.parser import USAGE_ERROR, examples
-from pdproxy.sim.facts import CpuBuffer, Facts, Hardware, LMCache, MooncakeFacts, Role
+from pdproxy.sim.facts import CpuBuffer, Facts, LMCache, MooncakeFacts, Role
 from pdproxy.sim.faults.book import Fault, parse
 from pdproxy.sim.faults.kind import FaultError
 from pdproxy.sim.faults.kinds import KINDS
 from pdproxy.sim.faults.moments import MOMENTS
+from pdproxy.sim.hardware import Hardware
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
@@ -74,11 +75,21 @@ _ENGINE = {
 _HARDWARE = {
     "speed": "factor by which everything is faster than real engines; 0: nothing takes time",
     "prefill_tokens_per_s": "prompt tokens per second",
+    "chunk_base_s": "seconds of a step with prefill before its first token",
     "decode_step_s": "seconds of a step with one sequence",
     "decode_step_per_seq_s": "seconds that each further sequence adds",
+    "weights_read_once": "a step with prefill and decode takes the longer time of both, not the sum",
+    "context_token_s": "seconds that each token of the decoding sequences adds to a step",
+    "attention_s": "seconds that each pair of tokens compared by prefill adds to a step",
+    "pull_s": "seconds that the first KV transfer that begins in a step adds to it",
+    "further_pull_s": "seconds that each further one adds",
     "kv_bytes_per_token": "bytes of KV per token",
     "link_bytes_per_s": "bytes per second between engines",
     "transfer_latency_s": "seconds before a transfer's first byte",
+    "transfers_in_line": "an engine receives the KV of one request after the other",
+    "request_overhead_s": "seconds from the client to the engine's queue",
+    "handoff_overhead_s": "seconds from a prefill engine's answer to the decode engine's queue",
+    "response_overhead_s": "seconds from the end of a step to the client",
 }
 _LMCACHE = {
     "chunk_size": "tokens in a chunk",

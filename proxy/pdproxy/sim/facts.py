@@ -1,4 +1,4 @@
-"""The configuration of a simulated engine: what an operator would set with vLLM's flags, and the speed of its hardware.
+"""The configuration of a simulated engine: what an operator would set with vLLM's flags.
 
 Owns names and defaults. Times are in seconds, sizes in bytes or tokens.
 """
@@ -9,6 +9,8 @@ import math
 from typing import Literal
 
 import msgspec
+
+from pdproxy.sim.hardware import Hardware
 
 Role = Literal["prefill", "decode", "aggregated"]
 LoadFailurePolicy = Literal["fail", "recompute"]
@@ -27,45 +29,6 @@ ConnectorName = Literal[
     "moriio",
     "none",
 ]
-
-
-class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long things take. The defaults are an 8B model on one H200 with NVLink, from public measurements."""
-
-    speed: float = 1.0
-    """How many times faster than real; 0: nothing takes time."""
-    prefill_tokens_per_s: float = 40_000.0
-    decode_step_s: float = 0.005
-    """A step that decodes one sequence."""
-    decode_step_per_seq_s: float = 0.000_03
-    """What each further sequence adds to a step."""
-    kv_bytes_per_token: int = 131_072
-    link_bytes_per_s: float = 50e9
-    transfer_latency_s: float = 0.001
-
-    def __post_init__(self) -> None:
-        """Refuse invalid values."""
-        for name in ("prefill_tokens_per_s", "link_bytes_per_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        for name in ("speed", "decode_step_s", "decode_step_per_seq_s", "kv_bytes_per_token", "transfer_latency_s"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-
-    def step_s(self, prefill_tokens: int, decoding: int) -> float:
-        """Return how long one step of the engine takes: prefill in the step delays the next token of all its sequences."""
-        if not self.speed:
-            return 0.0
-        taken = prefill_tokens / self.prefill_tokens_per_s
-        if decoding:
-            taken += self.decode_step_s + (decoding - 1) * self.decode_step_per_seq_s
-        return taken / self.speed
-
-    def transfer_s(self, tokens: int) -> float:
-        """Return how long the transfer of the KV of so many tokens takes."""
-        if not self.speed:
-            return 0.0
-        return (self.transfer_latency_s + tokens * self.kv_bytes_per_token / self.link_bytes_per_s) / self.speed
 
 
 class LMCache(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
