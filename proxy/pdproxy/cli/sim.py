@@ -21,6 +21,7 @@ from pdproxy.sim.faults.kind import FaultError
 from pdproxy.sim.faults.kinds import KINDS
 from pdproxy.sim.faults.moments import MOMENTS
 from pdproxy.sim.hardware import Hardware
+from pdproxy.sim.profile import Profile, load, shipped
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
@@ -167,6 +168,11 @@ def add(commands: Commands) -> None:
         default=[],
         help="fault to arm, such as reset@mid_stream:rate=0.1, see below; may be repeated",
     )
+    parser.add_argument(
+        "--profile",
+        metavar="NAME",
+        help=f"measured engine to be like: {', '.join(shipped())}, or a file; options given beside it win (default: none)",
+    )
     for title, kind, words in _GROUPS:
         group = parser.add_argument_group(title)
         for name, annotation in _fields(kind).items():
@@ -246,12 +252,15 @@ def facts_from(arguments: argparse.Namespace) -> Facts:
     """
     given = vars(arguments)
     values: dict[str, Any] = {"role": _converted("role", arguments.role, Role)}
+    if arguments.profile is not None:
+        values |= _profile(arguments.profile).options()
     try:
         for _, kind, _ in reversed(_GROUPS):
             fields = _fields(kind).items()
             found = {name: _converted(name, given[name], hint) for name, hint in fields if given[name] is not None}
             if kind in _NESTED:
-                values[_NESTED[kind]] = kind(**found)
+                name = _NESTED[kind]
+                values[name] = msgspec.structs.replace(values.get(name, kind()), **found)
             else:
                 values |= found
         return Facts(**values)
@@ -261,6 +270,13 @@ def facts_from(arguments: argparse.Namespace) -> Facts:
         names = sorted(("role", *_ENGINE, *_HARDWARE, *_LMCACHE, *_CPU, *_MOONCAKE), key=len, reverse=True)
         pattern = rf"\b({'|'.join(names)})\b(?= must| = )"
         raise ValueError(re.sub(pattern, lambda match: _option(match[1]), str(error))) from None
+
+
+def _profile(name: str) -> Profile:
+    try:
+        return load(name)
+    except ValueError as error:
+        raise _WrongOptionError(f"--profile {error}") from None
 
 
 def _fault(spec: str) -> Fault:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+from pdproxy.sim.hardware import Hardware, attended
 from pdproxy.sim.memory import Attention
 from pdproxy.sim.request import EngineRequest
 from pdproxy.sim.stats import Stats
@@ -99,6 +100,12 @@ class Step:
     """The work of the next step and its duration."""
 
     work: list[tuple[ActiveRequest, int]]
-    prefill_tokens: int
-    decoding: int
     seconds: float
+
+
+def step_of(work: list[tuple[ActiveRequest, int]], pulls: int, hardware: Hardware) -> Step:
+    """Return the step in which each request computes so many tokens, and `pulls` KV transfers begin."""
+    decoding = [sequence.computed for sequence, count in work if count == 1]
+    chunks = [(count, sequence.computed) for sequence, count in work if count > 1]
+    tokens, pairs = sum(count for count, _ in chunks), sum(attended(count, before) for count, before in chunks)
+    return Step(work, hardware.step_s(tokens, len(decoding), sum(decoding), pairs, pulls))

@@ -48,6 +48,9 @@ class Connector:
     lost_loads_kill = True
     """Whether the core dies when a request whose KV can never come is aborted. If not, its blocks are lost."""
 
+    pulls_in_step = False
+    """Whether a step begins the transfers of the requests scheduled in it, and waits until they have begun."""
+
     def __init__(self) -> None:
         self.outbox: deque[Any] = deque()
         """Commands: `Tell`, and each connector's own."""

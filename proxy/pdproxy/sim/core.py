@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
-from pdproxy.sim.active import ActiveRequest, State, Step
+from pdproxy.sim.active import ActiveRequest, State, Step, step_of
 from pdproxy.sim.connector import Load
 from pdproxy.sim.connectors import connector_of
 from pdproxy.sim.facts import Facts
@@ -54,6 +54,7 @@ class Core:
         self._running: list[ActiveRequest] = []
         self._loads: dict[str, ActiveRequest] = {}
         self._outputs: list[EngineOutput] = []
+        self._pulls = 0  # KV transfers that the next step begins
 
     # -- requests
 
@@ -136,11 +137,9 @@ class Core:
         if not preempted and not self._schedule_waiting(work, budget, now):
             return None
         self._update_gauges()
-        if not work:
-            return Step([], 0, 0, 0.0) if self._outputs else None
-        decoding = sum(count == 1 for _, count in work)
-        prefill = sum(count for _, count in work) - decoding
-        return Step(work, prefill, decoding, self.facts.hardware.step_s(prefill, decoding))
+        pulls, self._pulls = self._pulls, 0
+        step = step_of(work, pulls, self.facts.hardware)
+        return step if work or self._outputs or step.seconds else None
 
     def finish(self, step: Step, now: float) -> list[EngineOutput]:
         """Return the outputs of a step, after its time has passed."""
@@ -183,6 +182,7 @@ class Core:
             if later:
                 sequence.state = State.LOADING
                 self._loads[sequence.request.id] = sequence
+                self._pulls += self.connector.pulls_in_step
                 continue
             if wanted:
                 self.connector.load(sequence, wanted)

@@ -151,10 +151,13 @@ class Engine:
         Raises (from the iterator):
             EngineDeadError: the core died, before or while this request ran.
         """
+        hardware = self.facts.hardware
+        handed_over = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
+        await asyncio.sleep(hardware.between_engines_s if handed_over else hardware.before_engine_s)
         core = self._core_for(request.data_parallel_rank)
         rank = self._cores.index(core)
         self._in_flight[rank] += 1
-        stream = self._streams[request.id] = OutputStream()
+        stream = self._streams[request.id] = OutputStream(hardware.to_client_s)
         core.add(request, self._now())
         self.wake()
         over = False

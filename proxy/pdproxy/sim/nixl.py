@@ -106,6 +106,7 @@ class Nixl(Connector):
         super().__init__()
         self._facts, self._pool, self._stats = facts, pool, stats
         self._engine_id, self._port = engine_id, side_channel_port
+        self.pulls_in_step = self.mode == "pull"
         self.held: dict[str, _Held] = {}
         """Handles by request id, with their blocks and when the lease ends. D's have no heartbeat that renews them."""
         self._known: set[Peer] = set()

@@ -14,6 +14,7 @@ from pdproxy.sim.facts import Facts
 from pdproxy.sim.memory import Page
 from pdproxy.sim.nixl import Greeting, Handshake, PeerNotice, Pull
 from pdproxy.sim.nixl_push import NixlPush, Push, Register, Registration
+from pdproxy.sim.receiving_line import ReceivingLine
 from pdproxy.sim.request import EngineDeadError
 from pdproxy.sim.side_channel import (
     LinkError,
@@ -56,6 +57,7 @@ class NixlLink:
     def __init__(self, driver: Driver) -> None:
         self._driver, self._facts = driver, driver.facts
         self.side = SideChannel(self)
+        self._line = ReceivingLine(self._facts.hardware)
         self._core: Core | None = None
 
     async def open(self, engine_id: str, agent: str, port: int) -> int:
@@ -147,7 +149,7 @@ class NixlLink:
         if core.nixl.declines(pull, begun):
             core.never_received(pull.request_id, begun)
             return
-        await asyncio.sleep(self._facts.hardware.transfer_s(pull.tokens))
+        await asyncio.sleep(self._line.add(begun, pull.tokens))
         try:
             self._fail_if_due()
             pages = await read_pages(pull.peer, pull.blocks)

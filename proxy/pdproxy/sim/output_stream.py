@@ -11,13 +11,21 @@ from pdproxy.sim.request import EngineOutput
 class OutputStream:
     """One request's outputs on their way to its reader."""
 
-    def __init__(self) -> None:
+    def __init__(self, delay_s: float = 0.0) -> None:
+        """`delay_s`: how long each output is on its way."""
+        self._delay_s = delay_s
         self.outputs: deque[EngineOutput] = deque()
         self.wake = asyncio.Event()
         self.dead = False
 
     def put(self, output: EngineOutput) -> None:
         """Add an output."""
+        if self._delay_s:
+            asyncio.get_running_loop().call_later(self._delay_s, self._arrived, output)
+        else:
+            self._arrived(output)
+
+    def _arrived(self, output: EngineOutput) -> None:
         self.outputs.append(output)
         self.wake.set()
 

@@ -23,6 +23,7 @@ from pdproxy.sim.mooncake import LONGER_THAN_PREFILL, Mooncake, Receive
 from pdproxy.sim.nixl import Greeting, Handshake, Peer, PeerNotice, Pull
 from pdproxy.sim.nixl_link import pusher, take_push
 from pdproxy.sim.nixl_push import Push, Register
+from pdproxy.sim.receiving_line import ReceivingLine
 from pdproxy.sim.request import EngineDeadError, EngineOutput, EngineRequest
 from pdproxy.sim.stats import Stats
 from pdproxy.sim.storage import MemoryStorage
@@ -38,6 +39,7 @@ class VirtualEngine:
     facts: Facts
     stats: Stats
     core: Core
+    line: ReceivingLine
     dead: bool = False
     step: Step | None = None
     listeners: dict[str, Listener] = field(default_factory=dict)
@@ -63,7 +65,7 @@ class VirtualCluster:
         chance = random.Random(self._chance.getrandbits(64))
         core = Core(facts, name, len(self.engines) + 1, chance, stats, self._storage)
         virtual_link.addressed(core, len(self.engines) + 1)
-        engine = VirtualEngine(facts, stats, core)
+        engine = VirtualEngine(facts, stats, core, ReceivingLine(facts.hardware))
         self.engines.append(engine)
         return engine
 
@@ -180,9 +182,8 @@ class VirtualCluster:
                 engine.core.never_received(command.request_id, self.now)
                 self._turn(engine)
             case Pull():
-                self.at(
-                    self.now + engine.facts.hardware.transfer_s(command.tokens), lambda: self._pulled(engine, command)
-                )
+                taken = engine.line.add(self.now, command.tokens)
+                self.at(self.now + taken, lambda: self._pulled(engine, command))
             case PeerNotice():
                 if peer is None or peer.core.engine_id != command.peer.engine_id:
                     engine.stats.failed_notifications += command.kind == "release"

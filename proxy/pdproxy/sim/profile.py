@@ -1,0 +1,104 @@
+"""Profiles: a measured engine in a JSON file, its times and what they were measured on.
+
+Owns the file's shape and the folder of the profiles that pdproxy ships. A profile is data alone: reading one runs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdproxy.sim.facts import Facts
+from pdproxy.sim.hardware import Hardware
+
+MAX_BYTES = 1 << 20
+MAX_NAME = 100
+MOST = 1 << 24
+"""The largest limit of an engine: a simulated engine keeps a list of its blocks."""
+_SUFFIX = ".json"
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a profile was measured on."""
+
+    accelerator: str
+    model: str
+    """The model, with the type of its weights."""
+    engine: str
+    """The engine and its version."""
+    measured: str
+    """What was measured how, and when."""
+    missing: list[str] = []
+    """What the numbers do not cover."""
+
+
+class EngineLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engine's options with which the profile was measured, by vLLM's names."""
+
+    block_size: int = 16
+    num_gpu_blocks: int = 8192
+    max_model_len: int = 8192
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        """Refuse invalid values."""
+        for name in self.__struct_fields__:
+            if not 1 <= getattr(self, name) <= MOST:
+                raise ValueError(f"{name} must be 1 to {MOST}, got {getattr(self, name)}")
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine on one accelerator with one model."""
+
+    name: str
+    origin: Origin
+    engine: EngineLimits = EngineLimits()
+    hardware: Hardware
+
+    def __post_init__(self) -> None:
+        """Refuse invalid values."""
+        if not self.name or not self.name.isprintable() or len(self.name) > MAX_NAME:
+            raise ValueError(f"name must be 1 to {MAX_NAME} printable characters, got {self.name[:MAX_NAME]!r}")
+        Facts(**self.options())
+
+    def options(self) -> dict[str, Any]:
+        """Return what the profile says of an engine: fields of `Facts`."""
+        return {**msgspec.structs.asdict(self.engine), "hardware": self.hardware}
+
+
+def shipped() -> tuple[str, ...]:
+    """Return the names of the profiles that pdproxy ships."""
+    folder = resources.files("pdproxy.sim").joinpath("profiles")
+    return tuple(sorted(file.name[: -len(_SUFFIX)] for file in folder.iterdir() if file.name.endswith(_SUFFIX)))
+
+
+def load(name: str) -> Profile:
+    """Return a shipped profile by its name, else one in a file.
+
+    Raises:
+        ValueError: there is none, or it can't be used; one line that names it.
+    """
+    if name in shipped():
+        return _decoded(name, resources.files("pdproxy.sim").joinpath("profiles", name + _SUFFIX).read_bytes())
+    try:
+        with Path(name).open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ValueError(f"{name}: neither a file nor one of {', '.join(shipped())}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise ValueError(f"{name!r}: can't be read: {reason or error}") from None
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"{name}: more than {MAX_BYTES} bytes")
+    return _decoded(name, content)
+
+
+def _decoded(name: str, content: bytes) -> Profile:
+    try:
+        return msgspec.json.decode(content, type=Profile)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name}: {error}") from None
