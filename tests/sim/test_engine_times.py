@@ -57,7 +57,7 @@ def test_the_step_in_which_a_pull_begins_is_longer():
     engines.run(engines.now + 0.1)
     second = engines.ask(d, PROMPT, 2, handle)
     engines.run()
-    assert sorted(gaps(running.times))[-1] == pytest.approx(0.51)
+    assert max(gaps(running.times)) == pytest.approx(0.51)
     assert sum(gap > 0.02 for gap in gaps(running.times)) == 1
     assert second.over == "length"
 
@@ -73,8 +73,7 @@ def test_an_idle_engine_needs_the_time_of_a_pull_too():
 def test_two_pulls_of_one_step_take_the_first_and_the_further_time():
     engines, p, d = pair(pull_s=0.5, further_pull_s=0.125)
     handles, begin = [engines.handle(p), engines.handle(p, OTHER)], engines.now
-    slow = engines.ask(d, MORE, 1)  # both wait behind this one's step
-    del slow
+    engines.ask(d, MORE, 1)  # both wait behind this one's step
     runs = [engines.ask(d, prompt, 1, handle) for prompt, handle in zip((PROMPT, OTHER), handles, strict=True)]
     engines.run()
     assert runs[1].times[0] - begin == pytest.approx(0.625, abs=1e-6)

@@ -116,4 +116,4 @@ def test_hardware_that_makes_no_sense_is_refused_by_name(name, wrong):
 @pytest.mark.parametrize("name", ["prefill_tokens_per_s", "link_bytes_per_s"])
 def test_a_rate_of_0_is_refused(name):
     with pytest.raises(ValueError, match=name):
-        Hardware(**{name: 0})
+        msgspec.convert({name: 0}, Hardware)

@@ -12,7 +12,7 @@ from pdproxy.cli.main import main
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.profile import MAX_BYTES, load, shipped
-from tests.sim.test_sim_command import arguments
+from tests.sim import test_sim_command
 
 ORIGIN = {"accelerator": "a", "model": "m", "engine": "e", "measured": "now"}
 
@@ -108,15 +108,17 @@ def test_a_folder_is_refused(tmp_path):
         load(str(tmp_path))
 
 
-def test_options_beside_a_profile_win():
+def facts(*options: str) -> Facts:
     from pdproxy.cli import sim
 
+    arguments: Any = test_sim_command.arguments(*options)
+    return sim.facts_from(arguments)
+
+
+def test_options_beside_a_profile_win():
     profile = load("h200-8b")
-    found = sim.facts_from(arguments("--profile=h200-8b"))  # type: ignore[arg-type]
-    assert found == Facts(**profile.options())
-    found = sim.facts_from(  # type: ignore[arg-type]
-        arguments("--profile=h200-8b", "--max-num-batched-tokens=512", "--speed=10", "--no-transfers-in-line")
-    )
+    assert facts("--profile=h200-8b") == Facts(**profile.options())
+    found = facts("--profile=h200-8b", "--max-num-batched-tokens=512", "--speed=10", "--no-transfers-in-line")
     assert (found.max_num_batched_tokens, found.num_gpu_blocks) == (512, profile.engine.num_gpu_blocks)
     assert (found.hardware.speed, found.hardware.transfers_in_line) == (10, False)
     assert found.hardware.pull_s == profile.hardware.pull_s

@@ -11,8 +11,8 @@ from typing import Literal
 import msgspec
 
 Way = Literal["split", "plain", "hybrid"]
-"""`split`: a prefill and a decode engine. `plain`: two engines, each serves whole requests, least load. `hybrid`: split, unless the
-prefill engine has two legs; then the decode engine serves the request whole."""
+"""`split`: a prefill and a decode engine. `plain`: two engines, each serves whole requests, least load first. `hybrid`: split,
+unless the prefill engine has two legs; then the decode engine serves the request whole."""
 COLUMNS = (
     "ttft_p50",
     "ttft_p95",
