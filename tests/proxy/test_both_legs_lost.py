@@ -10,8 +10,8 @@ import pytest
 
 from pdproxy.observe.events import DeadlinePassed, HandleEnded, LegFailed
 from pdproxy.serving.kv.lost_pushes import GRACE, LOOKS
-from pdproxy.sim.facts import Hardware
 from pdproxy.sim.faults.book import Fault
+from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.server import SimServer
 from tests.fakes.client import Answer
 from tests.fakes.clock import ManualClock

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from pdproxy.sim.facts import Facts, Hardware
+from pdproxy.sim.facts import Facts
+from pdproxy.sim.hardware import Hardware
 from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines
 
 LEASE = 30
