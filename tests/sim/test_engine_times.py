@@ -117,6 +117,19 @@ async def first_of(outputs):
     return [output async for output in outputs]
 
 
+async def test_without_overheads_a_request_is_queued_at_once():
+    engine = await engine_with(decode_step_s=1000.0)
+    outputs = engine.generate(request("a"))
+    waiting = asyncio.ensure_future(outputs.__anext__())
+    try:
+        await asyncio.sleep(0)
+        assert engine.stats.waiting + engine.stats.running == 1
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await engine.stop()
+
+
 async def test_a_request_waits_before_it_is_queued():
     engine = await engine_with(request_overhead_s=1000.0)
     try:

@@ -152,8 +152,8 @@ class Engine:
             EngineDeadError: the core died, before or while this request ran.
         """
         hardware = self.facts.hardware
-        handed_over = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
-        await asyncio.sleep(hardware.between_engines_s if handed_over else hardware.before_engine_s)
+        if wait := hardware.between_engines_s if request.handed_over else hardware.before_engine_s:
+            await asyncio.sleep(wait)
         core = self._core_for(request.data_parallel_rank)
         rank = self._cores.index(core)
         self._in_flight[rank] += 1

@@ -60,6 +60,11 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     data_parallel_rank: int | None = None
     """The rank that must run it; None: any."""
 
+    @property
+    def handed_over(self) -> bool:
+        """Whether another engine has computed its prompt."""
+        return bool((self.kv_transfer_params or {}).get("do_remote_prefill"))
+
 
 class Candidate(msgspec.Struct, frozen=True):
     """A token with its log probability and its rank, 1 being the likeliest."""
