@@ -1,0 +1,86 @@
+"""Bodies of requests: prompts of given lengths, with a trace's common beginnings or with none in common.
+
+A completion gets token ids, so its length is exact. A chat gets words of the list below instead: with most tokenizers each is
+one token, and the chat template adds some. What the server counted is reported. Pure: the same arguments give the same bytes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from typing import Any, Literal
+
+import msgspec
+
+from pdproxy.bench.trace import BLOCK
+from pdproxy.bench.words import WORDS
+from pdproxy.bench.workload import Lengths, Planned
+
+Endpoint = Literal["completions", "chat"]
+PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+_KEPT_BLOCKS = 4096
+"""Blocks of a trace that are kept encoded: 10 MB. Another one is made again."""
+OWN_FIELDS = frozenset(
+    {"messages", "prompt", "model", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
+)
+"""Fields of a body that are made here."""
+_PLACE = b'"@"'
+
+
+class Prompts:
+    """Makes the bodies of one run.
+
+    `salt`: with another salt all prompts differ, so that no cache of an earlier run has them. `ids`: the range of token ids.
+    `extra`: fields that each body gets, none of `OWN_FIELDS`.
+    """
+
+    def __init__(self, endpoint: Endpoint, model: str, salt: str, ids: Lengths, extra: dict[str, Any]) -> None:
+        self._salt = salt
+        self._chat = endpoint == "chat"
+        if self._chat:
+            self._items = [word.encode() for word in WORDS]
+            self._join = b" "
+        else:
+            self._items = [b"%d" % number for number in range(ids.low, ids.high + 1)]
+            self._join = b","
+        self._blocks: OrderedDict[int, list[bytes]] = OrderedDict()
+        length = "max_completion_tokens" if self._chat else "max_tokens"
+        prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "@"}]} if self._chat else {"prompt": "@"}
+        fields = {
+            **prompt,  # first: its place is found by its text
+            "model": model,
+            length: 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        self._length = length
+        self._fields = fields | extra
+
+    def body(self, index: int, planned: Planned) -> bytes:
+        """Return the body of a run's request `index`."""
+        fields = self._fields | {self._length: planned.output_tokens}
+        head, _, tail = msgspec.json.encode(fields).partition(_PLACE)
+        items = self._join.join(self._prompt(index, planned))
+        return b"".join((head, b'"', items, b'"', tail) if self._chat else (head, b"[", items, b"]", tail))
+
+    def _prompt(self, index: int, planned: Planned) -> list[bytes]:
+        if planned.hash_ids is None:
+            return self._draw(f"request {index}", planned.input_tokens)
+        found: list[bytes] = []
+        for number in planned.hash_ids:
+            found += self._block(number)
+        return found[: planned.input_tokens]
+
+    def _block(self, number: int) -> list[bytes]:
+        block = self._blocks.get(number)
+        if block is None:
+            block = self._blocks[number] = self._draw(f"block {number}", BLOCK)
+            if len(self._blocks) > _KEPT_BLOCKS:
+                self._blocks.popitem(last=False)
+        else:
+            self._blocks.move_to_end(number)
+        return block
+
+    def _draw(self, what: str, count: int) -> list[bytes]:
+        return random.Random(f"{self._salt}:{what}").choices(self._items, k=count)

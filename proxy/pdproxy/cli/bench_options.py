@@ -1,0 +1,202 @@
+"""The options of `pdproxy bench`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from pdproxy.bench import reading
+from pdproxy.bench.arrivals import KINDS, MAX_REQUESTS
+from pdproxy.bench.slo import parse_slo
+
+T = TypeVar("T")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add them to the command."""
+    parser.add_argument(
+        "servers",
+        metavar="URL",
+        nargs="*",
+        type=_type(reading.server),
+        help="a server with OpenAI's API; NAME=URL gives it a name in the report",
+    )
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--rate", metavar="R", type=_type(reading.rate), help="requests per second; A:B with --arrivals ramp"
+    )
+    load.add_argument(
+        "--arrivals",
+        choices=KINDS,
+        default="poisson",
+        help="when requests come: in equal steps, at random (poisson), in bursts, or at random with a rising or falling rate "
+        "(default: poisson)",
+    )
+    load.add_argument(
+        "--burstiness",
+        metavar="B",
+        type=_type(reading.number(0.0, 100.0, "a number")),
+        default=0.25,
+        help="shape of the gamma distribution of --arrivals burst: the lower, the more at once; 1 is poisson (default: 0.25)",
+    )
+    load.add_argument(
+        "--duration",
+        metavar="S",
+        type=_type(reading.number(0.0, 86_400.0, "seconds")),
+        help="seconds in which requests come (default: 60; with --trace: all)",
+    )
+    load.add_argument(
+        "--requests",
+        metavar="N",
+        type=_type(reading.whole(1, MAX_REQUESTS)),
+        help="number of requests, instead of --duration",
+    )
+    load.add_argument(
+        "--input-tokens",
+        metavar="N",
+        type=_type(reading.lengths),
+        help="tokens of a prompt, or a range A:B (default: 1024)",
+    )
+    load.add_argument(
+        "--output-tokens",
+        metavar="N",
+        type=_type(reading.lengths),
+        help="tokens of an answer, or a range A:B (default: 128)",
+    )
+    load.add_argument(
+        "--seeds",
+        metavar="N",
+        type=_type(reading.whole(1, 100)),
+        default=3,
+        help="runs of each server, each with another seed (default: 3)",
+    )
+    trace = parser.add_argument_group("load from a trace", "Lengths and common beginnings of prompts are the trace's.")
+    trace.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="JSON lines with timestamp (ms), input_length, output_length and hash_ids, as Mooncake's; with --rate "
+        "only the times are others",
+    )
+    trace.add_argument(
+        "--scale",
+        metavar="X",
+        type=_type(reading.number(0.0, 1e6, "a number")),
+        help="how many times faster than in the trace requests come (default: 1)",
+    )
+    trace.add_argument(
+        "--slice", metavar="A:B", type=_type(reading.window), help="use these seconds of the trace alone"
+    )
+    trace.add_argument(
+        "--spread", action="store_true", help="spread requests with equal times evenly until the trace's next time"
+    )
+    trace.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=_type(reading.whole(2, 10_000_000)),
+        help="leave out requests with more tokens in prompt and answer (default: none)",
+    )
+    request = parser.add_argument_group("requests")
+    request.add_argument(
+        "--endpoint",
+        choices=("completions", "chat"),
+        default="completions",
+        help="completions of token ids, or chats of words (default: completions)",
+    )
+    request.add_argument("--model", metavar="NAME", help="model to ask for (default: the first that the server lists)")
+    request.add_argument(
+        "--token-ids",
+        metavar="A:B",
+        type=_type(reading.token_ids),
+        help="range of the token ids of prompts (default: 300:4000)",
+    )
+    request.add_argument(
+        "--extra-body",
+        metavar="JSON",
+        type=_type(reading.extra_body),
+        default={},
+        help="fields that each request gets, such as '{\"temperature\": 0}' (default: none)",
+    )
+    request.add_argument(
+        "--header",
+        metavar="'NAME: VALUE'",
+        type=_type(reading.header),
+        action="append",
+        default=[],
+        help="a header of each request; may be repeated (default: none)",
+    )
+    request.add_argument("--api-key", metavar="KEY", help="key to send as 'Authorization: Bearer KEY' (default: none)")
+    request.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        type=Path,
+        help="file with that key, which no list of processes shows (default: none)",
+    )
+    request.add_argument(
+        "--ca", metavar="FILE", type=Path, help="authorities of the servers' certificates, PEM (default: the system's)"
+    )
+    request.add_argument(
+        "--timeout",
+        metavar="S",
+        type=_type(reading.number(0.0, 86_400.0, "seconds")),
+        default=300.0,
+        help="seconds that each request may take (default: 300)",
+    )
+    request.add_argument(
+        "--max-in-flight",
+        metavar="N",
+        type=_type(reading.whole(1, 1_000_000)),
+        help="end a run in which more requests are in flight: it measures nothing (default: 4096)",
+    )
+    request.add_argument(
+        "--warm-up",
+        metavar="N",
+        type=_type(reading.whole(0, 1000)),
+        default=1,
+        help="requests to each server before the first run; if one fails nothing is measured (default: 1)",
+    )
+    request.add_argument(
+        "--salt", metavar="TEXT", help="makes the prompts' tokens; the same salt: the same prompts (default: random)"
+    )
+    report = parser.add_argument_group("report")
+    report.add_argument(
+        "--slo",
+        metavar="[NAME:]LIMITS",
+        type=_type(parse_slo),
+        action="append",
+        default=[],
+        help="what a good request keeps, such as chat:ttft=500ms,tpot=15ms,gap=50ms,e2e=10s; may be repeated (default: none)",
+    )
+    report.add_argument(
+        "--json",
+        metavar="FILE",
+        type=Path,
+        help="write a JSON object per run, with the keys of vLLM's serving benchmark",
+    )
+    report.add_argument("--detailed", action="store_true", help="--json: with the times of each request")
+    report.add_argument("--plot", metavar="FILE", type=Path, help="write a plot: .png, .svg or .pdf (needs matplotlib)")
+    report.add_argument(
+        "--compare",
+        metavar="FILE",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="show the runs of these files of --json, or of vLLM's benchmark, beside the servers or alone",
+    )
+    report.add_argument(
+        "--allow-lag", action="store_true", help="report also if this process was late itself: p99 above 10 ms"
+    )
+
+
+def _type(read: Callable[[str], T]) -> Callable[[str], T]:
+    """Return a reader for argparse, which shows the text of its own error alone."""
+
+    def typed(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return typed
