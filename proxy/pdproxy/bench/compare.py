@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.bench.errors import USAGE_ERROR, BenchError
+from pdproxy.bench.errors import USAGE_ERROR, BenchError, one_line
 from pdproxy.bench.measures import PERCENTILES
 from pdproxy.bench.record import Record
 
@@ -74,7 +74,7 @@ def read_records(path: Path) -> list[Record]:
         if not isinstance(ours, dict):
             one["pdproxy"] = ours = {}
         name = ours.get("name") or one.get("label") or path.stem
-        ours["name"] = "".join(letter if letter.isprintable() else "?" for letter in str(name)[:32])
+        ours["name"] = one_line(str(name), 64)
     return found
 
 

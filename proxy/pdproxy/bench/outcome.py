@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from pdproxy.bench.errors import one_line
+
 _MAX_TEXT = 200
 
 
@@ -36,8 +38,7 @@ class Outcome(msgspec.Struct, kw_only=True):
         """Note an error; the first one stays."""
         if self.error is None:
             self.error = kind
-            line = " ".join(text.split())
-            self.text = "".join(letter if letter.isprintable() else "?" for letter in line[:_MAX_TEXT])
+            self.text = one_line(text, _MAX_TEXT)
 
     @property
     def lag(self) -> float:

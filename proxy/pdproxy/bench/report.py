@@ -56,10 +56,7 @@ def _remarks(records: Sequence[Record]) -> Iterator[str]:
         refused = ours.get("not_measured") or {}
         if "run" in refused:
             yield f"{where}: NOT MEASURED: {refused['run']}"
-        for reason in dict.fromkeys(value for key, value in refused.items() if key != "run"):
-            what = ", ".join(key for key, value in refused.items() if value == reason and key != "run")
-            few = reason.startswith("needs ")  # the same in all runs: one line
-            yield f"{ours.get('name') if few else where}: not measured: {what}: {reason.partition(',')[0] if few else reason}"
+        yield from _missing(str(ours.get("name")), where, {key: why for key, why in refused.items() if key != "run"})
         for kind, count in (ours.get("errors") or {}).items():
             yield f"{where}: {count} x {kind}: {(ours.get('error_texts') or {}).get(kind, '')}"
         yield from (f"{where}: {remark}" for remark in ours.get("remarks") or ())
@@ -70,3 +67,13 @@ def _remarks(records: Sequence[Record]) -> Iterator[str]:
         counted, asked = record.get("total_input_tokens"), ours.get("asked_input_tokens")
         if counted and asked and abs(counted - asked) > 0.02 * asked:
             yield f"{where}: prompts had {counted / asked:.2f} times the tokens that were asked for"
+
+
+def _missing(name: str, where: str, refused: dict[str, str]) -> Iterator[str]:
+    """Yield a line per reason why something was not measured. Too few values are the same in all runs: without the seed."""
+    by_reason: dict[str, list[str]] = {}
+    for key, reason in refused.items():
+        few = reason.startswith("needs ")
+        by_reason.setdefault(reason.partition(",")[0] if few else reason, []).append(key)
+    for reason, keys in by_reason.items():
+        yield f"{name if reason.startswith('needs ') else where}: not measured: {', '.join(keys)}: {reason}"

@@ -110,11 +110,14 @@ class Session:
             self._asking.result()
             gc.collect()
             gc.freeze()  # what is there by now need not be searched while times are taken
-            for seed in range(self._options.seeds):
-                planned = self._options.plan(seed)
-                for target in self._targets:
-                    if not self.stopped:
-                        await self._one(session, target, seed, planned, most)
+            try:
+                for seed in range(self._options.seeds):
+                    planned = self._options.plan(seed)
+                    for target in self._targets:
+                        if not self.stopped:
+                            await self._one(session, target, seed, planned, most)
+            finally:
+                gc.unfreeze()
 
     async def _prepare(self, session: aiohttp.ClientSession) -> None:
         options = self._options
@@ -203,7 +206,7 @@ async def _first_model(session: aiohttp.ClientSession, server: Address, options:
     except TimeoutError:
         raise BenchError(f"{server.name}: {url}: no answer within {min(options.timeout, _ASK):g} s") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise BenchError(f"{server.name}: {url}: {' '.join(str(error).split()) or type(error).__name__}") from None
+        raise BenchError(f"{server.name}: {url}: {error or type(error).__name__}") from None
     try:
         models = msgspec.json.decode(content, type=_Models).data
     except (msgspec.MsgspecError, ValueError, RecursionError):

@@ -275,7 +275,10 @@ def _loop(session: Any) -> None:
 
 
 def _show(name: str, seed: int, progress: Progress) -> None:
-    width = max(os.get_terminal_size(sys.stderr.fileno()).columns - 1, 20) if sys.stderr.isatty() else 80
+    try:
+        width = max(os.get_terminal_size(sys.stderr.fileno()).columns - 1, 20)
+    except (OSError, ValueError):  # no terminal by now
+        width = 80
     failed = f", {progress['failed']} failed" if progress["failed"] else ""
     line = f"{name}, seed {seed}: {progress['seconds']:.0f} s, {progress['sent']} sent, {progress['in_flight']} in flight{failed}"
     with contextlib.suppress(OSError):
