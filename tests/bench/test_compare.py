@@ -53,7 +53,7 @@ VLLM_RESULT = [
     "p99_itl_ms",
 ]
 """Keys of a file of `vllm bench serve --save-result` (0.32.0, vllm/benchmarks/serve.py)."""
-VLLM_DETAILS = ["input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "errors"]
+VLLM_DETAILS = ["input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "errors"]
 SLOS = (parse_slo("ttft=500ms"), parse_slo("tight:tpot=1ms"))
 
 

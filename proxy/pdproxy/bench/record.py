@@ -115,6 +115,7 @@ def details_of(seen: Observed) -> Record:
         "itls": [o.gaps for o in outcomes],
         "latencies": [o.e2e or 0.0 for o in outcomes],
         "start_times": [o.due for o in outcomes],
+        "queue_times": [0.0] * len(outcomes),
         "errors": ["" if o.error is None else f"{o.error}: {o.text}" for o in outcomes],
     }
 

@@ -25,7 +25,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     load = parser.add_argument_group("load")
     load.add_argument(
-        "--rate", metavar="R", type=_type(reading.rate), help="requests per second; A:B with --arrivals ramp"
+        "--rate",
+        metavar="R",
+        type=_type(reading.rate),
+        help="requests per second; A:B with --arrivals ramp (default: the times of --trace)",
     )
     load.add_argument(
         "--arrivals",
@@ -51,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--requests",
         metavar="N",
         type=_type(reading.whole(1, MAX_REQUESTS)),
-        help="number of requests, instead of --duration",
+        help="number of requests, instead of --duration (default: what --duration gives)",
     )
     load.add_argument(
         "--input-tokens",
@@ -78,7 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         type=Path,
         help="JSON lines with timestamp (ms), input_length, output_length and hash_ids, as Mooncake's; with --rate "
-        "only the times are others",
+        "only the times are others (default: none)",
     )
     trace.add_argument(
         "--scale",
@@ -87,7 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="how many times faster than in the trace requests come (default: 1)",
     )
     trace.add_argument(
-        "--slice", metavar="A:B", type=_type(reading.window), help="use these seconds of the trace alone"
+        "--slice", metavar="A:B", type=_type(reading.window), help="use these seconds of the trace alone (default: all)"
     )
     trace.add_argument(
         "--spread", action="store_true", help="spread requests with equal times evenly until the trace's next time"
@@ -173,17 +176,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--json",
         metavar="FILE",
         type=Path,
-        help="write a JSON object per run, with the keys of vLLM's serving benchmark",
+        help="write a JSON object per run, with the keys of vLLM's serving benchmark (default: none)",
     )
     report.add_argument("--detailed", action="store_true", help="--json: with the times of each request")
-    report.add_argument("--plot", metavar="FILE", type=Path, help="write a plot: .png, .svg or .pdf (needs matplotlib)")
+    report.add_argument(
+        "--plot", metavar="FILE", type=Path, help="write a plot: .png, .svg or .pdf; needs matplotlib (default: none)"
+    )
     report.add_argument(
         "--compare",
         metavar="FILE",
         type=Path,
         nargs="+",
         default=[],
-        help="show the runs of these files of --json, or of vLLM's benchmark, beside the servers or alone",
+        help="show the runs of these files of --json, or of vLLM's benchmark, beside the servers or alone (default: none)",
     )
     report.add_argument(
         "--allow-lag", action="store_true", help="report also if this process was late itself: p99 above 10 ms"
