@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -248,9 +249,9 @@ def test_a_file_without_certificates_is_refused(tmp_path: Path, capsys: pytest.C
 
 
 def test_more_in_flight_than_the_system_allows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_session.resource, "getrlimit", lambda _: (100, 200))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 200))
     set_to = []
-    monkeypatch.setattr(bench_session.resource, "setrlimit", lambda _, limits: set_to.append(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
     assert bench_session.in_flight_limit(None) == 200 - 64
     assert bench_session.in_flight_limit(50) == 50
     assert set_to == [(200, 200), (114, 200)]

@@ -13,7 +13,7 @@ from pdproxy.bench.slo import Slo, parse_slo
 
 def one(due: float = 0.0, **fields: Any) -> Outcome:
     """Return a request that got three tokens after 0.1, 0.2 and 0.4 s."""
-    known = {
+    known: dict[str, Any] = {
         "asked_input": 10,
         "asked_output": 3,
         "sent": due,

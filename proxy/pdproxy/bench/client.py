@@ -136,7 +136,7 @@ class Run:
             body = self._body(index, one)  # before it is due: it takes up to milliseconds
             due = self._start + one.at
             await asyncio.sleep(0)  # also when it is late: the answers need turns
-            while (left := due - self._clock()) > 0:  # timers may be early by their loop's resolution
+            while (left := due - self._clock()) > 0:  # noqa: ASYNC110 - a timer may be early by its loop's resolution
                 await asyncio.sleep(left)
             if len(self._open) >= self._max_in_flight:
                 self._seen.overflow = True
