@@ -214,7 +214,6 @@ def test_too_many_servers_are_refused() -> None:
 
 @pytest.mark.parametrize("ending", plots.ENDINGS)
 def test_a_plot_is_written(tmp_path: Path, ending: str) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / f"plot{ending}"
     plots.check(path)
     plots.plot(table_of([record("a", count=20), record("b", count=100), record("c", count=2, wrong=2)]), path)
@@ -222,7 +221,6 @@ def test_a_plot_is_written(tmp_path: Path, ending: str) -> None:
 
 
 def test_a_plot_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     with pytest.raises(BenchError, match="can't be written"):
         plots.plot(table_of([record(count=20)]), tmp_path / "none" / "plot.png")
 

@@ -1,5 +1,6 @@
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -264,6 +265,6 @@ def test_facts_that_make_no_sense_are_refused_by_name(wrong, word):
 def test_hardware_that_makes_no_sense_is_refused_by_name():
     for name in ("speed", "decode_step_s"):
         with pytest.raises(ValueError, match=name):
-            Hardware(**{name: -1})
+            msgspec.convert({name: -1}, Hardware)
     with pytest.raises(ValueError, match="link_bytes_per_s"):
         Hardware(link_bytes_per_s=0)
