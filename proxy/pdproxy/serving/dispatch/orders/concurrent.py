@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 
 from pdproxy.kit.clock import Timer
+from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.split import may_be_too_long
@@ -121,9 +122,11 @@ class _Both:
             if self._no_kv_later is not None:
                 self._no_kv(self._no_kv_later)
         failure, self._failure = self._failure, None
-        if isinstance(failure, Exception):
-            raise failure
-        if failure is not None and (outcome is None or self._decode.gave_up):
+        if failure is not None and (outcome is None or self._decode.gave_up or isinstance(failure, Exception)):
+            if isinstance(outcome, DecodeFailed):
+                drop_traceback(outcome.error)  # nobody else handles it
+            if isinstance(failure, Exception):
+                raise failure
             return failure
         assert outcome is not None
         if isinstance(outcome, DecodeFailed) and not outcome.data_sent:

@@ -1,0 +1,88 @@
+"""Where both engines are asked at once, a request is freed by reference counts, too: whichever leg ends the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+import uvloop
+
+from pdproxy.serving.kv.lost_pushes import GRACE, LOOKS
+from tests.fakes.client import request
+from tests.fakes.clock import ManualClock
+from tests.fakes.garbage import left_to_the_collector
+from tests.fakes.pool import Pair, pool
+from tests.fakes.world import until
+from tests.proxy.test_both_legs import PUSH, Gate, fails, known
+from tests.proxy.test_connectors import COMPLETIONS, completion
+from tests.proxy.test_no_garbage_connectors import judged
+
+pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
+
+
+async def no_prefill(pair: Pair, clock: ManualClock) -> None:
+    """The prefill fails twice, and ends the decode leg that waits."""
+    for engine in (pair.p, *pair.more):
+        engine.faults.script(fails(), fails())
+    assert (await pair.ask(COMPLETIONS, completion(stream=True))).status == 200
+
+
+async def refused(pair: Pair, clock: ManualClock) -> None:
+    """The prefill engine refuses the prompt, and ends the decode leg a second later."""
+    for engine in (pair.p, *pair.more):
+        engine.faults.script(fails(400))
+    await clock.through(pair.ask(COMPLETIONS, completion(stream=True)))
+
+
+async def lost(pair: Pair, clock: ManualClock) -> None:
+    """The prefill engine is lost before its push."""
+    proxy = pair.world.proxy
+    pair.p.engine.fail_loads()
+    pair.more[0].engine.fail_loads()
+    asked = asyncio.ensure_future(pair.ask(COMPLETIONS, completion(stream=True)))
+    live = proxy.custodian.awaiting_push
+    await until(lambda: len(live()) == 1 and not live()[0].promised)
+    url = live()[0].prefill
+    for engine in (pair.p, pair.more[0]):
+        if engine.url != url:
+            engine.engine.fail_loads(-1)
+    proxy.ledger.mark_down(url, "no answer", clock.now())
+    for _ in range(LOOKS):
+        await clock.reach(GRACE)
+    assert (await asked).status == 200
+    await pair.world.probe()
+
+
+async def left(pair: Pair, clock: ManualClock) -> None:
+    """The client leaves while both engines work."""
+    gate = Gate()
+    for engine in (pair.p, *pair.more):
+        engine.faults.script(gate)
+    client = await pair.world.client()
+    client.send(request("POST", COMPLETIONS, completion(stream=True)))
+    await until(lambda: bool(pair.world.proxy.custodian.awaiting_push()))
+    client.close()
+    await until(lambda: pair.world.proxy.custodian.orphans.count == 1)
+    gate.opened.set()
+    await until(lambda: pair.world.proxy.custodian.orphans.count == 0)
+    for engine in (pair.p, *pair.more):
+        engine.faults.clear()
+
+
+@pytest.mark.parametrize("what", [no_prefill, refused, lost, left])
+def test_nothing_is_left_to_the_collector(what: Callable[[Pair, ManualClock], Awaitable[None]]) -> None:
+    async def run() -> None:
+        clock = ManualClock()
+        async with pool(PUSH, prefills=2, clock=clock) as pair:
+            await known(pair)
+            await what(pair, clock)  # what is made once
+            await until(lambda: not pair.world.busy() and judged(pair.world))
+            with left_to_the_collector() as found:
+                await what(pair, clock)
+                await until(lambda: not pair.world.busy())
+                await asyncio.sleep(0.05)
+                assert pair.world.proxy.answer_budget.held == 0
+        assert not found
+
+    uvloop.run(run())
