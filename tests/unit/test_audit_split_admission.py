@@ -213,6 +213,15 @@ def test_short_chats() -> None:
         (Route.CHAT, {"messages": [{"role": "user", "content": "hi"}]}, None, 100, False),
         (Route.CHAT, {"messages": [{"role": "user", "content": "hi"}], "tools": []}, None, 100, True),
         (Route.CHAT, {"messages": [{"role": "user", "content": "hi"}], "chat_template": "x"}, None, 100, True),
+        (
+            Route.CHAT,
+            {"messages": [{"role": "user", "content": "hi"}], "response_format": {"type": "x"}},
+            None,
+            100,
+            True,
+        ),
+        (Route.CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"arguments": "a" * 99}]}]}, None, 100, True),
+        (Route.CHAT, {"messages": [{"role": "assistant", "reasoning_content": "a" * 99}]}, None, 100, True),
         (Route.CHAT, {"messages": [{"role": "user", "content": "hi"}], "tools": []}, 99, 100, False),
     ],
 )

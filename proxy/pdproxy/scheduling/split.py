@@ -10,7 +10,7 @@ from pdproxy.wire.request import Alone, Parsed, Prompt
 
 _SPECIALS = 2
 """Tokens a tokenizer adds around a text (BOS, EOS)."""
-_TEMPLATED = ("tools", "documents", "chat_template", "chat_template_kwargs")
+_TEMPLATED = ("tools", "documents", "chat_template", "chat_template_kwargs", "response_format")
 """Fields of a chat by which a template may add any number of tokens."""
 
 
@@ -41,4 +41,6 @@ def may_be_too_long(parsed: Parsed, prompt: Prompt, tokens: int | None, longest:
         return known >= longest
     if prompt.non_text or not parsed.fields.keys().isdisjoint(_TEMPLATED):
         return True
-    return prompt.text_bytes + _SPECIALS + prompt.messages * template_tokens >= longest
+    # Of messages, more than their content is in the prompt, such as calls of tools: their whole JSON is an upper bound.
+    size = memoryview(parsed.fields["messages"]).nbytes if prompt.messages else prompt.text_bytes
+    return size + _SPECIALS + prompt.messages * template_tokens >= longest
