@@ -197,6 +197,27 @@ async def test_an_engine_without_version_or_tokenizer_routes_is_used() -> None:
 
 
 @pytest.mark.parametrize(
+    ("reported", "known"),
+    [("4096", 4096), ("null", None), ("0", None), ("-1", None), ("4096.0", None), ('"4096"', None), ("9" * 99, None)],
+)
+async def test_an_engine_that_reports_its_longest_prompt_in_another_way_is_used(
+    reported: str, known: int | None
+) -> None:
+    """Only what is a length is taken for one."""
+
+    def reports(w: World) -> None:
+        w.prefill[0].admin["/v1/models"] = scripts.whole(
+            b'{"data":[{"id":"tiny","max_model_len":%b}]}' % reported.encode()
+        )
+
+    async with world(before=reports) as w:
+        evidence = w.proxy.engines[w.prefill[0].url].node.evidence
+        assert evidence is not None
+        assert evidence.max_model_len == known
+        assert (await w.ask(COMPLETIONS, completion())).status == 200
+
+
+@pytest.mark.parametrize(
     "body", [b'{"data":[{"no":"id"}]}', b'{"data":[{"id":"\xff"}]}', b"[", b'{"data":' + b"[" * 5000]
 )
 async def test_an_engines_invalid_list_leaves_the_models_of_others(body: bytes) -> None:

@@ -6,6 +6,7 @@ quotes of the engine's answer truncated.
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -61,13 +62,20 @@ class ModelCard:
 
 
 _T = TypeVar("_T")
+_LENGTH = re.compile(rb"[0-9]{1,9}")
 
 
 class _Card(msgspec.Struct):
     id: str
     root: str | None = None
     parent: str | None = None
-    max_model_len: int | None = None
+    max_model_len: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def longest(self) -> int | None:
+        """`max_model_len`, None if it is no length: an engine that reports it otherwise works all the same."""
+        length = bytes(self.max_model_len)
+        return int(length) if _LENGTH.fullmatch(length) else None
 
 
 class _Models(msgspec.Struct):
@@ -127,7 +135,7 @@ class EngineAdmin:
         if any(len(name or "") > _MAX_NAME for card in found.data for name in (card.id, card.parent)):
             raise EngineError(f"/v1/models has a name of more than {_MAX_NAME} characters")
         return [
-            ModelCard(card.id, card.root, card.parent, card.max_model_len)
+            ModelCard(card.id, card.root, card.parent, card.longest)
             for card in found.data
             if len(card.id) <= MAX_MODEL_NAME
         ]
