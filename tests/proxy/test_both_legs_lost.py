@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 import pytest
 
 from pdproxy.observe.events import DeadlinePassed, HandleEnded, LegFailed
-from pdproxy.serving.kv.lost_pushes import GRACE, LOOKS
+from pdproxy.serving.kv.lost_pushes import GRACE, LOOKS, LostPushes
 from pdproxy.sim.faults.book import Fault
 from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.server import SimServer
+from pdproxy.upstream.metrics_page import Scrape, read_metrics
 from tests.fakes.client import Answer
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool
@@ -197,6 +198,17 @@ async def test_a_decode_engine_whose_metrics_can_not_be_read(how: str) -> None:
         assert [event.node for event in pair.world.events(LegFailed)] == [engine.url]
         late = [event.wait for event in pair.world.events(DeadlinePassed) if event.node == pair.d.url]
         assert set(late) == ({"probe"} if how == "stall" else set())
+
+
+async def test_a_number_of_waiting_requests_that_has_no_end() -> None:
+    """Each rank's number is finite, and their sum is not."""
+    page = b"".join(b'vllm:num_requests_waiting{engine="%d"} 1.7e308\n' % rank for rank in range(2))
+
+    async def scrape(_url: str) -> Scrape:
+        return read_metrics(page)
+
+    unused: Any = None
+    assert await LostPushes(unused, {}, scrape, ManualClock(), unused).waiting("d") is None
 
 
 async def test_a_prefill_engine_that_is_lost_before_its_answer_and_comes_back() -> None:

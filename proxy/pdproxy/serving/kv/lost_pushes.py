@@ -13,6 +13,7 @@ decode engine that does not report this number all legs are ended.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 
 from pdproxy.fleet.engine import Engine
@@ -88,7 +89,7 @@ class LostPushes:
             if isinstance(error, EngineTimeoutError):
                 self._observers.notify(DeadlinePassed(error.wait.value, decode))
             return None
-        return None if waiting is None else int(waiting)
+        return int(waiting) if waiting is not None and math.isfinite(waiting) else None
 
     def _of(self, decode: str) -> list[Custody]:
         return [one for one in self._custodian.awaiting_push() if one.decode == decode]
