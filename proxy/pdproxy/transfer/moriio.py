@@ -9,7 +9,7 @@ Source: vLLM 0.32.0 `moriio/*.py` and its example proxy. Both legs have one `X-R
   have been asked before or after that: with P first, P answers at once and writes later. A D that waits keeps its blocks until
   P has written; no deadline of its own ends that. If its request is closed before, it never frees them: D forgets the transfer
   at once, and P's report that it has written finds nothing. So such a leg is closed once P must have written.
-- WRITE: where P has more blocks than D, it writes nothing and tells nobody: D waits on.
+- WRITE: where P has more blocks than D, it writes nothing and reports that to nobody: D waits on.
 - A decode engine that refuses or drops a request before it is scheduled reports to P that the blocks may be freed: a completion
   with `max_tokens: 0` and P's answer releases them. It also reports that when the client of a whole answer leaves, whatever the
   request does then. So this is used in READ mode only: in WRITE mode P would then never write, and a D that waits would keep its

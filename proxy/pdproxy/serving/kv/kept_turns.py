@@ -138,9 +138,7 @@ class KeptTurns:
             self._dropped(turn.record, turn.handle, "too_long")
             return False
         if (namesake := self._by_name.get(turn.record.remote_request_id)) is not None:
-            self._drop(
-                namesake, "evicted"
-            )  # a notice that its engine has freed it would not be told from the other one's
+            self._drop(namesake, "evicted")  # a notice that its engine has freed it could be of either one
         while self._blocks.get(url, 0) + turn.handle.blocks > limits.max_blocks:
             self._drop(next(one for one in self._by_age.values() if one.record.decode == url), "evicted")
         self._by_age[id(turn)] = turn
