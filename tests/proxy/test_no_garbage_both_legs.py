@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import uvloop
 
 from pdproxy.serving.kv.lost_pushes import GRACE, LOOKS
+from pdproxy.sim.reply import Reply
 from tests.fakes.client import request
 from tests.fakes.clock import ManualClock
 from tests.fakes.garbage import left_to_the_collector
@@ -20,19 +22,29 @@ from tests.proxy.test_no_garbage_connectors import judged
 
 pytestmark = pytest.mark.timeout(120, method="thread")  # uvloop's own loop does not end by a signal
 
+Script = Callable[[Reply], Awaitable[None]]
+
+
+@contextmanager
+def answering(pair: Pair, script: Script) -> Iterator[None]:
+    """Have all prefill engines answer so."""
+    for engine in (pair.p, *pair.more):
+        engine.faults.scripts.default = script
+    yield
+    for engine in (pair.p, *pair.more):
+        engine.faults.scripts.default = None
+
 
 async def no_prefill(pair: Pair, clock: ManualClock) -> None:
     """The prefill fails twice, and ends the decode leg that waits."""
-    for engine in (pair.p, *pair.more):
-        engine.faults.script(fails(), fails())
-    assert (await pair.ask(COMPLETIONS, completion(stream=True))).status == 200
+    with answering(pair, fails()):
+        assert (await pair.ask(COMPLETIONS, completion(stream=True))).status == 200
 
 
 async def refused(pair: Pair, clock: ManualClock) -> None:
     """The prefill engine refuses the prompt, and ends the decode leg a second later."""
-    for engine in (pair.p, *pair.more):
-        engine.faults.script(fails(400))
-    await clock.through(pair.ask(COMPLETIONS, completion(stream=True)))
+    with answering(pair, fails(400)):
+        assert (await clock.through(pair.ask(COMPLETIONS, completion(stream=True)))).status == 200
 
 
 async def lost(pair: Pair, clock: ManualClock) -> None:
@@ -56,18 +68,15 @@ async def lost(pair: Pair, clock: ManualClock) -> None:
 
 async def left(pair: Pair, clock: ManualClock) -> None:
     """The client leaves while both engines work."""
-    gate = Gate()
-    for engine in (pair.p, *pair.more):
-        engine.faults.script(gate)
-    client = await pair.world.client()
-    client.send(request("POST", COMPLETIONS, completion(stream=True)))
-    await until(lambda: bool(pair.world.proxy.custodian.awaiting_push()))
-    client.close()
-    await until(lambda: pair.world.proxy.custodian.orphans.count == 1)
-    gate.opened.set()
-    await until(lambda: pair.world.proxy.custodian.orphans.count == 0)
-    for engine in (pair.p, *pair.more):
-        engine.faults.clear()
+    gate, orphans = Gate(), pair.world.proxy.custodian.orphans
+    with answering(pair, gate):
+        client = await pair.world.client()
+        client.send(request("POST", COMPLETIONS, completion(stream=True)))
+        await until(lambda: bool(pair.world.proxy.custodian.awaiting_push()))
+        client.close()
+        await until(lambda: orphans.count == 1)
+        gate.opened.set()
+        await until(lambda: orphans.count == 0)
 
 
 @pytest.mark.parametrize("what", [no_prefill, refused, lost, left])
