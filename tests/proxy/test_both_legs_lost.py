@@ -171,6 +171,35 @@ async def test_of_several_answers_only_those_are_ended_that_wait(lost: int) -> N
         assert pair.world.metric("pdproxy_kv_stuck") == lost
 
 
+async def test_an_engine_that_is_lost_twice_at_once() -> None:
+    """It went down, was up for a moment and went down again: what waits is ended once, and what works goes on."""
+    clock = ManualClock()
+    async with pool(PUSH, d=SLOW, clock=clock) as pair:
+        await known(pair)
+        ledger, evidence = pair.world.proxy.ledger, pair.world.proxy.engines[pair.p.url].node.evidence
+        asked = [spawned(pair.ask(COMPLETIONS, completion(prompt="works " * 60, **LONG)))]
+        await until(lambda: pair.d.engine.stats.running == 1)
+        await answered(pair)
+        await clock.advance(0.1)
+        pair.p.engine.fail_loads(1)
+        asked.append(spawned(pair.ask(COMPLETIONS, completion(prompt="waits " * 60, **LONG))))
+        await answered(pair, 2)
+        await until(lambda: pair.d.engine.stats.waiting == 1)
+        pair.d.engine.freeze()
+        assert evidence is not None
+        lose(pair, pair.p)
+        ledger.mark_up(pair.p.url, evidence)
+        lose(pair, pair.p)
+        await looked(clock)
+        await until(lambda: pair.world.events(LegFailed) and not len(pair.world.proxy.custodian._tasks))
+        pair.d.engine.thaw()
+        for word, one in zip(("works", "waits"), asked, strict=True):
+            plain = await pair.asked_plain(COMPLETIONS, completion(prompt=f"{word} " * 60, **LONG))
+            assert (await one).json["choices"] == plain.json["choices"]
+        assert len(pair.world.events(LegFailed)) == 1
+        await pair.world.quiet()
+
+
 @pytest.mark.parametrize("how", ["status", "stall"])
 async def test_a_decode_engine_whose_metrics_can_not_be_read(how: str) -> None:
     """It is not known what waits: every leg is ended, and the prompt is served again."""

@@ -48,6 +48,8 @@ class LostPushes:
         self._scrape = scrape
         self._clock = clock
         self._observers = observers
+        self._watches: dict[tuple[str, str], _Watch] = {}
+        """The watch of a prefill and a decode engine: of two, the second would end what works, in place of what the first has."""
 
     def lost(self, prefill: str) -> None:
         """An engine's run is over, or seems to be. `prefill`: its URL; of other engines nothing is awaited."""
@@ -56,7 +58,17 @@ class LostPushes:
         run = engine.node.run_number if engine is not None and not engine.node.up else None
         for decode in {one.decode for one in self._custodian.awaiting_push() if one.prefill == prefill}:
             if decode is not None:
-                _Watch(self, prefill, decode, now, run).look_later()
+                watch = self._watches[prefill, decode] = _Watch(self, prefill, decode, now, run)
+                watch.look_later()
+
+    def is_current(self, watch: _Watch) -> bool:
+        """Return whether its prefill engine was not lost once more since."""
+        return self._watches.get((watch.prefill, watch.decode)) is watch
+
+    def over(self, watch: _Watch) -> None:
+        """Forget a watch."""
+        if self.is_current(watch):
+            del self._watches[watch.prefill, watch.decode]
 
     def is_back(self, prefill: str, run: int | None) -> bool:
         """Return whether an engine is up again, in its run of this number: it was only busy."""
@@ -103,8 +115,8 @@ class _Watch:
 
     def __init__(self, where: LostPushes, prefill: str, decode: str, lost_at: float, run: int | None) -> None:
         self._where = where
-        self._prefill = prefill
-        self._decode = decode
+        self.prefill = prefill
+        self.decode = decode
         self._lost_at = lost_at
         self._run = run
         self._looks = 0
@@ -116,29 +128,31 @@ class _Watch:
 
     def _look(self) -> None:
         if self._suspects():
-            self._where.spawn(self._compare(), self._decode)
+            self._where.spawn(self._compare(), self.decode)
+        else:
+            self._where.over(self)
 
     def _suspects(self) -> list[Custody]:
-        if self._where.is_back(self._prefill, self._run):
+        if not self._where.is_current(self) or self._where.is_back(self.prefill, self._run):
             return []
-        return self._where.awaited(self._prefill, self._decode, self._lost_at)
+        return self._where.awaited(self.prefill, self.decode, self._lost_at)
 
     async def _compare(self) -> None:
         """Compare the number of requests that wait with those that may; end legs after the last look."""
-        waiting = await self._where.waiting(self._decode)
+        waiting = await self._where.waiting(self.decode)
         suspects = self._suspects()
-        if not suspects:
-            return
         if waiting is not None:
-            left = max(0, waiting - self._where.awaited_elsewhere(self._prefill, self._decode))
+            left = max(0, waiting - self._where.awaited_elsewhere(self.prefill, self.decode))
             self._least = left if self._least is None else min(left, self._least)
-        if self._least == 0:
-            return  # all have their KV
+        if not suspects or self._least == 0:  # all have their KV
+            self._where.over(self)
+            return
         self._looks += 1
         if self._looks < LOOKS:
             self.look_later()
             return
+        self._where.over(self)
         ended = suspects[: self._least]
-        logger.warning("%s was lost: %d requests at %s wait for its KV", self._prefill, len(ended), self._decode)
+        logger.warning("%s was lost: %d requests at %s wait for its KV", self.prefill, len(ended), self.decode)
         for custody in ended:
             custody.push_lost()
