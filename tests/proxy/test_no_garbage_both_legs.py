@@ -66,6 +66,15 @@ async def lost(pair: Pair, clock: ManualClock) -> None:
     await pair.world.probe()
 
 
+async def late(pair: Pair, clock: ManualClock) -> None:
+    """No push comes: the decode leg fails at its deadline, and one engine answers alone."""
+    for engine in (pair.p, pair.more[0]):
+        engine.engine._failing_loads = 9
+    assert (await clock.through(pair.ask(COMPLETIONS, completion(stream=True)))).status == 200
+    for engine in (pair.p, pair.more[0]):
+        engine.engine._failing_loads = 0
+
+
 async def left(pair: Pair, clock: ManualClock) -> None:
     """The client leaves while both engines work."""
     gate, orphans = Gate(), pair.world.proxy.custodian.orphans
@@ -79,7 +88,7 @@ async def left(pair: Pair, clock: ManualClock) -> None:
         await until(lambda: orphans.count == 0)
 
 
-@pytest.mark.parametrize("what", [no_prefill, refused, lost, left])
+@pytest.mark.parametrize("what", [no_prefill, refused, lost, late, left])
 def test_nothing_is_left_to_the_collector(what: Callable[[Pair, ManualClock], Awaitable[None]]) -> None:
     async def run() -> None:
         clock = ManualClock()
