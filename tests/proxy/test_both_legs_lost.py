@@ -241,47 +241,38 @@ async def test_a_number_of_waiting_requests_that_has_no_end() -> None:
 
 
 async def test_a_prefill_engine_that_is_lost_before_its_answer_and_comes_back() -> None:
-    """The decode leg is ended. Its engine waits until the answer comes after all, with its push: nothing is stuck."""
-    clock = ManualClock()
-    async with pool(PUSH, prefills=2, clock=clock) as pair:
-        await known(pair)
-        gate = Gate()
-        engines = (pair.p, *pair.more)
-        for one in engines:
-            one.faults.scripts.default = gate
-        asked = spawned(pair.ask(COMPLETIONS, completion()))
-        await until(lambda: pair.d.engine.awaited)
-        (lost,) = pair.world.proxy.custodian.awaiting_push()
-        (engine,) = [one for one in engines if one.url == lost.prefill]
-        for one in engines:
-            if one is not engine:
-                one.faults.scripts.default = None
-        lose(pair, engine)
-        await looked(clock)
-        assert (await asked).text == await text_of(pair)
-        assert pair.world.proxy.custodian.orphans.count == 1
-        gate.opened.set()
-        await pair.world.quiet()
-        assert ends(pair) == ["aborted", "loaded"]
-        await until(lambda: not pair.d.engine.awaited)
-        assert pair.world.metric("pdproxy_kv_stuck") == 0
-
-
-async def test_a_prefill_engine_that_was_only_busy() -> None:
-    """It took no connection once, and the next probe finds it up in the same run: nobody's leg is ended."""
+    """It was busy with the prompt, and missed its probes: no leg is ended, since the prefill leg would show its end."""
     clock = ManualClock()
     async with pool(PUSH, clock=clock) as pair:
         await known(pair)
         gate = Gate()
         pair.p.faults.script(gate)
         asked = spawned(pair.ask(COMPLETIONS, completion()))
-        await until(lambda: pair.d.engine.stats.waiting)
+        await until(lambda: pair.d.engine.awaited)
+        lose(pair, pair.p)
+        await looked(clock, 1)
+        assert GRACE not in clock.pending()
+        gate.opened.set()
+        assert (await asked).text == await text_of(pair)
+        assert ends(pair) == ["loaded"]
+        assert pair.world.events(LegFailed) == []
+        assert pair.world.metric("pdproxy_kv_stuck") == 0
+
+
+async def test_a_prefill_engine_that_was_only_busy() -> None:
+    """It took no connection once, and the next probe finds it up in the same run: nobody's leg is ended."""
+    clock = ManualClock()
+    async with pool("mooncake", clock=clock) as pair:
+        side = pair.p.engine._links[0].side
+        side.freeze()
+        asked = spawned(pair.ask(COMPLETIONS, completion()))
+        await answered(pair)
         lose(pair, pair.p)
         await looked(clock, LOOKS - 1)
         await pair.world.probe()
         await looked(clock, 1)
         assert GRACE not in clock.pending()
-        gate.opened.set()
+        side.thaw()
         assert (await asked).text == await text_of(pair)
         assert ends(pair) == ["loaded"]
         assert pair.world.events(LegFailed) == []

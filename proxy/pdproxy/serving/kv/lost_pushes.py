@@ -1,13 +1,13 @@
 """Pushes that are lost with their prefill engine: ends the decode legs that wait for them.
 
 Where a prefill engine pushes, nothing shows at the decode engine that the other one has died before its push: the decode engine
-would wait, and its leg, until a deadline. So once an engine is found down or started again, the decode legs whose KV it had to
-push are looked at, unless it is up again at once in the same run. Those that send data meanwhile are not affected. Of the others,
-some may have all of their KV, and work on an answer that is not streamed: a push comes within milliseconds of the prefill's
-answer, and an answer may take minutes. No engine shows which of its requests wait, only how many do
-(`vllm:num_requests_waiting`). Less those that wait for another prefill engine, which has not answered yet, that is the number of
-legs that have lost their push. So many are ended: first those whose prefill engine has not answered, then the latest ones. Of a
-decode engine that does not report this number all legs are ended.
+would wait, and its leg, until a deadline. So once an engine is found down or started again, the decode legs whose prefill it has
+answered are looked at, unless it is up again at once in the same run. (While its answer is awaited, the prefill leg shows its end:
+an engine that is only busy may miss probes.) Those that send data meanwhile are not affected. Of the others, some may have all of
+their KV, and work on an answer that is not streamed: a push comes within milliseconds of the prefill's answer, and an answer may
+take minutes. No engine shows which of its requests wait, only how many do (`vllm:num_requests_waiting`). Less those whose prefill
+has not been answered yet, that is the number of legs that have lost their push. So many are ended, the latest ones. Of a decode
+engine that does not report this number all legs are ended.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LostPushes:
         engine = self._engines.get(prefill)
         run = engine.node.run_number if engine is not None and not engine.node.up else None
         for decode in {one.decode for one in self._custodian.awaiting_push() if one.prefill == prefill}:
-            if decode is not None:
+            if decode is not None:  # also where nothing was answered yet: an answer may be on its way
                 watch = self._watches[prefill, decode] = _Watch(self, prefill, decode, now, run)
                 watch.look_later()
 
@@ -80,14 +80,14 @@ class LostPushes:
         self._clock.after(GRACE, then)
 
     def awaited(self, prefill: str, decode: str, until: float) -> list[Custody]:
-        """Return what a decode engine may await of a prefill engine since `until` or before, the likeliest first."""
-        found = [one for one in self._of(decode) if one.prefill == prefill and one.since <= until]
-        return sorted(found, key=lambda one: (one.promised, one.since), reverse=True)
+        """Return what a decode engine may await of a prefill engine that answered, since `until` or before, the latest first."""
+        found = [one for one in self._of(decode) if one.prefill == prefill and one.since <= until and not one.promised]
+        return sorted(found, key=lambda one: one.since, reverse=True)
 
-    def awaited_elsewhere(self, prefill: str, decode: str) -> int:
-        """Return how many requests certainly wait at a decode engine for prefill engines that work."""
+    def certainly_waiting(self, decode: str) -> int:
+        """Return how many requests wait at a decode engine for prefills that were not answered yet."""
         oldest = self._clock.now() - GRACE  # the decode engine may not have counted a later one yet
-        return sum(one.promised and one.prefill != prefill and one.since <= oldest for one in self._of(decode))
+        return sum(one.promised and one.since <= oldest for one in self._of(decode))
 
     def spawn(self, look: Coroutine[object, object, None], decode: str) -> None:
         """Run a look in the background."""
@@ -142,7 +142,7 @@ class _Watch:
         waiting = await self._where.waiting(self.decode)
         suspects = self._suspects()
         if waiting is not None:
-            left = max(0, waiting - self._where.awaited_elsewhere(self.prefill, self.decode))
+            left = max(0, waiting - self._where.certainly_waiting(self.decode))
             self._least = left if self._least is None else min(left, self._least)
         if not suspects or self._least == 0:  # all have their KV
             self._where.over(self)
