@@ -1,0 +1,364 @@
+"""`pdproxy simulate`: what a fleet of engines would do with a load, without engines."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, TypeVar
+
+from pdproxy.bench import reading
+from pdproxy.bench.arrivals import KINDS, MAX_REQUESTS
+from pdproxy.bench.slo import parse_slo
+from pdproxy.cli.parser import examples
+from pdproxy.scheduling import policies
+from pdproxy.settings.errors import SettingsError
+
+if TYPE_CHECKING:
+    from pdproxy.cli.parser import Commands
+    from pdproxy.lab.simulate.load import Load
+    from pdproxy.lab.simulate.run import Simulation
+
+T = TypeVar("T")
+_INTERRUPTED = 130
+_DEFAULT_PROFILE = "h200-8b"
+_MAX_ENGINES = 4096
+
+
+def add(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "simulate",
+        help="predict what engines would do with a load, with this proxy's scheduling",
+        description="Run a load on virtual engines in virtual time, behind the scheduling code of the proxy, and print "
+        "latencies, rates, goodput and how busy the engines were. Nothing is sent. 100,000 requests on 64 engines take a "
+        "minute. The exit code is 0, or 2 if the options are wrong, or 130 if it was interrupted.",
+        usage="pdproxy simulate (--prefill N --decode M | --aggregated K) (--rate R | --trace FILE) [option ...]",
+        epilog=examples(
+            "pdproxy simulate --prefill 5 --decode 3 --rate 40 --input-tokens 4000 --output-tokens 128 --slo ttft=500ms,tpot=8ms",
+            "pdproxy simulate --aggregated 8 --chunk 1024 --rate 40 --input-tokens 4000 --output-tokens 128",
+            "pdproxy simulate --prefill 40 --decode 24 --trace trace.jsonl --spread --scale 20 --requests 100000 --seeds 1",
+        ),
+    )
+    _add_fleet(parser.add_argument_group("engines"))
+    _add_load(parser.add_argument_group("load (see `pdproxy bench --help`)"))
+    report = parser.add_argument_group("report")
+    report.add_argument(
+        "--slo",
+        metavar="[NAME:]LIMITS",
+        type=_type(parse_slo),
+        action="append",
+        default=[],
+        help="what a good request keeps, such as chat:ttft=500ms,tpot=15ms,gap=50ms,e2e=10s; may be repeated (default: none)",
+    )
+    report.add_argument(
+        "--json",
+        metavar="FILE",
+        type=Path,
+        help="write a JSON object per seed, which `pdproxy bench --compare` reads",
+    )
+    report.add_argument(
+        "--name",
+        metavar="NAME",
+        help="name of the runs in the report (default: such as 5P3D, or 8A for aggregated ones)",
+    )
+    parser.set_defaults(run=run)
+
+
+def _add_fleet(group: argparse._ArgumentGroup) -> None:
+    for role in ("prefill", "decode", "aggregated"):
+        group.add_argument(
+            f"--{role}",
+            metavar="N",
+            type=_type(reading.whole(0, _MAX_ENGINES)),
+            default=0,
+            help=f"number of {role} engines (default: 0)",
+        )
+    group.add_argument(
+        "--profile",
+        metavar="NAME",
+        default=_DEFAULT_PROFILE,
+        help=f"what the engines are: a shipped profile, or a file (default: {_DEFAULT_PROFILE})",
+    )
+    known = ", ".join(policies.names())
+    for role in ("prefill", "decode"):
+        group.add_argument(
+            f"--{role}-policy",
+            metavar="NAME",
+            choices=policies.names(),
+            help=f"how {role} engines are chosen: {known} (default: as --policy)",
+        )
+    group.add_argument(
+        "--policy",
+        metavar="NAME",
+        choices=policies.names(),
+        default="least_load",
+        help=f"how engines are chosen: {known} (default: least_load)",
+    )
+    group.add_argument(
+        "--chunk",
+        metavar="TOKENS",
+        type=_type(reading.whole(1, 10_000_000)),
+        help="vLLM's --max-num-batched-tokens of all engines (default: the profile's)",
+    )
+    group.add_argument(
+        "--prefill-chunk",
+        metavar="TOKENS",
+        type=_type(reading.whole(1, 10_000_000)),
+        help="the same, of prefill engines (default: as --chunk)",
+    )
+    group.add_argument(
+        "--max-num-seqs",
+        metavar="N",
+        type=_type(reading.whole(1, 1_000_000)),
+        help="vLLM's --max-num-seqs (default: the profile's)",
+    )
+    group.add_argument(
+        "--kv-tokens",
+        metavar="N",
+        type=_type(reading.whole(512, 1_000_000_000)),
+        help="tokens whose KV fits into an engine (default: the profile's)",
+    )
+    group.add_argument(
+        "--no-prefix-caching", action="store_true", help="as vLLM's --no-enable-prefix-caching (default: caching)"
+    )
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--rate", metavar="R", type=_type(reading.rate), help="requests per second; A:B with --arrivals ramp"
+    )
+    group.add_argument("--arrivals", choices=KINDS, default="poisson", help="when requests come (default: poisson)")
+    group.add_argument(
+        "--burstiness",
+        metavar="B",
+        type=_type(reading.number(0.0, 100.0, "a number")),
+        default=0.25,
+        help="shape of the gamma distribution of --arrivals burst (default: 0.25)",
+    )
+    group.add_argument(
+        "--duration",
+        metavar="S",
+        type=_type(reading.number(0.0, 86_400.0, "seconds")),
+        help="seconds in which requests come (default: 300; with --trace: all of it, once)",
+    )
+    group.add_argument(
+        "--requests",
+        metavar="N",
+        type=_type(reading.whole(1, MAX_REQUESTS)),
+        help="number of requests, instead of --duration; a trace is repeated, if it has fewer",
+    )
+    for name, word, default in (("input", "a prompt", 1024), ("output", "an answer", 128)):
+        group.add_argument(
+            f"--{name}-tokens",
+            metavar="N",
+            type=_type(reading.lengths),
+            help=f"tokens of {word}, or a range A:B (default: {default})",
+        )
+    group.add_argument(
+        "--seeds",
+        metavar="N",
+        type=_type(reading.whole(1, 100)),
+        default=3,
+        help="runs, each with another seed (default: 3)",
+    )
+    group.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="JSON lines with timestamp (ms), input_length, output_length and hash_ids, as Mooncake's; with --rate "
+        "only the times are others",
+    )
+    group.add_argument(
+        "--scale",
+        metavar="X",
+        type=_type(reading.number(0.0, 1e6, "a number")),
+        help="how many times faster than in the trace requests come (default: 1)",
+    )
+    group.add_argument(
+        "--slice", metavar="A:B", type=_type(reading.window), help="use these seconds of the trace alone (default: all)"
+    )
+    group.add_argument(
+        "--spread", action="store_true", help="spread requests with equal times evenly until the trace's next time"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate, print the report, return the exit code."""
+    # Imported here: wrong options should be reported at once.
+    from pdproxy.lab.simulate.run import run_all, text
+
+    _check(arguments)
+    simulation = _simulation(arguments)
+    fleet = simulation.fleet
+    split, plain = (
+        (f"{fleet.prefill}P{fleet.decode}D", fleet.prefill or fleet.decode),
+        (f"{fleet.aggregated}A", fleet.aggregated),
+    )
+    name = arguments.name or "+".join(word for word, count in (split, plain) if count)
+    with contextlib.ExitStack() as stack, _as_settings_error(""):
+        file = _opened(arguments.json, stack)
+        try:
+            records = run_all(simulation, name, arguments.seeds, _asked(arguments), lambda one: _append(file, one))
+        except KeyboardInterrupt:
+            sys.stderr.write("pdproxy simulate: interrupted\n")
+            return _INTERRUPTED
+    print(text(records), end="")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse options that contradict each other, and those without effect."""
+    mistakes = []
+    if arguments.rate is None and arguments.trace is None:
+        mistakes.append("--rate or --trace is missing")
+    if arguments.duration is not None and arguments.requests is not None:
+        mistakes.append("--duration and --requests: give one of them")
+    if arguments.trace is not None:
+        mistakes += [
+            f"--{name}-tokens: has no effect with --trace"
+            for name in ("input", "output")
+            if getattr(arguments, f"{name}_tokens") is not None
+        ]
+        if arguments.rate is not None and arguments.scale is not None:
+            mistakes.append("--scale: has no effect with --rate")
+    else:
+        mistakes += [
+            f"--{name}: has no effect without --trace"
+            for name in ("scale", "slice", "spread")
+            if getattr(arguments, name)
+        ]
+    names = [slo.name for slo in arguments.slo]
+    mistakes += [f"--slo: two have the name {name}" for name in dict.fromkeys(names) if names.count(name) > 1]
+    if mistakes:
+        raise SettingsError(*mistakes)
+
+
+def _simulation(arguments: argparse.Namespace) -> Simulation:
+    from pdproxy.lab.simulate.run import Simulation
+    from pdproxy.lab.simulate.shape import Fleet, Shape
+    from pdproxy.scheduling.nodes import Role
+    from pdproxy.sim.profile import load
+
+    with _as_settings_error(""):
+        fleet = Fleet(prefill=arguments.prefill, decode=arguments.decode, aggregated=arguments.aggregated)
+    with _as_settings_error("--profile: "):
+        profile = load(arguments.profile)
+    limits = profile.engine
+    chunk = arguments.chunk or limits.max_num_batched_tokens
+    with _as_settings_error(""):
+        shapes = {
+            role: Shape(
+                max_num_batched_tokens=arguments.prefill_chunk if one else chunk,
+                max_num_seqs=arguments.max_num_seqs or limits.max_num_seqs,
+                kv_tokens=arguments.kv_tokens or limits.block_size * limits.num_gpu_blocks,
+                block_size=limits.block_size,
+                enable_prefix_caching=not arguments.no_prefix_caching,
+            )
+            for role in Role
+            for one in [role is Role.PREFILL and arguments.prefill_chunk is not None]
+        }
+        chosen = {
+            Role.PREFILL: arguments.prefill_policy or arguments.policy,
+            Role.DECODE: arguments.decode_policy or arguments.policy,
+        }
+        return Simulation(
+            fleet=fleet,
+            hardware=profile.hardware,
+            shapes=shapes,
+            policies=chosen,
+            load=_load(arguments),
+            slos=tuple(arguments.slo),
+        )
+
+
+def _load(arguments: argparse.Namespace) -> Load:
+    from pdproxy.bench.arrivals import Arrivals
+    from pdproxy.bench.trace import cut, read_trace, spread
+    from pdproxy.bench.workload import Lengths
+    from pdproxy.lab.simulate.load import Replay, Synthetic
+
+    arrivals = None
+    if arguments.rate is not None:
+        with _as_settings_error("--rate: "):
+            low, high = arguments.rate
+            arrivals = Arrivals(kind=arguments.arrivals, rate=low, end_rate=high, burstiness=arguments.burstiness)
+    duration, requests = arguments.duration, arguments.requests
+    if arguments.trace is None:
+        assert arrivals is not None
+        return Synthetic(
+            arrivals=arrivals,
+            inputs=arguments.input_tokens or Lengths(1024, 1024),
+            outputs=arguments.output_tokens or Lengths(128, 128),
+            duration=(duration or 300.0) if requests is None else None,
+            requests=requests,
+        )
+    with _as_settings_error("--trace: "):
+        entries = cut(read_trace(arguments.trace), *(arguments.slice or (0.0, math.inf)))
+        if not entries:
+            raise ValueError("no requests in this slice")
+    return Replay(
+        entries=spread(entries) if arguments.spread else entries,
+        scale=arguments.scale or 1.0,
+        arrivals=arrivals,
+        duration=duration,
+        requests=requests,
+    )
+
+
+def _asked(arguments: argparse.Namespace) -> dict[str, object]:
+    """Return the options for the record."""
+    names = (
+        "prefill",
+        "decode",
+        "aggregated",
+        "profile",
+        "policy",
+        "chunk",
+        "prefill_chunk",
+        "arrivals",
+        "scale",
+        "spread",
+    )
+    found: dict[str, object] = {name: getattr(arguments, name) for name in names}
+    return found | {"rate": arguments.rate, "trace": None if arguments.trace is None else arguments.trace.name}
+
+
+def _opened(path: Path | None, stack: contextlib.ExitStack) -> IO[bytes] | None:
+    if path is None:
+        return None
+    try:
+        return stack.enter_context(path.open("wb"))
+    except OSError as error:
+        raise SettingsError(f"--json: {path.name} can't be written: {error.strerror}") from None
+
+
+def _append(file: IO[bytes] | None, record: dict[str, object]) -> None:
+    import msgspec
+
+    if file is not None:
+        file.write(msgspec.json.encode(record) + b"\n")
+        file.flush()
+
+
+@contextlib.contextmanager
+def _as_settings_error(prefix: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise SettingsError(f"{prefix}{error}") from None
+
+
+def _type(read: Callable[[str], T]) -> Callable[[str], T]:
+    """Return a reader for argparse, which shows the text of its own error alone."""
+
+    def typed(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return typed

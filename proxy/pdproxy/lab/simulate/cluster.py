@@ -1,0 +1,176 @@
+"""Engines behind the proxy's scheduling, in virtual time: the ledger and its policies choose, as they do for requests over HTTP.
+
+A request takes the steps that `serving.dispatch` has for it with contract `nixl` and order `sequential`: both engines are leased
+when it comes, the prefill lease is closed when the decode engine is asked, the decode lease at the end. Engines don't fail here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from typing import Any
+
+from pdproxy.lab.simulate.engine import Engine
+from pdproxy.lab.simulate.gaps import Histogram
+from pdproxy.lab.simulate.records import Records
+from pdproxy.lab.simulate.shape import Fleet, Shape
+from pdproxy.lab.simulate.work import Work
+from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.policies import POLICIES
+from pdproxy.scheduling.policy import Ask
+from pdproxy.scheduling.split import why_alone
+from pdproxy.sim.hardware import Hardware
+from pdproxy.wire.request import Parsed, Prompt, Route
+
+TEXT_BYTES = 4
+"""Bytes of a prompt per token: the ledger counts prompt bytes."""
+_SPLIT = (Role.PREFILL, Role.DECODE)
+_MODEL = "simulated"
+
+
+class Call:
+    """A client's request: when it is due, in seconds, its tokens, and the keys of its prompt's whole units."""
+
+    __slots__ = ("due", "keys", "lease", "number", "output", "prefill", "prefill_lease", "prompt")
+
+    def __init__(self, number: int, due: float, prompt: int, output: int, keys: Sequence[int] = ()) -> None:
+        self.number, self.due, self.prompt, self.output, self.keys = number, due, prompt, output, keys
+        self.lease: Lease | None = None
+        self.prefill_lease: Lease | None = None
+        self.prefill: Work | None = None
+
+
+class Cluster:
+    """A fleet in virtual time (seconds from 0). `shapes`: what the engines of a role are. `policies`: names by role. Run once."""
+
+    def __init__(
+        self, fleet: Fleet, hardware: Hardware, shapes: Mapping[Role, Shape], policies: Mapping[Role, str]
+    ) -> None:
+        self.fleet, self.hardware, self.shapes = fleet, hardware, shapes
+        self.itl = Histogram()
+        self.now = 0.0
+        self.events = 0
+        """How many events there were."""
+        self._heap: list[tuple[float, int, Callable[[Any, float], None], Any]] = []
+        self._number = 0
+        self.records = Records()
+        counts = {Role.PREFILL: fleet.prefill, Role.DECODE: fleet.decode, Role.AGGREGATED: fleet.aggregated}
+        specs = [NodeSpec(f"{role.value}-{i}", role) for role, count in counts.items() for i in range(count)]
+        self.engines = {spec.url: Engine(hardware, shapes[spec.role], self._at, self, self.itl) for spec in specs}
+        self.roles = {spec.url: spec.role for spec in specs}
+        self.ledger = Ledger(
+            specs,
+            breaker_failures=3,
+            breaker_cooldown=10.0,
+            policies={role: POLICIES[name] for role, name in policies.items()},
+        )
+        for spec in specs:
+            block = shapes[spec.role].block_size
+            self.ledger.mark_up(spec.url, Evidence(frozenset({_MODEL}), "", block, (), 0, 1.0))
+        self._parsed = Parsed(Route.COMPLETIONS, {}, _MODEL, True, False, False, (), None, 0)
+        self._calls: Iterable[Call] = iter(())
+
+    def run(self, calls: Iterable[Call]) -> Records:
+        """Serve all calls, which are in the order in which they are due. Return what was measured."""
+        self._calls = iter(calls)
+        self._next_call()
+        heap = self._heap
+        while heap:
+            self.now, _, what, argument = heappop(heap)
+            self.events += 1
+            what(argument, self.now)
+        return self.records
+
+    def _at(self, time: float, what: Callable[[Any, float], None], argument: Any) -> None:
+        self._number += 1
+        heappush(self._heap, (time, self._number, what, argument))
+
+    def _next_call(self) -> None:
+        call = next(iter(self._calls), None)
+        if call is not None:
+            self._at(call.due, self._arrived, call)
+
+    # -- the course of a request
+
+    def _arrived(self, call: Call, now: float) -> None:
+        """The proxy leases engines for a request."""
+        self._next_call()
+        records, ledger = self.records, self.ledger
+        records.arrived(call.number, call.due, call.prompt, call.output)
+        size = call.prompt * TEXT_BYTES
+        ask = Ask(_MODEL, size, now, None, self._parsed)
+        before = self.hardware.before_engine_s
+        if self._split(call, size):
+            assignment = ledger.assign(_SPLIT, ask)
+            if assignment is not None:
+                call.prefill_lease, call.lease = assignment.leases
+                if not self._fits(call, Role.PREFILL) or not self._fits(call, Role.DECODE):
+                    self._refused(call, now)
+                    return
+                call.prefill = Work(call, call.prompt, 1, call.keys)
+                self._at(now + before, self._prefill, call)
+                return
+        call.lease = ledger.assign_alone(ask)
+        if call.lease is None or not self._fits(call, call.lease.node.role):
+            self._refused(call, now)
+            return
+        self._at(now + before, self._alone, call)
+
+    def _split(self, call: Call, size: int) -> bool:
+        prompt = Prompt(None, call.prompt, size)
+        block, template = self.ledger.block_size, self.ledger.template_tokens
+        return why_alone(self._parsed, prompt, block_size=block, template_tokens=template) is None
+
+    def _fits(self, call: Call, role: Role) -> bool:
+        return self.shapes[role].fits(call.prompt, 1 if role is Role.PREFILL else call.output)
+
+    def _refused(self, call: Call, now: float) -> None:
+        """A request that is too long for an engine's memory: an engine refuses it."""
+        for lease in (call.prefill_lease, call.lease):
+            if lease is not None:
+                self.ledger.close(lease, Verdict.NEUTRAL, now)
+        self.records.refused(call.number)
+
+    def _prefill(self, call: Call, now: float) -> None:
+        assert call.prefill_lease is not None
+        assert call.prefill is not None
+        self.engines[call.prefill_lease.node.url].submit(call.prefill, now)
+
+    def _alone(self, call: Call, now: float) -> None:
+        assert call.lease is not None
+        self.engines[call.lease.node.url].submit(Work(call, call.prompt, call.output, call.keys), now)
+
+    def _decode(self, call: Call, now: float) -> None:
+        assert call.lease is not None
+        assert call.prefill_lease is not None
+        self.ledger.close(call.prefill_lease, Verdict.GOOD, now)
+        work = Work(call, call.prompt, call.output, call.keys, pulls=True)
+        self.engines[call.lease.node.url].submit(work, now)
+
+    def _answered(self, call: Call, now: float) -> None:
+        assert call.lease is not None
+        self.ledger.close(call.lease, Verdict.GOOD, now)
+
+    # -- what engines report
+
+    def pulled(self, work: Work, now: float) -> None:
+        """See `engine.Listener`."""
+        call: Call = work.call
+        assert call.prefill is not None
+        assert call.prefill_lease is not None
+        self.engines[call.prefill_lease.node.url].release(call.prefill, now)
+        call.prefill = None
+
+    def ended(self, work: Work, now: float) -> bool:
+        """See `engine.Listener`."""
+        call: Call = work.call
+        if work is call.prefill:
+            self._at(now + self.hardware.between_engines_s, self._decode, call)
+            return True
+        late = self.hardware.to_client_s
+        assert work.first_at is not None
+        self.records.ended(call.number, work.first_at + late, now + late, work.worst_s)
+        self._at(now + late, self._answered, call)
+        return False
