@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pdproxy.lab.simulate.cluster import Call, Cluster
 from pdproxy.lab.simulate.shape import Fleet, Shape
@@ -29,7 +30,9 @@ H200 = Hardware(
     handoff_overhead_s=0.005_017,
     response_overhead_s=0.0046,
 )
-SIMPLE = Hardware(prefill_tokens_per_s=1000.0, decode_step_s=0.01, decode_step_per_seq_s=0.0, link_bytes_per_s=131_072e3)
+SIMPLE = Hardware(
+    prefill_tokens_per_s=1000.0, decode_step_s=0.01, decode_step_per_seq_s=0.0, link_bytes_per_s=131_072e3
+)
 """A prompt's token takes 1 ms, a step that decodes 10 ms, a transfer 1 ms and 1 ms more for each token."""
 LEAST_LOAD = {Role.PREFILL: "least_load", Role.DECODE: "least_load"}
 
@@ -57,15 +60,13 @@ def drawn(seed: int, count: int, rate: float, longest: int, unit: int) -> list[C
     return calls
 
 
-def conversations(seed: int, count: int, step_ms: int = 3000) -> list[dict[str, object]]:
+def conversations(seed: int, count: int, step_ms: int = 3000) -> list[dict[str, Any]]:
     """Return lines like those of Mooncake's trace: conversations whose turns repeat what came before, times in steps."""
     chance, lines, next_id = random.Random(seed), [], 1
     open_ones: list[list[int]] = []
     for number in range(count):
-        if open_ones and chance.random() < 0.5:
-            ids = open_ones.pop(chance.randrange(len(open_ones)))
-        else:
-            ids = [0]
+        again = open_ones and chance.random() < 0.5
+        ids = open_ones.pop(chance.randrange(len(open_ones))) if again else [0]
         more = chance.randint(1, 14)
         ids = [*ids, *range(next_id, next_id + more)]
         next_id += more

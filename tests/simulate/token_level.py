@@ -134,8 +134,11 @@ class TokenLevel:
         request = _request(f"d-{call.number}", prompt, call.output, handle)
         self.cluster.submit(self.engines[lease.node.url], request, token)
 
-    def _later(self, seconds: float, what: Callable[[], None]) -> None:
-        self.cluster.at(self.cluster.now + seconds, what)
+    def _later(self, seconds: float, what: Callable[[], object]) -> None:
+        def due() -> None:
+            what()
+
+        self.cluster.at(self.cluster.now + seconds, due)
 
 
 def _request(name: str, prompt: tuple[int, ...], output: int, params: object) -> EngineRequest:
