@@ -9,7 +9,19 @@ from typing import Any
 
 from pdproxy.cli.parser import Parser, examples
 
-COMMANDS = ("serve", "demo", "sim", "check", "conformance", "bench", "simulate", "health", "notifier", "config", "completion")
+COMMANDS = (
+    "serve",
+    "demo",
+    "sim",
+    "check",
+    "conformance",
+    "bench",
+    "simulate",
+    "health",
+    "notifier",
+    "config",
+    "completion",
+)
 
 
 def parser_for(argv: Sequence[str]) -> Parser:
