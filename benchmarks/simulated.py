@@ -35,7 +35,8 @@ class Stage:
 
 
 @contextmanager
-def _running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+def running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command of pdproxy until the block ends."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(
         [sys.executable, "-m", "pdproxy", *arguments], stdout=subprocess.DEVNULL, env=environment
@@ -51,7 +52,12 @@ def _running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
             process.wait()
 
 
-def _wait(urls: Sequence[str], processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def wait(urls: Sequence[str], processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait until all URLs answer with 200.
+
+    Raises:
+        RuntimeError: one does not, or a process has ended.
+    """
     end = time.monotonic() + PATIENCE
     for url in urls:
         while True:
@@ -91,9 +97,9 @@ def pair(connector: str, orders: Sequence[str], flags: Sequence[str]) -> Iterato
             )
             file.write_text(f"pools:\n  - connector: {connector}\n    dispatch: {order}\n    nodes:\n{nodes}")
             started.append(("serve", "--config", str(file), "--port", str(port), "--log-level", "error"))
-        processes = [stack.enter_context(_running(*arguments)) for arguments in started]
+        processes = [stack.enter_context(running(*arguments)) for arguments in started]
         urls = {order: f"http://127.0.0.1:{port}" for order, port in proxies.items()}
-        _wait([f"{url}/ready" for url in urls.values()], processes)
+        wait([f"{url}/ready" for url in urls.values()], processes)
         yield urls
 
 
@@ -116,7 +122,7 @@ def stage(connector: str, *, speed: float = 1.0) -> Iterator[Stage]:
             ("sim", "--port", str(plain), *usual, "--connector", "none"),
             ("serve", "--port", str(proxy), "--connector", connector, "--log-level", "error", *pair_urls),
         ]
-        processes = [stack.enter_context(_running(*arguments)) for arguments in started]
+        processes = [stack.enter_context(running(*arguments)) for arguments in started]
         made = Stage(f"http://127.0.0.1:{proxy}", f"http://127.0.0.1:{plain}")
-        _wait([f"{made.plain}/health", f"{made.proxy}/ready"], processes)
+        wait([f"{made.plain}/health", f"{made.proxy}/ready"], processes)
         yield made

@@ -110,7 +110,8 @@ def test_wrong_options_are_named_in_one_line(line: list[str], message: str, caps
     [
         (["--rate", "4", "--scale", "2"], "--scale: has no effect with --rate"),
         (["--input-tokens", "4"], "--input-tokens: has no effect with --trace"),
-        (["--slice", "90000:90001"], "--trace: no requests in this slice"),
+        (["--max-tokens", "2"], "--trace: no requests are left of it"),
+        (["--slice", "90000:90001"], "--trace: no requests are left of it"),
     ],
 )
 def test_wrong_options_of_a_trace(

@@ -184,6 +184,12 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--spread", action="store_true", help="spread requests with equal times evenly until the trace's next time"
     )
+    group.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=_type(reading.whole(2, 10_000_000)),
+        help="leave out requests of the trace with more tokens in prompt and answer (default: none)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -228,8 +234,8 @@ def _check(arguments: argparse.Namespace) -> None:
     else:
         mistakes += [
             f"--{name}: has no effect without --trace"
-            for name in ("scale", "slice", "spread")
-            if getattr(arguments, name)
+            for name in ("scale", "slice", "spread", "max-tokens")
+            if getattr(arguments, name.replace("-", "_"))
         ]
     names = [slo.name for slo in arguments.slo]
     mistakes += [f"--slo: two have the name {name}" for name in dict.fromkeys(names) if names.count(name) > 1]
@@ -298,10 +304,13 @@ def _load(arguments: argparse.Namespace) -> Load:
         )
     with _as_settings_error("--trace: "):
         entries = cut(read_trace(arguments.trace), *(arguments.slice or (0.0, math.inf)))
+        entries = spread(entries) if arguments.spread else entries
+        longest = arguments.max_tokens or math.inf
+        entries = [entry for entry in entries if entry.input_tokens + entry.output_tokens <= longest]
         if not entries:
-            raise ValueError("no requests in this slice")
+            raise ValueError("no requests are left of it")
     return Replay(
-        entries=spread(entries) if arguments.spread else entries,
+        entries=entries,
         scale=arguments.scale or 1.0,
         arrivals=arrivals,
         duration=duration,
