@@ -26,8 +26,8 @@ MEDIANS = ("median_ttft_ms", "median_tpot_ms")
 def main() -> int:
     """Run both, print the table, return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for role, usual in (("prefill", 1), ("decode", 1), ("aggregated", 0)):
-        parser.add_argument(f"--{role}", type=int, default=usual)
+    for role, count in (("prefill", 1), ("decode", 1), ("aggregated", 0)):
+        parser.add_argument(f"--{role}", type=int, default=count)
     parser.add_argument("--profile", default="h200-8b")
     parser.add_argument("--within", type=float, default=0.1)
     parser.add_argument(
