@@ -58,7 +58,7 @@ def add(commands: Commands) -> None:
         "--json",
         metavar="FILE",
         type=Path,
-        help="write a JSON object per seed, which `pdproxy bench --compare` reads",
+        help="write a JSON object per seed, which `pdproxy bench --compare` reads (default: no file)",
     )
     report.add_argument(
         "--name",
@@ -108,7 +108,7 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
         "--prefill-chunk",
         metavar="TOKENS",
         type=_type(reading.whole(1, 10_000_000)),
-        help="the same, of prefill engines (default: as --chunk)",
+        help="vLLM's --max-num-batched-tokens of prefill engines (default: as --chunk)",
     )
     group.add_argument(
         "--max-num-seqs",
@@ -129,7 +129,10 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--rate", metavar="R", type=_type(reading.rate), help="requests per second; A:B with --arrivals ramp"
+        "--rate",
+        metavar="R",
+        type=_type(reading.rate),
+        help="requests per second; A:B with --arrivals ramp (default: the times of --trace)",
     )
     group.add_argument("--arrivals", choices=KINDS, default="poisson", help="when requests come (default: poisson)")
     group.add_argument(
@@ -149,7 +152,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         "--requests",
         metavar="N",
         type=_type(reading.whole(1, MAX_REQUESTS)),
-        help="number of requests, instead of --duration; a trace is repeated, if it has fewer",
+        help="number of requests, instead of --duration; a trace is repeated, if it has fewer (default: by --duration)",
     )
     for name, word, default in (("input", "a prompt", 1024), ("output", "an answer", 128)):
         group.add_argument(
@@ -170,7 +173,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         type=Path,
         help="JSON lines with timestamp (ms), input_length, output_length and hash_ids, as Mooncake's; with --rate "
-        "only the times are others",
+        "only the times are others (default: none)",
     )
     group.add_argument(
         "--scale",
