@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from pdproxy.sim.hardware import Hardware
 
+_TIE = 1e-9
+"""Seconds. A pull that begins as the one before is posted is the first of a step: sums of floats may differ in the last bit."""
+
 
 class ReceivingLine:
     """The transfers to one engine. A step posts them in turn (`Hardware.pull_s`); then they move."""
@@ -20,7 +23,7 @@ class ReceivingLine:
         """Begin a transfer of so many tokens; return in how many seconds it has ended."""
         hardware = self._hardware
         if hardware.speed and (hardware.pull_s or hardware.further_pull_s):
-            posting = hardware.further_pull_s if self._posted > now else hardware.pull_s
+            posting = hardware.further_pull_s if self._posted > now + _TIE else hardware.pull_s
             self._posted = max(self._posted, now) + posting / hardware.speed
         begins = max(self._posted, now)
         if hardware.transfers_in_line:

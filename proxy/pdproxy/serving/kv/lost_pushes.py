@@ -1,13 +1,13 @@
 """Pushes that are lost with their prefill engine: ends the decode legs that wait for them.
 
-Where a prefill engine pushes, nothing shows at the decode engine that the other one has died before its push: the decode engine
-would wait, and its leg, until a deadline. So once an engine is found down or started again, the decode legs whose prefill it has
-answered are looked at, unless it is up again at once in the same run. (While its answer is awaited, the prefill leg shows its end:
-an engine that is only busy may miss probes.) Those that send data meanwhile are not affected. Of the others, some may have all of
-their KV, and work on an answer that is not streamed: a push comes within milliseconds of the prefill's answer, and an answer may
-take minutes. No engine shows which of its requests wait, only how many do (`vllm:num_requests_waiting`). Less those whose prefill
-has not been answered yet, that is the number of legs that have lost their push. So many are ended, the latest ones. Of a decode
-engine that does not report this number all legs are ended.
+Where a prefill engine pushes, nothing shows at the decode engine that the other one has died before its push: the decode
+engine would wait, and its leg, until a deadline. So once an engine is found down or started again, the decode legs whose
+prefill it has answered are looked at, unless it is up again at once in the same run. (While its answer is awaited, the
+prefill leg shows its end: an engine that is only busy may miss probes.) Those that send data meanwhile are not affected. Of
+the others, some may have all of their KV, and work on an answer that is not streamed: a push comes within milliseconds of the
+prefill's answer, and an answer may take minutes. No engine shows which of its requests wait, only how many do
+(`vllm:num_requests_waiting`). Less those whose prefill has not been answered yet, that is the number of legs that have lost
+their push. So many are ended, the latest ones. Of a decode engine that does not report this number all legs are ended.
 """
 
 from __future__ import annotations
