@@ -56,7 +56,7 @@ async def silent(writer: asyncio.StreamWriter) -> None:
         (silent, "no answer within 0.3 s"),
         (models(b'{"data":[{"id":"m"}]}'), "the first request failed: stream: content-type is application/json"),
     ],
-    ids=lambda value: repr(value)[:40],
+    ids=lambda value: "silent" if value is silent else repr(value)[:40],
 )
 async def test_a_server_that_answers_wrongly_at_first_is_reported(answer: bytes | Write, says: str) -> None:
     found: list[Record] = []
