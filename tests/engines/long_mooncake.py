@@ -160,6 +160,7 @@ def _handles(proxy: Proxy, end: str) -> float:
 
 async def _paired(proxy: Proxy, seconds: float = 60) -> None:
     """Return once a prompt's KV has moved."""
+    await _until(lambda: proxy.ready() == 200, seconds, "not ready")
     before, end = _handles(proxy, "loaded"), time.monotonic() + seconds
     while _handles(proxy, "loaded") == before:
         assert time.monotonic() < end, f"the engines are not paired\n{proxy.tail()}"
@@ -214,7 +215,10 @@ class TestEachOrder:
         left = time.monotonic()
         assert went["closed"] + went["reset"] > CLIENTS / 4, went
         await _until(lambda: _nothing_known(proxy), 60, "handles are held")
-        await _until(_free(engines.prefill, engines.decode), KEPT + LONGER + 10, "KV is still held")
+        try:
+            await _until(_free(engines.prefill, engines.decode), KEPT + LONGER + 10, "KV is still held")
+        except AssertionError as error:
+            raise AssertionError(_usage(engines)) from error
         ended = proxy.counters().by("pdproxy_kv_handles_ended_total", "end")
         print(
             f"\n{dict(went)}; handles ended {dict(ended)}; free {time.monotonic() - left:.1f} s after the last client"
@@ -296,6 +300,11 @@ class TestEachOrder:
         await _paired(proxy)
         await _until(_free(engines.decode), KEPT + LONGER + 30, "the decode engine still waits")
         print(f"the decode engine was free {time.monotonic() - killed:.0f} s after the prefill engine was killed")
+
+
+def _usage(engines: Mooncakes) -> str:
+    names = (USED, "vllm:num_requests_waiting", "vllm:num_requests_running")
+    return str([[engine.counters().sum(name) for name in names] for engine in (engines.prefill, engines.decode)])
 
 
 def _taken(engine: Engine) -> Callable[[], bool]:
