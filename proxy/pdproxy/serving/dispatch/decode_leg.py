@@ -246,6 +246,8 @@ class DecodeLeg:
                 try:
                     return await first_data(resources, relay, node, in_silence=in_silence)
                 except StaleConnectionError as stale:
+                    if custody is not None and custody.how is not None:
+                        raise  # a notice says that the KV was read, or is gone: this handle can't be sent again
                     drop_traceback(stale)
                     relay = new_relay(attempt)
                     self._leg = await self._client.send(self._message, sink(attempt, relay), fresh=True)
