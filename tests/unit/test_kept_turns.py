@@ -272,6 +272,22 @@ def test_notice_and_answer_in_any_order(first: str) -> None:
     assert len(shelf.kept) == 0, "a second notice of it"
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_the_answers_own_handle_counts(other: bool) -> None:
+    """The request was sent again on a new connection: the notice was of an answer that nobody has got."""
+    shelf = Shelf()
+    turn = opened(shelf)
+    shelf.open.receive("a", params(59, "cmpl-lost" if other else "cmpl-d"))
+    turn.keeps(params(59))
+    turn.answered(ANSWER, 20)
+    turn.keeps(params(59, "cmpl-late"))
+    assert shelf.dropped == [("a", "abandoned", True)] * other
+    found = shelf.kept.take(SCOPE + text(*HISTORY, 1), shelf.p)
+    assert found is not None
+    assert found.turn.handle.request_id == "cmpl-d"
+    assert shelf.open.size == len(shelf.open) == 0
+
+
 @pytest.mark.parametrize("count", [None, 19, 21])
 def test_an_answer_whose_ids_are_not_all_known_leaves_its_prompt(count: int | None) -> None:
     shelf = Shelf()

@@ -43,8 +43,8 @@ class OpenTurn:
         return f"<OpenTurn {self.record.remote_request_id} of {self.record.decode}>"
 
     def keeps(self, params: bytes) -> None:
-        """Take the handle: the decode engine keeps the KV. Only the first one counts."""
-        self._where.keeps(self, params)
+        """Take the handle in the answer. A notice's was perhaps of a request that was sent again: its answer may be another."""
+        self._where.keeps(self, params, of_answer=True)
 
     def answered(self, ids: array[int], completion_tokens: int | None) -> None:
         """Take the answer's ids. If they are not all of it (`completion_tokens`, by the engine), only the prompt's are used."""
@@ -126,19 +126,22 @@ class OpenTurns:
         elif (record := self._forgotten(name)) is not None:
             self._release(record, params)
 
-    def keeps(self, turn: OpenTurn, params: bytes) -> None:
-        """Take the handle of a turn."""
-        if turn.handle is not None:
+    def keeps(self, turn: OpenTurn, params: bytes, *, of_answer: bool = False) -> None:
+        """Take the handle of a turn. Only the first one counts, and the answer's: KV that another one names is released."""
+        is_open, first = self._open.get(turn.record.remote_request_id) is turn, turn.handle
+        if first is not None and not (of_answer and is_open):
             return
-        if self._open.get(turn.record.remote_request_id) is not turn:
+        if not is_open:
             if not self._by_notice:
                 self._release(turn.record, params)  # another turn has got its name meanwhile
             return
         handle = self._read(turn.record, params)
         if isinstance(handle, str):
             self._end(turn)
-            self._dropped(turn.record, None, "unusable")
+            self._dropped(turn.record, first, "unusable")
             return
+        if first is not None and first.request_id != handle.request_id:
+            self._dropped(turn.record, first, "abandoned")
         turn.handle, turn.received = handle, self._now()
         if turn.record.remote_request_id in self._awaited:
             self._keep(turn, handle)
