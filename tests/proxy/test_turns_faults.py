@@ -1,0 +1,218 @@
+"""Every fault at every moment of a conversation's second turn, whose prefill engine is given KV that a decode engine kept.
+
+A client sees one of three things: the right answer; an error with a status and an OpenAI body; a stream that was right as far as
+it came and ends in an error event. After it the conversation goes on, and no block is held that the proxy does not know, but for
+those that only their own time frees.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from pdproxy.observe.events import TurnReused
+from pdproxy.sim.core import Core
+from pdproxy.sim.faults.book import Fault
+from pdproxy.sim.faults.moments import Moment
+from pdproxy.sim.server import SimServer
+from tests.fakes.client import Answer
+from tests.fakes.clock import STEP, ManualClock
+from tests.fakes.pool import Pair
+from tests.fakes.world import until
+from tests.proxy import test_registered_faults as registered
+from tests.proxy.test_connectors import CHAT, TEXT
+from tests.proxy.test_faults_by_moment import SILENT, cases, expected, left_to_the_lease
+from tests.proxy.test_turns import drops, keeps, kept_ids, talking, user
+
+SHARE = 1 if os.environ.get("PDPROXY_TEST_MOMENTS") == "all" else 4
+STARTED_AGAIN = ("restart", "kill", "dead_core", "no_fin")
+ENDS = ("kill", "restart", "freeze", "dead_core", "lease_expiry")
+
+
+def mine() -> list[tuple[str, str, Moment, bool]]:
+    """The cases of engines that don't register. A prefill leg is never streamed: its clients stream in every second case."""
+    found = [
+        (role, kind, moment, stream if role == "decode" else number % 2 == 0)
+        for number, (role, kind, moment, stream) in enumerate(cases())
+    ]
+    return found[::SHARE]
+
+
+def seen(answer: Answer, text: str) -> str:
+    """Which of the three it is; anything else fails. A stream that is right ends with `[DONE]`."""
+    what = registered.seen(answer, text)
+    if what == "right" and answer.header("content-type") != "application/json":
+        assert answer.events[-1] == b"data: [DONE]\n\n"
+    return what
+
+
+class Talk:
+    """One conversation with several engines of one role. Its clients all stream, or none does."""
+
+    def __init__(self, pair: Pair, prefills: int, clock: ManualClock, *, stream: bool) -> None:
+        self.pair, self.clock, self._stream = pair, clock, stream
+        self.p = [pair.p, *pair.more[: prefills - 1]]
+        self.d = [pair.d, *pair.more[prefills - 1 :]]
+        self.messages: list[dict[str, Any]] = user(TEXT)
+        for sim in self.engines:
+            sim.requests.clear()
+
+    @property
+    def engines(self) -> list[SimServer]:
+        """All of them."""
+        return [*self.p, *self.d]
+
+    async def turn(self, *, waits: bool = False) -> tuple[Answer, str]:
+        """Ask the next turn. Return the answer, and what a plain engine says: with that the conversation goes on.
+
+        `waits`: nothing but a deadline may end it.
+        """
+        body = {"model": "tiny", "temperature": 0, "messages": self.messages, "max_tokens": 12}
+        alone = (await self.pair.asked_plain(CHAT, body)).json["choices"]
+        plain = alone[0]["message"]["content"]
+        for sim in self.p:
+            core(sim).pool.forget_all()  # what one has of the turn before need not be pulled
+        asked = self.pair.ask(CHAT, body | {"stream": self._stream})
+        answer = await (self.clock.through(asked, STEP) if waits else asked)
+        if answer.status == 200 and not self._stream:
+            assert answer.json["choices"] == alone, "no ids that nobody asked for"
+        self.messages = [*self.messages, {"role": "assistant", "content": plain}, *user("And then? " * 5)]
+        return answer, plain
+
+    async def first(self) -> SimServer:
+        """Ask the first turn. Return the engine that keeps its KV."""
+        answer, text = await self.turn()
+        assert seen(answer, text) == "right"
+        await keeps(self.pair, 1)
+        assert not self.given
+        (keeper,) = (sim for sim in self.d if sim.engine.handles)
+        return keeper
+
+    @property
+    def given(self) -> int:
+        """How many prompts prefill engines have read that had a handle of a decode engine."""
+        params = [one.json.get("kv_transfer_params") or {} for sim in self.p for one in sim.requests]
+        return sum(bool(one.get("remote_block_ids")) for one in params)
+
+    async def quiet(self) -> None:
+        """Wait until nothing is under way at the proxy: no task, no lease, no release. Deadlines may pass."""
+        turns = self.pair.world.proxy.turns
+        assert turns is not None
+        await self.clock.through(until(lambda: not self.pair.world.busy() and not turns.releases.pending), STEP)
+
+    async def goes_on(self) -> None:
+        """Bring every engine back to life. The next turn is right."""
+        for sim in self.engines:
+            sim.faults.clear()
+            if sim.life == "frozen":
+                await sim.thaw()
+            if sim.life != "up" or sim.engine.dead:
+                await sim.restart()
+        await self.pair.world.probe()
+        await self.quiet()
+        answer, text = await self.turn()
+        assert seen(answer, text) == "right"
+        await self.quiet()
+
+    async def nothing_is_left(self, *, lease: bool, ttl: bool) -> None:
+        """See that engines hold nothing but kept turns, and nothing without those.
+
+        `lease`: some of P's blocks may be freed by nothing but the end of their lease; `ttl`: the same for D's.
+        """
+        for sim in self.p if lease else ():
+            sim.engine.expire_leases()
+        await until(lambda: not any(sim.engine.handles for sim in self.p))
+        if not ttl:
+            await until(lambda: {name for sim in self.d for name in sim.engine.handles} <= kept_ids(self.pair))
+        turns = self.pair.world.proxy.turns
+        assert turns is not None
+        turns.kept.drop_all("evicted")
+        await self.quiet()
+        for sim in self.d if ttl else ():
+            sim.engine.expire_leases()
+        await until(lambda: not any(sim.engine.handles for sim in self.d))
+        await until(lambda: all(core(sim).pool.usage == 0 for sim in self.engines))
+        assert not self.pair.world.busy()
+
+
+def core(sim: SimServer) -> Core:
+    """The core of an engine that is alive."""
+    found = sim.engine._core
+    assert found is not None
+    return found
+
+
+def arm(talk: Talk, role: str, kind: str, moment: Moment) -> list[SimServer]:
+    """Have a fault hit the first engine of the role that gets to the moment. Return the engines that it may hit."""
+    sims = talk.p if role == "prefill" else talk.d
+    if moment == "accept":
+        for connection in [one for sim in sims for one in sim._open()]:
+            connection.drop()  # else none is accepted: the kept ones are used
+    if kind == "refuse":
+        sims = sims[1:]
+    for sim in sims:
+        sim.faults.armed = sims[0].faults.armed  # what has hit one engine hits no other
+    sims[0].faults.add(Fault(kind=kind, at=moment))
+    return sims
+
+
+def left_to_the_ttl(kind: str, dropped: list[str]) -> bool:
+    """Whether D's blocks of a turn may be freed by nothing but the end of their time.
+
+    P has left a prompt with a handle unanswered: it may still pull, so the handle is not released. Or D was started again while
+    it was asked, and the proxy saw that only later: then the turn counts as one of the run before. Or either engine was
+    started again: P then reports a release only in a step after their handshake, and an idle P may make none.
+    """
+    return "unanswered" in dropped or kind in STARTED_AGAIN
+
+
+@pytest.mark.parametrize(("role", "kind", "moment", "stream"), mine())
+async def test_what_a_client_sees(role: str, kind: str, moment: Moment, stream: bool) -> None:
+    prefills, decodes = (2, 1) if role == "prefill" else (1, 2)
+    clock = ManualClock()
+    async with talking(prefills=prefills, decodes=decodes, clock=clock) as pair:
+        talk = Talk(pair, prefills, clock, stream=stream)
+        await talk.first()
+        sims = arm(talk, role, kind, moment)
+        answer, text = await talk.turn(waits=kind in SILENT or (kind, moment) == ("garbage", "head"))
+        assert seen(answer, text) == expected(role, kind, moment, stream), (answer.status, answer.body)
+        assert kind == "refuse" or any(sim.faults.happened for sim in sims), "the fault came to nothing"
+        if role == "decode":
+            assert len(pair.world.events(TurnReused)) == talk.given == 1
+        elif moment != "accept":
+            assert talk.given >= 1
+            # Only P's answer shows that it has pulled; else the turn was given and is gone, `unused` if P has refused.
+            assert pair.world.events(TurnReused) or {"failed", "unanswered", "unused"} & set(drops(pair))
+        dropped = drops(pair)
+        await talk.goes_on()
+        await talk.nothing_is_left(lease=left_to_the_lease(role, kind, moment), ttl=left_to_the_ttl(kind, dropped))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("what", ENDS)
+async def test_the_engine_that_keeps_the_turn_is_lost(what: str, stream: bool) -> None:
+    """Before the next turn, and nobody has told the proxy: P can't pull what it is given."""
+    clock = ManualClock()
+    async with talking(prefills=1, decodes=2, clock=clock) as pair:
+        talk = Talk(pair, 1, clock, stream=stream)
+        keeper = await talk.first()
+        match what:
+            case "kill":
+                await keeper.kill()
+            case "restart":
+                await keeper.restart()
+            case "freeze":
+                await keeper.freeze()
+            case "dead_core":
+                keeper.engine.kill_core()
+            case "lease_expiry":
+                assert keeper.engine.expire_leases() == 1
+        answer, text = await talk.turn(waits=what == "freeze")
+        assert seen(answer, text) == "right"
+        assert pair.world.events(TurnReused) == []
+        assert talk.given == (what != "lease_expiry"), "the notifier reports that"
+        assert drops(pair) == [{"freeze": "unanswered", "lease_expiry": "expired"}.get(what, "failed")]
+        await talk.goes_on()
+        await talk.nothing_is_left(lease=True, ttl=True)
