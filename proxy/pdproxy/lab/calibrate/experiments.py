@@ -28,6 +28,7 @@ _LONGEST = 4096
 """Tokens of the long prompts of streams, if the engine takes them."""
 _TRIES = 3
 _MOST_OUTPUT = 1024
+_NO_STEPS = "the steps of prompts can't be told apart"
 _SHARE = 0.02
 """The share of the whole time that one prompt may take."""
 
@@ -73,9 +74,7 @@ class Experiments:
         self._slope = 0.0
         """Seconds per prompt token, as far as known."""
         self._one_step = 0
-        """Prompts up to this length were computed in one step, beside a stream."""
-        self._over = math.inf
-        """Prompts from this length on were not."""
+        """The longest prompt that was computed in one step, beside a stream."""
         self._longest = 0
 
     async def all(self) -> Measured:
@@ -89,7 +88,7 @@ class Experiments:
             for number in range(_ROUNDS):
                 await self._decode()
                 await self._ladder()
-                if not number:
+                if number == 1:
                     await self._find_budget()
             self.measured.complete = True
         except OutOfTimeError:
@@ -97,15 +96,27 @@ class Experiments:
         return self._counted()
 
     def _counted(self) -> Measured:
-        """Leave out prompts whose steps were counted otherwise than mostly for their length: a stall looks like a step."""
-        found, usual = self.measured, {}
-        for tokens in {row.tokens for row in found.chunks}:
-            counts = Counter(row.steps for row in found.chunks if row.tokens == tokens)
-            usual[tokens] = min(counts, key=lambda steps: (-counts[steps], steps))
-        found.chunks = [row for row in found.chunks if row.steps == usual[row.tokens]]
+        """Keep the prompts whose number of steps is what the budget says, or the usual one: a stall looks like a step."""
+        found = self.measured
+        if found.budget is not None:
+            found.chunks = []
+            for trial, seen in found.trials:
+                if trial.streams and trial.beside:
+                    row = chunk_row(trial, seen, -(-trial.beside[0] // (found.budget - trial.streams)))
+                    found.chunks += [row] if row is not None else []
+        else:
+            usual = self._usual_steps()
+            found.chunks = [row for row in found.chunks if row.steps == usual[row.tokens]]
         if not found.budget_note:
             found.budget_note = "the time ended before it was found"
         return found
+
+    def _usual_steps(self) -> dict[int, int]:
+        """Return the usual number of steps for each length of a prompt; of two equally frequent ones the lower."""
+        counts: dict[int, Counter[int]] = {}
+        for row in self.measured.chunks:
+            counts.setdefault(row.tokens, Counter())[row.steps] += 1
+        return {tokens: min(one, key=lambda steps: (-one[steps], steps)) for tokens, one in sorted(counts.items())}
 
     async def _do(self, trial: Trial) -> Seen:
         if self._on_trial is not None:
@@ -192,19 +203,14 @@ class Experiments:
             trial = Trial(f"a prompt of {tokens} tokens beside a stream", 1, SHORT, 6 + waits + _AFTER, (tokens,))
             if not self._fits(trial) or trial.output_tokens > _MOST_OUTPUT:
                 return None
-            row = chunk_row(trial, await self._do(trial), self._one_step)
+            row = chunk_row(trial, await self._do(trial))
             if row is not None:
-                self._learn(row)
+                if row.steps == 1:
+                    self._one_step = max(self._one_step, tokens)
                 self.measured.chunks.append(row)
                 return row
             waits *= 2
         return None
-
-    def _learn(self, row: ChunkRow) -> None:
-        if row.steps == 1:
-            self._one_step = max(self._one_step, row.tokens)
-        else:
-            self._over = min(self._over, row.tokens)
 
     # -- the token budget
 
@@ -214,39 +220,44 @@ class Experiments:
             self.measured.budget = self._limits.budget
             self.measured.budget_note = "given"
             return
-        if self._over == math.inf:
-            self.measured.budget_note = f"no prompt of up to {self._longest} tokens was cut"
+        usual = self._usual_steps()
+        cut = [tokens for tokens, steps in usual.items() if steps > 1]
+        whole = [tokens for tokens, steps in usual.items() if steps == 1 and (not cut or tokens < max(cut))]
+        if not cut or not whole:
+            longest = max(usual, default=0)
+            self.measured.budget_note = f"no prompt of up to {longest} tokens was cut" if not cut else _NO_STEPS
             return
-        low, high = self._one_step, int(self._over) - 1  # the longest in one step is in [low, high]
-        for row in self.measured.chunks:
-            if row.steps > 1:
-                low = max(low, -(-row.tokens // row.steps))
-                high = min(high, (row.tokens - 1) // (row.steps - 1))
-        low = min(low, high)
+        # The longest prompt that takes one step is in [low, high]. What several steps say narrows it further.
+        low, high = max(whole), min([tokens for tokens in cut if tokens > max(whole)]) - 1
+        for tokens in cut:
+            least, most = -(-tokens // usual[tokens]), (tokens - 1) // (usual[tokens] - 1)
+            if max(low, least) <= min(high, most):
+                low, high = max(low, least), min(high, most)
         powers = [1 << bits for bits in range(24) if low <= (1 << bits) - 1 <= high]
+        between = f"it is {low + 1} to {high + 1}"
         if powers and await self._one(powers[0] - 1) and not await self._one(powers[0]):
             low = high = powers[0] - 1
         while low < high:
             middle = (low + high + 1) // 2
             fits = await self._one(middle)
             if fits is None:
-                self.measured.budget_note = f"it is {low + 1} to {high + 1}: the steps of prompts can't be told apart"
-                return
+                break
             low, high = (middle, high) if fits else (low, middle - 1)
         # Both sides once more: one stall would have led the search astray.
-        if await self._one(low) and await self._one(low + 1) is False:
+        if low == high and await self._one(low) and await self._one(low + 1) is False:
             self.measured.budget = low + 1
             self.measured.budget_note = f"prompts of {low} tokens take one step beside a stream, of {low + 1} two"
+        elif len(powers) == 1:
+            self.measured.budget = powers[0]
+            self.measured.budget_note = f"assumed: {between}, and this is the only power of two there"
         else:
-            self.measured.budget_note = "the steps of prompts can't be told apart"
+            self.measured.budget_note = f"{between}: {_NO_STEPS}"
 
     async def _one(self, tokens: int) -> bool | None:
         """Return whether a prompt is computed in one step beside a stream, as most of up to three trials say."""
         votes: list[bool] = []
         while len(votes) < 3 and votes.count(True) < 2 and votes.count(False) < 2:
-            kept, self._one_step = self._one_step, 0
             row = await self._beside(tokens)
-            self._one_step = kept
             if row is None:
                 return None
             votes.append(row.steps == 1)

@@ -65,23 +65,23 @@ def alone_row(trial: Trial, seen: Seen) -> AloneRow:
     return AloneRow(trial.beside[0], seen.beside[0].ttft)
 
 
-def chunk_row(trial: Trial, seen: Seen, most_in_one: int = 0) -> ChunkRow | None:
+def chunk_row(trial: Trial, seen: Seen, known: int | None = None) -> ChunkRow | None:
     """Return the row of a trial with one prompt beside streams.
 
-    `most_in_one`: prompts up to this length are known to take one step. None: the streams ended before the prompt's token, or
-    the steps of the prompt can't be found.
+    `known`: the number of steps that the prompt takes. Without, it is the last step and those long ones right before it. None:
+    the streams ended before the prompt's token, or the steps can't be found.
     """
     times, prompt, tokens = seen.streams[0], seen.beside[0], trial.beside[0]
     usual = _usual(times, prompt)
     last = _step_of(times, prompt.answered)
-    if usual is None or last is None or last < 1:
+    if usual is None or last is None or last < (known or 1):
         return None
-    first = last
-    if tokens > most_in_one:
-        for place in range(max(bisect_right(times, prompt.sent), 1), last):
-            if times[place] - times[place - 1] > _LONG * usual:
-                first = place
-                break
+    if known is not None:
+        first = last - known + 1
+    else:
+        first = last
+        while first > 1 and times[first - 1] > prompt.sent and times[first - 1] - times[first - 2] > _LONG * usual:
+            first -= 1
     steps = last - first + 1
     taken = times[last] - times[first - 1]
     if taken <= 0:
