@@ -87,7 +87,8 @@ class HttpRunner:
         self._end = time.perf_counter() + seconds
         self._prompts: Prompts | None = None
         self._count = 0
-        self._readable = True
+        self.readable = True
+        """Whether its metrics can be read."""
         self.prompt_tokens = 0
         """Tokens of all prompts that were sent."""
         self._before: Metrics | None = None
@@ -118,10 +119,10 @@ class HttpRunner:
         try:
             page = (await self._get("/metrics")).decode("utf-8", "replace")
         except TrialError:
-            self._readable = False
+            self.readable = False
         self._before = read(page) if page else None
-        self._readable = self._before is not None and self._before.vllm
-        if self._readable:
+        self.readable = self._before is not None and self._before.vllm
+        if self.readable:
             await self._idle(0.0)
         blocks = _BLOCKS.search(page)
         self._prompts = Prompts("completions", named[0].id, self._salt, self._target.ids, {"temperature": 0})
@@ -137,8 +138,8 @@ class HttpRunner:
 
     async def others(self) -> str | None:
         """Return what shows that requests of others were there, or that prompts were found in a cache; None: nothing does."""
-        if self._before is None or not self._readable:
-            return "the engine's /metrics can't be read: requests of others would not show"
+        if self._before is None or not self.readable:
+            return None
         after = read((await self._get("/metrics")).decode("utf-8", "replace"))
         if after is None or not after.by_source or self.prompt_tokens == 0:
             return None
@@ -161,7 +162,7 @@ class HttpRunner:
             BusyError: the engine has requests of others.
             OutOfTimeError: the time for all trials is over.
         """
-        if self._readable:
+        if self.readable:
             await self._idle(_IDLE)
         left = self._end - time.perf_counter()
         if left <= 0:

@@ -1,0 +1,136 @@
+"""One calibration: asks the engine, carries out the trials, fits, and makes the profile with what was assumed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from pdproxy.lab.calibrate.experiments import Experiments, Limits, Measured
+from pdproxy.lab.calibrate.fitting import Fitted, fitted
+from pdproxy.lab.calibrate.http_runner import BusyError, EngineInfo, HttpRunner, Target
+from pdproxy.lab.calibrate.misfit import Misfit, misfits
+from pdproxy.lab.calibrate.solve import Spread
+from pdproxy.lab.calibrate.trials import TrialError
+from pdproxy.sim.profile import MOST, EngineLimits, Origin, Profile
+
+_USUAL_LENGTH = 4096
+"""Where an engine does not say how long a prompt may be."""
+_USUAL_BUDGET = 8192
+_PAIR_TERMS = "pull_s, further_pull_s, transfers, handoff_overhead_s: not measured, one engine alone can't show them"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is calibrated, and for how long at most."""
+
+    target: Target
+    name: str
+    accelerator: str
+    salt: str
+    seconds: float = 300.0
+    budget: int | None = None
+    """`--max-num-batched-tokens` of the engine, where the user says it."""
+    max_num_seqs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was found."""
+
+    profile: Profile
+    spreads: dict[str, Spread]
+    misfits: list[Misfit]
+    budget_note: str
+    trials: int
+    seconds: float
+
+
+async def calibrate(options: Options, on_trial: Callable[[str], None] | None = None) -> Calibration:
+    """Measure an engine and fit its profile.
+
+    Raises:
+        TrialError: a trial failed, the engine had requests of others, or it can't be asked.
+        CantTellError: the measurements do not say what a profile needs.
+    """
+    begun = time.perf_counter()
+    runner = HttpRunner(options.target, options.salt, options.seconds)
+    try:
+        info = await runner.info()
+        limits = _limits(info, options)
+        measured = await Experiments(runner, limits, on_trial).all()
+        others = await runner.others()
+        if others is not None and not options.target.busy:
+            raise BusyError(f"{others} (--busy writes the profile all the same)")
+        unseen = "" if runner.readable else "the engine's /metrics can't be read: requests of others would not show"
+    finally:
+        await runner.close()
+    found = fitted(measured.decodes, measured.chunks, measured.alone, measured.budget)
+    notes = [note for note in (others, unseen) if note]
+    profile = _profile(options, info, limits, measured, found, notes)
+    return Calibration(
+        profile=profile,
+        spreads=found.spreads,
+        misfits=misfits(measured.trials, profile.options()),
+        budget_note=measured.budget_note,
+        trials=len(measured.trials),
+        seconds=time.perf_counter() - begun,
+    )
+
+
+def _limits(info: EngineInfo, options: Options) -> Limits:
+    kv_tokens = None
+    if info.num_gpu_blocks is not None and info.block_size is not None:
+        kv_tokens = info.num_gpu_blocks * info.block_size
+    length = min(info.max_model_len or _USUAL_LENGTH, MOST)
+    return Limits(length, kv_tokens, options.max_num_seqs, options.budget, options.seconds)
+
+
+def _profile(
+    options: Options, info: EngineInfo, limits: Limits, measured: Measured, found: Fitted, notes: list[str]
+) -> Profile:
+    assumed = [*notes, *found.assumed, _PAIR_TERMS]
+    if not measured.complete:
+        assumed.append("the time was not enough for all trials (--max-seconds): fewer values, wider ranges")
+    longest = max((row.tokens for row in (*measured.alone, *measured.chunks)), default=0)
+    budget = measured.budget
+    if budget is None:
+        budget = max(_USUAL_BUDGET, longest + 1)
+        assumed.append(f"max_num_batched_tokens = {budget}: {measured.budget_note} (--max-num-batched-tokens says it)")
+    elif measured.budget_note.startswith("assumed"):
+        assumed.append(f"max_num_batched_tokens = {budget}: {measured.budget_note}")
+    if options.max_num_seqs is None:
+        assumed.append(f"max_num_seqs = {EngineLimits().max_num_seqs}: an engine does not say it (--max-num-seqs)")
+    if info.max_model_len is None:
+        assumed.append(f"max_model_len = {limits.max_model_len}: the engine does not say it")
+    block_size = min(info.block_size or EngineLimits().block_size, MOST)
+    needed = -(-limits.max_model_len // block_size) + 1
+    blocks = info.num_gpu_blocks
+    if blocks is None or info.block_size is None:
+        blocks = 4 * needed
+        assumed.append(f"num_gpu_blocks = {blocks} of {block_size} tokens: the engine does not say how much KV it holds")
+    streams = max((row.streams for row in measured.decodes), default=0)
+    try:
+        return Profile(
+            name=options.name,
+            origin=Origin(
+                accelerator=options.accelerator,
+                model=info.model,
+                engine=f"vLLM {info.version}" if info.version else "unknown",
+                measured=f"{datetime.now(UTC):%Y-%m-%d}, pdproxy calibrate: {len(measured.trials)} trials, one engine",
+                missing=[f"prompts over {longest} tokens, more than {streams} sequences, prefix caches, preemption"],
+                spread={name: (one.low, one.high) for name, one in found.spreads.items()},
+                assumed=assumed,
+            ),
+            engine=EngineLimits(
+                block_size=block_size,
+                num_gpu_blocks=min(max(blocks, needed), MOST),
+                max_model_len=limits.max_model_len,
+                max_num_seqs=options.max_num_seqs or EngineLimits().max_num_seqs,
+                max_num_batched_tokens=min(budget, MOST),
+            ),
+            hardware=found.hardware,
+        )
+    except ValueError as error:
+        raise TrialError(f"what the engine says of itself makes no profile: {error}") from None
