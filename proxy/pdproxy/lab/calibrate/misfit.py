@@ -34,13 +34,14 @@ def misfits(trials: Sequence[tuple[Trial, Seen]], options: dict[str, Any]) -> li
     kinds: dict[str, tuple[Trial, list[Seen]]] = {}
     for trial, seen in trials:
         kinds.setdefault(trial.name, (trial, []))[1].append(seen)
+    budget = int(options["max_num_batched_tokens"])
     found = []
     for name, (trial, measured) in kinds.items():
         try:
-            predicted = _values(trial, seen_of(trial, options))
+            predicted = _values(trial, seen_of(trial, options), budget)
         except TrialError:
             continue
-        values = [_values(trial, seen) for seen in measured]
+        values = [_values(trial, seen, budget) for seen in measured]
         for what, value in predicted.items():
             several = [one[what] for one in values if what in one]
             if several and value > 0:
@@ -48,14 +49,14 @@ def misfits(trials: Sequence[tuple[Trial, Seen]], options: dict[str, Any]) -> li
     return found
 
 
-def _values(trial: Trial, seen: Seen) -> dict[str, float]:
+def _values(trial: Trial, seen: Seen, budget: int) -> dict[str, float]:
     if not trial.beside:
         row = decode_row(trial, seen)
         return {} if row is None else {"step": row.seconds}
     found = {"TTFT": seen.beside[0].ttft}
     if trial.streams:
         found = {}
-        chunk = chunk_row(trial, seen)
+        chunk = chunk_row(trial, seen, -(-trial.beside[0] // max(budget - trial.streams, 1)))
         if chunk is not None:
             found["the prompt's steps"] = chunk.seconds
     return found

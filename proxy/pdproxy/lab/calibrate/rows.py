@@ -79,9 +79,13 @@ def chunk_row(trial: Trial, seen: Seen, known: int | None = None) -> ChunkRow | 
     if known is not None:
         first = last - known + 1
     else:
-        first = last
-        while first > 1 and times[first - 1] > prompt.sent and times[first - 1] - times[first - 2] > _LONG * usual:
-            first -= 1
+        # All chunks but the last one have the same size. A stall beside them, such as of the API server, is shorter.
+        first, chunk = last, times[last] - times[last - 1]
+        while first > 1 and times[first - 1] > prompt.sent:
+            gap = times[first - 1] - times[first - 2]
+            if gap <= max(_LONG * usual, chunk / 2):
+                break
+            first, chunk = first - 1, gap
     steps = last - first + 1
     taken = times[last] - times[first - 1]
     if taken <= 0:
