@@ -19,6 +19,7 @@ from pdproxy.settings.errors import SettingsError
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands
     from pdproxy.lab.calibrate.run import Calibration, Options
+    from pdproxy.lab.calibrate.stand_in_front import Pair
 
 T = TypeVar("T")
 _INTERRUPTED = 130
@@ -30,17 +31,30 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "calibrate",
         help="measure an engine, and write its profile",
-        description="Send an engine prompts and streams of several lengths and numbers, fit the engine model to the times, and write a "
-        "profile for `pdproxy simulate` and `pdproxy sim`. The report has each number with its spread, what was assumed, and how far "
-        "the profile misses its own measurements. The engine should have no other requests. The exit code is 0 if the profile was "
-        "written, 1 if not, 2 if the options are wrong, 130 if it was interrupted.",
-        usage="pdproxy calibrate URL --out FILE [option ...]",
+        description="Send an engine prompts and streams of several lengths and numbers, fit the engine model to the times, and write "
+        "a profile for `pdproxy simulate` and `pdproxy sim`. With a prefill and a decode engine, the decode engine is measured, "
+        "then the transfers between both. The report has each number with its spread, what was assumed, and how far the profile "
+        "misses its own measurements. The engines should have no other requests. The exit code is 0 if the profile was written, "
+        "1 if not, 2 if the options are wrong, 130 if it was interrupted.",
+        usage="pdproxy calibrate (URL | --prefill URL --decode URL --connector NAME) --out FILE [option ...]",
         epilog=examples(
             "pdproxy calibrate 127.0.0.1:8200 --out mine.json --accelerator 'NVIDIA H200'",
+            "pdproxy calibrate --prefill 127.0.0.1:8200 --decode 127.0.0.1:8300 --connector nixl --out mine.json",
             "pdproxy simulate --profile mine.json --aggregated 8 --rate 40",
         ),
     )
-    parser.add_argument("server", metavar="URL", type=_type(reading.server), help="an engine with OpenAI's API")
+    parser.add_argument(
+        "server", metavar="URL", nargs="?", type=_type(reading.server), help="an engine with OpenAI's API"
+    )
+    parser.add_argument(
+        "--prefill", metavar="URL", type=_type(reading.server), help="the prefill engine of a pair (default: none)"
+    )
+    parser.add_argument(
+        "--decode", metavar="URL", type=_type(reading.server), help="the decode engine of a pair (default: none)"
+    )
+    parser.add_argument(
+        "--connector", metavar="NAME", help="the connector of the pair, as for `pdproxy serve` (default: none)"
+    )
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="where the profile is written")
     parser.add_argument(
         "--name", metavar="TEXT", type=_type(_text), help="the profile's name (default: that of the file)"
@@ -129,11 +143,12 @@ def _options(arguments: argparse.Namespace) -> Options:
     from pdproxy.lab.calibrate.http_runner import Target
     from pdproxy.lab.calibrate.run import Options
 
-    if arguments.api_key is not None and arguments.api_key_file is not None:
-        raise SettingsError("--api-key and --api-key-file: give one of them")
+    _check(arguments)
+    server = arguments.server or arguments.decode
+    headers = authorization(arguments)
     target = Target(
-        url=arguments.server.url,
-        headers=authorization(arguments),
+        url=server.url,
+        headers=headers,
         tls=tls_of(arguments.ca),
         model=arguments.model,
         timeout=arguments.timeout,
@@ -148,15 +163,54 @@ def _options(arguments: argparse.Namespace) -> Options:
         seconds=arguments.max_seconds,
         budget=arguments.max_num_batched_tokens,
         max_num_seqs=arguments.max_num_seqs,
+        pair=None if arguments.server is not None else _pair(arguments, headers),
     )
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse options that contradict each other."""
+    pair = [arguments.prefill, arguments.decode, arguments.connector]
+    mistakes = []
+    if arguments.server is not None and any(one is not None for one in pair):
+        mistakes.append("URL, or --prefill, --decode and --connector: give one of both")
+    if arguments.server is None and any(one is None for one in pair):
+        mistakes.append("a URL, or --prefill, --decode and --connector are missing")
+    if arguments.api_key is not None and arguments.api_key_file is not None:
+        mistakes.append("--api-key and --api-key-file: give one of them")
+    if mistakes:
+        raise SettingsError(*mistakes)
+
+
+def _pair(arguments: argparse.Namespace, headers: dict[str, str]) -> Pair:
+    """Return the pair.
+
+    Raises:
+        SettingsError: it can't be one, or its decode engine must not serve prompts alone.
+    """
+    from pdproxy.lab.calibrate.stand_in_front import Pair, settings_of
+    from pdproxy.transfer.registry import AUTO, entry_of
+
+    key = headers["authorization"].partition(" ")[2] if headers else None
+    pair = Pair(
+        arguments.prefill.url, arguments.decode.url, arguments.connector, key, arguments.ca, min(arguments.timeout, 30.0)
+    )
+    if pair.connector == AUTO:
+        raise SettingsError("--connector: name it")
+    settings_of(pair)
+    if "decode" not in entry_of(pair.connector).capabilities.alone_on:
+        raise SettingsError(
+            f"--connector: {pair.connector}: its decode engine must not serve prompts alone, which is what is measured first"
+        )
+    return pair
 
 
 def _check_writable(path: Path) -> None:
     """Refuse a file that can't be written before minutes are spent. An existing one keeps its content."""
     try:
+        existed = path.exists()
         with path.open("ab"):
             pass
-        if not path.stat().st_size:
+        if not existed:
             path.unlink()
     except OSError as error:
         raise SettingsError(f"--out: {path.name} can't be written: {error.strerror}") from None
@@ -165,7 +219,9 @@ def _check_writable(path: Path) -> None:
 def _measured(options: Options) -> Calibration | None:
     """Return what was found, None if it was interrupted."""
     from pdproxy.lab.calibrate.run import calibrate
+    from pdproxy.observe.logs import configure
 
+    log = None if options.pair is None else configure("error", "text")  # of the proxy in front of the pair
     shown = _show if sys.stderr.isatty() else None
 
     async def main() -> Calibration | None:
@@ -180,6 +236,8 @@ def _measured(options: Options) -> Calibration | None:
     try:
         return asyncio.run(main())
     finally:
+        if log is not None:
+            log.close()
         if shown is not None:
             sys.stderr.write("\r\x1b[K")
 

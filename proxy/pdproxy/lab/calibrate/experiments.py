@@ -75,7 +75,6 @@ class Experiments:
         """Seconds per prompt token, as far as known."""
         self._one_step = 0
         """The longest prompt that was computed in one step, beside a stream."""
-        self._longest = 0
 
     async def all(self) -> Measured:
         """Carry out everything, or what the time is enough for.
@@ -182,7 +181,6 @@ class Experiments:
             await self._alone(int(tokens))
             if await self._beside(int(tokens)) is None:
                 return
-            self._longest = max(self._longest, int(tokens))
             tokens *= _LADDER
 
     async def _alone(self, tokens: int) -> None:

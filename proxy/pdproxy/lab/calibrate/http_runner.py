@@ -6,6 +6,7 @@ Times are by `time.perf_counter`: the event loop's own time may have steps of a 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import ssl
 import time
@@ -31,10 +32,21 @@ _POLL = 0.1
 _IDLE = 10.0
 """Seconds after a trial in which the engine must have no requests left."""
 _BLOCKS = re.compile(r'^vllm:cache_config_info\{.*\bnum_gpu_blocks="(\d{1,9})"', re.MULTILINE)
+_BYTES = re.compile(r"^vllm:nixl_bytes_transferred_sum\S* (\d{1,18}(?:\.\d{1,18})?(?:e\+?\d{1,2})?)$", re.MULTILINE)
+
+
+_ATTEMPTS = 3
+"""Of a trial in which an event had several tokens: an API server that falls behind merges some now and then."""
+_AFTER_DONE = 1.0
+"""Seconds that a server gets to end an answer after its end mark, so that the connection can be used again."""
 
 
 class BusyError(TrialError):
     """The engine has requests of others."""
+
+
+class _MergedError(TrialError):
+    """There were fewer events than tokens."""
 
 
 class _Card(msgspec.Struct):
@@ -77,11 +89,28 @@ class Target:
     ids: Lengths = Lengths(300, 4000)
 
 
+@dataclass(frozen=True, slots=True)
+class Through:
+    """Where the prompts beside streams are sent instead, with its key: a proxy in front of the engine and another one."""
+
+    url: str
+    key: str
+
+
 class HttpRunner:
     """Carries out trials until `seconds` from now. `salt`: with another one, all prompts differ. Close it."""
 
-    def __init__(self, target: Target, salt: str, seconds: float) -> None:
+    def __init__(self, target: Target, salt: str, seconds: float, through: Through | None = None) -> None:
         self._target = target
+        usual = {
+            "content-type": "application/json",
+            "accept": "text/event-stream",
+            "accept-encoding": "identity",
+        }
+        self._engine = (target.url + PATHS["completions"], usual | dict(target.headers))
+        self._beside_at = self._engine
+        if through is not None:
+            self._beside_at = (through.url + PATHS["completions"], usual | {"authorization": f"Bearer {through.key}"})
         self._salt = salt
         self._session = session_of(target.tls)
         self._end = time.perf_counter() + seconds
@@ -93,7 +122,7 @@ class HttpRunner:
         """Tokens of all prompts that were sent."""
         self._before: Metrics | None = None
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close its connections."""
         await self._session.close()
 
@@ -154,6 +183,14 @@ class HttpRunner:
             return f"{cached:.0f} prompt tokens were not computed: a cache had them"
         return None
 
+    async def transferred(self) -> tuple[float, float] | None:
+        """Return bytes of KV and prompt tokens that came from other engines since its start; None: its metrics don't show it."""
+        if not self.readable:
+            return None
+        page = (await self._get("/metrics")).decode("utf-8", "replace")
+        found, sums = read(page), [float(value) for value in _BYTES.findall(page)]
+        return (sum(sums), found.external) if found is not None and sums else None
+
     async def __call__(self, trial: Trial) -> Seen:
         """Carry out a trial.
 
@@ -162,6 +199,12 @@ class HttpRunner:
             BusyError: the engine has requests of others.
             OutOfTimeError: the time for all trials is over.
         """
+        for _ in range(_ATTEMPTS - 1):
+            with contextlib.suppress(_MergedError):
+                return await self._once(trial)
+        return await self._once(trial)
+
+    async def _once(self, trial: Trial) -> Seen:
         if self.readable:
             await self._idle(_IDLE)
         left = self._end - time.perf_counter()
@@ -196,7 +239,7 @@ class HttpRunner:
         def send(tokens: int, output: int, notify: Callable[[int], None] | None) -> None:
             self.prompt_tokens += tokens
             body = self._body(tokens, output)
-            tasks.append(asyncio.create_task(self._send(body, tokens, output, notify)))
+            tasks.append(asyncio.create_task(self._send(self._engine, body, tokens, output, notify)))
 
         try:
             for _ in range(trial.streams):
@@ -209,7 +252,7 @@ class HttpRunner:
                 for body, tokens in bodies:
                     self.prompt_tokens += tokens
                     sent.append(time.perf_counter())
-                    tasks.append(asyncio.create_task(self._send(body, tokens, 1, None)))
+                    tasks.append(asyncio.create_task(self._send(self._beside_at, body, tokens, 1, None)))
             found = [await task for task in tasks]
         finally:
             for task in tasks:
@@ -239,21 +282,17 @@ class HttpRunner:
         return self._prompts.body(self._count, Planned(0.0, tokens, output))
 
     async def _send(
-        self, body: bytes, tokens: int, output: int, notify: Callable[[int], None] | None
+        self,
+        where: tuple[str, Mapping[str, str]],
+        body: bytes,
+        tokens: int,
+        output: int,
+        notify: Callable[[int], None] | None,
     ) -> list[float]:
         """Return when each token came."""
         reader, told = EventReader(output + 1), False
-        async with self._session.post(
-            self._target.url + PATHS["completions"],
-            data=body,
-            headers={
-                "content-type": "application/json",
-                "accept": "text/event-stream",
-                "accept-encoding": "identity",
-                **self._target.headers,
-            },
-            allow_redirects=False,
-        ) as answer:
+        url, headers = where
+        async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as answer:
             if answer.status != 200:
                 text = (await answer.content.read(4096)).decode("utf-8", "replace")
                 raise TrialError(f"a prompt of {tokens} tokens: status {answer.status}: {one_line(text, 200)}")
@@ -267,10 +306,14 @@ class HttpRunner:
                 if reader.done:
                     break
             reader.end()
+            with contextlib.suppress(TimeoutError, aiohttp.ClientError):
+                async with asyncio.timeout(_AFTER_DONE):
+                    async for _ in answer.content.iter_any():
+                        pass
         if reader.prompt_tokens is not None and reader.prompt_tokens != tokens:
             raise TrialError(f"a prompt of {tokens} tokens had {reader.prompt_tokens} by the engine's count (--token-ids)")
         if len(reader.times) != output:
-            raise TrialError(f"{output} tokens came in {len(reader.times)} events: their times can't be told")
+            raise _MergedError(f"{output} tokens came in {len(reader.times)} events: their times can't be told")
         return reader.times
 
     async def _idle(self, seconds: float) -> None:
@@ -282,6 +325,8 @@ class HttpRunner:
             found = read((await self._get("/metrics")).decode("utf-8", "replace"))
             if found is None or not found.busy:
                 return
+            if seconds and time.perf_counter() >= self._end:
+                raise OutOfTimeError("the time is over")
             if time.perf_counter() >= end:
                 count = f"{found.running:.0f} running and {found.waiting:.0f} waiting"
                 raise BusyError(f"the engine has requests of others: {count} (--busy measures all the same)")

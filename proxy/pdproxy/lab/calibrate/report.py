@@ -15,6 +15,10 @@ _UNITS = {
     "attention_s": (1e9, "ns"),
     "request_overhead_s": (1e3, "ms"),
     "prefill_tokens_per_s": (1.0, "tokens/s"),
+    "handoff_overhead_s": (1e3, "ms"),
+    "pull_s": (1e3, "ms"),
+    "further_pull_s": (1e3, "ms"),
+    "link_bytes_per_s": (1e-9, "GB/s"),
 }
 
 
