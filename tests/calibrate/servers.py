@@ -49,9 +49,7 @@ def scripted(**answers: Answer) -> Iterator[str]:
         thread.join(60)
 
 
-async def _serve(
-    paths: Mapping[str, Answer], urls: list[str], ready: threading.Event, over: threading.Event
-) -> None:
+async def _serve(paths: Mapping[str, Answer], urls: list[str], ready: threading.Event, over: threading.Event) -> None:
     asked: dict[str, int] = {}
     tasks: set[asyncio.Task[None]] = set()
 

@@ -29,7 +29,10 @@ def test_a_simulated_engine_gets_a_profile_that_simulate_takes(
 ) -> None:
     out = tmp_path / "mine.json"
     facts = Facts(
-        hardware=Hardware(decode_step_s=0.008, prefill_tokens_per_s=5000.0), eos_every=0, max_model_len=512, num_gpu_blocks=600
+        hardware=Hardware(decode_step_s=0.008, prefill_tokens_per_s=5000.0),
+        eos_every=0,
+        max_model_len=512,
+        num_gpu_blocks=600,
     )
     more = ("--max-num-seqs", "4", "--max-num-batched-tokens", "2048", "--accelerator", "a CPU", "--max-seconds", "12")
     with engines(facts) as (engine,):

@@ -82,9 +82,7 @@ def test_streams_that_end_before_the_prompts_show_no_stall() -> None:
 
 def test_a_simulated_pair_behind_the_proxy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "pair.json"
-    hardware = Hardware(
-        prefill_tokens_per_s=5000.0, pull_s=0.05, link_bytes_per_s=5e8, kv_bytes_per_token=50_000
-    )
+    hardware = Hardware(prefill_tokens_per_s=5000.0, pull_s=0.05, link_bytes_per_s=5e8, kv_bytes_per_token=50_000)
     shape: dict[str, Any] = {"hardware": hardware, "eos_every": 0, "max_model_len": 600, "num_gpu_blocks": 600}
     with engines(Facts(role="prefill", **shape), Facts(role="decode", **shape)) as (p, d):
         line = ["calibrate", "--prefill", p.url, "--decode", d.url, "--connector", "nixl", "--out", str(out)]
@@ -109,7 +107,10 @@ def test_a_simulated_pair_behind_the_proxy(tmp_path: Path, capsys: pytest.Captur
         ([], "are missing"),
         (["--prefill", "127.0.0.1:2", "--decode", "127.0.0.1:3", "--connector", "x"], "connector"),
         (["--prefill", "127.0.0.1:2", "--decode", "127.0.0.1:3", "--connector", "auto"], "--connector: name it"),
-        (["--prefill", "127.0.0.1:2", "--decode", "127.0.0.1:3", "--connector", "moriio"], "must not serve prompts alone"),
+        (
+            ["--prefill", "127.0.0.1:2", "--decode", "127.0.0.1:3", "--connector", "moriio"],
+            "must not serve prompts alone",
+        ),
     ],
 )
 def test_wrong_pairs_exit_with_2_and_one_line(

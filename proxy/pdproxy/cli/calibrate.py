@@ -31,11 +31,11 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "calibrate",
         help="measure an engine, and write its profile",
-        description="Send an engine prompts and streams of several lengths and numbers, fit the engine model to the times, and write "
-        "a profile for `pdproxy simulate` and `pdproxy sim`. With a prefill and a decode engine, the decode engine is measured, "
-        "then the transfers between both. The report has each number with its spread, what was assumed, and how far the profile "
-        "misses its own measurements. The engines should have no other requests. The exit code is 0 if the profile was written, "
-        "1 if not, 2 if the options are wrong, 130 if it was interrupted.",
+        description="Send an engine prompts and streams of several lengths and numbers, fit the engine model to the times, and "
+        "write a profile for `pdproxy simulate` and `pdproxy sim`. With a prefill and a decode engine, the decode engine is "
+        "measured, then the transfers between both. The report has each number with its spread, what was assumed, and how far "
+        "the profile misses its own measurements. The engines should have no other requests. The exit code is 0 if the profile "
+        "was written, 1 if not, 2 if the options are wrong, 130 if it was interrupted.",
         usage="pdproxy calibrate (URL | --prefill URL --decode URL --connector NAME) --out FILE [option ...]",
         epilog=examples(
             "pdproxy calibrate 127.0.0.1:8200 --out mine.json --accelerator 'NVIDIA H200'",
@@ -192,7 +192,12 @@ def _pair(arguments: argparse.Namespace, headers: dict[str, str]) -> Pair:
 
     key = headers["authorization"].partition(" ")[2] if headers else None
     pair = Pair(
-        arguments.prefill.url, arguments.decode.url, arguments.connector, key, arguments.ca, min(arguments.timeout, 30.0)
+        arguments.prefill.url,
+        arguments.decode.url,
+        arguments.connector,
+        key,
+        arguments.ca,
+        min(arguments.timeout, 30.0),
     )
     if pair.connector == AUTO:
         raise SettingsError("--connector: name it")

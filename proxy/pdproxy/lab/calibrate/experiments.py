@@ -1,7 +1,7 @@
 """Which trials are carried out, in which order, and what they show of `--max-num-batched-tokens`. Knows no sockets.
 
-All kinds of trials are carried out once, then again: a slow change of the machine meets all of them. The time for it may end after
-any trial.
+All kinds of trials are carried out once, then again: a slow change of the machine meets all of them. The time for all may end
+after any of them.
 """
 
 from __future__ import annotations

@@ -173,7 +173,13 @@ def _table(
 
     for row, left in measured:
         rest = left if once else left - row.steps * weights
-        add(0.0, row.tokens, _sizes(row.tokens, row.steps, None if budget is None else budget - row.streams), rest, row.seconds)
+        add(
+            0.0,
+            row.tokens,
+            _sizes(row.tokens, row.steps, None if budget is None else budget - row.streams),
+            rest,
+            row.seconds,
+        )
     for one in alone:
         steps = steps_of.get(one.tokens, 1) if budget is None else -(-one.tokens // budget)
         add(1.0, one.tokens, _sizes(one.tokens, steps, budget), one.seconds, one.seconds)

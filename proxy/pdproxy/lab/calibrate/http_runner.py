@@ -28,6 +28,8 @@ _MOST_BYTES = 8 << 20
 """Of an answer to a question about the engine."""
 _ASK = 10.0
 """Seconds for such an answer."""
+_IDS = Lengths(300, 4000)
+"""Token ids of prompts: most tokenizers have text there, not control marks."""
 _POLL = 0.1
 _IDLE = 10.0
 """Seconds after a trial in which the engine must have no requests left."""
@@ -86,7 +88,7 @@ class Target:
     """Seconds that one trial may take."""
     busy: bool = False
     """Whether requests of others are accepted."""
-    ids: Lengths = Lengths(300, 4000)
+    ids: Lengths = _IDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +143,8 @@ class HttpRunner:
         if not named or not 0 < len(named[0].id) <= 256:
             raise TrialError(f"{self._target.url}: it lists no model" + (" of this name" if self._target.model else ""))
         version, page = "", ""
-        try:
+        with contextlib.suppress(TrialError, msgspec.MsgspecError, ValueError, RecursionError):
             version = one_line(msgspec.json.decode(await self._get("/version"), type=_Version).version, 40)
-        except (TrialError, msgspec.MsgspecError, ValueError, RecursionError):
-            pass
         try:
             page = (await self._get("/metrics")).decode("utf-8", "replace")
         except TrialError:
@@ -311,7 +311,9 @@ class HttpRunner:
                     async for _ in answer.content.iter_any():
                         pass
         if reader.prompt_tokens is not None and reader.prompt_tokens != tokens:
-            raise TrialError(f"a prompt of {tokens} tokens had {reader.prompt_tokens} by the engine's count (--token-ids)")
+            raise TrialError(
+                f"a prompt of {tokens} tokens had {reader.prompt_tokens} by the engine's count (--token-ids)"
+            )
         if len(reader.times) != output:
             raise _MergedError(f"{output} tokens came in {len(reader.times)} events: their times can't be told")
         return reader.times

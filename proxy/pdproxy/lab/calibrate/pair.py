@@ -6,6 +6,7 @@ step; both engines are taken to be equal.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
@@ -101,7 +102,7 @@ def stall_row(trial: Trial, seen: Seen) -> StallRow | None:
     begin, end = min(one.sent for one in seen.beside), max(one.answered for one in seen.beside)
     if end > times[-1]:
         return None
-    gaps = [(after - before, begin < after <= end) for before, after in zip(times, times[1:], strict=False)]
+    gaps = [(after - before, begin < after <= end) for before, after in itertools.pairwise(times)]
     usual = median(gap for gap, within in gaps if not within) if any(not within for _, within in gaps) else 0.0
     longer = [gap - usual for gap, within in gaps if within and gap > usual * (1 + _SHOWS)]
     return StallRow(len(trial.beside), len(longer), sum(longer))

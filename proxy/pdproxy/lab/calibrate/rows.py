@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from dataclasses import dataclass
 from statistics import median
@@ -99,7 +100,7 @@ def _usual(times: tuple[float, ...], prompt: Prompt) -> float | None:
     """Return the seconds of steps before the prompt came and after it was answered; None: too few."""
     gaps = [
         after - before
-        for before, after in zip(times, times[1:], strict=False)
+        for before, after in itertools.pairwise(times)
         if after <= prompt.sent or before >= prompt.answered
     ]
     return median(gaps) if len(gaps) >= 3 else None

@@ -167,7 +167,9 @@ def _profile(
     blocks = info.num_gpu_blocks
     if blocks is None or info.block_size is None:
         blocks = 4 * needed
-        assumed.append(f"num_gpu_blocks = {blocks} of {block_size} tokens: the engine does not say how much KV it holds")
+        assumed.append(
+            f"num_gpu_blocks = {blocks} of {block_size} tokens: the engine does not say how much KV it holds"
+        )
     streams = max((row.streams for row in measured.decodes), default=0)
     what = "one engine" if options.pair is None else f"a pair with connector {options.pair.connector}"
     try:

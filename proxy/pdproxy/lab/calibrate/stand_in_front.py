@@ -81,7 +81,9 @@ def splitting(running: Stand, run: Runner) -> Runner:
         for ended in (entry for entry in entries if isinstance(entry, RequestEnded)):
             for leg in ended.legs:
                 if leg.why_alone is not None:
-                    raise TrialError(f"{trial.name}: served by one engine alone: {leg.why_alone} (see pdproxy conformance)")
+                    raise TrialError(
+                        f"{trial.name}: served by one engine alone: {leg.why_alone} (see pdproxy conformance)"
+                    )
         return seen
 
     return checked
