@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from pdproxy.lab.calibrate.rows import AloneRow, ChunkRow, DecodeRow
 from pdproxy.lab.calibrate.solve import Row, Spread, deviations, fit, spread
 from pdproxy.sim.hardware import Hardware
@@ -65,11 +67,8 @@ def fitted(
         if one.value <= 0:
             assumed.append(f"{name} is 0: no effect shows in these measurements")
             del found[name]
-    hardware = Hardware(
-        prefill_tokens_per_s=1 / per_token.value,
-        weights_read_once=best.once,
-        **{name: found[name].value if name in found else 0.0 for name in _TERMS},
-    )
+    terms = {name: found[name].value if name in found else 0.0 for name in _TERMS}
+    hardware = structs.replace(Hardware(prefill_tokens_per_s=1 / per_token.value, weights_read_once=best.once), **terms)
     found["prefill_tokens_per_s"] = Spread(1 / per_token.value, 1 / per_token.high, 1 / max(per_token.low, 1e-12))
     return Fitted(hardware, found, assumed)
 
@@ -123,7 +122,7 @@ def _prefill(
     context: float,
     budget: int | None,
 ) -> _Prefill:
-    if len({row.tokens for row in (*chunks, *alone)}) < 3:
+    if len({row.tokens for row in chunks} | {row.tokens for row in alone}) < 3:
         raise CantTellError("prompts of three lengths at least are needed")
     measured = [(row, row.seconds - row.context * context - row.steps * row.streams * per_sequence) for row in chunks]
     ways = []

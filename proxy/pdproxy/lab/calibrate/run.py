@@ -151,7 +151,7 @@ def _profile(
     assumed = [*notes, *found.assumed]
     if not measured.complete:
         assumed.append("the time was not enough for all trials (--max-seconds): fewer values, wider ranges")
-    longest = max((row.tokens for row in (*measured.alone, *measured.chunks)), default=0)
+    longest = max([row.tokens for row in measured.alone] + [row.tokens for row in measured.chunks], default=0)
     budget = measured.budget
     if budget is None:
         budget = max(_USUAL_BUDGET, longest + 1)
