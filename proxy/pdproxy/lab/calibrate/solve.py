@@ -61,7 +61,7 @@ def fit(rows: Sequence[Row], values: Sequence[float], sizes: Sequence[float]) ->
         before, found = found, _least_squares(relative, wanted, weights)
         off = deviations(relative, wanted, [1.0] * len(wanted), found)
         weights = [1.0 / max(one, _FLOOR) for one in off]
-        if max(abs(a - b) for a, b in zip(before, found, strict=True)) < 1e-9 * (max(found) or 1.0):
+        if max(abs(a - b) for a, b in zip(before, found, strict=True)) < 1e-6 * (max(found) or 1.0):
             break
     return [x / scale for x, scale in zip(found, scales, strict=True)]
 
@@ -120,6 +120,8 @@ def _least_squares(rows: Sequence[Sequence[float]], values: Sequence[float], wei
             error = sum(found[i] * (sum(gram[i][j] * found[j] for j in columns) - 2 * right[i]) for i in columns)
             if error < least:
                 best, least = found, error
+            if size == width:
+                return found  # no bound holds it: nothing can be better
     return best
 
 
