@@ -4,6 +4,7 @@ import asyncio
 from itertools import pairwise
 
 import pytest
+from msgspec import structs
 
 from pdproxy.sim.engine import Engine
 from pdproxy.sim.facts import Facts
@@ -115,6 +116,20 @@ async def engine_with(**more):
 
 async def first_of(outputs):
     return [output async for output in outputs]
+
+
+async def test_a_short_idle_time_is_not_taken_off_the_next_step():
+    engine = await engine_with(prefill_tokens_per_s=1000.0)
+    loop, taken = asyncio.get_running_loop(), []
+    try:
+        for prompt in (PROMPT, OTHER, MORE):
+            begun = loop.time()
+            await first_of(engine.generate(structs.replace(request(str(prompt[0])), prompt=prompt)))
+            taken.append(loop.time() - begun)
+            await asyncio.sleep(0.03)
+    finally:
+        await engine.stop()
+    assert min(taken) > 0.099
 
 
 async def test_without_overheads_a_request_is_queued_at_once():

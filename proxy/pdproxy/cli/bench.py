@@ -144,7 +144,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         endpoint=arguments.endpoint,
         slos=tuple(arguments.slo),
         model=arguments.model,
-        headers=dict(arguments.header) | _authorization(arguments),
+        headers=dict(arguments.header) | authorization(arguments),
         timeout=arguments.timeout,
         max_in_flight=arguments.max_in_flight,
         allow_lag=arguments.allow_lag,
@@ -152,7 +152,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         extra=arguments.extra_body,
         warm_up=arguments.warm_up,
         detailed=arguments.detailed,
-        tls=_tls(arguments.ca),
+        tls=tls_of(arguments.ca),
         version=__version__,
     )
 
@@ -196,7 +196,8 @@ def _plan(arguments: argparse.Namespace) -> tuple[Callable[[int], list[Planned]]
     return plan, left_out
 
 
-def _authorization(arguments: argparse.Namespace) -> dict[str, str]:
+def authorization(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the header of --api-key or --api-key-file."""
     key = arguments.api_key
     if arguments.api_key_file is not None:
         try:
@@ -211,7 +212,8 @@ def _authorization(arguments: argparse.Namespace) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def _tls(ca: Path | None) -> ssl.SSLContext | None:
+def tls_of(ca: Path | None) -> ssl.SSLContext | None:
+    """Return what trusts the certificates of --ca, None without."""
     if ca is None:
         return None
     try:

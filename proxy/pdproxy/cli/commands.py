@@ -16,6 +16,7 @@ COMMANDS = (
     "check",
     "conformance",
     "bench",
+    "calibrate",
     "simulate",
     "health",
     "notifier",

@@ -319,6 +319,7 @@ class Engine:
             self.carry_out(core)
             if step is None:
                 await self._idle(core)
+                planned = 0.0  # what comes next begins when it comes, however soon
                 continue
             planned = (planned if now - planned < _MAX_LAG else now) + step.seconds
             # A step that takes no time still lets other tasks run.

@@ -33,6 +33,10 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What was measured how, and when."""
     missing: list[str] = []
     """What the numbers do not cover."""
+    spread: dict[str, tuple[float, float]] = {}
+    """By names of `hardware`: the range of 80 % of the values that resampled measurements give."""
+    assumed: list[str] = []
+    """What was not measured, and why."""
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

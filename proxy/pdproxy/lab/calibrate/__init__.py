@@ -1,0 +1,1 @@
+"""Measures an engine and writes its profile (`pdproxy calibrate`)."""

@@ -1,0 +1,112 @@
+"""From what a client saw to rows for the fit: how long steps took, and what was in them. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from dataclasses import dataclass
+from statistics import median
+
+from pdproxy.lab.calibrate.trials import Prompt, Seen, Trial
+
+MIN_STEPS = 8
+"""A decode row needs so many steps of all its streams together."""
+_LONG = 1.5
+"""A step that takes so many times as long as those before has prompt tokens in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """Steps that decode `streams` sequences with `context` tokens in sum: seconds of one."""
+
+    streams: int
+    context: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRow:
+    """A prompt that was computed in `steps` steps beside `streams` decoding sequences: seconds of all of these steps."""
+
+    tokens: int
+    steps: int
+    streams: int
+    context: float
+    """Tokens that the streams had, summed over the steps."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class AloneRow:
+    """A prompt on an engine without other work: seconds from the client's request to its first token."""
+
+    tokens: int
+    seconds: float
+
+
+def decode_row(trial: Trial, seen: Seen) -> DecodeRow | None:
+    """Return a row of a trial without prompts beside; None: its streams did not run together for long enough."""
+    begin = max(times[0] for times in seen.streams)
+    end = min(times[-1] for times in seen.streams)
+    steps, context = [], 0.0
+    for times in seen.streams:
+        first, last = bisect_right(times, begin) - 1, bisect_right(times, end) - 1
+        if last - first < MIN_STEPS:
+            return None
+        # Differences over half of the window: the jitter of one event weighs little, and a stall moves few of them.
+        half = (last - first) // 2
+        steps.append(median((times[i + half] - times[i]) / half for i in range(first, last - half + 1)))
+        context += trial.prompt_tokens + (first + last) / 2 + 0.5
+    taken = median(steps)
+    return DecodeRow(trial.streams, context, taken) if taken > 0 else None
+
+
+def alone_row(trial: Trial, seen: Seen) -> AloneRow:
+    """Return the row of a trial with one prompt and no streams."""
+    return AloneRow(trial.beside[0], seen.beside[0].ttft)
+
+
+def chunk_row(trial: Trial, seen: Seen, known: int | None = None) -> ChunkRow | None:
+    """Return the row of a trial with one prompt beside streams.
+
+    `known`: the number of steps that the prompt takes. Without, it is the last step and those long ones right before it. None:
+    the streams ended before the prompt's token, or the steps can't be found.
+    """
+    times, prompt, tokens = seen.streams[0], seen.beside[0], trial.beside[0]
+    usual = _usual(times, prompt)
+    last = _step_of(times, prompt.answered)
+    if usual is None or last is None or last < (known or 1):
+        return None
+    if known is not None:
+        first = last - known + 1
+    else:
+        # All chunks but the last one have the same size. A stall beside them, such as of the API server, is shorter.
+        first, chunk = last, times[last] - times[last - 1]
+        while first > 1 and times[first - 1] > prompt.sent:
+            gap = times[first - 1] - times[first - 2]
+            if gap <= max(_LONG * usual, chunk / 2):
+                break
+            first, chunk = first - 1, gap
+    steps = last - first + 1
+    taken = times[last] - times[first - 1]
+    if taken <= 0:
+        return None
+    # The streams run together: each has as many tokens as the first one, but for the steps in which they began.
+    context = sum(trial.streams * (trial.prompt_tokens + place - 0.5) for place in range(first, last + 1))
+    return ChunkRow(tokens, steps, trial.streams, context, taken)
+
+
+def _usual(times: tuple[float, ...], prompt: Prompt) -> float | None:
+    """Return the seconds of steps before the prompt came and after it was answered; None: too few."""
+    gaps = [
+        after - before
+        for before, after in itertools.pairwise(times)
+        if after <= prompt.sent or before >= prompt.answered
+    ]
+    return median(gaps) if len(gaps) >= 3 else None
+
+
+def _step_of(times: tuple[float, ...], when: float) -> int | None:
+    """Return the place of the token that came with something else at a time; None: all came before."""
+    place = min(range(len(times)), key=lambda i: abs(times[i] - when))
+    return place if place < len(times) - 1 else None

@@ -1,0 +1,181 @@
+"""Virtual engines with known times: the terms come back, with noise too, and what does not show is not made up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from pdproxy.lab.calibrate.experiments import Experiments, Limits, Measured
+from pdproxy.lab.calibrate.fitting import CantTellError, Fitted, fitted
+from pdproxy.lab.calibrate.misfit import misfits
+from pdproxy.lab.calibrate.rows import AloneRow, ChunkRow, DecodeRow
+from pdproxy.lab.calibrate.trials import OutOfTimeError, Prompt, Seen, Trial, TrialError
+from pdproxy.lab.calibrate.virtual import seen_of
+from pdproxy.sim.hardware import Hardware
+from pdproxy.sim.profile import load
+
+H200 = load("h200-8b").hardware
+SLOW = Hardware(
+    prefill_tokens_per_s=900.0,
+    chunk_base_s=0.02,
+    decode_step_s=0.06,
+    decode_step_per_seq_s=0.004,
+    weights_read_once=True,
+    context_token_s=2e-6,
+    attention_s=4e-7,
+    request_overhead_s=0.05,
+)
+SUM = Hardware(chunk_base_s=0.001, context_token_s=20e-9, attention_s=1e-9, request_overhead_s=0.004)
+TERMS = (
+    "prefill_tokens_per_s",
+    "chunk_base_s",
+    "decode_step_s",
+    "decode_step_per_seq_s",
+    "context_token_s",
+    "attention_s",
+)
+
+
+def options(hardware: Hardware, budget: int = 2048, length: int = 16384) -> dict[str, Any]:
+    return {
+        "hardware": hardware,
+        "num_gpu_blocks": 31_000,
+        "max_model_len": length,
+        "max_num_seqs": 1024,
+        "max_num_batched_tokens": budget,
+    }
+
+
+def noisy(seen: Seen, chance: random.Random, jitter: float) -> Seen:
+    """Return it with each time up to `jitter` seconds late, in order."""
+
+    def late(times: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(sorted(time + chance.uniform(0, jitter) for time in times))
+
+    prompts = tuple(Prompt(one.sent, one.answered + chance.uniform(0, jitter)) for one in seen.beside)
+    return Seen(tuple(late(times) for times in seen.streams), prompts)
+
+
+def measured(one: dict[str, Any], *, jitter: float = 0.0, trials: int = 10_000, **limits: Any) -> Measured:
+    chance, left = random.Random(5), [trials]
+
+    async def run(trial: Trial) -> Seen:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OutOfTimeError("over")
+        seen = seen_of(trial, one)
+        return noisy(seen, chance, jitter) if jitter else seen
+
+    return asyncio.run(Experiments(run, Limits(one["max_model_len"], **limits)).all())
+
+
+def found_in(rows: Measured) -> Fitted:
+    return fitted(rows.decodes, rows.chunks, rows.alone, rows.budget)
+
+
+@pytest.mark.parametrize("budget", [512, 2000, 2048, 8192])
+@pytest.mark.parametrize("hardware", [H200, SUM], ids=["once", "sum"])
+def test_the_terms_and_the_budget_come_back(hardware: Hardware, budget: int) -> None:
+    rows = measured(options(hardware, budget))
+    found = found_in(rows)
+    assert rows.budget == budget
+    assert rows.complete
+    for name in TERMS:
+        assert getattr(found.hardware, name) == pytest.approx(getattr(hardware, name), rel=0.03), name
+    overhead = hardware.request_overhead_s + hardware.response_overhead_s
+    assert found.hardware.request_overhead_s == pytest.approx(overhead, rel=0.03)
+    assert found.hardware.weights_read_once == hardware.weights_read_once
+
+
+def test_the_terms_come_back_from_times_that_are_late_by_up_to_a_quarter_of_a_step() -> None:
+    one = options(H200)
+    found = found_in(measured(one, jitter=0.001))
+    for name in ("prefill_tokens_per_s", "decode_step_s", "decode_step_per_seq_s", "context_token_s"):
+        assert getattr(found.hardware, name) == pytest.approx(getattr(H200, name), rel=0.1), name
+    assert found.hardware.request_overhead_s == pytest.approx(0.0346, rel=0.1)
+    for name, one_spread in found.spreads.items():
+        assert one_spread.low <= getattr(found.hardware, name) * 1.0001, name
+        assert one_spread.high >= getattr(found.hardware, name) * 0.9999, name
+
+
+def test_a_slow_engine_with_short_prompts() -> None:
+    rows = measured(options(SLOW, 1024, 2048))
+    found = found_in(rows)
+    assert rows.budget == 1024
+    for name in TERMS:
+        assert getattr(found.hardware, name) == pytest.approx(getattr(SLOW, name), rel=0.1), name
+
+
+def test_an_engine_whose_budget_no_prompt_reaches() -> None:
+    rows = measured(options(SLOW, 8192, 2048))
+    assert rows.budget is None
+    assert rows.budget_note == "no prompt of up to 1024 tokens was cut"
+    assert found_in(rows).hardware.decode_step_s == pytest.approx(SLOW.decode_step_s, rel=0.03)
+
+
+def test_a_given_budget_is_not_searched() -> None:
+    rows = measured(options(H200, 2048), budget=2048)
+    assert (rows.budget, rows.budget_note) == (2048, "given")
+    assert not [trial for trial, _ in rows.trials if trial.beside and trial.beside[0] == 2047]
+
+
+def test_terms_without_effect_are_0_and_named() -> None:
+    found = found_in(measured(options(Hardware()), jitter=0.0005))
+    assert found.hardware.context_token_s == pytest.approx(0.0, abs=2e-9)
+    assert found.hardware.attention_s == pytest.approx(0.0, abs=1e-10)
+    unseen = [name for name in TERMS if name not in found.spreads]
+    assert all(any(line.startswith(f"{name} is 0") for line in found.assumed) for name in unseen)
+
+
+def test_limits_bound_the_trials() -> None:
+    one = options(H200, 2048, 4096)
+    rows = measured(one, kv_tokens=10_000, max_num_seqs=8)
+    for trial, _ in rows.trials:
+        assert trial.tokens <= 8000
+        assert trial.streams + len(trial.beside) <= 8
+        assert trial.prompt_tokens + trial.output_tokens <= 4096
+    assert found_in(rows).hardware.decode_step_s == pytest.approx(H200.decode_step_s, rel=0.03)
+
+
+def test_the_end_of_the_time_leaves_what_was_measured() -> None:
+    rows = measured(options(H200), trials=40)
+    assert not rows.complete
+    assert rows.budget is None
+    assert rows.budget_note == "the time ended before it was found"
+    assert found_in(rows).hardware.decode_step_s == pytest.approx(H200.decode_step_s, rel=0.03)
+
+
+def test_too_little_time_is_refused_not_filled_with_defaults() -> None:
+    with pytest.raises(CantTellError, match="prompts of three lengths"):
+        found_in(measured(options(H200), trials=12))
+    with pytest.raises(CantTellError, match="two numbers of streams"):
+        found_in(measured(options(H200), trials=3))
+
+
+def test_times_that_say_nothing_are_refused() -> None:
+    chance = random.Random(3)
+    decodes = [DecodeRow(n, 40.0 * n, chance.uniform(0.001, 1.0)) for n in (1, 2, 4, 8) * 2]
+    chunks = [ChunkRow(n, 1, 1, 50.0, chance.uniform(0.001, 1.0)) for n in (64, 128, 512) * 3]
+    alone = [AloneRow(n, chance.uniform(0.001, 1.0)) for n in (64, 128, 512) * 3]
+    with pytest.raises(CantTellError, match="can't be told"):
+        fitted(decodes, chunks, alone, None)
+
+
+def test_a_profile_explains_its_own_measurements() -> None:
+    one = options(H200)
+    rows = measured(one, jitter=0.0005)
+    found = found_in(rows)
+    off = misfits(rows.trials, one | {"hardware": found.hardware})
+    assert {kind.what for kind in off} == {"step", "TTFT", "the prompt's steps"}
+    assert sorted(abs(kind.relative) for kind in off)[len(off) // 2] < 0.03
+    worse = misfits(rows.trials, one | {"hardware": structs.replace(found.hardware, prefill_tokens_per_s=20_000.0)})
+    assert max(abs(kind.relative) for kind in worse) > 0.5
+
+
+def test_a_trial_that_an_engine_can_not_serve_is_refused() -> None:
+    with pytest.raises(TrialError, match="can't serve it"):
+        seen_of(Trial("too long", beside=(17_000,)), options(H200))
