@@ -17,6 +17,7 @@ COMMANDS = (
     "conformance",
     "bench",
     "simulate",
+    "plan",
     "health",
     "notifier",
     "config",

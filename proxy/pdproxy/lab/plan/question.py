@@ -7,7 +7,7 @@ from itertools import islice
 
 import msgspec
 
-from pdproxy.bench.arrivals import Kind, Arrivals
+from pdproxy.bench.arrivals import Arrivals, Kind
 from pdproxy.bench.slo import Slo
 from pdproxy.bench.trace import Entry
 from pdproxy.bench.workload import Lengths

@@ -48,9 +48,9 @@ class Found(msgspec.Struct, frozen=True):
         return 0.0 if self.place is None else rate_at(self.place)
 
     @property
-    def rank(self) -> tuple[float, tuple[int, int, int, str]]:
+    def rank(self) -> tuple[float, bool, tuple[int, int, int, str]]:
         """The best one is the smallest."""
-        return (-self.rate, self.arrangement.rank)
+        return (-self.rate, not self.exact, self.arrangement.rank)
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +110,12 @@ def gpus_for(question: Question, rate: float, *, requests: int | None = None, se
         guess = math.ceil(gpus * rate / result.best.rate * 0.97)
         gpus = max(gpus + 1, min(guess, 2 * gpus))
         _enough(gpus, rate)
-    while gpus > least and result.best is not None and (fewer := at(gpus - 1)).best is not None and fewer.best.rate >= rate:
+    while (
+        gpus > least
+        and result.best is not None
+        and (fewer := at(gpus - 1)).best is not None
+        and fewer.best.rate >= rate
+    ):
         gpus, result = gpus - 1, fewer
     return msgspec.structs.replace(result, runs=sum(one.runs for one in known.values()))
 
@@ -254,10 +259,11 @@ class _Search:
         )
 
 
-def _rank(one: Found) -> tuple[float, tuple[int, int, int, str]]:
+def _rank(one: Found) -> tuple[float, bool, tuple[int, int, int, str]]:
     return one.rank
 
 
 def best_of(found: Iterable[Found], *, prefill: bool) -> Found | None:
-    """Return the best plain arrangement, or the best split one; None: none keeps the SLO."""
-    return min((one for one in found if one.place is not None and bool(one.arrangement.prefill) is prefill), key=_rank, default=None)
+    """Return the best plain arrangement of long runs, or the best split one; None: none keeps the SLO."""
+    known = (one for one in found if one.exact and one.place is not None)
+    return min((one for one in known if bool(one.arrangement.prefill) is prefill), key=_rank, default=None)
