@@ -79,7 +79,10 @@ def everything(engines: int, chunks: Sequence[int], policies: Sequence[str]) -> 
 
 
 def neighbours(one: Arrangement, chunks: Sequence[int], policies: Sequence[str]) -> Iterator[Arrangement]:
-    """Yield the arrangements that differ in one thing: the next chunk size, an engine of another role, the policy."""
+    """Yield the arrangements that differ in one thing: the chunk size, an engine of another role, the policy.
+
+    Of decode engines only the next chunk size, larger and smaller: they compute one token of each prompt.
+    """
     replace = msgspec.structs.replace
     for policy in policies:
         if policy != one.policy:
@@ -87,10 +90,9 @@ def neighbours(one: Arrangement, chunks: Sequence[int], policies: Sequence[str])
     for more in (1, -1):
         if one.prefill and 1 <= one.prefill + more < one.engines:
             yield replace(one, prefill=one.prefill + more, decode=one.decode - more)
-    for field in ("prefill_chunk", "chunk"):
-        value = getattr(one, field)
-        if value in chunks:
-            place = chunks.index(value)
-            for other in (place - 1, place + 1):
-                if 0 <= other < len(chunks):
-                    yield replace(one, **{field: chunks[other]})
+    if one.prefill:
+        yield from (replace(one, prefill_chunk=chunk) for chunk in chunks if chunk != one.prefill_chunk)
+        place = chunks.index(one.chunk)
+        yield from (replace(one, chunk=chunks[at]) for at in (place - 1, place + 1) if 0 <= at < len(chunks))
+    else:
+        yield from (replace(one, chunk=chunk) for chunk in chunks if chunk != one.chunk)
