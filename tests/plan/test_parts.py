@@ -10,7 +10,7 @@ from pdproxy.bench.trace import Entry
 from pdproxy.lab.plan.arrangement import Arrangement, everything, neighbours, plain, split
 from pdproxy.lab.plan.bounds import bound, work_of
 from pdproxy.lab.plan.capacity import Level, Prober, place_of, rate_at
-from pdproxy.lab.plan.question import Traced
+from pdproxy.lab.plan.question import Traced, steady
 from tests.plan.questions import CHUNKS, question
 
 P = ("least_load",)
@@ -89,6 +89,18 @@ def test_a_question_without_an_answer_is_refused() -> None:
         question("ttft=1s", share=0.0)
     with pytest.raises(ValueError, match="same time"):
         Traced(entries=[Entry(1.0, 5, 5), Entry(1.0, 5, 5)])
+
+
+@pytest.mark.parametrize(
+    ("slo", "inputs", "ttft"),
+    [("tpot=9ms", 4000, 2.0), ("gap=9ms", 100_000, 14.0), ("tpot=9ms,ttft=5s", 4000, 5.0), ("e2e=9s", 4000, None)],
+)
+def test_a_queue_that_grows_never_keeps_the_slo(slo: str, inputs: int, ttft: float | None) -> None:
+    asked = question(slo, inputs)
+    found = steady(asked)
+    assert found.slo.ttft == ttft
+    assert (found.slo.gap, found.slo.tpot) == (asked.slo.gap, asked.slo.tpot)
+    assert (found.slo.name == slo) is (asked.slo.ttft == ttft)
 
 
 def test_a_trace_is_stretched_to_a_rate() -> None:

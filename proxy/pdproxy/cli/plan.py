@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130
 _MAX_GPUS = 64
 _MAX_REQUESTS = 20_000
+_MAX_CHUNKS = 8
 _KINDS = tuple(kind for kind in KINDS if kind != "ramp")
 
 
@@ -186,11 +187,10 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
 
 
 def _chunks(text: str) -> tuple[int, ...]:
-    read = reading.whole(1, 10_000_000)
-    found = tuple(sorted({read(part) for part in text.split(",")}))
-    if len(found) > 8:
-        raise ValueError(f"expected 1 to 8 chunk sizes, got {len(found)}")
-    return found
+    read, parts = reading.whole(1, 10_000_000), text.split(",")
+    if len(parts) > _MAX_CHUNKS:
+        raise ValueError(f"expected 1 to {_MAX_CHUNKS} chunk sizes, got {len(parts)}")
+    return tuple(sorted({read(part) for part in parts}))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -202,11 +202,13 @@ def run(arguments: argparse.Namespace) -> int:
     from pdproxy.bench.errors import BenchError
     from pdproxy.lab.plan.answer import answer, as_json
     from pdproxy.lab.plan.plot import plot
+    from pdproxy.lab.plan.question import steady
     from pdproxy.lab.plan.report import text
     from pdproxy.lab.plan.search import exhaustive, gpus_for, search
 
     _check(arguments)
-    question = _question(arguments)
+    with as_settings_error(""):
+        question = steady(_question(arguments))
     rate = _rate(arguments, question.demand)
     options = {"requests": arguments.requests, "seeds": arguments.seeds}
     try:

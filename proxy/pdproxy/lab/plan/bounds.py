@@ -11,12 +11,12 @@ import math
 import msgspec
 
 from pdproxy.lab.plan.arrangement import Arrangement
-from pdproxy.lab.plan.question import Question
+from pdproxy.lab.plan.question import SAMPLE, Question
 from pdproxy.lab.simulate.cluster import Call
 from pdproxy.sim.hardware import attended
 
-_SAMPLE = 2000
-_MOST = 100_000.0
+_MOST = 50_000.0
+"""Requests per second: the bound where a request costs nothing."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 def work_of(question: Question) -> Work:
     """Return what a request of the load is on average."""
     hardware, shape = question.hardware, question.shape
-    calls = question.sample(_SAMPLE)
+    calls = question.sample(SAMPLE)
     seen: set[int] = set()
     uncached = tokens_s = decode_s = transfer_s = output = 0.0
     for call in calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -14,7 +15,11 @@ from pdproxy.bench.workload import Lengths
 from pdproxy.lab.simulate.cluster import Call
 from pdproxy.lab.simulate.load import Replay, Synthetic
 from pdproxy.lab.simulate.shape import Shape
-from pdproxy.sim.hardware import Hardware
+from pdproxy.sim.hardware import Hardware, attended
+
+SAMPLE = 6000
+"""Requests from which a load is known."""
+_WAIT_S = 2.0
 
 
 class Drawn(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,3 +110,18 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     def sample(self, requests: int) -> list[Call]:
         """Return some requests, for what they are on average."""
         return list(islice(self.demand.calls(1.0, requests, 0), requests))
+
+
+def steady(question: Question) -> Question:
+    """Return the question with a limit of TTFT, if the SLO has neither `ttft` nor `e2e`: a queue that grows would keep it.
+
+    The limit is 2 s, or twice what the longest prompt takes alone, if that is longer.
+    """
+    slo, hardware = question.slo, question.hardware
+    if slo.ttft is not None or slo.e2e is not None:
+        return question
+    longest = max(call.prompt for call in question.sample(SAMPLE))
+    alone = longest / hardware.prefill_tokens_per_s + attended(longest, 0) * hardware.attention_s
+    limit = max(_WAIT_S, float(math.ceil(2 * alone / hardware.speed)))
+    name = f"{slo.name}, and ttft={limit:g}s,"
+    return msgspec.structs.replace(question, slo=msgspec.structs.replace(slo, name=name, ttft=limit))

@@ -17,7 +17,7 @@ def text(found: Answer) -> str:
     """Return the report, with a line feed at its end."""
     best = found.best
     if best is None:
-        return f"No arrangement of {found.result.gpus} GPUs keeps {_slo(found)} at any rate.\n"
+        return f"No arrangement of {_gpus(found)} keeps {_slo(found)} at any rate.\n"
     lines = [_headline(best.arrangement), _capacity(found, best), *_asked(found)]
     lines += _why(found, best)
     return "\n".join([*lines, "", *_table(found, best), *_notes(found)]) + "\n"
@@ -41,7 +41,7 @@ def _slo(found: Answer) -> str:
 
 
 def _capacity(found: Answer, best: Found) -> str:
-    return f"It keeps {_slo(found)} up to {_rate(best.rate)} req/s, {_rate(best.rate / found.result.gpus)} per GPU."
+    return f"This keeps {_slo(found)} up to {_rate(best.rate)} req/s, {_rate(best.rate / found.result.gpus)} per GPU."
 
 
 def _asked(found: Answer) -> list[str]:
@@ -51,9 +51,12 @@ def _asked(found: Answer) -> list[str]:
     done = f"At {_rate(asked.rate)} req/s {100 * asked.share:.1f} % are good: {_rate(asked.goodput_per_gpu)} good req/s per GPU."
     if asked.headroom >= 0:
         return [f"{done} Headroom: {100 * asked.headroom:.0f} %."]
-    return [
-        f"{done} That is too much: {found.result.gpus} GPUs serve {-100 * asked.headroom:.0f} % less within the SLO."
-    ]
+    less = f"{-100 * asked.headroom:.0f} % less within the SLO"
+    return [f"{done} That is too much: {_gpus(found)} {'serves' if found.result.gpus == 1 else 'serve'} {less}."]
+
+
+def _gpus(found: Answer) -> str:
+    return f"{found.result.gpus} GPU{'' if found.result.gpus == 1 else 's'}"
 
 
 def _why(found: Answer, best: Found) -> list[str]:
@@ -62,7 +65,11 @@ def _why(found: Answer, best: Found) -> list[str]:
         if found.result.gpus == 1:
             return ["Why: one GPU can't be split."]
         return [f"Why: no {'plain' if best.arrangement.prefill else 'split'} arrangement keeps the SLO at any rate."]
-    name = other.arrangement.name if other.arrangement.prefill else f"{other.arrangement.name}, chunk {other.arrangement.chunks}"
+    name = (
+        other.arrangement.name
+        if other.arrangement.prefill
+        else f"{other.arrangement.name}, chunk {other.arrangement.chunks}"
+    )
     kind = "that splits" if other.arrangement.prefill else "that does not split"
     less = 100 * (1 - other.rate / best.rate)
     gain = f"{less:.0f} % less" if less >= 0.5 else "no more"
@@ -86,8 +93,12 @@ def _cause(reason: Reason) -> str:
     parts = []
     for role, busy in reason.busy.items():
         if role == "aggregated":
-            share = f"{100 * reason.with_prefill[role]:.0f} % of the time"
-            return f": its engines are in steps with prefill for {share}, and each of them delays the tokens of all its requests"
+            share = f": its engines are in steps with prefill for {100 * reason.with_prefill[role]:.0f} % of the time"
+            return (
+                f"{share}, and each such step delays the tokens of all requests"
+                if reason.limit in ("tpot", "gap")
+                else share
+            )
         full = "full" if busy >= _FULL else "busy"
         parts.append(f"{role} engines are {full} ({100 * busy:.0f} % of the time)")
     return f", while {' and '.join(parts)}" if parts else ""

@@ -25,6 +25,9 @@ MAX_REQUESTS = 20_000
 _TRACE_REQUESTS = 6_000
 _RUN_S = 45.0
 """How long requests come in a long run, at the highest rate that any arrangement may serve."""
+_PER_TOKEN_S, _LONG = 0.03, 2000
+"""How much longer per token of the answers, up to so many tokens: until as many requests end as begin."""
+_LEAST_REQUESTS = 800
 _CLOSE = 8
 """Steps of the grid below the best arrangement of short runs, within which long runs decide."""
 _MAX_CLOSE = 6
@@ -68,13 +71,14 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 def levels(question: Question, gpus: int, requests: int | None, seeds: int) -> tuple[Level, Level]:
     """Return those of short and of long runs."""
     demand = question.demand
-    if requests is None and isinstance(demand, Traced):
-        requests = min(len(demand.entries), _TRACE_REQUESTS)
     if requests is None:
-        work = work_of(question)
-        most = max(bound(one, work) for one in _balanced(question, gpus))
-        requests = int(most * (_RUN_S + 0.03 * min(work.output, 2000)))
-    requests = min(max(requests, 800), MAX_REQUESTS) if not isinstance(demand, Traced) else min(requests, MAX_REQUESTS)
+        if isinstance(demand, Traced):
+            requests, most = len(demand.entries), _TRACE_REQUESTS
+        else:
+            work, most = work_of(question), MAX_REQUESTS
+            rate = max(bound(one, work) for one in _balanced(question, gpus))
+            requests = int(rate * (_RUN_S + _PER_TOKEN_S * min(work.output, _LONG)))
+        requests = min(max(requests, _LEAST_REQUESTS), most)
     return Level(max(requests // 2, 1), 1, 3), Level(requests, seeds if demand.random else 1, 1)
 
 
@@ -105,7 +109,7 @@ def gpus_for(question: Question, rate: float, *, requests: int | None = None, se
             known[gpus] = search(question, gpus, requests=requests, seeds=seeds)
         return known[gpus]
 
-    gpus = least
+    gpus = 2 if at(least).best is None and least == 1 else least  # only one that splits may keep it
     while (result := at(gpus)).best is not None and result.best.rate < rate:
         guess = math.ceil(gpus * rate / result.best.rate * 0.97)
         gpus = max(gpus + 1, min(guess, 2 * gpus))
