@@ -23,7 +23,7 @@ def test_it_says_not_to_split_and_why(capsys: pytest.CaptureFixture[str]) -> Non
     assert lines[2].startswith("At 8 req/s ")
     assert "Headroom: " in lines[2]
     assert lines[3].startswith("Why: the best one that splits (1P1D) serves ")
-    assert ", while prefill engines are " in lines[4]
+    assert ", while prefill engines compute " in lines[4]
     table = [line.split() for line in lines[6:] if line.endswith("%")]
     assert next(row[-2:] for row in table) == ["100", "%"]
     assert any(row[0] == "1P1D" for row in table)

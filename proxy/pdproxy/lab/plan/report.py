@@ -7,8 +7,6 @@ from pdproxy.lab.plan.arrangement import Arrangement
 from pdproxy.lab.plan.search import Found
 
 _FLAG = "--max-num-batched-tokens"
-_FULL = 0.9
-"""The part of the time from which on an engine that computes counts as full."""
 _MAX_ROWS = 16
 _NAMES = {"ttft": "TTFT", "tpot": "TPOT", "gap": "worst gap", "e2e": "end to end"}
 
@@ -99,8 +97,7 @@ def _cause(reason: Reason) -> str:
                 if reason.limit in ("tpot", "gap")
                 else share
             )
-        full = "full" if busy >= _FULL else "busy"
-        parts.append(f"{role} engines are {full} ({100 * busy:.0f} % of the time)")
+        parts.append(f"{role} engines compute for {100 * busy:.0f} % of the time")
     return f", while {' and '.join(parts)}" if parts else ""
 
 
