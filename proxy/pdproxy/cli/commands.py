@@ -18,6 +18,7 @@ COMMANDS = (
     "bench",
     "calibrate",
     "simulate",
+    "plan",
     "health",
     "notifier",
     "config",

@@ -18,13 +18,14 @@ from pdproxy.scheduling import policies
 from pdproxy.settings.errors import SettingsError
 
 if TYPE_CHECKING:
+    from pdproxy.bench.trace import Entry
     from pdproxy.cli.parser import Commands
     from pdproxy.lab.simulate.load import Load
     from pdproxy.lab.simulate.run import Simulation
 
 T = TypeVar("T")
 _INTERRUPTED = 130
-_DEFAULT_PROFILE = "h200-8b"
+DEFAULT_PROFILE = "h200-8b"
 _MAX_ENGINES = 4096
 
 
@@ -49,7 +50,7 @@ def add(commands: Commands) -> None:
     report.add_argument(
         "--slo",
         metavar="[NAME:]LIMITS",
-        type=_type(parse_slo),
+        type=typed(parse_slo),
         action="append",
         default=[],
         help="what a good request keeps, such as chat:ttft=500ms,tpot=15ms,gap=50ms,e2e=10s; may be repeated (default: none)",
@@ -73,15 +74,15 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
         group.add_argument(
             f"--{role}",
             metavar="N",
-            type=_type(reading.whole(0, _MAX_ENGINES)),
+            type=typed(reading.whole(0, _MAX_ENGINES)),
             default=0,
             help=f"number of {role} engines (default: 0)",
         )
     group.add_argument(
         "--profile",
         metavar="NAME",
-        default=_DEFAULT_PROFILE,
-        help=f"what the engines are: a shipped profile, or a file (default: {_DEFAULT_PROFILE})",
+        default=DEFAULT_PROFILE,
+        help=f"what the engines are: a shipped profile, or a file (default: {DEFAULT_PROFILE})",
     )
     known = ", ".join(policies.names())
     for role in ("prefill", "decode"):
@@ -101,25 +102,25 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--chunk",
         metavar="TOKENS",
-        type=_type(reading.whole(1, 10_000_000)),
+        type=typed(reading.whole(1, 10_000_000)),
         help="vLLM's --max-num-batched-tokens of all engines (default: the profile's)",
     )
     group.add_argument(
         "--prefill-chunk",
         metavar="TOKENS",
-        type=_type(reading.whole(1, 10_000_000)),
+        type=typed(reading.whole(1, 10_000_000)),
         help="vLLM's --max-num-batched-tokens of prefill engines (default: as --chunk)",
     )
     group.add_argument(
         "--max-num-seqs",
         metavar="N",
-        type=_type(reading.whole(1, 1_000_000)),
+        type=typed(reading.whole(1, 1_000_000)),
         help="vLLM's --max-num-seqs (default: the profile's)",
     )
     group.add_argument(
         "--kv-tokens",
         metavar="N",
-        type=_type(reading.whole(512, 1_000_000_000)),
+        type=typed(reading.whole(512, 1_000_000_000)),
         help="tokens whose KV fits into an engine (default: the profile's)",
     )
     group.add_argument(
@@ -131,40 +132,40 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--rate",
         metavar="R",
-        type=_type(reading.rate),
+        type=typed(reading.rate),
         help="requests per second; A:B with --arrivals ramp (default: the times of --trace)",
     )
     group.add_argument("--arrivals", choices=KINDS, default="poisson", help="when requests come (default: poisson)")
     group.add_argument(
         "--burstiness",
         metavar="B",
-        type=_type(reading.number(0.0, 100.0, "a number")),
+        type=typed(reading.number(0.0, 100.0, "a number")),
         default=0.25,
         help="shape of the gamma distribution of --arrivals burst (default: 0.25)",
     )
     group.add_argument(
         "--duration",
         metavar="S",
-        type=_type(reading.number(0.0, 86_400.0, "seconds")),
+        type=typed(reading.number(0.0, 86_400.0, "seconds")),
         help="seconds in which requests come (default: 300; with --trace: all of it, once)",
     )
     group.add_argument(
         "--requests",
         metavar="N",
-        type=_type(reading.whole(1, MAX_REQUESTS)),
+        type=typed(reading.whole(1, MAX_REQUESTS)),
         help="number of requests, instead of --duration; a trace is repeated, if it has fewer (default: by --duration)",
     )
     for name, word, default in (("input", "a prompt", 1024), ("output", "an answer", 128)):
         group.add_argument(
             f"--{name}-tokens",
             metavar="N",
-            type=_type(reading.lengths),
+            type=typed(reading.lengths),
             help=f"tokens of {word}, or a range A:B (default: {default})",
         )
     group.add_argument(
         "--seeds",
         metavar="N",
-        type=_type(reading.whole(1, 100)),
+        type=typed(reading.whole(1, 100)),
         default=3,
         help="runs, each with another seed (default: 3)",
     )
@@ -178,11 +179,11 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--scale",
         metavar="X",
-        type=_type(reading.number(0.0, 1e6, "a number")),
+        type=typed(reading.number(0.0, 1e6, "a number")),
         help="how many times faster than in the trace requests come (default: 1)",
     )
     group.add_argument(
-        "--slice", metavar="A:B", type=_type(reading.window), help="use these seconds of the trace alone (default: all)"
+        "--slice", metavar="A:B", type=typed(reading.window), help="use these seconds of the trace alone (default: all)"
     )
     group.add_argument(
         "--spread", action="store_true", help="spread requests with equal times evenly until the trace's next time"
@@ -190,7 +191,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-tokens",
         metavar="N",
-        type=_type(reading.whole(2, 10_000_000)),
+        type=typed(reading.whole(2, 10_000_000)),
         help="leave out requests of the trace with more tokens in prompt and answer (default: none)",
     )
 
@@ -208,8 +209,8 @@ def run(arguments: argparse.Namespace) -> int:
         (f"{fleet.aggregated}A", fleet.aggregated),
     )
     name = arguments.name or "+".join(word for word, count in (split, plain) if count)
-    with contextlib.ExitStack() as stack, _as_settings_error(""):
-        file = _opened(arguments.json, stack)
+    with contextlib.ExitStack() as stack, as_settings_error(""):
+        file = opened(arguments.json, stack)
         try:
             records = run_all(simulation, name, arguments.seeds, _asked(arguments), lambda one: _append(file, one))
         except KeyboardInterrupt:
@@ -252,13 +253,13 @@ def _simulation(arguments: argparse.Namespace) -> Simulation:
     from pdproxy.scheduling.nodes import Role
     from pdproxy.sim.profile import load
 
-    with _as_settings_error(""):
+    with as_settings_error(""):
         fleet = Fleet(prefill=arguments.prefill, decode=arguments.decode, aggregated=arguments.aggregated)
-    with _as_settings_error("--profile: "):
+    with as_settings_error("--profile: "):
         profile = load(arguments.profile)
     limits = profile.engine
     chunk = arguments.chunk or limits.max_num_batched_tokens
-    with _as_settings_error(""):
+    with as_settings_error(""):
         shapes = {
             role: Shape(
                 max_num_batched_tokens=arguments.prefill_chunk if one else chunk,
@@ -286,13 +287,12 @@ def _simulation(arguments: argparse.Namespace) -> Simulation:
 
 def _load(arguments: argparse.Namespace) -> Load:
     from pdproxy.bench.arrivals import Arrivals
-    from pdproxy.bench.trace import cut, read_trace, spread
     from pdproxy.bench.workload import Lengths
     from pdproxy.lab.simulate.load import Replay, Synthetic
 
     arrivals = None
     if arguments.rate is not None:
-        with _as_settings_error("--rate: "):
+        with as_settings_error("--rate: "):
             low, high = arguments.rate
             arrivals = Arrivals(kind=arguments.arrivals, rate=low, end_rate=high, burstiness=arguments.burstiness)
     duration, requests = arguments.duration, arguments.requests
@@ -305,20 +305,27 @@ def _load(arguments: argparse.Namespace) -> Load:
             duration=(duration or 300.0) if requests is None else None,
             requests=requests,
         )
-    with _as_settings_error("--trace: "):
+    return Replay(
+        entries=entries_of(arguments),
+        scale=arguments.scale or 1.0,
+        arrivals=arrivals,
+        duration=duration,
+        requests=requests,
+    )
+
+
+def entries_of(arguments: argparse.Namespace) -> list[Entry]:
+    """Return the requests of --trace that the options leave."""
+    from pdproxy.bench.trace import cut, read_trace, spread
+
+    with as_settings_error("--trace: "):
         entries = cut(read_trace(arguments.trace), *(arguments.slice or (0.0, math.inf)))
         entries = spread(entries) if arguments.spread else entries
         longest = arguments.max_tokens or math.inf
         entries = [entry for entry in entries if entry.input_tokens + entry.output_tokens <= longest]
         if not entries:
             raise ValueError("no requests are left of it")
-    return Replay(
-        entries=entries,
-        scale=arguments.scale or 1.0,
-        arrivals=arrivals,
-        duration=duration,
-        requests=requests,
-    )
+    return entries
 
 
 def _asked(arguments: argparse.Namespace) -> dict[str, object]:
@@ -339,7 +346,8 @@ def _asked(arguments: argparse.Namespace) -> dict[str, object]:
     return found | {"rate": arguments.rate, "trace": None if arguments.trace is None else arguments.trace.name}
 
 
-def _opened(path: Path | None, stack: contextlib.ExitStack) -> IO[bytes] | None:
+def opened(path: Path | None, stack: contextlib.ExitStack) -> IO[bytes] | None:
+    """Open the file of --json."""
     if path is None:
         return None
     try:
@@ -357,20 +365,21 @@ def _append(file: IO[bytes] | None, record: dict[str, object]) -> None:
 
 
 @contextlib.contextmanager
-def _as_settings_error(prefix: str) -> Iterator[None]:
+def as_settings_error(prefix: str) -> Iterator[None]:
+    """Report a ValueError as a mistake in the options."""
     try:
         yield
     except ValueError as error:
         raise SettingsError(f"{prefix}{error}") from None
 
 
-def _type(read: Callable[[str], T]) -> Callable[[str], T]:
+def typed(read: Callable[[str], T]) -> Callable[[str], T]:
     """Return a reader for argparse, which shows the text of its own error alone."""
 
-    def typed(text: str) -> T:
+    def reader(text: str) -> T:
         try:
             return read(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    return typed
+    return reader

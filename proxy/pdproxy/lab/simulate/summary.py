@@ -76,7 +76,7 @@ def summarise(cluster: Cluster, slos: Sequence[Slo]) -> Summary:
         itl=cluster.itl.spread(),
         gap=spread_of([records.worst_gap[n] for n in done if records.output[n] > 1]),
         e2e=spread_of([records.last[n] - records.due[n] for n in done]),
-        good={slo.name: sum(_kept(slo, records, n) for n in done) for slo in slos},
+        good={slo.name: sum(kept(slo, records, n) for n in done) for slo in slos},
         engines=len(cluster.engines),
         roles=_roles(cluster, seconds),
         events=cluster.events,
@@ -88,7 +88,8 @@ def _tpot(records: Records, number: int) -> float | None:
     return (records.last[number] - records.first[number]) / (tokens - 1) if tokens > 1 else None
 
 
-def _kept(slo: Slo, records: Records, number: int) -> bool:
+def kept(slo: Slo, records: Records, number: int) -> bool:
+    """Return whether a request that has ended was good."""
     due = records.due[number]
     found = (
         (slo.ttft, records.first[number] - due),

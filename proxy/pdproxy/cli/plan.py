@@ -1,0 +1,312 @@
+"""`pdproxy plan`: which engines a load needs, and whether to split them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from pdproxy.bench import reading
+from pdproxy.bench.arrivals import KINDS, Kind
+from pdproxy.bench.slo import parse_slo
+from pdproxy.cli.parser import examples
+from pdproxy.cli.simulate import DEFAULT_PROFILE, as_settings_error, entries_of, opened, typed
+from pdproxy.scheduling import policies
+from pdproxy.settings.errors import SettingsError
+
+if TYPE_CHECKING:
+    from pdproxy.cli.parser import Commands
+    from pdproxy.lab.plan.question import Demand, Question
+
+_INTERRUPTED = 130
+_MAX_GPUS = 64
+_MAX_REQUESTS = 20_000
+_MAX_CHUNKS = 8
+_KINDS = tuple(kind for kind in KINDS if kind != "ramp")
+
+
+def add(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "plan",
+        help="find the engines that serve a load best: how many of which role, with which chunk size",
+        description="Search, by simulation, the arrangement of engines that serves the highest rate of a load within an SLO: "
+        "plain engines, or prefill and decode engines, with which --max-num-batched-tokens. Nothing is sent. It takes some "
+        "seconds. The exit code is 0, 1 if no arrangement keeps the SLO, 2 if the options are wrong, or 130 if it was "
+        "interrupted.",
+        usage="pdproxy plan --slo LIMITS [--gpus N] [--rate R] [--trace FILE] [option ...]",
+        epilog=examples(
+            "pdproxy plan --gpus 8 --input-tokens 4000 --output-tokens 128 --slo ttft=500ms,tpot=8ms",
+            "pdproxy plan --rate 40 --input-tokens 1000 --output-tokens 500 --slo ttft=500ms,tpot=15ms --plot plan.png",
+            "pdproxy plan --trace trace.jsonl --spread --max-tokens 16000 --gpus 8 --slo ttft=500ms,tpot=8ms",
+        ),
+    )
+    _add_goal(parser.add_argument_group("goal"))
+    _add_load(parser.add_argument_group("load (see `pdproxy bench --help`)"))
+    _add_engines(parser.add_argument_group("engines"))
+    _add_search(parser.add_argument_group("search and report"))
+    parser.set_defaults(run=run)
+
+
+def _add_goal(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--slo",
+        metavar="[NAME:]LIMITS",
+        type=typed(parse_slo),
+        required=True,
+        help="what a good request keeps, such as ttft=500ms,tpot=15ms,gap=50ms,e2e=10s",
+    )
+    group.add_argument(
+        "--share",
+        metavar="PERCENT",
+        type=typed(reading.number(0.0, 100.0, "percent")),
+        default=90.0,
+        help="the part of the requests that must keep it (default: 90)",
+    )
+    group.add_argument(
+        "--gpus",
+        metavar="N",
+        type=typed(reading.whole(1, _MAX_GPUS)),
+        help="number of GPUs, with an engine on each (default: as few as serve the rate)",
+    )
+    group.add_argument(
+        "--rate",
+        metavar="R",
+        type=typed(reading.number(0.0, 100_000.0, "requests per second")),
+        help="requests per second that must be served (default: the trace's own, else the most that the GPUs serve)",
+    )
+
+
+def _add_load(group: argparse._ArgumentGroup) -> None:
+    for name, word, default in (("input", "a prompt", 1024), ("output", "an answer", 128)):
+        group.add_argument(
+            f"--{name}-tokens",
+            metavar="N",
+            type=typed(reading.lengths),
+            help=f"tokens of {word}, or a range A:B (default: {default})",
+        )
+    group.add_argument(
+        "--arrivals",
+        choices=_KINDS,
+        help="when requests come (default: poisson, or the times of --trace, stretched to the rate)",
+    )
+    group.add_argument(
+        "--burstiness",
+        metavar="B",
+        type=typed(reading.number(0.0, 100.0, "a number")),
+        default=0.25,
+        help="shape of the gamma distribution of --arrivals burst (default: 0.25)",
+    )
+    group.add_argument(
+        "--trace",
+        metavar="FILE",
+        type=Path,
+        help="JSON lines with timestamp (ms), input_length, output_length and hash_ids, as Mooncake's (default: none)",
+    )
+    group.add_argument(
+        "--slice", metavar="A:B", type=typed(reading.window), help="use these seconds of the trace alone (default: all)"
+    )
+    group.add_argument(
+        "--spread", action="store_true", help="spread requests with equal times evenly until the trace's next time"
+    )
+    group.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=typed(reading.whole(2, 10_000_000)),
+        help="leave out requests of the trace with more tokens in prompt and answer (default: none)",
+    )
+
+
+def _add_engines(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--profile",
+        metavar="NAME",
+        default=DEFAULT_PROFILE,
+        help=f"what the engines are: a shipped profile, or a file (default: {DEFAULT_PROFILE})",
+    )
+    group.add_argument(
+        "--chunks",
+        metavar="A,B,...",
+        type=typed(_chunks),
+        default=(512, 1024, 2048, 4096, 8192),
+        help="values of vLLM's --max-num-batched-tokens that may be used (default: 512,1024,2048,4096,8192)",
+    )
+    known = ", ".join(policies.names())
+    group.add_argument(
+        "--policy",
+        metavar="NAME",
+        choices=policies.names(),
+        action="append",
+        help=f"how engines may be chosen: {known}; may be repeated (default: all)",
+    )
+    group.add_argument(
+        "--max-num-seqs",
+        metavar="N",
+        type=typed(reading.whole(1, 1_000_000)),
+        help="vLLM's --max-num-seqs (default: the profile's)",
+    )
+    group.add_argument(
+        "--kv-tokens",
+        metavar="N",
+        type=typed(reading.whole(512, 1_000_000_000)),
+        help="tokens whose KV fits into an engine (default: the profile's)",
+    )
+    group.add_argument(
+        "--no-prefix-caching", action="store_true", help="as vLLM's --no-enable-prefix-caching (default: caching)"
+    )
+
+
+def _add_search(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--requests",
+        metavar="N",
+        type=typed(reading.whole(10, _MAX_REQUESTS)),
+        help="requests of a long run (default: as many as come in about a minute; of a trace at most 6000)",
+    )
+    group.add_argument(
+        "--seeds",
+        metavar="N",
+        type=typed(reading.whole(1, 20)),
+        default=3,
+        help="long runs per rate, each with another seed; a trace's own times need only one (default: 3)",
+    )
+    group.add_argument(
+        "--exhaustive",
+        action="store_true",
+        help="try all arrangements; it needs --gpus (default: search the promising ones)",
+    )
+    group.add_argument("--json", metavar="FILE", type=Path, help="write the answer as JSON (default: no file)")
+    group.add_argument(
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        help="plot the alternatives: .png, .svg or .pdf; needs matplotlib (default: none)",
+    )
+
+
+def _chunks(text: str) -> tuple[int, ...]:
+    read, parts = reading.whole(1, 10_000_000), text.split(",")
+    if len(parts) > _MAX_CHUNKS:
+        raise ValueError(f"expected 1 to {_MAX_CHUNKS} chunk sizes, got {len(parts)}")
+    return tuple(sorted({read(part) for part in parts}))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Search, print the plan, return the exit code."""
+    # Imported here: wrong options should be reported at once.
+    import msgspec
+
+    from pdproxy.bench import plots
+    from pdproxy.bench.errors import BenchError
+    from pdproxy.lab.plan.answer import answer, as_json
+    from pdproxy.lab.plan.plot import plot
+    from pdproxy.lab.plan.question import steady
+    from pdproxy.lab.plan.report import text
+    from pdproxy.lab.plan.search import exhaustive, gpus_for, search
+
+    _check(arguments)
+    with as_settings_error(""):
+        question = steady(_question(arguments))
+    rate = _rate(arguments, question.demand)
+    options = {"requests": arguments.requests, "seeds": arguments.seeds}
+    try:
+        with contextlib.ExitStack() as stack, as_settings_error(""):
+            if arguments.plot is not None:
+                plots.check(arguments.plot)
+            file = opened(arguments.json, stack)
+            if arguments.gpus is None:
+                assert rate is not None
+                result = gpus_for(question, rate, **options)
+            else:
+                result = (exhaustive if arguments.exhaustive else search)(question, arguments.gpus, **options)
+            found = answer(question, result, rate)
+            if file is not None:
+                file.write(msgspec.json.encode(as_json(found)) + b"\n")
+            if arguments.plot is not None and found.best is not None:
+                plot(found, arguments.plot)
+    except KeyboardInterrupt:
+        sys.stderr.write("pdproxy plan: interrupted\n")
+        return _INTERRUPTED
+    except BenchError as error:
+        sys.stderr.write(f"{arguments.prog}: {error}\n")
+        return error.code
+    print(text(found), end="")
+    return 0 if found.best is not None else 1
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse options that contradict each other, and those without effect."""
+    mistakes = []
+    if arguments.gpus is None and arguments.rate is None and arguments.trace is None:
+        mistakes.append("--gpus or --rate is missing")
+    if arguments.exhaustive and arguments.gpus is None:
+        mistakes.append("--exhaustive: needs --gpus")
+    if arguments.trace is not None:
+        mistakes += [
+            f"--{name}-tokens: has no effect with --trace"
+            for name in ("input", "output")
+            if getattr(arguments, f"{name}_tokens") is not None
+        ]
+    else:
+        mistakes += [
+            f"--{name}: has no effect without --trace"
+            for name in ("slice", "spread", "max-tokens")
+            if getattr(arguments, name.replace("-", "_"))
+        ]
+    if mistakes:
+        raise SettingsError(*mistakes)
+
+
+def _question(arguments: argparse.Namespace) -> Question:
+    from pdproxy.lab.plan.question import Question
+    from pdproxy.lab.simulate.shape import Shape
+    from pdproxy.sim.profile import load
+
+    with as_settings_error("--profile: "):
+        profile = load(arguments.profile)
+    limits = profile.engine
+    with as_settings_error(""):
+        return Question(
+            demand=_demand(arguments),
+            slo=arguments.slo,
+            share=arguments.share / 100,
+            hardware=profile.hardware,
+            shape=Shape(
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                max_num_seqs=arguments.max_num_seqs or limits.max_num_seqs,
+                kv_tokens=arguments.kv_tokens or limits.block_size * limits.num_gpu_blocks,
+                block_size=limits.block_size,
+                enable_prefix_caching=not arguments.no_prefix_caching,
+            ),
+            chunks=arguments.chunks,
+            policies=tuple(dict.fromkeys(arguments.policy or policies.names())),
+        )
+
+
+def _demand(arguments: argparse.Namespace) -> Demand:
+    from pdproxy.bench.workload import Lengths
+    from pdproxy.lab.plan.question import Drawn, Traced
+
+    kind = cast("Kind | None", arguments.arrivals)
+    if arguments.trace is not None:
+        return Traced(entries=entries_of(arguments), kind=kind, burstiness=arguments.burstiness)
+    return Drawn(
+        inputs=arguments.input_tokens or Lengths(1024, 1024),
+        outputs=arguments.output_tokens or Lengths(128, 128),
+        kind=kind or "poisson",
+        burstiness=arguments.burstiness,
+    )
+
+
+def _rate(arguments: argparse.Namespace, demand: Demand) -> float | None:
+    """Return the rate that is asked for; None: none is."""
+    from pdproxy.lab.plan.question import Traced
+
+    rate = cast("float | None", arguments.rate)
+    if rate is None and isinstance(demand, Traced):
+        rate = demand.rate
+    if rate is None and arguments.gpus is None:
+        raise SettingsError("--rate is missing: all requests of the trace have the same time")
+    return rate

@@ -1,0 +1,160 @@
+"""The command `pdproxy plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pdproxy.cli.main import main
+from tests.simulate.loads import write_trace
+
+LOAD = ("--input-tokens", "4000", "--output-tokens", "128", "--requests", "600", "--seeds", "1", "--chunks", "512,8192")
+LOOSE = ("--slo", "ttft=500ms,tpot=15ms")
+TIGHT = ("--slo", "ttft=500ms,tpot=8ms")
+
+
+def test_it_says_not_to_split_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpus", "2", "--rate", "8", *LOAD, *LOOSE]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Don't split: 2 plain engines with --max-num-batched-tokens ")
+    assert lines[1].startswith("This keeps ttft=500ms,tpot=15ms for 90 % of the requests up to ")
+    assert lines[2].startswith("At 8 req/s ")
+    assert "Headroom: " in lines[2]
+    assert lines[3].startswith("Why: the best one that splits (1P1D) serves ")
+    assert ", while prefill engines compute " in lines[4]
+    table = [line.split() for line in lines[6:] if line.endswith("%")]
+    assert next(row[-2:] for row in table) == ["100", "%"]
+    assert any(row[0] == "1P1D" for row in table)
+
+
+def test_it_says_to_split_and_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    assert main(["plan", "--gpus", "4", *LOAD, *TIGHT, "--json", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Split: ")
+    assert "miss the limit of TPOT" in shown
+    assert "in steps with prefill" in shown
+    found = json.loads(file.read_text())
+    plan = found["plan"]
+    assert found["split"] is True
+    assert found["asked"] is None
+    assert plan["prefill"] + plan["decode"] == found["gpus"] == 4
+    assert plan["long_runs"] is True
+    assert plan["capacity_per_gpu"] == pytest.approx(plan["capacity"] / 4)
+    assert found["other_kind"]["aggregated"] == 4
+    assert found["other_kind"]["capacity"] < plan["capacity"]
+    assert found["alternatives"][0]["capacity"] == plan["capacity"]
+    assert found["other_reason"]["missed"]["tpot"] > 0.1
+
+
+def test_a_rate_that_is_too_high_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpus", "1", "--rate", "40", *LOAD, *LOOSE]) == 0
+    shown = capsys.readouterr().out
+    assert "That is too much: 1 GPU serves " in shown
+    assert "Why: one GPU can't be split." in shown
+
+
+def test_a_rate_alone_gives_the_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--rate", "8", *LOAD, *LOOSE]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Don't split: 2 plain engines")
+    assert "Headroom: " in lines[2]
+
+
+def test_trying_everything_finds_what_the_search_finds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = []
+    for number, options in enumerate(([], ["--exhaustive"])):
+        file = tmp_path / str(number)
+        assert main(["plan", "--gpus", "3", *LOAD, *TIGHT, *options, "--json", str(file)]) == 0
+        found.append(json.loads(file.read_text())["plan"])
+    assert found[0]["capacity"] >= 0.95 * found[1]["capacity"]
+    assert capsys.readouterr().err == ""
+
+
+def test_the_same_command_gives_the_same_plan_of_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl")
+    line = ["plan", "--trace", str(trace), "--spread", "--gpus", "2", "--slo", "chat:ttft=1s,tpot=20ms"]
+    assert main(line) == 0
+    first = capsys.readouterr().out
+    assert main(line) == 0
+    assert capsys.readouterr().out == first
+    assert "This keeps chat for 90 % of the requests" in first
+    assert "Headroom: " in first
+
+
+def test_a_plot_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.svg"
+    assert main(["plan", "--gpus", "2", "--rate", "4", *LOAD, *LOOSE, "--plot", str(file)]) == 0
+    assert "<svg" in file.read_text()
+    assert "1P1D" in capsys.readouterr().out
+
+
+def test_what_nothing_keeps_ends_with_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    assert main(["plan", "--gpus", "2", *LOAD, "--slo", "tpot=1ms", "--json", str(file)]) == 1
+    shown = capsys.readouterr().out
+    assert shown == "No arrangement of 2 GPUs keeps tpot=1ms, and ttft=2s, for 90 % of the requests at any rate.\n"
+    assert json.loads(file.read_text())["plan"] is None
+
+
+def test_a_slo_without_ttft_does_not_let_a_queue_grow(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpus", "2", *LOAD, "--slo", "tpot=20ms"]) == 0
+    assert "This keeps tpot=20ms, and ttft=2s, for 90 %" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["--gpus", "2"], "--slo"),
+        ([*LOOSE], "--gpus or --rate is missing"),
+        (["--gpus", "0", *LOOSE], "--gpus: expected 1 to 64, got '0'"),
+        (["--gpus", "65", *LOOSE], "--gpus: expected 1 to 64, got '65'"),
+        (["--rate", "0", *LOOSE], "--rate: expected requests per second above 0"),
+        (["--rate", "nan", *LOOSE], "--rate: expected requests per second above 0"),
+        (["--rate", "90000", *LOOSE], "need more than 64 GPUs"),
+        (["--rate", "5", "--exhaustive", *LOOSE], "--exhaustive: needs --gpus"),
+        (["--gpus", "2", "--share", "101", *LOOSE], "--share: expected percent above 0"),
+        (["--gpus", "2", "--chunks", "512,x", *LOOSE], "--chunks: expected 1 to 10000000, got 'x'"),
+        (["--gpus", "2", "--chunks", "1,2,3,4,5,6,7,8,9", *LOOSE], "--chunks: expected 1 to 8 chunk sizes, got 9"),
+        (["--gpus", "2", "--arrivals", "ramp", *LOOSE], "--arrivals: expected "),
+        (["--gpus", "2", "--slo", "ttft=5"], "--slo: expected [NAME:]ttft=500ms"),
+        (["--gpus", "2", "--policy", "magic", *LOOSE], "--policy: expected least_load"),
+        (["--gpus", "2", "--spread", *LOOSE], "--spread: has no effect without --trace"),
+        (["--gpus", "2", "--profile", "nowhere.json", *LOOSE], "--profile: nowhere.json: neither a file"),
+        (["--gpus", "2", "--trace", "nowhere.jsonl", *LOOSE], "--trace: nowhere.jsonl can't be read"),
+        (["--gpus", "2", "--trace", "x", "--input-tokens", "5", *LOOSE], "--input-tokens: has no effect with --trace"),
+        (["--gpus", "2", "--json", "/nowhere/file", *LOOSE], "--json: file can't be written"),
+        (["--gpus", "2", "--plot", "plan.txt", *LOOSE], "--plot: expected a file that ends with .png"),
+        (["--gpus", "2", "--burstiness", "0.001", "--arrivals", "burst", *LOOSE], "the burstiness must be 0.01 to 100"),
+    ],
+)
+def test_wrong_options_are_named_in_one_line(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *line]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    first, *rest = shown.err.splitlines()
+    assert first.startswith("pdproxy plan: ")
+    assert message in first
+    assert rest in ([], ["See `pdproxy plan --help`."])
+
+
+def test_a_trace_with_one_time_needs_arrivals_and_a_rate(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 100, "output_length": 20}\n' * 30)
+    assert main(["plan", "--trace", str(trace), *LOOSE]) == 2
+    assert "give --arrivals" in capsys.readouterr().err
+    assert main(["plan", "--trace", str(trace), "--arrivals", "poisson", *LOOSE]) == 2
+    assert "--rate is missing: all requests of the trace have the same time" in capsys.readouterr().err
+    assert main(["plan", "--trace", str(trace), "--arrivals", "poisson", "--gpus", "1", *LOOSE]) == 0
+    assert "Don't split: 1 plain engine with" in capsys.readouterr().out
+
+
+def test_an_interrupt_ends_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pdproxy.lab.plan.search.search", interrupted)
+    assert main(["plan", "--gpus", "2", *LOAD, *LOOSE]) == 130
+    assert capsys.readouterr().err == "pdproxy plan: interrupted\n"

@@ -1,0 +1,132 @@
+"""The search: against trying everything, and what must hold for any plan."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from pdproxy.bench.trace import Entry
+from pdproxy.lab.plan.arrangement import Arrangement, plain, split
+from pdproxy.lab.plan.bounds import work_of
+from pdproxy.lab.plan.capacity import Level, Prober, rate_at
+from pdproxy.lab.plan.question import Question, Traced, steady
+from pdproxy.lab.plan.search import MAX_GPUS, exhaustive, gpus_for, search
+from tests.plan.questions import REQUESTS, question
+
+A, B = "ttft=500ms,tpot=15ms", "ttft=500ms,tpot=8ms"
+LOADS = [
+    pytest.param(question(A), id="4000/128 A"),
+    pytest.param(question(B), id="4000/128 B"),
+    pytest.param(steady(question("gap=50ms", share=0.95)), id="4000/128 G"),
+    pytest.param(question(A, 1000, 500), id="1000/500 A"),
+    pytest.param(question(B, 1000, 500), id="1000/500 B"),
+]
+
+
+def turns(count: int = 600) -> Traced:
+    """Return conversations of four turns, each with what came before."""
+    entries = []
+    for number in range(count):
+        talk, turn = number // 40 * 10 + number % 10, number // 10 % 4
+        ids = tuple(100 * talk + place for place in range(3 + 3 * turn))
+        entries.append(Entry(number * 0.1, 512 * len(ids), 60, ids))
+    return Traced(entries=entries)
+
+
+@pytest.mark.parametrize("asked", [*LOADS, pytest.param(question(B, demand=turns()), id="turns B")])
+def test_the_plan_is_as_good_as_the_best_of_all(asked: Question) -> None:
+    found = search(asked, 4, requests=REQUESTS, seeds=1)
+    best = exhaustive(asked, 4, requests=REQUESTS, seeds=1)
+    assert found.best is not None
+    assert best.best is not None
+    assert found.best.rate >= 0.95 * best.best.rate
+    assert found.searched < best.searched == 3 + 3 * 9
+
+
+def test_it_says_split_and_it_says_do_not_split() -> None:
+    loose, tight = (search(question(slo), 4, requests=REQUESTS, seeds=1).best for slo in (A, B))
+    assert loose is not None
+    assert tight is not None
+    assert loose.arrangement.prefill == 0
+    assert tight.arrangement.prefill > 0
+
+
+def test_an_engine_with_a_long_way_for_kv_is_not_split() -> None:
+    slow = question(B)
+    slow = msgspec.structs.replace(slow, hardware=msgspec.structs.replace(slow.hardware, link_bytes_per_s=1e9))
+    best = search(slow, 4, requests=REQUESTS, seeds=1).best
+    assert best is not None
+    assert best.arrangement.prefill == 0
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    assert search(question(B), 3, requests=REQUESTS, seeds=2) == search(question(B), 3, requests=REQUESTS, seeds=2)
+
+
+def test_more_gpus_never_serve_less() -> None:
+    rates = []
+    for gpus in (1, 2, 3, 5):
+        best = search(question(B), gpus, requests=REQUESTS, seeds=1).best
+        assert best is not None
+        rates.append(best.rate)
+    assert rates == sorted(rates)
+
+
+@pytest.mark.parametrize("one", [plain(2, 2048, "least_load"), split(1, 1, 8192, 8192, "least_load")])
+def test_a_looser_slo_never_lowers_the_capacity(one: Arrangement) -> None:
+    rates = []
+    for slo in ("ttft=300ms,tpot=7ms", "ttft=300ms,tpot=10ms", "ttft=1s,tpot=10ms", "ttft=2s,tpot=20ms"):
+        asked = question(slo)
+        place = Prober(asked, work_of(asked)).capacity(one, Level(600, 1, 1))
+        rates.append(0.0 if place is None else rate_at(place))
+    assert rates[0] > 0
+    assert all(after >= before * 0.98 for before, after in pairwise(rates))
+
+
+@pytest.mark.parametrize("guess", [-200, 0, 300, 450])
+def test_a_wrong_guess_changes_the_capacity_little(guess: int) -> None:
+    asked, one = question(A), plain(2, 1024, "least_load")
+    free, guessed = (Prober(asked, work_of(asked)).capacity(one, Level(500, 1, 1), place) for place in (None, guess))
+    assert free is not None
+    assert guessed is not None
+    assert abs(free - guessed) <= 2
+
+
+def test_a_capacity_is_where_the_share_is_reached() -> None:
+    asked, one, level = question(A), plain(2, 1024, "least_load"), Level(600, 2, 1)
+    prober = Prober(asked, work_of(asked))
+    place = prober.capacity(one, level)
+    assert place is not None
+    shares = []
+    for rate in (rate_at(place), rate_at(place + 1)):
+        runs = prober.at(one, level, rate)
+        shares.append(sum(run.good["all"] for run in runs) / 1200)
+    assert shares[0] >= 0.9 > shares[1]
+
+
+def test_what_nothing_keeps_has_no_plan() -> None:
+    result = search(question("tpot=1ms"), 2, requests=200, seeds=1)
+    assert result.best is None
+    assert gpus_for(question("ttft=1ms"), 1.0, requests=200, seeds=1).best is None
+
+
+def test_requests_that_do_not_fit_are_misses() -> None:
+    asked = question(A)
+    small = msgspec.structs.replace(asked, shape=msgspec.structs.replace(asked.shape, kv_tokens=4096))
+    assert search(small, 2, requests=200, seeds=1).best is None
+
+
+def test_the_number_of_gpus_is_the_smallest_that_serves_the_rate() -> None:
+    result = gpus_for(question(A), 15.0, requests=REQUESTS, seeds=1)
+    assert result.best is not None
+    assert result.best.rate >= 15.0
+    fewer = search(question(A), result.gpus - 1, requests=REQUESTS, seeds=1)
+    assert fewer.best is not None
+    assert fewer.best.rate < 15.0
+
+
+def test_too_many_gpus_are_refused() -> None:
+    with pytest.raises(ValueError, match=f"more than {MAX_GPUS} GPUs"):
+        gpus_for(question(A), 5000.0)
