@@ -19,12 +19,12 @@ from pathlib import Path
 from pdproxy.bench.slo import parse_slo
 from pdproxy.bench.trace import read_trace, spread
 from pdproxy.bench.workload import Lengths
+from pdproxy.engine_model.profile import load
 from pdproxy.lab.plan.arrangement import CHUNKS
 from pdproxy.lab.plan.question import Demand, Drawn, Question, Traced, steady
 from pdproxy.lab.plan.search import Result, exhaustive, search
 from pdproxy.lab.simulate.shape import Shape
 from pdproxy.scheduling import policies
-from pdproxy.sim.profile import load
 
 WITHIN = 0.95
 SLOS = {

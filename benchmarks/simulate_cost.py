@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from pdproxy.bench.trace import Entry, read_trace, spread
+from pdproxy.engine_model.profile import load
 from pdproxy.lab.simulate.cluster import Cluster
 from pdproxy.lab.simulate.load import Replay
 from pdproxy.lab.simulate.shape import Fleet, Shape
 from pdproxy.lab.simulate.summary import summarise
 from pdproxy.scheduling.nodes import Role
-from pdproxy.sim.profile import load
 
 
 def main() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import trustme
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.server import SimServer
 
 FAST = Facts(hardware=Hardware(speed=0), eos_every=0)

@@ -13,8 +13,8 @@ from pdproxy.bench.measures import summarise
 from pdproxy.bench.outcome import Observed
 from pdproxy.bench.prompts import Endpoint, Prompts
 from pdproxy.bench.workload import Lengths, Planned, synthetic
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.server import SimServer
 from tests.bench.servers import DONE, FAST, GOOD, HEAD, TOKEN, USAGE, Write, answering
 

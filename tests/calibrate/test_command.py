@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from pdproxy.cli.main import main
+from pdproxy.engine_model.hardware import Hardware
+from pdproxy.engine_model.profile import load
 from pdproxy.lab.calibrate.http_runner import BusyError, HttpRunner, Target
 from pdproxy.lab.calibrate.trials import OutOfTimeError, Trial
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.hardware import Hardware
-from pdproxy.sim.profile import load
 from tests.bench.servers import engines
 from tests.calibrate.servers import DONE, HEAD, MODELS, TOKEN, Answer, metrics, page, scripted
 

@@ -10,14 +10,14 @@ import pytest
 from msgspec import structs
 
 from pdproxy.cli.main import main
+from pdproxy.engine_model.hardware import Hardware
+from pdproxy.engine_model.profile import load
 from pdproxy.lab.calibrate.experiments import Limits
 from pdproxy.lab.calibrate.fitting import CantTellError, Fitted
 from pdproxy.lab.calibrate.pair import PairMeasured, PairRow, StallRow, measure, stall_row, with_pair
 from pdproxy.lab.calibrate.trials import OutOfTimeError, Prompt, Seen, Trial
 from pdproxy.lab.calibrate.virtual import seen_of
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.hardware import Hardware
-from pdproxy.sim.profile import load
 from tests.bench.servers import engines
 
 H200 = load("h200-8b").hardware

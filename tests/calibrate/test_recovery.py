@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from pdproxy.engine_model.hardware import Hardware
+from pdproxy.engine_model.profile import load
 from pdproxy.lab.calibrate.experiments import Experiments, Limits, Measured
 from pdproxy.lab.calibrate.fitting import CantTellError, Fitted, fitted
 from pdproxy.lab.calibrate.misfit import misfits
 from pdproxy.lab.calibrate.rows import AloneRow, ChunkRow, DecodeRow
 from pdproxy.lab.calibrate.trials import OutOfTimeError, Prompt, Seen, Trial, TrialError
 from pdproxy.lab.calibrate.virtual import seen_of
-from pdproxy.sim.hardware import Hardware
-from pdproxy.sim.profile import load
 
 H200 = load("h200-8b").hardware
 SLOW = Hardware(

@@ -11,6 +11,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.lab.check.facts import Facts as Learned
 from pdproxy.lab.check.facts import MachineFacts
 from pdproxy.lab.check.findings import Finding
@@ -20,7 +21,6 @@ from pdproxy.lab.check.rules import judge
 from pdproxy.settings.load import EngineFlag, Flag, load
 from pdproxy.settings.schema import Role, Settings
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.server import SimServer
 
 QUICK = Options(timeout=30.0, lease_watch=0.1, settle=0.5, poll=0.01)

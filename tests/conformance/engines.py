@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import structs
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.lab.conformance.checks import CHECKS
 from pdproxy.lab.conformance.options import Options
 from pdproxy.lab.conformance.pair_under_test import PairUnderTest
@@ -19,7 +20,6 @@ from pdproxy.settings.schema import Facts as NodeFacts
 from pdproxy.settings.schema import KvReady, Listen, LMCache, Node, Pool, Probes, Receiver, Registration, Settings
 from pdproxy.sim.facts import CpuBuffer, Facts, MooncakeFacts
 from pdproxy.sim.facts import LMCache as SimLMCache
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.server import SimServer
 from pdproxy.sim.storage import MemoryStorage
 from tests.fakes.ports import free_port

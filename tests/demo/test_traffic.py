@@ -9,9 +9,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.lab.demo.traffic import BrokenAnswerError, Traffic, read_chat
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.server import SimServer
 
 CHUNK = b'data: {"choices": [{"index": 0, "delta": {"content": "hi"}, "finish_reason": null}]}\n\n'

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import pytest
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.server import SimServer
 
 from .client import Answer, Progress, ask

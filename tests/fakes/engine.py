@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.sim.api.app import _today
 from pdproxy.sim.api.chat import chat_prompt
 from pdproxy.sim.api.protocol import ChatBody
 from pdproxy.sim.core import Core
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.journal import Request
 from pdproxy.sim.nixl import Nixl, Peer
 from pdproxy.sim.reply import Reply as SimReply

@@ -13,6 +13,7 @@ import msgspec
 
 from pdproxy.app.compose import Proxy
 from pdproxy.app.tokens import TRANSFORMERS
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.kit.clock import Clock
 from pdproxy.settings.limits import Limits
 from pdproxy.settings.schema import Facts as NodeFacts
@@ -20,7 +21,6 @@ from pdproxy.settings.schema import KvReady, LMCache, Node, Pool, Probes, Receiv
 from pdproxy.settings.turns import Turns
 from pdproxy.sim.facts import CpuBuffer, Facts, MooncakeFacts
 from pdproxy.sim.facts import LMCache as SimLMCache
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.server import SimServer
 from pdproxy.sim.storage import MemoryStorage
 from tests.fakes.client import Answer, Client, request

@@ -6,9 +6,9 @@ import msgspec
 
 from pdproxy.bench.slo import parse_slo
 from pdproxy.bench.workload import Lengths
+from pdproxy.engine_model.profile import load
 from pdproxy.lab.plan.question import Demand, Drawn, Question
 from pdproxy.lab.simulate.shape import Shape
-from pdproxy.sim.profile import load
 
 CHUNKS = (512, 2048, 8192)
 REQUESTS = 800

@@ -19,12 +19,12 @@ from fastapi.responses import Response
 from pdproxy.app.detection import KEY, look, settled
 from pdproxy.app.server import serve
 from pdproxy.app.signals import Ending
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.fleet import detection
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.limits import Deadlines
 from pdproxy.settings.schema import Auth, Node, Pool, Settings
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.server import SimServer
 from pdproxy.transfer.registry import AUTO
 from tests.check.engines import listening

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import HandleEnded, LegFailed, RequestEnded, ServedAlone
 from pdproxy.serving.dispatch.decode_leg import COUNTS_GRACE
 from pdproxy.serving.dispatch.orders.concurrent import REFUSAL_GRACE
 from pdproxy.sim.faults.book import Fault
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.reply import Reply
 from pdproxy.sim.server import SimServer
 from pdproxy.wire.request import Route

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import pytest
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import DeadlinePassed, HandleEnded, LegFailed
 from pdproxy.serving.kv.lost_pushes import GRACE, LOOKS, LostPushes
 from pdproxy.sim.faults.book import Fault
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.server import SimServer
 from pdproxy.upstream.metrics_page import Scrape, read_metrics
 from tests.fakes.client import Answer

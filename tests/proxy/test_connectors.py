@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pdproxy.app.compose import Proxy
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import HandleEnded, KvNoticed, KvWaited, ServedAlone
 from pdproxy.settings.errors import SettingsError
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.lmcache_pd import LMCachePD
 from tests.fakes.client import Client, request
 from tests.fakes.clock import ManualClock

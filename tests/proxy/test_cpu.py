@@ -8,10 +8,10 @@ import random
 
 import pytest
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import HandleEnded, ServedAlone
 from pdproxy.sim.cpu import Cpu
 from pdproxy.sim.facts import CpuBuffer
-from pdproxy.sim.hardware import Hardware
 from tests.fakes.client import Client, request
 from tests.fakes.clock import ManualClock
 from tests.fakes.pool import Pair, pool

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import zmq
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.observe.events import DeadlinePassed, HandleEnded, KvNoticed, LegFailed
-from pdproxy.sim.hardware import Hardware
 from pdproxy.wire.request import Route
 from tests.fakes.client import Client, request
 from tests.fakes.clock import ManualClock

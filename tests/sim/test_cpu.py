@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.sim.cpu import Cpu, base_id
 from pdproxy.sim.facts import CpuBuffer, Facts
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.request import EngineDeadError
 from pdproxy.sim.server import SimServer
 from tests.fakes.ports import free_port

@@ -5,9 +5,9 @@ from contextlib import AsyncExitStack, aclosing
 
 import pytest
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.sim.engine import Engine
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.request import EngineDeadError, EngineRequest, SamplingParams
 from tests.sim.engines import PREFILL, PROMPT, Engines, plain
 

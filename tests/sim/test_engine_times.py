@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 from msgspec import structs
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.sim.engine import Engine
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.receiving_line import ReceivingLine
 from pdproxy.sim.request import EngineRequest, SamplingParams
 from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdproxy.sim.hardware import Hardware, attended
+from pdproxy.engine_model.hardware import Hardware, attended
 
 TOKENS = st.integers(0, 100_000)
 SEQUENCES = st.integers(0, 1024)

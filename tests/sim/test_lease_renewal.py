@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.hardware import Hardware
 from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines
 
 LEASE = 30

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.sim.connector import ProxyNotice
 from pdproxy.sim.facts import Facts, LMCache
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.request import EngineDeadError
 from tests.sim.engines import OTHER, PROMPT, Engines, plain
 

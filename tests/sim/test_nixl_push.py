@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdproxy.sim.hardware import Hardware
+from pdproxy.engine_model.hardware import Hardware
 from tests.sim.engines import OTHER, PREFILL, PROMPT, Engines, plain
 from tests.sim.pushes import LEASE, decode, external, facts, free, meet, prefill, promise, wait
 

@@ -7,11 +7,11 @@ from contextlib import AsyncExitStack
 import msgspec
 import pytest
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.sim.facts import Facts, LMCache
 from pdproxy.sim.faults.book import parse
 from pdproxy.sim.faults.kind import FaultError
 from pdproxy.sim.faults.notices import NO_NOTICES
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.pd_link import spec
 from pdproxy.sim.server import SimServer
 from pdproxy.sim.storage import MemoryStorage

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.cli.main import main
+from pdproxy.engine_model.hardware import Hardware
+from pdproxy.engine_model.profile import MAX_BYTES, load, shipped
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.hardware import Hardware
-from pdproxy.sim.profile import MAX_BYTES, load, shipped
 from tests.sim import test_sim_command
 
 ORIGIN = {"accelerator": "a", "model": "m", "engine": "e", "measured": "now"}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.server import SimServer
 from tests.sim.raw import CHAT, COMPLETIONS, Raw, ask, completion, get, post, until
 

@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.journal import Journal, Request
 from pdproxy.sim.server import SimServer
 from tests.sim.moments import FAST

@@ -17,8 +17,8 @@ import pytest
 
 from pdproxy.cli import sim
 from pdproxy.cli.main import main
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.sim.facts import CpuBuffer, Facts, LMCache, MooncakeFacts
-from pdproxy.sim.hardware import Hardware
 
 PATIENCE = 30
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.lab.simulate.cluster import Call, Cluster
 from pdproxy.lab.simulate.shape import Fleet, Shape
 from pdproxy.scheduling.nodes import Role
-from pdproxy.sim.hardware import Hardware
 
 H200 = Hardware(
     prefill_tokens_per_s=47_619.0,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.lab.simulate.cluster import Call, Cluster
 from pdproxy.lab.simulate.shape import Fleet, Shape
-from pdproxy.sim.hardware import Hardware
 from tests.simulate.loads import SIMPLE, cluster
 
 PLAIN, PAIR = Fleet(aggregated=1), Fleet(prefill=1, decode=1)

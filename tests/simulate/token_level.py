@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.lab.simulate.cluster import TEXT_BYTES, Call
 from pdproxy.lab.simulate.records import Records
 from pdproxy.lab.simulate.shape import Fleet, Shape
@@ -15,7 +16,6 @@ from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.facts import Role as SimRole
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.request import EngineOutput, EngineRequest, SamplingParams
 from pdproxy.sim.virtual import VirtualCluster, VirtualEngine
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdproxy.engine_model.hardware import attended
+from pdproxy.engine_model.profile import load as profile_of
 from pdproxy.lab.fit.__main__ import run
 from pdproxy.lab.fit.load import Request, arrivals, served
 from pdproxy.lab.fit.measured import COLUMNS, MAX_BYTES, Load, Measured, Row, read
 from pdproxy.lab.fit.predict import Predicted, cells, percentile, predict
 from pdproxy.lab.fit.table import TOLERANCE, Cell, cells_of, markdown
-from pdproxy.sim.hardware import attended
-from pdproxy.sim.profile import load as profile_of
 
 MEASURED = Path(__file__).parents[2] / "docs" / "evidence" / "h200-8b-measured.json"
 LOAD = Load(prompt_tokens=4000, output_tokens=20, seconds=2, ttft_slo_ms=500, tpot_slo_ms=15)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from pdproxy.bench import reading
 from pdproxy.bench.arrivals import KINDS, MAX_REQUESTS
 from pdproxy.bench.slo import parse_slo
-
-T = TypeVar("T")
+from pdproxy.cli.load_options import add_lengths, add_scale, add_trace, typed
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -20,14 +17,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "servers",
         metavar="URL",
         nargs="*",
-        type=_type(reading.server),
+        type=typed(reading.server),
         help="a server with OpenAI's API; NAME=URL gives it a name in the report",
     )
     load = parser.add_argument_group("load")
     load.add_argument(
         "--rate",
         metavar="R",
-        type=_type(reading.rate),
+        type=typed(reading.rate),
         help="requests per second; A:B with --arrivals ramp (default: the times of --trace)",
     )
     load.add_argument(
@@ -40,67 +37,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--burstiness",
         metavar="B",
-        type=_type(reading.number(0.0, 100.0, "a number")),
+        type=typed(reading.number(0.0, 100.0, "a number")),
         default=0.25,
         help="shape of the gamma distribution of --arrivals burst: the lower, the more at once; 1 is poisson (default: 0.25)",
     )
     load.add_argument(
         "--duration",
         metavar="S",
-        type=_type(reading.number(0.0, 86_400.0, "seconds")),
+        type=typed(reading.number(0.0, 86_400.0, "seconds")),
         help="seconds in which requests come (default: 60; with --trace: all)",
     )
     load.add_argument(
         "--requests",
         metavar="N",
-        type=_type(reading.whole(1, MAX_REQUESTS)),
+        type=typed(reading.whole(1, MAX_REQUESTS)),
         help="number of requests, instead of --duration (default: what --duration gives)",
     )
-    load.add_argument(
-        "--input-tokens",
-        metavar="N",
-        type=_type(reading.lengths),
-        help="tokens of a prompt, or a range A:B (default: 1024)",
-    )
-    load.add_argument(
-        "--output-tokens",
-        metavar="N",
-        type=_type(reading.lengths),
-        help="tokens of an answer, or a range A:B (default: 128)",
-    )
+    add_lengths(load)
     load.add_argument(
         "--seeds",
         metavar="N",
-        type=_type(reading.whole(1, 100)),
+        type=typed(reading.whole(1, 100)),
         default=3,
         help="runs of each server, each with another seed (default: 3)",
     )
     trace = parser.add_argument_group("load from a trace", "Lengths and common beginnings of prompts are the trace's.")
-    trace.add_argument(
-        "--trace",
-        metavar="FILE",
-        type=Path,
-        help="JSON lines with timestamp (ms), input_length, output_length and hash_ids, as Mooncake's; with --rate "
-        "only the times are others (default: none)",
-    )
-    trace.add_argument(
-        "--scale",
-        metavar="X",
-        type=_type(reading.number(0.0, 1e6, "a number")),
-        help="how many times faster than in the trace requests come (default: 1)",
-    )
-    trace.add_argument(
-        "--slice", metavar="A:B", type=_type(reading.window), help="use these seconds of the trace alone (default: all)"
-    )
-    trace.add_argument(
-        "--spread", action="store_true", help="spread requests with equal times evenly until the trace's next time"
-    )
-    trace.add_argument(
-        "--max-tokens",
-        metavar="N",
-        type=_type(reading.whole(2, 10_000_000)),
-        help="leave out requests with more tokens in prompt and answer (default: none)",
-    )
+    add_trace(trace, "; with --rate only the times are others")
+    add_scale(trace)
     request = parser.add_argument_group("requests")
     request.add_argument(
         "--endpoint",
@@ -112,20 +75,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     request.add_argument(
         "--token-ids",
         metavar="A:B",
-        type=_type(reading.token_ids),
+        type=typed(reading.token_ids),
         help="range of the token ids of prompts (default: 300:4000)",
     )
     request.add_argument(
         "--extra-body",
         metavar="JSON",
-        type=_type(reading.extra_body),
+        type=typed(reading.extra_body),
         default={},
         help="fields that each request gets, such as '{\"temperature\": 0}' (default: none)",
     )
     request.add_argument(
         "--header",
         metavar="'NAME: VALUE'",
-        type=_type(reading.header),
+        type=typed(reading.header),
         action="append",
         default=[],
         help="a header of each request; may be repeated (default: none)",
@@ -143,20 +106,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     request.add_argument(
         "--timeout",
         metavar="S",
-        type=_type(reading.number(0.0, 86_400.0, "seconds")),
+        type=typed(reading.number(0.0, 86_400.0, "seconds")),
         default=300.0,
         help="seconds that each request may take (default: 300)",
     )
     request.add_argument(
         "--max-in-flight",
         metavar="N",
-        type=_type(reading.whole(1, 1_000_000)),
+        type=typed(reading.whole(1, 1_000_000)),
         help="end a run in which more requests are in flight: it measures nothing (default: 4096)",
     )
     request.add_argument(
         "--warm-up",
         metavar="N",
-        type=_type(reading.whole(0, 1000)),
+        type=typed(reading.whole(0, 1000)),
         default=1,
         help="requests to each server before the first run; if one fails nothing is measured (default: 1)",
     )
@@ -167,7 +130,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     report.add_argument(
         "--slo",
         metavar="[NAME:]LIMITS",
-        type=_type(parse_slo),
+        type=typed(parse_slo),
         action="append",
         default=[],
         help="what a good request keeps, such as chat:ttft=500ms,tpot=15ms,gap=50ms,e2e=10s; may be repeated (default: none)",
@@ -193,15 +156,3 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     report.add_argument(
         "--allow-lag", action="store_true", help="report also if this process was late itself: p99 above 10 ms"
     )
-
-
-def _type(read: Callable[[str], T]) -> Callable[[str], T]:
-    """Return a reader for argparse, which shows the text of its own error alone."""
-
-    def typed(text: str) -> T:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return typed

@@ -11,8 +11,18 @@ from typing import TYPE_CHECKING, cast
 from pdproxy.bench import reading
 from pdproxy.bench.arrivals import KINDS, Kind
 from pdproxy.bench.slo import parse_slo
+from pdproxy.cli.load_options import (
+    add_engine_limits,
+    add_lengths,
+    add_profile,
+    add_trace,
+    as_settings_error,
+    entries_of,
+    mistakes_with_trace,
+    opened,
+    typed,
+)
 from pdproxy.cli.parser import examples
-from pdproxy.cli.simulate import DEFAULT_PROFILE, as_settings_error, entries_of, opened, typed
 from pdproxy.scheduling import policies
 from pdproxy.settings.errors import SettingsError
 
@@ -80,13 +90,7 @@ def _add_goal(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
-    for name, word, default in (("input", "a prompt", 1024), ("output", "an answer", 128)):
-        group.add_argument(
-            f"--{name}-tokens",
-            metavar="N",
-            type=typed(reading.lengths),
-            help=f"tokens of {word}, or a range A:B (default: {default})",
-        )
+    add_lengths(group)
     group.add_argument(
         "--arrivals",
         choices=_KINDS,
@@ -99,33 +103,11 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         default=0.25,
         help="shape of the gamma distribution of --arrivals burst (default: 0.25)",
     )
-    group.add_argument(
-        "--trace",
-        metavar="FILE",
-        type=Path,
-        help="JSON lines with timestamp (ms), input_length, output_length and hash_ids, as Mooncake's (default: none)",
-    )
-    group.add_argument(
-        "--slice", metavar="A:B", type=typed(reading.window), help="use these seconds of the trace alone (default: all)"
-    )
-    group.add_argument(
-        "--spread", action="store_true", help="spread requests with equal times evenly until the trace's next time"
-    )
-    group.add_argument(
-        "--max-tokens",
-        metavar="N",
-        type=typed(reading.whole(2, 10_000_000)),
-        help="leave out requests of the trace with more tokens in prompt and answer (default: none)",
-    )
+    add_trace(group, "")
 
 
 def _add_engines(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--profile",
-        metavar="NAME",
-        default=DEFAULT_PROFILE,
-        help=f"what the engines are: a shipped profile, or a file (default: {DEFAULT_PROFILE})",
-    )
+    add_profile(group)
     group.add_argument(
         "--chunks",
         metavar="A,B,...",
@@ -141,21 +123,7 @@ def _add_engines(group: argparse._ArgumentGroup) -> None:
         action="append",
         help=f"how engines may be chosen: {known}; may be repeated (default: all)",
     )
-    group.add_argument(
-        "--max-num-seqs",
-        metavar="N",
-        type=typed(reading.whole(1, 1_000_000)),
-        help="vLLM's --max-num-seqs (default: the profile's)",
-    )
-    group.add_argument(
-        "--kv-tokens",
-        metavar="N",
-        type=typed(reading.whole(512, 1_000_000_000)),
-        help="tokens whose KV fits into an engine (default: the profile's)",
-    )
-    group.add_argument(
-        "--no-prefix-caching", action="store_true", help="as vLLM's --no-enable-prefix-caching (default: caching)"
-    )
+    add_engine_limits(group)
 
 
 def _add_search(group: argparse._ArgumentGroup) -> None:
@@ -243,26 +211,15 @@ def _check(arguments: argparse.Namespace) -> None:
         mistakes.append("--gpus or --rate is missing")
     if arguments.exhaustive and arguments.gpus is None:
         mistakes.append("--exhaustive: needs --gpus")
-    if arguments.trace is not None:
-        mistakes += [
-            f"--{name}-tokens: has no effect with --trace"
-            for name in ("input", "output")
-            if getattr(arguments, f"{name}_tokens") is not None
-        ]
-    else:
-        mistakes += [
-            f"--{name}: has no effect without --trace"
-            for name in ("slice", "spread", "max-tokens")
-            if getattr(arguments, name.replace("-", "_"))
-        ]
+    mistakes += mistakes_with_trace(arguments, ("slice", "spread", "max-tokens"))
     if mistakes:
         raise SettingsError(*mistakes)
 
 
 def _question(arguments: argparse.Namespace) -> Question:
+    from pdproxy.engine_model.profile import load
     from pdproxy.lab.plan.question import Question
     from pdproxy.lab.simulate.shape import Shape
-    from pdproxy.sim.profile import load
 
     with as_settings_error("--profile: "):
         profile = load(arguments.profile)

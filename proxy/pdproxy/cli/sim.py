@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get
 import msgspec
 
 from pdproxy.cli.parser import USAGE_ERROR, examples
+from pdproxy.engine_model.hardware import Hardware
+from pdproxy.engine_model.profile import Profile, load, shipped
 from pdproxy.sim.facts import CpuBuffer, Facts, LMCache, MooncakeFacts, Role
 from pdproxy.sim.faults.book import Fault, parse
 from pdproxy.sim.faults.kind import FaultError
 from pdproxy.sim.faults.kinds import KINDS
 from pdproxy.sim.faults.moments import MOMENTS
-from pdproxy.sim.hardware import Hardware
-from pdproxy.sim.profile import Profile, load, shipped
 
 if TYPE_CHECKING:
     from pdproxy.cli.parser import Commands

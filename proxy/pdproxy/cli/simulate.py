@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import IO, TYPE_CHECKING
 
 from pdproxy.bench import reading
 from pdproxy.bench.arrivals import KINDS, MAX_REQUESTS
 from pdproxy.bench.slo import parse_slo
+from pdproxy.cli.load_options import (
+    add_engine_limits,
+    add_lengths,
+    add_profile,
+    add_scale,
+    add_trace,
+    as_settings_error,
+    entries_of,
+    mistakes_with_trace,
+    opened,
+    typed,
+)
 from pdproxy.cli.parser import examples
 from pdproxy.scheduling import policies
 from pdproxy.settings.errors import SettingsError
 
 if TYPE_CHECKING:
-    from pdproxy.bench.trace import Entry
     from pdproxy.cli.parser import Commands
     from pdproxy.lab.simulate.load import Load
     from pdproxy.lab.simulate.run import Simulation
 
-T = TypeVar("T")
 _INTERRUPTED = 130
-DEFAULT_PROFILE = "h200-8b"
 _MAX_ENGINES = 4096
 
 
@@ -78,12 +85,7 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
             default=0,
             help=f"number of {role} engines (default: 0)",
         )
-    group.add_argument(
-        "--profile",
-        metavar="NAME",
-        default=DEFAULT_PROFILE,
-        help=f"what the engines are: a shipped profile, or a file (default: {DEFAULT_PROFILE})",
-    )
+    add_profile(group)
     known = ", ".join(policies.names())
     for role in ("prefill", "decode"):
         group.add_argument(
@@ -111,21 +113,7 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
         type=typed(reading.whole(1, 10_000_000)),
         help="vLLM's --max-num-batched-tokens of prefill engines (default: as --chunk)",
     )
-    group.add_argument(
-        "--max-num-seqs",
-        metavar="N",
-        type=typed(reading.whole(1, 1_000_000)),
-        help="vLLM's --max-num-seqs (default: the profile's)",
-    )
-    group.add_argument(
-        "--kv-tokens",
-        metavar="N",
-        type=typed(reading.whole(512, 1_000_000_000)),
-        help="tokens whose KV fits into an engine (default: the profile's)",
-    )
-    group.add_argument(
-        "--no-prefix-caching", action="store_true", help="as vLLM's --no-enable-prefix-caching (default: caching)"
-    )
+    add_engine_limits(group)
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
@@ -155,13 +143,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         type=typed(reading.whole(1, MAX_REQUESTS)),
         help="number of requests, instead of --duration; a trace is repeated, if it has fewer (default: by --duration)",
     )
-    for name, word, default in (("input", "a prompt", 1024), ("output", "an answer", 128)):
-        group.add_argument(
-            f"--{name}-tokens",
-            metavar="N",
-            type=typed(reading.lengths),
-            help=f"tokens of {word}, or a range A:B (default: {default})",
-        )
+    add_lengths(group)
     group.add_argument(
         "--seeds",
         metavar="N",
@@ -169,31 +151,8 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         default=3,
         help="runs, each with another seed (default: 3)",
     )
-    group.add_argument(
-        "--trace",
-        metavar="FILE",
-        type=Path,
-        help="JSON lines with timestamp (ms), input_length, output_length and hash_ids, as Mooncake's; with --rate "
-        "only the times are others (default: none)",
-    )
-    group.add_argument(
-        "--scale",
-        metavar="X",
-        type=typed(reading.number(0.0, 1e6, "a number")),
-        help="how many times faster than in the trace requests come (default: 1)",
-    )
-    group.add_argument(
-        "--slice", metavar="A:B", type=typed(reading.window), help="use these seconds of the trace alone (default: all)"
-    )
-    group.add_argument(
-        "--spread", action="store_true", help="spread requests with equal times evenly until the trace's next time"
-    )
-    group.add_argument(
-        "--max-tokens",
-        metavar="N",
-        type=typed(reading.whole(2, 10_000_000)),
-        help="leave out requests of the trace with more tokens in prompt and answer (default: none)",
-    )
+    add_trace(group, "; with --rate only the times are others")
+    add_scale(group)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -227,20 +186,9 @@ def _check(arguments: argparse.Namespace) -> None:
         mistakes.append("--rate or --trace is missing")
     if arguments.duration is not None and arguments.requests is not None:
         mistakes.append("--duration and --requests: give one of them")
-    if arguments.trace is not None:
-        mistakes += [
-            f"--{name}-tokens: has no effect with --trace"
-            for name in ("input", "output")
-            if getattr(arguments, f"{name}_tokens") is not None
-        ]
-        if arguments.rate is not None and arguments.scale is not None:
-            mistakes.append("--scale: has no effect with --rate")
-    else:
-        mistakes += [
-            f"--{name}: has no effect without --trace"
-            for name in ("scale", "slice", "spread", "max-tokens")
-            if getattr(arguments, name.replace("-", "_"))
-        ]
+    mistakes += mistakes_with_trace(arguments, ("scale", "slice", "spread", "max-tokens"))
+    if arguments.trace is not None and arguments.rate is not None and arguments.scale is not None:
+        mistakes.append("--scale: has no effect with --rate")
     names = [slo.name for slo in arguments.slo]
     mistakes += [f"--slo: two have the name {name}" for name in dict.fromkeys(names) if names.count(name) > 1]
     if mistakes:
@@ -248,10 +196,10 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _simulation(arguments: argparse.Namespace) -> Simulation:
+    from pdproxy.engine_model.profile import load
     from pdproxy.lab.simulate.run import Simulation
     from pdproxy.lab.simulate.shape import Fleet, Shape
     from pdproxy.scheduling.nodes import Role
-    from pdproxy.sim.profile import load
 
     with as_settings_error(""):
         fleet = Fleet(prefill=arguments.prefill, decode=arguments.decode, aggregated=arguments.aggregated)
@@ -314,20 +262,6 @@ def _load(arguments: argparse.Namespace) -> Load:
     )
 
 
-def entries_of(arguments: argparse.Namespace) -> list[Entry]:
-    """Return the requests of --trace that the options leave."""
-    from pdproxy.bench.trace import cut, read_trace, spread
-
-    with as_settings_error("--trace: "):
-        entries = cut(read_trace(arguments.trace), *(arguments.slice or (0.0, math.inf)))
-        entries = spread(entries) if arguments.spread else entries
-        longest = arguments.max_tokens or math.inf
-        entries = [entry for entry in entries if entry.input_tokens + entry.output_tokens <= longest]
-        if not entries:
-            raise ValueError("no requests are left of it")
-    return entries
-
-
 def _asked(arguments: argparse.Namespace) -> dict[str, object]:
     """Return the options for the record."""
     names = (
@@ -346,40 +280,9 @@ def _asked(arguments: argparse.Namespace) -> dict[str, object]:
     return found | {"rate": arguments.rate, "trace": None if arguments.trace is None else arguments.trace.name}
 
 
-def opened(path: Path | None, stack: contextlib.ExitStack) -> IO[bytes] | None:
-    """Open the file of --json."""
-    if path is None:
-        return None
-    try:
-        return stack.enter_context(path.open("wb"))
-    except OSError as error:
-        raise SettingsError(f"--json: {path.name} can't be written: {error.strerror}") from None
-
-
 def _append(file: IO[bytes] | None, record: dict[str, object]) -> None:
     import msgspec
 
     if file is not None:
         file.write(msgspec.json.encode(record) + b"\n")
         file.flush()
-
-
-@contextlib.contextmanager
-def as_settings_error(prefix: str) -> Iterator[None]:
-    """Report a ValueError as a mistake in the options."""
-    try:
-        yield
-    except ValueError as error:
-        raise SettingsError(f"{prefix}{error}") from None
-
-
-def typed(read: Callable[[str], T]) -> Callable[[str], T]:
-    """Return a reader for argparse, which shows the text of its own error alone."""
-
-    def reader(text: str) -> T:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return reader

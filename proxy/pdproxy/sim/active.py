@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from pdproxy.sim.hardware import Hardware, attended
+from pdproxy.engine_model.hardware import Hardware, attended
 from pdproxy.sim.memory import Attention
 from pdproxy.sim.request import EngineRequest
 from pdproxy.sim.stats import Stats

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from pdproxy.sim.hardware import Hardware
+from pdproxy.engine_model.hardware import Hardware
 
 Role = Literal["prefill", "decode", "aggregated"]
 LoadFailurePolicy = Literal["fail", "recompute"]

@@ -5,7 +5,7 @@ Owns until when the engine's step posts transfers, and until when its link is in
 
 from __future__ import annotations
 
-from pdproxy.sim.hardware import Hardware
+from pdproxy.engine_model.hardware import Hardware
 
 _TIE = 1e-9
 """Seconds. A pull that begins as the one before is posted is the first of a step: sums of floats may differ in the last bit."""

@@ -5,8 +5,8 @@ import socket
 from contextlib import AsyncExitStack
 from typing import Any, Literal
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.hardware import Hardware
 from pdproxy.sim.server import SimServer
 from pdproxy.sim.tokenizer import Tokenizer
 from tests.sim.raw import Raw, ask, until

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdproxy.sim.hardware import Hardware
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.sim.server import SimServer
 from tests.sim.raw import Raw, turns
 from tests.sim.recordings.reading import Sent, raw, read

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.lab.calibrate.rows import AloneRow, ChunkRow, DecodeRow
 from pdproxy.lab.calibrate.solve import Row, Spread, deviations, fit, spread
-from pdproxy.sim.hardware import Hardware
 
 _ROUNDS = 12
 _CLOSE = 1.25

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.lab.calibrate.run import Calibration
-from pdproxy.sim.hardware import Hardware
 
 _UNITS = {
     "decode_step_s": (1e3, "ms"),

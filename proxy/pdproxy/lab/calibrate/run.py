@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from pdproxy.engine_model.profile import MOST, EngineLimits, Origin, Profile
 from pdproxy.lab.calibrate import pair
 from pdproxy.lab.calibrate.experiments import Experiments, Limits, Measured
 from pdproxy.lab.calibrate.fitting import Fitted, fitted
@@ -16,7 +17,6 @@ from pdproxy.lab.calibrate.misfit import Misfit, misfits
 from pdproxy.lab.calibrate.solve import Spread
 from pdproxy.lab.calibrate.stand_in_front import Pair, in_front_of, splitting
 from pdproxy.lab.calibrate.trials import TrialError
-from pdproxy.sim.profile import MOST, EngineLimits, Origin, Profile
 
 _USUAL_LENGTH = 4096
 """Where an engine does not say how long a prompt may be."""

@@ -6,10 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from pdproxy.engine_model.profile import load
 from pdproxy.lab.fit.measured import read
 from pdproxy.lab.fit.predict import predict
 from pdproxy.lab.fit.table import markdown
-from pdproxy.sim.profile import load
 
 USAGE_ERROR = 2
 _MAX_SEEDS = 1000

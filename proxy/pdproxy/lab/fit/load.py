@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from pdproxy.engine_model.profile import Profile
 from pdproxy.lab.fit.measured import Load, Row
 from pdproxy.sim.facts import Facts
-from pdproxy.sim.profile import Profile
 from pdproxy.sim.request import EngineOutput, EngineRequest, SamplingParams
 from pdproxy.sim.virtual import VirtualCluster, VirtualEngine
 

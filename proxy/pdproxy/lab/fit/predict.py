@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from pdproxy.engine_model.profile import Profile
 from pdproxy.lab.fit.load import Request, served
 from pdproxy.lab.fit.measured import COLUMNS, Load, Row
-from pdproxy.sim.profile import Profile
 
 _MS = 1000.0
 

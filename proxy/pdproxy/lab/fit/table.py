@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pdproxy.engine_model.profile import Profile
 from pdproxy.lab.fit.measured import COLUMNS, Measured, Row
 from pdproxy.lab.fit.predict import Predicted
-from pdproxy.sim.profile import Profile
 
 TOLERANCE = 0.15
 """A predicted value fits if it differs by no more than this share of the measured one."""

@@ -10,10 +10,10 @@ import math
 
 import msgspec
 
+from pdproxy.engine_model.hardware import attended
 from pdproxy.lab.plan.arrangement import Arrangement
 from pdproxy.lab.plan.question import SAMPLE, Question
 from pdproxy.lab.simulate.cluster import Call
-from pdproxy.sim.hardware import attended
 
 _MOST = 50_000.0
 """Requests per second: the bound where a request costs nothing."""

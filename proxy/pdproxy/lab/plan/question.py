@@ -12,10 +12,10 @@ from pdproxy.bench.arrivals import Arrivals, Kind
 from pdproxy.bench.slo import Slo
 from pdproxy.bench.trace import Entry
 from pdproxy.bench.workload import Lengths
+from pdproxy.engine_model.hardware import Hardware, attended
 from pdproxy.lab.simulate.cluster import Call
 from pdproxy.lab.simulate.load import Replay, Synthetic
 from pdproxy.lab.simulate.shape import Shape
-from pdproxy.sim.hardware import Hardware, attended
 
 SAMPLE = 6000
 """Requests from which a load is known."""

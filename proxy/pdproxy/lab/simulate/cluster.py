@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.lab.simulate.engine import Engine
 from pdproxy.lab.simulate.gaps import Histogram
 from pdproxy.lab.simulate.records import Records
@@ -21,7 +22,6 @@ from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policies import POLICIES
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.split import why_alone
-from pdproxy.sim.hardware import Hardware
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 TEXT_BYTES = 4

@@ -16,11 +16,11 @@ import math
 from collections import deque
 from heapq import heappop, heappush
 
+from pdproxy.engine_model.hardware import Hardware, attended
 from pdproxy.lab.simulate.gaps import Histogram, WorstGaps
 from pdproxy.lab.simulate.memory import KVMemory
 from pdproxy.lab.simulate.shape import Shape
 from pdproxy.lab.simulate.work import At, Listener, Work
-from pdproxy.sim.hardware import Hardware, attended
 from pdproxy.sim.receiving_line import ReceivingLine
 
 

@@ -11,12 +11,12 @@ import msgspec
 from pdproxy.bench.compare import Cell, Row, Table, table_of
 from pdproxy.bench.report import text_of
 from pdproxy.bench.slo import Slo
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.lab.simulate.cluster import Cluster
 from pdproxy.lab.simulate.load import Load
 from pdproxy.lab.simulate.shape import Fleet, Shape
 from pdproxy.lab.simulate.summary import Record, Summary, record_of, summarise
 from pdproxy.scheduling.nodes import Role
-from pdproxy.sim.hardware import Hardware
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True):

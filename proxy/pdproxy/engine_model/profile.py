@@ -11,8 +11,7 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.sim.facts import Facts
-from pdproxy.sim.hardware import Hardware
+from pdproxy.engine_model.hardware import Hardware
 
 MAX_BYTES = 1 << 20
 MAX_NAME = 100
@@ -53,6 +52,11 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in self.__struct_fields__:
             if not 1 <= getattr(self, name) <= MOST:
                 raise ValueError(f"{name} must be 1 to {MOST}, got {getattr(self, name)}")
+        if (self.num_gpu_blocks - 1) * self.block_size < self.max_model_len:
+            raise ValueError(
+                f"num_gpu_blocks = {self.num_gpu_blocks} blocks of {self.block_size} tokens hold less than one request"
+                f" of max_model_len = {self.max_model_len}"
+            )
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,16 +71,15 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Refuse invalid values."""
         if not self.name or not self.name.isprintable() or len(self.name) > MAX_NAME:
             raise ValueError(f"name must be 1 to {MAX_NAME} printable characters, got {self.name[:MAX_NAME]!r}")
-        Facts(**self.options())
 
     def options(self) -> dict[str, Any]:
-        """Return what the profile says of an engine: fields of `Facts`."""
+        """Return what the profile says of an engine: fields of a simulated engine's `Facts`."""
         return {**msgspec.structs.asdict(self.engine), "hardware": self.hardware}
 
 
 def shipped() -> tuple[str, ...]:
     """Return the names of the profiles that pdproxy ships."""
-    folder = resources.files("pdproxy.sim").joinpath("profiles")
+    folder = resources.files("pdproxy.engine_model").joinpath("profiles")
     return tuple(sorted(file.name[: -len(_SUFFIX)] for file in folder.iterdir() if file.name.endswith(_SUFFIX)))
 
 
@@ -87,7 +90,7 @@ def load(name: str) -> Profile:
         ValueError: there is none, or it can't be used; one line that names it.
     """
     if name in shipped():
-        return _decoded(name, resources.files("pdproxy.sim").joinpath("profiles", name + _SUFFIX).read_bytes())
+        return _decoded(name, resources.files("pdproxy.engine_model").joinpath("profiles", name + _SUFFIX).read_bytes())
     try:
         with Path(name).open("rb") as file:
             content = file.read(MAX_BYTES + 1)

@@ -16,7 +16,7 @@ _ABOVE_0 = ("prefill_tokens_per_s", "link_bytes_per_s")
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long things take. The defaults are an 8B model on one H200 with NVLink, from public measurements.
 
-    The terms whose default is 0 (or no) come from measurements of a whole engine: profiles have them (`sim.profile`).
+    The terms whose default is 0 (or no) come from measurements of a whole engine: profiles have them (`engine_model.profile`).
     """
 
     speed: float = 1.0

@@ -1,0 +1,1 @@
+"""How long an engine's work takes: the formula, and profiles with its numbers. For the simulator and for scheduling. Pure."""
