@@ -230,13 +230,13 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
 def test_each_help_of_an_option_stands_alone() -> None:
     """It states the default (switches and lists of engines have none), and does not begin with a word for another line."""
     of_all = ("--help", "--version", "--json", "--strict", "--quiet", "--ready", "--fault", "--prefill", "--decode")
-    switches = (*of_all, "--spread", "--detailed", "--allow-lag")
+    switches = (*of_all, "--spread", "--detailed", "--allow-lag", "--busy")
     found = dict(options_of(parser_of(COMMANDS)))
     assert len(found) > 200
     bare = [
         option
         for option, words in found.items()
-        if "(default" not in words and not option.endswith((*switches, "--aggregated"))
+        if not ("(default" in words or "(required)" in words) and not option.endswith((*switches, "--aggregated"))
     ]
     assert bare == []
     assert [option for option, words in found.items() if words.startswith(("its ", "the same"))] == [

@@ -55,7 +55,9 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--connector", metavar="NAME", help="the connector of the pair, as for `pdproxy serve` (default: none)"
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="where the profile is written")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, required=True, help="where the profile is written (required)"
+    )
     parser.add_argument(
         "--name", metavar="TEXT", type=_type(_text), help="the profile's name (default: that of the file)"
     )

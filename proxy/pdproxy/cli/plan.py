@@ -66,7 +66,7 @@ def _add_goal(group: argparse._ArgumentGroup) -> None:
         metavar="[NAME:]LIMITS",
         type=typed(parse_slo),
         required=True,
-        help="what a good request keeps, such as ttft=500ms,tpot=15ms,gap=50ms,e2e=10s",
+        help="what a good request keeps, such as ttft=500ms,tpot=15ms,gap=50ms,e2e=10s (required)",
     )
     group.add_argument(
         "--share",
