@@ -77,7 +77,8 @@ def test_streams_that_end_before_the_prompts_show_no_stall() -> None:
     assert stall_row(trial, Seen(((0.0, 0.1, 0.2),), (Prompt(0.1, 0.3),))) is None
     found = stall_row(trial, Seen(((0.0, 0.1, 0.2, 0.9, 1.0),), (Prompt(0.15, 0.9),)))
     assert found is not None
-    assert (found.steps, found.seconds) == (1, pytest.approx(0.6))
+    assert found.steps == 1
+    assert found.seconds == pytest.approx(0.6)
 
 
 def test_a_simulated_pair_behind_the_proxy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
