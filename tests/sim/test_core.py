@@ -95,6 +95,17 @@ def test_out_of_blocks_the_youngest_is_preempted_and_loses_no_token():
     assert engine.core.pool.usage == 0
 
 
+def test_a_prompt_begins_only_if_all_of_it_fits():
+    """vLLM's `scheduler_reserve_full_isl`: two prompts that are cut never take each other's blocks."""
+    engines = Engines()
+    engine = engines.add(Facts(**SMALL, max_num_batched_tokens=32, enable_prefix_caching=False))
+    first, second = (engines.ask(engine, tuple(range(300 + n, 500 + n)), 2) for n in range(2))  # 13 of 19 blocks each
+    engines.run()
+    assert engine.stats.preemptions == 0
+    assert first.times[-1] < second.times[0]
+    assert [run.tokens for run in (first, second)] == [plain(tuple(range(300 + n, 500 + n)), 2) for n in range(2)]
+
+
 def test_no_more_requests_run_than_allowed():
     engines = Engines()
     engine = engines.add(Facts(max_num_seqs=2))

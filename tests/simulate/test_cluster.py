@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdproxy.bench.arrivals import Arrivals
@@ -48,6 +48,9 @@ class _Watched(Cluster):
     kv=st.sampled_from((1024, 4096, 64_000)),
     chunk=st.sampled_from((64, 512, 8192)),
 )
+@example(
+    fleet=Fleet(prefill=3, decode=1), seed=555559, rate=300.0, kv=1024, chunk=64
+)  # once two waited for each other's blocks
 def test_no_request_and_no_token_is_lost(fleet: Fleet, seed: int, rate: float, kv: int, chunk: int) -> None:
     calls = drawn(seed, 60, rate, 1000, 512)
     shape = Shape(max_num_batched_tokens=chunk, kv_tokens=kv)
@@ -132,3 +135,11 @@ def _simulation(fleet: Fleet, prompt: int, answer: int, rate: float) -> Simulati
             arrivals=Arrivals(rate=rate), inputs=Lengths(prompt, prompt), outputs=Lengths(answer, answer), requests=400
         ),
     )
+
+
+def test_engines_that_make_no_progress_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No load is known that causes it. Requests that only preempt each other would go on for ever."""
+    monkeypatch.setattr("pdproxy.lab.simulate.cluster._NO_PROGRESS", 20)
+    made = cluster(Fleet(aggregated=1), Shape(max_num_batched_tokens=64, kv_tokens=64_000))
+    with pytest.raises(ValueError, match="no request came or ended in 20 steps"):
+        made.run([Call(0, 0.0, 4000, 2)])

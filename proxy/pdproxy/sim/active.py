@@ -62,6 +62,10 @@ class ActiveRequest:
         """The number of its prompt's tokens."""
         return len(self.request.prompt)
 
+    def blocks_missing(self, block_size: int) -> int:
+        """Return how many blocks it lacks for all tokens that it has now."""
+        return max(-(-len(self.tokens) // block_size) - len(self.blocks), 0)
+
     @property
     def cached_tokens(self) -> int:
         """The usage's cached tokens: P's own hits if the handle has them, else all tokens that were not computed here."""

@@ -25,6 +25,7 @@ from pdproxy.sim.request import EngineDeadError, EngineOutput, EngineRequest, To
 from pdproxy.sim.stats import Stats
 from pdproxy.sim.storage import MemoryStorage, Storage
 from pdproxy.sim.tokenizer import EOS
+from pdproxy.sim.waiting import WaitingRequests, fits_whole
 
 
 class Core:
@@ -50,7 +51,7 @@ class Core:
         self._seed = mix(crc32(facts.model.encode()), facts.weights)
         self._chance = chance
         self._sequences: dict[str, ActiveRequest] = {}
-        self._waiting: deque[ActiveRequest] = deque()
+        self._waiting = WaitingRequests()
         self._running: list[ActiveRequest] = []
         self._loads: dict[str, ActiveRequest] = {}
         self._outputs: list[EngineOutput] = []
@@ -73,16 +74,9 @@ class Core:
             chance=chance,
         )
         self._sequences[request.id] = sequence
-        self._enqueue(sequence)
+        self._waiting.add(sequence)
         self.connector.queued(sequence)
         self._update_gauges()
-
-    def _enqueue(self, sequence: ActiveRequest) -> None:
-        """Queue by priority, lower numbers first, then by arrival."""
-        place = len(self._waiting)
-        while place and self._waiting[place - 1].request.priority > sequence.request.priority:
-            place -= 1
-        self._waiting.insert(place, sequence)
 
     def abort(self, request_id: str, now: float) -> None:
         """End a request that is no longer needed. An unknown id is ignored."""
@@ -155,9 +149,11 @@ class Core:
     def _schedule_waiting(self, work: list[tuple[ActiveRequest, int]], budget: int, now: float) -> bool:
         """Add the requests that may begin. Return False if the whole engine has to wait for one's KV."""
         while self._waiting and budget and len(self._running) < self.facts.max_num_seqs:
-            sequence = self._waiting[0]
+            sequence = self._waiting.first
             wanted, later = 0, False
-            if not sequence.blocks:  # otherwise its KV has just been loaded, or the load has failed
+            if not (
+                had_blocks := bool(sequence.blocks)
+            ):  # otherwise its KV has just been loaded, or the load has failed
                 wanted, later = self._match(sequence)
                 if self.connector.blocked:
                     self._unmatch(sequence)
@@ -168,10 +164,11 @@ class Core:
             known = sequence.computed + wanted
             count = min(len(sequence.tokens) - known, budget)
             upto = known if later else known + count
-            if not self._grow(sequence, upto):
-                self._unmatch(sequence)
+            if not fits_whole(sequence, self._running if later else (), self.pool) or not self._grow(sequence, upto):
+                if not had_blocks:
+                    self._unmatch(sequence)
                 break
-            self._waiting.popleft()
+            self._waiting.remove(sequence)
             first = not sequence.scheduled_before
             sequence.scheduled_before = True
             if first:
@@ -229,7 +226,7 @@ class Core:
         work[:] = [(sequence, count) for sequence, count in work if sequence is not victim]
         self._unmatch(victim)
         victim.state = State.WAITING
-        self._waiting.appendleft(victim)
+        self._waiting.put_back(victim)
         self.stats.preemptions += 1
         return victim
 
@@ -327,7 +324,7 @@ class Core:
         # The last token is computed again, for its output.
         sequence.computed -= sequence.computed == len(sequence.tokens)
         sequence.state = State.WAITING
-        self._waiting.appendleft(sequence)
+        self._waiting.put_back(sequence)
 
     def received(self, request_id: str, pages: Sequence[Page], tokens: int) -> None:
         """Store whole blocks that were pushed for a waiting request. A request that has ended is ignored."""
@@ -351,7 +348,7 @@ class Core:
             self.pool.release(sequence.blocks)
         elif self.facts.kv_load_failure_policy == "recompute":
             sequence.state = State.WAITING
-            self._waiting.appendleft(sequence)
+            self._waiting.put_back(sequence)
         else:
             self._end(sequence, "error", now)
             self._outputs.append(EngineOutput(request_id=request_id, finish_reason="error"))

@@ -28,6 +28,8 @@ TEXT_BYTES = 4
 """Bytes of a prompt per token: the ledger counts prompt bytes."""
 _SPLIT = (Role.PREFILL, Role.DECODE)
 _MODEL = "simulated"
+_NO_PROGRESS = 1_000_000
+"""Events. A step of the engines is one; the longest answers end after fewer."""
 
 
 class Call:
@@ -53,6 +55,8 @@ class Cluster:
         self.now = 0.0
         self.events = 0
         """How many events there were."""
+        self._progress = 0
+        """`events` when a request came, its KV was moved, or an engine ended it."""
         self._heap: list[tuple[float, int, Callable[[Any, float], None], Any]] = []
         self._number = 0
         self.records = Records()
@@ -80,6 +84,10 @@ class Cluster:
         while heap:
             self.now, _, what, argument = heappop(heap)
             self.events += 1
+            if self.events - self._progress > _NO_PROGRESS:
+                raise RuntimeError(
+                    f"no request came or ended in {_NO_PROGRESS} events: the engines only preempt each other"
+                )
             what(argument, self.now)
         return self.records
 
@@ -96,6 +104,7 @@ class Cluster:
 
     def _arrived(self, call: Call, now: float) -> None:
         """The proxy leases engines for a request."""
+        self._progress = self.events
         self._next_call()
         records, ledger = self.records, self.ledger
         records.arrived(call.number, call.due, call.prompt, call.output)
@@ -157,6 +166,7 @@ class Cluster:
 
     def pulled(self, work: Work, now: float) -> None:
         """See `engine.Listener`."""
+        self._progress = self.events
         call: Call = work.call
         assert call.prefill is not None
         assert call.prefill_lease is not None
@@ -165,6 +175,7 @@ class Cluster:
 
     def ended(self, work: Work, now: float) -> bool:
         """See `engine.Listener`."""
+        self._progress = self.events
         call: Call = work.call
         if work is call.prefill:
             self._at(now + self.hardware.between_engines_s, self._decode, call)

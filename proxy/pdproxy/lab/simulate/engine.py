@@ -1,7 +1,8 @@
 """A virtual engine whose costs don't grow with tokens: one step is O(1), and equal decode steps are passed in one event. Pure.
 
-It schedules as `sim.core` does, whose rules are those of vLLM's v1 scheduler: running requests first, then waiting ones, a token
-budget per step, prompts in chunks, the youngest request is preempted when blocks run out. All prompts but one that are being
+It schedules as `sim.core` does, whose rules are those of vLLM's v1 scheduler: running requests first, then waiting ones that
+hold blocks, then others that fit whole, a token budget per step, prompts in chunks, the youngest request is preempted when blocks
+run out. All prompts but one that are being
 computed are whole in a step, since the one that is cut takes the rest of the budget. So the state is: the requests that decode
 (their number, the sum of their contexts), at most one prompt that is cut, and those that wait.
 
@@ -34,6 +35,8 @@ class Engine:
         self._budget = shape.max_num_batched_tokens
         self._max_seqs = min(shape.max_num_seqs, self._budget)
         self._waiting: deque[Work] = deque()
+        self._loaded_waiting: deque[Work] = deque()
+        """Those whose KV came from elsewhere: they hold blocks, and go before the others."""
         self._decoding: dict[Work, None] = {}
         """In the order in which they began to run."""
         self._ends: list[tuple[int, int, Work]] = []
@@ -70,13 +73,13 @@ class Engine:
     def release(self, work: Work, now: float) -> None:
         """Free blocks that were kept after a request's end."""
         self.memory.release(self._blocks(work.computed), work.held)
-        if self._waiting:
+        if self._waiting or self._loaded_waiting:
             self._wake(now)
 
     @property
     def idle(self) -> bool:
         """Whether it has nothing to do."""
-        return not (self._planned or self._waiting)
+        return not (self._planned or self._waiting or self._loaded_waiting)
 
     def _wake(self, now: float) -> None:
         if not self._planned:
@@ -128,10 +131,10 @@ class Engine:
                 memory.take(need)
                 self._chunks.append((partial, count))
                 budget -= count
-        if self._waiting and not preempted:
+        if (self._waiting or self._loaded_waiting) and not preempted:
             self._admit(budget, decoding, now)
         self._plan(decoding, now, single=preempted)
-        if preempted and not self._planned and self._waiting:
+        if preempted and not self._planned:
             self._begin(now)
 
     def _preempt(self, now: float) -> None:
@@ -151,9 +154,12 @@ class Engine:
 
     def _admit(self, budget: int, running: int, now: float) -> None:
         """Add the requests that may begin."""
-        memory, shape, waiting, chunks = self.memory, self._shape, self._waiting, self._chunks
+        memory, shape, chunks = self.memory, self._shape, self._chunks
         running += len(chunks)
-        while waiting and budget and running < self._max_seqs:
+        while budget and running < self._max_seqs:
+            waiting = self._loaded_waiting or self._waiting
+            if not waiting:
+                break
             work = waiting[0]
             length, known, unused, later = work.prompt + work.made, work.computed, 0, False
             found = 0
@@ -163,12 +169,13 @@ class Engine:
                 known = found * shape.unit_tokens
                 later = work.pulls
             count = min(length - known, budget)
-            upto = length if later else known + count
-            need = self._blocks(upto) - self._blocks(work.prompt if work.loaded else known)
-            if need + unused > memory.available:
-                if running or not self._loaded_first():
-                    break
-                continue
+            has = self._blocks(work.prompt if work.loaded else known)
+            # The whole request must fit: vLLM's `scheduler_reserve_full_isl`. One whose KV comes can't be preempted meanwhile, so
+            # what the prompt that is cut still needs stays free.
+            whole = self._blocks(length) - has + unused + (self._reserved() if later else 0)
+            if whole > memory.available:
+                break
+            need = self._blocks(length if later else known + count) - has
             waiting.popleft()
             if found:
                 self.cached_tokens += known
@@ -188,14 +195,12 @@ class Engine:
             budget -= count
             running += 1
 
-    def _loaded_first(self) -> bool:
-        """Put a request first that has its blocks, where nothing runs and the first gets none. Return whether there is one."""
-        work = next((work for work in self._waiting if work.loaded), None)
-        if work is None:
-            return False
-        self._waiting.remove(work)
-        self._waiting.appendleft(work)
-        return True
+    def _reserved(self) -> int:
+        """Return the blocks that the prompt which is cut in this step will still need."""
+        if not self._chunks:
+            return 0
+        work, count = self._chunks[-1]
+        return self._blocks(work.length) - self._blocks(work.computed + count)
 
     def _plan(self, decoding: int, now: float, *, single: bool) -> None:
         """Plan the end of the steps that begin now. `single`: only one, since a request that waits may begin after it."""
@@ -354,7 +359,7 @@ class Engine:
         self._remember(work)
         work.computed -= 1
         work.loaded = True
-        self._waiting.appendleft(work)
+        self._loaded_waiting.append(work)
         self._listener.pulled(work, now)
         self._wake(now)
 
