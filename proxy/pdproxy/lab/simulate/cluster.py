@@ -85,8 +85,8 @@ class Cluster:
             self.now, _, what, argument = heappop(heap)
             self.events += 1
             if self.events - self._progress > _NO_PROGRESS:
-                raise RuntimeError(
-                    f"no request came or ended in {_NO_PROGRESS} events: the engines only preempt each other"
+                raise ValueError(
+                    f"no request came or ended in {_NO_PROGRESS} steps: --kv-tokens is too low for this load"
                 )
             what(argument, self.now)
         return self.records
