@@ -1,6 +1,21 @@
-"""What holds for all tests: none of them is judged by the clock of a machine that others use, too."""
+"""What holds for all tests: no machine's clock judges them, and none changes how the next one's records are logged."""
 
+import logging
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+_LOGGERS = [logging.getLogger(name) for name in (None, "pdproxy", "uvicorn", "uvicorn.access", "uvicorn.error")]
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_they_were() -> Iterator[None]:
+    """Commands send log lines to a standard error that is gone after the test."""
+    before = [(one.handlers, one.propagate, one.level, one.disabled) for one in _LOGGERS]
+    yield
+    for one, state in zip(_LOGGERS, before, strict=True):
+        one.handlers, one.propagate, one.level, one.disabled = state

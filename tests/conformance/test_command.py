@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import socket
-from collections.abc import Iterator
 
 import pytest
 
@@ -21,16 +19,6 @@ from tests.conformance.engines import Rig, rig
 def _a_plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PDPROXY_")]:
         monkeypatch.delenv(name)
-
-
-@pytest.fixture(autouse=True)
-def _logs_as_they_were() -> Iterator[None]:
-    """The command sends log lines to a standard error that is gone after the test."""
-    loggers = [logging.getLogger(name) for name in (None, "pdproxy", "uvicorn", "uvicorn.access", "uvicorn.error")]
-    before = [(one.handlers, one.propagate, one.level, one.disabled) for one in loggers]
-    yield
-    for one, state in zip(loggers, before, strict=True):
-        one.handlers, one.propagate, one.level, one.disabled = state
 
 
 async def run(engines: Rig, *arguments: str) -> int:

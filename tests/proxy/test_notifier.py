@@ -243,6 +243,6 @@ async def test_a_handle_that_was_read_is_not_sent_again() -> None:
     async with pool("nixl") as pair:
         await heard(pair)
         pair.d.faults.add("reset@last_chunk")
-        await same(pair, COMPLETIONS, completion())
+        await same(pair, COMPLETIONS, completion(max_tokens=30))  # it takes long enough for the notice to come before
         assert pair.d.faults.happened
         assert [event.phase for event in pair.world.events(LegFailed)] == ["decode"]
