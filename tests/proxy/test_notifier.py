@@ -240,9 +240,9 @@ async def test_kv_that_could_not_be_read_is_given_back_though_the_request_goes_o
 
 async def test_a_handle_that_was_read_is_not_sent_again() -> None:
     """A kept connection closes right after the request, as one that was closed before; but D has reported that it has loaded."""
-    async with pool("nixl") as pair:
+    async with pool("nixl", d={"hardware": Hardware()}) as pair:
         await heard(pair)
         pair.d.faults.add("reset@last_chunk")
-        await same(pair, COMPLETIONS, completion(max_tokens=30))  # it takes long enough for the notice to come before
+        await same(pair, COMPLETIONS, completion(max_tokens=30))  # 0.15 s: enough for the notice to come before
         assert pair.d.faults.happened
         assert [event.phase for event in pair.world.events(LegFailed)] == ["decode"]
