@@ -129,6 +129,20 @@ def test_chats_headers_and_keys_are_sent(tmp_path: Path, capsys: pytest.CaptureF
     assert captured.err.count("\n") == 1
 
 
+def test_chats_have_the_tokens_that_were_asked_for(tmp_path: Path) -> None:
+    """The server's words are of several tokens, and its template adds some."""
+    path = tmp_path / "r.jsonl"
+    load = [*LOAD, "--seeds", "1", "--endpoint", "chat", "--input-tokens", "800", "--json", str(path)]
+    with engines(FAST) as (engine,):
+        assert main(["bench", engine.url, *load]) == 0
+        words = [len(one.json["messages"][0]["content"].split(" ")) for one in engine.requests]
+    made = records(path)[0]
+    assert made["total_input_tokens"] == pytest.approx(800 * made["completed"], rel=0.02)
+    assert words[0] == 800
+    assert words[1:3] == [1, 313]
+    assert 800 not in words[3:]
+
+
 def test_errors_are_counted_and_latencies_are_of_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     with engines(FAST, faults=("status:status=503,next=5",)) as (engine,):
         code = main(["bench", f"a={engine.url}", *LOAD, "--seeds", "1", "--warm-up", "0", "--slo", "ttft=60s"])

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.bench.arrivals import Arrivals
-from pdproxy.bench.prompts import Prompts
+from pdproxy.bench.prompts import Prompts, WordTokens, word_tokens
 from pdproxy.bench.trace import BLOCK, Entry, TraceError, cut, parse_trace, read_trace, spread
+from pdproxy.bench.words import WORDS
 from pdproxy.bench.workload import Lengths, Planned, replayed, synthetic
 
 IDS = Lengths(300, 4000)
@@ -132,6 +133,34 @@ def test_a_chat_has_as_many_words_as_asked() -> None:
     assert len(body["messages"][0]["content"].split(" ")) == 70
     assert body["max_completion_tokens"] == 9
     assert "prompt" not in body
+
+
+@given(st.integers(0, 50), st.integers(100, 3000), st.integers(600, 20_000))
+def test_two_chats_show_what_words_have(template: int, listed: int, tokens: int) -> None:
+    """`listed`: the tokens of all words of the list. Prompts then have the tokens that are asked for, to half a word."""
+    per_word = listed / len(WORDS)
+    found = word_tokens(template + 1, template + 1 + listed)
+    assert found.per_word == pytest.approx(per_word)
+    assert abs(found.template + found.per_word * found.words(tokens) - tokens) <= per_word / 2 + 1e-6
+    assert abs(found.template - template) <= abs(1 - per_word) + 1e-6
+
+
+@pytest.mark.parametrize("counted", [(0, 0), (1000, 900), (10, 100_000)])
+def test_counts_that_no_tokenizer_makes_are_not_believed(counted: tuple[int, int]) -> None:
+    assert word_tokens(*counted) == WordTokens(0.0, 1.0)
+
+
+def test_a_chat_has_the_tokens_that_were_asked_for() -> None:
+    """Also where a word is several tokens; common beginnings stay common."""
+    prompts = Prompts("chat", "m", "s", IDS, {}, WordTokens(10.0, 2.0))
+    assert len(completion(prompts, 0, Planned(0, 110, 9))["messages"][0]["content"].split(" ")) == 50
+    one, other = (
+        completion(prompts, place, Planned(0, 2 * BLOCK, 1, (7, 3 + place)))["messages"][0]["content"].split(" ")
+        for place in range(2)
+    )
+    assert len(one) == len(other) == BLOCK - 5
+    assert one[: BLOCK // 2] == other[: BLOCK // 2]
+    assert one[BLOCK // 2 :] != other[BLOCK // 2 :]
 
 
 def test_prompts_with_the_same_hash_ids_have_the_same_beginning() -> None:

@@ -1,7 +1,8 @@
 """Bodies of requests: prompts of given lengths, with a trace's common beginnings or with none in common.
 
-A completion gets token ids, so its length is exact. A chat gets words of the list below instead: with most tokenizers each is
-one token, and the chat template adds some. What the server counted is reported. Pure: the same arguments give the same bytes.
+A completion gets token ids, so its length is exact. A chat gets words instead: how many tokens each of them has, and how many the
+chat template adds, is found by two chats (`WordTokens`). What the server counted is reported. Pure: the same arguments give the
+same bytes.
 """
 
 from __future__ import annotations
@@ -27,15 +28,47 @@ OWN_FIELDS = frozenset(
 _PLACE = b'"@"'
 
 
+class WordTokens(msgspec.Struct, frozen=True):
+    """What a server's tokenizer makes of a chat: `template` tokens for all, and `per_word` for each word, on average."""
+
+    template: float = 0.0
+    per_word: float = 1.0
+
+    def words(self, tokens: int) -> int:
+        """Return how many words have so many tokens with the template, one at least."""
+        return max(round((tokens - self.template) / self.per_word), 1)
+
+
+ONE_EACH = WordTokens()
+
+
+def word_tokens(one: int, all_and_one: int) -> WordTokens:
+    """Return what the server's counts of two chats show: of one word, and of that word and all of the list.
+
+    What can't be of a tokenizer is not believed: then each word counts as one token.
+    """
+    per_word = (all_and_one - one) / len(WORDS)
+    return WordTokens(max(one - per_word, 0.0), per_word) if 0.2 <= per_word <= 20 else ONE_EACH
+
+
 class Prompts:
     """Makes the bodies of one run.
 
     `salt`: with another salt all prompts differ, so that no cache of an earlier run has them. `ids`: the range of token ids.
-    `extra`: fields that each body gets, none of `OWN_FIELDS`.
+    `extra`: fields that each body gets, none of `OWN_FIELDS`. `words`: of a chat.
     """
 
-    def __init__(self, endpoint: Endpoint, model: str, salt: str, ids: Lengths, extra: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        model: str,
+        salt: str,
+        ids: Lengths,
+        extra: dict[str, Any],
+        words: WordTokens = ONE_EACH,
+    ) -> None:
         self._salt = salt
+        self._words = words
         self._chat = endpoint == "chat"
         if self._chat:
             self._items = [word.encode() for word in WORDS]
@@ -59,23 +92,32 @@ class Prompts:
 
     def body(self, index: int, planned: Planned) -> bytes:
         """Return the body of a run's request `index`."""
-        fields = self._fields | {self._length: planned.output_tokens}
+        return self._with(self._prompt(index, planned), planned.output_tokens)
+
+    def listing(self, index: int, planned: Planned) -> bytes:
+        """Return the body of a chat of one word, or with another index than 0 of this word and all of the list."""
+        return self._with([self._items[0], *(self._items if index else ())], planned.output_tokens)
+
+    def _with(self, prompt: list[bytes], output_tokens: int) -> bytes:
+        fields = self._fields | {self._length: output_tokens}
         head, _, tail = msgspec.json.encode(fields).partition(_PLACE)
-        items = self._join.join(self._prompt(index, planned))
+        items = self._join.join(prompt)
         return b"".join((head, b'"', items, b'"', tail) if self._chat else (head, b"[", items, b"]", tail))
 
     def _prompt(self, index: int, planned: Planned) -> list[bytes]:
+        count = self._words.words(planned.input_tokens) if self._chat else planned.input_tokens
         if planned.hash_ids is None:
-            return self._draw(f"request {index}", planned.input_tokens)
+            return self._draw(f"request {index}", count)
         found: list[bytes] = []
         for number in planned.hash_ids:
             found += self._block(number)
-        return found[: planned.input_tokens]
+        return found[:count]
 
     def _block(self, number: int) -> list[bytes]:
         block = self._blocks.get(number)
         if block is None:
-            block = self._blocks[number] = self._draw(f"block {number}", BLOCK)
+            size = max(round(BLOCK / self._words.per_word), 1) if self._chat else BLOCK
+            block = self._blocks[number] = self._draw(f"block {number}", size)
             if len(self._blocks) > _KEPT_BLOCKS:
                 self._blocks.popitem(last=False)
         else:

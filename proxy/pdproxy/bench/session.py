@@ -20,7 +20,7 @@ import msgspec
 from pdproxy.bench.client import Progress, Run, Target, session_of
 from pdproxy.bench.errors import USAGE_ERROR, BenchError
 from pdproxy.bench.measures import summarise
-from pdproxy.bench.prompts import Endpoint, Prompts
+from pdproxy.bench.prompts import ONE_EACH, Endpoint, Prompts, WordTokens, word_tokens
 from pdproxy.bench.reading import Address
 from pdproxy.bench.record import Record, Shape, details_of, record_of
 from pdproxy.bench.slo import Slo
@@ -85,6 +85,8 @@ class Session:
         self._on_progress = on_progress
         self._run: Run | None = None
         self._asking: asyncio.Task[None] | None = None
+        self._words: dict[str, WordTokens] = {}
+        """By a server's name, for chats."""
         self.stopped = False
 
     def stop(self) -> None:
@@ -136,11 +138,24 @@ class Session:
             for outcome in (await run.go(planned)).outcomes:
                 if outcome.error is not None:
                     raise BenchError(f"{server.name}: the first request failed: {outcome.error}: {outcome.text}")
+            if options.endpoint == "chat" and planned:
+                await self._count_words(session, target)
+
+    async def _count_words(self, session: aiohttp.ClientSession, target: Target) -> None:
+        """Find how many tokens words have, by two chats. Without the server's count of them: one each."""
+        options = self._options
+        prompts = Prompts(options.endpoint, target.model, "", options.ids, dict(options.extra))
+        run = Run(session, target, options.endpoint, prompts.listing, timeout=options.timeout, max_in_flight=2)
+        seen = await run.go([Planned(0.0, 1, 1), Planned(_WARM_UP_GAP, 1, 1)])
+        known = [outcome.prompt_tokens for outcome in seen.outcomes if outcome.prompt_tokens is not None]
+        if len(known) == 2:
+            self._words[target.name] = word_tokens(*known)
 
     def _run_of(self, session: aiohttp.ClientSession, target: Target, seed: object, most: int) -> Run:
         options = self._options
         salt = f"{options.shape.salt}:{target.name}:{seed}"
-        prompts = Prompts(options.endpoint, target.model, salt, options.ids, dict(options.extra))
+        words = self._words.get(target.name, ONE_EACH)
+        prompts = Prompts(options.endpoint, target.model, salt, options.ids, dict(options.extra), words)
         return Run(session, target, options.endpoint, prompts.body, timeout=options.timeout, max_in_flight=most)
 
     async def _one(
