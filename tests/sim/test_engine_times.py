@@ -80,6 +80,28 @@ def test_two_pulls_of_one_step_take_the_first_and_the_further_time():
     assert runs[1].times[0] - begin == pytest.approx(0.625, abs=1e-6)
 
 
+def test_a_prompt_adds_to_its_first_step_alone():
+    """And so does each of two prompts that begin in one step; a request whose KV comes from elsewhere adds nothing."""
+    engines = Engines()
+    engine = engines.add(
+        Facts(max_num_batched_tokens=64, enable_prefix_caching=False, hardware=hardware(prompt_begin_s=0.5))
+    )
+    begin = engines.now
+    run = engines.ask(engine, PROMPT, 1)  # 100 tokens: two steps
+    engines.run()
+    assert run.times[0] - begin == pytest.approx(0.5, abs=1e-6)
+    begin = engines.now
+    engines.ask(engine, MORE, 1)  # both wait behind this one's steps
+    runs = [engines.ask(engine, prompt[:20], 1) for prompt in (PROMPT, OTHER)]
+    engines.run()
+    assert [one.times[0] - begin for one in runs] == pytest.approx([1.5, 1.5], abs=1e-6)
+    engines, p, d = pair(prompt_begin_s=0.5)
+    handle, begin = engines.handle(p), engines.now
+    run = engines.ask(d, PROMPT, 1, handle)
+    engines.run()
+    assert run.times[0] - begin < 0.1
+
+
 def test_pulls_cost_nothing_where_the_other_engine_pushes():
     engines = Engines()
     p, d = (engines.add(Facts(connector="nixl-push", role=role, engine_id=role, hardware=hardware(pull_s=9.0)))

@@ -18,6 +18,7 @@ H200 = Hardware(
     weights_read_once=True,
     context_token_s=33.6e-9,
     attention_s=0.97e-9,
+    prompt_begin_s=0.0033,
     pull_s=0.0098,
     further_pull_s=0.0163,
     link_bytes_per_s=131_072 / 2.98e-6,
@@ -65,19 +66,20 @@ def test_without_the_further_terms_times_are_those_of_the_first_formula(
     assert (hardware.before_engine_s, hardware.between_engines_s, hardware.to_client_s) == (0, 0, 0)
 
 
-@given(TOKENS, SEQUENCES, st.integers(0, 10**7), st.floats(0, 1e9), st.integers(0, 10))
-def test_all_terms_are_those_of_the_measured_engine(prefill, decoding, context, attention, pulls):
+@given(TOKENS, SEQUENCES, st.integers(0, 10**7), st.floats(0, 1e9), st.integers(0, 10), st.integers(0, 10))
+def test_all_terms_are_those_of_the_measured_engine(prefill, decoding, context, attention, pulls, begun):
     weights = 0.0043 if prefill or decoding else 0.0
     expected = max(weights, 0.0021 + 21e-6 * prefill) if prefill else weights
     expected += 27e-6 * decoding + 33.6e-9 * context + 0.97e-9 * attention
     expected += 0.0098 + 0.0163 * (pulls - 1) if pulls else 0.0
-    assert H200.step_s(prefill, decoding, context, attention, pulls) == pytest.approx(expected)
+    expected += 0.0033 * begun
+    assert H200.step_s(prefill, decoding, context, attention, pulls, begun) == pytest.approx(expected)
 
 
 @given(
     st.sampled_from([Hardware(), H200]),
-    st.tuples(TOKENS, SEQUENCES, st.integers(0, 10**7), st.floats(0, 1e9), st.integers(0, 10)),
-    st.tuples(TOKENS, SEQUENCES, st.integers(0, 10**7), st.floats(0, 1e9), st.integers(0, 10)),
+    st.tuples(TOKENS, SEQUENCES, st.integers(0, 10**7), st.floats(0, 1e9), st.integers(0, 10), st.integers(0, 10)),
+    st.tuples(TOKENS, SEQUENCES, st.integers(0, 10**7), st.floats(0, 1e9), st.integers(0, 10), st.integers(0, 10)),
 )
 def test_more_work_never_takes_less_time(hardware, work, more):
     total = [a + b for a, b in zip(work, more, strict=True)]

@@ -22,6 +22,7 @@ H200 = Hardware(
     context_token_s=33.6e-9,
     attention_s=0.97e-9,
     pull_s=0.0098,
+    prompt_begin_s=0.0033,
     further_pull_s=0.0098,  # equal: whether a pull that begins as another one is posted is a further one depends on rounding
     link_bytes_per_s=43_984_000_000.0,
     transfer_latency_s=0.0035,

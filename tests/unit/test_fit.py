@@ -45,6 +45,18 @@ def test_the_file_of_measurements_has_every_value_of_the_table():
     assert sum(len(values) for one in measured.rows for values in one.cells.values()) == 120
 
 
+def test_the_file_of_longer_runs_has_three_values_per_cell():
+    measured = read(MEASURED.with_name("h200-8b-measured-60s.json"))
+    assert [(one.rate, one.max_num_batched_tokens) for one in measured.rows] == [
+        (8, 512),
+        (12, 512),
+        (8, 1024),
+        (12, 1024),
+    ]
+    assert all(set(one.cells) == set(COLUMNS) for one in measured.rows)
+    assert {len(values) for one in measured.rows for values in one.cells.values()} == {3}
+
+
 def written(path: Path, **changes: Any) -> Path:
     load = msgspec.structs.asdict(LOAD)
     usual = {"source": "s", "load": load, "rows": [{"name": "a", "way": "plain", "rate": 4, "cells": {"itl_p50": [5]}}]}
@@ -102,7 +114,7 @@ def test_arrivals_are_as_many_as_the_rate_says_and_end_with_the_time(rate, secon
 
 def test_a_request_alone_on_a_plain_engine_takes_the_times_of_the_profile():
     hardware, one = H200.hardware, alone("plain")
-    prefill = hardware.step_s(4000, 0, 0, attended(4000, 0))
+    prefill = hardware.step_s(4000, 0, 0, attended(4000, 0), begun=1)
     around = hardware.before_engine_s + hardware.to_client_s
     assert one.tokens[0] - one.sent == pytest.approx(around + prefill)
     decoding = sum(hardware.step_s(0, 1, 4000 + made) for made in range(19))
@@ -112,7 +124,7 @@ def test_a_request_alone_on_a_plain_engine_takes_the_times_of_the_profile():
 
 def test_a_request_alone_on_a_split_pair_takes_the_times_of_the_profile():
     hardware, one = H200.hardware, alone("split")
-    prefill = hardware.step_s(4000, 0, 0, attended(4000, 0))
+    prefill = hardware.step_s(4000, 0, 0, attended(4000, 0), begun=1)
     moved = hardware.pull_s + hardware.transfer_s(4000) + hardware.step_s(0, 1, 3999)
     around = hardware.before_engine_s + hardware.between_engines_s + hardware.to_client_s
     assert one.tokens[0] - one.sent == pytest.approx(around + prefill + moved)
@@ -193,7 +205,7 @@ def test_the_command_prints_the_table_of_a_small_file(tmp_path, capsys):
     assert run([str(path), "--seeds", "2"]) == 0
     page = capsys.readouterr().out
     assert "median of 2 runs" in page
-    assert "| a/b | 4 | 160 → 16" in page
+    assert "| a/b | 4 | 160 → 15" in page
 
 
 @pytest.mark.parametrize("more", [["--seeds", "0"], ["--seeds", "x"], ["--seeds", "9" * 99], ["--profile", "none"]])

@@ -82,6 +82,7 @@ _HARDWARE = {
     "weights_read_once": "a step with prefill and decode takes the longer time of both, not the sum",
     "context_token_s": "seconds that each token of the decoding sequences adds to a step",
     "attention_s": "seconds that each pair of tokens compared by prefill adds to a step",
+    "prompt_begin_s": "seconds that each prompt adds to its first step",
     "pull_s": "seconds that the first KV transfer that begins in a step adds to it",
     "further_pull_s": "seconds that each further one adds",
     "kv_bytes_per_token": "bytes of KV per token",

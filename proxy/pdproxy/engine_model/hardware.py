@@ -34,6 +34,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What each token adds to a step that its decoding sequences have before the step: reading their KV."""
     attention_s: float = 0.0
     """What each pair of tokens adds that prefill compares: a chunk's tokens with those before them."""
+    prompt_begin_s: float = 0.0
+    """What each prompt adds to the first step that computes a part of it: the engine takes it into its batch."""
     pull_s: float = 0.0
     """What the first KV transfer that begins in a step adds to the step."""
     further_pull_s: float = 0.0
@@ -73,6 +75,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         context_tokens: int = 0,
         attention: float = 0.0,
         pulls: int = 0,
+        begun: int = 0,
     ) -> float:
         """Return how long one step of the engine takes: prefill in the step delays the next token of all its sequences.
 
@@ -82,6 +85,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             context_tokens: the sum of the tokens that the decoding sequences have before the step.
             attention: the sum over the prompts' chunks of `attended(tokens, before)`.
             pulls: KV transfers to this engine that begin in the step.
+            begun: prompts of which no step has computed a part before.
         """
         if not self.speed:
             return 0.0
@@ -94,6 +98,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if decoding:
                 taken += self.decode_step_s + (decoding - 1) * self.decode_step_per_seq_s
         taken += context_tokens * self.context_token_s + attention * self.attention_s
+        taken += begun * self.prompt_begin_s
         if pulls:
             taken += self.pull_s + (pulls - 1) * self.further_pull_s
         return taken / self.speed

@@ -112,4 +112,5 @@ def step_of(work: list[tuple[ActiveRequest, int]], pulls: int, hardware: Hardwar
     decoding = [sequence.computed for sequence, count in work if count == 1]
     chunks = [(count, sequence.computed) for sequence, count in work if count > 1]
     tokens, pairs = sum(count for count, _ in chunks), sum(attended(count, before) for count, before in chunks)
-    return Step(work, hardware.step_s(tokens, len(decoding), sum(decoding), pairs, pulls))
+    begun = sum(count > 1 and sequence.computed == sequence.local + sequence.external for sequence, count in work)
+    return Step(work, hardware.step_s(tokens, len(decoding), sum(decoding), pairs, pulls, begun))

@@ -53,6 +53,7 @@ def work_of(question: Question) -> Work:
         uncached += new
         output += call.output
         tokens_s += new / hardware.prefill_tokens_per_s + attended(new, known) * hardware.attention_s
+        tokens_s += hardware.prompt_begin_s
         context = call.prompt + call.output / 2
         decode_s += (call.output - 1) * (hardware.decode_step_per_seq_s + context * hardware.context_token_s)
         if hardware.transfers_in_line:

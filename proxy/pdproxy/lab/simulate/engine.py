@@ -49,6 +49,8 @@ class Engine:
         self._chunks: list[tuple[Work, int]] = []
         """The prompts of the step, and how many tokens it computes of each."""
         self._pulls = 0
+        self._begun = 0
+        """Prompts that the step begins to compute."""
         self._gaps = WorstGaps()
         self._tickets = 0
         # The run of steps that is under way: its number of steps (0: none), its start, the first step's time, and how much
@@ -190,6 +192,7 @@ class Engine:
                 self._pulls += 1
                 self._at(now + self._line.add(now, length - known), self._loaded, work)
                 continue
+            self._begun += count > 1
             work.loaded = False
             chunks.append((work, count))
             budget -= count
@@ -215,8 +218,8 @@ class Engine:
                 else:
                     prefill += tokens
                     pairs += attended(tokens, work.computed)
-            seconds = hardware.step_s(prefill, decoding, context, pairs, pulls)
-            self._pulls = 0
+            seconds = hardware.step_s(prefill, decoding, context, pairs, pulls, self._begun)
+            self._pulls = self._begun = 0
             if not self._chunks and not decoding and not seconds:
                 return
             self._first = seconds
