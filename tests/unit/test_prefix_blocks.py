@@ -1,5 +1,7 @@
 """The index of engines' blocks, against a model that keeps whole beginnings instead of keys."""
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -132,12 +134,12 @@ def check(index):
             assert all(bits and not bits & ~owned for bits in shard.values())
 
 
-prompts = st.lists(st.integers(0, 1), min_size=1, max_size=6)
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=5)
 events = st.one_of(
     st.fixed_dictionaries(
         {
             "what": st.just("stored"),
-            "place": st.integers(0, 3),
+            "place": st.sampled_from([0, 0, 1, 2, 3]),
             "prompt": prompts,
             "from": st.integers(0, 6),
             "lora": st.sampled_from([None, None, "a"]),
@@ -153,8 +155,8 @@ events = st.one_of(
     st.fixed_dictionaries(
         {
             "what": st.just("removed"),
-            "place": st.integers(0, 3),
-            "blocks": st.lists(st.integers(0, 200), max_size=4),
+            "place": st.sampled_from([0, 0, 1, 2, 3]),
+            "blocks": st.lists(st.integers(0, 200), min_size=1, max_size=8),
             "medium": st.sampled_from(["GPU", "GPU", "CPU"]),
             "group": st.sampled_from([0, 0, 1]),
         }
@@ -162,7 +164,7 @@ events = st.one_of(
     st.fixed_dictionaries(
         {
             "what": st.sampled_from(["cleared", "restart", "replaced"]),
-            "place": st.integers(0, 3),
+            "place": st.sampled_from([0, 0, 1, 2, 3]),
         }
     ),
 )
@@ -196,7 +198,7 @@ class World:
                 one.stored(place, *arguments, counts=counts)
         elif event["what"] == "removed":
             known = self.hashes[engine]
-            blocks = [known[at % len(known)] if known and at % 5 else at for at in event["blocks"]]
+            blocks = [known[-1 - at % len(known)] if known and at % 9 else at for at in event["blocks"]]
             for one in both:
                 one.removed(place, blocks, event["medium"], event["group"])
         elif event["what"] == "cleared":
@@ -251,22 +253,75 @@ def questions():
             yield tokens_of(prompt, size)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(events, max_size=25), st.lists(st.sampled_from(SIZES), min_size=4, max_size=4))
+def compare(world, questions):
+    for tokens, lora, salt in questions:
+        prompt = keys.of_ids(tokens, UNIT, keys.root(lora, salt))
+        found = world.index.lookup(prompt)
+        assert (found.gpu, found.anywhere) == world.model.lookup(tokens, lora, salt)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(events, min_size=20, max_size=50), st.lists(st.sampled_from(SIZES), min_size=4, max_size=4))
 def test_it_finds_what_a_model_finds(happened, sizes):
     world = World(10_000, sizes)
     for event in happened:
         world.apply(event)
         check(world.index)
-    for tokens in questions():
-        for lora, salt in ((None, None), ("a", None), (None, "s"), ("a", "s")):
-            prompt = keys.of_ids(tokens, UNIT, keys.root(lora, salt))
-            found = world.index.lookup(prompt)
-            assert (found.gpu, found.anywhere) == world.model.lookup(tokens, lora, salt)
+        if "prompt" in event:
+            size = sizes[event["place"]]
+            compare(world, [(tokens_of(event["prompt"], size), event["lora"], event["salt"])])
+    every = itertools.product(questions(), (None, "a"), (None, "s"))
+    compare(world, every)
+
+
+few = st.lists(
+    st.tuples(st.sampled_from(["stored", "again", "removed", "lost"]), st.integers(0, 2), st.integers(1, 4)),
+    max_size=30,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(few)
+def test_copies_of_blocks_are_removed_one_by_one(happened):
+    """Prompts of one beginning, all blocks computed, reported or evicted, in any order."""
+    world = World(10_000, [UNIT] * 4)
+    place, held = world.numbers[0], {}
+    hashes = [[hash_of(0, prompt if at else 0, at) for at in range(4)] for prompt in range(3)]
+    for what, prompt, count in happened:
+        tokens = tokens_of([prompt if at else 0 for at in range(count)], UNIT)
+        blocks = hashes[prompt][:count]
+        new = any(not held.get(block) for block in blocks)
+        if what in ("stored", "again"):
+            # Nothing but known blocks from the first one on is taken for a report. So an engine's first copies of all blocks of
+            # a prompt go unseen: here its next chunk is stored apart.
+            start = 0 if what == "again" or new else count - 1
+            if what == "stored" and (start or new):
+                for block in blocks[start:]:
+                    held[block] = held.get(block, 0) + 1
+            elif new:
+                continue
+            parent = blocks[start - 1] if start else None
+            world.index.stored(
+                place, blocks[start:], parent, tokens[start * UNIT :], UNIT, "GPU", 0, None, None, counts=True
+            )
+        else:
+            gone = blocks[-1] if what == "removed" else 99
+            world.index.removed(place, [gone], "GPU", 0)
+            if held.get(gone):
+                held[gone] -= 1
+        check(world.index)
+    for prompt in range(3):
+        tokens = tokens_of([prompt if at else 0 for at in range(4)], UNIT)
+        run = next((at for at, block in enumerate(hashes[prompt]) if not held.get(block)), 4)
+        assert world.index.lookup(keys.of_ids(tokens, UNIT, keys.root())).gpu.get(place, 0) == run
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(events, max_size=40), st.integers(1, 12), st.lists(st.sampled_from(SIZES), min_size=4, max_size=4))
+@given(
+    st.lists(events, min_size=20, max_size=50),
+    st.integers(1, 12),
+    st.lists(st.sampled_from(SIZES), min_size=4, max_size=4),
+)
 def test_without_space_it_keeps_its_bounds(happened, max_blocks, sizes):
     world = World(max_blocks, sizes)
     for event in happened:
@@ -275,7 +330,7 @@ def test_without_space_it_keeps_its_bounds(happened, max_blocks, sizes):
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(events, max_size=40), st.lists(st.sampled_from(SIZES), min_size=4, max_size=4))
+@given(st.lists(events, min_size=20, max_size=50), st.lists(st.sampled_from(SIZES), min_size=4, max_size=4))
 def test_nothing_stays_of_places_that_are_gone(happened, sizes):
     world = World(10_000, sizes)
     for event in happened:

@@ -166,14 +166,14 @@ class BlockIndex:
             elif found := one.find(reading.folded((parent,))[0]):
                 begin = found[1]
         # A block that is known has its keys. Events about other memories may lack tokens, adapters and extra keys.
-        if medium != GPU and (entries := known_of(one, hashes)) and len(entries) == count:
+        if medium != GPU and (entries := known_of(one, hashes)) and len(entries.hashes) == count:
             self._enter(one, medium, entries, may_be_report=False)
         elif begin is None:
             entries = known_of(one, hashes)
             if token_ids:
-                self.counters.unknown_parent += count - len(entries)
+                self.counters.unknown_parent += count - len(entries.hashes)
             else:
-                self.counters.unknown_block += count - len(entries)
+                self.counters.unknown_block += count - len(entries.hashes)
             self._enter(one, medium, entries, may_be_report=True)
         else:
             try:
