@@ -14,7 +14,7 @@ from typing import Any
 
 from pdproxy.scheduling.prefix import reading
 from pdproxy.scheduling.prefix.held import Held, Place, all_keys, known_of
-from pdproxy.scheduling.prefix.keys import MASK, TOKEN_BYTES, chain, pack, root
+from pdproxy.scheduling.prefix.keys import MASK, TOKEN_BYTES, chain, following, pack, root
 from pdproxy.scheduling.prefix.matches import Bits, KeyBits, Matches, Steps, ended_runs, ended_runs_anywhere
 from pdproxy.scheduling.prefix.reading import BlockHash, Entries, OddEventError, Value
 
@@ -276,10 +276,16 @@ class BlockIndex:
         if count > 1 and len(set(hashes)) < count:
             return False
         try:
-            keys = chain(key, pack(token_ids), self._unit_bytes)
+            data = pack(token_ids)
         except (OverflowError, TypeError):
             return False
-        known.update(zip(hashes, keys, strict=True))
+        if count == 1:  # what decoding adds
+            key = following(key, data)
+            keys = [key]
+            known[hashes[0]] = key
+        else:
+            keys = chain(key, data, self._unit_bytes)
+            known.update(zip(hashes, keys, strict=True))
         self._gpu.add(keys, one.bit)
         self._size += count
         self.counters.stored += count

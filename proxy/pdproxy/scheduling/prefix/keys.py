@@ -51,12 +51,17 @@ def behind(key: int, extra: object) -> int:
     return hash((key, "extra", repr(extra))) & MASK
 
 
+def following(key: int, unit: bytes) -> int:
+    """Return the key of one unit behind `key`."""
+    return hash((key, unit)) & MASK
+
+
 def chain(key: int, data: bytes, size: int) -> list[int]:
     """Return the keys of bytes behind `key`, in units of `size` bytes. `data` is a whole number of units."""
     keys: list[int] = []
     add = keys.append
     for (unit,) in units_of(size).iter_unpack(data):
-        key = hash((key, unit)) & MASK
+        key = hash((key, unit)) & MASK  # `following`, without the call
         add(key)
     return keys
 

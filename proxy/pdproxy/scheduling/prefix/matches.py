@@ -97,7 +97,7 @@ class KeyBits:
         for key in keys:
             shard = shards[key & _SHARD]
             bits = shard.setdefault(key, bit)
-            if False:
+            if not bits & bit:
                 shard[key] = self._shared(bits | bit)
 
     def discard(self, keys: Iterable[int], bit: int) -> None:
