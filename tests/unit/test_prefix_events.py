@@ -3,7 +3,8 @@
 import pytest
 
 from pdproxy.scheduling.prefix import keys
-from pdproxy.scheduling.prefix.index import BlockIndex
+from pdproxy.scheduling.prefix.block_index import BlockIndex
+from tests.unit.test_prefix_blocks import check
 
 UNIT = 16
 BIG = 2**64 - 1
@@ -144,6 +145,14 @@ def test_adapters_and_salts_are_apart(index, engine):
     engine.removed([1, 4])
     assert found(index, tokens(2))[0] == {}
     assert found(index, tokens(2), "a")[0] == {engine.place: 1}
+
+
+@pytest.mark.parametrize("extras", [None, [("a",)], [["a"]]])
+def test_a_second_prompt_of_an_adapter(index, engine, extras):
+    engine.stored([1], tokens(1), lora="a", extras=extras)
+    engine.stored([2], tokens(1, 500), lora="a", extras=extras)
+    assert found(index, tokens(1, 500))[0] == {}
+    assert found(index, tokens(1, 500), "a")[0] == {engine.place: 1}
 
 
 @pytest.mark.parametrize(
@@ -342,6 +351,32 @@ def test_without_space_the_largest_place_loses():
     assert index.blocks(small.place) == 50
 
 
+def test_a_block_that_lost_its_space_is_a_new_one_later():
+    index = BlockIndex(UNIT, 100)
+    large, small = Engine(index), Engine(index)
+    large.stored([*range(99)], tokens(99))
+    large.stored([99], tokens(1, 99 * UNIT), parent=98)
+    large.stored([99], tokens(1, 99 * UNIT), parent=98)  # a copy
+    small.stored([1], tokens(1, 9000))
+    check(index)
+    assert found(index, tokens(100))[0][large.place] < 99
+    large.removed([*range(98, 20, -1)])
+    large.stored([*range(100)], tokens(100))
+    assert found(index, tokens(100))[0] == {large.place: 99}  # the other place has the rest of the space
+    large.removed([99])
+    check(index)
+
+
+def test_parts_of_units_lose_their_space_as_well():
+    index = BlockIndex(UNIT, 100)
+    large, small = Engine(index), Engine(index)
+    large.stored([*range(99)], tokens(50)[: 99 * 8], size=8)
+    small.stored([*range(10)], tokens(10, 9000))
+    check(index)
+    assert index.blocks(small.place) == 10
+    assert 50 <= index.blocks(large.place) < 90
+
+
 def test_what_waits_to_be_removed_gives_its_space_first():
     index = BlockIndex(UNIT, 1000)
     engine, other = Engine(index), Engine(index)
@@ -420,6 +455,14 @@ def test_one_hash_many_times(index, engine):
     assert (len(index), index.distinct()) == (0, 0)
 
 
+def test_one_hash_twice_in_a_later_event(index, engine):
+    engine.stored([1], tokens(1))
+    engine.stored([2, 2], tokens(2, 500))
+    check(index)
+    assert (len(index), index.distinct()) == (2, 2)
+    assert found(index, tokens(2, 500))[0] == {engine.place: 1}
+
+
 def test_a_hash_keeps_its_first_tokens_until_it_is_removed(index, engine):
     engine.stored([1], tokens(1))
     engine.stored([1], tokens(1, 500))
@@ -452,10 +495,21 @@ def test_many_kinds_of_memory_are_one(index, engine):
 
 
 def test_extra_keys_that_never_end(index, engine):
-    nested = []
+    nested: list = []
     for _ in range(100_000):
         nested = [nested]
     engine.stored([1], tokens(1), extras=[("a", nested, 3)])
     assert index.counters.odd == 1
     while nested:
         nested = nested[0]
+
+
+def test_a_salt_is_no_adapter(index, engine):
+    """Both are strings among the extra keys."""
+    engine.stored([1], tokens(1), lora="a", extras=[("a",)])
+    engine.stored([2], tokens(1), lora="a", extras=[("a", "a")])
+    engine.stored([3], tokens(1), extras=[("a",)])
+    for block, of in ((1, ("a", None)), (2, ("a", "a")), (3, (None, "a"))):
+        assert found(index, tokens(1), *of)[0] == {engine.place: 1}
+        engine.removed([block])
+        assert found(index, tokens(1), *of)[0] == {}

@@ -43,7 +43,8 @@ def test_a_prompt_is_found_across_generations():
     )
 )
 def test_ages_are_between_one_and_two_times_to_live(happened):
-    index, routed, now = SpeculativeIndex(TTL, 10_000), [], 100.0
+    index, now = SpeculativeIndex(TTL, 10_000), 100.0
+    routed: list[tuple[float, int, str]] = []
     for wait, place, names, gone in happened:
         now += wait
         if gone:
@@ -138,7 +139,8 @@ def test_a_place_has_a_capacity_of_its_own():
     st.integers(1, 9),
 )
 def test_each_place_keeps_what_was_used_last(happened, capacity):
-    index, model = RoutedIndex(capacity), {}
+    index = RoutedIndex(capacity)
+    model: dict[int, OrderedDict] = {}
     for place, names, what in happened:
         if what == "g":
             index.remove_place(place)
@@ -152,7 +154,7 @@ def test_each_place_keeps_what_was_used_last(happened, capacity):
             one.move_to_end(key)
         while len(one) > capacity:
             one.popitem(last=False)
-    assert len(index) == sum(map(len, model.values()))
+    assert len(index) == sum(len(one) for one in model.values())
     for asked in ("aaaaaaaa", "abababab", "bbbbbbbb", "ba"):
         (keys,) = prompt(*asked)
         runs = {

@@ -1,7 +1,7 @@
 """What was routed in the last seconds: engines report blocks only once they have computed them. Pure.
 
 Requests with the same beginning often come together. Without this all but the first one would seem to match nothing yet. It is
-apart from the index that events keep (`index`), so that nothing that did not happen stays there.
+apart from the index that events keep (`block_index`), so that nothing that did not happen stays there.
 """
 
 from __future__ import annotations

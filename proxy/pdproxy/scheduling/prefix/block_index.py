@@ -99,8 +99,6 @@ class BlockIndex:
         if one := self._places.get(place):
             self._empty(place, one)
 
-    clear_place = cleared
-
     def blocks(self, place: int) -> int:
         """Return how many blocks are known of a place, in all its memories."""
         one = self._places.get(place)
@@ -139,7 +137,7 @@ class BlockIndex:
             and len(token_ids) == count * block_size
             and not self._leaving
             and self._size + count <= self.max_blocks
-            and (extra_keys is None or extra_keys.count(None) == len(extra_keys))
+            and (not extra_keys or extra_keys.count(None) == count or extra_keys.count((lora_name,)) == count)
             and self._enter_new(one, reading.folded(block_hashes), parent, token_ids, lora_name)
         ):
             return  # so are nearly all events; what follows takes three times as long
@@ -150,15 +148,19 @@ class BlockIndex:
         if not counts or group != one.group:
             self.counters.not_counted += count
             return
-        count = self._room(one, count)
-        if count < len(block_hashes):
-            self.counters.no_space += len(block_hashes) - count
-            if not count:
-                return
-            block_hashes, token_ids = block_hashes[:count], token_ids[: count * max(block_size, 0)]
-            extra_keys = extra_keys[:count] if extra_keys else extra_keys
         hashes = reading.folded(block_hashes)
         medium = _medium(medium)
+        if self._size + count > self.max_blocks:
+            known = one.held[medium].values if medium in one.held else {}
+            new = [at for at, block in enumerate(hashes) if block not in known]
+            room = self._room(one, len(new))
+            if room < len(new):
+                self.counters.no_space += len(new) - room
+                count = new[room]  # a block without those before it would be of no use
+                if not count:
+                    return
+                hashes, token_ids = hashes[:count], token_ids[: count * max(block_size, 0)]
+                extra_keys = extra_keys[:count] if extra_keys else extra_keys
         begin = None
         if token_ids and block_size > 0:
             if parent is None:
@@ -372,7 +374,7 @@ class BlockIndex:
         while (missing := wanted - (self.max_blocks - self._size)) > 0:
             largest = max(self._places.values(), key=Place.blocks)
             most = largest.blocks() - share
-            if largest is one or most <= 0:
+            if most <= 0:
                 return self.max_blocks - self._size
             medium, held = max(largest.held.items(), key=lambda item: len(item[1].values))
             self.counters.no_space += self._drop(medium, held, largest.bit, min(max(missing, _AT_ONCE), most))
