@@ -201,7 +201,19 @@ def test_a_restarted_engine_may_count_another_group(index, engine):
 
 
 def test_equal_blocks_of_one_engine(index, engine):
-    """Two requests with one beginning at the same time: each has its own blocks, until they are evicted."""
+    """A prompt of whole blocks, once more: its last block is computed again, and both are there until they are evicted."""
+    engine.stored([1, 2], tokens(2))
+    engine.stored([2], tokens(1, 16), parent=1)
+    engine.removed([2])
+    assert found(index, tokens(2))[0] == {engine.place: 2}
+    engine.removed([2])
+    assert found(index, tokens(2))[0] == {engine.place: 1}
+
+
+def test_equal_beginnings_of_one_engine():
+    """Where nobody asks for reports, each of them is known."""
+    index = BlockIndex(UNIT, 1000, reports=False)
+    engine = Engine(index)
     engine.stored([1, 2], tokens(2))
     engine.stored([1, 2, 3], tokens(3))
     engine.removed([1, 2])
@@ -211,12 +223,35 @@ def test_equal_blocks_of_one_engine(index, engine):
 
 
 def test_blocks_that_are_reported_once_more_are_no_copies(index, engine):
-    """`kv_cache_report_mode: full` tells of the blocks that a request reuses."""
+    """`kv_cache_report_mode: full` tells of the blocks that a request reuses, also of those that weren't known."""
     engine.stored([1, 2, 3], tokens(3))
     engine.stored([1, 2], tokens(2))
+    engine.stored([1, 2, 3, 4], tokens(4))
     engine.removed([2])
     assert found(index, tokens(3))[0] == {engine.place: 1}
-    assert index.counters.repeated == 2
+    assert index.counters.repeated == 5
+
+
+def test_what_an_engine_disproves(index, engine):
+    other = Engine(index)
+    for one in (engine, other):
+        one.stored([*range(200)], tokens(200))
+        one.stored([*range(150)], tokens(150), medium="CPU")
+    prompt = keys.of_ids(tokens(180), UNIT, keys.root())
+    index.disproved(engine.place, prompt, 70)
+    check(index)
+    assert found(index, tokens(200)) == ({engine.place: 70, other.place: 200}, {engine.place: 70, other.place: 200})
+    index.disproved(engine.place, prompt, 180)
+    index.disproved(12345, prompt, 0)
+    assert found(index, tokens(200))[0] == {engine.place: 70, other.place: 200}
+    engine.stored([*range(100)], tokens(100))  # a report
+    assert found(index, tokens(200))[0] == {engine.place: 100, other.place: 200}
+    index.disproved(engine.place, prompt, 0)
+    assert found(index, tokens(200)) == ({other.place: 200}, {other.place: 200})
+    engine.removed([*range(200)])
+    engine.removed([*range(150)], "CPU")
+    check(index)
+    assert index.blocks(engine.place) == 0
 
 
 def test_a_report_heals_what_was_missed(index, engine):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pdproxy.scheduling.prefix import reading
+from pdproxy.scheduling.prefix.counters import Counters
 from pdproxy.scheduling.prefix.held import Held, Place, all_keys, known_of
 from pdproxy.scheduling.prefix.keys import MASK, TOKEN_BYTES, chain, following, pack, root
 from pdproxy.scheduling.prefix.matches import Bits, KeyBits, Matches, Steps, ended_runs, ended_runs_anywhere
@@ -29,36 +29,22 @@ _WAITING = 64
 """Places' former contents that may wait to be removed."""
 
 
-@dataclass(slots=True)
-class Counters:
-    """Blocks of events, since the start.
-
-    `stored`, `removed`: entered and taken out. `repeated`: stored ones that were known. `unknown_parent`: not entered, for the
-    block before them is not known. `unknown_block`: removed ones that were not known, and stored ones without token ids that
-    were not. `odd`: not entered, for they have no keys (sizes, ids). `not_counted`: of groups that say nothing about hits.
-    `no_space`: not entered, or taken out, for `max_blocks`.
-    """
-
-    stored: int = 0
-    removed: int = 0
-    repeated: int = 0
-    unknown_parent: int = 0
-    unknown_block: int = 0
-    odd: int = 0
-    not_counted: int = 0
-    no_space: int = 0
-
-
 class BlockIndex:
     """Keys of `unit` tokens each; `max_blocks`: how many blocks of all places are kept at most.
 
     Engines' block sizes may be multiples of `unit`, or parts of it. With parts a unit counts as held while the block is that
     ends it. Blocks of an unknown place are ignored: events may be late.
+
+    `reports`: requests with `kv_cache_report_mode: full` make engines report blocks that they reuse, from a prompt's first one
+    on. Such an event looks like one about equal blocks that were computed once more. Taken for those, the blocks would stay for
+    ever, so all that starts at a prompt's first block is taken for a report: the first removal of one of two equal blocks counts
+    for both then. Without reports each of them is counted.
     """
 
-    def __init__(self, unit: int, max_blocks: int) -> None:
+    def __init__(self, unit: int, max_blocks: int, *, reports: bool = True) -> None:
         self.unit = unit
         self.max_blocks = max_blocks
+        self._reports = reports
         self.counters = Counters()
         """Read only."""
         self._numbers = itertools.count()
@@ -161,6 +147,7 @@ class BlockIndex:
                     return
                 hashes, token_ids = hashes[:count], token_ids[: count * max(block_size, 0)]
                 extra_keys = extra_keys[:count] if extra_keys else extra_keys
+        may_be_report = self._reports and parent is None and medium == GPU
         begin = None
         if token_ids and block_size > 0:
             if parent is None:
@@ -169,14 +156,14 @@ class BlockIndex:
                 begin = found[1]
         # A block that is known has its keys. Events about other memories may lack tokens, adapters and extra keys.
         if medium != GPU and (entries := known_of(one, hashes)) and len(entries.hashes) == count:
-            self._enter(one, medium, entries, may_be_report=False)
+            self._enter(one, medium, entries, may_be_report=may_be_report)
         elif begin is None:
             entries = known_of(one, hashes)
             if token_ids:
                 self.counters.unknown_parent += count - len(entries.hashes)
             else:
                 self.counters.unknown_block += count - len(entries.hashes)
-            self._enter(one, medium, entries, may_be_report=True)
+            self._enter(one, medium, entries, may_be_report=may_be_report)
         else:
             try:
                 entries = reading.read(
@@ -192,7 +179,7 @@ class BlockIndex:
             except OddEventError:
                 self.counters.odd += count
                 return
-            self._enter(one, medium, entries, may_be_report=parent is None and medium == GPU)
+            self._enter(one, medium, entries, may_be_report=may_be_report)
 
     def removed(self, place: int, block_hashes: Sequence[BlockHash], medium: str, group: int) -> None:
         """Take out blocks of a BlockRemoved event."""
@@ -229,6 +216,25 @@ class BlockIndex:
         self._media[medium].discard(gone, one.bit)
         self._size -= entries
         self.counters.removed += entries
+
+    def disproved(self, place: int, steps: Steps, units: int) -> None:
+        """Note that a place turned out to hold no more than `units` of a prompt: its removals were lost, or are on their way.
+
+        What follows matches no more at this place until its engine reports it again. Not for prompts whose engine may not look
+        into its cache, such as those with `prompt_logprobs`.
+        """
+        one = self._places.get(place)
+        if one is None:
+            return
+        at = 0
+        for step in steps:
+            wrong = step[max(units - at, 0) :]
+            at += len(step)
+            held = False
+            for keys in self._media.values():
+                held |= keys.discard(wrong, one.bit)
+            if wrong and not held:
+                return  # nor anything behind it, as far as a search would go
 
     # -- questions
 
@@ -294,7 +300,7 @@ class BlockIndex:
         return True
 
     def _enter(self, one: Place, medium: str, entries: Entries, *, may_be_report: bool) -> None:
-        """Enter blocks. `may_be_report`: perhaps the engine merely reports blocks once more that it has reported."""
+        """Enter blocks. `may_be_report`: those that are known may merely be reported once more."""
         if not entries.hashes:
             return
         hashes, values, ends = entries
@@ -315,10 +321,8 @@ class BlockIndex:
                     again.append(block)
                 first_values.append(known.setdefault(block, value))
             values = first_values
-            # Engines don't join equal blocks that they computed at the same time: each is stored and removed by itself. A
-            # request with `kv_cache_report_mode: full` makes them report known blocks, and nothing new with them, from a
-            # prompt's first one on.
-            if not may_be_report or len(again) < len(hashes):
+            # Engines don't join equal blocks that they computed at the same time: each is stored and removed by itself.
+            if not may_be_report:
                 for block in again:
                     held.copies[block] = held.copies.get(block, 0) + 1
             self.counters.repeated += len(again)

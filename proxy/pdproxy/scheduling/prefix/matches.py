@@ -100,16 +100,20 @@ class KeyBits:
             if not bits & bit:
                 shard[key] = self._shared(bits | bit)
 
-    def discard(self, keys: Iterable[int], bit: int) -> None:
-        """Note that a place holds these keys no longer."""
+    def discard(self, keys: Iterable[int], bit: int) -> bool:
+        """Note that a place holds these keys no longer. Return whether it held any of them."""
         shards = self.shards
+        held = False
         for key in keys:
             shard = shards[key & _SHARD]
             bits = shard.get(key, 0)
             if bits == bit:
                 del shard[key]
+                held = True
             elif bits & bit:
                 shard[key] = self._shared(bits ^ bit)
+                held = True
+        return held
 
     def _shared(self, bits: int) -> int:
         if len(self._masks) >= _MASKS:
