@@ -548,3 +548,15 @@ def test_a_salt_is_no_adapter(index, engine):
         assert found(index, tokens(1), *of)[0] == {engine.place: 1}
         engine.removed([block])
         assert found(index, tokens(1), *of)[0] == {}
+
+
+def test_two_stores_of_one_kind_hold_the_same_blocks(index, engine):
+    """vLLM sends an event for each tier of its offloading; reports are about the GPU only."""
+    engine.stored([1, 2], tokens(2))
+    for _ in range(2):
+        engine.stored([1, 2], tokens(2), medium="STORAGE")
+    engine.removed([1, 2])
+    engine.removed([1, 2], "STORAGE")
+    assert found(index, tokens(2)) == ({}, {engine.place: 2})
+    engine.removed([2], "STORAGE")
+    assert found(index, tokens(2)) == ({}, {engine.place: 1})
