@@ -1,0 +1,390 @@
+"""The index of engines' KV blocks, kept by their events: which places hold the beginning of a prompt. Pure.
+
+It keeps own keys of token ids (`keys`), so engines may hash with other algorithms, seeds and block sizes than each other. Per
+place it maps the engine's hash of a block to the block's key, for removals and for events that name a parent.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from pdproxy.scheduling.prefix import reading
+from pdproxy.scheduling.prefix.counters import Counters
+from pdproxy.scheduling.prefix.held import Held, Place, all_keys, known_of
+from pdproxy.scheduling.prefix.keys import MASK, TOKEN_BYTES, chain, following, pack, root
+from pdproxy.scheduling.prefix.matches import Bits, KeyBits, Matches, Steps, ended_runs, ended_runs_anywhere
+from pdproxy.scheduling.prefix.reading import BlockHash, Entries, OddEventError, Value
+
+GPU = "GPU"
+_MEDIA = frozenset({GPU, "CPU", "STORAGE"})
+_OTHER = "OTHER"
+"""All kinds of memory that vLLM itself doesn't have."""
+
+_AT_ONCE = 64
+"""Entries that are removed in one go where nothing forces it: some ten microseconds."""
+_WAITING = 64
+"""Places' former contents that may wait to be removed."""
+
+
+class BlockIndex:
+    """Keys of `unit` tokens each; `max_blocks`: how many blocks of all places are kept at most.
+
+    Engines' block sizes may be multiples of `unit`, or parts of it. With parts a unit counts as held while the block is that
+    ends it. Blocks of an unknown place are ignored: events may be late.
+
+    `reports`: requests with `kv_cache_report_mode: full` make engines report blocks that they reuse, from a prompt's first one
+    on. Such an event looks like one about equal blocks that were computed once more. Taken for those, the blocks would stay for
+    ever, so all that starts at a prompt's first block is taken for a report: the first removal of one of two equal blocks counts
+    for both then. Without reports each of them is counted.
+    """
+
+    def __init__(self, unit: int, max_blocks: int, *, reports: bool = True) -> None:
+        self.unit = unit
+        self.max_blocks = max_blocks
+        self._reports = reports
+        self.counters = Counters()
+        """Read only."""
+        self._numbers = itertools.count()
+        self._bits = Bits()
+        self._places: dict[int, Place] = {}
+        self._unit_bytes = unit * TOKEN_BYTES
+        self._gpu = KeyBits()
+        self._media = {GPU: self._gpu}
+        self._size = 0
+        self._leaving: deque[tuple[int, dict[str, Held]]] = deque()
+        """Bits that are retired, with what they held."""
+
+    def __len__(self) -> int:
+        """The number of blocks, of all places and memories, also those that wait to be removed."""
+        return self._size
+
+    # -- places
+
+    def add_place(self) -> int:
+        """Return the number of a new place. Numbers are not used again."""
+        number = next(self._numbers)
+        self._places[number] = Place(self._bits.take(number))
+        return number
+
+    def remove_place(self, place: int) -> None:
+        """Forget a place and what it held."""
+        if one := self._places.pop(place, None):
+            self._retire(one)
+
+    def restart(self, place: int) -> None:
+        """Forget all about a place's contents: its engine was started again."""
+        if one := self._places.get(place):
+            one.group = None
+            self._empty(place, one)
+
+    def cleared(self, place: int) -> None:
+        """Note that a place holds nothing any more (AllBlocksCleared)."""
+        if one := self._places.get(place):
+            self._empty(place, one)
+
+    def blocks(self, place: int) -> int:
+        """Return how many blocks are known of a place, in all its memories."""
+        one = self._places.get(place)
+        return one.blocks() if one else 0
+
+    def distinct(self) -> int:
+        """Return how many different keys are held."""
+        return sum(map(len, self._media.values()))
+
+    # -- events
+
+    def stored(
+        self,
+        place: int,
+        block_hashes: Sequence[BlockHash],
+        parent: BlockHash | None,
+        token_ids: Sequence[int],
+        block_size: int,
+        medium: str,
+        group: int,
+        lora_name: str | None,
+        extra_keys: Sequence[Sequence[Any] | None] | None,
+        *,
+        counts: bool,
+    ) -> None:
+        """Enter blocks of a BlockStored event. `counts`: the group's attention is full, so its blocks decide about hits."""
+        one = self._places.get(place)
+        count = len(block_hashes)
+        if one is None or not count:
+            return
+        if (
+            counts
+            and medium == GPU
+            and group == one.group
+            and block_size == self.unit
+            and len(token_ids) == count * block_size
+            and not self._leaving
+            and self._size + count <= self.max_blocks
+            and (not extra_keys or extra_keys.count(None) == count or extra_keys.count((lora_name,)) == count)
+            and self._enter_new(one, reading.folded(block_hashes), parent, token_ids, lora_name)
+        ):
+            return  # so are nearly all events; what follows takes three times as long
+        if self._leaving:
+            self.tidy(2 * count + _AT_ONCE)
+        if counts and one.group is None:
+            one.group = group
+        if not counts or group != one.group:
+            self.counters.not_counted += count
+            return
+        hashes = reading.folded(block_hashes)
+        medium = _medium(medium)
+        if self._size + count > self.max_blocks:
+            known = one.held[medium].values if medium in one.held else {}
+            new = [at for at, block in enumerate(hashes) if block not in known]
+            room = self._room(one, len(new))
+            if room < len(new):
+                self.counters.no_space += len(new) - room
+                count = new[room]  # a block without those before it would be of no use
+                if not count:
+                    return
+                hashes, token_ids = hashes[:count], token_ids[: count * max(block_size, 0)]
+                extra_keys = extra_keys[:count] if extra_keys else extra_keys
+        may_be_report = self._reports and parent is None and medium == GPU
+        begin = None
+        if token_ids and block_size > 0:
+            if parent is None:
+                begin = reading.first(lora_name, extra_keys)
+            elif found := one.find(reading.folded((parent,))[0]):
+                begin = found[1]
+        # A block that is known has its keys. Events about other memories may lack tokens, adapters and extra keys.
+        if medium != GPU and (entries := known_of(one, hashes)) and len(entries.hashes) == count:
+            self._enter(one, medium, entries, may_be_report=may_be_report)
+        elif begin is None:
+            entries = known_of(one, hashes)
+            if token_ids:
+                self.counters.unknown_parent += count - len(entries.hashes)
+            else:
+                self.counters.unknown_block += count - len(entries.hashes)
+            self._enter(one, medium, entries, may_be_report=may_be_report)
+        else:
+            try:
+                entries = reading.read(
+                    begin,
+                    hashes,
+                    token_ids,
+                    block_size,
+                    self.unit,
+                    lora_name,
+                    extra_keys,
+                    at_start=parent is None,
+                )
+            except OddEventError:
+                self.counters.odd += count
+                return
+            self._enter(one, medium, entries, may_be_report=may_be_report)
+
+    def removed(self, place: int, block_hashes: Sequence[BlockHash], medium: str, group: int) -> None:
+        """Take out blocks of a BlockRemoved event."""
+        one = self._places.get(place)
+        if one is None:
+            return
+        if group != one.group:
+            self.counters.not_counted += len(block_hashes)
+            return
+        medium = _medium(medium)
+        held = one.held.get(medium)
+        if held is None:
+            self.counters.unknown_block += len(block_hashes)
+            return
+        gone: list[int] = []
+        entries, copies = 0, held.copies
+        for block in reading.folded(block_hashes):
+            if copies and block in copies:
+                copies[block] -= 1
+                if not copies[block]:
+                    del copies[block]
+                continue
+            value = held.values.pop(block, None)
+            if value is None:
+                self.counters.unknown_block += 1
+                continue
+            entries += 1
+            if isinstance(value, int):
+                gone.append(value)
+            elif value:
+                gone.extend(value)
+            else:
+                del held.ends[block]
+        self._media[medium].discard(gone, one.bit)
+        self._size -= entries
+        self.counters.removed += entries
+
+    def disproved(self, place: int, steps: Steps, units: int) -> None:
+        """Note that a place turned out to hold no more than `units` of a prompt: its removals were lost, or are on their way.
+
+        What follows matches no more at this place until its engine reports it again. Not for prompts whose engine may not look
+        into its cache, such as those with `prompt_logprobs`.
+        """
+        one = self._places.get(place)
+        if one is None:
+            return
+        at = 0
+        for step in steps:
+            wrong = step[max(units - at, 0) :]
+            at += len(step)
+            held = False
+            for keys in self._media.values():
+                held |= keys.discard(wrong, one.bit)
+            if wrong and not held:
+                return  # nor anything behind it, as far as a search would go
+
+    # -- questions
+
+    def lookup(self, steps: Steps) -> Matches:
+        """Return how much of a prompt's beginning each place holds. `steps`: its keys, of this index's unit."""
+        gpu, *others = self._media.values()
+        if not others:
+            runs = self._bits.runs(ended_runs(steps, gpu, self._bits.live))
+            return Matches(runs, runs)
+        in_gpu, anywhere = ended_runs_anywhere(steps, gpu, others, self._bits.live)
+        return Matches(self._bits.runs(in_gpu), self._bits.runs(anywhere))
+
+    def tidy(self, limit: int) -> bool:
+        """Remove up to `limit` blocks of places that are gone or empty. Return whether there are more.
+
+        Such blocks match nothing already. Events cause this as well: without any, a timer may.
+        """
+        while self._leaving and limit > 0:
+            bit, media = self._leaving[0]
+            medium, held = next(iter(media.items()))
+            limit -= self._drop(medium, held, bit, limit)
+            if not held.values:
+                del media[medium]
+            if not media:
+                self._leaving.popleft()
+                self._bits.free(bit)
+        return bool(self._leaving)
+
+    # -- inside
+
+    def _enter_new(
+        self, one: Place, hashes: list[int], parent: BlockHash | None, token_ids: Sequence[int], lora_name: str | None
+    ) -> bool:
+        """Enter blocks of one unit each if all are new, and the one before them is known. Return whether they were."""
+        held = one.held.get(GPU)
+        if held is None:
+            return False
+        known = held.values
+        key: Value | None
+        if parent is None:
+            key = root(lora_name)
+        else:
+            key = known.get(parent & MASK if isinstance(parent, int) else reading.folded((parent,))[0])
+        if not isinstance(key, int) or not known.keys().isdisjoint(hashes):
+            return False
+        count = len(hashes)
+        if count > 1 and len(set(hashes)) < count:
+            return False
+        try:
+            data = pack(token_ids)
+        except (OverflowError, TypeError):
+            return False
+        if count == 1:  # what decoding adds
+            key = following(key, data)
+            keys = [key]
+            known[hashes[0]] = key
+        else:
+            keys = chain(key, data, self._unit_bytes)
+            known.update(zip(hashes, keys, strict=True))
+        self._gpu.add(keys, one.bit)
+        self._size += count
+        self.counters.stored += count
+        return True
+
+    def _enter(self, one: Place, medium: str, entries: Entries, *, may_be_report: bool) -> None:
+        """Enter blocks. `may_be_report`: those that are known may merely be reported once more."""
+        if not entries.hashes:
+            return
+        hashes, values, ends = entries
+        if (held := one.held.get(medium)) is None:
+            held = one.held[medium] = Held()
+        if (keys := self._media.get(medium)) is None:
+            keys = self._media[medium] = KeyBits()
+        known = held.values
+        before = len(known)
+        new = dict(zip(hashes, values, strict=True))
+        if len(new) == len(hashes) and known.keys().isdisjoint(new):
+            known.update(new)
+        else:
+            again = []
+            first_values: list[Value] = []
+            for block, value in zip(hashes, values, strict=True):
+                if block in known:
+                    again.append(block)
+                first_values.append(known.setdefault(block, value))
+            values = first_values
+            # Engines don't join equal blocks that they computed at the same time: each is stored and removed by itself.
+            if not may_be_report:
+                for block in again:
+                    held.copies[block] = held.copies.get(block, 0) + 1
+            self.counters.repeated += len(again)
+        for at, end in ends.items():
+            if known[hashes[at]] == ():
+                held.ends.setdefault(hashes[at], end)
+        keys.add(all_keys(values), one.bit)
+        self._size += len(known) - before
+        self.counters.stored += len(known) - before
+
+    def _drop(self, medium: str, held: Held, bit: int, limit: int) -> int:
+        """Take out the newest blocks, `limit` at most. Return how many."""
+        count = min(limit, len(held.values))
+        values = []
+        for _ in range(count):
+            block, value = held.values.popitem()
+            held.ends.pop(block, None)
+            held.copies.pop(block, None)
+            values.append(value)
+        self._media[medium].discard(all_keys(values), bit)
+        self._size -= count
+        return count
+
+    def _retire(self, one: Place) -> None:
+        """Let what a place holds match nothing any more. Its entries are removed later: they may be hundreds of thousands."""
+        self._bits.retire(one.bit)
+        media = {medium: held for medium, held in one.held.items() if held.values}
+        if not media:
+            self._bits.free(one.bit)
+            return
+        self._leaving.append((one.bit, media))
+        self.tidy(_AT_ONCE)
+        while len(self._leaving) > _WAITING:
+            self.tidy(sum(len(held.values) for held in self._leaving[0][1].values()))
+
+    def _empty(self, number: int, one: Place) -> None:
+        if one.blocks():
+            self._retire(one)
+            one.bit = self._bits.take(number)
+        one.held = {}
+
+    def _room(self, one: Place, wanted: int) -> int:
+        """Return how many of the wanted blocks a place may enter.
+
+        Without space a place takes it from the place with the most blocks, up to an equal share of all.
+        """
+        free = self.max_blocks - self._size
+        if free >= wanted:
+            return wanted
+        self.tidy(wanted - free)
+        share = self.max_blocks // len(self._places)
+        wanted = min(wanted, max(share - one.blocks(), self.max_blocks - self._size))
+        while (missing := wanted - (self.max_blocks - self._size)) > 0:
+            largest = max(self._places.values(), key=Place.blocks)
+            most = largest.blocks() - share
+            if most <= 0:
+                return self.max_blocks - self._size
+            medium, held = max(largest.held.items(), key=lambda item: len(item[1].values))
+            self.counters.no_space += self._drop(medium, held, largest.bit, min(max(missing, _AT_ONCE), most))
+        return wanted
+
+
+def _medium(name: str) -> str:
+    name = name.upper()
+    return name if name in _MEDIA else _OTHER

@@ -1,0 +1,69 @@
+"""What a place holds, by the engine's hashes of blocks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdproxy.scheduling.prefix.reading import End, Entries, Value
+
+
+class Held:
+    """What a place holds in one memory."""
+
+    __slots__ = ("copies", "ends", "values")
+
+    def __init__(self) -> None:
+        self.values: dict[int, Value] = {}
+        """The keys that end in a block, by its hash."""
+        self.ends: dict[int, End] = {}
+        """Where blocks end that end inside a unit."""
+        self.copies: dict[int, int] = {}
+        """How many more blocks with the same hash the engine has: each is removed by itself."""
+
+
+class Place:
+    """One place of the index, with its present bit."""
+
+    __slots__ = ("bit", "group", "held")
+
+    def __init__(self, bit: int) -> None:
+        self.bit = bit
+        self.group: int | None = None
+        """The group whose blocks are entered: the first one that counts. A second one would hold the same tokens."""
+        self.held: dict[str, Held] = {}
+
+    def blocks(self) -> int:
+        """Return how many blocks it holds, in all its memories."""
+        return sum(len(held.values) for held in self.held.values())
+
+    def find(self, block: int) -> tuple[Value, End] | None:
+        """Return the keys that end in a block, and where it ends; None if it isn't known."""
+        for held in self.held.values():
+            value = held.values.get(block)
+            if value is not None:
+                if isinstance(value, int):
+                    return value, End(value, b"")
+                return value, End(value[-1], b"") if value else held.ends[block]
+        return None
+
+
+def known_of(one: Place, hashes: Sequence[int]) -> Entries:
+    """Return those of these blocks that a place holds in any memory."""
+    known: list[int] = []
+    values: list[Value] = []
+    ends: dict[int, End] = {}
+    for block in hashes:
+        if found := one.find(block):
+            value, end = found
+            if value == ():
+                ends[len(known)] = end
+            known.append(block)
+            values.append(value)
+    return Entries(known, values, ends)
+
+
+def all_keys(values: Sequence[Value]) -> Sequence[int]:
+    """Return the keys of these blocks, one after another."""
+    if set(map(type, values)) == {int}:
+        return values  # type: ignore[return-value]
+    return [key for value in values for key in ((value,) if isinstance(value, int) else value)]
