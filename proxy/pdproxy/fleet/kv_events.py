@@ -48,8 +48,8 @@ class Index(Protocol):
     ) -> None:
         """Take note of blocks that follow each other behind `parent`.
 
-        `token_ids`: `block_size` per block; none if only the hashes are known. `medium`: GPU, CPU or STORAGE. `extra_keys`: of each
-        block a tuple or None. `counts`: whether the group's blocks must all be there for a hit.
+        `token_ids`: `block_size` per block; none if only the hashes are known. `medium`: GPU, CPU or STORAGE. `extra_keys`: of
+        each block a tuple or None. `counts`: whether the group's blocks must all be there for a hit.
         """
 
     def removed(self, place: int, block_hashes: Sequence[int | bytes], medium: str, group: int) -> None:

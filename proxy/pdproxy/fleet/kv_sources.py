@@ -1,8 +1,8 @@
 """Where engines publish KV events: finds their sources, keeps one subscription to each, and has them forget runs that are over.
 
 Owns the sources by engine and rank, and the places of the index that belong to them. Each engine that has come up, or has
-started again, is asked where it publishes (`GET /kv_event_sources`), unless the settings say it. Most are connected to. Those whose
-endpoint names a host and a port of ours connect themselves: they share a socket here, and their topics tell them apart.
+started again, is asked where it publishes (`GET /kv_event_sources`), unless the settings say it. Most are connected to. Those
+whose endpoint names a host and a port of ours connect themselves: they share a socket here, and their topics tell them apart.
 """
 
 from __future__ import annotations

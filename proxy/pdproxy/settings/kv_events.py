@@ -24,8 +24,8 @@ class KvEvents(Section, frozen=True):
     """Whether they are read. Engines that publish none lose nothing by it, and `/ready` names them."""
 
     endpoint: Text | None = None
-    """Where an engine publishes, `tcp://host:port`, as in its configuration: with `*` as the host, at its own. Other data-parallel
-    ranks take the ports after it. None: as the engine answers (`GET /kv_event_sources`)."""
+    """Where an engine publishes, `tcp://host:port`, as in its configuration: with `*` as the host, at its own. Other
+    data-parallel ranks take the ports after it. None: as the engine answers (`GET /kv_event_sources`)."""
 
     replay_endpoint: Text | None = None
     """Where it can be asked for messages that were lost, in the same way. None: as the engine answers, or nowhere if `endpoint`
