@@ -310,6 +310,7 @@ async def test_a_removed_engine_leaves_nothing(stack: AsyncExitStack) -> None:
     await complete(sim, prompt(0))
     await read.agrees(sim)
     read.engines.remove(sim.url)
+    read.metrics.drop_node(sim.url)
     assert (read.index.blocks, dict(read.sources.places)) == ({}, {})
     await complete(sim, prompt(1))
     await asyncio.sleep(0.05)

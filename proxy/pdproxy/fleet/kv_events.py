@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from pdproxy.wire.kv_events import GPU, Cleared, Removed, Stored, Unreadable, read_event
+from pdproxy.wire.kv_events import GPU, Cleared, ExtraKeys, Removed, Stored, Unreadable, read_event
 
 BLOCKS_AT_ONCE = 512
 """Blocks that the index is given in one turn of the event loop, all places together: about a millisecond."""
@@ -42,7 +42,7 @@ class Index(Protocol):
         medium: str,
         group: int,
         lora_name: str | None,
-        extra_keys: Sequence[object] | None,
+        extra_keys: Sequence[ExtraKeys | None] | None,
         *,
         counts: bool,
     ) -> None:

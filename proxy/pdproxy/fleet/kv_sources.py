@@ -33,6 +33,8 @@ logger = logging.getLogger("pdproxy.kv")
 
 SOON, SELDOM = 0.5, 30.0
 """Seconds until an engine that has not answered is asked again: at first, and at most."""
+_NO_ROUTE = (404, 405)
+"""What older releases answer."""
 NONE = "publishes no KV events: start it with --kv-events-config"
 Samples = list[tuple[tuple[str, ...], float]]
 
@@ -156,10 +158,10 @@ class KvEventSources:
         while entry.run == run:
             try:
                 found = _configured(endpoint, engine.ranks) if endpoint is not None else await self._ask(engine.url)
-            except EngineRefusedError as error:
-                found = {}
-                logger.debug("left open: %s", error.message)  # older releases have no such route
             except EngineError as error:
+                if isinstance(error, EngineRefusedError) and error.status in _NO_ROUTE:
+                    self._apply(engine, entry, {}, override)
+                    return
                 if isinstance(error, EngineTimeoutError):
                     self._observers.notify(DeadlinePassed(error.wait.value, engine.url))
                 entry.trouble = f"can't be asked for its KV events: {error.message}"

@@ -16,12 +16,13 @@ import msgspec
 
 from pdproxy.sim.facts import Facts, KvEventsConfig
 from pdproxy.sim.faults.kind import Occurrence
+from pdproxy.sim.faults.moments import Moment
 from pdproxy.sim.faults.targets import Delivery
 
 END = (-1).to_bytes(8, "big", signed=True)
 _ANY_PORT = "tcp://*:0"
 _encode = msgspec.msgpack.Encoder().encode
-Faults = Callable[[str, int], Iterable[Occurrence]]
+Faults = Callable[[Moment, int], Iterable[Occurrence]]
 """Called with a moment (`kv_events`, `kv_replay`) and the rank; returns the faults that happen then."""
 
 
@@ -88,7 +89,7 @@ class Publisher:
         self._buffer.append((self._next, payload))
         self._next += 1
 
-    def _delivery(self, moment: str) -> Delivery:
+    def _delivery(self, moment: Moment) -> Delivery:
         delivery = Delivery()
         for one in self._faults(moment, self._rank):
             one.kind.on_notice(delivery, one)

@@ -7,6 +7,7 @@ other side is.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -24,7 +25,7 @@ HIGH_WATER = 64
 """Messages that ZMQ keeps of each engine. More of them wait at the engine, in its own queue (`hwm`, 100,000 messages)."""
 PING_MS = 2000
 """How often ZMQ asks whether a silent connection is alive: an engine whose machine has vanished must not look idle."""
-RECONNECT_MS, RECONNECT_MAX_MS = 100, 5000
+RECONNECT_MS, RECONNECT_MAX_MS = 200, 5000
 MAX_SOCKETS = 16384
 """ZMQ's own default of 1023 would be enough for 340 engines: each has a subscription, its monitor, and at times a replay."""
 _STATES = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
@@ -119,7 +120,24 @@ class Subscription(InboundSocket):
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            self._connected(event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            connected = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if not connected:
+                self._connect_again()
+            self._connected(connected)
+
+    def _connect_again(self) -> None:
+        """Make a lost connection again. ZMQ does not if the other side broke its rules, as by a message that is too long."""
+        socket, address = self._socket, self.address
+        if socket is None or address is None:
+            return
+
+        def again() -> None:
+            if self._socket is socket:
+                socket.connect(address)
+
+        with contextlib.suppress(zmq.ZMQError):
+            socket.disconnect(address)
+        asyncio.get_running_loop().call_later(RECONNECT_MS / 1000, again)
 
 
 class Replay:
