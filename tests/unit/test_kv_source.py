@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from typing import Self
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pdproxy.fleet import kv_source
 from pdproxy.fleet.kv_events import Feed
@@ -467,3 +470,98 @@ async def test_a_source_that_is_closed_asks_nothing_more(stage: Stage) -> None:
     stage.source.close()
     await turns()
     assert len(stage.tasks) == 0
+
+
+async def test_nothing_waits_for_a_replay_while_replays_fail(stage: Stage) -> None:
+    stage.engine.publish(9)
+    stage.engine.silent = True
+    stage.source.begin()
+    await stage.settled()
+    await stage.clock.reach(DEADLINE)
+    stage.source.state_changed(True)
+    stage.send(5)
+    assert await stage.settled() == {5}
+    stage.engine.restart()
+    stage.engine.publish(3)
+    stage.send(2)
+    assert await stage.settled() == {1002}
+    assert stage.engine.asked == [0]
+    stage.engine.silent = False
+    stage.source.restarted()  # a run that the registry knows of may be asked at once
+    await stage.clock.advance(COOLDOWN)
+    assert await stage.settled() == {1000, 1001, 1002}
+
+
+OPERATIONS = st.sampled_from(
+    ["deliver", "deliver", "deliver", "lose", "restart", "reconnect", "wait", "lossy", "no end", "evict"]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(OPERATIONS, max_size=40), st.randoms(use_true_random=False))
+def test_whatever_is_lost_the_end_is_what_the_engine_has(operations: list[str], chance: random.Random) -> None:
+    """Any mix of messages, losses, restarts and lossy replays: once messages come again, all is known and nothing else."""
+
+    async def run() -> None:
+        stage = Stage()
+        engine = stage.engine
+        held: set[int | bytes] = set()
+
+        def publish(*events: object) -> int:
+            number = len(engine.messages)
+            engine.messages[number] = payload(*events, ts=float(engine.run))
+            return number
+
+        def store() -> int:
+            found = engine.block(len(engine.messages))
+            held.add(found)
+            return publish(stored(found))
+
+        stage.source.begin()
+        for operation in operations:
+            match operation:
+                case "deliver":
+                    stage.send(store())
+                case "lose":
+                    store()
+                case "evict" if held:
+                    gone = chance.choice(sorted(held, key=str))
+                    held.discard(gone)
+                    number = publish(removed(gone))
+                    if chance.random() < 0.5:
+                        stage.send(number)
+                case "restart":
+                    stage.source.state_changed(False)
+                    engine.restart()
+                    held.clear()
+                    for _ in range(chance.randrange(4)):
+                        store()
+                    stage.source.state_changed(True)
+                case "reconnect":
+                    stage.source.state_changed(False)
+                    store()
+                    stage.source.state_changed(True)
+                case "wait":
+                    await turns(30)
+                    await stage.clock.advance(chance.choice([0.1, QUIET, DEADLINE]))
+                case "lossy":
+                    engine.lost.append({chance.randrange(30)})
+                case "no end":
+                    engine.lost_ends += 1
+            await turns(chance.randrange(4))
+        engine.lost, engine.lost_ends = [], 0
+        for _ in range(40):
+            await turns(60)
+            await stage.clock.advance(70.0)
+        stage.send(store())
+        for _ in range(4):
+            await turns(60)
+            await stage.clock.advance(2.0)
+        incomplete = {result for result in stage.counts.replays if result not in ("complete", "too_old")}
+        known = stage.index.hashes
+        assert known <= held
+        assert known == held or incomplete
+        assert engine.open == 0
+        await stage.tasks.settle(0)
+
+    asyncio.run(run())

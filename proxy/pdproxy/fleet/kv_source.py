@@ -161,7 +161,8 @@ class Source:
         if self._newest is not None and number <= self._newest:
             self._count_gap("restart")
             self._log_restart()
-            self.restarted()
+            self._forget_run()
+            self._ask()
         self._newest = number
         if self._replaying is None:
             self._take(number, payload)
@@ -173,12 +174,16 @@ class Source:
 
     def restarted(self, *, ask: bool = True) -> None:
         """Forget everything: the engine's run is over. `ask`: for what the next run has published."""
+        self._pause = 0.0
+        self._forget_run()
+        if ask:
+            self._ask()
+
+    def _forget_run(self) -> None:
         self._end_replay()
         self._parts.feed.restart(self._backlog)
         self._drop_held()
         self._next, self._newest = 0, None
-        if ask:
-            self._ask()
         self._resume()
 
     def _log_restart(self) -> None:
@@ -203,7 +208,7 @@ class Source:
         else:
             if self._next:
                 self._count_gap("lost")
-            if self._open_replay is None or (self._pause and self._parts.clock.now() < self._not_before):
+            if not self._may_ask():
                 if self._next:
                     self._give_up("unavailable")
                 self._apply(number, payload, "live")
@@ -254,8 +259,12 @@ class Source:
 
     # -- replays
 
+    def _may_ask(self) -> bool:
+        """Return whether lost messages can be asked for. While replays fail, nothing waits for the next one."""
+        return self._open_replay is not None and not (self._pause and self._parts.clock.now() < self._not_before)
+
     def _ask(self) -> None:
-        if self._open_replay is not None and self._replaying is None and self._next is not None:
+        if self._open_replay is not None and self._may_ask() and self._replaying is None and self._next is not None:
             self._replaying = self._parts.tasks.spawn(self._replay(self._open_replay), f"KV events of {self._node}")
 
     def _end_replay(self) -> None:
