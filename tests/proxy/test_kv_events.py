@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
+from pdproxy.app.compose import Proxy
 from pdproxy.fleet import kv_source
+from pdproxy.fleet.kv_sources import NONE
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
+from pdproxy.settings.schema import Node, Pool, Probes, Settings
 from pdproxy.sim.facts import KvEventsConfig
 from pdproxy.sim.server import SimServer
 from tests.fakes.clock import ManualClock
+from tests.fakes.kv_index import PlainIndex
 from tests.fakes.ports import free_port
 from tests.proxy.kv_events import ANY, Reader, complete, facts, prompt, reading, truth
 from tests.sim.raw import until
@@ -304,6 +309,34 @@ async def test_an_endpoint_that_nobody_has_is_named(stack: AsyncExitStack) -> No
     assert read.metric("pdproxy_kv_event_sources", state="not_connected") == 1
 
 
+@pytest.mark.parametrize("seed", range(3))
+async def test_after_any_faults_what_is_known_is_what_the_engine_has(stack: AsyncExitStack, seed: int) -> None:
+    """Losses, restarts, emptied caches, full reports: with the next message that comes, all is right again."""
+    chance = random.Random(seed)
+    sim, read = await engine(stack, num_gpu_blocks=40, max_model_len=256), await reader(stack)
+    await read.follow(sim)
+    for _ in range(60):
+        match chance.randrange(12):
+            case 0:
+                sim.faults.add(f"lost_kv_events:next={chance.randrange(1, 5)}")
+            case 1:
+                sim.engine.reset_prefix_cache()
+            case 2:
+                read.down(sim.url)
+                await sim.restart()
+                read.up(sim.url)
+            case 3:
+                await complete(sim, prompt(chance.randrange(8)), vllm_xargs={"kv_cache_report_mode": "full"})
+            case _:
+                length = chance.randrange(20, 200)
+                await complete(sim, prompt(chance.randrange(8), length), max_tokens=chance.randrange(1, 30))
+    sim.faults.clear()
+    await until(lambda: read.connected(sim.url))
+    await complete(sim, prompt(99))
+    await read.agrees(sim)
+    assert read.metric("pdproxy_kv_events_skipped_total") == 0
+
+
 async def test_a_removed_engine_leaves_nothing(stack: AsyncExitStack) -> None:
     sim, read = await engine(stack), await reader(stack)
     await read.follow(sim)
@@ -318,3 +351,27 @@ async def test_a_removed_engine_leaves_nothing(stack: AsyncExitStack) -> None:
     assert read.metric("pdproxy_kv_event_messages_total") == 0
     await read.follow(sim)
     await read.agrees(sim)
+
+
+async def test_a_proxy_reads_the_events_of_engines_that_it_probes(stack: AsyncExitStack) -> None:
+    """Found by a probe, found again after a restart at another address, named in `/ready` and on the page of metrics."""
+    sim, other, index = await engine(stack), await engine(stack, None), PlainIndex()
+    nodes = tuple(Node(url=one.url, role="aggregated") for one in (sim, other))
+    settings = Settings(pools=(Pool(kv_events=ON, nodes=nodes),), probes=Probes(interval=0.02, scrape_interval=0.02))
+    proxy = Proxy.build(settings, index=index)
+    assert proxy.kv_events is not None
+    proxy.start()
+    try:
+        sources = proxy.kv_events.sources
+        await complete(sim, prompt(0))
+        await until(lambda: index.hashes == truth(sim))
+        await sim.restart()
+        await complete(sim, prompt(1))
+        await until(lambda: index.hashes == truth(sim))
+        assert len(truth(sim)) == 6
+        await until(lambda: sources.shortcomings() == [f"{other.url} {NONE}"])
+        assert b'pdproxy_kv_event_sources{state="connected"} 1.0' in proxy.metrics.page()
+        proxy.setup.remove(sim.url)
+        assert index.hashes == set()
+    finally:
+        await proxy.stop()
