@@ -120,6 +120,8 @@ class Source:
         self._held_bytes = 0
         self._overflown = False
         self._replaying: asyncio.Task[None] | None = None
+        self._again = False
+        """Whether another replay follows the one that runs, before messages that wait are taken."""
         self._not_before = 0.0
         self._pause = 0.0
         """Seconds of the pause after replays that have failed in a row, 0: the last one has not."""
@@ -152,6 +154,8 @@ class Source:
         """There is a connection to the engine (again), or it is lost. Messages in between may be lost, too."""
         self.connected = connected
         if connected:
+            self._again = self._replaying is not None  # which may have been answered before that
+            self._drop_held()  # of the connection before, and perhaps of another run: the replay that follows has them
             self._ask()
 
     def receive(self, number: int, payload: bytes) -> None:
@@ -183,7 +187,7 @@ class Source:
         self._end_replay()
         self._parts.feed.restart(self._backlog)
         self._drop_held()
-        self._next, self._newest = 0, None
+        self._next, self._newest, self._again = 0, None, False
         self._resume()
 
     def _log_restart(self) -> None:
@@ -279,6 +283,9 @@ class Source:
         async with parts.slots:
             try:
                 result = await self._replayed(open_replay)
+                while self._again and result in (ReplayResult.COMPLETE, ReplayResult.TOO_OLD):
+                    self._again = False
+                    result = await self._replayed(open_replay)
             except TimeoutError:
                 parts.observers.notify(DeadlinePassed(Wait.KV_REPLAY.value, self._node))
                 result = ReplayResult.UNANSWERED
@@ -299,6 +306,7 @@ class Source:
                 result.value,
             )
             self._give_up(result.value)
+        self._again = False
         self._take_held()
 
     async def _replayed(self, open_replay: Callable[[], Replay]) -> ReplayResult:
