@@ -121,11 +121,11 @@ async def test_events_have_the_shape_of_recorded_ones(stack: AsyncExitStack) -> 
         await complete(sim, list(range(first, first + 100)))
     assert sim.engine.reset_prefix_cache()
     await complete(sim, list(range(50)))
-    found = {}
+    found: dict[tuple[str, bool], Any] = {}
     for _, _, events in await reader.got(5):
         for event in events:
             found.setdefault((event["type"], event.get("parent_block_hash") is None), event)
-    recorded = {}
+    recorded: dict[tuple[str, bool], Any] = {}
     for line in DATA.read_text().splitlines():
         one = json.loads(line)
         if one["topic"] != "bytes":

@@ -38,7 +38,7 @@ logger = logging.getLogger("pdproxy.kv")
 
 COOLDOWN = 1.0
 MAX_PAUSE = 60.0
-QUIET = 1.0
+QUIET = 0.5
 """Seconds without an answer after which a replay's answer counts as ended. Its end may be lost as its messages may."""
 LOG_S = 10.0
 """A source's restarts are logged so many seconds apart: anybody who publishes can cause them."""
@@ -46,8 +46,8 @@ HELD_BYTES = 4 << 20
 """Bytes of messages that wait for the end of a replay."""
 MAX_REPLAY_S = 60.0
 """Seconds of a whole replay, its repetitions included: vLLM's 10,000 messages take a few."""
-MAX_PASSES = 100
-"""Questions of one replay. Each brings at least one message, usually a thousand."""
+MAX_PASSES, MAX_IN_VAIN = 100, 3
+"""Questions of one replay, and those in a row that may bring no further message. Usually each brings a thousand and more."""
 MAX_REPLAYS = 4
 """Replays at the same time, of all sources together."""
 
@@ -315,7 +315,7 @@ class Source:
         Each question has its own connection: answers to one that was given up can't be taken for those of the next.
         """
         end = self._parts.clock.now() + MAX_REPLAY_S
-        result = ReplayResult.COMPLETE
+        result, in_vain = ReplayResult.COMPLETE, 0
         for _ in range(MAX_PASSES):
             before = self._next or 0
             start = max(before - 1, 0)
@@ -330,7 +330,8 @@ class Source:
                 self._count_gap("restart")
                 self._parts.feed.restart(self._backlog)
                 self._next = 0
-            elif self._next == before or self._parts.clock.now() >= end:
+            in_vain = in_vain + 1 if self._next == before else 0
+            if in_vain == MAX_IN_VAIN or self._parts.clock.now() >= end:
                 break
         return ReplayResult.INCOMPLETE
 
