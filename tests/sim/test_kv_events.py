@@ -258,3 +258,13 @@ def test_the_option_takes_vllms_json() -> None:
     for wrong in ("{", "[]", '{"endpoint": "http://x"}', '{"hwm": -1}', '{"unknown": 1}'):
         with pytest.raises(ValueError, match="--kv-events-config must be JSON as for vLLM"):
             command.facts_from(arguments("--kv-events-config", wrong))  # type: ignore[arg-type]
+
+
+async def test_a_cache_with_blocks_in_use_is_not_emptied(stack: AsyncExitStack) -> None:
+    sim = await engine(stack)
+    pool = sim.engine._cores[0].pool
+    held = pool.take(1)
+    assert not sim.engine.reset_prefix_cache()
+    assert sim.engine._cores[0].kv_events.take() == []
+    pool.release(held)
+    assert sim.engine.reset_prefix_cache()

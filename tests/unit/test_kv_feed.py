@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pdproxy.fleet import kv_events
+from pdproxy.fleet import kv_events, kv_source, kv_sources
 from pdproxy.fleet.kv_events import BLOCKS_AT_ONCE, Backlog, EventCounts, Feed
+from pdproxy.fleet.kv_source import ReplayResult
+from pdproxy.observe import catalog_kv_events as catalog
+from pdproxy.wire.kv_events import Unreadable
 from tests.fakes.kv_index import PlainIndex, raws, removed, stored
 from tests.sim.raw import turns
 
@@ -154,3 +158,18 @@ async def test_a_restart_drops_what_waits() -> None:
     assert stage.index.calls[-1] == ("restart", 0)
     assert stage.feed.bytes == 0
     assert (await stage.passed(stored(1)))[-1][2] == [1]
+
+
+def test_the_tables_of_metrics_have_what_the_code_counts() -> None:
+    def names(pairs: tuple[tuple[str, str], ...]) -> set[str]:
+        return {name for name, _ in pairs}
+
+    assert names(catalog.REPLAYS) == {one.value for one in ReplayResult} | {"unavailable"}
+    assert names(catalog.SKIPPED) == {one.value for one in Unreadable} | {
+        "unknown_field",
+        "inconsistent",
+        "unknown_topic",
+    }
+    code = "".join(Path(found.__file__ or "").read_text() for found in (kv_source, kv_sources))
+    for name in names(catalog.RESULTS) | names(catalog.CAUSES):
+        assert f'"{name}"' in code

@@ -229,7 +229,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix caches, as vLLM's route of this name does. Return whether that was possible: no request may run."""
-        done = [core.pool.forget_all() for core in self._cores]
+        done = [core.pool.reset() for core in self._cores]
         return all(done)
 
     def fail_loads(self, count: int = 1) -> None:

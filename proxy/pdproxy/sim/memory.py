@@ -92,13 +92,17 @@ class BlockPool:
                 self._cached[key] = block
                 self._key_of[block] = key
 
-    def forget_all(self) -> bool:
-        """Empty the prefix cache, unless blocks are in use. Return whether that was done."""
-        if len(self._free) < len(self.pages) - 1:
-            return False
+    def forget_all(self) -> None:
+        """Empty the prefix cache."""
         self._cached.clear()
         self._key_of.clear()
         self.on_forget()
+
+    def reset(self) -> bool:
+        """Empty the prefix cache, unless blocks are in use. Return whether that was done."""
+        if len(self._free) < len(self.pages) - 1:
+            return False
+        self.forget_all()
         return True
 
 
