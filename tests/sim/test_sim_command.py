@@ -161,6 +161,7 @@ def test_every_fact_is_an_option() -> None:
         "engine_id",
         "notify",
         "register",
+        "kv_events",
         "pd_allocation_timeout_sec",
     )
     for kind in (Facts, Hardware, LMCache, CpuBuffer, MooncakeFacts):

@@ -13,6 +13,7 @@ from pdproxy.app.engines import EngineSetup, build_ledger, no_key
 from pdproxy.app.front import Front
 from pdproxy.app.gauges import memory_gauges, process_gauges, request_gauges, state_gauges
 from pdproxy.app.heartbeat import Heartbeat
+from pdproxy.app.kv_events import ReadingKvEvents, build_kv_events
 from pdproxy.app.notices import Noticing, build_notices
 from pdproxy.app.readiness import ReadinessCheck, ledger_source
 from pdproxy.app.registrations import Registering, build_registrations
@@ -23,6 +24,7 @@ from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.gauges import MetricsOfEngines, engine_gauges
+from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.models import models
 from pdproxy.fleet.prober import Prober
 from pdproxy.kit.clock import Clock
@@ -69,6 +71,7 @@ class Proxy:
     turns: Turns | None
     notices: Noticing
     registrations: Registering | None
+    kv_events: ReadingKvEvents | None
     tokens: Tokens | None
     known_clients: Clients
     admission: Admission
@@ -94,10 +97,11 @@ class Proxy:
         watch: Watch = UNWATCHED,
         log: Log | None = None,
         clock: Clock | None = None,
+        index: Index | None = None,
     ) -> Proxy:
         """Make a proxy. Nothing is sent yet. `log`: where access lines go; None: they are records of the logging package.
 
-        `clock`: of all deadlines and durations; None: the real one.
+        `clock`: of all deadlines and durations; None: the real one. `index`: takes the engines' KV events, if they are read.
 
         Raises:
             SettingsError: a file of keys or certificates, or the tokenizer, can't be used.
@@ -131,6 +135,7 @@ class Proxy:
         turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers)
         notices = build_notices(settings.kv_ready, transfer, custodian, turns, tasks)
         registrations = build_registrations(settings, engines, ledger, observers, clock, tasks)
+        kv_events = build_kv_events(settings, index, setup.kv_events, engines, admin, observers, metrics, clock, tasks)
         needed, wanted = transfer.contract.needs_ids, turns is not None
         tokens = build_tokens(
             settings, engines, admin, observers, clock, needed=needed, wanted=wanted, own_keys=own_keys, library=library
@@ -187,6 +192,8 @@ class Proxy:
         if tokens is not None:
             wrong.append(tokens.canaries.shortcomings)
             metrics.add_gauges(tokens.gauges())
+        if kv_events is not None:
+            wrong.append(kv_events.sources.shortcomings)
         if registrations is not None:
             observers.add(registrations.known)
             wrong.append(registrations.known.shortcomings)
@@ -226,6 +233,7 @@ class Proxy:
             turns=turns,
             notices=notices,
             registrations=registrations,
+            kv_events=kv_events,
             tokens=tokens,
             known_clients=known_clients,
             admission=admission,
@@ -253,6 +261,8 @@ class Proxy:
         self.notices.start()
         if self.registrations is not None:
             self.registrations.start()
+        if self.kv_events is not None:
+            self.kv_events.start()
         self.heartbeat.start()
         self.credentials.start(self.tasks)
         if self.tokens is not None:
@@ -271,6 +281,8 @@ class Proxy:
         self.notices.socket.close()
         if self.registrations is not None:
             self.registrations.socket.close()
+        if self.kv_events is not None:
+            self.kv_events.stop()
         if self.tokens is not None:
             self.tokens.stop()
         for engine in self.engines.known.values():

@@ -14,6 +14,7 @@ from pdproxy.scheduling import policies
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import NodeSpec, Role
 from pdproxy.settings.crosscheck import checked_node
+from pdproxy.settings.kv_events import NodeKvEvents
 from pdproxy.settings.schema import Node, Settings
 from pdproxy.settings.transfer_checks import bootstrap_address
 from pdproxy.transfer.registry import entry_of
@@ -109,6 +110,10 @@ class EngineSetup:
     def _places(self, node: Node) -> int | None:
         """Return how many requests an engine may have before it gets no more prompts with pushed KV, None: any number."""
         return node.facts.max_num_seqs if self._decode_waits and node.role == "decode" else None
+
+    def kv_events(self, url: str) -> NodeKvEvents:
+        """Return the settings of an engine's KV events."""
+        return self._nodes[url].facts.kv_events
 
     def remove(self, url: str) -> Engine:
         """Remove an engine. Legs to it that are under way go on.

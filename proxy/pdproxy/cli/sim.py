@@ -17,7 +17,7 @@ import msgspec
 from pdproxy.cli.parser import USAGE_ERROR, examples
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import Profile, load, shipped
-from pdproxy.sim.facts import CpuBuffer, Facts, LMCache, MooncakeFacts, Role
+from pdproxy.sim.facts import CpuBuffer, Facts, KvEventsConfig, LMCache, MooncakeFacts, Role
 from pdproxy.sim.faults.book import Fault, parse
 from pdproxy.sim.faults.kind import FaultError
 from pdproxy.sim.faults.kinds import KINDS
@@ -174,6 +174,11 @@ def add(commands: Commands) -> None:
         metavar="NAME",
         help=f"measured engine to be like: {', '.join(shipped())}, or a file; options given beside it win (default: none)",
     )
+    parser.add_argument(
+        "--kv-events-config",
+        metavar="JSON",
+        help="where to publish which KV blocks it has, as vLLM's option of this name (default: nowhere)",
+    )
     for title, kind, words in _GROUPS:
         group = parser.add_argument_group(title)
         for name, annotation in _fields(kind).items():
@@ -199,7 +204,9 @@ def _faults_help() -> str:
 def _fields(kind: type[_Group]) -> dict[str, Any]:
     """Return the fields that are options, with their types."""
     hints = get_type_hints(kind)
-    return {name: hints[name] for name in kind.__struct_fields__ if name not in ("role", *_NESTED.values())}
+    return {
+        name: hints[name] for name in kind.__struct_fields__ if name not in ("role", "kv_events", *_NESTED.values())
+    }
 
 
 def _option(name: str) -> str:
@@ -253,6 +260,8 @@ def facts_from(arguments: argparse.Namespace) -> Facts:
     """
     given = vars(arguments)
     values: dict[str, Any] = {"role": _converted("role", arguments.role, Role)}
+    if arguments.kv_events_config is not None:
+        values["kv_events"] = _kv_events(arguments.kv_events_config)
     if arguments.profile is not None:
         values |= _profile(arguments.profile).options()
     try:
@@ -278,6 +287,13 @@ def _profile(name: str) -> Profile:
         return load(name)
     except ValueError as error:
         raise _WrongOptionError(f"--profile {error}") from None
+
+
+def _kv_events(text: str) -> KvEventsConfig:
+    try:
+        return msgspec.json.decode(text, type=KvEventsConfig)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as error:
+        raise _WrongOptionError(f"--kv-events-config must be JSON as for vLLM: {error}") from None
 
 
 def _fault(spec: str) -> Fault:

@@ -35,6 +35,7 @@ class Wait(Enum):
     CONNECT = "connect"
     PREFILL = "prefill"
     KV_READY = "kv_ready"
+    KV_REPLAY = "kv_replay"
     FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
     BETWEEN_TOKENS = "between_tokens"
     CLIENT_WRITE = "client_write"

@@ -7,7 +7,7 @@ row of this table. The process's own metrics (`process_*`, `python_*`) are those
 from __future__ import annotations
 
 from pdproxy.kit.errors import Fault, Wait
-from pdproxy.observe import catalog_peers, catalog_turns
+from pdproxy.observe import catalog_kv_events, catalog_peers, catalog_turns
 from pdproxy.observe.description import NODE, Description, Kind, Label
 from pdproxy.observe.events import ITL_BOUNDS
 
@@ -375,7 +375,7 @@ BUILD_INFO = _gauge(
     Label("connector", text="the pool's connector"),
 )
 
-_OTHERS = [*vars(catalog_peers).values(), *vars(catalog_turns).values()]
+_OTHERS = [*vars(catalog_kv_events).values(), *vars(catalog_peers).values(), *vars(catalog_turns).values()]
 METRICS: tuple[Description, ...] = tuple(
     sorted(
         (found for found in [*vars().values(), *_OTHERS] if isinstance(found, Description)),

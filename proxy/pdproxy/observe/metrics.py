@@ -133,7 +133,7 @@ class Metrics:
         for key in [key for key in self._legs if key[0] == url]:
             del self._legs[key]
         for one in _OF_NODES:
-            counts = self._counts[one.name]
+            counts = self._counts.get(one.name, {})  # none of those that another object keeps
             for labels in [labels for labels in counts if labels[0] == url]:
                 del counts[labels]
 

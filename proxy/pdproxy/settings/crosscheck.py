@@ -15,6 +15,7 @@ import msgspec
 from pdproxy.settings.conform import conform
 from pdproxy.settings.dump import MASK
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
+from pdproxy.settings.kv_events import check_kv_events
 from pdproxy.settings.limits import Limits
 from pdproxy.settings.schema import Auth, EngineTls, ListenTls, Node, Pool, Settings
 from pdproxy.settings.transfer_checks import check_pairs, check_transfer
@@ -82,12 +83,21 @@ def _checked(pool: Pool, path: KeyPath, need_engines: bool, found: Mistakes) -> 
         _refuse_contradictions(node, here, found)
     if len(nodes) == len(pool.nodes):
         check_transfer(pool, nodes, path, found)
+        _check_kv_events(pool, nodes, path, found)
         _refuse_duplicates(nodes, path, found)
         nodes = [_with_sources(node, nodes, (*path, "nodes", at, "sources"), found) for at, node in enumerate(nodes)]
         check_pairs(pool, nodes, path, found)
     if pool.nodes or need_engines:
         _refuse_useless({node.role for node in pool.nodes}, (*path, "nodes"), found)
     return msgspec.structs.replace(pool, nodes=tuple(nodes))
+
+
+def _check_kv_events(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
+    sections = [
+        (node.facts.kv_events, node.facts.data_parallel_size, (*path, "nodes", at, "facts", "kv_events"))
+        for at, node in enumerate(nodes)
+    ]
+    check_kv_events(pool.kv_events, sections, (*path, "kv_events"), found)
 
 
 def checked_node(node: Node, pool: Pool, others: Sequence[Node]) -> Node:
@@ -112,6 +122,7 @@ def _checked_node(node: Node, pool: Pool, others: Sequence[Node], path: KeyPath)
     _refuse_contradictions(node, path, found)
     nodes = (*others, node)
     check_transfer(pool, nodes, path[:2], found)
+    _check_kv_events(pool, nodes, path[:2], found)
     _refuse_duplicates(nodes, path[:2], found)
     node = _with_sources(node, nodes, (*path, "sources"), found)
     check_pairs(pool, (*others, node), path[:2], found)

@@ -39,6 +39,9 @@ class Deadlines(Section, frozen=True):
     kv_ready: Seconds = 10.0
     """Notices that KV is ready, from the prefill's answer on. They come within milliseconds, or not at all."""
 
+    kv_replay: Seconds = 5.0
+    """The answer of an engine that is asked for KV events again. It answers between two steps."""
+
     first_token: Seconds = 60.0
     """From the decode leg's request to its first data: KV transfer, and waiting for a place in its batch."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pdproxy.scheduling import policies
+from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Section, Text, names_of
 from pdproxy.settings.turns import Turns
@@ -132,6 +133,9 @@ class Facts(Section, frozen=True):
     bootstrap: Text | None = None
     """A prefill engine's Mooncake bootstrap server, `http://host:port`, also for decode engines. None: at its own host and the
     pool's `bootstrap_port`."""
+
+    kv_events: NodeKvEvents = NodeKvEvents()
+    """Where it publishes KV events."""
 
 
 class EngineTls(Section, frozen=True):
@@ -278,6 +282,9 @@ class Pool(Section, frozen=True):
 
     turns: Turns = Turns()
     """Whether KV of a finished turn is used for the conversation's next prompt."""
+
+    kv_events: KvEvents = KvEvents()
+    """Whether engines' reports of what they have cached are read."""
 
     policy: PoolPolicy = PoolPolicy()
     """How engines are chosen."""

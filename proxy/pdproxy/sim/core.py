@@ -18,6 +18,7 @@ from pdproxy.sim.active import ActiveRequest, State, Step, step_of
 from pdproxy.sim.connector import Load
 from pdproxy.sim.connectors import connector_of
 from pdproxy.sim.facts import Facts
+from pdproxy.sim.kv_event_log import log_of
 from pdproxy.sim.language import Language, mix
 from pdproxy.sim.memory import Attention, BlockPool, Page, block_keys
 from pdproxy.sim.nixl import Greeting, Nixl, Peer
@@ -41,9 +42,9 @@ class Core:
         storage: Storage | None = None,
         agent: str = "",
     ) -> None:
-        self.facts, self.stats = facts, stats
-        self.engine_id, self.agent = engine_id, agent
+        self.facts, self.stats, self.engine_id, self.agent = facts, stats, engine_id, agent
         self.pool = BlockPool(facts.num_gpu_blocks, facts.block_size)
+        self.kv_events = log_of(facts, self.pool)
         self.connector = connector_of(
             facts, engine_id, side_channel_port, self.pool, stats, MemoryStorage() if storage is None else storage
         )
@@ -183,8 +184,7 @@ class Core:
                 continue
             if wanted:
                 self.connector.load(sequence, wanted)
-                sequence.external = wanted
-                sequence.computed = known
+                sequence.external, sequence.computed = wanted, known
                 self._remember(sequence)
             sequence.state = State.RUNNING
             self._running.append(sequence)
@@ -202,6 +202,7 @@ class Core:
             limit = (len(sequence.tokens) - 1) // facts.block_size
             found = self.pool.find(sequence.keys, limit)
             self.pool.hold(found)
+            self.kv_events.reused(sequence, len(found))
             sequence.blocks = found
             sequence.computed = sequence.local = len(found) * facts.block_size
             sequence.remembered = len(found)
@@ -256,8 +257,8 @@ class Core:
         if full <= sequence.remembered or not self.facts.enable_prefix_caching:
             return
         block_keys(sequence.keys, sequence.tokens, self.facts.block_size, sequence.salt)
-        for number in range(sequence.remembered, full):
-            self.pool.remember(sequence.blocks[number], sequence.keys[number])
+        self.pool.remember(sequence.blocks[sequence.remembered : full], sequence.keys[sequence.remembered : full])
+        self.kv_events.stored(sequence, sequence.remembered, full)
         sequence.remembered = full
 
     def _emit(self, sequence: ActiveRequest, token: Token, first: bool, now: float) -> None:
@@ -318,8 +319,7 @@ class Core:
         if sequence.state is State.ENDED:
             self.pool.release(sequence.blocks)
             return
-        sequence.external = tokens
-        sequence.computed = computed
+        sequence.external, sequence.computed = tokens, computed
         self._remember(sequence)
         # The last token is computed again, for its output.
         sequence.computed -= sequence.computed == len(sequence.tokens)

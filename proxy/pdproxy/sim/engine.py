@@ -21,6 +21,7 @@ from pdproxy.sim.cpu import Cpu, FindReceiver, Received, SendPart
 from pdproxy.sim.cpu_link import CpuLink
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.folder import FolderStorage
+from pdproxy.sim.kv_events import KvEventPublishers
 from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Offer, ReceiverHandshake, Write
 from pdproxy.sim.mooncake_link import MooncakeLink, bootstrap_of
 from pdproxy.sim.nixl_link import NixlLink
@@ -74,7 +75,8 @@ class Engine:
         """The link of a connector whose engines register."""
         self.http_address = ""
         """Where its API listens, `host:port`."""
-        self._ports = (*(link.side for link in self._links), self._receiving, self._cpu_link, self.link)
+        self.kv_events = KvEventPublishers(facts)
+        self._ports = (*(link.side for link in self._links), self._receiving, self._cpu_link, self.link, self.kv_events)
         self._storage = storage
         self.notice_sender = NoticeSender(facts.notify, keeps=facts.connector != "nixl")
         self._failing_loads = 0
@@ -105,6 +107,7 @@ class Engine:
         if self._storage is None and self.facts.shared_storage_path:
             self._storage = FolderStorage(self.facts.shared_storage_path)
         self._sending = Sending()
+        self.kv_events.open()
         self.notice_sender.open(self.facts.tensor_parallel_size)
         self._cores = [await self._core_of(rank, made) for rank in range(self.facts.data_parallel_size)]
         for core in self._cores:
@@ -224,6 +227,11 @@ class Engine:
         self.wake()
         return count
 
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix caches, as vLLM's route of this name does. Return whether that was possible: no request may run."""
+        done = [core.pool.reset() for core in self._cores]
+        return all(done)
+
     def fail_loads(self, count: int = 1) -> None:
         """Let the next `count` KV transfers that this engine begins fail: pulls, registrations, pushes."""
         self._failing_loads += count
@@ -330,17 +338,16 @@ class Engine:
             except EngineDeadError:
                 self.kill_core()
                 return
+            self.kv_events.publish(self._cores.index(core), core.kv_events.take())
             for output in outputs:
-                stream = self._streams.get(output.request_id)
-                if stream is not None:
+                if (stream := self._streams.get(output.request_id)) is not None:
                     stream.put(output)
             self.carry_out(core)
 
     async def _idle(self, core: Core) -> None:
         """Wait until something happens, or a lease or a heartbeat is due."""
-        timer = core.next_timer()
         try:
-            async with asyncio.timeout_at(timer):
+            async with asyncio.timeout_at(core.next_timer()):
                 await self._wake.wait()
         except TimeoutError:
             return
@@ -375,7 +382,7 @@ class Engine:
     async def _perform(self, core: Core, command: Any) -> None:
         match command:
             case ReceiverHandshake() | Offer() | Write() | Cancel():
-                await self._push_chunks(self._pd(), command)
+                await self._sending.perform(self._pd(), command, self.facts.hardware)
             case FindReceiver() | SendPart():
                 await self._cpu_link.perform(command)
             case PeerCommand():
@@ -387,15 +394,3 @@ class Engine:
 
     async def _to_peer(self, core: Core, command: PeerCommand) -> None:
         await self.link.perform(core, command)
-
-    async def _push_chunks(self, connector: LMCachePD, command: ReceiverHandshake | Offer | Write | Cancel) -> None:
-        match command:
-            case ReceiverHandshake():
-                connector.receiver_found(command.receiver, await self._sending.handshake(command.receiver))
-            case Offer():
-                connector.offered(command, await self._sending.offer(command.receiver, command.batch))
-            case Write():
-                await asyncio.sleep(self.facts.hardware.transfer_s(command.tokens))
-                connector.written(command, whole=await self._sending.write(command))
-            case Cancel():
-                await self._sending.cancel(command)

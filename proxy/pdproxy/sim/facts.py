@@ -110,6 +110,39 @@ class MooncakeFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"num_workers must be at least 1, got {self.num_workers}")
 
 
+class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `--kv-events-config`: names and defaults are its own."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["null", "zmq"] | None = None
+    """None: zmq if events are enabled."""
+    endpoint: str = "tcp://*:5557"
+    """A host that is a wildcard is bound, any other is connected to; further ranks take the ports after it."""
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    """Messages that a replay can have again."""
+    hwm: int = 100_000
+    """Messages that wait for a slow subscriber. It loses more of them."""
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+    def __post_init__(self) -> None:
+        """Fill in the publisher; refuse invalid values."""
+        if self.publisher is None:
+            msgspec.structs.force_setattr(self, "publisher", "zmq" if self.enable_kv_cache_events else "null")
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("endpoint", "replay_endpoint"):
+            if not (getattr(self, name) or "tcp://").startswith(("tcp://", "ipc://")):
+                raise ValueError(f"{name} must begin with tcp://, got {getattr(self, name)!r}")
+
+    @property
+    def publishes(self) -> bool:
+        """Whether anything is published."""
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine. Names are vLLM's flags where it has one."""
 
@@ -180,6 +213,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """moriio: seconds that P keeps blocks that nobody takes."""
     randomize_request_ids: bool = True
     """p2p-nccl: False is VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1, without which the engines know a request by different ids."""
+    kv_events: KvEventsConfig | None = None
+    """What it publishes of its KV blocks; None: nothing."""
     hardware: Hardware = Hardware()
     lmcache: LMCache = LMCache()
     cpu: CpuBuffer = CpuBuffer()

@@ -8,7 +8,7 @@ and of the simulator.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pdproxy.sim.language import fold
 
@@ -29,6 +29,10 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._key_of: dict[int, int] = {}
         self._cached: dict[int, int] = {}
+        self.on_take: Callable[[Sequence[int]], None] = lambda blocks: None
+        """Called with blocks that will be written again."""
+        self.on_forget: Callable[[], None] = lambda: None
+        """Called when the prefix cache was emptied."""
 
     @property
     def usage(self) -> float:
@@ -71,6 +75,7 @@ class BlockPool:
                 self._cached.pop(key, None)
             self._references[block] = 1
             taken.append(block)
+        self.on_take(taken)
         return taken
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -80,16 +85,25 @@ class BlockPool:
             if not self._references[block]:
                 self._free[block] = None
 
-    def remember(self, block: int, key: int) -> None:
-        """Put a full block into the prefix cache under the hash of its tokens (not of its content)."""
-        if key not in self._cached and block not in self._key_of:
-            self._cached[key] = block
-            self._key_of[block] = key
+    def remember(self, blocks: Sequence[int], keys: Sequence[int]) -> None:
+        """Put full blocks into the prefix cache under the hashes of their tokens (not of their content)."""
+        for block, key in zip(blocks, keys, strict=True):
+            if key not in self._cached and block not in self._key_of:
+                self._cached[key] = block
+                self._key_of[block] = key
 
     def forget_all(self) -> None:
         """Empty the prefix cache."""
         self._cached.clear()
         self._key_of.clear()
+        self.on_forget()
+
+    def reset(self) -> bool:
+        """Empty the prefix cache, unless blocks are in use. Return whether that was done."""
+        if len(self._free) < len(self.pages) - 1:
+            return False
+        self.forget_all()
+        return True
 
 
 class Attention:

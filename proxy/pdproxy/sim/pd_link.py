@@ -14,8 +14,9 @@ from typing import Literal, NoReturn
 
 import msgspec
 
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Receiver, Write
+from pdproxy.sim.lmcache_pd import Cancel, LMCachePD, Offer, Receiver, ReceiverHandshake, Write
 from pdproxy.sim.memory import Page
 from pdproxy.sim.pd_buffer import Allocation, Batch
 from pdproxy.sim.reserved_port import ReservedPort
@@ -49,6 +50,21 @@ class Sending:
 
     def __init__(self) -> None:
         self._locks: dict[tuple[str, int], asyncio.Lock] = {}
+
+    async def perform(
+        self, connector: LMCachePD, command: ReceiverHandshake | Offer | Write | Cancel, hardware: Hardware
+    ) -> None:
+        """Carry out a command, and report its result to the connector."""
+        match command:
+            case ReceiverHandshake():
+                connector.receiver_found(command.receiver, await self.handshake(command.receiver))
+            case Offer():
+                connector.offered(command, await self.offer(command.receiver, command.batch))
+            case Write():
+                await asyncio.sleep(hardware.transfer_s(command.tokens))
+                connector.written(command, whole=await self.write(command))
+            case Cancel():
+                await self.cancel(command)
 
     async def handshake(self, receiver: Receiver) -> str:
         """Return the id of the engine at a receiver's init port, once there is one."""

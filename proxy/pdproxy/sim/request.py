@@ -56,6 +56,8 @@ class EngineRequest(msgspec.Struct, kw_only=True):
     sampling: SamplingParams
     kv_transfer_params: dict[str, Any] | None = None
     cache_salt: str | None = None
+    kv_cache_report_mode: str = "incremental"
+    """`full`: blocks of the prefix cache that it begins with are announced again (of `vllm_xargs`)."""
     priority: int = 0
     data_parallel_rank: int | None = None
     """The rank that must run it; None: any."""

@@ -88,6 +88,7 @@ class SimServer:
         self.facts = facts if facts is not None else Facts()
         self.engine = WatchedEngine(self.facts, chance=chance, storage=storage)
         self.engine.notice_sender.faults = lambda rank: self.faults.due("notice", Situation(rank=rank))
+        self.engine.kv_events.faults = lambda moment, rank: self.faults.due(moment, Situation(rank=rank))
         self.faults = Faults(chance or 0)
         self.scripts = self.faults.scripts
         self.journal = Journal()

@@ -29,6 +29,7 @@ from pdproxy.tokens.ids import TokenIds
 from pdproxy.upstream.client import LOCAL_ERRORS, describe_os, describe_tls
 from pdproxy.upstream.metrics_page import MAX_PAGE, Scrape, names_in, read_metrics
 from pdproxy.wire.bootstrap import MAX_ANSWER, BootstrapAnswerError, Ranks, read_ranks
+from pdproxy.wire.kv_events import Sources, read_sources
 from pdproxy.wire.model import MAX_MODEL_NAME
 
 MAX_SHORT_ANSWER = 64 << 10
@@ -215,6 +216,13 @@ class EngineAdmin:
             return read_ranks(answer)
         except BootstrapAnswerError as error:
             raise EngineError(f"/query answered {error}") from None
+
+    async def kv_event_sources(self, url: str) -> Sources:
+        """Return where an engine's ranks publish KV events, nothing for those that don't. vLLM up to 0.31 has no such route."""
+        found = read_sources(await self._get(url, "/kv_event_sources", MAX_SHORT_ANSWER))
+        if found is None:
+            raise EngineError("/kv_event_sources answered something else")
+        return found
 
     async def close(self) -> None:
         """Close the session."""

@@ -15,6 +15,7 @@ from functools import cache
 from secrets import token_hex
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
@@ -295,6 +296,9 @@ def _about(app: FastAPI, engine: Engine) -> None:
     async def version(_: Request) -> Response:
         return response({"version": engine.facts.version})
 
+    async def kv_event_sources(_: Request) -> Response:
+        return response(msgspec.to_builtins(engine.kv_events.sources, str_keys=True))
+
     async def load(request: Request) -> Response:
         tracked = engine.facts.enable_server_load_tracking
         return response({"server_load": request.state.load.count if tracked else 0})
@@ -312,6 +316,7 @@ def _about(app: FastAPI, engine: Engine) -> None:
         ("/v1/models", models, ["GET"]),
         ("/version", version, ["GET"]),
         ("/load", load, ["GET"]),
+        ("/kv_event_sources", kv_event_sources, ["GET"]),
         ("/metrics", page, ["GET"]),
     )
     for path, endpoint, methods in routes:

@@ -121,6 +121,7 @@ async def deltas(
                 sampling=msgspec.structs.replace(sampling, seed=seed),
                 kv_transfer_params=body.kv_transfer_params,
                 cache_salt=body.cache_salt,
+                kv_cache_report_mode=str((body.vllm_xargs or {}).get("kv_cache_report_mode", "incremental")),
                 priority=body.priority,
                 data_parallel_rank=rank,
             )

@@ -117,6 +117,7 @@ class GenerationBody(_Body):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -14,7 +14,7 @@ import msgspec
 
 from pdproxy.sim.faults.kind import Argument, FaultError, Kind, Occurrence
 from pdproxy.sim.faults.kinds import KINDS
-from pdproxy.sim.faults.moments import MOMENTS, Moment
+from pdproxy.sim.faults.moments import MESSAGES, MOMENTS, SPELLED, Moment
 
 
 class Situation(msgspec.Struct, kw_only=True):
@@ -29,7 +29,7 @@ class Situation(msgspec.Struct, kw_only=True):
     events: int = 0
     """Events with output that have been sent."""
     rank: int = 0
-    """The worker whose notice is due."""
+    """The worker whose notice is due, or the data-parallel rank whose KV events are."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,8 +70,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         self._check_choice()
         args = _complete(kind, self.args)
         kind.check(at, args)
-        if at == "notice" and (self.path is not None or self.stream is not None):
-            raise FaultError(f"{self.kind} takes no path and no stream: a notice is no answer")
+        if at in MESSAGES and (self.path is not None or self.stream is not None):
+            raise FaultError(f"{self.kind} takes no path and no stream: {SPELLED[at]} is no answer")
         if kind.streams and self.stream is False:
             raise FaultError(f"{self.kind} can't happen to whole answers (stream = false)")
         msgspec.structs.force_setattr(self, "at", at)
@@ -104,7 +104,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
             return False
         if at == "accept":
             return True
-        if at == "notice":
+        if at in MESSAGES:
             return self.args["rank"] in ("", str(now.rank))
         if now.path != self.path if self.path is not None else not now.generating:
             return False

@@ -73,7 +73,7 @@ class Kind:
         raise NotImplementedError(self.name)  # pragma: no cover - a kind that nothing implements is a defect
 
     def on_notice(self, delivery: Delivery, now: Occurrence) -> None:
-        """Change how a notice is sent."""
+        """Change how a notice, or a message with KV events, is sent, or a replay of them is answered."""
 
 
 def arguments(**defaults: Argument) -> Mapping[str, Argument]:

@@ -15,6 +15,8 @@ A moment is an instant in one request's life. A fault whose moment does not come
 | before_done | streams: `[DONE]` is due, everything else has been sent |
 | after | the whole answer has been sent |
 | notice | a notice to the proxy is due (no answer: the only filter is `rank`, and `next` counts notices) |
+| kv_events | a message with KV events is due (as for a notice; `rank` is the data-parallel one) |
+| kv_replay | somebody has asked for KV events again (as for a notice) |
 
 From `head` on, and for the `last_chunk` of whole answers, only answers with status 200 have moments.
 """
@@ -36,10 +38,17 @@ Moment = Literal[
     "before_done",
     "after",
     "notice",
+    "kv_events",
+    "kv_replay",
 ]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 NOTICE: tuple[Moment, ...] = ("notice",)
-ANSWER: tuple[Moment, ...] = tuple(one for one in MOMENTS if one not in NOTICE)
+KV_EVENTS: tuple[Moment, ...] = ("kv_events",)
+KV_REPLAY: tuple[Moment, ...] = ("kv_replay",)
+SPELLED: dict[Moment, str] = {"notice": "a notice", "kv_events": "a message with KV events", "kv_replay": "a replay"}
+MESSAGES: tuple[Moment, ...] = tuple(SPELLED)
+"""Those at which a message is due that is no answer."""
+ANSWER: tuple[Moment, ...] = tuple(one for one in MOMENTS if one not in MESSAGES)
 REQUEST = ANSWER[1:]
 STREAM: tuple[Moment, ...] = ("before_first_token", "mid_stream", "last_chunk", "before_done")
 BEFORE_HEAD: tuple[Moment, ...] = ("queued", "prefilling", "handed_over", "last_chunk")

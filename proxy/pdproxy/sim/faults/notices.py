@@ -1,4 +1,4 @@
-"""Faults of notices to the proxy. With rate=1 they happen to every notice."""
+"""Faults of notices to the proxy, and of KV events. With rate=1 they happen to every one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 from pdproxy.sim import notifier
 from pdproxy.sim.faults.kind import Kind, Occurrence, arguments
-from pdproxy.sim.faults.moments import NOTICE
+from pdproxy.sim.faults.moments import KV_EVENTS, KV_REPLAY, NOTICE
 from pdproxy.sim.faults.targets import Delivery
 
 NO_NOTICES = (
@@ -67,4 +67,33 @@ class _GarbageNotice(Kind):
             delivery.copies = 0
 
 
-FAMILY: tuple[Kind, ...] = (_LostNotice(), _LateNotice(), _DoubleNotice(), _GarbageNotice())
+class _LostKvEvents(Kind):
+    name = "lost_kv_events"
+    summary = (
+        "a message with KV events is not sent; a replay has it (`rank`: only that data-parallel rank's, empty: any)"
+    )
+    moments = KV_EVENTS
+    args = arguments(rank="")
+
+    def on_notice(self, delivery: Delivery, now: Occurrence) -> None:
+        delivery.copies = 0
+
+
+class _SilentReplay(Kind):
+    name = "silent_replay"
+    summary = "a replay of KV events is not answered"
+    moments = KV_REPLAY
+    args = arguments(rank="")
+
+    def on_notice(self, delivery: Delivery, now: Occurrence) -> None:
+        delivery.copies = 0
+
+
+FAMILY: tuple[Kind, ...] = (
+    _LostNotice(),
+    _LateNotice(),
+    _DoubleNotice(),
+    _GarbageNotice(),
+    _LostKvEvents(),
+    _SilentReplay(),
+)

@@ -1,0 +1,381 @@
+"""Where engines publish KV events: finds their sources, keeps one subscription to each, and has them forget runs that are over.
+
+Owns the sources by engine and rank, and the places of the index that belong to them. Each engine that has come up, or has
+started again, is asked where it publishes (`GET /kv_event_sources`), unless the settings say it. Most are connected to. Those
+whose endpoint names a host and a port of ours connect themselves: they share a socket here, and their topics tell them apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from urllib.parse import urlsplit
+
+from pdproxy.fleet.engine import Engine
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.kv_events import Feed, Index
+from pdproxy.fleet.kv_source import MAX_REPLAYS, Source, SourceCounts, SourceParts
+from pdproxy.kit.clock import Clock
+from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.kit.text import truncate
+from pdproxy.observe import catalog_kv_events as catalog
+from pdproxy.observe.events import DeadlinePassed, Event, NodeChanged, Observers
+from pdproxy.observe.metrics import Gauge
+from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
+from pdproxy.upstream.kv_events import KvEventSockets, Subscription
+from pdproxy.wire import kv_events as wire
+
+logger = logging.getLogger("pdproxy.kv")
+
+SOON, SELDOM = 0.5, 30.0
+"""Seconds until an engine that has not answered is asked again: at first, and at most."""
+_NO_ROUTE = (404, 405)
+"""What older releases answer."""
+NONE = "publishes no KV events: start it with --kv-events-config"
+Samples = list[tuple[tuple[str, ...], float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where one rank publishes: ZMQ addresses. `port`: of ours, to which the engine connects; None: it is connected to."""
+
+    publishes: str
+    replays: str | None
+    topic: str
+    port: int | None = None
+
+
+@dataclass(slots=True)
+class _Rank:
+    address: Address
+    source: Source
+    subscription: Subscription | None
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One engine. `run`: the run whose sources are known, None while it is down; `trouble`: why it has none."""
+
+    ranks: dict[int, _Rank] = field(default_factory=dict)
+    run: int | None = None
+    trouble: str | None = None
+    task: asyncio.Task[None] | None = None
+
+
+class KvEventSources:
+    """The sources of a pool's engines. A watcher of engines and an observer. It feeds `index`.
+
+    `own`: the pool's settings, `of_node`: those of one engine by its URL. `ask(url)` asks an engine, and raises EngineError.
+    `ports`: at which engines may connect, none without `own.host`. `deadline`: seconds for the answer of a replay.
+    """
+
+    def __init__(
+        self,
+        engines: EngineRegistry,
+        index: Index,
+        own: KvEvents,
+        of_node: Callable[[str], NodeKvEvents],
+        ask: Callable[[str], Awaitable[wire.Sources]],
+        observers: Observers,
+        clock: Clock,
+        tasks: TaskOwner,
+        *,
+        ports: range,
+        deadline: float,
+    ) -> None:
+        self._engines, self._index, self._own, self._of_node = engines, index, own, of_node
+        self._ask, self._observers, self._clock, self._tasks = ask, observers, clock, tasks
+        self.counts = SourceCounts()
+        failures = tasks.watch("KV events")
+        self._feed = Feed(index, self.counts, failures.failed)
+        self._failed = failures.failed
+        slots = asyncio.Semaphore(MAX_REPLAYS)
+        self._parts = SourceParts(self._feed, self.counts, clock, observers, tasks, deadline, slots)
+        self._sockets = KvEventSockets()
+        self._entries: dict[Engine, _Entry] = {}
+        self._places: dict[tuple[str, int], int] = {}
+        self._topics: dict[tuple[int, str], Source] = {}
+        self.bound: Mapping[int, Subscription] = {
+            port: Subscription(partial(self._received, port), self._unreadable, self._failed) for port in ports
+        }
+        """The sockets to which engines connect, by port. They are bound by their owner."""
+        engines.watch(self)
+
+    def __repr__(self) -> str:
+        return f"<KvEventSources {len(self._places)} places>"
+
+    @property
+    def places(self) -> Mapping[tuple[str, int], int]:
+        """The places of the index by engine (its URL) and rank. Read only."""
+        return self._places
+
+    # -- engines
+
+    def added(self, engine: Engine) -> None:
+        """Read the events of one more engine, once it is up."""
+        self._entries[engine] = _Entry()
+
+    def removed(self, engine: Engine) -> None:
+        """Read the events of an engine no more, and forget its places."""
+        entry = self._entries.pop(engine, None)
+        if entry is None:
+            return
+        if entry.task is not None:
+            entry.task.cancel()
+        for rank in list(entry.ranks):
+            self._drop(engine, entry, rank)
+        for key in [key for key in self._places if key[0] == engine.url]:
+            self._index.remove_place(self._places.pop(key))
+        for counted in (self.counts.messages, self.counts.gaps):
+            for labels in [labels for labels in counted if labels[0] == engine.url]:
+                del counted[labels]
+
+    def notify(self, event: Event) -> None:
+        """An engine has come up, or has gone down."""
+        if not isinstance(event, NodeChanged) or (engine := self._engines.get(event.node)) is None:
+            return
+        entry = self._entries.get(engine)
+        if entry is None:
+            return
+        if not engine.node.up:
+            entry.run = None
+            for one in entry.ranks.values():
+                one.source.restarted(ask=False)
+        elif entry.run != engine.node.run_number:
+            entry.run = engine.node.run_number
+            if entry.task is not None:
+                entry.task.cancel()
+            entry.task = self._tasks.spawn(self._find(engine, entry, entry.run), f"KV event sources {engine.url}")
+
+    async def _find(self, engine: Engine, entry: _Entry, run: int) -> None:
+        """Find the sources of an engine's run."""
+        override, pause = self._of_node(engine.url), SOON
+        endpoint = override.endpoint or self._own.endpoint
+        while entry.run == run:
+            try:
+                found = _configured(endpoint, engine.ranks) if endpoint is not None else await self._ask(engine.url)
+            except EngineError as error:
+                if isinstance(error, EngineRefusedError) and error.status in _NO_ROUTE:
+                    self._apply(engine, entry, {}, override)
+                    return
+                if isinstance(error, EngineTimeoutError):
+                    self._observers.notify(DeadlinePassed(error.wait.value, engine.url))
+                entry.trouble = f"can't be asked for its KV events: {error.message}"
+                await _pause(self._clock, pause)
+                pause = min(2 * pause, SELDOM)
+                continue
+            self._apply(engine, entry, found, override)
+            return
+
+    def _apply(self, engine: Engine, entry: _Entry, found: wire.Sources, override: NodeKvEvents) -> None:
+        """Subscribe to what was found, and to nothing else."""
+        entry.trouble = None if found else NONE
+        host = urlsplit(engine.url).hostname or ""
+        in_place = len(found) == engine.ranks  # a part of a larger group of ranks counts from another number
+        wanted: dict[int, Address] = {}
+        for place, (rank, config) in enumerate(sorted(found.items())):
+            offset = place if in_place else rank
+            replay = _offset(override.replay_endpoint or self._own.replay_endpoint, offset)
+            topic = override.topic if override.topic is not None else self._own.topic
+            config = wire.Source(
+                config.endpoint, replay or config.replay_endpoint, topic if topic is not None else config.topic
+            )
+            address = resolve(config, host, self.bound)
+            if isinstance(address, str):
+                entry.trouble = address
+            else:
+                wanted[offset] = address
+        for rank in [rank for rank, one in entry.ranks.items() if wanted.get(rank) != one.address]:
+            self._drop(engine, entry, rank)
+        for rank, address in wanted.items():
+            if rank in entry.ranks:
+                entry.ranks[rank].source.restarted()
+            else:
+                self._open(engine, entry, rank, address)
+
+    def _open(self, engine: Engine, entry: _Entry, rank: int, address: Address) -> None:
+        place = self._places.get((engine.url, rank))
+        if place is None:
+            place = self._places[engine.url, rank] = self._index.add_place()
+        replays = partial(self._sockets.replay, address.replays) if address.replays is not None else None
+        if address.port is not None:
+            key = (address.port, address.topic)
+            if key in self._topics:
+                entry.trouble = (
+                    f"publishes KV events to port {address.port} with the topic {truncate(address.topic, 64)!r}, as another"
+                    " engine does: each one that connects needs its own"
+                )
+                return
+            source = self._topics[key] = Source(self._parts, place, engine.url, replays)
+            self.bound[address.port].subscribe(address.topic)
+            entry.ranks[rank] = _Rank(address, source, None)
+            source.begin()
+        else:
+            topic = address.topic.encode()
+
+            def received(of: bytes, number: int, payload: bytes) -> None:
+                if of == topic:
+                    source.receive(number, payload)
+                else:
+                    self.counts.skipped["unknown_topic"] += 1
+
+            def resume() -> None:
+                subscription.resume()
+
+            source = Source(self._parts, place, engine.url, replays, resume)
+            subscription = Subscription(
+                received,
+                self._unreadable,
+                self._failed,
+                topic=address.topic,
+                wanted=source.wanted,
+                connected=source.state_changed,
+            )
+            try:
+                self._sockets.connect(subscription, address.publishes)
+            except OSError as error:
+                entry.trouble = f"publishes KV events at {truncate(address.publishes, 128)}: {error.strerror}"
+                return
+            entry.ranks[rank] = _Rank(address, source, subscription)
+        logger.info(
+            "KV events of %s, rank %d: from %s, %s",
+            engine.url,
+            rank,
+            "its connection" if address.port is not None else truncate(address.publishes, 128),
+            f"replays from {truncate(address.replays, 128)}" if address.replays else "no replays: a gap forgets all",
+        )
+
+    def _drop(self, engine: Engine, entry: _Entry, rank: int) -> None:
+        one = entry.ranks.pop(rank)
+        one.source.close()
+        if one.subscription is not None:
+            one.subscription.close()
+        elif one.address.port is not None:
+            self._topics.pop((one.address.port, one.address.topic), None)
+            self.bound[one.address.port].unsubscribe(one.address.topic)
+        self._index.restart(one.source.place)
+
+    # -- messages
+
+    def _received(self, port: int, topic: bytes, number: int, payload: bytes) -> None:
+        """Take a message of an engine that connects."""
+        source = self._topics.get((port, topic.decode(errors="replace")))
+        if source is None:
+            self.counts.skipped["unknown_topic"] += 1
+        else:
+            source.receive(number, payload)
+
+    def _unreadable(self) -> None:
+        self.counts.skipped["undecodable"] += 1
+
+    def close(self) -> None:
+        """Close all sockets. What was indexed stays."""
+        for entry in self._entries.values():
+            if entry.task is not None:
+                entry.task.cancel()
+            for one in entry.ranks.values():
+                one.source.close()
+                if one.subscription is not None:
+                    one.subscription.close()
+            entry.ranks.clear()
+        for subscription in self.bound.values():
+            subscription.close()
+        self._topics.clear()
+        self._sockets.close()
+
+    # -- what an operator asks
+
+    def _sources(self) -> Iterator[tuple[Engine, _Rank]]:
+        for engine, entry in self._entries.items():
+            for one in entry.ranks.values():
+                yield engine, one
+
+    def shortcomings(self) -> list[str]:
+        """Return which engines' events are not read although they are up, a sentence each."""
+        found = [
+            f"{engine.url} {entry.trouble}"
+            for engine, entry in self._entries.items()
+            if engine.node.up and entry.trouble is not None
+        ]
+        for engine, one in self._sources():
+            if engine.node.up and not one.source.connected and one.address.port is None:
+                where = truncate(one.address.publishes, 128)
+                found.append(f"{engine.url}: no connection to {where}, where it publishes KV events")
+        return found
+
+    def gauges(self) -> list[Gauge]:
+        """Return the metrics. Each is read at every scrape."""
+        counts = self.counts
+
+        def sources() -> Samples:
+            connected = [one.source.connected for _, one in self._sources()]
+            return [(("connected",), sum(connected)), (("not_connected",), len(connected) - sum(connected))]
+
+        def age() -> Samples:
+            now, heard = self._clock.now(), dict[str, float]()
+            for engine, one in self._sources():
+                if one.source.heard is not None:
+                    heard[engine.url] = max(one.source.heard, heard.get(engine.url, one.source.heard))
+            return [((url,), now - at) for url, at in heard.items()]
+
+        def known(counted: Mapping[str, int], names: tuple[tuple[str, str], ...]) -> Samples:
+            return [((name,), counted.get(name, 0)) for name, _ in names]
+
+        def by_engine(counted: Mapping[tuple[str, str], int], names: tuple[tuple[str, str], ...]) -> Samples:
+            urls = [engine.url for engine in self._entries]
+            return [((url, name), counted.get((url, name), 0)) for url in urls for name, _ in names]
+
+        changes = catalog.KV_EVENT_BLOCKS.labels[0].values
+        return [
+            Gauge(catalog.KV_EVENT_MESSAGES, lambda: by_engine(counts.messages, catalog.RESULTS)),
+            Gauge(catalog.KV_EVENT_GAPS, lambda: by_engine(counts.gaps, catalog.CAUSES)),
+            Gauge(catalog.KV_EVENT_BLOCKS, lambda: known(counts.blocks, changes)),
+            Gauge(catalog.KV_EVENTS_SKIPPED, lambda: known(counts.skipped, catalog.SKIPPED)),
+            Gauge(catalog.KV_EVENT_REPLAYS, lambda: known(counts.replays, catalog.REPLAYS)),
+            Gauge(catalog.KV_EVENT_SOURCES, sources),
+            Gauge(catalog.KV_EVENT_AGE, age),
+            Gauge(catalog.KV_EVENT_BACKLOG, lambda: [((), self._feed.bytes)]),
+        ]
+
+
+def resolve(config: wire.Source, host: str, ports: Collection[int]) -> Address | str:
+    """Return where a rank is read, or why it can't be, as what follows an engine's name.
+
+    `host`: the engine's own; `ports`: ours, to which engines may connect.
+    """
+    found = wire.address_of(config.endpoint, host)
+    if found is None:
+        return f"publishes KV events at {truncate(config.endpoint, 128)!r}: only tcp://host:port can be read"
+    replays = None
+    if config.replay_endpoint is not None:
+        # An engine binds this one, whatever its host is.
+        if (place := wire.address_of(config.replay_endpoint, host)) is None:
+            return f"replays KV events at {truncate(config.replay_endpoint, 128)!r}: only tcp://host:port can be read"
+        replays = wire.zmq_address(place[0], place[1])
+    name, port, wildcard = found
+    connects = not wildcard and port in ports
+    return Address(wire.zmq_address(name, port), replays, config.topic, port if connects else None)
+
+
+def _configured(endpoint: str, ranks: int) -> wire.Sources:
+    """Return the sources that the settings name: further ranks take the ports after the first one's, as in vLLM."""
+    return {rank: wire.Source(_offset(endpoint, rank) or "") for rank in range(ranks)}
+
+
+def _offset(endpoint: str | None, rank: int) -> str | None:
+    if endpoint is None:
+        return None
+    place, _, port = endpoint.rpartition(":")
+    return f"{place}:{int(port) + rank}"
+
+
+async def _pause(clock: Clock, seconds: float) -> None:
+    try:
+        async with clock.within(seconds):
+            await asyncio.Event().wait()
+    except TimeoutError:
+        return

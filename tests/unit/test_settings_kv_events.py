@@ -1,0 +1,122 @@
+"""The settings of KV events, and what is built of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdproxy.app.kv_events import ReadingKvEvents, build_kv_events
+from pdproxy.fleet.kv_sources import Address, resolve
+from pdproxy.kit.clock import Clock
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.events import Observers
+from pdproxy.observe.metrics import Metrics
+from pdproxy.settings.crosscheck import checked_node
+from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
+from pdproxy.settings.schema import Facts, Node, Pool, Settings
+from pdproxy.upstream.admin import EngineAdmin
+from pdproxy.wire.kv_events import Source
+from tests.fakes.kv_index import PlainIndex
+from tests.fakes.ports import free_port
+from tests.fakes.registry import registry
+from tests.unit.test_settings_transfer import checked, wrong
+
+URL = "http://a:1"
+
+
+def settings(own: KvEvents, node: NodeKvEvents | None = None, ranks: int = 1) -> Settings:
+    facts = Facts(data_parallel_size=ranks, kv_events=node or NodeKvEvents())
+    return Settings(pools=(Pool(kv_events=own, nodes=(Node(url=URL, role="aggregated", facts=facts),)),))
+
+
+def test_they_are_off_by_default() -> None:
+    assert not Pool().kv_events.enabled
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://10.0.0.1:5557", "tcp://[fd00::1]:1"])
+def test_right_endpoints(endpoint: str) -> None:
+    own = KvEvents(enabled=True, endpoint=endpoint, replay_endpoint=endpoint)
+    assert checked(settings(own, NodeKvEvents(endpoint=endpoint))).pool.kv_events == own
+
+
+@pytest.mark.parametrize("endpoint", ["x", "tcp://", "tcp://*", "tcp://*:0", "http://a:1", "ipc:///tmp/x", "tcp://*:x"])
+def test_wrong_endpoints_are_named(endpoint: str) -> None:
+    text = wrong(settings(KvEvents(endpoint=endpoint)))
+    assert text.startswith("pools[0].kv_events.endpoint: ")
+    assert "expected tcp://host:port" in text
+    text = wrong(settings(KvEvents(), NodeKvEvents(replay_endpoint=endpoint)))
+    assert text.startswith("pools[0].nodes[0].facts.kv_events.replay_endpoint: ")
+
+
+def test_each_rank_needs_a_port() -> None:
+    node = NodeKvEvents(endpoint="tcp://*:65535")
+    assert "leaves no port for each of 2 ranks" in wrong(settings(KvEvents(), node, ranks=2))
+    checked(settings(KvEvents(), node))
+    own = KvEvents(host="127.0.0.1", port=65535)
+    assert wrong(settings(own, ranks=2)).startswith("pools[0].kv_events.port = 65535 leaves no port")
+
+
+def test_an_engine_that_is_added_later_is_checked() -> None:
+    node = Node(url=URL, role="aggregated", facts=Facts(kv_events=NodeKvEvents(endpoint="x")))
+    with pytest.raises(SettingsError, match="expected tcp://host:port"):
+        checked_node(node, Pool(), ())
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (Source("tcp://*:5557"), Address("tcp://e:5557", None, "")),
+        (Source("tcp://*:5557", "tcp://*:5571", "t"), Address("tcp://e:5557", "tcp://e:5571", "t")),
+        (Source("tcp://10.0.0.1:41000"), Address("tcp://10.0.0.1:41000", None, "")),
+        (
+            Source("tcp://proxy:7000", "tcp://10.0.0.1:5571"),
+            Address("tcp://proxy:7000", "tcp://10.0.0.1:5571", "", 7000),
+        ),
+        (Source("tcp://*:7000"), Address("tcp://e:7000", None, "")),
+        (Source("tcp://[fd00::1]:5"), Address("tcp://[fd00::1]:5", None, "")),
+    ],
+)
+def test_who_connects_to_whom(source: Source, expected: Address) -> None:
+    """An engine connects to an endpoint that names a host: here only to our own port, 7000."""
+    assert resolve(source, "e", range(7000, 7001)) == expected
+
+
+@pytest.mark.parametrize("source", [Source("inproc://x"), Source("tcp://*:1", "ipc:///tmp/x"), Source("")])
+def test_what_can_not_be_read_is_said(source: Source) -> None:
+    found = resolve(source, "e", ())
+    assert isinstance(found, str)
+    assert "only tcp://host:port can be read" in found
+
+
+def build(own: KvEvents, index: PlainIndex | None, ranks: int = 1) -> ReadingKvEvents | None:
+    engines, _ = registry()
+    admin, clock, tasks = EngineAdmin(timeout=1), Clock(), TaskOwner("test")
+    made = settings(own, ranks=ranks)
+    return build_kv_events(
+        made, index, lambda _: NodeKvEvents(), engines, admin, Observers([]), Metrics(), clock, tasks
+    )
+
+
+async def test_nothing_is_built_while_they_are_off() -> None:
+    assert build(KvEvents(), PlainIndex()) is None
+    assert build(KvEvents(enabled=True), None) is None
+    assert build(KvEvents(enabled=True), PlainIndex()) is not None
+
+
+def built(own: KvEvents, ranks: int = 1) -> ReadingKvEvents:
+    found = build(own, PlainIndex(), ranks)
+    assert found is not None
+    return found
+
+
+async def test_a_port_per_rank_is_bound_and_one_that_is_taken_is_named() -> None:
+    own = KvEvents(enabled=True, host="127.0.0.1", port=free_port())
+    first, second = built(own), built(own)
+    first.start()
+    try:
+        with pytest.raises(SettingsError, match=rf"can't bind pools\[0\].kv_events.host.* = 127.0.0.1:{own.port}"):
+            second.start()
+    finally:
+        first.stop()
+        second.stop()
+    assert len(built(own, ranks=3).sources.bound) == 3
