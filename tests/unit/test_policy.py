@@ -100,7 +100,7 @@ class Reference:
     def lease(node: Node, prompt_bytes: int) -> Lease:
         node.requests += 1
         node.prompt_bytes += prompt_bytes
-        return Lease(node, prompt_bytes)
+        return Lease(node, node.role, prompt_bytes)
 
     def close(self, lease: Lease, verdict: Verdict, now: float) -> bool:
         node = lease.node
@@ -236,7 +236,7 @@ class Favourite(Policy):
 
 def ledger(policies: Mapping[Role, Callable[[Role], Policy]], *urls: str) -> Ledger:
     """Engines that are up; the first letter of each URL is its role's."""
-    roles = {role.value[0]: role for role in Role}
+    roles = {role.value[0]: role for role in Role if role is not Role.ANY}
     made = Ledger(
         [NodeSpec(url, roles[url[0]]) for url in urls], breaker_failures=2, breaker_cooldown=10, policies=policies
     )

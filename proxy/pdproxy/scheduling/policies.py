@@ -19,7 +19,10 @@ def names() -> tuple[str, ...]:
 
 
 def make_policies(factories: Mapping[Role, PolicyFactory]) -> dict[Role, Policy]:
-    """Return a policy of its own for each role. Without a factory: `LeastLoad`; for aggregated engines that of decode."""
+    """Return a policy of its own for each role that an engine can have for a request.
+
+    Without a factory: `LeastLoad`; for aggregated engines that of decode.
+    """
     decode = factories.get(Role.DECODE, LeastLoad)
-    defaults = {role: decode if role is Role.AGGREGATED else LeastLoad for role in Role}
+    defaults = {Role.PREFILL: LeastLoad, Role.DECODE: LeastLoad, Role.AGGREGATED: decode}
     return {role: factories.get(role, default)(role) for role, default in defaults.items()}

@@ -21,7 +21,8 @@ class Ask(msgspec.Struct, frozen=True):
     """What a request asks of the scheduler. Made for each choice, and not kept: `parsed` holds the whole request.
 
     `model`: None matches every engine. `prompt_bytes`: the prompt's size, as prefill load. `now`: monotonic seconds.
-    `ids`: the prompt's token ids, None while unknown. `parsed`: the request, None where it is not parsed.
+    `ids`: the prompt's token ids, None while unknown. `parsed`: the request, None where it is not parsed. `tokens`: the prompt's
+    tokens, None while unknown. `keys`: what an index of prefixes knows the prompt by, empty where there is none.
     """
 
     model: str | None
@@ -29,6 +30,8 @@ class Ask(msgspec.Struct, frozen=True):
     now: float
     ids: TokenIds | None = None
     parsed: Parsed | None = None
+    tokens: int | None = None
+    keys: Sequence[int] = ()
 
 
 Best = Callable[[Ask], Node]

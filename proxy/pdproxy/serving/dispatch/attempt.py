@@ -98,7 +98,7 @@ class Attempt:
     def prefill_url(self) -> str | None:
         """The prefill engine, None if one engine serves alone."""
         lease = self.assignment.leases[0]
-        return lease.node.url if lease.node.role is Role.PREFILL else None
+        return lease.node.url if lease.role is Role.PREFILL else None
 
     def prepare(self) -> None:
         """Make what the contract needs for these engines: an id for the prefill leg, and a wait for its notices."""
