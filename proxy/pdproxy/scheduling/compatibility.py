@@ -12,7 +12,7 @@ def prefill_and_decode(prefill: Node, decode: Node) -> str | None:
     """Return why a decode engine may not take a prefill engine's KV, None if it may."""
     if prefill is decode:
         return "the same engine"
-    if not decode.spec.takes_from(prefill.url):
+    if not decode.spec.takes_from(prefill.spec):
         return "not configured as a pair"
     if prefill.evidence is None or decode.evidence is None:
         return "not probed yet"

@@ -19,7 +19,7 @@ from pdproxy.scheduling.leases import Assignment, Lease, Verdict
 from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
 from pdproxy.scheduling.placement import Candidates, Placement
 from pdproxy.scheduling.policies import make_policies
-from pdproxy.scheduling.policy import Ask, Policy, PolicyFactory
+from pdproxy.scheduling.policy import Ask, Cached, Policy, PolicyFactory, no_chance
 
 ALONE = (Role.AGGREGATED, Role.DECODE)
 """The roles that usually serve a request by themselves, the first choice first."""
@@ -44,13 +44,17 @@ class Ledger:
         policies: Mapping[Role, PolicyFactory] = MappingProxyType({}),
         alone: Sequence[Role] = ALONE,
         placement: Placement | None = None,
+        chance: Callable[[], float] = no_chance,
+        cached: Cached | None = None,
     ) -> None:
         self._alone = tuple(alone)
         self._run_numbers = itertools.count()
         self._nodes = {spec.url: Node(spec, run_number=next(self._run_numbers)) for spec in specs}
         self._starting = True
         """Until every engine has been probed once. Engines that are added later don't count."""
-        self._policies = make_policies(policies)
+        self._policies = make_policies(policies, chance, cached)
+        self.needs_session = any(policy.needs_session for policy in self._policies.values())
+        """Whether a policy reads `Ask.session`. Read only."""
         self._interested: dict[frozenset[Role], tuple[Policy, ...]] = {}
         """The policies that rank engines with these uses."""
         self.placement = placement
@@ -188,23 +192,32 @@ class Ledger:
     def place(self, ask: Ask, *, split: bool, without: Collection[str] = ()) -> Assignment | None:
         """Lease the engines that the placement chooses: one that serves the request whole, or a prefill and a decode engine.
 
-        `split`: whether two may share the work. Engines in `without` are used only if no others can serve the request.
+        `split`: whether two may share the work. Engines in `without` are used only if no others can serve the request. None:
+        there are no engines for it, or, if it `is_placeable`, none that the placement would have serve it now.
 
         Raises:
             RuntimeError: the pool has no placement.
         """
         if self.placement is None:
             raise RuntimeError("the pool has no placement")
-        candidates = self._candidates_for(ask, split, without)
-        if without and not candidates.whole and not candidates.prefill:
-            candidates = self._candidates_for(ask, split, ())
-        if not candidates.whole and not candidates.prefill:
-            return None
-        placed = self.placement.place(ask, candidates)
+        candidates = self._fallback(ask, split, without)
+        placed = None if candidates is None else self.placement.place(ask, candidates)
         if placed is None:
             return None
         roles = _WHOLE if len(placed.nodes) == 1 else _SPLIT
         return Assignment(self._open_all(roles, placed.nodes, ask), placed.reason, placed.values)
+
+    def is_placeable(self, ask: Ask, *, split: bool, without: Collection[str] = ()) -> bool:
+        """Return whether `place` has any engines to choose from."""
+        return self._fallback(ask, split, without) is not None
+
+    def _fallback(self, ask: Ask, split: bool, without: Collection[str]) -> Candidates | None:
+        """Return the engines outside of `without`, all if those can't serve the request, None if none can."""
+        for excluded in (without, ()) if without else ((),):
+            candidates = self._candidates_for(ask, split, excluded)
+            if candidates.whole or (candidates.prefill and candidates.decode):
+                return candidates
+        return None
 
     def _candidates_for(self, ask: Ask, split: bool, without: Collection[str]) -> Candidates:
         cached = not without and not self._breakers.opened and not self._has_places
@@ -250,10 +263,11 @@ class Ledger:
         self, prefill: str, model: str | None, now: float, *, prefer_not: str | None = None
     ) -> Node | None:
         """Return the decode engine through which a prefill engine's handle is released. No lease: a release is no load."""
+        made_by = self._nodes.get(prefill)  # None: it was removed
         ranked = [
             node
             for node in self._eligibility.ranked(Role.DECODE, Ask(model, 0, now), ())
-            if node.spec.takes_from(prefill) and node.url != prefill
+            if node.url != prefill and (made_by is None or node.spec.takes_from(made_by.spec))
         ]
         others = [node for node in ranked if node.url != prefer_not]
         return next(iter(others or ranked), None)
@@ -353,4 +367,5 @@ class Ledger:
 
     def shortcomings(self, now: float) -> list[str]:
         """Return what is wrong although requests are served, a sentence each."""
-        return readiness.shortcomings(self.nodes, now)
+        told = [one.status() for one in (self.placement, *self._policies.values()) if one is not None]
+        return [*readiness.shortcomings(self.nodes, now), *dict.fromkeys(text for text in told if text is not None)]

@@ -38,7 +38,8 @@ class NodeSpec:
 
     `sources` are the URLs of the prefill engines whose KV a decode engine takes; empty: all of them. `places`: how many requests
     it may have before it gets no more prompts with another engine's KV; None: any number. `serves_whole`: whether a prefill
-    engine may serve requests whole, too.
+    engine may serve requests whole, too. `within`: some of its labels, with their values: it shares work only with engines that
+    have the same.
     """
 
     url: str
@@ -46,10 +47,11 @@ class NodeSpec:
     sources: frozenset[str] = frozenset()
     places: int | None = None
     serves_whole: bool = False
+    within: tuple[tuple[str, str | None], ...] = ()
 
-    def takes_from(self, prefill: str) -> bool:
-        """Return whether this decode engine is configured to work with the prefill engine of this URL."""
-        return not self.sources or prefill in self.sources
+    def takes_from(self, prefill: NodeSpec) -> bool:
+        """Return whether this decode engine is configured to work with a prefill engine."""
+        return (not self.sources or prefill.url in self.sources) and self.within == prefill.within
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.slo import Slo
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.request import Parsed
 
@@ -22,7 +24,9 @@ class Ask(msgspec.Struct, frozen=True):
 
     `model`: None matches every engine. `prompt_bytes`: the prompt's size, as prefill load. `now`: monotonic seconds.
     `ids`: the prompt's token ids, None while unknown. `parsed`: the request, None where it is not parsed. `tokens`: the prompt's
-    tokens, None while unknown. `keys`: what an index of prefixes knows the prompt by, empty where there is none.
+    tokens, None while unknown. `keys`: what an index of prefixes knows the prompt by, empty where there is none. `session`: what
+    the requests of one conversation have in common, None where it is unknown or no policy needs it. `slo`: the bounds that the
+    request's client has named itself, None if it has named none.
     """
 
     model: str | None
@@ -32,6 +36,8 @@ class Ask(msgspec.Struct, frozen=True):
     parsed: Parsed | None = None
     tokens: int | None = None
     keys: Sequence[int] = ()
+    session: str | None = None
+    slo: Slo | None = None
 
 
 Best = Callable[[Ask], Node]
@@ -43,6 +49,9 @@ class Policy(ABC):
 
     Engines are read only. Their counters (`requests`, `prompt_bytes`) are up to date in every call.
     """
+
+    needs_session = False
+    """Whether it reads `Ask.session`, which is made only then."""
 
     @abstractmethod
     def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
@@ -67,6 +76,35 @@ class Policy(ABC):
         """A lease on an engine of this role was closed, at `now` in monotonic seconds."""
         return
 
+    def status(self) -> str | None:
+        """Return what an operator should know, such as that the policy lacks what it ranks by; None: nothing."""
+        return None
 
-PolicyFactory = Callable[[Role], Policy]
+
+Cached = Callable[[Ask, Node], int]
+"""Returns how many tokens of a request's prompt an engine is expected to have in its cache."""
+
+
+def no_chance() -> float:
+    """Stand for a source of chance where none was given.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError("this policy needs a source of chance")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyContext:
+    """What a policy is made of. `role`: whose engines it ranks. `chance`: returns a number from 0 to 1, without 1.
+
+    `cached`: the index of prefixes, None where there is none.
+    """
+
+    role: Role
+    chance: Callable[[], float] = no_chance
+    cached: Cached | None = None
+
+
+PolicyFactory = Callable[[PolicyContext], Policy]
 """Makes the policy for a role."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pdproxy.scheduling.compatibility import prefill_and_decode
 from pdproxy.scheduling.nodes import Node, Role
@@ -53,7 +53,7 @@ def why_degraded(nodes: Sequence[Node], now: float) -> str | None:
         return "no decode engine can be used: every prompt is served by one aggregated engine alone"
     for prefill in usable:
         if any(
-            decode.spec.takes_from(prefill.url) and prefill_and_decode(prefill, decode) is None for decode in decodes
+            decode.spec.takes_from(prefill.spec) and prefill_and_decode(prefill, decode) is None for decode in decodes
         ):
             return None
     return "no prefill engine that is up can be paired with a decode engine: every prompt is served by one engine alone"
@@ -69,10 +69,38 @@ def shortcomings(nodes: Sequence[Node], now: float) -> list[str]:
         for node in up
         if now < node.open_until
     ]
-    for prefill in (node for node in up if Role.PREFILL in node.uses):
-        for decode in (node for node in up if Role.DECODE in node.uses):
-            if decode is prefill or not decode.spec.takes_from(prefill.url):
+    return found + _not_paired(up)
+
+
+def _not_paired(nodes: Sequence[Node]) -> list[str]:
+    """Return which engines are not paired although the settings pair them. Not a sentence for each pair: `ANY` makes n x n."""
+    wrong: dict[Node, dict[Node, str]] = {}
+    for prefill in (node for node in nodes if Role.PREFILL in node.uses):
+        for decode in (node for node in nodes if Role.DECODE in node.uses):
+            if decode is prefill or not decode.spec.takes_from(prefill.spec):
                 continue  # the operator wants it so
             if (why := prefill_and_decode(prefill, decode)) is not None:
-                found.append(f"{prefill.url} and {decode.url} are not paired: {why}")
+                wrong.setdefault(prefill, {}).setdefault(decode, why)
+                wrong.setdefault(decode, {}).setdefault(prefill, why)
+    found: list[str] = []
+    while wrong:
+        worst = max(wrong, key=lambda node: (len(wrong[node]), node.role is not Role.PREFILL))
+        others = wrong.pop(worst)
+        for other in others:
+            del wrong[other][worst]
+            if not wrong[other]:
+                del wrong[other]
+        found += _sentences(worst, others)
     return found
+
+
+def _sentences(node: Node, others: Mapping[Node, str]) -> list[str]:
+    if Role.ANY not in (node.role, *[other.role for other in others]):
+        pairs = [(node, other) if node.role is Role.PREFILL else (other, node) for other in others]
+        return [
+            f"{prefill.url} and {decode.url} are not paired: {others[decode if node is prefill else prefill]}"
+            for prefill, decode in pairs
+        ]
+    first, why = next(iter(others.items()))
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    return [f"{node.url} is not paired with {first.url}{more}: {why}"]
