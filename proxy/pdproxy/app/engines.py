@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.transfer import buffer_capacity, kv_host_of, receiver_of
+from pdproxy.engine_model.hardware import Hardware
+from pdproxy.engine_model.profile import Profile, load
 from pdproxy.fleet.engine import Engine, EngineCredentials
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.registration import of_url
 from pdproxy.kit.clock import Clock
-from pdproxy.scheduling import policies
+from pdproxy.scheduling import placements, policies
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import NodeSpec, Role
+from pdproxy.scheduling.placement import Placement
+from pdproxy.scheduling.policy import Cached
+from pdproxy.scheduling.slo import Slo
 from pdproxy.settings.crosscheck import checked_node
-from pdproxy.settings.schema import Node, Settings
-from pdproxy.settings.transfer_checks import bootstrap_address
+from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.schema import Node, Pool, Settings
+from pdproxy.settings.transfer_checks import bootstrap_address, within
 from pdproxy.transfer.registry import entry_of
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
 
 
-def build_ledger(settings: Settings) -> Ledger:
-    """Return the ledger of the pool. It has no engines yet: the registry adds them."""
+def build_ledger(settings: Settings, cached: Cached | None = None) -> Ledger:
+    """Return the ledger of the pool. It has no engines yet: the registry adds them. `cached`: the index of prefixes.
+
+    Raises:
+        SettingsError: a profile can't be read any more.
+    """
     limits, policy = settings.limits, settings.pool.policy
     return Ledger(
         [],
@@ -30,7 +41,57 @@ def build_ledger(settings: Settings) -> Ledger:
         breaker_cooldown=limits.breaker_cooldown,
         policies={Role.PREFILL: policies.POLICIES[policy.prefill], Role.DECODE: policies.POLICIES[policy.decode]},
         alone=[Role(name) for name in entry_of(settings.pool.connector).capabilities.alone_on],
+        placement=build_placement(settings.pool, cached),
+        chance=Random().random,
+        cached=cached,
     )
+
+
+def build_placement(pool: Pool, cached: Cached | None) -> Placement | None:
+    """Return what decides whether a prompt is split, None where it is split whenever it can be.
+
+    Raises:
+        SettingsError: a profile can't be read any more.
+    """
+    make = placements.PLACEMENTS.get(pool.policy.placement)
+    if make is None:
+        return None
+    profiles = Profiles(pool)
+    context = placements.PlacementContext(
+        slo=Slo(pool.slo.ttft, pool.slo.tpot, pool.slo.gap),
+        refuse_late=pool.policy.refuse_late,
+        hardware=profiles.hardware,
+        chunk=profiles.chunk,
+        chance=Random().random,
+        cached=cached,
+    )
+    return make(context)
+
+
+class Profiles:
+    """How long engines' work takes, by the profiles that the settings name. Each is read once."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = _read(pool.profile)
+        named = {node.url: node.facts.profile for node in pool.nodes if node.facts.profile is not None}
+        self._nodes = {url: _read(name) for url, name in named.items()}
+
+    def hardware(self, url: str) -> Hardware | None:
+        """Return the times of an engine, None where no profile has them."""
+        profile = self._nodes.get(url, self._pool)
+        return None if profile is None else profile.hardware
+
+    def chunk(self, url: str) -> int | None:
+        """Return the most tokens of a step of an engine, None where no profile has them."""
+        profile = self._nodes.get(url, self._pool)
+        return None if profile is None else profile.engine.max_num_batched_tokens
+
+
+def _read(name: str | None) -> Profile | None:
+    try:
+        return None if name is None else load(name)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
 
 
 class EngineSetup:
@@ -93,7 +154,14 @@ class EngineSetup:
             tls=credentials.tls,
         )
         return self._engines.add(
-            NodeSpec(node.url, Role(node.role), frozenset(node.sources), places=self._places(node)),
+            NodeSpec(
+                node.url,
+                Role(node.role),
+                frozenset(node.sources),
+                places=self._places(node),
+                serves_whole=node.serves_whole,
+                within=within(node, self._settings.pool),
+            ),
             client,
             credentials,
             block_size=node.facts.block_size,
@@ -108,7 +176,7 @@ class EngineSetup:
 
     def _places(self, node: Node) -> int | None:
         """Return how many requests an engine may have before it gets no more prompts with pushed KV, None: any number."""
-        return node.facts.max_num_seqs if self._decode_waits and node.role == "decode" else None
+        return node.facts.max_num_seqs if self._decode_waits and node.decodes else None
 
     def remove(self, url: str) -> Engine:
         """Remove an engine. Legs to it that are under way go on.

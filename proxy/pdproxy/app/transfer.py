@@ -62,7 +62,7 @@ def build_turns(
 
 def receiver_of(node: Node) -> Receiver | None:
     """Return where an engine receives KV that is pushed, None if nothing is pushed to it."""
-    if node.role != "decode" or not node.receiver.init_ports:
+    if not node.decodes or not node.receiver.init_ports:
         return None
     return Receiver(receiver_host(node), node.receiver.init_ports, node.receiver.alloc_ports)
 

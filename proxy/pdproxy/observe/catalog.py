@@ -31,7 +31,7 @@ def _histogram(name: str, text: str, *labels: Label, bounds: tuple[float, ...] =
     return Description(name, Kind.HISTOGRAM, text, "seconds", labels, bounds)
 
 
-ROLE = Label("role", text="prefill, decode or aggregated")
+ROLE = Label("role", text="prefill, decode, aggregated or any")
 REMOVED = "removed"
 """The value of `node` for engines that are not in the pool any more."""
 
@@ -137,6 +137,7 @@ _ROLE_PHASES = {
     "prefill": ("prefill",),
     "decode": ("kv", "decode", "decode_whole", "alone", "alone_whole"),
     "aggregated": ("decode", "alone", "alone_whole"),
+    "any": ("prefill", "kv", "decode", "decode_whole", "alone", "alone_whole"),
 }
 
 

@@ -122,7 +122,7 @@ class Metrics:
         self._nodes.add(url)
         failures, phases = self._counts[catalog.LEG_FAILURES.name], catalog.phases_of(role)
         for phase, _ in catalog.FAILED_LEGS:
-            if (phase == "prefill") == (role == "prefill"):
+            if role == "any" or (phase == "prefill") == (role == "prefill"):
                 failures.setdefault((url, phase), 0)
         for phase in phases:
             self._legs.setdefault((url, phase), [0, 0.0])
