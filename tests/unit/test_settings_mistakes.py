@@ -98,7 +98,7 @@ def test_a_mistake_causes_no_others(tmp_path: Path) -> None:
     path = write(tmp_path, NODE % "decod")
     assert mistakes(path, {}, (), (EngineFlag("prefill", "b:1"),)) == [
         (
-            "pools[0].nodes[0].role: expected prefill or decode or aggregated, "
+            "pools[0].nodes[0].role: expected prefill or decode or aggregated or any, "
             f'got "decod" (did you mean decode?) (file {path})'
         )
     ]

@@ -32,6 +32,7 @@ from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.access.clients import Clients
+from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.gauges import kv_gauges, turn_gauges
@@ -139,6 +140,7 @@ class Proxy:
             observers.add(bootstraps)  # not for others: each event costs
         observers.add(prober, *([tokens.canaries] if tokens is not None else []), *watch.observers)
 
+        decisions = Decisions(pool.policy.placement if ledger.placement is not None else None, now)
         resources = ExchangeResources(
             transfer=transfer,
             ledger=ledger,
@@ -153,6 +155,7 @@ class Proxy:
             answer_budget=answer_budget,
             tokenizing=tokens.tokenizing if tokens is not None else None,
             turns=turns,
+            decisions=decisions,
         )
         known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
         admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers, clock, known_clients)
@@ -192,7 +195,8 @@ class Proxy:
             wrong.append(registrations.known.shortcomings)
 
         passthrough = Passthrough(resources, admission, credentials.keys, legs, bodies)
-        service = Service(resources, admission, credentials.keys, bodies, passthrough)
+        session_header = pool.policy.session_header if ledger.needs_details else None
+        service = Service(resources, admission, credentials.keys, bodies, passthrough, session_header)
         readiness = ReadinessCheck(admission, ledger, now, credentials.why_no_key, wrong)
         metrics.add_gauges(state_gauges(readiness.state, pool.connector))
         front = Front(
@@ -211,6 +215,7 @@ class Proxy:
             models=partial(models, engines, admin, now, own_keys=own_keys),
             metrics=metrics,
             telemetry=notices.telemetry,
+            decisions=decisions,
         )
         setup.add_configured()
         return cls(

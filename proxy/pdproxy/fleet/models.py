@@ -11,7 +11,6 @@ from pdproxy.kit.errors import EngineError, OverloadedError
 from pdproxy.scheduling.nodes import Role
 from pdproxy.upstream.admin import EngineAdmin
 
-
 _PREFILL = frozenset({Role.PREFILL})
 
 

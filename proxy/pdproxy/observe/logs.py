@@ -6,6 +6,7 @@ Owns the line of each event, and where lines go. No prompt and no key is ever lo
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from pdproxy.kit.frames import frames
 from pdproxy.observe.events import (
     BootstrapAsked,
     DeadlinePassed,
+    Decided,
     Event,
     Evicted,
     HandleEnded,
@@ -131,7 +133,7 @@ class LogObserver:
                     _TOKENIZER_LINES[agrees],
                     _fields(event),
                 )
-            case HandleEnded() | ServedAlone() | DeadlinePassed() | KvCounted() | Tokenized() | Evicted():
+            case HandleEnded() | ServedAlone() | Decided() | DeadlinePassed() | KvCounted() | Tokenized() | Evicted():
                 _debug(event)
             case KvNoticed() | KvTransferred() | KvWaited() | BootstrapAsked():
                 _debug(event)
@@ -188,6 +190,9 @@ def access_fields(event: RequestEnded) -> Fields:
         "prefill": leg.prefill,
         "decode": leg.decode,
         "why_alone": leg.why_alone,
+        "decision": leg.decision,
+        "predicted_ttft_ms": _ms(leg.predicted_ttft_s),
+        "predicted_tpot_ms": _ms(leg.predicted_tpot_s),
         "attempts": leg.attempts,
         "queue_ms": _ms(event.queue_s),
         "prefill_ms": _ms(leg.prefill_s),
@@ -215,6 +220,9 @@ def _together(legs: Sequence[LegTimes]) -> LegTimes:
         whole_s=_longest([leg.whole_s for leg in legs]),
         overlap_s=_longest([leg.overlap_s for leg in legs]),
         attempts=max((leg.attempts for leg in legs), default=0),
+        decision=_distinct([leg.decision for leg in legs]),
+        predicted_ttft_s=_longest([leg.predicted_ttft_s for leg in legs]),
+        predicted_tpot_s=_longest([leg.predicted_tpot_s for leg in legs]),
     )
 
 
@@ -228,7 +236,7 @@ def _longest(values: Sequence[float | None]) -> float | None:
 
 def _ms(seconds: float | None) -> float | None:
     # `round` to a digit makes a decimal text and reads it again: three times as slow.
-    return None if seconds is None else int(10_000 * seconds + 0.5) / 10
+    return None if seconds is None or not math.isfinite(seconds) else int(10_000 * seconds + 0.5) / 10
 
 
 def _fields(event: Event) -> Fields:

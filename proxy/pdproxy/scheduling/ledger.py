@@ -53,8 +53,8 @@ class Ledger:
         self._starting = True
         """Until every engine has been probed once. Engines that are added later don't count."""
         self._policies = make_policies(policies, chance, cached)
-        self.needs_session = any(policy.needs_session for policy in self._policies.values())
-        """Whether a policy reads `Ask.session`. Read only."""
+        self.needs_details = placement is not None or any(one.needs_details for one in self._policies.values())
+        """Whether anything here reads the details of an `Ask`. Read only."""
         self._interested: dict[frozenset[Role], tuple[Policy, ...]] = {}
         """The policies that rank engines with these uses."""
         self.placement = placement

@@ -50,8 +50,8 @@ class Policy(ABC):
     Engines are read only. Their counters (`requests`, `prompt_bytes`) are up to date in every call.
     """
 
-    needs_session = False
-    """Whether it reads `Ask.session`, which is made only then."""
+    needs_details = False
+    """Whether it reads `Ask.tokens`, `keys`, `session` or `slo`: they are filled in only for those that do."""
 
     @abstractmethod
     def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:

@@ -22,6 +22,8 @@ from pdproxy.scheduling.policy import Ask, Cached, Policy
 class Prefix(Policy):
     """`cached`: the index of prefixes; None: there is none. Prompts that no engine has a part of go by `least_load`."""
 
+    needs_details = True
+
     def __init__(self, role: Role, cached: Cached | None) -> None:
         self._cached = cached
         self._least_load = LeastLoad(role)

@@ -23,7 +23,7 @@ BOUND = 1.25
 class Session(Policy):
     """Requests without a session go where `least_load` sends them. Scores are the same in all processes."""
 
-    needs_session = True
+    needs_details = True
 
     def __init__(self, role: Role) -> None:
         self._least_load = LeastLoad(role)

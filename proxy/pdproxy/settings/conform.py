@@ -99,8 +99,10 @@ def leaves(kind: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
 
 
 def _section(value: object, kind: Any, where: str, path: KeyPath, found: Mistakes) -> dict[str, object]:
-    if isinstance(value, str) and issubclass(kind, Section) and (short := kind.of_text(value)) is not None:
-        return short
+    if isinstance(value, str) and issubclass(kind, Section):
+        short: dict[str, object] | None = kind.of_text(value)
+        if short is not None:
+            return short
     if not isinstance(value, dict):
         _unexpected(value, kind, where, path, found)
         return {}

@@ -18,15 +18,15 @@ def check_placing(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mista
             more = f" and {len(without) - 1} more" if len(without) > 1 else ""
             text = f"{quote(name)}: {without[0]}{more} has no such label"
             found.add(key, f"{spell_key(key)}: {text}{found.source(key)}")
-    named = {(*path, "profile"): pool.profile}
+    named: dict[KeyPath, str | None] = {(*path, "profile"): pool.profile}
     named |= {(*path, "nodes", index, "facts", "profile"): node.facts.profile for index, node in enumerate(nodes)}
     read: dict[str, str | None] = {}
-    for key, name in named.items():
-        if name is None:
+    for key, profile in named.items():
+        if profile is None:
             continue
-        if name not in read:
-            read[name] = _why_not(name)
-        if (why := read[name]) is not None:
+        if profile not in read:
+            read[profile] = _why_not(profile)
+        if (why := read[profile]) is not None:
             found.add(key, f"{spell_key(key)}: {why}{found.source(key)}")
 
 

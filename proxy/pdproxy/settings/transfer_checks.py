@@ -112,6 +112,25 @@ def check_pairs(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistake
             found.add(key, f"{spell_key(key)}: {text}{where}")
 
 
+def pairs_to_try(pool: Pool) -> list[tuple[Node, Node]]:
+    """Return the prefill and decode engines of a pool that are tried together: those that the settings let work together.
+
+    Of engines for any role, each makes KV for the next one only: it is then tried in both roles, without a try for all of n x n.
+    """
+    both = [node for node in pool.nodes if node.role == "any"]
+    following = {one.url: other for one, other in zip(both, [*both[1:], *both[:1]], strict=True)}
+    return [
+        (prefill, decode)
+        for prefill in pool.nodes
+        for decode in pool.nodes
+        if prefill.prefills
+        and decode.decodes
+        and prefill is not decode
+        and _takes(decode, prefill, pool)
+        and (not (prefill.role == decode.role == "any") or following[prefill.url] is decode)
+    ]
+
+
 def _check_parallel_sizes(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
     """Check the tensor-parallel sizes of engines that work together, where both are given."""
     if pool.lmcache.first_rank_only:
