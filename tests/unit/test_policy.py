@@ -385,7 +385,7 @@ async def test_the_settings_choose_the_policies(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         policies, "POLICIES", {**POLICIES, "second": lambda made_for: Favourite(f"http://{made_for.role.value[0]}2:1")}
     )
-    nodes = [schema.Node(url=f"http://{role[0]}{n}:1", role=role) for role in get_args(schema.Role) for n in (1, 2)]
+    nodes = [schema.Node(url=f"http://{role[0]}{n}:1", role=role) for role in get_args(schema.Role)[:3] for n in (1, 2)]
     for prefill, decode in (("second", "least_load"), ("least_load", "second")):
         chosen = schema.PoolPolicy(prefill=prefill, decode=decode)
         proxy = Proxy.build(schema.Settings(pools=(schema.Pool(nodes=tuple(nodes), policy=chosen),)))

@@ -50,7 +50,7 @@ class Session(Policy):
             if ask.session is None:
                 return least_loaded(ask)
             key = _hash(ask.session)
-            scores = [hash((key, seed)) for seed in seeds]
+            scores = [hash((key ^ seed, key)) for seed in seeds]
             node = nodes[scores.index(max(scores))]
             return node if node.requests < self._most(nodes) else self.rank(ask, nodes)[0]
 
@@ -75,7 +75,7 @@ class Session(Policy):
 
     def _by_score(self, session: str, nodes: Sequence[Node]) -> list[Node]:
         key = _hash(session)
-        return sorted(nodes, key=lambda node: -hash((key, self._seed(node))))
+        return sorted(nodes, key=lambda node: hash((key ^ self._seed(node), key)), reverse=True)
 
     def _seed(self, node: Node) -> int:
         seed = self._seeds.get(node.url)
@@ -85,5 +85,9 @@ class Session(Policy):
 
 
 def _hash(text: str) -> int:
-    """Return a number that is the same in every process. Numbers, and tuples of them, have no random hash in Python."""
+    """Return a number that is the same in every process. Numbers, and tuples of them, have no random hash in Python.
+
+    A tuple's hash mixes its items one after the other. The score of an engine (`key ^ seed`, `key`) has both numbers in its first
+    item: two engines whose seeds came last would keep the same distance for every key, and their shares would be uneven.
+    """
     return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=7).digest(), "big")

@@ -19,8 +19,8 @@ LATE = "late"
 class Decision(msgspec.Struct, frozen=True):
     """A decision for one attempt of a request. `at`: when, in monotonic seconds.
 
-    `choice`: whole, split or refused. `engines`: their URLs, the one that answers last. `must_be_whole`: why the request could not
-    be split, None if it could. `values`: what the placement based it on. `tokens`: the prompt's, None where unknown.
+    `choice`: whole, split or refused. `engines`: their URLs, the one that answers last. `must_be_whole`: why the request could
+    not be split, None if it could. `values`: what the placement based it on. `tokens`: the prompt's, None where unknown.
     """
 
     at: float
