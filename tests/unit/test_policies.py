@@ -77,8 +77,8 @@ def test_a_ranking_has_each_engine_once(name: str, role: Role, data: st.DataObje
     tokens = data.draw(st.none() | st.integers(0, 5000))
     among = nodes(*loads, role=role)
     ask = Ask("m", 100, 0.0, session=session, tokens=tokens)
-    matched = {node: data.draw(st.integers(0, 6000)) for node in among}
-    one = policy(name, role, Random(data.draw(st.integers(0, 99))).random, cached=lambda _, node: matched[node])
+    matched = {node.url: data.draw(st.integers(0, 6000)) for node in among}
+    one = policy(name, role, Random(data.draw(st.integers(0, 99))).random, cached=lambda _: matched)
     assert sorted(map(id, one.rank(ask, among))) == sorted(map(id, among))
     assert one.best_of(among)(ask) in among
 
@@ -227,7 +227,9 @@ def test_one_hot_session_is_spread_by_the_bound() -> None:
 
 def prefix(matched: Sequence[int], role: Role = Role.DECODE) -> Policy:
     """With so many cached tokens at the engines 0, 1, ..."""
-    return policy("prefix", role, cached=lambda _, node: matched[int(node.url[7:-2])])
+    return policy(
+        "prefix", role, cached=lambda _: {f"http://{n}:1": tokens for n, tokens in enumerate(matched) if tokens}
+    )
 
 
 @pytest.mark.parametrize(
@@ -262,7 +264,7 @@ def test_equal_matches_take_turns() -> None:
 def test_a_hot_prefix_spreads() -> None:
     """Everybody's prompts begin in the same way: an engine that has that gets more, but never leaves the others idle."""
     have: set[str] = set()
-    made = ledger("prefix", 4, cached=lambda _, node: 900 if node.url in have else 0)
+    made = ledger("prefix", 4, cached=lambda _: dict.fromkeys(have, 900))
     for _ in range(200):
         lease = made.assign_alone(Ask("m", 4000, 0.0, tokens=1000))
         assert lease is not None

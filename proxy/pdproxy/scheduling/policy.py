@@ -7,7 +7,7 @@ called in the event loop and must return at once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -81,8 +81,8 @@ class Policy(ABC):
         return None
 
 
-Cached = Callable[[Ask, Node], int]
-"""Returns how many tokens of a request's prompt an engine is expected to have in its cache."""
+Cached = Callable[[Ask], Mapping[str, int]]
+"""Returns how many tokens of a request's prompt engines should have in their caches, by URL; those without may be left out."""
 
 
 def no_chance() -> float:

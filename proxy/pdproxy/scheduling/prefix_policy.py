@@ -33,12 +33,12 @@ class Prefix(Policy):
         ranked = self._least_load.rank(ask, nodes)
         if self._cached is None or not ask.tokens:
             return ranked
-        matched = {node: self._cached(ask, node) for node in ranked}
-        if not any(matched.values()):
+        matched = self._cached(ask)
+        if not matched:
             return ranked
         mean = sum([node.requests for node in ranked]) / len(ranked)
         unit, prompt = max(1.0, mean), ask.tokens
-        return sorted(ranked, key=lambda n: (n.requests - mean) / unit - min(matched[n], prompt) / prompt)
+        return sorted(ranked, key=lambda n: (n.requests - mean) / unit - min(matched.get(n.url, 0), prompt) / prompt)
 
     def engines_changed(self) -> None:
         """See `Policy`."""
