@@ -38,7 +38,7 @@ class Reference:
     def __init__(self, specs: Sequence[NodeSpec], failures: int, cooldown: float) -> None:
         self.nodes = {spec.url: Node(spec) for spec in specs}
         self.failures, self.cooldown = failures, cooldown
-        self.turns = dict.fromkeys(Role, 0)
+        self.turns: dict[object, int] = {}
         self.tripped: set[str] = set()
 
     def pair(self, ask: Ask, without: Collection[str]) -> list[Lease] | None:
@@ -77,7 +77,7 @@ class Reference:
         serving = [n for n in alive if ask.model is None or n.serves(ask.model)]
         fitting = serving or (alive if role is not Role.PREFILL else [])
         candidates = [n for n in fitting if n.usable(ask.now)] or fitting
-        return sorted(self.turned(role, candidates), key=load)
+        return sorted(self.turned((role, "ranked"), candidates), key=load)
 
     def least(self, role: Role, model: str | None) -> Node | None:
         group = self.group(role, model)
@@ -86,11 +86,11 @@ class Reference:
     def next(self, role: Role, group: list[Node]) -> Node:
         return min(self.turned(role, group), key=load)
 
-    def turned(self, role: Role, nodes: list[Node]) -> list[Node]:
+    def turned(self, whose: object, nodes: list[Node]) -> list[Node]:
         if len(nodes) < 2:
             return nodes
-        self.turns[role] += 1
-        turn = self.turns[role] % len(nodes)
+        turn = self.turns[whose] = self.turns.get(whose, 0) + 1
+        turn %= len(nodes)
         return nodes[turn:] + nodes[:turn]
 
     def group(self, role: Role, model: str | None) -> list[Node]:

@@ -18,7 +18,7 @@ class Eligibility:
         self._nodes = nodes
         self._policies = policies
         self._best: dict[tuple[Role, str | None], Best] = {}
-        self._sets: list[tuple[list[Node], Best]] = []
+        self._sets: list[tuple[Role, list[Node], Best]] = []
 
     def best_of(self, role: Role, model: str | None) -> Best | None:
         """Return what chooses among the engines of a role that are up and serve a model, None if there are none.
@@ -57,9 +57,9 @@ class Eligibility:
         if not nodes:
             return None  # not remembered: a client can name any number of models
         # Hundreds of adapters are mostly served by the same engines, and each set costs time whenever a load changes.
-        best = next((best for same, best in self._sets if same == nodes), None)
+        best = next((best for whose, same, best in self._sets if whose is role and same == nodes), None)
         if best is None:
             best = self._policies[role].best_of(nodes) if len(nodes) > 1 else lambda _: nodes[0]
-            self._sets.append((nodes, best))
+            self._sets.append((role, nodes, best))
         self._best[role, model] = best
         return best

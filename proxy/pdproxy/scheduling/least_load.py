@@ -30,13 +30,16 @@ class LeastLoad(Policy):
         self._by_bytes = role is Role.PREFILL
         self._measures = measure_of(role)
         self._turn = 0
+        self._ranked = 0
+        """The turn of rankings, apart: they follow where the best engines of two roles can't work together. If each such request
+        took two turns, it would be the same engine's turn for ever."""
         self._places: dict[Node, list[tuple[list[int], int]]] = {}
         """For each engine: the lists of loads that it is in, and its index in each."""
 
     def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
         """See `Policy`."""
-        self._turn += 1
-        turn = self._turn % len(nodes)
+        self._ranked += 1
+        turn = self._ranked % len(nodes)
         ranked = [*nodes[turn:], *nodes[:turn]]
         ranked.sort(key=self._measures)
         return ranked
