@@ -136,6 +136,10 @@ def test_nobody_and_refused_are_different() -> None:
     assert ledger.place(ASK, split=True) is None
     assert not ledger.is_placeable(ASK, split=True), "a prefill engine alone serves nothing"
     assert len(placement.asks) == 1
+    ledger, placement = made(spec("p"), spec("d"), alone=(Role.AGGREGATED,))
+    ledger.eject("p", "d")
+    assert ledger.place(ASK, split=True) is None
+    assert not ledger.is_placeable(ASK, split=True), "and so do two that must not be paired"
 
 
 def test_the_candidates_are_the_same_object_until_an_engine_changes() -> None:

@@ -171,7 +171,7 @@ def test_a_policy_by_its_name_alone(text: str, wanted: PoolPolicy, read: Read, m
     settings = read(f"pools: [{{policy: {text}, {NODES}}}]")
     assert settings.pool.policy == wanted
     assert read(dump(settings)) == settings
-    made = build_ledger(settings).placement
+    made = build_ledger(settings, Profiles(None)).placement
     assert isinstance(made, Scripted) is (wanted.placement == "scripted")
 
 
@@ -212,10 +212,15 @@ def test_profiles_are_read_once_and_by_engine(read: Read, tmp_path: Path) -> Non
     shipped = Path("proxy/pdproxy/engine_model/profiles/h200-8b.json").read_text()
     own.write_text(shipped.replace('"max_num_batched_tokens": 8192', '"max_num_batched_tokens": 512'))
     nodes = NODES.replace("role: decode", f"role: decode, facts: {{profile: '{own}'}}")
-    profiles = Profiles(read(f"pools: [{{profile: h200-8b, {nodes}}}]").pool)
+    pool = read(f"pools: [{{profile: h200-8b, {nodes}}}]").pool
+    profiles = Profiles(pool.profile)
+    for node in pool.nodes:
+        profiles.set(node)
     assert [profiles.chunk(f"http://{name}:1") for name in ("p", "d", "later")] == [8192, 512, 8192]
     assert profiles.hardware("http://d:1") == profiles.hardware("http://p:1") is not None
-    none = Profiles(read(f"pools: [{{{NODES}}}]").pool)
+    profiles.set(Node(url="http://d:1", role="decode"))
+    assert profiles.chunk("http://d:1") == 8192, "it was added again, without its own"
+    none = Profiles(None)
     assert (none.chunk("http://p:1"), none.hardware("http://p:1")) == (None, None)
 
 
@@ -237,4 +242,4 @@ def test_a_profile_that_vanished_since_is_one_line_too(read: Read, tmp_path: Pat
     pool = read(f"pools: [{{profile: '{gone}', {NODES}}}]").pool
     gone.unlink()
     with pytest.raises(SettingsError, match="neither a file nor"):
-        Profiles(pool)
+        Profiles(pool.profile)

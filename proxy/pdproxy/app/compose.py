@@ -9,7 +9,7 @@ from functools import partial
 
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.drain import drain
-from pdproxy.app.engines import EngineSetup, build_ledger, no_key
+from pdproxy.app.engines import EngineSetup, Profiles, build_ledger, no_key
 from pdproxy.app.front import Front
 from pdproxy.app.gauges import memory_gauges, process_gauges, request_gauges, state_gauges
 from pdproxy.app.heartbeat import Heartbeat
@@ -101,13 +101,14 @@ class Proxy:
         `clock`: of all deadlines and durations; None: the real one.
 
         Raises:
-            SettingsError: a file of keys or certificates, or the tokenizer, can't be used.
+            SettingsError: a file of keys or certificates, a profile or the tokenizer can't be used.
         """
         pool, limits, deadlines, probes = settings.pool, settings.limits, settings.deadlines, settings.probes
         credentials = Credentials(settings)
         own_keys = credentials.keys.wanted
 
-        ledger = build_ledger(settings)
+        profiles = Profiles(pool.profile)
+        ledger = build_ledger(settings, profiles)
         engines = EngineRegistry(ledger)
         metrics = Metrics(engines.lists)
         engines.watch(MetricsOfEngines(metrics))
@@ -119,7 +120,7 @@ class Proxy:
         now = clock.now
 
         answer_budget = AnswerBudget(limits.max_answer_bytes, limits.max_buffered_answer_bytes)
-        setup = EngineSetup(settings, credentials, engines, clock, answer_budget, watch.client)
+        setup = EngineSetup(settings, credentials, engines, clock, answer_budget, watch.client, profiles)
         admin = EngineAdmin(timeout=deadlines.probe, key=engines.key, tls=engines.tls)
         auditor = Auditor(engines, ledger, observers)
         prober = Prober(engines, ledger, admin, auditor, observers, tasks, probes, now)

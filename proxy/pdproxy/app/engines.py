@@ -28,35 +28,68 @@ from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
 
 
-def build_ledger(settings: Settings, cached: Cached | None = None) -> Ledger:
-    """Return the ledger of the pool. It has no engines yet: the registry adds them. `cached`: the index of prefixes.
+class Profiles:
+    """How long engines' work takes, by the profiles that the settings name. `pool`: of all engines that have none of their own.
 
     Raises:
         SettingsError: a profile can't be read any more.
     """
-    limits, policy = settings.limits, settings.pool.policy
+
+    def __init__(self, pool: str | None) -> None:
+        self._pool = _read(pool)
+        self._engines: dict[str, Profile] = {}
+
+    def set(self, node: Node) -> None:
+        """Read an engine's own profile, if it has one.
+
+        Raises:
+            SettingsError: it can't be read any more.
+        """
+        own = _read(node.facts.profile)
+        if own is None:
+            self._engines.pop(node.url, None)
+        else:
+            self._engines[node.url] = own
+
+    def hardware(self, url: str) -> Hardware | None:
+        """Return the times of an engine, None where no profile has them."""
+        profile = self._engines.get(url, self._pool)
+        return None if profile is None else profile.hardware
+
+    def chunk(self, url: str) -> int | None:
+        """Return the most tokens of a step of an engine, None where no profile has them."""
+        profile = self._engines.get(url, self._pool)
+        return None if profile is None else profile.engine.max_num_batched_tokens
+
+
+def _read(name: str | None) -> Profile | None:
+    try:
+        return None if name is None else load(name)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+
+
+def build_ledger(settings: Settings, profiles: Profiles, cached: Cached | None = None) -> Ledger:
+    """Return the ledger of the pool. It has no engines yet: the registry adds them. `cached`: the index of prefixes."""
+    limits, pool = settings.limits, settings.pool
+    policy = pool.policy
     return Ledger(
         [],
         breaker_failures=limits.breaker_failures,
         breaker_cooldown=limits.breaker_cooldown,
         policies={Role.PREFILL: policies.POLICIES[policy.prefill], Role.DECODE: policies.POLICIES[policy.decode]},
-        alone=[Role(name) for name in entry_of(settings.pool.connector).capabilities.alone_on],
-        placement=build_placement(settings.pool, cached),
+        alone=[Role(name) for name in entry_of(pool.connector).capabilities.alone_on],
+        placement=_placement(pool, profiles, cached),
         chance=Random().random,
         cached=cached,
     )
 
 
-def build_placement(pool: Pool, cached: Cached | None) -> Placement | None:
-    """Return what decides whether a prompt is split, None where it is split whenever it can be.
-
-    Raises:
-        SettingsError: a profile can't be read any more.
-    """
+def _placement(pool: Pool, profiles: Profiles, cached: Cached | None) -> Placement | None:
+    """Return what decides whether a prompt is split, None where it is split whenever it can be."""
     make = placements.PLACEMENTS.get(pool.policy.placement)
     if make is None:
         return None
-    profiles = Profiles(pool)
     context = placements.PlacementContext(
         slo=Slo(pool.slo.ttft, pool.slo.tpot, pool.slo.gap),
         refuse_late=pool.policy.refuse_late,
@@ -66,32 +99,6 @@ def build_placement(pool: Pool, cached: Cached | None) -> Placement | None:
         cached=cached,
     )
     return make(context)
-
-
-class Profiles:
-    """How long engines' work takes, by the profiles that the settings name. Each is read once."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = _read(pool.profile)
-        named = {node.url: node.facts.profile for node in pool.nodes if node.facts.profile is not None}
-        self._nodes = {url: _read(name) for url, name in named.items()}
-
-    def hardware(self, url: str) -> Hardware | None:
-        """Return the times of an engine, None where no profile has them."""
-        profile = self._nodes.get(url, self._pool)
-        return None if profile is None else profile.hardware
-
-    def chunk(self, url: str) -> int | None:
-        """Return the most tokens of a step of an engine, None where no profile has them."""
-        profile = self._nodes.get(url, self._pool)
-        return None if profile is None else profile.engine.max_num_batched_tokens
-
-
-def _read(name: str | None) -> Profile | None:
-    try:
-        return None if name is None else load(name)
-    except ValueError as error:
-        raise SettingsError(str(error)) from None
 
 
 class EngineSetup:
@@ -105,7 +112,9 @@ class EngineSetup:
         clock: Clock,
         answers: AnswerBudget,
         client: Callable[..., EngineClient],
+        profiles: Profiles,
     ) -> None:
+        self._profiles = profiles
         self._settings = settings
         self._credentials = credentials
         self._engines = engines
@@ -142,6 +151,7 @@ class EngineSetup:
         return engine
 
     def _made(self, node: Node, credentials: EngineCredentials) -> Engine:
+        self._profiles.set(node)
         receiver = receiver_of(node)
         client = self._client(
             node.url,

@@ -215,7 +215,11 @@ class Ledger:
         """Return the engines outside of `without`, all if those can't serve the request, None if none can."""
         for excluded in (without, ()) if without else ((),):
             candidates = self._candidates_for(ask, split, excluded)
-            if candidates.whole or (candidates.prefill and candidates.decode):
+            if candidates.whole or any(
+                prefill is not decode and self._may_pair(prefill, decode)
+                for prefill in candidates.prefill
+                for decode in candidates.decode
+            ):
                 return candidates
         return None
 
