@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Literal
 
 import pytest
 
@@ -26,10 +27,25 @@ def roles_taken(w: World) -> set[tuple[str, bool]]:
 # -- texts
 
 
-@pytest.mark.parametrize("connector", ["nixl", "nixl-push", "mooncake", "lmcache-mp", "shared"])
-async def test_the_texts_are_one_engines(connector: str) -> None:
-    """Split between any two, at the same time in both directions: as a plain engine answers, whole and streamed."""
-    async with pool(connector, prefills=2, decodes=1, anything=True) as p:
+@pytest.mark.parametrize(
+    ("connector", "dispatch"),
+    [
+        ("nixl", None),
+        ("nixl-push", None),
+        ("nixl-push", "concurrent"),
+        ("mooncake", None),
+        ("mooncake", "concurrent"),
+        ("lmcache-mp", None),
+        ("shared", None),
+    ],
+)
+async def test_the_texts_are_one_engines(connector: str, dispatch: Literal["sequential", "concurrent"] | None) -> None:
+    """Split between any two, at the same time in both directions: as a plain engine answers, whole and streamed.
+
+    One leg after the other, unless the settings want both at once: full engines could wait for each other for ever.
+    """
+    async with pool(connector, prefills=2, decodes=1, anything=True, dispatch=dispatch) as p:
+        assert p.world.proxy.transfer.contract.order == (dispatch or "sequential")
         asked = [(COMPLETIONS, completion(prompt=f"{LONG_PROMPT} {n}", max_tokens=6)) for n in range(6)]
         asked += [(CHAT, chat(messages=[{"role": "user", "content": f"{LONG_PROMPT} {n}"}])) for n in range(4)]
         asked += [(path, body | {"stream": True}) for path, body in asked[::3]]

@@ -255,10 +255,32 @@ def test_prefix_weighs_what_is_cached_against_load(
         assert prefix(matched, role).rank(ask, among)[0] is among[wanted], role
 
 
-def test_equal_matches_take_turns() -> None:
-    among, one = nodes(1, 1, 1), prefix((500, 500, 0))
-    ask = Ask("m", 4000, 0.0, tokens=1000)
-    assert {one.best_of(among)(ask).url[7] for _ in range(4)} == {"0", "1"}
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1200)), min_size=2, max_size=9),
+    role=st.sampled_from(ROLES),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_prepared_choice_of_prefix_is_the_rankings(pairs: list[tuple[int, int]], role: Role) -> None:
+    """Or one with the same score."""
+    loads, matched = [load for load, _ in pairs], [tokens for _, tokens in pairs]
+    among, ask = nodes(*loads, role=role), Ask("m", 4000, 0.0, tokens=1000)
+    mean = sum(loads) / len(loads)
+
+    def score(node: Node) -> float:
+        part = min(matched[int(node.url[7:-2])], 1000) / 1000
+        return part - (node.requests - mean) / max(1.0, mean)
+
+    one = prefix(matched, role)
+    assert score(chosen(one, among, ask)) == pytest.approx(score(one.rank(ask, among)[0]))
+
+
+def test_engines_with_the_same_score_take_turns() -> None:
+    """Of those without any part of the prompt; an engine that is gone and still in the index is none of them."""
+    among, ask = nodes(1, 1, 1, 9), Ask("m", 4000, 0.0, tokens=1000)
+    one = prefix((0, 0, 0, 500, 900))
+    best = one.best_of(among)
+    assert {best(ask).url[7] for _ in range(6)} == {"0", "1", "2"}
+    assert {one.rank(ask, among)[0].url[7] for _ in range(6)} == {"0", "1", "2"}
 
 
 def test_a_hot_prefix_spreads() -> None:

@@ -267,11 +267,12 @@ class Ledger:
         self, prefill: str, model: str | None, now: float, *, prefer_not: str | None = None
     ) -> Node | None:
         """Return the decode engine through which a prefill engine's handle is released. No lease: a release is no load."""
-        made_by = self._nodes.get(prefill)  # None: it was removed
+        made_by = self._nodes.get(prefill)  # None: it was removed, and its labels are not known any more
         ranked = [
             node
             for node in self._eligibility.ranked(Role.DECODE, Ask(model, 0, now), ())
-            if node.url != prefill and (made_by is None or node.spec.takes_from(made_by.spec))
+            if node.url != prefill
+            and (node.spec.has_source(prefill) if made_by is None else node.spec.takes_from(made_by.spec))
         ]
         others = [node for node in ranked if node.url != prefer_not]
         return next(iter(others or ranked), None)

@@ -51,7 +51,11 @@ class NodeSpec:
 
     def takes_from(self, prefill: NodeSpec) -> bool:
         """Return whether this decode engine is configured to work with a prefill engine."""
-        return (not self.sources or prefill.url in self.sources) and self.within == prefill.within
+        return self.has_source(prefill.url) and self.within == prefill.within
+
+    def has_source(self, prefill: str) -> bool:
+        """Return whether this decode engine takes the KV of the prefill engine of this URL, wherever that is."""
+        return not self.sources or prefill in self.sources
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.least_load import LeastLoad
 from pdproxy.scheduling.nodes import Node, Role
-from pdproxy.scheduling.policy import Ask, Cached, Policy
+from pdproxy.scheduling.policy import Ask, Best, Cached, Policy
 
 
 class Prefix(Policy):
@@ -27,6 +27,7 @@ class Prefix(Policy):
     def __init__(self, role: Role, cached: Cached | None) -> None:
         self._cached = cached
         self._least_load = LeastLoad(role)
+        self._turn = 0
 
     def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
         """See `Policy`. Engines with the same score are in the order of `least_load`."""
@@ -39,6 +40,33 @@ class Prefix(Policy):
         mean = sum([node.requests for node in ranked]) / len(ranked)
         unit, prompt = max(1.0, mean), ask.tokens
         return sorted(ranked, key=lambda n: (n.requests - mean) / unit - min(matched.get(n.url, 0), prompt) / prompt)
+
+    def best_of(self, nodes: Sequence[Node]) -> Best:
+        """See `Policy`. Only engines that have a part of the prompt, and one with the fewest requests, can be the best."""
+        cached, least_loaded, count = self._cached, self._least_load.best_of(nodes), len(nodes)
+        places = {node.url: node for node in nodes}
+
+        def best(ask: Ask) -> Node:
+            matched = {} if cached is None or not ask.tokens else cached(ask)
+            if not matched or not ask.tokens:
+                return least_loaded(ask)
+            requests = [node.requests for node in nodes]
+            mean, fewest, prompt = sum(requests) / count, min(requests), ask.tokens
+            self._turn += 1
+            turn = self._turn % count
+            at = requests.index(fewest, turn) if fewest in requests[turn:] else requests.index(fewest)
+            best, unit = nodes[at], max(1.0, mean)
+            score = (fewest - mean) / unit
+            for url, tokens in matched.items():
+                node = places.get(url)
+                if node is None:
+                    continue
+                of_node = (node.requests - mean) / unit - min(tokens, prompt) / prompt
+                if of_node < score:
+                    best, score = node, of_node
+            return best
+
+        return best
 
     def engines_changed(self) -> None:
         """See `Policy`."""

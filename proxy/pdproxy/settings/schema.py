@@ -257,7 +257,8 @@ class Pool(Section, frozen=True):
     are asked at the start; if they do not show it, the proxy does not start."""
 
     dispatch: Dispatch | None = None
-    """The order of a prompt's two legs: the prefill leg first, or both at once. None: the connector's usual order."""
+    """The order of a prompt's two legs: the prefill leg first, or both at once. None: the connector's usual order, and sequential
+    with engines of role any."""
 
     remote_host: RemoteHost = "engine"
     """Which host decode engines connect to for KV: the one that the prefill `engine` names in its KV handles, or the one of its
