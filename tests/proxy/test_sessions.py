@@ -9,6 +9,7 @@ import pytest
 
 from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.schema import Settings
+from tests.fakes.passed import asked as requests_of
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, world
 
 LONG_PROMPT = "a prompt that has some blocks of KV, because it goes on for a while, and then some more"
@@ -25,11 +26,6 @@ def adjusted(*, labels: tuple[str, ...] = (), nodes: dict[str, Any] | None = Non
         return replace(settings, pools=(replace(old, nodes=tuple(made), **pool),))
 
     return adjust
-
-
-def answered_by(w: World) -> list[str | None]:
-    """The decode engine of each request so far."""
-    return [engine.url for engine in w.decode for _ in engine.requests]
 
 
 async def asked(w: World, headers: list[tuple[str, str]], **fields: Any) -> set[str | None]:
@@ -102,6 +98,16 @@ async def test_chats_and_lists_have_sessions() -> None:
         used = {engine.url for engine in w.engines if engine.requests}
         assert home <= used
         assert len(used) <= 4, "two prompts at once: the second may find the bound"
+
+
+async def test_routes_that_are_never_split_have_sessions_by_the_header() -> None:
+    async with world(1, 3, adjust=SESSION) as w:
+        before = [requests_of(engine, "/tokenize") for engine in w.decode]  # probes ask it, too
+        for n in range(6):
+            body = {"model": "tiny", "prompt": f"some text {n}"}
+            assert (await w.ask("/tokenize", body, [("X-Session-ID", "s")])).status == 200
+        counts = [requests_of(engine, "/tokenize") - old for engine, old in zip(w.decode, before, strict=True)]
+        assert sorted(counts) == [0, 0, 6]
 
 
 # -- labels

@@ -13,7 +13,7 @@ from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.request.admission import Admission
-from pdproxy.serving.request.hints import noted
+from pdproxy.serving.request.hints import noted, session_of
 from pdproxy.serving.request.passthrough import Passthrough
 from pdproxy.serving.request.service import Service
 from pdproxy.settings.schema import Settings
@@ -94,6 +94,7 @@ class Front:
             FORWARDED,
             max_body=self.settings.limits.max_body_bytes,
             refused=partial(report_refusal, self.observers),
+            session=partial(session_of, self.service.session_header),
         )
         return Answers(
             self.keys.check,

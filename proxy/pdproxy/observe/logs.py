@@ -6,7 +6,6 @@ Owns the line of each event, and where lines go. No prompt and no key is ever lo
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -190,9 +189,6 @@ def access_fields(event: RequestEnded) -> Fields:
         "prefill": leg.prefill,
         "decode": leg.decode,
         "why_alone": leg.why_alone,
-        "decision": leg.decision,
-        "predicted_ttft_ms": _ms(leg.predicted_ttft_s),
-        "predicted_tpot_ms": _ms(leg.predicted_tpot_s),
         "attempts": leg.attempts,
         "queue_ms": _ms(event.queue_s),
         "prefill_ms": _ms(leg.prefill_s),
@@ -205,6 +201,9 @@ def access_fields(event: RequestEnded) -> Fields:
         "completion_tokens": event.completion_tokens,
         "error": event.error,
     }
+    if leg.decision is not None:
+        found["decision"] = leg.decision
+        found["predicted_ttft_ms"], found["predicted_tpot_ms"] = _ms(leg.predicted_ttft_s), _ms(leg.predicted_tpot_s)
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -236,7 +235,7 @@ def _longest(values: Sequence[float | None]) -> float | None:
 
 def _ms(seconds: float | None) -> float | None:
     # `round` to a digit makes a decimal text and reads it again: three times as slow.
-    return None if seconds is None or not math.isfinite(seconds) else int(10_000 * seconds + 0.5) / 10
+    return None if seconds is None else int(10_000 * seconds + 0.5) / 10
 
 
 def _fields(event: Event) -> Fields:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 
 import msgspec
 
+from pdproxy.observe.events import LegTimes
 from pdproxy.scheduling.leases import Assignment
 
 KEPT = 256
@@ -78,6 +80,16 @@ class Decisions:
             for one in reversed(self._last)
         ]
         return msgspec.json.encode(_Page(self._placement, shown))
+
+
+def decided(times: LegTimes, assignment: Assignment) -> LegTimes:
+    """Return what happened, with the decision that led to it. Predictions that are no times (infinite) are left out."""
+    ttft, tpot = (_finite((assignment.values or {}).get(name)) for name in ("ttft", "tpot"))
+    return msgspec.structs.replace(times, decision=assignment.reason, predicted_ttft_s=ttft, predicted_tpot_s=tpot)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def spelled(assignment: Assignment, why_alone: str | None) -> str:

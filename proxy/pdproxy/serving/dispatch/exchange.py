@@ -12,9 +12,8 @@ ends, a cancelled task (the client left) included, its leases are closed once an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from types import MappingProxyType
 
 from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import LegTimes, ServedAlone
@@ -22,7 +21,7 @@ from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.dispatch import orders
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.begin import begin, begin_placed, begin_with_space, why_not_split
-from pdproxy.serving.dispatch.decisions import spelled
+from pdproxy.serving.dispatch.decisions import decided, spelled
 from pdproxy.serving.dispatch.orders import alone
 from pdproxy.serving.dispatch.orders.sequential import kv_ready
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
@@ -69,9 +68,6 @@ class Dispatcher:
         return Exchange(self, PromptRequest(parsed, prompt, headers, new_relay))
 
 
-_NO_VALUES: Mapping[str, float] = MappingProxyType({})
-
-
 class Exchange:
     """One prompt's exchange. Run once."""
 
@@ -114,9 +110,7 @@ class Exchange:
         attempt = self._attempt
         if attempt is None:
             return LegTimes()
-        assignment = attempt.assignment
-        values = assignment.values or _NO_VALUES
-        return LegTimes(
+        times = LegTimes(
             prefill=attempt.prefill_url,
             decode=attempt.asked_url,
             why_alone=self._served_alone.value if self._served_alone else None,
@@ -126,10 +120,8 @@ class Exchange:
             whole_s=attempt.whole_s,
             overlap_s=attempt.overlap_s,
             attempts=self._asked,
-            decision=assignment.reason or None,
-            predicted_ttft_s=values.get("ttft"),
-            predicted_tpot_s=values.get("tpot"),
         )
+        return times if not attempt.assignment.reason else decided(times, attempt.assignment)
 
     @property
     def decision(self) -> str | None:

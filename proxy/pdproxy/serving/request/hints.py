@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pdproxy.kit.errors import BadRequestError
 from pdproxy.scheduling.slo import Slo
@@ -39,13 +39,19 @@ def read_hints(lines: Sequence[tuple[bytes, bytes]], session_header: str | None)
         BadRequestError: a value that can't be used; the message names the header, and quotes nothing.
     """
     found = dict(reversed([*lines]))
-    session = None if session_header is None else found.get(session_header.lower().encode("latin-1"))
     slo = Slo(*[_seconds(found, name) for name in (SLO_TTFT, SLO_TPOT, SLO_GAP)])
     return Hints(
         slo=slo or None,
-        session=session[:MAX_SESSION].decode("latin-1") if session else None,
+        session=session_of(session_header, found),
         wants_decision=_flag(found),
     )
+
+
+def session_of(session_header: str | None, found: Mapping[bytes, bytes]) -> str | None:
+    """Return the session that a request's headers name, None if they name none. `session_header`: as above."""
+    if session_header is None:
+        return None
+    return found.get(session_header.lower().encode("latin-1"), b"")[:MAX_SESSION].decode("latin-1") or None
 
 
 def _seconds(found: dict[bytes, bytes], name: bytes) -> float | None:
