@@ -24,7 +24,6 @@ from pdproxy.lab.plan.arrangement import CHUNKS
 from pdproxy.lab.plan.question import Demand, Drawn, Question, Traced, steady
 from pdproxy.lab.plan.search import Result, exhaustive, search
 from pdproxy.lab.simulate.shape import Shape
-from pdproxy.scheduling import policies
 
 WITHIN = 0.95
 SLOS = {
@@ -90,7 +89,7 @@ def question(demand: Demand, slo: str) -> Question:
             block_size=profile.engine.block_size,
         ),
         chunks=CHUNKS,
-        policies=policies.names(),
+        policies=("least_load",),
     )
     return steady(asked)
 

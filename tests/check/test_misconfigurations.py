@@ -38,6 +38,32 @@ async def test_a_good_pair_yields_nothing_and_leaves_nothing_behind(bench):
     assert bench.running[0].engine.stats.kv_expired == 0
 
 
+async def test_engines_for_any_role_are_proven_in_both(bench):
+    """Each makes KV for the next one, which is enough to know them all; mixed with others, in all pairs with those."""
+    for _ in range(3):
+        await bench.start("any")
+    checked = await bench.check()
+    assert checked.findings == []
+    urls = [one.url for one in bench.running]
+    ring = set(zip(urls, [*urls[1:], urls[0]], strict=True))
+    assert {(tried.prefill, tried.decode) for tried in checked.learned.pairs} == ring
+    assert all(tried.last.kv_moved for tried in checked.learned.pairs)
+    assert bench.held == 0
+    await bench.start("decode")
+    await bench.start("aggregated")
+    checked = await bench.check()
+    assert checked.findings == []
+    assert len(checked.learned.pairs) == 6
+
+
+async def test_one_engine_for_any_role_with_other_weights_is_named_once(bench):
+    for weights in (0, 0, 1):
+        await bench.start("any", weights=weights)
+    checked = await bench.check()
+    assert checked["weights_differ"].where[0] == bench.running[2].url
+    assert len([one for one in checked.findings if one.code == "weights_differ"]) == 1
+
+
 async def test_all_pairs_of_a_good_fleet_are_proven(bench):
     for role in ("prefill", "prefill", "decode", "decode", "aggregated"):
         await bench.start(role)

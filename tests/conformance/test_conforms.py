@@ -6,6 +6,7 @@ import pytest
 from msgspec import structs
 
 from pdproxy.lab.conformance.checks import CHECKS
+from pdproxy.lab.conformance.runner import run
 from tests.conformance.engines import PATIENT, rig
 
 NO_LEASE = {"release", "lease"}
@@ -84,3 +85,19 @@ async def test_the_connector_may_be_found_by_asking():
         engines.settings = structs.replace(engines.settings, pools=(pool,))
         results = await engines.judge("kv_moved", options=PATIENT)
         assert results["kv_moved"].verdict == "passed"
+
+
+async def test_engines_for_any_role_are_tried_in_both():
+    """Each makes KV for the next one, in a proxy that knows it by one role."""
+    async with rig("nixl", p={"kv_role": "kv_both"}, d={"kv_role": "kv_both"}) as engines:
+        nodes = tuple(structs.replace(node, role="any") for node in engines.settings.pool.nodes[:2])
+        settings = structs.replace(engines.settings, pools=(structs.replace(engines.settings.pool, nodes=nodes),))
+        wanted = ("pair", "completion", "chat_stream", "release")
+        report = await run(settings, PATIENT, [check for check in CHECKS if check.name in wanted])
+        assert [(pair.prefill, pair.decode) for pair in report.pairs] == [
+            (engines.p.url, engines.d.url),
+            (engines.d.url, engines.p.url),
+        ]
+        verdicts = {result.verdict for pair in report.pairs for result in pair.results}
+        assert verdicts == {"passed"}, report
+        assert all(len(pair.results) == len(wanted) for pair in report.pairs)

@@ -319,7 +319,7 @@ class FakeEngine:
             add(request, now)
 
         def noted(request: Request) -> None:
-            if request.generating and not request.release and request.kv is not None and self.role != "prefill":
+            if request.generating and not request.release and request.kv is not None and self._decodes(request):
                 books.note(request.kv, "asked")
             note(request)
 
@@ -328,7 +328,7 @@ class FakeEngine:
 
     def loaded(self, request: Request) -> None:
         """A scripted answer has used the request's handle; counted once."""
-        if self.role == "prefill" or id(request) in self._loaded or request.kv is None:
+        if not self._decodes(request) or id(request) in self._loaded or request.kv is None:
             return
         self._loaded.add(id(request))
         self.books.ended(str(request.kv.get("remote_request_id")), "loaded")
@@ -337,10 +337,14 @@ class FakeEngine:
 
     def left(self, request: Request) -> None:
         """The client left a request that a script was answering: the engine had its handle, and gives it back."""
-        if request.kv is None or self.role == "prefill" or request.release or id(request) in self._loaded:
+        if request.kv is None or not self._decodes(request) or request.release or id(request) in self._loaded:
             return
         self.books.ended(str(request.kv.get("remote_request_id")), "aborted")
         self.books.free(request.kv)
+
+    def _decodes(self, request: Request) -> bool:
+        """Whether the engine is to use another one's KV for a request, not to make KV for another one."""
+        return self.role != "prefill" and not (self.role == "any" and (request.kv or {}).get("do_remote_decode"))
 
     def core(self) -> Core:
         """The simulated core."""

@@ -99,13 +99,15 @@ async def pool(
     limits: Mapping[str, Any] | None = None,
     decode_facts: Mapping[str, Any] | None = None,
     kv_ready_at_first: bool = True,
+    anything: bool = False,
 ) -> AsyncIterator[Pair]:
     """Run engines of a connector, usually one pair. `p`, `d`: facts of their role alone, `everybody`: of all engines.
 
     `pool_settings`: settings of the pool beside those that the connector needs.
     `notices` False: P is told a socket that nobody reads. `kv_ready_at_first`: begin when all engines can take part in KV
     transfer.
-    `tokenizer`: makes ids of all prompts. `clock`: the proxy's; a test that reaches deadlines passes a `ManualClock`.
+    `anything`: all engines have role any. `tokenizer`: makes ids of all prompts. `clock`: the proxy's; a test that reaches
+    deadlines passes a `ManualClock`.
     """
     zmq_port, http_port = free_port(), free_port()
     told = {"lmcache-pd": f"tcp://127.0.0.1:{zmq_port if notices else free_port()}"}
@@ -128,6 +130,8 @@ async def pool(
         to_d = notify if connector == "nixl" else {}
         d_facts = Facts(**{**usual, "role": "decode", **to_d, "lmcache": SimLMCache(**d_config), **(d or {})})
         plain_facts = Facts(**{**usual, "connector": "none"})
+        if anything:
+            p_facts = d_facts = msgspec.structs.replace(p_facts, role="any")
         every = [*[p_facts] * prefills, *[d_facts] * decodes, plain_facts]
         started = [
             await stack.enter_async_context(SimServer(facts, port=free_port(), chance=number, storage=storage))
@@ -145,7 +149,9 @@ async def pool(
                 Pool(
                     connector=connector,
                     dispatch=dispatch,
-                    nodes=(
+                    nodes=tuple(msgspec.structs.replace(_prefill(engine), role="any") for engine in engines)
+                    if anything
+                    else (
                         _prefill(sims[0]),
                         Node(url=sims[1].url, role="decode", receiver=receiver, facts=decode),
                         *[_prefill(engine) for engine in engines[1:prefills]],

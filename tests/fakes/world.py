@@ -95,6 +95,7 @@ class World:
         self.prefill = [engine for engine in engines if engine.role == "prefill"]
         self.decode = [engine for engine in engines if engine.role == "decode"]
         self.aggregated = [engine for engine in engines if engine.role == "aggregated"]
+        self.anything = [engine for engine in engines if engine.role == "any"]
         self.port = 0
         self.tls: ssl.SSLContext | None = None
         """What clients connect with."""
@@ -205,6 +206,7 @@ async def world(
     decode: int = 1,
     aggregated: int = 0,
     *,
+    anything: int = 0,
     deadlines: dict[str, float] | None = None,
     limits: dict[str, Any] | None = None,
     auth: dict[str, Any] | None = None,
@@ -221,7 +223,7 @@ async def world(
     library: Library | None = None,
     clock: Clock | None = None,
 ) -> AsyncIterator[World]:
-    """Run a proxy in front of so many engines.
+    """Run a proxy in front of so many engines; `anything`: of role any.
 
     `before` is called once the engines listen and before they are probed. At the end nothing may be in flight, and every
     handle must have ended just once, unless `leaves` says that the test leaves some behind. Engines have exchanged KV
@@ -231,7 +233,7 @@ async def world(
     `clock`: the proxy's; a test that reaches deadlines passes a `ManualClock`.
     """
     books, recorder = Books(), _Recorder()
-    roles = ["prefill"] * prefill + ["decode"] * decode + ["aggregated"] * aggregated
+    roles = ["prefill"] * prefill + ["decode"] * decode + ["aggregated"] * aggregated + ["any"] * anything
     engines = [FakeEngine(role, books, lease, tls=engine_tls, **(facts or {})) for role in roles]
     for engine in engines:
         await engine.listen()
@@ -251,9 +253,10 @@ async def world(
         before(made)
     if not strangers:
         proxy.custodian.contacts.met = lambda prefill, decode: True  # type: ignore[method-assign]
-        for one in made.prefill:
-            for other in (*made.decode, *made.aggregated):
-                other.meet(one)
+        for one in (*made.prefill, *made.anything):
+            for other in (*made.decode, *made.aggregated, *made.anything):
+                if other is not one:
+                    other.meet(one)
     if probed:
         proxy.start()
         await until(lambda: all(node.probed for node in proxy.ledger.nodes))

@@ -78,6 +78,16 @@ async def test_nixl_is_found_and_nothing_is_left_at_the_prefill_engine() -> None
         assert not d.requests, "no decode engine generates for this"
 
 
+async def test_engines_for_any_role_show_it_too() -> None:
+    """Each is asked as a prefill engine, and the next one releases what it keeps because of that."""
+    async with engines({"role": "any"}, {"role": "any"}) as (a, b):
+        nodes = tuple(Node(url=one.url, role="any") for one in (a, b))
+        found = await settled(settings([], [], nodes=nodes))
+        assert found.pool.connector == "nixl"
+        await until(lambda: not a.engine.handles and not b.engine.handles)
+        assert [len(one.releases) for one in (a, b)] == [2, 2]
+
+
 async def test_nixl_push_is_found_and_its_lease_ends_what_is_left() -> None:
     """Its prefill engines are not told of a refused request."""
     pushes = {"connector": "nixl-push", "kv_lease_duration": 0.5}

@@ -72,7 +72,9 @@ def test_after_a_breaker_is_closed_engines_are_chosen_the_short_way_again() -> N
             ranked.append(len(nodes))
             return super().rank(ask, nodes)
 
-    made = Ledger(SPECS, breaker_failures=2, breaker_cooldown=10, policies={Role.PREFILL: Watched})
+    made = Ledger(
+        SPECS, breaker_failures=2, breaker_cooldown=10, policies={Role.PREFILL: lambda made_for: Watched(made_for.role)}
+    )
     for url in URLS:
         made.mark_up(url, evidence())
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pdproxy.scheduling.compatibility import why_incompatible
+from pdproxy.scheduling.compatibility import prefill_and_decode
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
@@ -289,7 +289,7 @@ def test_a_decode_engine_whose_sources_are_gone_is_in_no_pair() -> None:
     assert made.assign(SPLIT, Ask("m", 1, 0.0)) is None
     assert made.assign_alone(Ask("m", 1, 0.0)) is not None
     p2, d1 = made.nodes[1], made.nodes[2]
-    assert why_incompatible(p2, d1) == why_incompatible(d1, p2) == "not configured as a pair"
+    assert prefill_and_decode(p2, d1) == "not configured as a pair"
 
 
 def run_of(made: Ledger, url: str) -> int:

@@ -283,7 +283,7 @@ NODE = "pools: [{nodes: [{url: 'http://a:1', role: %s}]}]"
             ),
         ),
         ("auth: {api_keys: null}", "auth.api_keys: expected a list, got null (file F)"),
-        (NODE % "both", 'pools[0].nodes[0].role: expected prefill or decode or aggregated, got "both" (file F)'),
+        (NODE % "both", 'pools[0].nodes[0].role: expected prefill or decode or aggregated or any, got "both" (file F)'),
         ("pools: {name: x}", "pools: expected a list, got a mapping (file F)"),
         ("pools: [{nodes: [{role: decode}]}]", "pools[0].nodes[0].url: missing: expected text (file F)"),
         (

@@ -9,7 +9,7 @@ from functools import partial
 
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.drain import drain
-from pdproxy.app.engines import EngineSetup, build_ledger, no_key
+from pdproxy.app.engines import EngineSetup, Profiles, build_ledger, no_key
 from pdproxy.app.front import Front
 from pdproxy.app.gauges import memory_gauges, process_gauges, request_gauges, state_gauges
 from pdproxy.app.heartbeat import Heartbeat
@@ -34,6 +34,7 @@ from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.access.clients import Clients
+from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.gauges import kv_gauges, turn_gauges
@@ -104,13 +105,14 @@ class Proxy:
         `clock`: of all deadlines and durations; None: the real one. `index`: takes the engines' KV events, if they are read.
 
         Raises:
-            SettingsError: a file of keys or certificates, or the tokenizer, can't be used.
+            SettingsError: a file of keys or certificates, a profile or the tokenizer can't be used.
         """
         pool, limits, deadlines, probes = settings.pool, settings.limits, settings.deadlines, settings.probes
         credentials = Credentials(settings)
         own_keys = credentials.keys.wanted
 
-        ledger = build_ledger(settings)
+        profiles = Profiles(pool.profile)
+        ledger = build_ledger(settings, profiles)
         engines = EngineRegistry(ledger)
         metrics = Metrics(engines.lists)
         engines.watch(MetricsOfEngines(metrics))
@@ -122,7 +124,7 @@ class Proxy:
         now = clock.now
 
         answer_budget = AnswerBudget(limits.max_answer_bytes, limits.max_buffered_answer_bytes)
-        setup = EngineSetup(settings, credentials, engines, clock, answer_budget, watch.client)
+        setup = EngineSetup(settings, credentials, engines, clock, answer_budget, watch.client, profiles)
         admin = EngineAdmin(timeout=deadlines.probe, key=engines.key, tls=engines.tls)
         auditor = Auditor(engines, ledger, observers)
         prober = Prober(engines, ledger, admin, auditor, observers, tasks, probes, now)
@@ -144,6 +146,7 @@ class Proxy:
             observers.add(bootstraps)  # not for others: each event costs
         observers.add(prober, *([tokens.canaries] if tokens is not None else []), *watch.observers)
 
+        decisions = Decisions(pool.policy.placement if ledger.placement is not None else None, now)
         resources = ExchangeResources(
             transfer=transfer,
             ledger=ledger,
@@ -158,6 +161,7 @@ class Proxy:
             answer_budget=answer_budget,
             tokenizing=tokens.tokenizing if tokens is not None else None,
             turns=turns,
+            decisions=decisions,
         )
         known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
         admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers, clock, known_clients)
@@ -199,7 +203,8 @@ class Proxy:
             wrong.append(registrations.known.shortcomings)
 
         passthrough = Passthrough(resources, admission, credentials.keys, legs, bodies)
-        service = Service(resources, admission, credentials.keys, bodies, passthrough)
+        session_header = pool.policy.session_header if ledger.needs_details else None
+        service = Service(resources, admission, credentials.keys, bodies, passthrough, session_header)
         readiness = ReadinessCheck(admission, ledger, now, credentials.why_no_key, wrong)
         metrics.add_gauges(state_gauges(readiness.state, pool.connector))
         front = Front(
@@ -218,6 +223,7 @@ class Proxy:
             models=partial(models, engines, admin, now, own_keys=own_keys),
             metrics=metrics,
             telemetry=notices.telemetry,
+            decisions=decisions,
         )
         setup.add_configured()
         return cls(

@@ -34,7 +34,7 @@ async def settled(settings: Settings, clock: Clock | None = None, *, deadline: f
     """
     if settings.pool.connector != registry.AUTO:
         return settings
-    if not any(node.role == "prefill" for node in settings.pool.nodes):
+    if not any(node.prefills for node in settings.pool.nodes):
         return with_connector(settings, registry.names()[0])  # no KV is transferred
     found, silent = await look(settings, deadline or settings.deadlines.detect, clock)
     if isinstance(found, Undecided):
@@ -59,11 +59,11 @@ async def look(
     detection = Detection(
         admin,
         others,
-        {node.url: node.role for node in asked},
+        {node.url: "prefill" if node.prefills else node.role for node in asked},
         clock or Clock(),
         seconds=min(settings.deadlines.first_token, deadline),
         kv_hosts={node.url: kv_host_of(node, settings.pool) for node in asked},
-        bootstraps={node.url: _bootstrap(node, settings) for node in asked if node.role == "prefill"},
+        bootstraps={node.url: _bootstrap(node, settings) for node in asked if node.prefills},
     )
     logger.info("connector %s: asking %d engines which one they run", registry.AUTO, len(asked))
     try:
@@ -79,7 +79,8 @@ async def look(
             return Undecided(f"no prefill engine answered in {deadline:g} s", (), lines), silent
         found = detect.decide(seen)
         if isinstance(found, Found):
-            await detection.release(registry.entry_of(found.contract).contract(settings))
+            decodes = [node.url for node in asked if node.decodes]
+            await detection.release(decodes, registry.entry_of(found.contract).contract(settings))
         return found, silent
     finally:
         await admin.close()

@@ -3,35 +3,103 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.transfer import buffer_capacity, kv_host_of, receiver_of
+from pdproxy.engine_model.hardware import Hardware
+from pdproxy.engine_model.profile import Profile, load
 from pdproxy.fleet.engine import Engine, EngineCredentials
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.registration import of_url
 from pdproxy.kit.clock import Clock
-from pdproxy.scheduling import policies
+from pdproxy.scheduling import placements, policies
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import NodeSpec, Role
+from pdproxy.scheduling.placement import Placement
+from pdproxy.scheduling.policy import Cached
+from pdproxy.scheduling.slo import Slo
 from pdproxy.settings.crosscheck import checked_node
+from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.kv_events import NodeKvEvents
-from pdproxy.settings.schema import Node, Settings
-from pdproxy.settings.transfer_checks import bootstrap_address
+from pdproxy.settings.schema import Node, Pool, Settings
+from pdproxy.settings.transfer_checks import bootstrap_address, within
 from pdproxy.transfer.registry import entry_of
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.upstream.client import EngineClient
 
 
-def build_ledger(settings: Settings) -> Ledger:
-    """Return the ledger of the pool. It has no engines yet: the registry adds them."""
-    limits, policy = settings.limits, settings.pool.policy
+class Profiles:
+    """How long engines' work takes, by the profiles that the settings name. `pool`: of all engines that have none of their own.
+
+    Raises:
+        SettingsError: a profile can't be read any more.
+    """
+
+    def __init__(self, pool: str | None) -> None:
+        self._pool = _read(pool)
+        self._engines: dict[str, Profile] = {}
+
+    def set(self, node: Node) -> None:
+        """Read an engine's own profile, if it has one.
+
+        Raises:
+            SettingsError: it can't be read any more.
+        """
+        own = _read(node.facts.profile)
+        if own is None:
+            self._engines.pop(node.url, None)
+        else:
+            self._engines[node.url] = own
+
+    def hardware(self, url: str) -> Hardware | None:
+        """Return the times of an engine, None where no profile has them."""
+        profile = self._engines.get(url, self._pool)
+        return None if profile is None else profile.hardware
+
+    def chunk(self, url: str) -> int | None:
+        """Return the most tokens of a step of an engine, None where no profile has them."""
+        profile = self._engines.get(url, self._pool)
+        return None if profile is None else profile.engine.max_num_batched_tokens
+
+
+def _read(name: str | None) -> Profile | None:
+    try:
+        return None if name is None else load(name)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+
+
+def build_ledger(settings: Settings, profiles: Profiles, cached: Cached | None = None) -> Ledger:
+    """Return the ledger of the pool. It has no engines yet: the registry adds them. `cached`: the index of prefixes."""
+    limits, pool = settings.limits, settings.pool
+    policy = pool.policy
     return Ledger(
         [],
         breaker_failures=limits.breaker_failures,
         breaker_cooldown=limits.breaker_cooldown,
         policies={Role.PREFILL: policies.POLICIES[policy.prefill], Role.DECODE: policies.POLICIES[policy.decode]},
-        alone=[Role(name) for name in entry_of(settings.pool.connector).capabilities.alone_on],
+        alone=[Role(name) for name in entry_of(pool.connector).capabilities.alone_on],
+        placement=_placement(pool, profiles, cached),
+        chance=Random().random,
+        cached=cached,
     )
+
+
+def _placement(pool: Pool, profiles: Profiles, cached: Cached | None) -> Placement | None:
+    """Return what decides whether a prompt is split, None where it is split whenever it can be."""
+    make = placements.PLACEMENTS.get(pool.policy.placement)
+    if make is None:
+        return None
+    context = placements.PlacementContext(
+        slo=Slo(pool.slo.ttft, pool.slo.tpot, pool.slo.gap),
+        refuse_late=pool.policy.refuse_late,
+        hardware=profiles.hardware,
+        chunk=profiles.chunk,
+        chance=Random().random,
+        cached=cached,
+    )
+    return make(context)
 
 
 class EngineSetup:
@@ -45,7 +113,9 @@ class EngineSetup:
         clock: Clock,
         answers: AnswerBudget,
         client: Callable[..., EngineClient],
+        profiles: Profiles,
     ) -> None:
+        self._profiles = profiles
         self._settings = settings
         self._credentials = credentials
         self._engines = engines
@@ -82,6 +152,7 @@ class EngineSetup:
         return engine
 
     def _made(self, node: Node, credentials: EngineCredentials) -> Engine:
+        self._profiles.set(node)
         receiver = receiver_of(node)
         client = self._client(
             node.url,
@@ -94,7 +165,14 @@ class EngineSetup:
             tls=credentials.tls,
         )
         return self._engines.add(
-            NodeSpec(node.url, Role(node.role), frozenset(node.sources), places=self._places(node)),
+            NodeSpec(
+                node.url,
+                Role(node.role),
+                frozenset(node.sources),
+                places=self._places(node),
+                serves_whole=node.serves_whole,
+                within=within(node, self._settings.pool),
+            ),
             client,
             credentials,
             block_size=node.facts.block_size,
@@ -109,7 +187,7 @@ class EngineSetup:
 
     def _places(self, node: Node) -> int | None:
         """Return how many requests an engine may have before it gets no more prompts with pushed KV, None: any number."""
-        return node.facts.max_num_seqs if self._decode_waits and node.role == "decode" else None
+        return node.facts.max_num_seqs if self._decode_waits and node.decodes else None
 
     def kv_events(self, url: str) -> NodeKvEvents:
         """Return the settings of an engine's KV events."""

@@ -11,7 +11,9 @@ from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Metrics
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys
+from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.request.admission import Admission
+from pdproxy.serving.request.hints import noted, session_of
 from pdproxy.serving.request.passthrough import Passthrough
 from pdproxy.serving.request.service import Service
 from pdproxy.settings.schema import Settings
@@ -48,6 +50,7 @@ class Front:
     models: Callable[[bytes | None], Awaitable[bytes]]
     metrics: Metrics
     telemetry: Callable[[bytes], bool] | None
+    decisions: Decisions
 
     def protocol(self) -> type[DataPathProtocol]:
         """Return the protocol class for uvicorn."""
@@ -77,6 +80,7 @@ class Front:
             CorsHeaders(self.settings.listen.cors),
             self.bodies,
             max_body=limits.max_body_bytes,
+            hints=noted(self.service.session_header),
         )
         return protocol_class(path)
 
@@ -90,6 +94,7 @@ class Front:
             FORWARDED,
             max_body=self.settings.limits.max_body_bytes,
             refused=partial(report_refusal, self.observers),
+            session=partial(session_of, self.service.session_header),
         )
         return Answers(
             self.keys.check,
@@ -100,5 +105,6 @@ class Front:
             passthrough,
             self.settings.listen.cors,
             self.telemetry,
-            partial(report_refusal, self.observers),
+            decisions=self.decisions.page,
+            refused=partial(report_refusal, self.observers),
         )

@@ -27,8 +27,12 @@ def build_transfer(settings: Settings, engines: EngineRegistry, clock: Clock, ob
     """Return how KV gets from one engine to another under these settings."""
     pool = settings.pool
     contract = entry_of(pool.connector).contract(settings)
+    order = pool.dispatch
+    if order is None and contract.holder.decode_waits and any(node.role == "any" for node in pool.nodes):
+        # Two engines that are full of blocks which wait for the other one's KV would have none to make that KV in.
+        order = "sequential"
     return KvTransfer(
-        contract if pool.dispatch is None else dataclasses.replace(contract, order=pool.dispatch),
+        contract if order is None else dataclasses.replace(contract, order=order),
         KvReady(clock, observers, clock.now),
         ReceiveBuffers(engines, pool.lmcache.chunk_size, clock, observers, settings.deadlines.queue),
         recomputes=settings.kv_ready.on_timeout == "recompute",
@@ -62,7 +66,7 @@ def build_turns(
 
 def receiver_of(node: Node) -> Receiver | None:
     """Return where an engine receives KV that is pushed, None if nothing is pushed to it."""
-    if node.role != "decode" or not node.receiver.init_ports:
+    if not node.decodes or not node.receiver.init_ports:
         return None
     return Receiver(receiver_host(node), node.receiver.init_ports, node.receiver.alloc_ports)
 

@@ -42,6 +42,7 @@ ENGINES: dict[Role, str] = {
     "prefill": "engines that compute prompts: http://HOST:PORT, https://HOST:PORT or HOST:PORT (http)",
     "decode": "engines that generate answers from the KV of prefill engines: as for --prefill",
     "aggregated": "engines that compute prompts and generate answers: as for --prefill",
+    "any": "engines that do all of this, each for some requests (kv_role kv_both): as for --prefill",
 }
 
 

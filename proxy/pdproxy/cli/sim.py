@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pdproxy.sim.server import SimServer
 
 INTERRUPTED = 130
-_PORTS: dict[Role, int] = {"prefill": 8200, "decode": 8300, "aggregated": 8100}
+_PORTS: dict[Role, int] = {"prefill": 8200, "decode": 8300, "aggregated": 8100, "any": 8100}
 _ENGINE = {
     "model": "name of the model",
     "version": "version that /version reports",
@@ -147,7 +147,7 @@ def add(commands: Commands) -> None:
         epilog=f"{_faults_help()}\n\n{_EXAMPLES}",
     )
     parser.add_argument(
-        "--role", metavar="ROLE", default="aggregated", help="prefill, decode or aggregated (default: aggregated)"
+        "--role", metavar="ROLE", default="aggregated", help="prefill, decode, aggregated or any (default: aggregated)"
     )
     parser.add_argument("--host", metavar="HOST", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     ports = ", ".join(f"{port} {role}" for role, port in _PORTS.items())

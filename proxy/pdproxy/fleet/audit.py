@@ -58,7 +58,7 @@ class Auditor:
     def scraped(self, engine: Engine, scrape: Scrape) -> None:
         """Process an engine's counters, which have just been read."""
         state, url = engine.audit, engine.url
-        if engine.node.role is not Role.DECODE:
+        if Role.DECODE not in engine.node.uses:
             return
         state.blind = not scrape.by_source
         if state.blind:

@@ -203,7 +203,7 @@ class Bootstraps:
                 return f"has a bootstrap server that does not know data-parallel rank {rank} yet"
             if (missing := ranks[rank].missing(engine.tp_size)) is not None:
                 return f"has a bootstrap server that does not know {missing} yet"
-        if (stale := self._stale(known, ranks)) is not None:
+        if (stale := self._stale(engine, known, ranks)) is not None:
             return stale
         for rank, one in ranks.items():
             peers.learn(
@@ -218,14 +218,16 @@ class Bootstraps:
             )
         return None
 
-    def _stale(self, known: _Known, ranks: Ranks) -> str | None:
-        """Return why decode engines would ask at wrong addresses, None if they would not.
+    def _stale(self, engine: Engine, known: _Known, ranks: Ranks) -> str | None:
+        """Return why other decode engines would ask at wrong addresses, None if they would not.
 
         A decode engine keeps the addresses of an engine id for ever. If the id is a fixed one and its engine has restarted, they
         are wrong, and each of its requests would wait for minutes.
         """
         decodes = {
-            engine.node.run_number: engine.url for engine in self._engines.values() if engine.node.role is Role.DECODE
+            other.node.run_number: other.url
+            for other in self._engines.values()
+            if Role.DECODE in other.node.uses and other is not engine
         }
         found = {one.engine_id: _spelled(one.worker_addr) for one in ranks.values()}
         for engine_id, addresses in found.items():

@@ -93,12 +93,12 @@ class Detection:
         """Return what the engines showed that have answered, in the order of the settings."""
         return [self.asked[url].seen for url in self._engines if url in self.asked]
 
-    async def release(self, contract: Contract) -> None:
+    async def release(self, decodes: Sequence[str], contract: Contract) -> None:
         """Have decode engines release what prefill engines keep because of the questions. What fails ends with its lease."""
         holder = contract.holder
         if not isinstance(holder, HeldByPrefill):
             return
-        decodes = [url for url, one in self.asked.items() if one.seen.role == "decode"]
+        decodes = [url for url in decodes if url in self.asked]
         await asyncio.gather(*(self._release(contract, holder, one, decodes) for one in self.asked.values()))
 
     async def _release(self, contract: Contract, holder: HeldByPrefill, asked: Asked, decodes: Sequence[str]) -> None:
@@ -111,7 +111,7 @@ class Detection:
         if host is not None and contract.at_host is not None:
             handle = contract.at_host(handle, host)
         body = holder.release_body(asked.model, handle)
-        for url in decodes:
+        for url in [other for other in decodes if other != asked.seen.url]:
             if await self._refuses(url, body):
                 await asyncio.sleep(FIRST_CONTACT)
                 await self._refuses(url, body)

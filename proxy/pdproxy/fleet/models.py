@@ -11,6 +11,8 @@ from pdproxy.kit.errors import EngineError, OverloadedError
 from pdproxy.scheduling.nodes import Role
 from pdproxy.upstream.admin import EngineAdmin
 
+_PREFILL = frozenset({Role.PREFILL})
+
 
 class _ModelList(msgspec.Struct, kw_only=True):
     object: str = "list"
@@ -43,7 +45,7 @@ async def models(
     at = now()
     for url, engine in list(engines.items()):
         node = engine.node
-        if node.role is Role.PREFILL or not node.usable(at) or node.evidence is None:
+        if node.uses == _PREFILL or not node.usable(at) or node.evidence is None:
             continue
         if node.evidence.models <= cards.keys():
             continue

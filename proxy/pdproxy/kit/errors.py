@@ -162,6 +162,10 @@ class OverloadedError(PdproxyError):
     type = "ServiceUnavailableError"
 
 
+class TooLateError(OverloadedError):
+    """No engine can serve the request within its objective, and the settings want such requests refused."""
+
+
 class TooManyConnectionsError(OverloadedError):
     """`limits.max_connections` are open: a connection is refused, or one that idles is closed for another client."""
 

@@ -7,7 +7,7 @@ row of this table. The process's own metrics (`process_*`, `python_*`) are those
 from __future__ import annotations
 
 from pdproxy.kit.errors import Fault, Wait
-from pdproxy.observe import catalog_kv_events, catalog_peers, catalog_turns
+from pdproxy.observe import catalog_decisions, catalog_kv_events, catalog_peers, catalog_turns
 from pdproxy.observe.description import NODE, Description, Kind, Label
 from pdproxy.observe.events import ITL_BOUNDS
 
@@ -31,7 +31,7 @@ def _histogram(name: str, text: str, *labels: Label, bounds: tuple[float, ...] =
     return Description(name, Kind.HISTOGRAM, text, "seconds", labels, bounds)
 
 
-ROLE = Label("role", text="prefill, decode or aggregated")
+ROLE = Label("role", text="prefill, decode, aggregated or any")
 REMOVED = "removed"
 """The value of `node` for engines that are not in the pool any more."""
 
@@ -72,6 +72,7 @@ ALONE = (
     ("kv_buffer", "the KV does not fit into a receive buffer"),
     ("kv_late", "the notice that the KV is ready did not come in time"),
     ("first_token", "the prefill engine's first token cannot begin the answer"),
+    ("decided", "the placement chose one engine: the prompt could have been split"),
 )
 WAITS = tuple((wait.value, f"deadlines.{wait.value}") for wait in Wait)
 EVICTED = (
@@ -137,6 +138,7 @@ _ROLE_PHASES = {
     "prefill": ("prefill",),
     "decode": ("kv", "decode", "decode_whole", "alone", "alone_whole"),
     "aggregated": ("decode", "alone", "alone_whole"),
+    "any": ("prefill", "kv", "decode", "decode_whole", "alone", "alone_whole"),
 }
 
 
@@ -375,7 +377,11 @@ BUILD_INFO = _gauge(
     Label("connector", text="the pool's connector"),
 )
 
-_OTHERS = [*vars(catalog_kv_events).values(), *vars(catalog_peers).values(), *vars(catalog_turns).values()]
+_OTHERS = [
+    value
+    for one in (catalog_decisions, catalog_kv_events, catalog_peers, catalog_turns)
+    for value in vars(one).values()
+]
 METRICS: tuple[Description, ...] = tuple(
     sorted(
         (found for found in [*vars().values(), *_OTHERS] if isinstance(found, Description)),

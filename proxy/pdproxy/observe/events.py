@@ -29,7 +29,8 @@ class LegTimes(msgspec.Struct, frozen=True):
     answer. Of a stream, `first_s`: from asking the engine that answers to its first data (after a prefill by another engine: the
     KV transfer and one step), and `decode_s`: from there to the stream's end. Of an answer that is not streamed, `whole_s`: from
     asking to the whole answer. Where both engines were asked at once, both count from the prefill engine's answer, and
-    `overlap_s` is the time in which both had been asked before that. `attempts`: how often engines were asked for it.
+    `overlap_s` is the time in which both had been asked before that. `attempts`: how often engines were asked for it. `decision`:
+    the placement's reason, None where the pool has none; with what it predicted, None where it predicts nothing.
     """
 
     prefill: str | None = None
@@ -41,6 +42,9 @@ class LegTimes(msgspec.Struct, frozen=True):
     whole_s: float | None = None
     overlap_s: float | None = None
     attempts: int = 0
+    decision: str | None = None
+    predicted_ttft_s: float | None = None
+    predicted_tpot_s: float | None = None
 
 
 class RequestEnded(msgspec.Struct, frozen=True):
@@ -82,6 +86,13 @@ class Refused(msgspec.Struct, frozen=True):
 class ServedAlone(msgspec.Struct, frozen=True):
     """A prompt was given to one engine alone."""
 
+    reason: str
+
+
+class Decided(msgspec.Struct, frozen=True):
+    """A placement has decided about an attempt. `choice`: whole, split or refused; `reason`: one of a few words of its own."""
+
+    choice: str
     reason: str
 
 
@@ -276,6 +287,7 @@ Event = (
     | Evicted
     | LoopBeat
     | ServedAlone
+    | Decided
     | DeadlinePassed
     | HandleEnded
     | LegFailed

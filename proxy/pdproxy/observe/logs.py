@@ -14,6 +14,7 @@ from pdproxy.kit.frames import frames
 from pdproxy.observe.events import (
     BootstrapAsked,
     DeadlinePassed,
+    Decided,
     Event,
     Evicted,
     HandleEnded,
@@ -131,7 +132,7 @@ class LogObserver:
                     _TOKENIZER_LINES[agrees],
                     _fields(event),
                 )
-            case HandleEnded() | ServedAlone() | DeadlinePassed() | KvCounted() | Tokenized() | Evicted():
+            case HandleEnded() | ServedAlone() | Decided() | DeadlinePassed() | KvCounted() | Tokenized() | Evicted():
                 _debug(event)
             case KvNoticed() | KvTransferred() | KvWaited() | BootstrapAsked():
                 _debug(event)
@@ -200,6 +201,9 @@ def access_fields(event: RequestEnded) -> Fields:
         "completion_tokens": event.completion_tokens,
         "error": event.error,
     }
+    if leg.decision is not None:
+        found["decision"] = leg.decision
+        found["predicted_ttft_ms"], found["predicted_tpot_ms"] = _ms(leg.predicted_ttft_s), _ms(leg.predicted_tpot_s)
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -215,6 +219,9 @@ def _together(legs: Sequence[LegTimes]) -> LegTimes:
         whole_s=_longest([leg.whole_s for leg in legs]),
         overlap_s=_longest([leg.overlap_s for leg in legs]),
         attempts=max((leg.attempts for leg in legs), default=0),
+        decision=_distinct([leg.decision for leg in legs]),
+        predicted_ttft_s=_longest([leg.predicted_ttft_s for leg in legs]),
+        predicted_tpot_s=_longest([leg.predicted_tpot_s for leg in legs]),
     )
 
 

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from pdproxy.observe import catalog, catalog_peers, catalog_turns
+from pdproxy.observe import catalog, catalog_decisions, catalog_peers, catalog_turns
 from pdproxy.observe.catalog import METRICS, REMOVED
 from pdproxy.observe.description import NODE, Description, Kind
 from pdproxy.observe.events import (
     BootstrapAsked,
     DeadlinePassed,
+    Decided,
     Event,
     Evicted,
     HandleEnded,
@@ -106,6 +107,7 @@ class Metrics:
         self._gauges: dict[str, Gauge] = {}
         self._models: set[str] = set()
         self._nodes: set[str] = set()
+        self._reasons: set[str] = set()
         self._registry.register(self)
         # The process's own figures: CPU time, memory, open files; collections of garbage; versions.
         for collector in (ProcessCollector, GCCollector, PlatformCollector):
@@ -122,7 +124,7 @@ class Metrics:
         self._nodes.add(url)
         failures, phases = self._counts[catalog.LEG_FAILURES.name], catalog.phases_of(role)
         for phase, _ in catalog.FAILED_LEGS:
-            if (phase == "prefill") == (role == "prefill"):
+            if role == "any" or (phase == "prefill") == (role == "prefill"):
                 failures.setdefault((url, phase), 0)
         for phase in phases:
             self._legs.setdefault((url, phase), [0, 0.0])
@@ -150,6 +152,8 @@ class Metrics:
                 self._count(catalog.HANDLES_ENDED, end)
             case ServedAlone(reason):
                 self._count(catalog.ALONES, reason)
+            case Decided(choice, reason):
+                self._decided(choice, reason)
             case DeadlinePassed(wait):
                 self._count(catalog.DEADLINES, wait)
             case LegFailed(node=node, phase=phase):
@@ -196,6 +200,14 @@ class Metrics:
                 self._count(catalog_turns.TURN_RELEASES, result)
             case KvShortfall() | NodeChanged() | TokenizerJudged():
                 pass  # logged, and shown by gauges
+
+    def _decided(self, choice: str, reason: str) -> None:
+        if reason not in self._reasons:
+            if len(self._reasons) < catalog_decisions.MAX_REASONS:
+                self._reasons.add(reason)
+            else:
+                reason = "other"
+        self._count(catalog_decisions.DECISIONS, choice, reason)
 
     def _ended(self, event: RequestEnded) -> None:
         self._request(event)

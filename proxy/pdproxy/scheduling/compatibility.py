@@ -10,7 +10,9 @@ from pdproxy.scheduling.nodes import Node, Role
 
 def prefill_and_decode(prefill: Node, decode: Node) -> str | None:
     """Return why a decode engine may not take a prefill engine's KV, None if it may."""
-    if not decode.spec.takes_from(prefill.url):
+    if prefill is decode:
+        return "the same engine"
+    if not decode.spec.takes_from(prefill.spec):
         return "not configured as a pair"
     if prefill.evidence is None or decode.evidence is None:
         return "not probed yet"
@@ -33,36 +35,39 @@ _RULES: dict[tuple[Role, Role], Callable[[Node, Node], str | None]] = {
 """The rule for two roles. Engines of two roles without a rule exchange nothing, and are always compatible."""
 
 
-def why_incompatible(one: Node, other: Node) -> str | None:
-    """Return why two engines, in any order, may not serve one request together, None if they may."""
-    if (rule := _RULES.get((one.role, other.role))) is not None:
-        return rule(one, other)
-    if (rule := _RULES.get((other.role, one.role))) is not None:
-        return rule(other, one)
-    return None
+def _may_work_together(one: tuple[Role, Node], other: tuple[Role, Node]) -> bool:
+    """Return whether two engines may serve one request in these roles."""
+    (a, first), (b, second) = one, other
+    if (rule := _RULES.get((a, b))) is not None:
+        return rule(first, second) is None
+    if (rule := _RULES.get((b, a))) is not None:
+        return rule(second, first) is None
+    return first is not second
 
 
 class Compatibility:
     """Remembers which engines are compatible, until `changed`: every request asks."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Node, ...], bool] = {}
+        self._known: dict[tuple[Role, ...], dict[tuple[Node, ...], bool]] = {}
 
-    def compatible(self, nodes: tuple[Node, ...]) -> bool:
-        """Return whether every two of these engines are compatible."""
-        known = self._known.get(nodes)
+    def compatible(self, roles: tuple[Role, ...], nodes: tuple[Node, ...]) -> bool:
+        """Return whether every two of these engines may serve one request, each in its role."""
+        known = self._known.get(roles)
         if known is None:
-            pairs = combinations(nodes, 2)
-            known = why_incompatible(*nodes) is None if len(nodes) == 2 else all(map(self.compatible, pairs))
-            self._known[nodes] = known
-        return known
+            known = self._known[roles] = {}
+        compatible = known.get(nodes)
+        if compatible is None:
+            pairs = combinations(zip(roles, nodes, strict=True), 2)
+            compatible = known[nodes] = all(_may_work_together(*pair) for pair in pairs)
+        return compatible
 
-    def first(self, ranked: Sequence[Sequence[Node]]) -> tuple[Node, ...] | None:
+    def first(self, roles: tuple[Role, ...], ranked: Sequence[Sequence[Node]]) -> tuple[Node, ...] | None:
         """Return one engine of each ranking, all compatible, None if there are none.
 
         The first ranking counts most: its best engine that has compatible partners is taken.
         """
-        return next(filter(self.compatible, product(*ranked)), None)
+        return next((nodes for nodes in product(*ranked) if self.compatible(roles, nodes)), None)
 
     def changed(self) -> None:
         """Forget everything: an engine came up, went down or changed."""

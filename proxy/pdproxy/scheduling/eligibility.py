@@ -18,7 +18,7 @@ class Eligibility:
         self._nodes = nodes
         self._policies = policies
         self._best: dict[tuple[Role, str | None], Best] = {}
-        self._sets: list[tuple[list[Node], Best]] = []
+        self._sets: list[tuple[Role, list[Node], Best]] = []
 
     def best_of(self, role: Role, model: str | None) -> Best | None:
         """Return what chooses among the engines of a role that are up and serve a model, None if there are none.
@@ -33,11 +33,15 @@ class Eligibility:
         A model that no engine serves matches all but prefill engines: the engine's own 404 is the answer. Engines whose
         breaker is open are used only if there are no others: they are better than no answer.
         """
-        up = [node for node in self._nodes if node.role is role and node.url not in without and node.up]
+        eligible = self.eligible(role, ask, without)
+        return self._policies[role].rank(ask, eligible) if len(eligible) > 1 else eligible
+
+    def eligible(self, role: Role, ask: Ask, without: Collection[str]) -> list[Node]:
+        """As `ranked`, in no order."""
+        up = [node for node in self._nodes if role in node.uses and node.url not in without and node.up]
         serving = [node for node in up if ask.model is None or node.serves(ask.model)]
         fitting = serving or (up if role is not Role.PREFILL else [])
-        eligible = [node for node in fitting if node.usable(ask.now)] or fitting
-        return self._policies[role].rank(ask, eligible) if len(eligible) > 1 else eligible
+        return [node for node in fitting if node.usable(ask.now)] or fitting
 
     def changed(self) -> None:
         """Forget all preparations: an engine came up, went down or changed."""
@@ -48,14 +52,14 @@ class Eligibility:
 
     def _prepare(self, role: Role, model: str | None) -> Best | None:
         nodes = [
-            node for node in self._nodes if node.role is role and node.up and (model is None or node.serves(model))
+            node for node in self._nodes if role in node.uses and node.up and (model is None or node.serves(model))
         ]
         if not nodes:
             return None  # not remembered: a client can name any number of models
         # Hundreds of adapters are mostly served by the same engines, and each set costs time whenever a load changes.
-        best = next((best for same, best in self._sets if same == nodes), None)
+        best = next((best for whose, same, best in self._sets if whose is role and same == nodes), None)
         if best is None:
             best = self._policies[role].best_of(nodes) if len(nodes) > 1 else lambda _: nodes[0]
-            self._sets.append((nodes, best))
+            self._sets.append((role, nodes, best))
         self._best[role, model] = best
         return best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 
 import msgspec
@@ -21,18 +22,25 @@ class Verdict(Enum):
 class Lease(msgspec.Struct, eq=False):
     """One leg's share of an engine's load. Close it once, with `Ledger.close`.
 
-    `prompt_bytes` is 0 where the leg gets the prompt's KV from another engine.
+    `role`: what the engine does for this request, never `ANY`. `prompt_bytes` is 0 where the leg gets the prompt's KV from
+    another engine.
     """
 
     node: Node
+    role: Role
     prompt_bytes: int
     closed: bool = False
 
 
 class Assignment(msgspec.Struct, frozen=True, eq=False):
-    """The leases that serve one request, in the order of the roles that were asked for."""
+    """The leases that serve one request, the one that answers last. `reason`: why these, empty where nothing was decided.
+
+    `values`: what the decision was based on, for those who ask for it; None where nothing was computed.
+    """
 
     leases: tuple[Lease, ...]
+    reason: str = ""
+    values: Mapping[str, float] | None = None
 
     def __getitem__(self, role: Role) -> Lease:
         """Return the lease of a role.
@@ -41,6 +49,6 @@ class Assignment(msgspec.Struct, frozen=True, eq=False):
             KeyError: this role was not asked for.
         """
         for lease in self.leases:
-            if lease.node.role is role:
+            if lease.role is role:
                 return lease
         raise KeyError(role)

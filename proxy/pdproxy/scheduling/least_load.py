@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.nodes import Node, Role
 from pdproxy.scheduling.policy import Ask, Best, Policy
+
+
+def measure_of(role: Role) -> Callable[[Node], tuple[int, int]]:
+    """Return the measure of an engine's load in a role: the engine with the least is the best."""
+    return attrgetter(*(("prompt_bytes", "requests") if role is Role.PREFILL else ("requests", "prompt_bytes")))
+
 
 _LOAD_BITS = 48
 """More bits than the second of two measures ever needs."""
@@ -21,17 +27,19 @@ class LeastLoad(Policy):
     """
 
     def __init__(self, role: Role) -> None:
-        measures = ("prompt_bytes", "requests") if role is Role.PREFILL else ("requests", "prompt_bytes")
         self._by_bytes = role is Role.PREFILL
-        self._measures = attrgetter(*measures)
+        self._measures = measure_of(role)
         self._turn = 0
+        self._ranked = 0
+        """The turn of rankings, apart: they follow where the best engines of two roles can't work together. If each such request
+        took two turns, it would be the same engine's turn for ever."""
         self._places: dict[Node, list[tuple[list[int], int]]] = {}
         """For each engine: the lists of loads that it is in, and its index in each."""
 
     def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
         """See `Policy`."""
-        self._turn += 1
-        turn = self._turn % len(nodes)
+        self._ranked += 1
+        turn = self._ranked % len(nodes)
         ranked = [*nodes[turn:], *nodes[:turn]]
         ranked.sort(key=self._measures)
         return ranked

@@ -17,18 +17,22 @@ from pdproxy.scheduling.compatibility import Compatibility, prefill_and_decode
 from pdproxy.scheduling.eligibility import Eligibility
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
 from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
+from pdproxy.scheduling.placement import Candidates, Placement
 from pdproxy.scheduling.policies import make_policies
-from pdproxy.scheduling.policy import Ask, PolicyFactory
+from pdproxy.scheduling.policy import Ask, Cached, Policy, PolicyFactory, no_chance
 
 ALONE = (Role.AGGREGATED, Role.DECODE)
 """The roles that usually serve a request by themselves, the first choice first."""
+_SPLIT = (Role.PREFILL, Role.DECODE)
+_WHOLE = (Role.AGGREGATED,)
 
 
 class Ledger:
     """All engines of one pool. `breaker_failures` in a row open an engine's breaker for `breaker_cooldown` seconds.
 
     `policies` rank the engines of each role: `LeastLoad` where none is given, and decode's for aggregated engines. `alone`: the
-    roles whose engines may serve a request by themselves, the first choice first.
+    roles whose engines may serve a request by themselves, the first choice first. `placement` decides for each request whether
+    it is split, and chooses its engines; None: it is split if it may be, and the policies choose.
     """
 
     def __init__(
@@ -39,13 +43,23 @@ class Ledger:
         breaker_cooldown: float,
         policies: Mapping[Role, PolicyFactory] = MappingProxyType({}),
         alone: Sequence[Role] = ALONE,
+        placement: Placement | None = None,
+        chance: Callable[[], float] = no_chance,
+        cached: Cached | None = None,
     ) -> None:
         self._alone = tuple(alone)
         self._run_numbers = itertools.count()
         self._nodes = {spec.url: Node(spec, run_number=next(self._run_numbers)) for spec in specs}
         self._starting = True
         """Until every engine has been probed once. Engines that are added later don't count."""
-        self._policies = make_policies(policies)
+        self._policies = make_policies(policies, chance, cached)
+        self.needs_details = placement is not None or any(one.needs_details for one in self._policies.values())
+        """Whether anything here reads the details of an `Ask`. Read only."""
+        self._interested: dict[frozenset[Role], tuple[Policy, ...]] = {}
+        """The policies that rank engines with these uses."""
+        self.placement = placement
+        """Read only."""
+        self._candidates: dict[tuple[str | None, bool], Candidates] = {}
         self._breakers = Breakers(breaker_failures, breaker_cooldown)
         self._eligibility = Eligibility(self._nodes.values(), self._policies)
         self._compatibility = Compatibility()
@@ -164,6 +178,7 @@ class Ledger:
         `roles` are different. The order counts: where the best engines are not compatible, the first role has its best one
         that has compatible partners.
         """
+        roles = tuple(roles)
         nodes: Sequence[Node] | None = None
         if not without and not self._breakers.opened:
             nodes = self._best_of_each(roles, ask)
@@ -171,16 +186,64 @@ class Ledger:
             ranked = [self._eligibility.ranked(role, ask, without) for role in roles]
             if self._has_places:
                 ranked = [[node for node in nodes if not node.full] for nodes in ranked]
-            nodes = self._compatibility.first(ranked)
-        if nodes is None:
+            nodes = self._compatibility.first(roles, ranked)
+        return None if nodes is None else Assignment(self._open_all(roles, nodes, ask))
+
+    def place(self, ask: Ask, *, split: bool, without: Collection[str] = ()) -> Assignment | None:
+        """Lease the engines that the placement chooses: one that serves the request whole, or a prefill and a decode engine.
+
+        `split`: whether two may share the work. Engines in `without` are used only if no others can serve the request. None:
+        there are no engines for it, or, if it `is_placeable`, none that the placement would have serve it now.
+
+        Raises:
+            RuntimeError: the pool has no placement.
+        """
+        if self.placement is None:
+            raise RuntimeError("the pool has no placement")
+        candidates = self._fallback(ask, split, without)
+        placed = None if candidates is None else self.placement.place(ask, candidates)
+        if placed is None:
             return None
-        alone = len(nodes) == 1
-        leases: list[Lease] = []
-        for node in nodes:
-            # A decode engine that gets the prompt's KV has no work with the prompt.
-            prompt_bytes = ask.prompt_bytes if alone or node.role is not Role.DECODE else 0
-            leases.append(self._open(node, prompt_bytes, ask))
-        return Assignment(tuple(leases))
+        roles = _WHOLE if len(placed.nodes) == 1 else _SPLIT
+        return Assignment(self._open_all(roles, placed.nodes, ask), placed.reason, placed.values)
+
+    def is_placeable(self, ask: Ask, *, split: bool, without: Collection[str] = ()) -> bool:
+        """Return whether `place` has any engines to choose from."""
+        return self._fallback(ask, split, without) is not None
+
+    def _fallback(self, ask: Ask, split: bool, without: Collection[str]) -> Candidates | None:
+        """Return the engines outside of `without`, all if those can't serve the request, None if none can."""
+        for excluded in (without, ()) if without else ((),):
+            candidates = self._candidates_for(ask, split, excluded)
+            if candidates.whole or any(
+                prefill is not decode and self._may_pair(prefill, decode)
+                for prefill in candidates.prefill
+                for decode in candidates.decode
+            ):
+                return candidates
+        return None
+
+    def _candidates_for(self, ask: Ask, split: bool, without: Collection[str]) -> Candidates:
+        cached = not without and not self._breakers.opened and not self._has_places
+        key = (ask.model, split)
+        if cached and (known := self._candidates.get(key)) is not None:
+            return known
+        ranked = self._eligibility.eligible
+        whole: dict[Node, None] = {}
+        for role in self._alone:
+            whole.update(dict.fromkeys(ranked(role, ask, without)))
+        serving = [node for node in whole if ask.model is None or node.serves(ask.model)]
+        prefill: tuple[Node, ...] = ()
+        decode: tuple[Node, ...] = ()
+        if split:
+            prefill, decode = (tuple(node for node in ranked(role, ask, without) if not node.full) for role in _SPLIT)
+        found = Candidates(tuple(serving or whole), prefill, decode, self._may_pair)
+        if cached and serving:  # a client can name any number of models
+            self._candidates[key] = found
+        return found
+
+    def _may_pair(self, prefill: Node, decode: Node) -> bool:
+        return self._compatibility.compatible(_SPLIT, (prefill, decode))
 
     def assign_alone(self, ask: Ask, *, without: Collection[str] = ()) -> Lease | None:
         """Lease one engine that serves a request by itself, of the first role that may and has one, None if there is none."""
@@ -198,16 +261,18 @@ class Ledger:
                 key=lambda n: (ask.model is not None and not n.serves(ask.model), not n.usable(ask.now)),
                 default=None,
             )
-        return None if node is None else self._open(node, ask.prompt_bytes, ask)
+        return None if node is None else self._open(node, Role.AGGREGATED, ask.prompt_bytes, ask)
 
     def release_through(
         self, prefill: str, model: str | None, now: float, *, prefer_not: str | None = None
     ) -> Node | None:
         """Return the decode engine through which a prefill engine's handle is released. No lease: a release is no load."""
+        made_by = self._nodes.get(prefill)  # None: it was removed, and its labels are not known any more
         ranked = [
             node
             for node in self._eligibility.ranked(Role.DECODE, Ask(model, 0, now), ())
-            if node.spec.takes_from(prefill)
+            if node.url != prefill
+            and (node.spec.has_source(prefill) if made_by is None else node.spec.takes_from(made_by.spec))
         ]
         others = [node for node in ranked if node.url != prefer_not]
         return next(iter(others or ranked), None)
@@ -217,15 +282,26 @@ class Ledger:
         ranked = self._eligibility.ranked(Role.PREFILL, Ask(model, 0, now), ())
         return [node for node in ranked if prefill_and_decode(node, decode) is None]
 
-    def close(self, lease: Lease, verdict: Verdict, now: float) -> bool:
-        """End a lease. Closing twice changes nothing. Return whether this took the engine out of use."""
+    def began(self, lease: Lease, now: float) -> None:
+        """Note that the engine that answers has made its first token."""
+        if self.placement is not None and not lease.closed:
+            self.placement.began(lease, now)
+
+    def close(self, lease: Lease, verdict: Verdict, now: float, tokens: int | None = None) -> bool:
+        """End a lease. Closing twice changes nothing. Return whether this took the engine out of use.
+
+        `tokens`: how many the client got from this engine, None where unknown.
+        """
         if lease.closed:
             return False
         lease.closed = True
         node = lease.node
         node.requests -= 1
         node.prompt_bytes -= lease.prompt_bytes
-        self._policies[node.role].closed(lease, verdict, now)
+        for policy in self._interested[node.uses]:
+            policy.closed(lease, verdict, now)
+        if self.placement is not None:
+            self.placement.closed(lease, verdict, now, tokens)
         if verdict is Verdict.GOOD:
             if node.failures or node.open_until:
                 self._breakers.good(node, now)
@@ -235,7 +311,7 @@ class Ledger:
             return self.mark_down(node.url, "connection refused", now)
         return False
 
-    def _best_of_each(self, roles: Sequence[Role], ask: Ask) -> tuple[Node, ...] | None:
+    def _best_of_each(self, roles: tuple[Role, ...], ask: Ask) -> tuple[Node, ...] | None:
         """Return the best engine of each role, None if a role has none that serves the model, or if they are not compatible."""
         best: list[Node] = []
         for role in roles:
@@ -243,23 +319,43 @@ class Ledger:
             if choose is not None:
                 best.append(choose(ask))
         nodes = tuple(best)
-        return nodes if len(nodes) == len(roles) and self._compatibility.compatible(nodes) else None
+        return nodes if len(nodes) == len(roles) and self._compatibility.compatible(roles, nodes) else None
 
-    def _open(self, node: Node, prompt_bytes: int, ask: Ask) -> Lease:
+    def _open_all(self, roles: tuple[Role, ...], nodes: Sequence[Node], ask: Ask) -> tuple[Lease, ...]:
+        alone, size = len(nodes) == 1, ask.prompt_bytes
+        # A decode engine that gets the prompt's KV has no work with the prompt.
+        return tuple(
+            [
+                self._open(node, role, size if alone or role is not Role.DECODE else 0, ask)
+                for role, node in zip(roles, nodes, strict=True)
+            ]
+        )
+
+    def _open(self, node: Node, role: Role, prompt_bytes: int, ask: Ask) -> Lease:
         node.requests += 1
         node.prompt_bytes += prompt_bytes
-        lease = Lease(node, prompt_bytes)
-        self._policies[node.role].opened(lease, ask)
+        lease = Lease(node, role, prompt_bytes)
+        interested = self._interested.get(node.uses)
+        if interested is None:
+            interested = tuple(policy for role, policy in self._policies.items() if role in node.uses)
+            self._interested[node.uses] = interested
+        for policy in interested:
+            policy.opened(lease, ask)
+        if self.placement is not None:
+            self.placement.opened(lease, ask)
         return lease
 
     def _changed(self) -> None:
         """Forget all that was computed from the engines' state."""
         self._eligibility.changed()
         self._compatibility.changed()
+        self._candidates.clear()
+        if self.placement is not None:
+            self.placement.engines_changed()
         nodes = self._nodes.values()
         self._has_places = any(node.spec.places is not None for node in nodes)
         self._starting = self._starting and not (nodes and all(node.probed for node in nodes))
-        self._alone_roles = [role for role in self._alone if any(n.role is role and n.up for n in nodes)]
+        self._alone_roles = [role for role in self._alone if any(role in n.uses and n.up for n in nodes)]
         known = [node.evidence for node in nodes if node.evidence is not None]
         self.block_size = min((one.block_size for one in known if one.block_size), default=None)
         self.template_tokens = max((one.template_tokens for one in known), default=0)
@@ -276,4 +372,5 @@ class Ledger:
 
     def shortcomings(self, now: float) -> list[str]:
         """Return what is wrong although requests are served, a sentence each."""
-        return readiness.shortcomings(self.nodes, now)
+        told = [one.status() for one in (self.placement, *self._policies.values()) if one is not None]
+        return [*readiness.shortcomings(self.nodes, now), *dict.fromkeys(text for text in told if text is not None)]

@@ -9,13 +9,27 @@ from pdproxy.kit.text import truncate
 
 
 class Role(Enum):
-    """What an engine is for. An aggregated engine prefills and decodes, and never takes a KV handle."""
+    """What an engine is for, or what it does for one request: then not `ANY`.
+
+    An aggregated engine prefills and decodes, and never takes a KV handle. An engine for `ANY` may do all three, for different
+    requests at the same time: it prefills for another engine, decodes for another one, or serves a request whole.
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"
     AGGREGATED = "aggregated"
+    ANY = "any"
 
     __hash__ = object.__hash__  # each member exists once; Enum's own hash is a Python call at each lookup
+
+
+_USES = {
+    Role.PREFILL: frozenset({Role.PREFILL}),
+    Role.DECODE: frozenset({Role.DECODE}),
+    Role.AGGREGATED: frozenset({Role.AGGREGATED}),
+    Role.ANY: frozenset({Role.PREFILL, Role.DECODE, Role.AGGREGATED}),
+}
+_PREFILL_OR_WHOLE = frozenset({Role.PREFILL, Role.AGGREGATED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +37,24 @@ class NodeSpec:
     """An engine as configured. `url` is `http://host:port` and the engine's identity.
 
     `sources` are the URLs of the prefill engines whose KV a decode engine takes; empty: all of them. `places`: how many requests
-    it may have before it gets no more prompts with another engine's KV; None: any number.
+    it may have before it gets no more prompts with another engine's KV; None: any number. `serves_whole`: whether a prefill
+    engine may serve requests whole, too. `within`: some of its labels, with their values: it shares work only with engines that
+    have the same.
     """
 
     url: str
     role: Role
     sources: frozenset[str] = frozenset()
     places: int | None = None
+    serves_whole: bool = False
+    within: tuple[tuple[str, str | None], ...] = ()
 
-    def takes_from(self, prefill: str) -> bool:
-        """Return whether this decode engine is configured to work with the prefill engine of this URL."""
+    def takes_from(self, prefill: NodeSpec) -> bool:
+        """Return whether this decode engine is configured to work with a prefill engine."""
+        return self.has_source(prefill.url) and self.within == prefill.within
+
+    def has_source(self, prefill: str) -> bool:
+        """Return whether this decode engine takes the KV of the prefill engine of this URL, wherever that is."""
         return not self.sources or prefill in self.sources
 
 
@@ -90,6 +112,8 @@ class Node:
     """The engine's identity."""
     role: Role = field(init=False, repr=False)
     """What the engine is for."""
+    uses: frozenset[Role] = field(init=False, repr=False)
+    """What it may do for a request; a decode engine may also serve whole where the contract allows it."""
     evidence: Evidence | None = None
     """What its last full probe found, also while it is down. None: never probed with success."""
     run_number: int = 0
@@ -120,6 +144,8 @@ class Node:
     def __post_init__(self) -> None:
         # Attributes, not properties: every request reads them several times.
         self.url, self.role = self.spec.url, self.spec.role
+        also_whole = self.role is Role.PREFILL and self.spec.serves_whole
+        self.uses = _PREFILL_OR_WHOLE if also_whole else _USES[self.role]
 
     def serves(self, model: str) -> bool:
         """Return whether the engine named a model at its last full probe."""

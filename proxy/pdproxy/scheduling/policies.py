@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from pdproxy.scheduling.least_load import LeastLoad
 from pdproxy.scheduling.nodes import Role
-from pdproxy.scheduling.policy import Policy, PolicyFactory
+from pdproxy.scheduling.policy import Cached, Policy, PolicyContext, PolicyFactory, no_chance
+from pdproxy.scheduling.power_of_two import PowerOfTwo
+from pdproxy.scheduling.prefix_policy import Prefix
+from pdproxy.scheduling.random_choice import RandomChoice
+from pdproxy.scheduling.round_robin import RoundRobin
+from pdproxy.scheduling.session import Session
 
-POLICIES: Mapping[str, PolicyFactory] = MappingProxyType({"least_load": LeastLoad})
+
+def least_load(context: PolicyContext) -> Policy:
+    """Return the policy `least_load`, which is the default of every role."""
+    return LeastLoad(context.role)
+
+
+POLICIES: Mapping[str, PolicyFactory] = MappingProxyType(
+    {
+        "least_load": least_load,
+        "round_robin": lambda _: RoundRobin(),
+        "random": lambda context: RandomChoice(context.chance),
+        "power_of_two": lambda context: PowerOfTwo(context.role, context.chance),
+        "session": lambda context: Session(context.role),
+        "prefix": lambda context: Prefix(context.role, context.cached),
+    }
+)
 """What `pools[].policy.prefill` and `pools[].policy.decode` may be."""
 
 
@@ -18,8 +38,17 @@ def names() -> tuple[str, ...]:
     return tuple(POLICIES)
 
 
-def make_policies(factories: Mapping[Role, PolicyFactory]) -> dict[Role, Policy]:
-    """Return a policy of its own for each role. Without a factory: `LeastLoad`; for aggregated engines that of decode."""
-    decode = factories.get(Role.DECODE, LeastLoad)
-    defaults = {role: decode if role is Role.AGGREGATED else LeastLoad for role in Role}
-    return {role: factories.get(role, default)(role) for role, default in defaults.items()}
+def make_policies(
+    factories: Mapping[Role, PolicyFactory],
+    chance: Callable[[], float] = no_chance,
+    cached: Cached | None = None,
+) -> dict[Role, Policy]:
+    """Return a policy of its own for each role that an engine can have for a request.
+
+    Without a factory: `LeastLoad`; for aggregated engines that of decode. `chance` and `cached`: see `PolicyContext`.
+    """
+    decode = factories.get(Role.DECODE, least_load)
+    defaults = {Role.PREFILL: least_load, Role.DECODE: least_load, Role.AGGREGATED: decode}
+    return {
+        role: factories.get(role, default)(PolicyContext(role, chance, cached)) for role, default in defaults.items()
+    }

@@ -7,12 +7,14 @@ called in the event loop and must return at once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.slo import Slo
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.request import Parsed
 
@@ -21,7 +23,10 @@ class Ask(msgspec.Struct, frozen=True):
     """What a request asks of the scheduler. Made for each choice, and not kept: `parsed` holds the whole request.
 
     `model`: None matches every engine. `prompt_bytes`: the prompt's size, as prefill load. `now`: monotonic seconds.
-    `ids`: the prompt's token ids, None while unknown. `parsed`: the request, None where it is not parsed.
+    `ids`: the prompt's token ids, None while unknown. `parsed`: the request, None where it is not parsed. `tokens`: the prompt's
+    tokens, None while unknown. `keys`: what an index of prefixes knows the prompt by, empty where there is none. `session`: what
+    the requests of one conversation have in common, None where it is unknown or no policy needs it. `slo`: the bounds that the
+    request's client has named itself, None if it has named none.
     """
 
     model: str | None
@@ -29,6 +34,10 @@ class Ask(msgspec.Struct, frozen=True):
     now: float
     ids: TokenIds | None = None
     parsed: Parsed | None = None
+    tokens: int | None = None
+    keys: Sequence[int] = ()
+    session: str | None = None
+    slo: Slo | None = None
 
 
 Best = Callable[[Ask], Node]
@@ -40,6 +49,9 @@ class Policy(ABC):
 
     Engines are read only. Their counters (`requests`, `prompt_bytes`) are up to date in every call.
     """
+
+    needs_details = False
+    """Whether it reads `Ask.tokens`, `keys`, `session` or `slo`: they are filled in only for those that do."""
 
     @abstractmethod
     def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
@@ -64,6 +76,35 @@ class Policy(ABC):
         """A lease on an engine of this role was closed, at `now` in monotonic seconds."""
         return
 
+    def status(self) -> str | None:
+        """Return what an operator should know, such as that the policy lacks what it ranks by; None: nothing."""
+        return None
 
-PolicyFactory = Callable[[Role], Policy]
+
+Cached = Callable[[Ask], Mapping[str, int]]
+"""Returns how many tokens of a request's prompt engines should have in their caches, by URL; those without may be left out."""
+
+
+def no_chance() -> float:
+    """Stand for a source of chance where none was given.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError("this policy needs a source of chance")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyContext:
+    """What a policy is made of. `role`: whose engines it ranks. `chance`: returns a number from 0 to 1, without 1.
+
+    `cached`: the index of prefixes, None where there is none.
+    """
+
+    role: Role
+    chance: Callable[[], float] = no_chance
+    cached: Cached | None = None
+
+
+PolicyFactory = Callable[[PolicyContext], Policy]
 """Makes the policy for a role."""

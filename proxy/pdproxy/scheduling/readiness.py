@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from pdproxy.scheduling.compatibility import why_incompatible
+from pdproxy.scheduling.compatibility import prefill_and_decode
 from pdproxy.scheduling.nodes import Node, Role
 
 
@@ -16,11 +16,11 @@ def not_ready(nodes: Sequence[Node], *, starting: bool, alone: Sequence[Role]) -
     waiting = [node.url for node in nodes if not node.probed]
     if starting and waiting:
         return f"starting: not probed yet: {', '.join(waiting)}"
-    if any(node.up for node in nodes if node.role in alone):
+    if any(node.up for node in nodes if not node.uses.isdisjoint(alone)):
         return None
     roles = " or ".join(role.value for role in reversed(alone))
     if Role.DECODE in alone:
-        down = "; ".join(f"{node.url} {node.down_because}" for node in nodes if node.role in alone)
+        down = "; ".join(f"{node.url} {node.down_because}" for node in nodes if not node.uses.isdisjoint(alone))
         return f"no {roles} engine is up: {down}"
     if any(_is_pair(prefill, decode) for prefill in nodes for decode in nodes):
         return None
@@ -35,15 +35,15 @@ def _takes_part(node: Node) -> bool:
 
 
 def _is_pair(prefill: Node, decode: Node) -> bool:
-    if prefill.role is not Role.PREFILL or decode.role is not Role.DECODE or not (prefill.up and decode.up):
+    if Role.PREFILL not in prefill.uses or Role.DECODE not in decode.uses or not (prefill.up and decode.up):
         return False
-    return why_incompatible(prefill, decode) is None
+    return prefill_and_decode(prefill, decode) is None
 
 
 def why_degraded(nodes: Sequence[Node], now: float) -> str | None:
     """Return why no prompt can be split now, although the pool has prefill engines; None if one can be, or has none."""
-    prefills = [node for node in nodes if node.role is Role.PREFILL]
-    decodes = [node for node in nodes if node.role is Role.DECODE and node.usable(now)]
+    prefills = [node for node in nodes if Role.PREFILL in node.uses]
+    decodes = [node for node in nodes if Role.DECODE in node.uses and node.usable(now)]
     usable = [node for node in prefills if node.usable(now)]
     if not prefills:
         return None
@@ -52,7 +52,9 @@ def why_degraded(nodes: Sequence[Node], now: float) -> str | None:
     if not decodes:
         return "no decode engine can be used: every prompt is served by one aggregated engine alone"
     for prefill in usable:
-        if any(decode.spec.takes_from(prefill.url) and why_incompatible(prefill, decode) is None for decode in decodes):
+        if any(
+            decode.spec.takes_from(prefill.spec) and prefill_and_decode(prefill, decode) is None for decode in decodes
+        ):
             return None
     return "no prefill engine that is up can be paired with a decode engine: every prompt is served by one engine alone"
 
@@ -67,10 +69,38 @@ def shortcomings(nodes: Sequence[Node], now: float) -> list[str]:
         for node in up
         if now < node.open_until
     ]
-    for prefill in (node for node in up if node.role is Role.PREFILL):
-        for decode in (node for node in up if node.role is Role.DECODE):
-            if not decode.spec.takes_from(prefill.url):
+    return found + _not_paired(up)
+
+
+def _not_paired(nodes: Sequence[Node]) -> list[str]:
+    """Return which engines are not paired although the settings pair them. Not a sentence for each pair: `ANY` makes n x n."""
+    wrong: dict[Node, dict[Node, str]] = {}
+    for prefill in (node for node in nodes if Role.PREFILL in node.uses):
+        for decode in (node for node in nodes if Role.DECODE in node.uses):
+            if decode is prefill or not decode.spec.takes_from(prefill.spec):
                 continue  # the operator wants it so
-            if (why := why_incompatible(prefill, decode)) is not None:
-                found.append(f"{prefill.url} and {decode.url} are not paired: {why}")
+            if (why := prefill_and_decode(prefill, decode)) is not None:
+                wrong.setdefault(prefill, {}).setdefault(decode, why)
+                wrong.setdefault(decode, {}).setdefault(prefill, why)
+    found: list[str] = []
+    while wrong:
+        worst = max(wrong, key=lambda node: (len(wrong[node]), node.role is not Role.PREFILL))
+        others = wrong.pop(worst)
+        for other in others:
+            del wrong[other][worst]
+            if not wrong[other]:
+                del wrong[other]
+        found += _sentences(worst, others)
     return found
+
+
+def _sentences(node: Node, others: Mapping[Node, str]) -> list[str]:
+    if Role.ANY not in (node.role, *[other.role for other in others]):
+        pairs = [(node, other) if node.role is Role.PREFILL else (other, node) for other in others]
+        return [
+            f"{prefill.url} and {decode.url} are not paired: {others[decode if node is prefill else prefill]}"
+            for prefill, decode in pairs
+        ]
+    first, why = next(iter(others.items()))
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    return [f"{node.url} is not paired with {first.url}{more}: {why}"]

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import inspect
 
 from pdproxy.settings.errors import KeyPath, Mistakes, did_you_mean, spell_key, spell_value
-from pdproxy.settings.section import NAMES
+from pdproxy.settings.section import NAMES, Section
 
 _NOT_OF_THAT_KIND = (msgspec.ValidationError, UnicodeEncodeError)
 """The second one is raised for a variable or a flag with bytes that are no text in UTF-8."""
@@ -99,6 +99,10 @@ def leaves(kind: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
 
 
 def _section(value: object, kind: Any, where: str, path: KeyPath, found: Mistakes) -> dict[str, object]:
+    if isinstance(value, str) and issubclass(kind, Section):
+        short: dict[str, object] | None = kind.of_text(value)
+        if short is not None:
+            return short
     if not isinstance(value, dict):
         _unexpected(value, kind, where, path, found)
         return {}
@@ -143,6 +147,8 @@ def expectation(kind: Any) -> str:
         return " or ".join(map(str, get_args(kind)))
     if (names := _names(kind)) is not None:
         return " or ".join(names)
+    if _is_section(kind) and (texts := choices(kind)):
+        return f"{' or '.join(texts)}, or a mapping"
     if get_origin(kind) in (Union, types.UnionType):
         return " or ".join("null" if one is type(None) else expectation(one) for one in get_args(kind))
     match inspect.type_info(kind):
@@ -166,6 +172,8 @@ def choices(kind: Any) -> tuple[str, ...]:
     """Return the texts that a type of the schema takes, if there are only a few."""
     if kind is bool:
         return ("true", "false")
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return kind.texts()
     return tuple(map(str, get_args(kind))) if get_origin(kind) is Literal else _names(kind) or ()
 
 

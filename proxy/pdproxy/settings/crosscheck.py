@@ -17,6 +17,7 @@ from pdproxy.settings.dump import MASK
 from pdproxy.settings.errors import KeyPath, Mistakes, SettingsError, quote, spell_key
 from pdproxy.settings.kv_events import check_kv_events
 from pdproxy.settings.limits import Limits
+from pdproxy.settings.placing_checks import check_placing
 from pdproxy.settings.schema import Auth, EngineTls, ListenTls, Node, Pool, Settings
 from pdproxy.settings.transfer_checks import check_pairs, check_transfer
 
@@ -87,6 +88,7 @@ def _checked(pool: Pool, path: KeyPath, need_engines: bool, found: Mistakes) -> 
         _refuse_duplicates(nodes, path, found)
         nodes = [_with_sources(node, nodes, (*path, "nodes", at, "sources"), found) for at, node in enumerate(nodes)]
         check_pairs(pool, nodes, path, found)
+        check_placing(pool, nodes, path, found)
     if pool.nodes or need_engines:
         _refuse_useless({node.role for node in pool.nodes}, (*path, "nodes"), found)
     return msgspec.structs.replace(pool, nodes=tuple(nodes))
@@ -126,6 +128,7 @@ def _checked_node(node: Node, pool: Pool, others: Sequence[Node], path: KeyPath)
     _refuse_duplicates(nodes, path[:2], found)
     node = _with_sources(node, nodes, (*path, "sources"), found)
     check_pairs(pool, (*others, node), path[:2], found)
+    check_placing(pool, (*others, node), path[:2], found)
     found.raise_any()
     return node
 
@@ -203,10 +206,10 @@ def engine_url(url: str, path: KeyPath, where: str = "") -> str:
 
 def _with_sources(node: Node, nodes: Iterable[Node], path: KeyPath, found: Mistakes) -> Node:
     """Return the node with its sources in their normal spelling. Each must be a prefill engine of the pool."""
-    if node.sources and node.role != "decode":
+    if node.sources and not node.decodes:
         found.add(path, f"{spell_key(path)}: only a decode engine takes KV{found.source(path)}")
         return node
-    prefills = {other.url for other in nodes if other.role == "prefill"}
+    prefills = {other.url for other in nodes if other.prefills}
     sources = []
     for at, text in enumerate(node.sources):
         here = (*path, at)
@@ -226,6 +229,9 @@ def _refuse_contradictions(node: Node, path: KeyPath, found: Mistakes) -> None:
         found.add(path, text)
     if node.api_key is not None and node.api_key_file is not None:
         found.add(path, f"{key}: api_key and api_key_file exclude each other: give one{where}")
+    if node.serves_whole and node.role != "prefill":
+        text = "only a prefill engine has this setting, other roles say whether an engine serves requests whole"
+        found.add((*path, "serves_whole"), f"{key}.serves_whole: {text}{found.source((*path, 'serves_whole'))}")
     if node.tls != EngineTls() and node.url.startswith("http:"):
         url = quote(_USER.sub("//***@", node.url))
         found.add(path, f"{key}.tls: {url} is without TLS: expected an https:// URL{where}")
@@ -255,5 +261,5 @@ def _refuse_useless(roles: set[str], path: KeyPath, found: Mistakes) -> None:
     key = spell_key(path)
     if not roles:
         found.add(path, f"{key}: no engine is configured: give --prefill and --decode, or nodes in the YAML file")
-    if "prefill" in roles and "decode" not in roles:
+    if "prefill" in roles and roles.isdisjoint({"decode", "any"}):
         found.add(path, f"{key}: prefill engines, but no decode engine that could take what they compute")

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pdproxy.scheduling import policies
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines, Limits
+from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Section, Text, names_of
 from pdproxy.settings.turns import Turns
 from pdproxy.transfer import registry
 
-Role = Literal["prefill", "decode", "aggregated"]
+Role = Literal["prefill", "decode", "aggregated", "any"]
 Connector = Annotated[str, names_of(registry.choices)]
 Dispatch = Literal["sequential", "concurrent"]
 RemoteHost = Literal["engine", "url"]
 FirstTokenFrom = Literal["prefill", "decode"]
-Policy = Annotated[str, names_of(policies.names)]
 OnTimeout = Literal["recompute", "fail"]
 VLLM_BOOTSTRAP_PORT = 8998
 """vLLM's default for VLLM_MOONCAKE_BOOTSTRAP_PORT. vllm-omni assumes 25201 if its stages name none."""
@@ -130,6 +129,9 @@ class Facts(Section, frozen=True):
     registered_as: Text | None = None
     """`host:port` that it registers as its HTTP address (connectors whose engines register). None: those of its URL."""
 
+    profile: File | None = None
+    """How long its work takes, in place of the pool's `profile`."""
+
     bootstrap: Text | None = None
     """A prefill engine's Mooncake bootstrap server, `http://host:port`, also for decode engines. None: at its own host and the
     pool's `bootstrap_port`."""
@@ -207,13 +209,16 @@ class Node(Section, frozen=True):
     """Where it listens, `http://host:port` or `https://host:port`. Also its name in logs and metrics."""
 
     role: Role
-    """What it does for a request: make the KV, use it, or both."""
+    """What it does for a request: make the KV, use it, or both. `any`: each of these, for different requests at the same time."""
+
+    serves_whole: bool = False
+    """Whether a prefill engine may also serve requests whole."""
 
     sources: tuple[Text, ...] = ()
     """URLs of the prefill engines whose KV a decode engine takes. None given: of all in the pool."""
 
     labels: dict[str, str] = {}  # noqa: RUF012 - a struct copies its defaults
-    """Free text by name, for the operator. Nothing depends on it yet."""
+    """Free text by name: where it is, for instance. The pool's `pair_within` names those that matter for pairs."""
 
     facts: Facts = Facts()
     """What is known of it before it has been asked."""
@@ -230,19 +235,19 @@ class Node(Section, frozen=True):
     tls: EngineTls = EngineTls()
     """TLS towards this engine. What is set here overrides the pool's settings."""
 
+    @property
+    def prefills(self) -> bool:
+        """Whether it makes KV for other engines."""
+        return self.role in ("prefill", "any")
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it uses other engines' KV."""
+        return self.role in ("decode", "any")
+
     def __repr__(self) -> str:
         key = "set" if self.api_key or self.api_key_file else "not set"
         return f"Node({self.url}, {self.role}, <api_key {key}>)"
-
-
-class PoolPolicy(Section, frozen=True):
-    """How an engine is chosen among those that can serve a request."""
-
-    prefill: Policy = "least_load"
-    """For the prefill leg. Fewest outstanding prompt bytes: a prefill engine's time depends on them."""
-
-    decode: Policy = "least_load"
-    """For the decode leg. Fewest active streams: a decode engine's step time grows with them."""
 
 
 class Pool(Section, frozen=True):
@@ -256,7 +261,8 @@ class Pool(Section, frozen=True):
     are asked at the start; if they do not show it, the proxy does not start."""
 
     dispatch: Dispatch | None = None
-    """The order of a prompt's two legs: the prefill leg first, or both at once. None: the connector's usual order."""
+    """The order of a prompt's two legs: the prefill leg first, or both at once. None: the connector's usual order, and sequential
+    with engines of role any."""
 
     remote_host: RemoteHost = "engine"
     """Which host decode engines connect to for KV: the one that the prefill `engine` names in its KV handles, or the one of its
@@ -288,6 +294,16 @@ class Pool(Section, frozen=True):
 
     policy: PoolPolicy = PoolPolicy()
     """How engines are chosen."""
+
+    slo: PoolSlo = PoolSlo()
+    """What is wanted of requests' times."""
+
+    profile: File | None = None
+    """How long an engine's work takes: the name of a profile that pdproxy ships, or the file of one (`pdproxy calibrate`). None:
+    not known. For placements that predict times."""
+
+    pair_within: tuple[Text, ...] = ()
+    """Labels of engines: two engines share work only if they have the same values of all of these."""
 
     tls: EngineTls = EngineTls()
     """TLS towards the engines."""

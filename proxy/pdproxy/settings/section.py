@@ -33,3 +33,13 @@ NAMES = "names"
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A section: immutable, filled by name, without unknown fields."""
+
+    @classmethod
+    def of_text(cls, text: str) -> dict[str, object] | None:
+        """Return the section's fields, if a text may stand in its place; None: not this one."""
+        return None
+
+    @classmethod
+    def texts(cls) -> tuple[str, ...]:
+        """Return the texts that may stand in its place."""
+        return ()

@@ -23,7 +23,7 @@ def receiver_host(node: Node) -> str:
 
 def bootstrap_address(node: Node, pool: Pool) -> str | None:
     """Return the address of an engine's bootstrap server, None if it has none that the pool's contract uses."""
-    if node.role != "prefill" or registry.entry_of(pool.connector).capabilities.peers_from is not PeerSource.BOOTSTRAP:
+    if not node.prefills or registry.entry_of(pool.connector).capabilities.peers_from is not PeerSource.BOOTSTRAP:
         return None
     if node.facts.bootstrap is not None:
         return node.facts.bootstrap.rstrip("/")
@@ -48,6 +48,7 @@ def check_transfer(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mist
         text = f"connector {pool.connector} can't: expected {' or '.join(can.orders)}, got {pool.dispatch}"
         found.add(key, f"{spell_key(key)}: {text}{where}")
     _check_turns(pool, can, path, found)
+    _check_roles(pool, can, nodes, path, found)
     if not can.names_host:
         named = [
             (*path, "nodes", index, "facts", "remote_host") for index, n in enumerate(nodes) if n.facts.remote_host
@@ -78,6 +79,20 @@ def check_transfer(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mist
             found.add(key, f"{spell_key(key)}.pd_buffer_size: {text}{where}")
 
 
+def _check_roles(pool: Pool, can: Capabilities, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
+    """Check that the connector's engines can do what the settings want of each."""
+    for index, node in enumerate(nodes):
+        key = (*path, "nodes", index, "role")
+        if node.role == "any" and not can.any_role:
+            able = [one.name for one in registry.ENTRIES if one.capabilities.any_role]
+            text = f"an engine of connector {pool.connector} has one role, only those of {', '.join(able)} can be any"
+            found.add(key, f"{spell_key(key)}: {text}{found.source(key)}")
+        key = (*path, "nodes", index, "serves_whole")
+        if node.serves_whole and not can.whole_on_prefill and node.role == "prefill":
+            text = f"a prefill engine of connector {pool.connector} can't serve a request whole"
+            found.add(key, f"{spell_key(key)}: {text}{found.source(key)}")
+
+
 def check_pairs(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
     """Check which decode engines take the KV of each prefill engine, by sources in their normal spelling."""
     if pool.connector == registry.AUTO:
@@ -87,14 +102,33 @@ def check_pairs(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistake
     if not can.one_receiver:
         return
     for index, node in enumerate(nodes):
-        decodes = [other.url for other in nodes if other.role == "decode" and _takes(other, node.url)]
-        if node.role == "prefill" and len(decodes) > 1:
+        decodes = [other.url for other in nodes if other.decodes and _takes(other, node, pool)]
+        if node.prefills and len(decodes) > 1:
             key, where = (*path, "nodes", index), found.source((*path, "nodes", index))
             text = (
                 f"with connector {pool.connector} {node.url} pushes KV to one decode engine, but {' and '.join(decodes[:4])} "
                 "take its KV: name it in the sources of the one that it pushes to"
             )
             found.add(key, f"{spell_key(key)}: {text}{where}")
+
+
+def pairs_to_try(pool: Pool) -> list[tuple[Node, Node]]:
+    """Return the prefill and decode engines of a pool that are tried together: those that the settings let work together.
+
+    Of engines for any role, each makes KV for the next one only: it is then tried in both roles, without a try for all of n x n.
+    """
+    both = [node for node in pool.nodes if node.role == "any"]
+    following = {one.url: other for one, other in zip(both, [*both[1:], *both[:1]], strict=True)}
+    return [
+        (prefill, decode)
+        for prefill in pool.nodes
+        for decode in pool.nodes
+        if prefill.prefills
+        and decode.decodes
+        and prefill is not decode
+        and _takes(decode, prefill, pool)
+        and (not (prefill.role == decode.role == "any") or following[prefill.url] is decode)
+    ]
 
 
 def _check_parallel_sizes(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
@@ -104,7 +138,7 @@ def _check_parallel_sizes(pool: Pool, nodes: Sequence[Node], path: KeyPath, foun
     mixed = registry.entry_of(pool.connector).capabilities.mixed_parallel_sizes
     for index, decode in enumerate(nodes):
         for prefill in nodes:
-            if (decode.role, prefill.role) != ("decode", "prefill") or not _takes(decode, prefill.url):
+            if decode is prefill or not (decode.decodes and prefill.prefills and _takes(decode, prefill, pool)):
                 continue
             ours, theirs = decode.facts.tensor_parallel_size, prefill.facts.tensor_parallel_size
             if (
@@ -119,8 +153,13 @@ def _check_parallel_sizes(pool: Pool, nodes: Sequence[Node], path: KeyPath, foun
             found.add(key, f"{spell_key(key)}: {ours}, but {prefill.url} has {theirs}: {rule}{found.source(key)}")
 
 
-def _takes(decode: Node, prefill: str) -> bool:
-    return not decode.sources or prefill in decode.sources
+def within(node: Node, pool: Pool) -> tuple[tuple[str, str | None], ...]:
+    """Return the labels that an engine must have in common with those that it shares work with."""
+    return tuple((name, node.labels.get(name)) for name in pool.pair_within)
+
+
+def _takes(decode: Node, prefill: Node, pool: Pool) -> bool:
+    return (not decode.sources or prefill.url in decode.sources) and within(decode, pool) == within(prefill, pool)
 
 
 def _check_turns(pool: Pool, can: Capabilities, path: KeyPath, found: Mistakes) -> None:

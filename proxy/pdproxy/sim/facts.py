@@ -12,7 +12,7 @@ import msgspec
 
 from pdproxy.engine_model.hardware import Hardware
 
-Role = Literal["prefill", "decode", "aggregated"]
+Role = Literal["prefill", "decode", "aggregated", "any"]
 LoadFailurePolicy = Literal["fail", "recompute"]
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 Template = Literal["chatml", "dated", "plain"]
@@ -29,6 +29,10 @@ ConnectorName = Literal[
     "moriio",
     "none",
 ]
+
+
+_ANY: tuple[ConnectorName, ...] = ("nixl", "nixl-push", "mooncake", "lmcache-mp", "shared")
+"""Connectors whose engines can make KV for others and use others' KV, with `kv_role` `kv_both`."""
 
 
 class LMCache(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -280,6 +284,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError(
                 f"chunk_size must be a multiple of block_size = {self.block_size}, got {self.lmcache.chunk_size}"
             )
+        if self.role == "any" and self.connector not in _ANY:
+            raise ValueError(f"role must not be any with connector = {self.connector}: its engines have one role")
         if self.connector == "cpu" and self.role == "aggregated":
             raise ValueError("role must be prefill or decode with connector = cpu, got aggregated")
         if self.connector == "cpu" and self.role == "prefill" and not self.cpu.cpu_port:
@@ -319,13 +325,13 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @property
     def mooncake_role(self) -> KVRole:
         """The `kv_role` of an engine with Mooncake, which checks it for each request."""
-        usual: dict[Role, KVRole] = {"prefill": "kv_producer", "decode": "kv_consumer", "aggregated": "kv_both"}
-        return self.kv_role or usual[self.role]
+        usual: dict[Role, KVRole] = {"prefill": "kv_producer", "decode": "kv_consumer"}
+        return self.kv_role or usual.get(self.role, "kv_both")
 
     @property
     def is_kv_consumer(self) -> bool:
         """Whether vLLM would call this engine a consumer of KV."""
         usual: KVRole = "kv_consumer" if self.role == "decode" else "kv_producer"
-        if self.connector in ("lmcache-mp", "shared"):
+        if self.connector in ("lmcache-mp", "shared") or self.role == "any":
             usual = "kv_both"
         return self.connector != "none" and (self.kv_role or usual) != "kv_producer"

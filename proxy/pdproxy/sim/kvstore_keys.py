@@ -33,7 +33,7 @@ class KVStoreKeys(Connector):
 
     def __init__(self, facts: Facts, pool: BlockPool, storage: Storage) -> None:
         super().__init__()
-        usual = {"prefill": "kv_producer", "decode": "kv_consumer", "aggregated": "kv_both"}
+        usual = {"prefill": "kv_producer", "decode": "kv_consumer", "aggregated": "kv_both", "any": "kv_both"}
         role = facts.kv_role or usual[facts.role]
         self._stores, self._loads = role != "kv_consumer", role != "kv_producer"
         self._pool, self._storage = pool, storage

@@ -278,6 +278,12 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """The roles whose engines may serve a request alone, the first choice first. Some connectors break, or give wrong answers to,
     requests that no other engine takes part in."""
 
+    any_role: bool = False
+    """One engine (`kv_both`) can make KV for others, use theirs, and serve requests alone, at the same time: role `any`."""
+
+    whole_on_prefill: bool = False
+    """A prefill engine can also serve requests alone."""
+
     short_prompts: bool = False
     """Prompts shorter than a KV block can be split between two engines, too."""
 

@@ -17,7 +17,7 @@ def _from_each_rank(_dispatch: Dispatch) -> int | None:
 
 
 NAME = "lmcache-mp"
-CAPABILITIES = Capabilities(notices_over=Channel.HTTP)
+CAPABILITIES = Capabilities(notices_over=Channel.HTTP, any_role=True, whole_on_prefill=True)
 LMCACHE_MP = Contract(
     name=NAME,
     prefill=prefill,

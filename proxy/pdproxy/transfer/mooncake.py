@@ -142,6 +142,8 @@ CAPABILITIES = Capabilities(
     orders=("concurrent", "sequential"),
     peers_from=PeerSource.BOOTSTRAP,
     mixed_parallel_sizes=True,
+    any_role=True,
+    whole_on_prefill=True,
 )
 MOONCAKE = Contract(
     name=NAME,

@@ -191,6 +191,7 @@ CAPABILITIES = Capabilities(
     orders=("concurrent", "sequential"),
     peers_from=PeerSource.REGISTRATION,
     alone_on=("aggregated", "prefill"),
+    whole_on_prefill=True,
     short_prompts=True,
     mixed_parallel_sizes=True,
 )

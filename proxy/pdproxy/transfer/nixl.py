@@ -140,7 +140,13 @@ class Options(msgspec.Struct, frozen=True):
 
 NAME = "nixl"
 CAPABILITIES = Capabilities(
-    takes_ids=True, notices_over=Channel.ZMQ, names_host=True, hands_back=True, mixed_parallel_sizes=True
+    takes_ids=True,
+    notices_over=Channel.ZMQ,
+    names_host=True,
+    hands_back=True,
+    any_role=True,
+    whole_on_prefill=True,
+    mixed_parallel_sizes=True,
 )
 NIXL = Contract(
     name=NAME,

@@ -132,6 +132,8 @@ CAPABILITIES = Capabilities(
     peers_from=PeerSource.ANSWERS,
     mixed_parallel_sizes=True,
     names_host=True,
+    any_role=True,
+    whole_on_prefill=True,
 )
 CONTRACT = Contract(
     name=NAME,

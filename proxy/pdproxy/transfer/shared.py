@@ -8,7 +8,7 @@ request. The prefill engine's answer shows that the KV is stored, since ExampleC
 from __future__ import annotations
 
 from pdproxy.transfer.bodies import decode_fields, prefill_fields
-from pdproxy.transfer.contract import Contract, Dispatch, Handle, LegRequest, encode
+from pdproxy.transfer.contract import Capabilities, Contract, Dispatch, Handle, LegRequest, encode
 from pdproxy.transfer.entry import Entry
 from pdproxy.transfer.handles import unclaimed
 from pdproxy.transfer.signs import Signs
@@ -32,7 +32,8 @@ def decode(parsed: Parsed, prompt: Prompt, _given: Handle, _dispatch: Dispatch) 
 
 
 NAME = "shared"
-SHARED = Contract(name=NAME, prefill=prefill, handle=handle, decode=decode)
+CAPABILITIES = Capabilities(any_role=True, whole_on_prefill=True)
+SHARED = Contract(name=NAME, prefill=prefill, handle=handle, decode=decode, capabilities=CAPABILITIES)
 ENTRY = Entry.of(
     SHARED,
     kv_connectors=(

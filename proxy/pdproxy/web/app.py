@@ -59,6 +59,8 @@ class Answers:
     cors: Cors
     telemetry: Callable[[bytes], bool] | None = None
     """Takes the body of a telemetry request; returns whether it was LMCache's telemetry. None: there is no such route."""
+    decisions: Callable[[], bytes] = lambda: b"{}"
+    """Returns the last decisions of the pool's placement, as JSON."""
     refused: Callable[[PdproxyError, str], None] = lambda error, client: None
     """Reports a request without a valid key: the error, and the client's address."""
 
@@ -117,10 +119,13 @@ def create_app(answers: Answers) -> FastAPI:
 
     @app.get("/v1/models", summary="The models that the engines serve", tags=["OpenAI"])
     async def models(request: Request) -> Response:
-        authorization = request.headers.get("authorization")
-        given = authorization.encode("latin-1") if authorization is not None else None
-        answers.authorize(given)
+        given = _authorize(request, answers)
         return Response(await answers.models(given), media_type="application/json")
+
+    @app.get("/decisions", summary="The last decisions on which engines serve a request", tags=["operation"])
+    async def decisions(request: Request) -> Response:
+        _authorize(request, answers)
+        return Response(answers.decisions(), media_type="application/json")
 
     if answers.telemetry is not None:
         _add_telemetry(app, answers.telemetry)
@@ -128,6 +133,18 @@ def create_app(answers: Answers) -> FastAPI:
         if entry.kind is not RouteKind.OWN:
             _add(app, entry, answers)
     return app
+
+
+def _authorize(request: Request, answers: Answers) -> bytes | None:
+    """Return a request's `Authorization`.
+
+    Raises:
+        UnauthorizedError: the proxy has keys, and it is none of them.
+    """
+    authorization = request.headers.get("authorization")
+    given = authorization.encode("latin-1") if authorization is not None else None
+    answers.authorize(given)
+    return given
 
 
 def _add_telemetry(app: FastAPI, take: Callable[[bytes], bool]) -> None:
@@ -158,8 +175,7 @@ def _add(app: FastAPI, entry: RouteEntry, answers: Answers) -> None:
         return PassthroughResponse(answers.passthrough, entry)
 
     async def refused(request: Request) -> Response:
-        authorization = request.headers.get("authorization")
-        answers.authorize(authorization.encode("latin-1") if authorization is not None else None)
+        _authorize(request, answers)
         name = request.path_params["response_id"]
         raise NotStoredError(f"Response with id '{name}' not found: {entry.why}", param="response_id")
 

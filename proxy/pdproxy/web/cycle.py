@@ -34,11 +34,13 @@ FORWARDED = frozenset(
 )
 """Headers of a client that are forwarded to engines: tracing, and what vLLM 0.32.0 reads. No others are."""
 
+_NO_LINES: tuple[tuple[bytes, bytes], ...] = ()
+
 Generate = Callable[[Incoming, "GenerateCycle"], Awaitable[None]]
 
 
 class DataPath:
-    """What a generating request needs. One for the whole process; `max_body` in bytes."""
+    """What a generating request needs. One for the whole process; `max_body` in bytes; `hints`: headers for the proxy itself."""
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class DataPath:
         body_budget: BodyBudget,
         *,
         max_body: int,
+        hints: frozenset[bytes] = frozenset(),
     ) -> None:
         self.generate = generate
         self.identify = identify
@@ -57,6 +60,9 @@ class DataPath:
         self.observers = observers
         self.bounds = bounds
         self.max_body = max_body
+        self.hints = hints
+        self.noted = FORWARDED | hints
+        """All headers of a client that somebody reads, besides those of every request."""
         self.body_budget = body_budget
 
 
@@ -248,18 +254,22 @@ class GenerateCycle(ResponseCycle):
     def _as_read(self, found: dict[bytes, bytes]) -> Incoming:
         # A large body stays in its buffer, which does not change from now on: a copy would hold up the event loop.
         body, self._body = self._body if self._size > LARGE else bytes(self._body), b""
+        forward = hints = _NO_LINES
+        path = self._data_path
+        if not path.noted.isdisjoint(found):
+            forward = tuple([line for line in self._headers if line[0] in FORWARDED])
+            hints = tuple([line for line in self._headers if line[0] in path.hints])
         return Incoming(
             route=self._route,
             request_id=found[b"x-request-id"].decode("latin-1") if b"x-request-id" in found else None,
             authorization=found.get(b"authorization"),
             content_type=found.get(b"content-type", b"").decode("latin-1"),
-            forward=()
-            if FORWARDED.isdisjoint(found)
-            else tuple(line for line in self._headers if line[0] in FORWARDED),
+            forward=forward,
             body=body,
             adapter=found.get(ADAPTER_HEADER) if self._route is _INVOCATIONS else None,
             client=self._address,
             key=self._key,
+            hints=hints,
         )
 
     def drop_body(self) -> None:

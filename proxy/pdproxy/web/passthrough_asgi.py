@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,6 +64,8 @@ class PassthroughAsgi:
     max_body: int
     refused: Callable[[PdproxyError, str], None] = lambda error, client: None
     """Reports a body that is refused: the error, and the client's address."""
+    session: Callable[[Mapping[bytes, bytes]], str | None] = lambda headers: None
+    """Returns the session that a request's headers name, None where they name none or nothing needs it."""
 
 
 class PassthroughResponse(Response):
@@ -130,6 +132,7 @@ class PassthroughResponse(Response):
             body=body,
             client=self._identified.address,
             key=self._identified.key,
+            session=passthrough.session(found),
         )
         del body  # the request refers to it
         serving = asyncio.ensure_future(passthrough.serve(request, output))

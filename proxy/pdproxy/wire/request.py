@@ -70,6 +70,7 @@ class Alone(Enum):
     KV_BUFFER = "kv_buffer"
     KV_LATE = "kv_late"
     FIRST_TOKEN = "first_token"  # noqa: S105 - a token of text
+    DECIDED = "decided"
 
 
 # An enum's member is looked up by slow code of its metaclass: these are used for every request.
@@ -80,8 +81,9 @@ _UNUSUAL = Alone.UNUSUAL
 class Incoming(msgspec.Struct):
     """A request as it was received. The reader of the body removes it from here.
 
-    `forward` has the headers (name, value) that are forwarded to engines, without the credentials; `adapter` is the value of
-    `client_routes.ADAPTER_HEADER`. `client`: the client's address; `key`: the name of its key.
+    `forward` has the headers (name, value) that are forwarded to engines, without the credentials, and `hints` those that say
+    something to the proxy itself; `adapter` is the value of `client_routes.ADAPTER_HEADER`. `client`: the client's address;
+    `key`: the name of its key.
     """
 
     route: Route
@@ -93,6 +95,7 @@ class Incoming(msgspec.Struct):
     adapter: bytes | None = None
     client: str | None = None
     key: str | None = None
+    hints: tuple[tuple[bytes, bytes], ...] = ()
 
 
 class Prompt(msgspec.Struct, frozen=True):

@@ -217,8 +217,13 @@ class Facts(msgspec.Struct, kw_only=True):
     timeout: float = 10.0
 
     def by_role(self, *roles: Role) -> list[EngineFacts]:
-        """Return the engines of these roles that could be asked."""
-        return [engine for engine in self.engines if engine.role in roles and engine.could_be_asked]
+        """Return the engines of these roles that could be asked. One for any role has all of them."""
+        return [engine for engine in self.engines if engine.role in (*roles, "any") and engine.could_be_asked]
+
+    @property
+    def aggregated(self) -> list[EngineFacts]:
+        """The aggregated engines that could be asked, without those for any role."""
+        return [engine for engine in self.engines if engine.role == "aggregated" and engine.could_be_asked]
 
     def engine(self, url: str) -> EngineFacts:
         """Return an engine by its URL."""

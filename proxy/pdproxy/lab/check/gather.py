@@ -48,7 +48,7 @@ async def gather(settings: Settings, options: Options, machine: MachineFacts) ->
 
 async def _connector(settings: Settings, options: Options) -> Found | Undecided | None:
     """Return the connector that the engines show. None: the settings name it, or no KV is transferred."""
-    if settings.pool.connector != AUTO or not any(node.role == "prefill" for node in settings.pool.nodes):
+    if settings.pool.connector != AUTO or not any(node.prefills for node in settings.pool.nodes):
         return None
     shown, _ = await look(settings, options.timeout)
     return shown

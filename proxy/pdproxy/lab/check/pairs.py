@@ -22,6 +22,7 @@ from pdproxy.lab.check.handles import Handles, with_other_engine
 from pdproxy.lab.check.http_client import HttpClient
 from pdproxy.lab.check.metrics import Metrics
 from pdproxy.lab.check.options import Options
+from pdproxy.settings.transfer_checks import pairs_to_try
 from pdproxy.transfer.contract import NO_DISPATCH
 from pdproxy.wire.request import Parsed
 
@@ -150,13 +151,14 @@ class PairProbe:
 
 async def try_pairs(probe: PairProbe, facts: Facts, lease_watch: float) -> None:
     """Try all pairs, then the leases, then what D does when KV can't be loaded. Stores the results in `facts`."""
-    prefills = [engine for engine in facts.engines if engine.role == "prefill"]
-    decodes = [engine for engine in facts.engines if engine.role == "decode"]
+    prefills = [engine for engine in facts.engines if engine.role in ("prefill", "any")]
+    decodes = [engine for engine in facts.engines if engine.role in ("decode", "any")]
+    tried = {(one.url, other.url) for one, other in pairs_to_try(facts.settings.pool)}
     silent: set[str] = set()
     for prefill in prefills:
         for decode in decodes:
-            if decode.sources and prefill.url not in decode.sources:
-                continue  # the settings keep the proxy from pairing them
+            if (prefill.url, decode.url) not in tried:
+                continue  # the settings keep the proxy from pairing them, or others are enough
             if decode.url in silent:
                 untried = Split(end="untried", text=f"{decode.url} did not answer an earlier request")
                 facts.pairs.append(PairFacts(prefill=prefill.url, decode=decode.url, tries=(untried,)))

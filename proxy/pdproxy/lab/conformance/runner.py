@@ -6,7 +6,6 @@ A failure of an engine is a result, not an error.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Sequence
 
@@ -28,6 +27,7 @@ from pdproxy.lab.conformance.results import PairResults, Report, Result, Verdict
 from pdproxy.lab.conformance.stand import posted, settings_for, stand
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.schema import Node, Settings
+from pdproxy.settings.transfer_checks import pairs_to_try
 
 
 def _mark() -> str:
@@ -71,9 +71,7 @@ async def run(settings: Settings, options: Options, checks: Sequence[Check] = CH
 
 def pairs_of(settings: Settings) -> list[tuple[Node, Node]]:
     """Return the prefill and decode engines that the settings let work together."""
-    prefills = [node for node in settings.pool.nodes if node.role == "prefill"]
-    decodes = [node for node in settings.pool.nodes if node.role == "decode"]
-    return [(p, d) for p, d in itertools.product(prefills, decodes) if not d.sources or p.url in d.sources]
+    return pairs_to_try(settings.pool)
 
 
 def model_of(prefill: EngineFacts, decode: EngineFacts) -> str:

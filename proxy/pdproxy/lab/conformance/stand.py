@@ -18,6 +18,7 @@ from pdproxy.app.compose import Proxy
 from pdproxy.app.server import listen, uvicorn_config
 from pdproxy.lab.conformance.tap import Tap
 from pdproxy.settings.errors import SettingsError
+from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.schema import Cors, Listen, ListenTls, Node, Settings
 from pdproxy.transfer.contract import Channel
 from pdproxy.transfer.registry import entry_of
@@ -57,13 +58,18 @@ def settings_for(settings: Settings, prefill: Node, decode: Node, key: str, *, n
     not exclude an engine from the next one. It listens on the address of the settings only if engines post notices there. With
     `notices` False it receives no notice.
     """
+    # Each engine has one role here, and each prompt that can be split is.
+    nodes = (
+        structs.replace(prefill, role="prefill", sources=(), serves_whole=False),
+        structs.replace(decode, role="decode", sources=()),
+    )
     where = settings.listen if notices and posted(settings) else Listen(host=LOOPBACK)
     kv_ready = settings.kv_ready if notices else structs.replace(settings.kv_ready, host=LOOPBACK, port=0)
     return structs.replace(
         settings,
         listen=structs.replace(where, tls=ListenTls(), cors=Cors()),
         auth=structs.replace(settings.auth, api_keys=(key,), api_keys_file=None),
-        pools=(structs.replace(settings.pool, nodes=(prefill, structs.replace(decode, sources=()))),),
+        pools=(structs.replace(settings.pool, nodes=nodes, policy=PoolPolicy(), pair_within=()),),
         limits=structs.replace(settings.limits, breaker_failures=_NEVER),
         kv_ready=kv_ready,
     )

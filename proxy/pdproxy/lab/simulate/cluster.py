@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
+from random import Random
 from typing import Any
 
 from pdproxy.engine_model.hardware import Hardware
@@ -69,6 +70,7 @@ class Cluster:
             breaker_failures=3,
             breaker_cooldown=10.0,
             policies={role: POLICIES[name] for role, name in policies.items()},
+            chance=Random(0).random,
         )
         for spec in specs:
             block = shapes[spec.role].block_size

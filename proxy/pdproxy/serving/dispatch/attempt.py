@@ -6,7 +6,7 @@ KV. Every retry is another attempt. Each attempt is closed once, whatever its ou
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -16,7 +16,6 @@ from pdproxy.kit.ids import mint
 from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
 from pdproxy.scheduling.nodes import Role
-from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.recovery import CannotSplit, Failed, Outcome
 from pdproxy.serving.dispatch.resources import ExchangeResources
@@ -98,7 +97,7 @@ class Attempt:
     def prefill_url(self) -> str | None:
         """The prefill engine, None if one engine serves alone."""
         lease = self.assignment.leases[0]
-        return lease.node.url if lease.node.role is Role.PREFILL else None
+        return lease.node.url if lease.role is Role.PREFILL else None
 
     def prepare(self) -> None:
         """Make what the contract needs for these engines: an id for the prefill leg, and a wait for its notices."""
@@ -209,76 +208,3 @@ class Order:
 
     roles: tuple[Role, ...]
     stages: tuple[Stage, ...]
-
-
-def begin(resources: ExchangeResources, request: PromptRequest, order: Order, without: Sequence[str]) -> Attempt | None:
-    """Lease the engines of an order, and make what the contract needs for them.
-
-    `without` are URLs of engines that must not get the prompt if there are others. Return None if there are no engines for it.
-    """
-    if not order.roles:
-        return _alone(resources, request, without)
-    assignment = resources.ledger.assign(order.roles, _ask(resources, request), without=without)
-    return None if assignment is None else _prepared(Attempt(resources, request, assignment))
-
-
-async def begin_with_space(
-    resources: ExchangeResources, request: PromptRequest, order: Order, without: Sequence[str]
-) -> Attempt | None:
-    """As `begin`, where receive buffers are bounded: wait until the last engine has space for the prompt's KV.
-
-    Raises:
-        OverloadedError: no decode engine had space in time.
-    """
-    buffers, ids = resources.transfer.buffers, request.ids
-    count = 0 if ids is None else buffers.chunks(ids.count)
-    space: BufferSpace | None = None
-
-    def choose(full: tuple[str, ...]) -> Assignment | None:
-        nonlocal space
-        chosen = resources.ledger.assign(order.roles, _ask(resources, request), without=(*without, *full))
-        if chosen is not None:
-            space = buffers.take(chosen.leases[-1].node.url, count)
-        return chosen
-
-    def possible() -> bool:
-        chosen = resources.ledger.assign(order.roles, _ask(resources, request), without=without)
-        for lease in chosen.leases if chosen is not None else ():
-            resources.close(lease, Verdict.NEUTRAL)
-        return chosen is not None
-
-    assignment = await buffers.wait_for_space(count, choose, possible)
-    return None if assignment is None else _prepared(Attempt(resources, request, assignment, space))
-
-
-def _prepared(attempt: Attempt) -> Attempt:
-    try:
-        attempt.prepare()
-    except BaseException:
-        attempt.close()
-        raise
-    return attempt
-
-
-def _ask(resources: ExchangeResources, request: PromptRequest) -> Ask:
-    parsed, prompt = request.parsed, request.prompt
-    size = parsed.body_bytes if prompt is None else prompt.text_bytes or parsed.body_bytes
-    return Ask(parsed.model, size, resources.now(), request.ids, parsed)
-
-
-def _alone(resources: ExchangeResources, request: PromptRequest, without: Sequence[str]) -> Attempt | None:
-    parsed, ledger = request.parsed, resources.ledger
-    ask = Ask(parsed.model, parsed.body_bytes, resources.now(), request.ids, parsed)
-    # An engine that failed is better than no answer.
-    lease = ledger.assign_alone(ask, without=without) or ledger.assign_alone(ask)
-    return None if lease is None else Attempt(resources, request, Assignment((lease,)))
-
-
-def why_not_split(resources: ExchangeResources, request: PromptRequest) -> Alone | None:
-    """Return why a prompt can't be split, as far as its token ids show; None if nothing is against it."""
-    ids, transfer = request.ids, resources.transfer
-    if ids is None:
-        return Alone.NO_TOKENS
-    if ids.count < transfer.contract.min_tokens(request.parsed):
-        return Alone.SHORT_PROMPT
-    return Alone.KV_BUFFER if transfer.buffers.bounded and not transfer.buffers.fits(ids.count) else None

@@ -126,6 +126,7 @@ class DecodeLeg:
                     first = turn.whole(self._turn, first, attempt.request.parsed, attempt.relay)
                 return Answered(first)
             attempt.first_s = first_at - asked_at
+            resources.first_token(self._lease)
             if custody is not None:
                 custody.end(End.LOADED)
             if attempt.prefill_over is not None:
@@ -162,7 +163,7 @@ class DecodeLeg:
                 if self._expected:
                     resources.auditor.over(self._engine, self._expected, loaded=custody.how is End.LOADED)
                 custody.release()  # whatever has not ended by now
-            resources.close(self._lease, verdict)
+            resources.close(self._lease, verdict, attempt.relay)
 
     # -- while the prefill engine works, too
 

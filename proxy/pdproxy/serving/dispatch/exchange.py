@@ -19,7 +19,9 @@ from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import LegTimes, ServedAlone
 from pdproxy.scheduling.split import why_alone
 from pdproxy.serving.dispatch import orders
-from pdproxy.serving.dispatch.attempt import Attempt, begin, begin_with_space, why_not_split
+from pdproxy.serving.dispatch.attempt import Attempt
+from pdproxy.serving.dispatch.begin import begin, begin_placed, begin_with_space, why_not_split
+from pdproxy.serving.dispatch.decisions import decided, spelled
 from pdproxy.serving.dispatch.orders import alone
 from pdproxy.serving.dispatch.orders.sequential import kv_ready
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
@@ -108,7 +110,7 @@ class Exchange:
         attempt = self._attempt
         if attempt is None:
             return LegTimes()
-        return LegTimes(
+        times = LegTimes(
             prefill=attempt.prefill_url,
             decode=attempt.asked_url,
             why_alone=self._served_alone.value if self._served_alone else None,
@@ -119,6 +121,15 @@ class Exchange:
             overlap_s=attempt.overlap_s,
             attempts=self._asked,
         )
+        return times if not attempt.assignment.reason else decided(times, attempt.assignment)
+
+    @property
+    def decision(self) -> str | None:
+        """Which engines were chosen for the last attempt, and why; None before there were any, or if the client does not ask."""
+        attempt, why_alone = self._attempt, self._served_alone
+        if attempt is None or not self._request.headers.hints.wants_decision:
+            return None
+        return spelled(attempt.assignment, why_alone.value if why_alone else None)
 
     async def run(self, stream_to: Callable[[Relay], ResponseWriter]) -> Answer | None:
         """Serve the prompt. Return a whole answer; or None once a stream has been passed on to `stream_to(relay)`.
@@ -168,19 +179,23 @@ class Exchange:
 
     async def _try(self) -> Outcome:
         """Lease engines and run the stages of the order, until one of them has an outcome."""
-        dispatcher, request = self._dispatcher, self._request
-        resources, order = dispatcher.resources, dispatcher.order if self._alone is None else alone.ORDER
-        if order.roles and resources.transfer.buffers.bounded:
-            attempt = await begin_with_space(resources, request, order, self._without)
+        dispatcher, why_alone = self._dispatcher, self._alone
+        resources, order = dispatcher.resources, dispatcher.order if why_alone is None else alone.ORDER
+        if resources.ledger.placement is not None:
+            attempt = await begin_placed(resources, self._request, why_alone, self._without)
+            if attempt is not None and attempt.prefill_url is None:
+                order, why_alone = alone.ORDER, why_alone or Alone.DECIDED
+        elif order.roles and resources.transfer.buffers.bounded:
+            attempt = await begin_with_space(resources, self._request, order, self._without)
         else:
-            attempt = begin(resources, request, order, self._without)
+            attempt = begin(resources, self._request, order, self._without)
         if attempt is None:
             return NoEngines()
         self._attempt = attempt
         self._asked += 1
-        if self._alone is not None and self._alone is not self._served_alone:
-            resources.observers.notify(ServedAlone(self._alone.value))
-        self._served_alone = self._alone
+        if why_alone is not None and why_alone is not self._served_alone:
+            resources.observers.notify(ServedAlone(why_alone.value))
+        self._served_alone = why_alone
         try:
             for stage in order.stages:
                 outcome = await stage(attempt)

@@ -14,11 +14,14 @@ from pdproxy.kit.errors import EngineError
 from pdproxy.observe.events import LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
+from pdproxy.serving.dispatch.decisions import Decisions
+from pdproxy.serving.dispatch.hints import NO_HINTS, Hints
 from pdproxy.serving.dispatch.tokenizing import Tokenizing
 from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.ready import KvReady
 from pdproxy.serving.kv.turns import Turns
+from pdproxy.serving.stream.relay import Relay
 from pdproxy.settings.limits import Deadlines
 from pdproxy.tokens.ids import TokenIds
 from pdproxy.transfer.contract import Contract
@@ -58,6 +61,7 @@ class ExchangeResources:
     tokenizing: Tokenizing | None = None
     turns: Turns | None = None
     templates: EventTemplates = field(default_factory=EventTemplates)
+    decisions: Decisions | None = None
 
     async def ids(self, parsed: Parsed, prompt: Prompt, headers: LegHeaders) -> TokenIds | None:
         """Return a prompt's token ids, None where they are not wanted or can't be made."""
@@ -77,10 +81,17 @@ class ExchangeResources:
         if self.tokenizing is not None:
             self.tokenizing.check.served(url, parsed, ids, sent, served)
 
-    def close(self, lease: Lease, verdict: Verdict) -> None:
-        """End a lease. Report it if this takes the engine out of use."""
-        node = lease.node
-        if self.ledger.close(lease, verdict, self.now()):
+    def first_token(self, lease: Lease) -> None:
+        """Note that the client gets its first token from the engine of a lease."""
+        if self.ledger.placement is not None:
+            self.ledger.began(lease, self.now())
+
+    def close(self, lease: Lease, verdict: Verdict, relay: Relay | None = None) -> None:
+        """End a lease. Report it if this takes the engine out of use. `relay`: that of the answer, if the engine has answered."""
+        node, tokens = lease.node, None
+        if relay is not None and self.ledger.placement is not None:
+            tokens = _made_tokens(relay)
+        if self.ledger.close(lease, verdict, self.now(), tokens):
             reason = node.down_because or f"failed {node.failures} times in a row: its breaker is open"
             self.observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=reason))
 
@@ -91,13 +102,21 @@ class ExchangeResources:
         self.observers.notify(LegFailed(headers.request_id, node, phase, error.message, will_retry))
 
 
+def _made_tokens(relay: Relay) -> int | None:
+    """Return how many tokens an engine has made for the client, None where its answer does not show it."""
+    if relay.usage is not None and relay.usage.completion_tokens is not None:
+        return relay.usage.completion_tokens
+    return relay.fast_path.tokens or relay.fast_path.events or None
+
+
 class LegHeaders(msgspec.Struct, frozen=True):
-    """What every leg of one request carries: its id, its path and the headers that are forwarded."""
+    """What every leg of one request carries: its id, its path and the headers that are forwarded. `hints` are for the proxy."""
 
     request_id: str
     path: str
     headers: tuple[tuple[bytes, bytes], ...]
     authorization: tuple[tuple[bytes, bytes], ...]
+    hints: Hints = NO_HINTS
 
     @property
     def shown_id(self) -> str:

@@ -49,7 +49,7 @@ _PASSED_HEADERS = (b"content-type", b"retry-after", b"metadata", b"endpoint-load
 class IncomingPassthrough:
     """A request as it came: `forward` holds the header lines that go on to the engine, without the credentials.
 
-    `client`: the client's address; `key`: the name of its key.
+    `client`: the client's address; `key`: the name of its key; `session`: what names its conversation, None where nothing does.
     """
 
     entry: RouteEntry
@@ -60,6 +60,7 @@ class IncomingPassthrough:
     body: Body
     client: str | None = None
     key: str | None = None
+    session: str | None = None
 
 
 class Passthrough:
@@ -118,7 +119,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         leg_headers = LegHeaders(self.request_id, incoming.entry.path, headers, authorization)
         without: set[str] = set()
         while True:
-            ask = Ask(body.model, size, resources.now())
+            ask = Ask(body.model, size, resources.now(), session=incoming.session)
             lease = resources.ledger.assign_alone(ask, without=without) or resources.ledger.assign_alone(ask)
             if lease is None:
                 raise OverloadedError("no engine can serve this request: see /ready")

@@ -18,9 +18,11 @@ from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.routes import ENTRIES
 from pdproxy.serving.dispatch.exchange import Dispatcher, Exchange
 from pdproxy.serving.dispatch.failure_class import is_clients_fault
+from pdproxy.serving.dispatch.hints import NO_HINTS
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
+from pdproxy.serving.request.hints import DECISION, read_hints
 from pdproxy.serving.request.lifecycle import Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.merged_answer import merge_usage_events
 from pdproxy.serving.request.passthrough import IncomingPassthrough, Passthrough, PassthroughRequest
@@ -45,7 +47,10 @@ _BATCH, _INVOCATIONS = Route.BATCH, Route.INVOCATIONS
 
 
 class Service:
-    """Serves the generating routes. `passthrough`: for batches and invocations that one engine must get whole."""
+    """Serves the generating routes. `passthrough`: for batches and invocations that one engine must get whole.
+
+    `session_header`: the header that names a conversation, None where nothing needs it.
+    """
 
     def __init__(
         self,
@@ -54,7 +59,9 @@ class Service:
         keys: Keys,
         bodies: BodyReader,
         passthrough: Passthrough,
+        session_header: str | None = None,
     ) -> None:
+        self.session_header = session_header
         self.resources = resources
         self.passthrough = passthrough
         self.keys = keys
@@ -101,6 +108,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             parsed = msgspec.structs.replace(parsed, model=self.model)
         if incoming.request_id is None:
             self.request_id = usable(body_request_id(parsed.fields)) or self.request_id
+        hints = read_hints(incoming.hints, service.session_header) if incoming.hints else NO_HINTS
         authorization = service.keys.to_engine(incoming.authorization)
         request_id = self.request_id.encode()
         route, forward = parsed.route, incoming.forward
@@ -112,6 +120,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             route.path,
             ((b"x-request-id", request_id), *authorization, *forward),
             authorization,
+            hints,
         )
         if is_batch or is_invocation:
             self._whole = parsed
@@ -218,11 +227,18 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         self._whole = None
         self.first = self._service.resources.now()
         self.status = 200
-        self.writer.begin(self.answer_headers(headers, _PASSED_HEADERS))
+        lines = self.answer_headers(headers, _PASSED_HEADERS)
+        self.writer.begin([*lines, *self._decision()] if self._incoming.hints else lines)
 
     def _answer(self, answer: Answer) -> None:
         self.status = answer.status
-        self.writer.whole(answer.status, self.answer_headers(answer.headers, _PASSED_HEADERS), answer.body)
+        lines = self.answer_headers(answer.headers, _PASSED_HEADERS)
+        self.writer.whole(answer.status, [*lines, *self._decision()] if self._incoming.hints else lines, answer.body)
+
+    def _decision(self) -> Headers:
+        """Return the header that shows which engines were chosen, if the client wants it and the request is no list."""
+        shown = None if self._exchange is None else self._exchange.decision
+        return [] if shown is None else [(DECISION, shown.encode("latin-1", "replace"))]
 
     async def answer_error(self, error: PdproxyError) -> None:
         """Answer an error: with its status, or as the last event of a stream that was begun. Never waits."""
@@ -235,7 +251,7 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             self.writer.break_off()
             return
         self.status = error.status
-        self.writer.whole(error.status, self.error_headers(error), body)
+        self.writer.whole(error.status, [*self.error_headers(error), *self._decision()], body)
 
     def add_up(self) -> None:
         """Add the only exchange. Those of a list are added as they end."""

@@ -45,7 +45,7 @@ def models(facts: Facts) -> Iterator[Finding]:
             remedy="start all with one model and the same --served-model-name, aliases included: pdproxy pairs only those",
         )
         return
-    everybody = [engine for engine in engines + facts.by_role("aggregated") if engine.base_names]
+    everybody = [engine for engine in engines + facts.aggregated if engine.base_names]
     names = _groups(everybody, lambda engine: engine.names)
     if len(names) > 1:
         yield Finding(
@@ -139,8 +139,8 @@ def lengths(facts: Facts) -> Iterator[Finding]:
 
 def weights(facts: Facts) -> Iterator[Finding]:
     """Models of the same name that generate different text."""
-    split = [engine for engine in facts.by_role("decode") + facts.by_role("prefill") if engine.completions]
-    engines = split + [engine for engine in facts.by_role("aggregated") if engine.completions]
+    split = [engine for engine in sorted(_split(facts), key=_decode_first) if engine.completions]
+    engines = split + [engine for engine in facts.aggregated if engine.completions]
     if not engines:
         return
     # The answer of most engines that share KV counts as right; in a tie, a decode engine's.
@@ -196,7 +196,7 @@ def _differ(
                 level=level, code=code, where=_urls(split), says=f"{says}: {_listed(groups, show)}", remedy=remedy
             )
         return
-    engines = split + [engine for engine in facts.by_role("aggregated") if aggregated and fact(engine)]
+    engines = split + [engine for engine in facts.aggregated if aggregated and fact(engine)]
     groups = _groups(engines, fact)
     if len(groups) > 1 and len(_groups(engines, given)) == 1:
         yield Finding(
@@ -226,6 +226,10 @@ def _roots(engine: EngineFacts) -> frozenset[str]:
 
 def _names(names: frozenset[str]) -> str:
     return "+".join(sorted(names))
+
+
+def _decode_first(engine: EngineFacts) -> bool:
+    return engine.role == "prefill"
 
 
 def _split(facts: Facts) -> list[EngineFacts]:

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pdproxy.lab.check.facts import EngineFacts, Facts, PairFacts
 from pdproxy.lab.check.findings import Finding
 from pdproxy.lab.check.rules.compatible import differing_answers
+from pdproxy.settings.schema import Role
 
 _CONFIG = '--kv-transfer-config \'{"kv_connector":"NixlConnector","kv_role":"%s"}\''
+_ROLES: tuple[Role, ...] = ("prefill", "decode")
 _WILDCARDS = ("", "*", "0.0.0.0", "::", "[::]")  # noqa: S104 - names, nothing is bound
 _SIDE = "start it with VLLM_NIXL_SIDE_CHANNEL_HOST set to one of its addresses that the decode engines can reach"
 
@@ -47,7 +49,7 @@ def handles(facts: Facts) -> Iterator[Finding]:
 
 def roles(facts: Facts) -> Iterator[Finding]:
     """Engines started for the other role. NIXL works with them, but vLLM frees a consumer's blocks with more care."""
-    prefills, decodes = facts.by_role("prefill"), facts.by_role("decode")
+    prefills, decodes = ([one for one in facts.by_role(role) if one.role == role] for role in _ROLES)
     consumers = [engine for engine in prefills if engine.metrics is not None and engine.metrics.consumer]
     producers = [e for e in decodes if e.metrics is not None and e.metrics.nixl and not e.metrics.consumer]
     shows_roles = any(engine.metrics is not None and engine.metrics.consumer for engine in prefills + decodes)

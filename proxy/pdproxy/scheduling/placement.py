@@ -1,0 +1,74 @@
+"""What a placement is: it decides for a request whether one engine serves it whole, or which two share the work.
+
+Without one, a pool splits every prompt that can be split, and the policies of the roles rank the engines. A placement decides
+both at once. The ledger decides which engines may take part, leases what was chosen, and reports what became of it. All methods
+are called in the event loop and must return at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.policy import Ask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """The engines that may serve a request: up, serving its model, not excluded, and none whose breaker is open if others exist.
+
+    `whole`: those that may serve it whole. `prefill` and `decode`: those that may share the work, none of them full; both empty
+    where the prompt must not be split. `compatible(prefill, decode)`: whether these two may. The same object comes again until
+    an engine changed, so a placement can keep what it computes for one.
+    """
+
+    whole: tuple[Node, ...]
+    prefill: tuple[Node, ...]
+    decode: tuple[Node, ...]
+    compatible: Callable[[Node, Node], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A decision: one engine, or a prefill and a decode engine. `reason` is one of a few words, `values` what it was based on."""
+
+    nodes: tuple[Node] | tuple[Node, Node]
+    reason: str
+    values: Mapping[str, float] | None = None
+
+
+class Placement(ABC):
+    """Decides which engines serve a request. Engines are read only."""
+
+    @abstractmethod
+    def place(self, ask: Ask, candidates: Candidates) -> Placed | None:
+        """Return the engines for a request. None: none of the candidates, although there are some; the request is refused."""
+
+    def opened(self, lease: Lease, ask: Ask) -> None:
+        """A lease was opened, whether this placement chose the engine or not. `lease.role` is what the engine does."""
+        return
+
+    def began(self, lease: Lease, now: float) -> None:
+        """The engine of a lease has made its first token for the client, at `now`. Not reported of prefill leases: they end."""
+        return
+
+    def closed(self, lease: Lease, verdict: Verdict, now: float, tokens: int | None) -> None:
+        """A lease was closed. `tokens`: how many the client got from this engine, None where unknown."""
+        return
+
+    def engines_changed(self) -> None:
+        """An engine came up, went down or changed."""
+        return
+
+    def status(self) -> str | None:
+        """Return what an operator should know, such as that nothing was measured yet; None: nothing."""
+        return None
+
+
+def pairs_of(candidates: Candidates, prefills: Sequence[Node], decodes: Sequence[Node]) -> list[tuple[Node, Node]]:
+    """Return the pairs of these engines that may share the work."""
+    compatible = candidates.compatible
+    return [(p, d) for p in prefills for d in decodes if p is not d and compatible(p, d)]

@@ -1,0 +1,47 @@
+"""The placements by their names in the settings. A new one is a module beside this one, and an entry in `PLACEMENTS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from pdproxy.engine_model.hardware import Hardware
+from pdproxy.scheduling.placement import Placement
+from pdproxy.scheduling.policy import Cached, no_chance
+from pdproxy.scheduling.slo import NO_SLO, Slo
+
+SPLIT = "split"
+"""`pools[].policy.placement`: no placement. A prompt is split if it can be, and the policies of the roles choose."""
+
+
+def _no_hardware(_url: str) -> Hardware | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementContext:
+    """What a placement is made of. `slo`: the pool's objective; a request's own (`Ask.slo`) overrides its bounds.
+
+    `refuse_late`: whether a request is refused that no engine can serve within its objective. `hardware(url)`: how long an
+    engine's work takes by its profile, None where it has none. `chunk(url)`: the most tokens of a step of that engine, by its
+    profile, None as before. `chance`, `cached`: as in `PolicyContext`.
+    """
+
+    slo: Slo = NO_SLO
+    refuse_late: bool = False
+    hardware: Callable[[str], Hardware | None] = _no_hardware
+    chunk: Callable[[str], int | None] = lambda _: None
+    chance: Callable[[], float] = no_chance
+    cached: Cached | None = None
+
+
+PlacementFactory = Callable[[PlacementContext], Placement]
+
+PLACEMENTS: Mapping[str, PlacementFactory] = MappingProxyType({})
+"""What `pools[].policy.placement` may be, besides `split`."""
+
+
+def names() -> tuple[str, ...]:
+    """Return what `pools[].policy.placement` can be."""
+    return (SPLIT, *PLACEMENTS)

@@ -1,0 +1,87 @@
+"""The policy `prefix`: the engine that has most of the prompt in its cache, weighed against its load.
+
+An engine's score is `matched / prompt - (requests - mean) / max(1, mean)`: the part of the prompt that need not be computed, less
+its requests beyond the mean of all engines, in units of that mean. It is the score `loadaware` of vLLM's production-stack. It has
+no weight to set: a prompt that is cached as a whole outweighs twice the mean load and no more, so a prefix that everybody uses
+spreads over as many engines as its load needs, and each of them then has it. Below a mean of one request, one request more
+counts as much as the whole prompt: an idle engine is not left idle. Requests are counted in both roles: prompt bytes, by which
+`least_load` chooses prefill engines, differ between prompts by orders of magnitude, and one long prompt would outweigh every
+match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.least_load import LeastLoad
+from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.policy import Ask, Best, Cached, Policy
+
+
+class Prefix(Policy):
+    """`cached`: the index of prefixes; None: there is none. Prompts that no engine has a part of go by `least_load`."""
+
+    needs_details = True
+
+    def __init__(self, role: Role, cached: Cached | None) -> None:
+        self._cached = cached
+        self._least_load = LeastLoad(role)
+        self._turn = 0
+
+    def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
+        """See `Policy`. Engines with the same score are in the order of `least_load`."""
+        ranked = self._least_load.rank(ask, nodes)
+        if self._cached is None or not ask.tokens:
+            return ranked
+        matched = self._cached(ask)
+        if not matched:
+            return ranked
+        mean = sum([node.requests for node in ranked]) / len(ranked)
+        unit, prompt = max(1.0, mean), ask.tokens
+        return sorted(ranked, key=lambda n: (n.requests - mean) / unit - min(matched.get(n.url, 0), prompt) / prompt)
+
+    def best_of(self, nodes: Sequence[Node]) -> Best:
+        """See `Policy`. Only engines that have a part of the prompt, and one with the fewest requests, can be the best."""
+        cached, least_loaded, count = self._cached, self._least_load.best_of(nodes), len(nodes)
+        places = {node.url: node for node in nodes}
+
+        def best(ask: Ask) -> Node:
+            matched = {} if cached is None or not ask.tokens else cached(ask)
+            if not matched or not ask.tokens:
+                return least_loaded(ask)
+            requests = [node.requests for node in nodes]
+            mean, fewest, prompt = sum(requests) / count, min(requests), ask.tokens
+            self._turn += 1
+            turn = self._turn % count
+            at = requests.index(fewest, turn) if fewest in requests[turn:] else requests.index(fewest)
+            best, unit = nodes[at], max(1.0, mean)
+            score = (fewest - mean) / unit
+            for url, tokens in matched.items():
+                node = places.get(url)
+                if node is None:
+                    continue
+                of_node = (node.requests - mean) / unit - min(tokens, prompt) / prompt
+                if of_node < score:
+                    best, score = node, of_node
+            return best
+
+        return best
+
+    def engines_changed(self) -> None:
+        """See `Policy`."""
+        self._least_load.engines_changed()
+
+    def opened(self, lease: Lease, ask: Ask) -> None:
+        """See `Policy`."""
+        self._least_load.opened(lease, ask)
+
+    def closed(self, lease: Lease, verdict: Verdict, now: float) -> None:
+        """See `Policy`."""
+        self._least_load.closed(lease, verdict, now)
+
+    def status(self) -> str | None:
+        """See `Policy`."""
+        if self._cached is not None:
+            return None
+        return "policy prefix: nothing is known of the engines' caches, so it chooses as least_load does"

@@ -1,0 +1,33 @@
+"""The policy `random`: any engine, each as likely as another, whatever its load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.policy import Ask, Best, Policy
+
+
+def shuffled(nodes: Sequence[Node], chance: Callable[[], float]) -> list[Node]:
+    """Return the engines in an order of chance: all orders are as likely."""
+    ranked = list(nodes)
+    for last in range(len(ranked) - 1, 0, -1):
+        other = int(chance() * (last + 1))
+        ranked[last], ranked[other] = ranked[other], ranked[last]
+    return ranked
+
+
+class RandomChoice(Policy):
+    """`chance` returns a number from 0 to 1, without 1."""
+
+    def __init__(self, chance: Callable[[], float]) -> None:
+        self._chance = chance
+
+    def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
+        """See `Policy`."""
+        return shuffled(nodes, self._chance)
+
+    def best_of(self, nodes: Sequence[Node]) -> Best:
+        """See `Policy`."""
+        count, chance = len(nodes), self._chance
+        return lambda _: nodes[int(chance() * count)]

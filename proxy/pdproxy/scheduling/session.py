@@ -1,0 +1,93 @@
+"""The policy `session`: the requests of a conversation go to one engine, whose cache has its turns, unless it has too much load.
+
+Engines are chosen by rendezvous hashing: each has a score for each session, and the highest one wins. So an engine that is added
+takes over just those sessions for which it has the highest score, an equal share of each other engine's, and one that is removed
+gives its own to all others. Unlike a ring of hashes, it needs no virtual places to be even, and nothing is built when an
+engine comes or goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.least_load import LeastLoad
+from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.policy import Ask, Best, Policy
+
+BOUND = 1.25
+"""An engine gets a session's request only while it then has at most so many times the mean of all engines' requests."""
+
+
+class Session(Policy):
+    """Requests without a session go where `least_load` sends them. Scores are the same in all processes."""
+
+    needs_details = True
+
+    def __init__(self, role: Role) -> None:
+        self._least_load = LeastLoad(role)
+        self._seeds: dict[str, int] = {}
+        """By an engine's URL."""
+
+    def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
+        """See `Policy`. Engines over the bound come last, in the order of their scores."""
+        if ask.session is None:
+            return self._least_load.rank(ask, nodes)
+        ranked = self._by_score(ask.session, nodes)
+        most = self._most(nodes)
+        return [
+            *[node for node in ranked if node.requests < most],
+            *[node for node in ranked if node.requests >= most],
+        ]
+
+    def best_of(self, nodes: Sequence[Node]) -> Best:
+        """See `Policy`."""
+        least_loaded = self._least_load.best_of(nodes)
+        seeds = [self._seed(node) for node in nodes]
+
+        def best(ask: Ask) -> Node:
+            if ask.session is None:
+                return least_loaded(ask)
+            key = _hash(ask.session)
+            scores = [hash((key ^ seed, key)) for seed in seeds]
+            node = nodes[scores.index(max(scores))]
+            return node if node.requests < self._most(nodes) else self.rank(ask, nodes)[0]
+
+        return best
+
+    def engines_changed(self) -> None:
+        """See `Policy`."""
+        self._seeds.clear()
+        self._least_load.engines_changed()
+
+    def opened(self, lease: Lease, ask: Ask) -> None:
+        """See `Policy`."""
+        self._least_load.opened(lease, ask)
+
+    def closed(self, lease: Lease, verdict: Verdict, now: float) -> None:
+        """See `Policy`."""
+        self._least_load.closed(lease, verdict, now)
+
+    def _most(self, nodes: Sequence[Node]) -> float:
+        """Return the number of requests from which on an engine gets no more: there is always an engine below it."""
+        return BOUND * (sum([node.requests for node in nodes]) + 1) / len(nodes)
+
+    def _by_score(self, session: str, nodes: Sequence[Node]) -> list[Node]:
+        key = _hash(session)
+        return sorted(nodes, key=lambda node: hash((key ^ self._seed(node), key)), reverse=True)
+
+    def _seed(self, node: Node) -> int:
+        seed = self._seeds.get(node.url)
+        if seed is None:
+            seed = self._seeds[node.url] = _hash(node.url)
+        return seed
+
+
+def _hash(text: str) -> int:
+    """Return a number that is the same in every process. Numbers, and tuples of them, have no random hash in Python.
+
+    A tuple's hash mixes its items one after the other. The score of an engine (`key ^ seed`, `key`) has both numbers in its first
+    item: two engines whose seeds came last would keep the same distance for every key, and their shares would be uneven.
+    """
+    return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=7).digest(), "big")

@@ -1,0 +1,203 @@
+"""The beginning of an attempt: the engines that are leased for it, by an order of legs or by the pool's placement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pdproxy.kit.errors import TooLateError
+from pdproxy.observe.events import Decided
+from pdproxy.scheduling.leases import Assignment, Verdict
+from pdproxy.scheduling.policy import Ask
+from pdproxy.serving.dispatch.attempt import Attempt, Order
+from pdproxy.serving.dispatch.decisions import LATE, REFUSED, SPLIT, WHOLE, Decision
+from pdproxy.serving.dispatch.prompt_request import PromptRequest
+from pdproxy.serving.dispatch.resources import ExchangeResources
+from pdproxy.serving.kv.buffers import BufferSpace
+from pdproxy.wire.fields import is_absent
+from pdproxy.wire.request import Alone
+
+MAX_USER = 256
+"""Bytes of a body's `user` that name a session. What follows makes no other session."""
+
+
+def begin(resources: ExchangeResources, request: PromptRequest, order: Order, without: Sequence[str]) -> Attempt | None:
+    """Lease the engines of an order, and make what the contract needs for them.
+
+    `without` are URLs of engines that must not get the prompt if there are others. Return None if there are no engines for it.
+    """
+    if not order.roles:
+        return _alone(resources, request, without)
+    assignment = resources.ledger.assign(order.roles, _ask(resources, request), without=without)
+    return None if assignment is None else _prepared(Attempt(resources, request, assignment))
+
+
+async def begin_with_space(
+    resources: ExchangeResources, request: PromptRequest, order: Order, without: Sequence[str]
+) -> Attempt | None:
+    """As `begin`, where receive buffers are bounded: wait until the last engine has space for the prompt's KV.
+
+    Raises:
+        OverloadedError: no decode engine had space in time.
+    """
+
+    def choose(excluded: Sequence[str]) -> Assignment | None:
+        return resources.ledger.assign(order.roles, _ask(resources, request), without=excluded)
+
+    return await _with_space(resources, request, choose, without)
+
+
+async def begin_placed(
+    resources: ExchangeResources, request: PromptRequest, must_be_whole: Alone | None, without: Sequence[str]
+) -> Attempt | None:
+    """Lease the engines that the pool's placement chooses. `must_be_whole`: why the request can't be split, None if it can.
+
+    Where receive buffers are bounded, a prompt that is split waits as for `begin_with_space`.
+
+    Raises:
+        TooLateError: no engine can serve it in time, and such requests are refused.
+        OverloadedError: no decode engine had space in time.
+    """
+    split = must_be_whole is None
+
+    def choose(excluded: Sequence[str]) -> Assignment | None:
+        ask, ledger = _ask(resources, request), resources.ledger
+        placed = ledger.place(ask, split=split, without=excluded)
+        if placed is None and ledger.is_placeable(ask, split=split, without=excluded):
+            _decided(resources, Decision(ask.now, _id(request), REFUSED, LATE, tokens=ask.tokens))
+            raise TooLateError("no engine can serve this request in time now")
+        return placed
+
+    if split and resources.transfer.buffers.bounded:
+        attempt = await _with_space(resources, request, choose, without)
+    else:
+        assignment = choose(without)
+        attempt = None if assignment is None else _made(resources, request, assignment)
+    if attempt is not None:
+        leases, assignment = attempt.assignment.leases, attempt.assignment
+        decision = Decision(
+            resources.now(),
+            _id(request),
+            WHOLE if len(leases) == 1 else SPLIT,
+            assignment.reason,
+            tuple([lease.node.url for lease in leases]),
+            None if must_be_whole is None else must_be_whole.value,
+            _tokens(request),
+            assignment.values,
+        )
+        _decided(resources, decision)
+    return attempt
+
+
+async def _with_space(
+    resources: ExchangeResources,
+    request: PromptRequest,
+    choose: Callable[[Sequence[str]], Assignment | None],
+    without: Sequence[str],
+) -> Attempt | None:
+    buffers, ids = resources.transfer.buffers, request.ids
+    count = 0 if ids is None else buffers.chunks(ids.count)
+    space: BufferSpace | None = None
+
+    def give_up(chosen: Assignment) -> None:
+        for lease in chosen.leases:
+            resources.close(lease, Verdict.NEUTRAL)
+
+    def choose_with_space(full: tuple[str, ...]) -> Assignment | None:
+        nonlocal space
+        chosen = choose((*without, *full))
+        if chosen is not None and len(chosen.leases) > 1:
+            url = chosen.leases[-1].node.url
+            if url in full:  # a placement falls back to engines that are excluded
+                give_up(chosen)
+                return None
+            space = buffers.take(url, count)
+        return chosen
+
+    def possible() -> bool:
+        chosen = choose(without)
+        if chosen is not None:
+            give_up(chosen)
+        return chosen is not None
+
+    assignment = await buffers.wait_for_space(count, choose_with_space, possible)
+    return None if assignment is None else _made(resources, request, assignment, space)
+
+
+def _made(
+    resources: ExchangeResources, request: PromptRequest, assignment: Assignment, space: BufferSpace | None = None
+) -> Attempt:
+    attempt = Attempt(resources, request, assignment, space)
+    return attempt if len(assignment.leases) == 1 else _prepared(attempt)
+
+
+def _prepared(attempt: Attempt) -> Attempt:
+    try:
+        attempt.prepare()
+    except BaseException:
+        attempt.close()
+        raise
+    return attempt
+
+
+def _alone(resources: ExchangeResources, request: PromptRequest, without: Sequence[str]) -> Attempt | None:
+    parsed, ledger = request.parsed, resources.ledger
+    ask = Ask(parsed.model, parsed.body_bytes, resources.now(), request.ids, parsed)
+    if ledger.needs_details:
+        ask = _detailed(ask, request)
+    # An engine that failed is better than no answer.
+    lease = ledger.assign_alone(ask, without=without) or ledger.assign_alone(ask)
+    return None if lease is None else Attempt(resources, request, Assignment((lease,)))
+
+
+# -- what the scheduler is asked
+
+
+def _ask(resources: ExchangeResources, request: PromptRequest) -> Ask:
+    parsed, prompt = request.parsed, request.prompt
+    size = parsed.body_bytes if prompt is None else prompt.text_bytes or parsed.body_bytes
+    ask = Ask(parsed.model, size, resources.now(), request.ids, parsed)
+    return _detailed(ask, request) if resources.ledger.needs_details else ask
+
+
+def _detailed(ask: Ask, request: PromptRequest) -> Ask:
+    """Return an ask with what only some policies and placements need."""
+    hints = request.headers.hints
+    session = hints.session
+    if session is None and not is_absent(fields := request.parsed.fields, "user"):
+        session = bytes(memoryview(fields["user"])[:MAX_USER]).decode("latin-1")
+    return Ask(
+        ask.model,
+        ask.prompt_bytes,
+        ask.now,
+        ask.ids,
+        ask.parsed,
+        _tokens(request),
+        session=session,
+        slo=hints.slo,
+    )
+
+
+def _tokens(request: PromptRequest) -> int | None:
+    if request.ids is not None:
+        return request.ids.count
+    return None if request.prompt is None else request.prompt.tokens
+
+
+def _id(request: PromptRequest) -> str:
+    return request.headers.request_id
+
+
+def _decided(resources: ExchangeResources, decision: Decision) -> None:
+    resources.observers.notify(Decided(decision.choice, decision.reason))
+    if resources.decisions is not None:
+        resources.decisions.add(decision)
+
+
+def why_not_split(resources: ExchangeResources, request: PromptRequest) -> Alone | None:
+    """Return why a prompt can't be split, as far as its token ids show; None if nothing is against it."""
+    ids, transfer = request.ids, resources.transfer
+    if ids is None:
+        return Alone.NO_TOKENS
+    if ids.count < transfer.contract.min_tokens(request.parsed):
+        return Alone.SHORT_PROMPT
+    return Alone.KV_BUFFER if transfer.buffers.bounded and not transfer.buffers.fits(ids.count) else None

@@ -1,0 +1,74 @@
+"""Reads what a client says in headers that are for the proxy itself. Values that can't be used are refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from pdproxy.kit.errors import BadRequestError
+from pdproxy.scheduling.slo import Slo
+from pdproxy.serving.dispatch.hints import Hints
+
+SLO_TTFT, SLO_TPOT, SLO_GAP = b"x-pdproxy-slo-ttft-ms", b"x-pdproxy-slo-tpot-ms", b"x-pdproxy-slo-gap-ms"
+DECISION = b"x-pdproxy-decision"
+"""As a request's header it asks for the answer's header of this name."""
+HINTS = frozenset({SLO_TTFT, SLO_TPOT, SLO_GAP, DECISION})
+_NAMES = {
+    SLO_TTFT: "X-PDProxy-SLO-TTFT-MS",
+    SLO_TPOT: "X-PDProxy-SLO-TPOT-MS",
+    SLO_GAP: "X-PDProxy-SLO-Gap-MS",
+    DECISION: "X-PDProxy-Decision",
+}
+_NUMBER = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,9})?")
+_MOST_MS = 604_800_000
+"""A week, as for all times in the settings."""
+MAX_SESSION = 256
+"""Characters of a session's name. What follows makes no other session."""
+
+
+def noted(session_header: str | None) -> frozenset[bytes]:
+    """Return the headers that are read, in lower case. `session_header`: the one that names a session, None where none does."""
+    return HINTS if session_header is None else HINTS | {session_header.lower().encode("latin-1")}
+
+
+def read_hints(lines: Sequence[tuple[bytes, bytes]], session_header: str | None) -> Hints:
+    """Return what a request's headers say. Of a header that came twice, the first one counts.
+
+    Raises:
+        BadRequestError: a value that can't be used; the message names the header, and quotes nothing.
+    """
+    found = dict(reversed([*lines]))
+    slo = Slo(*[_seconds(found, name) for name in (SLO_TTFT, SLO_TPOT, SLO_GAP)])
+    return Hints(
+        slo=slo or None,
+        session=session_of(session_header, found),
+        wants_decision=_flag(found),
+    )
+
+
+def session_of(session_header: str | None, found: Mapping[bytes, bytes]) -> str | None:
+    """Return the session that a request's headers name, None if they name none. `session_header`: as above."""
+    if session_header is None:
+        return None
+    return found.get(session_header.lower().encode("latin-1"), b"")[:MAX_SESSION].decode("latin-1") or None
+
+
+def _seconds(found: dict[bytes, bytes], name: bytes) -> float | None:
+    value = found.get(name)
+    if value is None:
+        return None
+    text = value.strip(b" \t")
+    number = float(text) if _NUMBER.fullmatch(text) else math.nan
+    if not 0 < number <= _MOST_MS:
+        raise BadRequestError(
+            f"{_NAMES[name]}: expected milliseconds, above 0 and up to {_MOST_MS}", param=_NAMES[name]
+        )
+    return number / 1000
+
+
+def _flag(found: dict[bytes, bytes]) -> bool:
+    value = found.get(DECISION, b"0").strip(b" \t")
+    if value not in (b"0", b"1"):
+        raise BadRequestError(f"{_NAMES[DECISION]}: expected 1 or 0", param=_NAMES[DECISION])
+    return value == b"1"

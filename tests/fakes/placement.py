@@ -1,0 +1,120 @@
+"""A placement that a test decides for, and worlds whose pool has it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdproxy.scheduling import placements
+from pdproxy.scheduling.leases import Lease, Verdict
+from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.placement import Candidates, Placed, Placement, pairs_of
+from pdproxy.scheduling.placements import PlacementContext
+from pdproxy.scheduling.policy import Ask
+from pdproxy.settings.policy import PoolPolicy
+from pdproxy.settings.schema import Settings
+from tests.fakes.world import World, world
+
+NAME = "scripted"
+Choice = Callable[[Ask, Candidates], Placed | None]
+
+
+def whole(index: int = 0, reason: str = "test", **values: float) -> Choice:
+    """The engine at an index of those that may serve whole, in the order of the settings."""
+    return lambda ask, among: Placed((among.whole[index % len(among.whole)],), reason, values or None)
+
+
+def split(prefill: int = 0, decode: int = 0, reason: str = "test", **values: float) -> Choice:
+    """A prefill engine by its index, and one of the decode engines that may work with it."""
+
+    def choose(ask: Ask, among: Candidates) -> Placed | None:
+        if not among.prefill or not among.decode:
+            return whole(reason="only")(ask, among)
+        first = among.prefill[prefill % len(among.prefill)]
+        decodes = [other for _, other in pairs_of(among, [first], among.decode)]
+        return Placed((first, decodes[decode % len(decodes)]), reason, values or None)
+
+    return choose
+
+
+def late(_ask: Ask, _among: Candidates) -> Placed | None:
+    """None of them."""
+    return None
+
+
+class Scripted(Placement):
+    """Decides by `choices`, one after the other, and then by `usual`. Keeps what it was asked and told."""
+
+    def __init__(self, context: PlacementContext) -> None:
+        self.context = context
+        self.usual: Choice = split()
+        self.choices: deque[Choice] = deque()
+        self.asks: list[Ask] = []
+        self.candidates: list[Candidates] = []
+        self.told: list[tuple[Any, ...]] = []
+        self.says: str | None = None
+
+    def place(self, ask: Ask, candidates: Candidates) -> Placed | None:
+        """See `Placement`."""
+        self.asks.append(ask)
+        self.candidates.append(candidates)
+        return (self.choices.popleft() if self.choices else self.usual)(ask, candidates)
+
+    def opened(self, lease: Lease, ask: Ask) -> None:
+        """See `Placement`."""
+        self.told.append(("opened", lease.role.value, lease.node.url))
+
+    def began(self, lease: Lease, now: float) -> None:
+        """See `Placement`."""
+        self.told.append(("began", lease.role.value, lease.node.url))
+
+    def closed(self, lease: Lease, verdict: Verdict, now: float, tokens: int | None) -> None:
+        """See `Placement`."""
+        self.told.append(("closed", lease.role.value, lease.node.url, verdict.value, tokens))
+
+    def status(self) -> str | None:
+        """See `Placement`."""
+        return self.says
+
+    def of(self, node: Node | str, what: str) -> list[tuple[Any, ...]]:
+        """What was told of an engine, of one kind."""
+        url = node if isinstance(node, str) else node.url
+        return [one for one in self.told if one[0] == what and one[2] == url]
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the settings name it."""
+    monkeypatch.setattr(placements, "PLACEMENTS", MappingProxyType({NAME: Scripted}))
+
+
+def placed(settings: Settings, pool: Mapping[str, Any] = MappingProxyType({}), **policy: Any) -> Settings:
+    """Settings whose pool has it."""
+    replace = msgspec.structs.replace
+    chosen = replace(settings.pool, policy=PoolPolicy(placement=NAME, **policy), **pool)
+    return replace(settings, pools=(chosen,))
+
+
+def placed_world(
+    prefill: int = 0,
+    decode: int = 0,
+    *,
+    anything: int = 0,
+    policy: Mapping[str, Any] = MappingProxyType({}),
+    pool: Mapping[str, Any] = MappingProxyType({}),
+    **more: Any,
+) -> AbstractAsyncContextManager[World]:
+    """A world whose pool has it. `policy` and `pool`: further settings."""
+    return world(prefill, decode, anything=anything, adjust=lambda settings: placed(settings, pool, **policy), **more)
+
+
+def scripted(w: World) -> Scripted:
+    """The placement of a world."""
+    found = w.proxy.ledger.placement
+    assert isinstance(found, Scripted)
+    return found
