@@ -15,6 +15,7 @@ from pdproxy.app.gauges import memory_gauges, process_gauges, request_gauges, st
 from pdproxy.app.heartbeat import Heartbeat
 from pdproxy.app.kv_events import ReadingKvEvents, build_kv_events
 from pdproxy.app.notices import Noticing, build_notices
+from pdproxy.app.prefixes import KnowingPrefixes, build_knowledge, build_prefixes
 from pdproxy.app.readiness import ReadinessCheck, ledger_source
 from pdproxy.app.registrations import Registering, build_registrations
 from pdproxy.app.tokens import TRANSFORMERS, Library, Tokens, build_tokens
@@ -33,6 +34,7 @@ from pdproxy.observe.events import Observers
 from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.prefix.knowledge import FedIndex
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
@@ -73,6 +75,7 @@ class Proxy:
     notices: Noticing
     registrations: Registering | None
     kv_events: ReadingKvEvents | None
+    prefixes: KnowingPrefixes | None
     tokens: Tokens | None
     known_clients: Clients
     admission: Admission
@@ -102,7 +105,7 @@ class Proxy:
     ) -> Proxy:
         """Make a proxy. Nothing is sent yet. `log`: where access lines go; None: they are records of the logging package.
 
-        `clock`: of all deadlines and durations; None: the real one. `index`: takes the engines' KV events, if they are read.
+        `clock`: of all deadlines and durations; None: the real one. `index`: takes the engines' KV events, if no policy asks for them.
 
         Raises:
             SettingsError: a file of keys or certificates, a profile or the tokenizer can't be used.
@@ -112,7 +115,8 @@ class Proxy:
         own_keys = credentials.keys.wanted
 
         profiles = Profiles(pool.profile)
-        ledger = build_ledger(settings, profiles)
+        knowledge = build_knowledge(pool)
+        ledger = build_ledger(settings, profiles, knowledge.cached if knowledge is not None else None)
         engines = EngineRegistry(ledger)
         metrics = Metrics(engines.lists)
         engines.watch(MetricsOfEngines(metrics))
@@ -137,8 +141,12 @@ class Proxy:
         turns = build_turns(settings, transfer.contract, ledger, engines, clock, observers)
         notices = build_notices(settings.kv_ready, transfer, custodian, turns, tasks)
         registrations = build_registrations(settings, engines, ledger, observers, clock, tasks)
-        kv_events = build_kv_events(settings, index, setup.kv_events, engines, admin, observers, metrics, clock, tasks)
-        needed, wanted = transfer.contract.needs_ids, turns is not None
+        kv_index = FedIndex(knowledge) if knowledge is not None else index
+        kv_events = build_kv_events(
+            settings, kv_index, setup.kv_events, engines, admin, observers, metrics, clock, tasks
+        )
+        prefixes = build_prefixes(knowledge, engines, ledger, observers, metrics, now, kv_events)
+        needed, wanted = transfer.contract.needs_ids, turns is not None or knowledge is not None
         tokens = build_tokens(
             settings, engines, admin, observers, clock, needed=needed, wanted=wanted, own_keys=own_keys, library=library
         )
@@ -162,6 +170,7 @@ class Proxy:
             tokenizing=tokens.tokenizing if tokens is not None else None,
             turns=turns,
             decisions=decisions,
+            prefixes=prefixes.of_requests if prefixes is not None else None,
         )
         known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
         admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers, clock, known_clients)
@@ -240,6 +249,7 @@ class Proxy:
             notices=notices,
             registrations=registrations,
             kv_events=kv_events,
+            prefixes=prefixes,
             tokens=tokens,
             known_clients=known_clients,
             admission=admission,
@@ -269,6 +279,8 @@ class Proxy:
             self.registrations.start()
         if self.kv_events is not None:
             self.kv_events.start()
+        if self.prefixes is not None:
+            self.prefixes.start(self.tasks)
         self.heartbeat.start()
         self.credentials.start(self.tasks)
         if self.tokens is not None:
@@ -289,6 +301,8 @@ class Proxy:
             self.registrations.socket.close()
         if self.kv_events is not None:
             self.kv_events.stop()
+        if self.prefixes is not None:
+            self.prefixes.of_requests.stop()
         if self.tokens is not None:
             self.tokens.stop()
         for engine in self.engines.known.values():

@@ -23,7 +23,7 @@ from pdproxy.kit.text import truncate
 from pdproxy.observe.events import DeadlinePassed, Event, LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence
-from pdproxy.settings.schema import Probes
+from pdproxy.settings.probes import Probes
 from pdproxy.upstream.admin import EngineAdmin, ModelCard
 from pdproxy.upstream.metrics_page import NO_METRICS, Scrape
 
@@ -196,7 +196,10 @@ class Prober:
         canary, template_tokens = await self._canaries(engine.url, cards)
         block_size = engine.block_size or metrics.block_size
         longest = min((card.max_model_len for card in cards if card.max_model_len), default=None)
-        return Evidence(names, version, block_size, canary, template_tokens, metrics.started, longest)
+        adapters = frozenset(card.id for card in cards if card.parent is not None)
+        return Evidence(
+            names, version, block_size, canary, template_tokens, metrics.started, longest, adapters, metrics.kv_blocks
+        )
 
     async def _canaries(self, url: str, cards: list[ModelCard]) -> tuple[tuple[tuple[int, ...], ...], int]:
         """Return the ids of the canary as a prompt and as a chat for each base model, and the template's own length."""

@@ -358,6 +358,7 @@ class Ledger:
         self._alone_roles = [role for role in self._alone if any(role in n.uses and n.up for n in nodes)]
         known = [node.evidence for node in nodes if node.evidence is not None]
         self.block_size = min((one.block_size for one in known if one.block_size), default=None)
+        self.adapters = frozenset[str]().union(*(one.adapters for one in known))
         self.template_tokens = max((one.template_tokens for one in known), default=0)
 
     # -- what an operator asks

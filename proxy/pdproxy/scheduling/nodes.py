@@ -66,7 +66,7 @@ class Evidence:
     `canary`: the token ids of a fixed prompt and a fixed chat, for each base model. `template_tokens`: the largest number of
     tokens that its chat template adds to one message. `started`: when it was started, in Unix seconds (another value means a
     restart); 0 where it reports none. `max_model_len`: how many tokens a prompt and its answer may have together, None where
-    unknown.
+    unknown. `adapters`: those of the models that are LoRA adapters. `kv_blocks`: how many KV blocks it has, None where unknown.
     """
 
     models: frozenset[str]
@@ -76,6 +76,8 @@ class Evidence:
     template_tokens: int
     started: float
     max_model_len: int | None = None
+    adapters: frozenset[str] = frozenset()
+    kv_blocks: int | None = None
 
     def same_run(self, later: Evidence, *, was_down: bool) -> bool:
         """Return whether both come from one run of the engine.

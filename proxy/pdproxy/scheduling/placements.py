@@ -42,6 +42,10 @@ PLACEMENTS: Mapping[str, PlacementFactory] = MappingProxyType({})
 """What `pools[].policy.placement` may be, besides `split`."""
 
 
+ASK_THE_INDEX = frozenset({"auto"})
+"""Those that ask what engines have in their caches, as in `policies`."""
+
+
 def names() -> tuple[str, ...]:
     """Return what `pools[].policy.placement` can be."""
     return (SPLIT, *PLACEMENTS)

@@ -33,6 +33,10 @@ POLICIES: Mapping[str, PolicyFactory] = MappingProxyType(
 """What `pools[].policy.prefill` and `pools[].policy.decode` may be."""
 
 
+ASK_THE_INDEX = frozenset({"prefix"})
+"""Those that ask what engines have in their caches. Nothing is known of that where none of them is chosen."""
+
+
 def names() -> tuple[str, ...]:
     """Return the names of all policies."""
     return tuple(POLICIES)

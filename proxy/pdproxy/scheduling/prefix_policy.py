@@ -32,13 +32,14 @@ class Prefix(Policy):
     def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
         """See `Policy`. Engines with the same score are in the order of `least_load`."""
         ranked = self._least_load.rank(ask, nodes)
-        if self._cached is None or not ask.tokens:
+        prompt = _tokens(ask)
+        if self._cached is None or not prompt:
             return ranked
         matched = self._cached(ask)
         if not matched:
             return ranked
         mean = sum([node.requests for node in ranked]) / len(ranked)
-        unit, prompt = max(1.0, mean), ask.tokens
+        unit = max(1.0, mean)
         return sorted(ranked, key=lambda n: (n.requests - mean) / unit - min(matched.get(n.url, 0), prompt) / prompt)
 
     def best_of(self, nodes: Sequence[Node]) -> Best:
@@ -47,11 +48,12 @@ class Prefix(Policy):
         places = {node.url: node for node in nodes}
 
         def best(ask: Ask) -> Node:
-            matched = {} if cached is None or not ask.tokens else cached(ask)
-            if not matched or not ask.tokens:
+            prompt = _tokens(ask)
+            matched = {} if cached is None or not prompt else cached(ask)
+            if not matched or not prompt:
                 return least_loaded(ask)
             requests = [node.requests for node in nodes]
-            mean, fewest, prompt = sum(requests) / count, min(requests), ask.tokens
+            mean, fewest = sum(requests) / count, min(requests)
             self._turn += 1
             turn = self._turn % count
             at = requests.index(fewest, turn) if fewest in requests[turn:] else requests.index(fewest)
@@ -85,3 +87,8 @@ class Prefix(Policy):
         if self._cached is not None:
             return None
         return "policy prefix: nothing is known of the engines' caches, so it chooses as least_load does"
+
+
+def _tokens(ask: Ask) -> int | None:
+    """Return a prompt's tokens, as the index estimates them if they are not known."""
+    return ask.tokens or (None if ask.beginning is None else ask.beginning.tokens)

@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
+from pdproxy.settings.prefixes import Prefixes
+from pdproxy.settings.probes import Observe, Probes
 from pdproxy.settings.section import Count, File, Host, Key, Port, Seconds, Section, Text, names_of
 from pdproxy.settings.turns import Turns
 from pdproxy.transfer import registry
@@ -24,8 +26,6 @@ OnTimeout = Literal["recompute", "fail"]
 VLLM_BOOTSTRAP_PORT = 8998
 """vLLM's default for VLLM_MOONCAKE_BOOTSTRAP_PORT. vllm-omni assumes 25201 if its stages name none."""
 Tokenize = Literal["off", "auto", "always"]
-LogLevel = Literal["debug", "info", "warning", "error"]
-LogFormat = Literal["text", "json"]
 
 
 class ListenTls(Section, frozen=True):
@@ -292,6 +292,9 @@ class Pool(Section, frozen=True):
     kv_events: KvEvents = KvEvents()
     """Whether engines' reports of what they have cached are read."""
 
+    prefixes: Prefixes = Prefixes()
+    """What is kept of engines' prefix caches."""
+
     policy: PoolPolicy = PoolPolicy()
     """How engines are chosen."""
 
@@ -345,26 +348,6 @@ class Registration(Section, frozen=True):
 
     timeout: Seconds = 5.0
     """Without a heartbeat for so long, an engine takes part in no KV transfer. vLLM's engines send one every 3 seconds."""
-
-
-class Probes(Section, frozen=True):
-    """How often engines are probed, in seconds."""
-
-    interval: Seconds = 2.0
-    """Between two probes of an engine's health: without traffic, it takes that long until an engine that is down is noticed."""
-
-    scrape_interval: Seconds = 5.0
-    """Between two scrapes of an engine's metrics, which cost it more than a probe."""
-
-
-class Observe(Section, frozen=True):
-    """Logs."""
-
-    log_level: LogLevel = "info"
-    """Least severe record that is written. No record holds prompts or keys."""
-
-    log_format: LogFormat = "text"
-    """`text` for people, `json` for a log collector: one object per line."""
 
 
 class Settings(Section, frozen=True):

@@ -39,6 +39,8 @@ class Scrape:
     waiting: float | None
     kv_usage: float
     by_source: Mapping[str, float]
+    kv_blocks: int | None = None
+    """KV blocks of one rank."""
 
 
 NO_METRICS = Scrape(0.0, None, 0.0, None, 0.0, {})
@@ -84,7 +86,8 @@ def read_metrics(page: bytes) -> Scrape:
     for labels, value in found[_BY_SOURCE]:
         source = labels.get("source", "")
         by_source[source] = by_source.get(source, 0.0) + value
-    block_size = next((labels.get("block_size", "") for labels, _ in found[_CACHE]), "")
+    cache = next((labels for labels, _ in found[_CACHE]), {})
+    block_size, kv_blocks = cache.get("block_size", ""), cache.get("num_gpu_blocks", "")
     return Scrape(
         started=next((value for _, value in found[_STARTED]), 0.0),
         block_size=int(block_size) if _SIZE.fullmatch(block_size) else None,
@@ -92,6 +95,7 @@ def read_metrics(page: bytes) -> Scrape:
         waiting=sum(value for _, value in found[_WAITING]) if found[_WAITING] else None,
         kv_usage=max((value for _, value in found[_USAGE]), default=0.0),
         by_source=by_source,
+        kv_blocks=int(kv_blocks) if _SIZE.fullmatch(kv_blocks) else None,
     )
 
 

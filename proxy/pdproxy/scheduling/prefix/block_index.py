@@ -181,19 +181,19 @@ class BlockIndex:
                 return
             self._enter(one, medium, entries, may_be_report=may_be_report)
 
-    def removed(self, place: int, block_hashes: Sequence[BlockHash], medium: str, group: int) -> None:
-        """Take out blocks of a BlockRemoved event."""
+    def removed(self, place: int, block_hashes: Sequence[BlockHash], medium: str, group: int) -> Sequence[int]:
+        """Take out blocks of a BlockRemoved event. Return their keys."""
         one = self._places.get(place)
         if one is None:
-            return
+            return ()
         if group != one.group:
             self.counters.not_counted += len(block_hashes)
-            return
+            return ()
         medium = _medium(medium)
         held = one.held.get(medium)
         if held is None:
             self.counters.unknown_block += len(block_hashes)
-            return
+            return ()
         gone: list[int] = []
         entries, copies = 0, held.copies
         for block in reading.folded(block_hashes):
@@ -216,6 +216,7 @@ class BlockIndex:
         self._media[medium].discard(gone, one.bit)
         self._size -= entries
         self.counters.removed += entries
+        return gone
 
     def disproved(self, place: int, steps: Steps, units: int) -> None:
         """Note that a place turned out to hold no more than `units` of a prompt: its removals were lost, or are on their way.

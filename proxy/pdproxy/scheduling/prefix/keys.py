@@ -104,13 +104,14 @@ class PromptKeys:
         return [key for step in self for key in step]
 
 
-def of_ids(ids: Sequence[int] | TokenIds, unit: int, start: int) -> PromptKeys:
-    """Return the keys of a prompt's token ids behind the root `start`.
+def of_ids(ids: Sequence[int] | TokenIds, unit: int, start: int, most: int | None = None) -> PromptKeys:
+    """Return the keys of a prompt's token ids behind the root `start`, `most` at most.
 
     Ids that no engine would take, such as negative ones, end the keys early.
     """
     parts = _numbers(ids.json) if isinstance(ids, TokenIds) else _cut(ids, unit)
-    return PromptKeys(unit, _steps((pack(part) for part in parts), unit * TOKEN_BYTES, start))
+    steps = _steps((pack(part) for part in parts), unit * TOKEN_BYTES, start)
+    return PromptKeys(unit, steps if most is None else _first(steps, most))
 
 
 def of_packed(data: bytes, unit: int, start: int) -> PromptKeys:
@@ -143,6 +144,16 @@ def _numbers(json: bytes) -> Iterator[list[int]]:
             return
         yield _decoder.decode(b"[" + json[at:end] + b"]")
         at = end + 1
+
+
+def _first(steps: Iterator[list[int]], most: int) -> Iterator[list[int]]:
+    """Yield steps until they have `most` keys, and cut the last one there."""
+    for step in steps:
+        if most <= len(step):
+            yield step[:most]
+            return
+        most -= len(step)
+        yield step
 
 
 def _steps(parts: Iterable[bytes], size: int, key: int) -> Iterator[list[int]]:

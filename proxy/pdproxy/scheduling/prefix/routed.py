@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from itertools import islice
 
 from pdproxy.scheduling.prefix.matches import Bits, KeyBits, Matches, Steps, ended_runs
@@ -22,6 +24,8 @@ class RoutedIndex:
         self._held = KeyBits()
         self._places: dict[int, tuple[int, dict[int, None]]] = {}
         self._capacities: dict[int, int] = {}
+        self._leaving: deque[tuple[int, dict[int, None]]] = deque()
+        """Bits that are retired, with their keys."""
 
     def __len__(self) -> int:
         """The number of keys of all places."""
@@ -60,10 +64,30 @@ class RoutedIndex:
         self._capacities.pop(place, None)
         known = self._places.pop(place, None)
         if known is not None:
+            self._bits.retire(known[0])
+            self._leaving.append(known)
+
+    def gone(self, place: int, prompt: Iterable[int]) -> None:
+        """Note that a place turned out not to hold these keys."""
+        known = self._places.get(place)
+        if known is not None:
             bit, keys = known
-            self._held.discard(keys, bit)
-            self._bits.retire(bit)
-            self._bits.free(bit)
+            wrong = [key for key in prompt if key in keys]
+            for key in wrong:
+                del keys[key]
+            self._held.discard(wrong, bit)
+
+    def tidy(self, limit: int) -> bool:
+        """Remove up to `limit` keys of places that are gone. They match nothing already. Return whether there are more."""
+        while self._leaving and limit > 0:
+            bit, keys = self._leaving[0]
+            some = [keys.popitem()[0] for _ in range(min(limit, len(keys)))]
+            self._held.discard(some, bit)
+            limit -= len(some) + 1
+            if not keys:
+                self._leaving.popleft()
+                self._bits.free(bit)
+        return bool(self._leaving)
 
     def lookup(self, steps: Steps) -> Matches:
         """Return how much of a prompt's beginning each place holds, as far as routing tells."""

@@ -6,6 +6,8 @@ apart from the index that events keep (`block_index`), so that nothing that did 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pdproxy.scheduling.prefix.matches import Bits, KeyBits, Matches, Steps, ended_runs
 
 
@@ -28,6 +30,10 @@ class SpeculativeIndex:
         self._retired: list[list[int]] = [[], []]
         """Bits of places that were removed, in the present generation and in the one before."""
 
+    def __len__(self) -> int:
+        """The number of keys, those of several places several times."""
+        return self._size + self._old_size
+
     def routed(self, place: int, steps: Steps, now: float) -> None:
         """Note that a prompt with these keys was sent to a place."""
         self._turn(now)
@@ -41,6 +47,14 @@ class SpeculativeIndex:
             # Keys of several places, or of one place several times, count several times: the bound errs on the safe side.
             self._size += len(step)
             self._young.add(step, bit)
+
+    def gone(self, place: int, keys: Iterable[int]) -> None:
+        """Note that a place does not hold these keys any more."""
+        bit = self._places.get(place)
+        if bit is not None and (self._size or self._old_size):
+            keys = list(keys)
+            self._young.discard(keys, bit)
+            self._old.discard(keys, bit)
 
     def remove_place(self, place: int) -> None:
         """Forget what was sent to a place, because it is gone or was started again."""

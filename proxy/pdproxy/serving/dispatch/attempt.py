@@ -16,6 +16,8 @@ from pdproxy.kit.ids import mint
 from pdproxy.kit.one_shot_event import OneShotEvent
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
 from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.prefix.knowledge import Prediction
+from pdproxy.serving.dispatch.prefixes import of_engine, reporting
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.recovery import CannotSplit, Failed, Outcome
 from pdproxy.serving.dispatch.resources import ExchangeResources
@@ -25,7 +27,8 @@ from pdproxy.serving.kv.orphans import PrefillRecord
 from pdproxy.serving.kv.ready import Expected
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.transfer.contract import NO_DISPATCH, Contract, Dispatch, minted_id
-from pdproxy.wire.request import Alone
+from pdproxy.wire.engine import Usage
+from pdproxy.wire.request import Alone, Parsed
 
 
 class Attempt:
@@ -34,6 +37,7 @@ class Attempt:
     __slots__ = (
         "_expected",
         "_expected_is_custodys",
+        "_predictions",
         "_space",
         "_unused",
         "asked_url",
@@ -81,6 +85,7 @@ class Attempt:
         self.whole_s: float | None = None
         self._unused = list(assignment.leases)
         self._space = space
+        self._predictions: tuple[Prediction, ...] = ()
         self._expected: Expected | None = None
         self._expected_is_custodys = False
 
@@ -130,6 +135,34 @@ class Attempt:
     def take(self, lease: Lease) -> None:
         """Pass one of the leases to the leg that uses it. That leg closes the lease."""
         self._unused.remove(lease)
+
+    # -- what engines have in their caches
+
+    def sent(self) -> None:
+        """Note that the prompt is sent to the engines of this attempt."""
+        if self.resources.prefixes is not None:
+            self._predictions = self.resources.prefixes.routed(self.request, self.assignment)
+
+    def parsed_for(self, url: str) -> Parsed:
+        """Return the request as an engine gets it: it may be asked to report what it reuses from its cache."""
+        if self._predictions and (found := of_engine(self._predictions, url)) is not None and found.heals:
+            return reporting(self.request.parsed)
+        return self.request.parsed
+
+    def added_is_refused(self, url: str) -> bool:
+        """Note a 400 of an engine. Return whether it may be due to what was added to the request for it; it is added no more."""
+        found = of_engine(self._predictions, url)
+        if found is None or not found.heals or self.resources.prefixes is None:
+            return False
+        self.resources.prefixes.knowledge.healing.refuses(url)
+        return True
+
+    def cached(self, url: str, usage: Usage | None) -> None:
+        """Compare what was expected of an engine's cache with what its own answer says."""
+        found = of_engine(self._predictions, url)
+        if found is not None and usage is not None and usage.prompt_tokens_details is not None:
+            assert self.resources.prefixes is not None
+            self.resources.prefixes.answered(found, usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens)
 
     # -- notices
 

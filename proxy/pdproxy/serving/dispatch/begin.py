@@ -174,6 +174,7 @@ def _detailed(ask: Ask, request: PromptRequest) -> Ask:
         _tokens(request),
         session=session,
         slo=hints.slo,
+        beginning=request.beginning,
     )
 
 

@@ -6,14 +6,14 @@ from pdproxy.kit.errors import EngineError, EngineTimeoutError, EngineUnreachabl
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.failure_class import error_kind, is_clients_fault, refused
-from pdproxy.serving.dispatch.recovery import CannotSplit, DecodeFailed, PrefillFailed
+from pdproxy.serving.dispatch.recovery import AskAgain, CannotSplit, DecodeFailed, PrefillFailed
 from pdproxy.serving.kv.custody import End
 from pdproxy.upstream.client import Answer
 from pdproxy.wire import sse
 from pdproxy.wire.request import Alone
 
 
-def judge(attempt: Attempt, url: str, answer: Answer) -> CannotSplit | None:
+def judge(attempt: Attempt, url: str, answer: Answer) -> AskAgain | CannotSplit | None:
     """Decide what a whole answer means for the KV. Return why it can't go to the client, None if it can.
 
     Raises:
@@ -31,7 +31,7 @@ def judge(attempt: Attempt, url: str, answer: Answer) -> CannotSplit | None:
     if not is_clients_fault(answer):
         raise refused(url, answer)
     if custody is None:
-        return None
+        return AskAgain() if answer.status == 400 and attempt.added_is_refused(url) else None
     if custody.handle.first is not None:
         # This leg is not the client's own request: only an engine that gets that can say what is wrong with it.
         return CannotSplit(Alone.PREFILL_REFUSED, exclude=custody.prefill)
@@ -69,9 +69,11 @@ def failed(
 
 
 def compare(attempt: Attempt, url: str) -> None:
-    """Have the auditor compare the prompt lengths that both engines reported."""
+    """Have the auditor compare the prompt lengths that both engines reported; of one alone, what was expected of its cache."""
     custody = attempt.custody
     usage = attempt.relay.usage if attempt.relay is not None else None
-    if custody is not None and usage is not None and not custody.promised:
+    if custody is None:
+        attempt.cached(url, usage)
+    elif usage is not None and not custody.promised:
         counted = custody.handle.prompt_tokens
         attempt.resources.auditor.compared(custody.prefill, url, counted, usage.prompt_tokens)

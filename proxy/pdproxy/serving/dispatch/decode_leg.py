@@ -29,7 +29,7 @@ from pdproxy.serving.dispatch.decode_request import (
 )
 from pdproxy.serving.dispatch.decode_start import accepted, awaits_data, first_data
 from pdproxy.serving.dispatch.failure_class import verdict_of
-from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, DecodeFailed, PrefillFailed
+from pdproxy.serving.dispatch.recovery import Answered, AskAgain, CannotSplit, DecodeFailed, PrefillFailed
 from pdproxy.serving.kv import late_close
 from pdproxy.serving.kv.custody import End
 from pdproxy.serving.kv.open_turns import OpenTurn
@@ -86,7 +86,7 @@ class DecodeLeg:
     def __repr__(self) -> str:
         return f"<DecodeLeg {self._url}, {self._attempt.relay!r}>"
 
-    async def run(self) -> Answered | CannotSplit | DecodeFailed | PrefillFailed:
+    async def run(self) -> Answered | AskAgain | CannotSplit | DecodeFailed | PrefillFailed:
         """Have the engine answer, and pass a stream on to its end. The lease and the custody end here.
 
         Closing the leg makes an engine that has the request free the KV on both sides; else the custody is released.

@@ -22,7 +22,9 @@ def message(attempt: Attempt, client: EngineClient) -> Message:
     request, custody = attempt.request, attempt.custody
     headers = request.headers
     if custody is None:
-        return client.request(headers.path, headers.headers, alone_body(request.parsed, request.prompt))
+        return client.request(
+            headers.path, headers.headers, alone_body(attempt.parsed_for(attempt.answering_url), request.prompt)
+        )
     assert request.prompt is not None
     contract = attempt.resources.transfer.contract
     leg = contract.decode(request.parsed, request.prompt, custody.handle, attempt.dispatch)

@@ -143,6 +143,8 @@ class Exchange:
             self._alone = self._why_alone()
             if self._alone is None and self._dispatcher.resources.tokenizing is not None:
                 self._alone = await self._tokenize()
+            if self._dispatcher.resources.prefixes is not None:
+                await self._dispatcher.resources.prefixes.read(self._request)
             while True:
                 self._number += 1
                 outcome = await self._try()
@@ -192,6 +194,7 @@ class Exchange:
         if attempt is None:
             return NoEngines()
         self._attempt = attempt
+        attempt.sent()
         self._asked += 1
         if why_alone is not None and why_alone is not self._served_alone:
             resources.observers.notify(ServedAlone(why_alone.value))

@@ -28,7 +28,7 @@ from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.failure_class import is_clients_fault, refused, verdict_of
 from pdproxy.serving.dispatch.prefill_record import record_of
-from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, PrefillFailed
+from pdproxy.serving.dispatch.recovery import Answered, AskAgain, CannotSplit, PrefillFailed
 from pdproxy.serving.dispatch.turn import TurnBefore, turn_before, with_turn
 from pdproxy.serving.kv.custody import Custody
 from pdproxy.serving.kv.orphans import PrefillRecord
@@ -110,7 +110,7 @@ class PrefillLeg:
     def __repr__(self) -> str:
         return f"<PrefillLeg {self._url}, {self._verdict.value}>"
 
-    async def run(self) -> Prefilled | Answered | CannotSplit | PrefillFailed:
+    async def run(self) -> Prefilled | Answered | AskAgain | CannotSplit | PrefillFailed:
         """Have the prompt prefilled. Return custody of its KV, or why there is none.
 
         If a notice may bring the handle, the first of notice and answer is used. After a notice, the answer is awaited in the
@@ -198,7 +198,7 @@ class PrefillLeg:
         """
         request, contract = self._attempt.request, self._attempt.resources.transfer.contract
         assert request.prompt is not None
-        leg = contract.prefill(request.parsed, request.prompt, self.dispatch)
+        leg = contract.prefill(self._attempt.parsed_for(self._url), request.prompt, self.dispatch)
         leg_id, headers = self.dispatch.leg_id, request.headers
         own = headers.headers if leg_id is None else headers.named(leg_id)
         return self._client.request(leg.route.path, own + leg.headers, leg.body)
@@ -242,7 +242,7 @@ class PrefillLeg:
         self._adopted = True
         return Prefilled(self._take(handle))
 
-    def _read(self, answer: Answer) -> Prefilled | Answered | CannotSplit | PrefillFailed:
+    def _read(self, answer: Answer) -> Prefilled | Answered | AskAgain | CannotSplit | PrefillFailed:
         url = self._url
         if answer.status != 200:
             if not is_clients_fault(answer):
@@ -250,6 +250,8 @@ class PrefillLeg:
             self._verdict = Verdict.GOOD
             if answer.status != 400:
                 return Answered(answer)
+            if self._attempt.added_is_refused(url):
+                return AskAgain()
             # The prefill leg is not the client's own request: only an engine that gets that can say whether it is wrong, and
             # which error comes first.
             return CannotSplit(Alone.PREFILL_REFUSED, exclude=url)
@@ -266,6 +268,7 @@ class PrefillLeg:
         if isinstance(handle, str):  # the engine works, and gave nothing to decode from
             return self._failed(EngineError(f"{url} gave no usable KV handle: {handle}"), Alone.NO_HANDLE)
         self._verdict = Verdict.GOOD
+        self._attempt.cached(url, read.usage)
         finished = handle.first is not None and handle.first.finish_reason is not None
         return Prefilled(self._take(handle), answer.body if finished else b"")
 

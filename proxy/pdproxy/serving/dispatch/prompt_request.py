@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pdproxy.scheduling.prefix.prompts import Beginning
 from pdproxy.serving.dispatch.resources import LegHeaders
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
@@ -15,12 +16,13 @@ class PromptRequest:
     """One prompt (or, with `prompt` None, a whole request for one engine alone), and where its answer goes.
 
     `ids` are the prompt's token ids, None while they are not known; `key`: what finds the turn that it continues
-    (`dispatch.turn`), None if that is not known or not wanted; `stream_to` returns the writer for a relay's stream. Once a stream
+    (`dispatch.turn`), None if that is not known or not wanted; `beginning`: what indexes of engines' caches know the prompt by, None
+    if nothing asks them; `stream_to` returns the writer for a relay's stream. Once a stream
     flows, no other engine can take over, and nothing of this is needed: `drop` then frees the client's body. So nothing else
     may keep a reference to its parts.
     """
 
-    __slots__ = ("headers", "ids", "key", "new_relay", "parsed", "prompt", "stream_to")
+    __slots__ = ("beginning", "headers", "ids", "key", "new_relay", "parsed", "prompt", "stream_to")
 
     def __init__(
         self,
@@ -36,6 +38,7 @@ class PromptRequest:
         self.stream_to: Callable[[Relay], ResponseWriter] = _no_writer
         self.ids: TokenIds | None = None
         self.key: bytes | None = None
+        self.beginning: Beginning | None = None
 
     def __repr__(self) -> str:
         return f"<PromptRequest {self.headers.request_id}{' (dropped)' if self.parsed is _DROPPED else ''}>"
@@ -43,7 +46,7 @@ class PromptRequest:
     def drop(self) -> None:
         """Drop everything but the headers. No further leg may be made from it."""
         self.parsed, self.prompt, self.new_relay, self.stream_to, self.ids = _DROPPED, None, _no_relay, _no_writer, None
-        self.key = None
+        self.key = self.beginning = None
 
 
 _DROPPED = Parsed(Route.COMPLETIONS, {}, None, True, False, False, (), None, 0)

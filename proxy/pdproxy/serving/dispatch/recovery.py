@@ -63,22 +63,26 @@ class DecodeFailed(msgspec.Struct, frozen=True):
         return self.is_engines and not self.data_sent
 
 
+class AskAgain(msgspec.Struct, frozen=True):
+    """The engine refused the request with something that the proxy had added, and which it adds no more."""
+
+
 class Failed(msgspec.Struct, frozen=True):
     """The request fails, even if other engines are left."""
 
     error: PdproxyError
 
 
-Failure = NoEngines | PrefillFailed | CannotSplit | DecodeFailed | Failed
+Failure = NoEngines | PrefillFailed | CannotSplit | DecodeFailed | AskAgain | Failed
 Outcome = Answered | Failure
 
 # -- what is done next
 
 
 class Retry(msgspec.Struct, frozen=True):
-    """Try again in the same way, without the engine at `exclude`."""
+    """Try again in the same way, without the engine at `exclude` (None: with all)."""
 
-    exclude: str
+    exclude: str | None
 
 
 class ServeAlone(msgspec.Struct, frozen=True):
@@ -123,5 +127,7 @@ def after(outcome: Failure, progress: Progress) -> Action:
             return ServeAlone(reason, exclude)
         case DecodeFailed(url, error, _):
             return Retry(url) if outcome.is_retryable and progress.number < progress.limit else Fail(error)
+        case AskAgain():
+            return Retry(None)
         case Failed(error):
             return Fail(error)

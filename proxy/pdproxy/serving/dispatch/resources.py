@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,6 +29,9 @@ from pdproxy.transfer.contract import Contract
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.wire.event_template import EventTemplates
 from pdproxy.wire.request import Parsed, Prompt
+
+if TYPE_CHECKING:
+    from pdproxy.serving.dispatch.prefixes import Prefixes  # which reads requests, and these need their headers' type
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ class ExchangeResources:
     turns: Turns | None = None
     templates: EventTemplates = field(default_factory=EventTemplates)
     decisions: Decisions | None = None
+    prefixes: Prefixes | None = None
+    """None where nothing asks what engines have in their caches."""
 
     async def ids(self, parsed: Parsed, prompt: Prompt, headers: LegHeaders) -> TokenIds | None:
         """Return a prompt's token ids, None where they are not wanted or can't be made."""

@@ -1,0 +1,152 @@
+"""Wiring of what is known of engines' prefix caches: the indexes, the engines that they are about, their metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+
+from pdproxy.app.kv_events import ReadingKvEvents
+from pdproxy.fleet.engine import Engine
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe import catalog_prefixes as catalog
+from pdproxy.observe.events import Event, NodeChanged, Observers
+from pdproxy.observe.metrics import Gauge, Metrics
+from pdproxy.scheduling import placements, policies
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.prefix.block_index import BlockIndex
+from pdproxy.scheduling.prefix.healing import Healing
+from pdproxy.scheduling.prefix.knowledge import Knowledge
+from pdproxy.scheduling.prefix.routed import RoutedIndex
+from pdproxy.scheduling.prefix.speculative import SpeculativeIndex
+from pdproxy.serving.dispatch.prefixes import Prefixes
+from pdproxy.settings.schema import Pool
+
+TIDY_AT_ONCE = 2048
+"""Blocks that are removed in one turn of the event loop: half a millisecond."""
+TIDY_PAUSE = 0.01
+IDLE = 1.0
+"""Seconds between two looks for blocks that are to be removed."""
+SPECULATIVE_KEYS = 200_000
+"""Keys of prompts that were just routed, in each of two generations."""
+Samples = Iterable[tuple[tuple[str, ...], float]]
+
+
+class KnowingPrefixes:
+    """What a pool knows of its engines' prefix caches. A watcher of engines and an observer."""
+
+    def __init__(self, knowledge: Knowledge, engines: EngineRegistry, now: Callable[[], float]) -> None:
+        self.knowledge = knowledge
+        self.of_requests = Prefixes(knowledge, now)
+        self._engines = engines
+        self._runs: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"<KnowingPrefixes {len(self.knowledge.blocks)} blocks>"
+
+    def added(self, engine: Engine) -> None:
+        """Know one more engine."""
+        self.knowledge.add(engine.url)
+
+    def removed(self, engine: Engine) -> None:
+        """Forget an engine."""
+        self.knowledge.remove(engine.url)
+        self._runs.pop(engine.url, None)
+
+    def notify(self, event: Event) -> None:
+        """An engine has come up: perhaps another run of it."""
+        if not isinstance(event, NodeChanged) or (engine := self._engines.get(event.node)) is None:
+            return
+        node = engine.node
+        if not node.up or node.evidence is None:
+            return
+        if self._runs.get(engine.url, node.run_number) != node.run_number:
+            self.knowledge.restarted(engine.url)
+        self._runs[engine.url] = node.run_number
+        blocks = node.evidence.kv_blocks
+        self.knowledge.add(
+            engine.url, engine.block_size or node.evidence.block_size, None if blocks is None else blocks * engine.ranks
+        )
+
+    def start(self, tasks: TaskOwner) -> None:
+        """Begin to remove what matches nothing any more."""
+        tasks.keep(self.tidy, "prefixes")
+
+    async def tidy(self) -> None:
+        """Remove what matches nothing any more, in small steps, until cancelled."""
+        while True:
+            await asyncio.sleep(TIDY_PAUSE if self.knowledge.tidy(TIDY_AT_ONCE) else IDLE)
+
+    def gauges(self) -> list[Gauge]:
+        """Return the metrics. Each is read at every scrape."""
+        knowledge = self.knowledge
+
+        def predictions() -> Samples:
+            for basis, score in knowledge.scores.items():
+                for result, _ in catalog.RESULTS:
+                    yield (basis, result), getattr(score, result)
+
+        def tokens() -> Samples:
+            for basis, score in knowledge.scores.items():
+                for what, _ in catalog.TOKENS:
+                    yield (basis, what), getattr(score, what)
+
+        def kept() -> Samples:
+            yield ("events",), len(knowledge.blocks)
+            yield ("routing",), len(knowledge.routing)
+            yield ("just_routed",), len(knowledge.speculative)
+
+        def blocks() -> Samples:
+            counters = knowledge.blocks.counters
+            return [((one.name,), getattr(counters, one.name)) for one in fields(counters)]
+
+        def heals() -> Samples:
+            return [(("asked",), knowledge.healing.asked), (("refused",), knowledge.healing.refused)]
+
+        return [
+            Gauge(catalog.PREFIX_PREDICTIONS, predictions),
+            Gauge(catalog.PREFIX_TOKENS, tokens),
+            Gauge(catalog.PREFIX_BLOCKS, kept),
+            Gauge(catalog.PREFIX_EVENT_BLOCKS, blocks),
+            Gauge(catalog.PREFIX_DISPROVED, lambda: [((), knowledge.disproved)]),
+            Gauge(catalog.PREFIX_HEALS, heals),
+        ]
+
+
+def build_knowledge(pool: Pool) -> Knowledge | None:
+    """Return what knows engines' prefix caches, None if the pool's policies do not ask for it."""
+    policy, own = pool.policy, pool.prefixes
+    asked = {policy.prefill, policy.decode} & policies.ASK_THE_INDEX
+    if not asked and policy.placement not in placements.ASK_THE_INDEX:
+        return None
+    heals = own.heal and pool.kv_events.enabled
+    return Knowledge(
+        own.unit,
+        BlockIndex(own.unit, own.max_blocks, reports=heals),
+        RoutedIndex(own.engine_blocks),
+        SpeculativeIndex(own.ttl, SPECULATIVE_KEYS),
+        Healing(on=heals),
+    )
+
+
+def build_prefixes(
+    knowledge: Knowledge | None,
+    engines: EngineRegistry,
+    ledger: Ledger,
+    observers: Observers,
+    metrics: Metrics,
+    now: Callable[[], float],
+    kv_events: ReadingKvEvents | None,
+) -> KnowingPrefixes | None:
+    """Return what keeps this knowledge, None where there is none. Call it before engines are added."""
+    if knowledge is None:
+        return None
+    knowledge.adapters = lambda: ledger.adapters
+    if kv_events is not None:
+        knowledge.places = kv_events.sources.places
+    prefixes = KnowingPrefixes(knowledge, engines, now)
+    engines.watch(prefixes)
+    observers.add(prefixes)
+    metrics.add_gauges(prefixes.gauges())
+    return prefixes

@@ -1,0 +1,58 @@
+"""Which requests ask their engine to report the blocks that they reuse: those of a prompt that was cached although nobody knew. Pure.
+
+Such blocks are known to the engine alone: its message about them was lost, or it published them before anybody listened. With
+`vllm_xargs: {"kv_cache_report_mode": "full"}` an engine announces all blocks again that a request found in its cache (vLLM 0.32.0,
+`v1/core/kv_cache_manager.py`). Older ones ignore the field.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+MOST = 256
+"""Beginnings of each engine that wait for a request."""
+GAP = 0.1
+"""Seconds between two such requests of one engine: each costs events for all blocks of its prompt."""
+
+
+class Healing:
+    """`on`: whether any request asks. `asked` and `refused`: how many did, and how many engines refused it. Read only."""
+
+    def __init__(self, *, on: bool = True) -> None:
+        self._on = on
+        self._wanted: dict[str, OrderedDict[int, None]] = {}
+        self._last: dict[str, float] = {}
+        self._refuse: set[str] = set()
+        self.asked = 0
+        self.refused = 0
+
+    def wanted(self, url: str, key: int | None) -> None:
+        """Note that an engine holds a block of this key, which was not known. None: the prompt has no such block."""
+        if not self._on or key is None or url in self._refuse:
+            return
+        keys = self._wanted.setdefault(url, OrderedDict())
+        keys[key] = None
+        if len(keys) > MOST:
+            keys.popitem(last=False)
+
+    def due(self, url: str, key: int | None, now: float) -> bool:
+        """Return whether a request asks the engine: `key` is its first one that is not known there. Counted as asked then."""
+        keys = self._wanted.get(url)
+        if not keys or key is None or key not in keys or now - self._last.get(url, float("-inf")) < GAP:
+            return False
+        del keys[key]
+        self._last[url] = now
+        self.asked += 1
+        return True
+
+    def refuses(self, url: str) -> None:
+        """Note that an engine refuses such requests: it gets no more until it is started again."""
+        self.refused += 1
+        self._refuse.add(url)
+        self._wanted.pop(url, None)
+
+    def forget(self, url: str) -> None:
+        """Forget an engine: it is gone, or was started again."""
+        self._refuse.discard(url)
+        self._wanted.pop(url, None)
+        self._last.pop(url, None)

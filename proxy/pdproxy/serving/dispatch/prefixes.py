@@ -1,0 +1,122 @@
+"""What is known of engines' prefix caches, for requests: what a prompt is known by, what was expected, what engines say.
+
+Owns the thread that makes the keys of long prompts, and the number of prompts that wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+from msgspec import structs
+
+from pdproxy.scheduling.leases import Assignment
+from pdproxy.scheduling.prefix.knowledge import Knowledge, Prediction
+from pdproxy.scheduling.prefix.prompts import Beginning, beginning_of
+from pdproxy.serving.dispatch.prompt_request import PromptRequest
+from pdproxy.wire.engine import UNREADABLE
+from pdproxy.wire.fields import has_value, is_absent
+from pdproxy.wire.request import Alone, Parsed
+
+WAITING = 64
+"""Long prompts that may wait for the thread. Nothing is known of one more."""
+MAX_XARGS = 64 << 10
+"""Bytes of a client's `vllm_xargs` to which a field is added."""
+_XARGS, _MODE = "vllm_xargs", "kv_cache_report_mode"
+_NEVER_HIT = frozenset({Alone.PROMPT_LOGPROBS, Alone.ECHO, Alone.N, Alone.BEAM_SEARCH})
+"""Requests that may not look into the engine's cache, or that are several for the engine."""
+
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class Prefixes:
+    """Asks `knowledge` for requests. `now`: monotonic seconds."""
+
+    def __init__(self, knowledge: Knowledge, now: Callable[[], float]) -> None:
+        self.knowledge = knowledge
+        self._now = now
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="prefix keys")
+        self._waiting = 0
+
+    def __repr__(self) -> str:
+        return f"<Prefixes {self._waiting} waiting>"
+
+    async def read(self, request: PromptRequest) -> None:
+        """Make what a prompt is known by, once its ids are known or will not be. Long prompts' keys are made in a thread."""
+        parsed, prompt, knowledge = request.parsed, request.prompt, self.knowledge
+        if prompt is None or parsed.alone is Alone.PROMPT_IDS:
+            return
+        is_adapter = parsed.model is not None and parsed.model in knowledge.adapters()
+        beginning = beginning_of(
+            parsed,
+            prompt,
+            request.ids,
+            knowledge.unit,
+            is_adapter=is_adapter,
+            text_per_token=knowledge.text_per_token,
+        )
+        if beginning is not None and beginning.is_long:
+            if self._waiting >= WAITING:
+                return
+            self._waiting += 1
+            work = asyncio.get_running_loop().run_in_executor(self._threads, _made, beginning)
+            work.add_done_callback(self._over)
+            if not await asyncio.shield(work):
+                return
+        request.beginning = beginning
+
+    def _over(self, _: asyncio.Future[bool]) -> None:
+        self._waiting -= 1
+
+    def routed(self, request: PromptRequest, assignment: Assignment) -> tuple[Prediction, ...]:
+        """Note that a prompt is sent to engines. Return what is expected of their caches."""
+        beginning, now = request.beginning, self._now()
+        if beginning is None:
+            return ()
+        may_hit = request.parsed.alone not in _NEVER_HIT
+        made = [self.knowledge.routed(beginning, lease.node.url, now, may_hit=may_hit) for lease in assignment.leases]
+        return tuple(one for one in made if one is not None)
+
+    def answered(self, prediction: Prediction, reported: int | None, prompt: int) -> None:
+        """Compare what was expected with what an engine says of its cache, None: nothing."""
+        if reported is not None:
+            self.knowledge.answered(prediction, reported, prompt)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def of_engine(predictions: Iterable[Prediction], url: str) -> Prediction | None:
+    """Return what is expected of one engine."""
+    return next((one for one in predictions if one.url == url), None)
+
+
+def reporting(parsed: Parsed) -> Parsed:
+    """Return a request that asks its engine to report the blocks that it reuses. A client's own choice stays."""
+    fields, added = parsed.fields, b'"%s":"full"' % _MODE.encode()
+    if is_absent(fields, _XARGS) or has_value(fields, _XARGS, b"{}"):
+        xargs = b"{%b}" % added
+    else:
+        own = memoryview(fields[_XARGS])
+        try:
+            if own.nbytes > MAX_XARGS or _MODE in _object.decode(own):
+                return parsed
+        except UNREADABLE:
+            return parsed  # the engine will refuse it
+        text = bytes(own)
+        end = text.rindex(b"}")
+        xargs = b"%b%b%b}" % (text[:end], b"," if _object.decode(own) else b"", added)
+    return structs.replace(parsed, fields=fields | {_XARGS: msgspec.Raw(xargs)})
+
+
+def _made(beginning: Beginning) -> bool:
+    """Make a prompt's keys. Runs in a thread. Raises nothing: exceptions may quote the prompt, and would be logged."""
+    try:
+        for _ in beginning.keys:
+            pass
+    except Exception:
+        return False
+    return True

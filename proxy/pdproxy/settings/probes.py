@@ -1,0 +1,33 @@
+"""The sections `probes` and `observe`: how often engines are looked at, and what is logged.
+
+Owns names, units, bounds and defaults.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pdproxy.settings.section import Seconds, Section
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+
+class Probes(Section, frozen=True):
+    """How often engines are probed, in seconds."""
+
+    interval: Seconds = 2.0
+    """Between two probes of an engine's health: without traffic, it takes that long until an engine that is down is noticed."""
+
+    scrape_interval: Seconds = 5.0
+    """Between two scrapes of an engine's metrics, which cost it more than a probe."""
+
+
+class Observe(Section, frozen=True):
+    """Logs."""
+
+    log_level: LogLevel = "info"
+    """Least severe record that is written. No record holds prompts or keys."""
+
+    log_format: LogFormat = "text"
+    """`text` for people, `json` for a log collector: one object per line."""

@@ -1,0 +1,118 @@
+"""A proxy that chooses by prefixes, before simulated engines that publish KV events, or do not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from pdproxy.app.compose import Proxy
+from pdproxy.app.tokens import TRANSFORMERS
+from pdproxy.scheduling.prefix.knowledge import Knowledge
+from pdproxy.settings.kv_events import KvEvents
+from pdproxy.settings.policy import PoolPolicy
+from pdproxy.settings.prefixes import Prefixes
+from pdproxy.settings.probes import Probes
+from pdproxy.settings.schema import Node, Pool, Settings
+from pdproxy.sim.facts import KvEventsConfig
+from pdproxy.sim.server import SimServer
+from tests.fakes.tokenizer import Shelf, SimTokenizer
+from tests.fakes.world import DEADLINES, World, _Recorder, _serve, until
+from tests.proxy.kv_events import ANY, facts
+
+
+class Known:
+    """A world, its engines, and what its proxy knows of their caches."""
+
+    def __init__(self, world: World, sims: Sequence[SimServer]) -> None:
+        self.world = world
+        self.sims = list(sims)
+
+    @property
+    def knowledge(self) -> Knowledge:
+        """What the proxy knows."""
+        assert self.world.proxy.prefixes is not None
+        return self.world.proxy.prefixes.knowledge
+
+    def predictions(self, result: str, basis: str = "events") -> int:
+        """How many predictions were exact, too_high or too_low."""
+        return int(self.world.metric("pdproxy_prefix_predictions_total", basis=basis, result=result))
+
+    def all(self, basis: str = "events") -> tuple[int, int, int]:
+        """How many were exact, too high and too low."""
+        return (
+            self.predictions("exact", basis),
+            self.predictions("too_high", basis),
+            self.predictions("too_low", basis),
+        )
+
+    async def ask(self, prompt: object, path: str = "/v1/completions", **fields: Any) -> int:
+        """Send a prompt. Return the number of the engine that served it."""
+        before = [sim.engine.stats.prompt_tokens for sim in self.sims]
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0, **fields}
+        if path != "/v1/completions":
+            body["messages"] = body.pop("prompt")
+        answer = await self.world.ask(path, body)
+        assert answer.status == 200, answer.body
+        return next(at for at, sim in enumerate(self.sims) if sim.engine.stats.prompt_tokens != before[at])
+
+    async def settled(self) -> None:
+        """Wait until all events that engines have sent are in the index."""
+        await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def knowing(
+    count: int = 2,
+    config: KvEventsConfig | None = ANY,
+    *,
+    role: str = "aggregated",
+    prefixes: Mapping[str, Any] | None = None,
+    policy: PoolPolicy | None = None,
+    tokenizer: SimTokenizer | None = None,
+    **more: Any,
+) -> AsyncIterator[Known]:
+    """Run engines and a proxy. `config`: how engines publish, None: they don't. `more`: their facts."""
+    async with AsyncExitStack() as stack:
+        made = facts(config, **{"enable_prompt_tokens_details": True, "model": "tiny", **more})
+        sims = [await stack.enter_async_context(SimServer(made, chance=number)) for number in range(1, count + 1)]
+        settings = Settings(
+            pools=(
+                Pool(
+                    nodes=tuple(Node(url=sim.url, role=role) for sim in sims),  # type: ignore[arg-type]
+                    kv_events=KvEvents(enabled=config is not None),
+                    prefixes=Prefixes(**(prefixes or {})),
+                    policy=policy or PoolPolicy(prefill="prefix", decode="prefix"),
+                    tokenize="always" if tokenizer is not None else "auto",
+                    tokenizer="model" if tokenizer is not None else None,
+                ),
+            ),
+            deadlines=DEADLINES,
+            probes=Probes(interval=3600, scrape_interval=3600),
+        )
+        recorder = _Recorder()
+        proxy = Proxy.build(settings, TRANSFORMERS if tokenizer is None else Shelf(model=tokenizer))
+        proxy.observers.add(recorder)
+        world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
+        proxy.start()
+        server = world.server = await _serve(proxy, world)
+        try:
+            await until(lambda: all(node.probed for node in proxy.ledger.nodes))
+            if config is not None:
+                connected = "pdproxy_kv_event_sources"
+                await until(lambda: world.metric(connected, state="connected") == count)
+                replays = "pdproxy_kv_event_replays_total"
+                await until(lambda: not config.replay_endpoint or world.metric(replays, result="complete") >= count)
+            yield Known(world, sims)
+            await until(lambda: not world.busy())
+        finally:
+            for listener in server.servers:
+                listener.close()
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()
+            for client in world._clients:
+                client.close()
+            await asyncio.sleep(0)
+            await proxy.custodian.settle(0)
+            await proxy.stop()
