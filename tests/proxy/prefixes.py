@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from pdproxy.app.compose import Proxy
-from pdproxy.app.tokens import TRANSFORMERS
+from pdproxy.app.tokens import TRANSFORMERS, Library
 from pdproxy.scheduling.prefix.knowledge import Knowledge
 from pdproxy.settings.kv_events import KvEvents
 from pdproxy.settings.policy import PoolPolicy
@@ -71,9 +71,10 @@ async def knowing(
     prefixes: Mapping[str, Any] | None = None,
     policy: PoolPolicy | None = None,
     tokenizer: SimTokenizer | None = None,
+    connected: bool = True,
     **more: Any,
 ) -> AsyncIterator[Known]:
-    """Run engines and a proxy. `config`: how engines publish, None: they don't. `more`: their facts."""
+    """Run engines and a proxy. `config`: how engines publish, None: they don't. `connected`: wait until their events come. `more`: their facts."""
     async with AsyncExitStack() as stack:
         made = facts(config, **{"enable_prompt_tokens_details": True, "model": "tiny", **more})
         sims = [await stack.enter_async_context(SimServer(made, chance=number)) for number in range(1, count + 1)]
@@ -91,28 +92,35 @@ async def knowing(
             deadlines=DEADLINES,
             probes=Probes(interval=3600, scrape_interval=3600),
         )
-        recorder = _Recorder()
-        proxy = Proxy.build(settings, TRANSFORMERS if tokenizer is None else Shelf(model=tokenizer))
-        proxy.observers.add(recorder)
-        world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
-        proxy.start()
-        server = world.server = await _serve(proxy, world)
-        try:
-            await until(lambda: all(node.probed for node in proxy.ledger.nodes))
-            if config is not None:
-                connected = "pdproxy_kv_event_sources"
-                await until(lambda: world.metric(connected, state="connected") == count)
+        library = TRANSFORMERS if tokenizer is None else Shelf(model=tokenizer)
+        async with proxy_before(settings, library) as world:
+            if config is not None and connected:
+                await until(lambda: world.metric("pdproxy_kv_event_sources", state="connected") == count)
                 replays = "pdproxy_kv_event_replays_total"
                 await until(lambda: not config.replay_endpoint or world.metric(replays, result="complete") >= count)
             yield Known(world, sims)
-            await until(lambda: not world.busy())
-        finally:
-            for listener in server.servers:
-                listener.close()
-            for connection in list(server.server_state.connections):
-                connection.transport.abort()
-            for client in world._clients:
-                client.close()
-            await asyncio.sleep(0)
-            await proxy.custodian.settle(0)
-            await proxy.stop()
+
+
+@asynccontextmanager
+async def proxy_before(settings: Settings, library: Library = TRANSFORMERS) -> AsyncIterator[World]:
+    """Run a proxy whose engines are up."""
+    recorder = _Recorder()
+    proxy = Proxy.build(settings, library)
+    proxy.observers.add(recorder)
+    world = World(proxy, None, (), recorder)  # type: ignore[arg-type]
+    proxy.start()
+    server = world.server = await _serve(proxy, world)
+    try:
+        await until(lambda: all(node.up for node in proxy.ledger.nodes))
+        yield world
+        await until(lambda: not world.busy())
+    finally:
+        for listener in server.servers:
+            listener.close()
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        for client in world._clients:
+            client.close()
+        await asyncio.sleep(0)
+        await proxy.custodian.settle(0)
+        await proxy.stop()

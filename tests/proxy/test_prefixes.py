@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 
 from pdproxy.fleet import kv_source
 from pdproxy.scheduling.prefix import healing
+from pdproxy.settings.policy import PoolPolicy
 from pdproxy.sim.facts import KvEventsConfig
 from tests.proxy.kv_events import prompt
-from tests.proxy.prefixes import knowing
+from tests.proxy.prefixes import Known, knowing
+from tests.sim.raw import until
 
 NO_REPLAYS = KvEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:0", topic="t")
 
@@ -26,7 +27,7 @@ async def test_a_prompt_goes_where_its_beginning_is() -> None:
     async with knowing(3) as known:
         first = {number: await known.ask(prompt(number)) for number in range(6)}
         assert set(first.values()) == {0, 1, 2}
-        for number in range(6):
+        for number in (3, 0, 5, 2, 4, 1):
             await known.settled()
             assert await known.ask([*prompt(number), 7, 8, 9]) == first[number]
         assert known.all() == (12, 0, 0)
@@ -50,12 +51,7 @@ async def test_expectations_come_true_while_caches_are_full() -> None:
 async def test_a_lost_message_heals_without_replay() -> None:
     """The engine has more than is known: the next request with that prompt has it reported, and then all is known."""
     async with knowing(1, NO_REPLAYS, prefixes={"ttl": 0.001}) as known:
-        (sim,) = known.sims
-        known.sims[0].faults.add("lost_kv_events:next=1")
-        await known.ask(prompt(1))
-        await known.settled()
-        await known.ask(prompt(2))  # shows the gap: all is forgotten
-        await known.settled()
+        await forget(known)
         await known.ask(prompt(1))
         assert known.all() == (2, 0, 1)
         await known.settled()
@@ -66,4 +62,111 @@ async def test_a_lost_message_heals_without_replay() -> None:
         await known.ask(prompt(1))
         assert known.all() == (3, 0, 2)
         assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == 1
-        assert [one.url for one in known.world.proxy.engines.values()] == [sim.url]
+
+
+async def test_an_engine_that_refuses_the_field_gets_no_more_and_no_client_learns_of_it() -> None:
+    async with knowing(1, NO_REPLAYS, prefixes={"ttl": 0.001}) as known:
+        await forget(known)
+        await known.ask(prompt(1))
+        known.sims[0].faults.add("status:status=400,next=1,path=/v1/completions")
+        await known.settled()
+        await known.ask(prompt(1))  # asks, is refused, and is sent again as the client wrote it
+        assert known.world.metric("pdproxy_prefix_heals_total", result="refused") == 1
+        for _ in range(3):
+            await known.settled()
+            await known.ask(prompt(1))
+        assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == 1
+
+
+async def test_a_clients_own_bad_request_is_still_answered_400() -> None:
+    async with knowing(1, NO_REPLAYS, prefixes={"ttl": 0.001}) as known:
+        await forget(known)
+        await known.ask(prompt(1))
+        await known.settled()
+        known.sims[0].faults.add("status:status=400,next=2,path=/v1/completions")
+        body = {"model": "tiny", "prompt": prompt(1), "max_tokens": 2}
+        assert (await known.world.ask("/v1/completions", body)).status == 400
+
+
+@pytest.mark.parametrize("heal", [True, False])
+async def test_healing_can_be_switched_off(heal: bool) -> None:
+    async with knowing(1, NO_REPLAYS, prefixes={"ttl": 0.001, "heal": heal}) as known:
+        await forget(known)
+        for _ in range(4):
+            await known.ask(prompt(1))
+            await known.settled()
+        assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == heal
+
+
+async def test_without_events_what_was_sent_is_known() -> None:
+    async with knowing(2, None) as known:
+        first = {number: await known.ask(prompt(number)) for number in range(6)}
+        for number in (3, 0, 5, 2, 4, 1):
+            assert await known.ask([*prompt(number), 7, 8, 9]) == first[number]
+        assert known.all("routing") == (12, 0, 0)
+
+
+async def test_without_events_an_engine_holds_no_more_than_its_blocks() -> None:
+    """Its metrics say how many it has."""
+    async with knowing(1, None, num_gpu_blocks=40, max_model_len=256) as known:
+        for number in range(12):
+            await known.ask(prompt(number))
+        assert 30 <= len(known.knowledge.routing) <= 40
+        await known.ask(prompt(0))
+        assert known.predictions("too_high", "routing") == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_without_ids_the_text_is_known(stream: bool) -> None:
+    """Chats as their messages are. Nothing is tokenized here."""
+    async with knowing(2) as known:
+        path, long = "/v1/chat/completions", "All ships that came in, and what they carried. " * 20
+
+        def chat(number: int, *more: str) -> list[dict[str, str]]:
+            texts = [f"{number} {long}", *more]
+            return [{"role": "assistant" if at % 2 else "user", "content": text} for at, text in enumerate(texts)]
+
+        first = {number: await known.ask(chat(number), path, stream=stream) for number in range(4)}
+        for number in (2, 1, 3, 0):
+            more = chat(number, "Aye.", "And then?")
+            assert await known.ask(more, path, stream=stream) == first[number]
+        assert sum(known.all("text")) == 8
+        assert known.world.metric("pdproxy_prefix_blocks", **{"from": "routing"}) > 40
+
+
+async def test_salts_are_apart() -> None:
+    """Clients with different salts share nothing, and so it is expected."""
+    async with knowing(1) as known:
+        for salt in ("a", "b", "a", None, "b"):
+            await known.ask(prompt(1), **({} if salt is None else {"cache_salt": salt}))
+            await known.settled()
+        assert known.all() == (5, 0, 0)
+        assert known.world.metric("pdproxy_prefix_tokens_total", what="reported") == 2 * 96
+
+
+async def test_an_engine_that_starts_again_has_nothing() -> None:
+    async with knowing(1) as known:
+        for _ in range(2):
+            await known.ask(prompt(1))
+            await known.settled()
+        await known.sims[0].restart()
+        await known.world.probe()
+        await until(lambda: known.world.metric("pdproxy_kv_event_gaps_total", cause="restart") or len(known.knowledge.blocks) == 0)
+        await known.ask(prompt(1))
+        assert known.predictions("too_high") == 0
+
+
+async def test_nothing_is_kept_where_no_policy_asks() -> None:
+    async with knowing(1, policy=PoolPolicy(), connected=False) as known:
+        await known.ask(prompt(1))
+        assert known.world.proxy.prefixes is None
+        assert known.world.proxy.kv_events is None
+
+
+async def forget(known: Known) -> None:
+    """Have the engine hold a prompt that the proxy knows nothing of: a message was lost, and there is no replay."""
+    known.sims[0].faults.add("lost_kv_events:next=1")
+    await known.ask(prompt(1))
+    await known.settled()
+    await known.ask(prompt(2))  # shows the gap: all is forgotten
+    await known.settled()
