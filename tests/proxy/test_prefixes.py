@@ -151,7 +151,11 @@ async def test_an_engine_that_starts_again_has_nothing() -> None:
             await known.settled()
         await known.sims[0].restart()
         await known.world.probe()
-        await until(lambda: known.world.metric("pdproxy_kv_event_gaps_total", cause="restart") or len(known.knowledge.blocks) == 0)
+        await until(
+            lambda: (
+                known.world.metric("pdproxy_kv_event_gaps_total", cause="restart") or len(known.knowledge.blocks) == 0
+            )
+        )
         await known.ask(prompt(1))
         assert known.predictions("too_high") == 0
 
@@ -161,6 +165,15 @@ async def test_nothing_is_kept_where_no_policy_asks() -> None:
         await known.ask(prompt(1))
         assert known.world.proxy.prefixes is None
         assert known.world.proxy.kv_events is None
+
+
+async def test_healing_is_asked_for_although_the_prompt_was_just_sent() -> None:
+    """What was just sent counts as cached, but no event has said so."""
+    async with knowing(1, NO_REPLAYS) as known:
+        await forget(known)
+        for _ in range(2):
+            await known.ask(prompt(1))
+        assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == 1
 
 
 async def forget(known: Known) -> None:

@@ -560,3 +560,23 @@ def test_two_stores_of_one_kind_hold_the_same_blocks(index, engine):
     assert found(index, tokens(2)) == ({}, {engine.place: 2})
     engine.removed([2], "STORAGE")
     assert found(index, tokens(2)) == ({}, {engine.place: 1})
+
+
+def test_blocks_that_begin_alike_keep_what_they_share():
+    """Engines' blocks of several units: one of two siblings goes, and the units that it shares with the other one stay."""
+    index = BlockIndex(2, 100)
+    place = index.add_place()
+    index.stored(place, [1], None, [1, 2, 3, 4, 5, 6], 6, "GPU", 0, None, None, counts=True)
+    index.stored(place, [2], None, [1, 2, 3, 4, 7, 8], 6, "GPU", 0, None, None, counts=True)
+    index.stored(place, [3], None, [1, 2, 9, 9, 9, 9], 6, "GPU", 0, None, None, counts=True)
+
+    def found(*ids):
+        return index.lookup(keys.of_ids(ids, 2, keys.root())).gpu.get(place, 0)
+
+    index.removed(place, [1], "GPU", 0)
+    assert [found(1, 2, 3, 4, 5, 6), found(1, 2, 3, 4, 7, 8), found(1, 2, 9, 9, 9, 9)] == [2, 3, 3]
+    index.removed(place, [2], "GPU", 0)
+    assert [found(1, 2, 3, 4, 7, 8), found(1, 2, 9, 9, 9, 9)] == [1, 3]
+    index.removed(place, [3], "GPU", 0)
+    assert found(1, 2) == 0
+    assert index.distinct() == 0

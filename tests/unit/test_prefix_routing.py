@@ -144,6 +144,7 @@ def test_each_place_keeps_what_was_used_last(happened, capacity):
     for place, names, what in happened:
         if what == "g":
             index.remove_place(place)
+            index.tidy(len(names))
             model.pop(place, None)
             continue
         (keys,) = prompt(*names)
@@ -164,4 +165,6 @@ def test_each_place_keeps_what_was_used_last(happened, capacity):
         assert index.lookup([keys]).gpu == {place: length for place, length in runs.items() if length}
     for place in range(3):
         index.remove_place(place)
+    while index.tidy(3):
+        pass
     assert len(index._held) == 0

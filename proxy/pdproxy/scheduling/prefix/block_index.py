@@ -210,7 +210,7 @@ class BlockIndex:
             if isinstance(value, int):
                 gone.append(value)
             elif value:
-                gone.extend(value)
+                gone.extend(held.released(value))
             else:
                 del held.ends[block]
         self._media[medium].discard(gone, one.bit)
@@ -313,8 +313,10 @@ class BlockIndex:
         before = len(known)
         new = dict(zip(hashes, values, strict=True))
         if len(new) == len(hashes) and known.keys().isdisjoint(new):
+            fresh = values
             known.update(new)
         else:
+            fresh = [value for block, value in new.items() if block not in known]
             again = []
             first_values: list[Value] = []
             for block, value in zip(hashes, values, strict=True):
@@ -330,6 +332,8 @@ class BlockIndex:
         for at, end in ends.items():
             if known[hashes[at]] == ():
                 held.ends.setdefault(hashes[at], end)
+        if not isinstance(values[0], int):
+            held.share(keys, fresh, one.bit)
         keys.add(all_keys(values), one.bit)
         self._size += len(known) - before
         self.counters.stored += len(known) - before
@@ -342,7 +346,7 @@ class BlockIndex:
             block, value = held.values.popitem()
             held.ends.pop(block, None)
             held.copies.pop(block, None)
-            values.append(value)
+            values.append(value if isinstance(value, int) else tuple(held.released(value)))
         self._media[medium].discard(all_keys(values), bit)
         self._size -= count
         return count

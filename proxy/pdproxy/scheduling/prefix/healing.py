@@ -1,13 +1,14 @@
-"""Which requests ask their engine to report the blocks that they reuse: those of a prompt that was cached although nobody knew. Pure.
+"""Which requests ask their engine to report the blocks that they reuse: those whose prompt it had although nobody knew. Pure.
 
 Such blocks are known to the engine alone: its message about them was lost, or it published them before anybody listened. With
-`vllm_xargs: {"kv_cache_report_mode": "full"}` an engine announces all blocks again that a request found in its cache (vLLM 0.32.0,
-`v1/core/kv_cache_manager.py`). Older ones ignore the field.
+`vllm_xargs: {"kv_cache_report_mode": "full"}` an engine announces all blocks again that a request found in its cache (vLLM
+0.32.0, `v1/core/kv_cache_manager.py`). Older ones ignore the field.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 MOST = 256
 """Beginnings of each engine that wait for a request."""
@@ -35,12 +36,16 @@ class Healing:
         if len(keys) > MOST:
             keys.popitem(last=False)
 
-    def due(self, url: str, key: int | None, now: float) -> bool:
-        """Return whether a request asks the engine: `key` is its first one that is not known there. Counted as asked then."""
-        keys = self._wanted.get(url)
-        if not keys or key is None or key not in keys or now - self._last.get(url, float("-inf")) < GAP:
+    def due(self, url: str, prompt: Iterable[Sequence[int]], now: float) -> bool:
+        """Return whether a request asks the engine: a block of its prompt is wanted. Counted as asked then. `prompt`: its keys."""
+        wanted = self._wanted.get(url)
+        if not wanted or now - self._last.get(url, float("-inf")) < GAP:
             return False
-        del keys[key]
+        found = [key for step in prompt for key in step if key in wanted]
+        if not found:
+            return False
+        for key in found:
+            wanted.pop(key, None)
         self._last[url] = now
         self.asked += 1
         return True

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pdproxy.scheduling.prefix.matches import KeyBits
 from pdproxy.scheduling.prefix.reading import End, Entries, Value
 
 
 class Held:
     """What a place holds in one memory."""
 
-    __slots__ = ("copies", "ends", "values")
+    __slots__ = ("copies", "ends", "shared", "values")
 
     def __init__(self) -> None:
         self.values: dict[int, Value] = {}
@@ -19,6 +20,35 @@ class Held:
         """Where blocks end that end inside a unit."""
         self.copies: dict[int, int] = {}
         """How many more blocks with the same hash the engine has: each is removed by itself."""
+        self.shared: dict[int, int] = {}
+        """How many more blocks have a key: those of several units whose tokens begin alike, and differ behind that key."""
+
+    def share(self, key_bits: KeyBits, values: Sequence[Value], bit: int) -> None:
+        """Note the keys of new blocks that others have, too. Call it before they are added."""
+        own: set[int] = set()
+        for value in values:
+            if isinstance(value, tuple):
+                for key in value:
+                    if key in own or key_bits.has(key, bit):
+                        self.shared[key] = self.shared.get(key, 0) + 1
+                    own.add(key)
+
+    def released(self, value: Value) -> Sequence[int]:
+        """Return the keys that no block has any more once a block with these is gone."""
+        if isinstance(value, int):
+            return (value,)
+        if not self.shared:
+            return value
+        gone = []
+        for key in value:
+            others = self.shared.get(key, 0)
+            if not others:
+                gone.append(key)
+            elif others == 1:
+                del self.shared[key]
+            else:
+                self.shared[key] = others - 1
+        return gone
 
 
 class Place:

@@ -205,7 +205,7 @@ class Knowledge:
         scored = may_hit and (not fed or len(self._fed[url]) == 1) and whole
         prediction = Prediction(url, tokens, basis, beginning, scored)
         if fed and scored:
-            prediction.heals = self.healing.due(url, self._key_behind(beginning, tokens), now)
+            prediction.heals = self.healing.due(url, beginning.keys, now)
         if fed:
             self.speculative.routed(engine.place, beginning.keys, now)
         else:

@@ -100,6 +100,10 @@ class KeyBits:
             if not bits & bit:
                 shard[key] = self._shared(bits | bit)
 
+    def has(self, key: int, bit: int) -> bool:
+        """Return whether a place holds a key."""
+        return bool(self.shards[key & _SHARD].get(key, 0) & bit)
+
     def discard(self, keys: Iterable[int], bit: int) -> bool:
         """Note that a place holds these keys no longer. Return whether it held any of them."""
         shards = self.shards
