@@ -74,7 +74,10 @@ async def knowing(
     connected: bool = True,
     **more: Any,
 ) -> AsyncIterator[Known]:
-    """Run engines and a proxy. `config`: how engines publish, None: they don't. `connected`: wait until their events come. `more`: their facts."""
+    """Run engines and a proxy. `config`: how engines publish, None: they don't. `more`: their facts.
+
+    `connected`: wait until their events come.
+    """
     async with AsyncExitStack() as stack:
         made = facts(config, **{"enable_prompt_tokens_details": True, "model": "tiny", **more})
         sims = [await stack.enter_async_context(SimServer(made, chance=number)) for number in range(1, count + 1)]

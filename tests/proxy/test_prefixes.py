@@ -53,14 +53,14 @@ async def test_a_lost_message_heals_without_replay() -> None:
     async with knowing(1, NO_REPLAYS, prefixes={"ttl": 0.001}) as known:
         await forget(known)
         await known.ask(prompt(1))
-        assert known.all() == (2, 0, 1)
+        assert known.all() == (3, 0, 1)
         await known.settled()
         await known.ask(prompt(1))  # this one asks
         assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == 1
-        assert known.all() == (2, 0, 2)
+        assert known.all() == (3, 0, 2)
         await known.settled()
         await known.ask(prompt(1))
-        assert known.all() == (3, 0, 2)
+        assert known.all() == (4, 0, 2)
         assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == 1
 
 
@@ -178,6 +178,8 @@ async def test_healing_is_asked_for_although_the_prompt_was_just_sent() -> None:
 
 async def forget(known: Known) -> None:
     """Have the engine hold a prompt that the proxy knows nothing of: a message was lost, and there is no replay."""
+    await known.ask(prompt(0))
+    await known.settled()
     known.sims[0].faults.add("lost_kv_events:next=1")
     await known.ask(prompt(1))
     await known.settled()

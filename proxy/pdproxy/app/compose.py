@@ -105,7 +105,7 @@ class Proxy:
     ) -> Proxy:
         """Make a proxy. Nothing is sent yet. `log`: where access lines go; None: they are records of the logging package.
 
-        `clock`: of all deadlines and durations; None: the real one. `index`: takes the engines' KV events, if no policy asks for them.
+        `clock`: of all deadlines and durations; None: the real one. `index`: takes KV events if no policy does.
 
         Raises:
             SettingsError: a file of keys or certificates, a profile or the tokenizer can't be used.

@@ -75,7 +75,7 @@ class KnowingPrefixes:
 
     async def tidy(self) -> None:
         """Remove what matches nothing any more, in small steps, until cancelled."""
-        while True:
+        while True:  # noqa: ASYNC110 - events leave something to remove so often that a signal would cost more
             await asyncio.sleep(TIDY_PAUSE if self.knowledge.tidy(TIDY_AT_ONCE) else IDLE)
 
     def gauges(self) -> list[Gauge]:

@@ -27,8 +27,8 @@ class Ask(msgspec.Struct, frozen=True):
     `ids`: the prompt's token ids, None while unknown. `parsed`: the request, None where it is not parsed. `tokens`: the prompt's
     tokens, None while unknown. `keys`: what an index of prefixes knows the prompt by, empty where there is none. `session`: what
     the requests of one conversation have in common, None where it is unknown or no policy needs it. `slo`: the bounds that the
-    request's client has named itself, None if it has named none. `beginning`: the prompt as the proxy's own index knows it, with what that has
-    found; None where nothing asks the index.
+    request's client has named itself, None if it has named none.
+    `beginning`: the prompt as the proxy's own index knows it, with what that has found; None where nothing asks the index.
     """
 
     model: str | None

@@ -13,7 +13,7 @@ from pdproxy.settings.section import Count, Seconds, Section
 
 
 class Prefixes(Section, frozen=True):
-    """What the proxy knows of engines' prefix caches: for policy `prefix` and placements that ask for it, else nothing is kept."""
+    """What the proxy knows of engines' prefix caches: for policy `prefix`, and placements that ask for it."""
 
     unit: Annotated[int, Meta(ge=1, le=1024)] = 16
     """Tokens by which prompts are compared: the engines' block size, or a whole part of it."""

@@ -37,7 +37,7 @@ class Healing:
             keys.popitem(last=False)
 
     def due(self, url: str, prompt: Iterable[Sequence[int]], now: float) -> bool:
-        """Return whether a request asks the engine: a block of its prompt is wanted. Counted as asked then. `prompt`: its keys."""
+        """Return whether a request asks the engine: a block of its prompt is wanted. Counted as asked then. `prompt`: keys."""
         wanted = self._wanted.get(url)
         if not wanted or now - self._last.get(url, float("-inf")) < GAP:
             return False

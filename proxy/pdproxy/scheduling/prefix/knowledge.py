@@ -36,7 +36,7 @@ Places = Mapping[tuple[str, int], int]
 
 @dataclass(slots=True)
 class _Engine:
-    """`place`: its number in the indexes of routing. `block_size`: tokens of its blocks. `one_off`: answers in a row that were."""
+    """`place`: its number in the indexes of routing. `block_size`: of its blocks, tokens. `one_off`: answers so in a row."""
 
     place: int
     block_size: int
@@ -105,7 +105,7 @@ class Knowledge:
             self.routing.set_capacity(engine.place, max(1, blocks * engine.block_size // self.unit))
 
     def restarted(self, url: str) -> None:
-        """Forget what was sent to an engine: it has started again, or is gone. What events say of it is their reader's concern."""
+        """Forget what was sent to an engine: it has started again. What events say of it is their reader's concern."""
         self.remove(url)
         self.add(url)
 
@@ -232,7 +232,7 @@ class Knowledge:
             return
         if error > 0 and prediction.basis == EVENTS:
             self._too_much(engine, prediction, reported)
-        elif error < 0 and prediction.basis == EVENTS:
+        elif error < 0 and prediction.basis == EVENTS and not prediction.heals:
             self.healing.wanted(url, self._key_behind(beginning, prediction.tokens))
 
     def _is_one_off(self, engine: _Engine, error: int) -> bool:

@@ -16,7 +16,7 @@ from pdproxy.wire.fields import STRING, is_absent
 from pdproxy.wire.request import Parsed, Prompt, Route
 
 MAX_KEYS = 4096
-"""Of a prompt's beginning so much is known, in units. Of 16 tokens each that is 65,536 tokens. A search takes half a millisecond."""
+"""So much of a prompt's beginning is known, in units: 65,536 tokens of 16 each. A search takes half a millisecond."""
 QUICK_KEYS = 1024
 """Keys that are made in the event loop: some 0.7 ms. More are made in a thread."""
 MAX_SALT = 1024

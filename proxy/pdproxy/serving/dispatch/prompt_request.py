@@ -16,8 +16,8 @@ class PromptRequest:
     """One prompt (or, with `prompt` None, a whole request for one engine alone), and where its answer goes.
 
     `ids` are the prompt's token ids, None while they are not known; `key`: what finds the turn that it continues
-    (`dispatch.turn`), None if that is not known or not wanted; `beginning`: what indexes of engines' caches know the prompt by, None
-    if nothing asks them; `stream_to` returns the writer for a relay's stream. Once a stream
+    (`dispatch.turn`), None if that is not known or not wanted; `beginning`: what indexes of engines' caches know the prompt by,
+    None if nothing asks them; `stream_to` returns the writer for a relay's stream. Once a stream
     flows, no other engine can take over, and nothing of this is needed: `drop` then frees the client's body. So nothing else
     may keep a reference to its parts.
     """
