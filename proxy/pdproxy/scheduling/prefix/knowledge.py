@@ -228,17 +228,17 @@ class Knowledge:
             if error > 0 and not reported:
                 self.routing.gone(engine.place, beginning.keys.all())
             return
-        if self._is_one_off(engine, error):
+        if self._is_one_off(engine, error, reported):
             return
         if error > 0 and prediction.basis == EVENTS:
             self._too_much(engine, prediction, reported)
         elif error < 0 and prediction.basis == EVENTS and not prediction.heals:
             self.healing.wanted(url, self._key_behind(beginning, prediction.tokens))
 
-    def _is_one_off(self, engine: _Engine, error: int) -> bool:
+    def _is_one_off(self, engine: _Engine, error: int, reported: int) -> bool:
         """Learn whether an engine drops a prompt's last block. Return whether an error may come from that."""
         if not error:
-            engine.one_off = 0
+            engine.one_off = 0 if reported else engine.one_off  # without a hit it shows nothing
             return False
         expected = -engine.block_size if engine.drops_last else engine.block_size
         if error != expected:
@@ -246,8 +246,7 @@ class Knowledge:
         engine.one_off += 1
         if engine.one_off >= _SURE:
             engine.drops_last, engine.one_off = not engine.drops_last, 0
-            return True
-        return False
+        return True
 
     def _too_much(self, engine: _Engine, prediction: Prediction, reported: int) -> None:
         """Note that an engine held less than its events said. It has computed the rest now, so they are right again.

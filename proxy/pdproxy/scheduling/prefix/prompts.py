@@ -86,7 +86,7 @@ def beginning_of(
     if parsed.route is Route.CHAT:
         most = MAX_KEYS * size
         tools, messages = (memoryview(fields.get(name, _NO_TEXT)) for name in ("tools", "messages"))
-        text = b"%b\0%b" % (tools[:most], messages[:most])
+        text = b"\0".join((tools[:most], messages[:most]))
         total = tools.nbytes + messages.nbytes
     elif prompt.raw is not None:
         text, total = bytes(memoryview(prompt.raw)[: MAX_KEYS * size]), memoryview(prompt.raw).nbytes

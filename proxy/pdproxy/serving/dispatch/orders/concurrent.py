@@ -27,13 +27,13 @@ from pdproxy.serving.dispatch.decode_start import has_data
 from pdproxy.serving.dispatch.orders import sequential
 from pdproxy.serving.dispatch.prefill_leg import Prefilled, PrefillLeg
 from pdproxy.serving.dispatch.prefill_record import record_of
-from pdproxy.serving.dispatch.recovery import Answered, CannotSplit, DecodeFailed, Outcome, PrefillFailed
+from pdproxy.serving.dispatch.recovery import Answered, AskAgain, CannotSplit, DecodeFailed, Outcome, PrefillFailed
 from pdproxy.serving.kv.custody import Custody
 
 REFUSAL_GRACE = 1.0
 """Seconds for the decode engine to refuse what the prefill engine has refused."""
 
-_Result = Prefilled | Answered | CannotSplit | PrefillFailed
+_Result = Prefilled | Answered | AskAgain | CannotSplit | PrefillFailed
 
 
 async def both(attempt: Attempt) -> Outcome | None:
@@ -98,7 +98,7 @@ class _Both:
         self._prefill = prefill
         prefill.promised = custody
         self._decode = DecodeLeg(attempt)
-        self._failure: Answered | CannotSplit | PrefillFailed | Exception | None = None
+        self._failure: Answered | AskAgain | CannotSplit | PrefillFailed | Exception | None = None
         self._give_up: Timer | None = None
         """Ends the decode leg, if the prefill engine has refused the prompt."""
         self._no_kv_later: str | None = None
