@@ -8,9 +8,13 @@ import pytest
 
 from pdproxy.fleet import kv_source
 from pdproxy.scheduling.prefix import healing
+from pdproxy.settings.kv_events import KvEvents
 from pdproxy.settings.policy import PoolPolicy
+from pdproxy.settings.prefixes import Prefixes
 from pdproxy.sim.facts import KvEventsConfig
-from tests.proxy.kv_events import prompt
+from tests.fakes.pool import Pair, pool
+from tests.fakes.tokenizer import SimTokenizer
+from tests.proxy.kv_events import ANY, prompt
 from tests.proxy.prefixes import Known, knowing
 from tests.sim.raw import until
 
@@ -185,3 +189,95 @@ async def forget(known: Known) -> None:
     await known.settled()
     await known.ask(prompt(2))  # shows the gap: all is forgotten
     await known.settled()
+
+
+# -- prompts that are split, and ids that are made here
+
+
+def known_of(pair: Pair) -> Known:
+    return Known(pair.world, [pair.p, pair.d, *pair.more])
+
+
+SPLIT = {
+    "policy": PoolPolicy(prefill="prefix", decode="least_load"),
+    "kv_events": KvEvents(enabled=True),
+    "prefixes": Prefixes(ttl=0.001),
+}
+PUBLISHING = {"kv_events": ANY, "enable_prompt_tokens_details": True}
+
+
+async def connected(known: Known, count: int) -> None:
+    await until(lambda: known.world.metric("pdproxy_kv_event_sources", state="connected") == count)
+    await until(lambda: known.world.metric("pdproxy_kv_event_replays_total", result="complete") >= count)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_a_split_prompt_the_prefill_engines_answer_counts(stream: bool) -> None:
+    """And the client gets what the prefill engine has found in its cache."""
+    async with pool("nixl", prefills=2, everybody=PUBLISHING, pool_settings=SPLIT) as pair:
+        known = known_of(pair)
+        await connected(known, 3)
+        prefills = [pair.p, pair.more[0]]
+        served: dict[int, int] = {}
+        for number in (0, 1, 2, 3, 2, 0, 3, 1):
+            before = [one.engine.stats.prompt_tokens for one in prefills]
+            body = {"model": "tiny", "prompt": prompt(number), "max_tokens": 3, "stream": stream}
+            assert (await pair.ask("/v1/completions", body)).status == 200
+            await known.settled()
+            at = next(n for n in range(2) if prefills[n].engine.stats.prompt_tokens != before[n])
+            assert served.setdefault(number, at) == at
+        assert known.all() == (8, 0, 0)
+        assert known.world.metric("pdproxy_prefix_tokens_total", what="reported") == 4 * 96
+        assert set(served.values()) == {0, 1}
+
+
+async def test_a_prefill_engine_is_asked_to_report_and_may_refuse() -> None:
+    """The prompt is split all the same."""
+    async with pool("nixl", everybody={**PUBLISHING, "kv_events": NO_REPLAYS}, pool_settings=SPLIT) as pair:
+        known = known_of(pair)
+        await until(lambda: known.world.metric("pdproxy_kv_event_sources", state="connected") == 2)
+
+        async def ask(number: int) -> None:
+            answer = await pair.ask("/v1/completions", {"model": "tiny", "prompt": prompt(number), "max_tokens": 3})
+            assert answer.status == 200
+            await known.settled()
+
+        await ask(0)
+        pair.p.faults.add("lost_kv_events:next=1")
+        for number in (1, 2, 1):
+            await ask(number)
+        assert known.all() == (3, 0, 1)
+        pair.p.faults.add("status:status=400,next=1,path=/v1/completions")
+        await ask(1)
+        assert known.world.metric("pdproxy_prefix_heals_total", result="refused") == 1
+        assert known.world.metric("pdproxy_alone_total") == 0
+        await ask(1)
+        assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == 1
+
+
+async def test_prompts_that_are_tokenized_here_are_known_by_their_ids() -> None:
+    settings = {**SPLIT, "prefixes": Prefixes()}
+    async with pool("nixl", everybody=PUBLISHING, pool_settings=settings, tokenizer=SimTokenizer()) as pair:
+        known = known_of(pair)
+        await connected(known, 2)
+        tokens = pair.world.proxy.tokens
+        assert tokens is not None
+        await until(lambda: pair.world.metric("pdproxy_tokenize_agrees") == 2)
+        messages = [{"role": "user", "content": "All ships that came in. " * 20}]
+        for _ in range(3):
+            assert (await pair.ask("/v1/chat/completions", {"model": "tiny", "messages": messages})).status == 200
+            await known.settled()
+            messages += [{"role": "assistant", "content": "Aye."}, {"role": "user", "content": "And what left again?"}]
+        assert known.all() == (3, 0, 0)
+        assert known.world.metric("pdproxy_prefix_tokens_total", what="reported") > 200
+
+
+async def test_long_prompts_keys_are_made_in_a_thread() -> None:
+    async with knowing(1, max_model_len=40_000, num_gpu_blocks=8192) as known:
+        for _ in range(2):
+            await known.ask([300 + at % 3001 for at in range(20_000)])
+            await known.settled()
+        assert known.all() == (2, 0, 0)
+        assert known.world.metric("pdproxy_prefix_tokens_total", what="reported") == 19_984
+        assert known.world.proxy.prefixes is not None
+        assert known.world.proxy.prefixes.of_requests._threads._threads
