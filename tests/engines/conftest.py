@@ -28,6 +28,7 @@ ORDER = [
         "test_generated",
         "test_check",
         "test_push",
+        "test_kv_events",
         "test_clients",
     ),
     *("test_load", "test_reality", "test_faults"),

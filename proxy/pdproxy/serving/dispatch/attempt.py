@@ -140,8 +140,9 @@ class Attempt:
 
     def sent(self) -> None:
         """Note that the prompt is sent to the engines of this attempt."""
-        if self.resources.prefixes is not None:
-            self._predictions = self.resources.prefixes.routed(self.request, self.assignment)
+        prefixes, beginning = self.resources.prefixes, self.request.beginning
+        if prefixes is not None and beginning is not None:
+            self._predictions = prefixes.routed(beginning, self.request.parsed, self.assignment)
 
     def parsed_for(self, url: str) -> Parsed:
         """Return the request as an engine gets it: it may be asked to report what it reuses from its cache."""

@@ -143,8 +143,10 @@ class Exchange:
             self._alone = self._why_alone()
             if self._alone is None and self._dispatcher.resources.tokenizing is not None:
                 self._alone = await self._tokenize()
-            if self._dispatcher.resources.prefixes is not None:
-                await self._dispatcher.resources.prefixes.read(self._request)
+            if (prefixes := self._dispatcher.resources.prefixes) is not None:
+                request = self._request
+                request.beginning = await prefixes.known_by(request.parsed, request.prompt, request.ids)
+                del request
             while True:
                 self._number += 1
                 outcome = await self._try()

@@ -15,10 +15,10 @@ from msgspec import structs
 from pdproxy.scheduling.leases import Assignment
 from pdproxy.scheduling.prefix.knowledge import Knowledge, Prediction
 from pdproxy.scheduling.prefix.prompts import Beginning, beginning_of
-from pdproxy.serving.dispatch.prompt_request import PromptRequest
+from pdproxy.tokens.ids import TokenIds
 from pdproxy.wire.engine import UNREADABLE
 from pdproxy.wire.fields import has_value, is_absent
-from pdproxy.wire.request import Alone, Parsed
+from pdproxy.wire.request import Alone, Parsed, Prompt
 
 WAITING = 64
 """Long prompts that may wait for the thread. Nothing is known of one more."""
@@ -43,39 +43,37 @@ class Prefixes:
     def __repr__(self) -> str:
         return f"<Prefixes {self._waiting} waiting>"
 
-    async def read(self, request: PromptRequest) -> None:
-        """Make what a prompt is known by, once its ids are known or will not be. Long prompts' keys are made in a thread."""
-        parsed, prompt, knowledge = request.parsed, request.prompt, self.knowledge
+    async def known_by(self, parsed: Parsed, prompt: Prompt | None, ids: TokenIds | None) -> Beginning | None:
+        """Return what a prompt is known by, None if nothing is. Long ones' keys are made in a thread. `ids`: if known."""
+        knowledge = self.knowledge
         if prompt is None or parsed.alone is Alone.PROMPT_IDS:
-            return
+            return None
         is_adapter = parsed.model is not None and parsed.model in knowledge.adapters()
         beginning = beginning_of(
             parsed,
             prompt,
-            request.ids,
+            ids,
             knowledge.unit,
             is_adapter=is_adapter,
             text_per_token=knowledge.text_per_token,
         )
         if beginning is not None and beginning.is_long:
             if self._waiting >= WAITING:
-                return
+                return None
             self._waiting += 1
             work = asyncio.get_running_loop().run_in_executor(self._threads, _made, beginning)
             work.add_done_callback(self._over)
             if not await asyncio.shield(work):
-                return
-        request.beginning = beginning
+                return None
+        return beginning
 
     def _over(self, _: asyncio.Future[bool]) -> None:
         self._waiting -= 1
 
-    def routed(self, request: PromptRequest, assignment: Assignment) -> tuple[Prediction, ...]:
+    def routed(self, beginning: Beginning, parsed: Parsed, assignment: Assignment) -> tuple[Prediction, ...]:
         """Note that a prompt is sent to engines. Return what is expected of their caches."""
-        beginning, now = request.beginning, self._now()
-        if beginning is None:
-            return ()
-        may_hit = request.parsed.alone not in _NEVER_HIT
+        now = self._now()
+        may_hit = parsed.alone not in _NEVER_HIT
         made = [self.knowledge.routed(beginning, lease.node.url, now, may_hit=may_hit) for lease in assignment.leases]
         return tuple(one for one in made if one is not None)
 

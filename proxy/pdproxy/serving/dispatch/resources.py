@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,6 +16,7 @@ from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.hints import NO_HINTS, Hints
+from pdproxy.serving.dispatch.prefixes import Prefixes
 from pdproxy.serving.dispatch.tokenizing import Tokenizing
 from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.custodian import Custodian
@@ -29,9 +29,6 @@ from pdproxy.transfer.contract import Contract
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.wire.event_template import EventTemplates
 from pdproxy.wire.request import Parsed, Prompt
-
-if TYPE_CHECKING:
-    from pdproxy.serving.dispatch.prefixes import Prefixes  # which reads requests, and these need their headers' type
 
 
 @dataclass(frozen=True, slots=True)
