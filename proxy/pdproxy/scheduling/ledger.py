@@ -60,6 +60,8 @@ class Ledger:
         self.placement = placement
         """Read only."""
         self._candidates: dict[tuple[str | None, bool], Candidates] = {}
+        self._not_paired: list[str] | None = None
+        """Sentences on engines that are not paired, None if they have to be looked for."""
         self._breakers = Breakers(breaker_failures, breaker_cooldown)
         self._eligibility = Eligibility(self._nodes.values(), self._policies)
         self._compatibility = Compatibility()
@@ -350,6 +352,7 @@ class Ledger:
         self._eligibility.changed()
         self._compatibility.changed()
         self._candidates.clear()
+        self._not_paired = None
         if self.placement is not None:
             self.placement.engines_changed()
         nodes = self._nodes.values()
@@ -373,4 +376,10 @@ class Ledger:
     def shortcomings(self, now: float) -> list[str]:
         """Return what is wrong although requests are served, a sentence each."""
         told = [one.status() for one in (self.placement, *self._policies.values()) if one is not None]
-        return [*readiness.shortcomings(self.nodes, now), *dict.fromkeys(text for text in told if text is not None)]
+        if self._not_paired is None:
+            self._not_paired = readiness.not_paired(self.nodes)
+        return [
+            *readiness.shortcomings(self.nodes, now),
+            *self._not_paired,
+            *dict.fromkeys(text for text in told if text is not None),
+        ]
