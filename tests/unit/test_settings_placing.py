@@ -13,7 +13,7 @@ from pdproxy.scheduling import placements, policies
 from pdproxy.settings.crosscheck import checked_node
 from pdproxy.settings.dump import dump
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.load import EngineFlag, load
+from pdproxy.settings.load import EngineFlag, Flag, load
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.schema import Node, Pool, Settings
 from pdproxy.settings.transfer_checks import bootstrap_address, pairs_to_try
@@ -173,6 +173,15 @@ def test_a_policy_by_its_name_alone(text: str, wanted: PoolPolicy, read: Read, m
     assert read(dump(settings)) == settings
     made = build_ledger(settings, Profiles(None)).placement
     assert isinstance(made, Scripted) is (wanted.placement == "scripted")
+
+
+def test_a_policy_by_its_flag() -> None:
+    """In place of the file's section."""
+    engines = [EngineFlag("prefill", "p:1"), EngineFlag("decode", "d:1")]
+    pool = load(None, {}, [Flag("--policy", "pool.policy", "power_of_two")], engines).pool
+    assert pool.policy == PoolPolicy(prefill="power_of_two", decode="power_of_two")
+    with pytest.raises(SettingsError, match=r'got "fast" \(--policy\)$'):
+        load(None, {}, [Flag("--policy", "pool.policy", "fast")], engines)
 
 
 @pytest.mark.parametrize(
