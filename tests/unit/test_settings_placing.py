@@ -198,6 +198,10 @@ def test_a_policy_by_its_flag() -> None:
         ("3", None),
         ("{session_header: 'a b'}", 'pools[0].policy.session_header: expected a header\'s name, got "a b"'),
         ("{session_header: ''}", 'pools[0].policy.session_header: expected a header\'s name, got ""'),
+        (
+            "{refuse_late: true}",
+            "pools[0].policy.refuse_late: has no effect with placement split, which predicts no times",
+        ),
         ("{refuse_late: maybe}", 'pools[0].policy.refuse_late: expected true or false, got "maybe"'),
     ],
 )
