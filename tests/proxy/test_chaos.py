@@ -1,4 +1,6 @@
-"""Many clients, two prefill and two decode engines, and everything going wrong at random, by a seed.
+"""Many clients, four engines, and everything going wrong at random, by a seed.
+
+The engines are two for prefill and two for decode, or four for any role under a placement that decides by chance.
 
 Each request ends once: right, or with a well-formed error, or its client left. Then no block, lease, task or socket is left.
 PDPROXY_TEST_CHAOS_SECONDS says for how long.
@@ -17,7 +19,10 @@ from typing import Any
 import pytest
 
 from pdproxy.observe.events import LoopBeat, RequestEnded
+from pdproxy.scheduling.placement import Candidates, Placed, pairs_of
+from pdproxy.scheduling.policy import Ask
 from tests.fakes.client import Answer, request
+from tests.fakes.placement import Choice, install, placed_world, scripted
 from tests.fakes.world import CHAT, COMPLETIONS, LONG, World, completion, until, world
 
 SECONDS = float(os.environ.get("PDPROXY_TEST_CHAOS_SECONDS", "8"))
@@ -106,7 +111,7 @@ async def misfortunes(w: World, chance: random.Random, tally: Counter[str]) -> N
         due = tally.total() + chance.randint(30, 90)
         while tally.total() < due:
             await asyncio.sleep(0.05)
-        sim = chance.choice([*w.prefill, *w.decode]).sim
+        sim = chance.choice([*w.prefill, *w.decode, *w.anything]).sim
         match chance.randrange(5):
             case 0:
                 await sim.restart(down=chance.random() * 0.3)
@@ -127,21 +132,39 @@ async def misfortunes(w: World, chance: random.Random, tally: Counter[str]) -> N
         await w.probe()
 
 
+def by_chance(chance: random.Random) -> Choice:
+    """Decide at random whether a prompt is split, and on which engines."""
+
+    def choose(ask: Ask, among: Candidates) -> Placed:
+        pairs = pairs_of(among, among.prefill, among.decode)
+        if pairs and chance.random() < 0.7:
+            return Placed(chance.choice(pairs), "chance")
+        return Placed((chance.choice(among.whole),), "chance")
+
+    return choose
+
+
 @pytest.mark.timeout(SECONDS + PATIENCE + 90)
-async def test_everything_goes_wrong_at_random() -> None:
+@pytest.mark.parametrize("role", ["one", "any"])
+async def test_everything_goes_wrong_at_random(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(20261121)
     requests = bodies(chance, 40)
     deadlines = {"connect": 0.5, "prefill": 0.6, "first_token": 0.6, "between_tokens": 0.6, "total": 2, "queue": 3}
     deadlines |= {"abandoned_prefill": 2, "release": 2, "probe": 2}
-    async with world(2, 2, aggregated=1, deadlines=deadlines, leaves=True, lease=LEASE, strangers=True) as w:
+    install(monkeypatch)
+    usual: dict[str, Any] = {"deadlines": deadlines, "leaves": True, "lease": LEASE, "strangers": True}
+    run = world(2, 2, 1, **usual) if role == "one" else placed_world(anything=4, aggregated=1, **usual)
+    async with run as w:
+        if role == "any":
+            scripted(w).usual = by_chance(random.Random(7))
         judge_engine = w.aggregated[0]
         right = [(await _direct(judge_engine.port, path, body)).text for path, body in requests]
         judge_engine.sim.freeze_now(0.0)  # it was there to know what is right, not to help out
         await w.probe()
         files, tasks = _files(), len(asyncio.all_tasks())
-        for role, engines in (("prefill", w.prefill), ("decode", w.decode)):
+        for part, engines in (("prefill", [*w.prefill, *w.anything]), ("decode", [*w.decode, *w.anything])):
             for engine in engines:
-                for spec in RATES[role]:
+                for spec in RATES[part]:
                     engine.sim.faults.add(f"{spec}:rate={EACH}")
         tally: Counter[str] = Counter()
         time = asyncio.get_running_loop().time
@@ -170,7 +193,8 @@ async def test_everything_goes_wrong_at_random() -> None:
         lateness = [beat.late_s for beat in w.events(LoopBeat)]
         late = sum(lateness) / len(lateness)
         print(
-            f"chaos, {SECONDS:g} s, {CLIENTS} clients: {dict(tally.most_common())}; the loop was {late * 1000:.0f} ms late"
+            f"chaos, role {role}, {SECONDS:g} s, {CLIENTS} clients: {dict(tally.most_common())};"
+            f" the loop was {late * 1000:.0f} ms late"
         )
         assert tally["right"] >= ENOUGH, "the proxy recovers"
         # Deadlines of 0.6 s are missed on a slow machine, and engines that miss them are not asked for a while.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,10 +13,11 @@ from pdproxy.observe.events import Decided
 from pdproxy.observe.logs import access_fields
 from pdproxy.scheduling.slo import Slo
 from pdproxy.serving.dispatch.decisions import KEPT
-from pdproxy.settings.policy import PoolSlo
+from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from tests.fakes import scripts
-from tests.fakes.placement import install, late, placed_world, scripted, split, whole
-from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion
+from tests.fakes.placement import NAME, install, late, placed_world, scripted, split, whole
+from tests.fakes.pool import pool
+from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until
 
 IDS = list(range(40))
 WANTED = [("X-PDProxy-Decision", "1")]
@@ -156,6 +159,57 @@ async def test_without_engines_the_request_fails_as_ever() -> None:
         assert answer.status == 503
         assert "see /ready" in answer.json["error"]["message"]
         assert w.events(Decided) == []
+
+
+# -- receive buffers that are bounded
+
+
+ROOM = {"pd_buffer_size": 131_072 * 32 * 4, "kv_bytes_per_token": 131_072}
+"""Four chunks of 32 tokens."""
+THREE_CHUNKS = (
+    "some words that make up a prompt of three chunks and not of four of them in this buffer, no more than that"
+)
+
+
+async def test_prompts_that_are_split_wait_for_space_and_others_do_not() -> None:
+    """All are answered; nothing is left of leases that were given up meanwhile, and no slot is left taken."""
+    chosen = {"policy": PoolPolicy(placement=NAME)}
+    async with pool("lmcache-pd", lmcache=ROOM, pool_settings=chosen) as pair:
+        w = pair.world
+        placement, buffers = scripted(w), w.proxy.transfer.buffers
+        pair.p.engine.freeze()
+        asking = [
+            asyncio.create_task(pair.ask(COMPLETIONS, completion(prompt=f"{n} {THREE_CHUNKS}"))) for n in range(3)
+        ]
+        await until(lambda: len(placement.asks) >= 5 and sum(buffers.taken.values()) > 0)
+        placement.choices.append(whole())
+        assert (await pair.ask(COMPLETIONS, completion(prompt=f"whole {THREE_CHUNKS}"))).status == 200
+        assert not any(task.done() for task in asking), "it overtook those that wait for space"
+        pair.p.engine.thaw()
+        assert [(await task).status for task in asking] == [200] * 3
+        await until(lambda: set(buffers.taken.values()) == {0})
+        assert Counter(one.choice for one in w.events(Decided)) == {"split": 3, "whole": 1}
+        opened, closed = ([one for one in placement.told if one[0] == what] for what in ("opened", "closed"))
+        assert len(opened) == len(closed) > 7
+
+
+async def test_waiting_for_space_ends_where_the_placement_chooses_one_engine() -> None:
+    """It is asked again as space comes free, and may decide otherwise then."""
+    chosen = {"policy": PoolPolicy(placement=NAME)}
+    async with pool("lmcache-pd", lmcache=ROOM, pool_settings=chosen) as pair:
+        placement = scripted(pair.world)
+        placement.choices.extend([split(), whole()])
+        answer = await pair.ask(COMPLETIONS, completion(prompt=THREE_CHUNKS))
+        assert answer.status == 200
+        assert (await pair.world.ended()).legs[0].why_alone == "decided"
+
+
+async def test_a_prompt_that_is_too_late_while_it_waits_is_refused() -> None:
+    chosen = {"policy": PoolPolicy(placement=NAME)}
+    async with pool("lmcache-pd", lmcache=ROOM, pool_settings=chosen) as pair:
+        scripted(pair.world).choices.extend([split(), late])
+        assert (await pair.ask(COMPLETIONS, completion(prompt=THREE_CHUNKS))).status == 503
+        assert pair.world.metric("pdproxy_decisions_total", choice="refused") == 1
 
 
 # -- refused early

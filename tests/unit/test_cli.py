@@ -256,7 +256,7 @@ def test_the_options_that_are_settings_are_grouped(capsys: pytest.CaptureFixture
         "KV transfer",
         "receivers of KV",
     ]
-    groups += ["tokenizing", "limits", "logs"]
+    groups += ["tokenizing", "choosing engines", "limits", "logs"]
     for line in ("serve", "check", "conformance", "health", "config print", "config validate"):
         assert main([*line.split(), "--help"]) == 0
         titles = re.findall(r"^(\w[^\n]*):$", capsys.readouterr().out, flags=re.MULTILINE)

@@ -13,7 +13,7 @@ from pdproxy.scheduling import placements, policies
 from pdproxy.settings.crosscheck import checked_node
 from pdproxy.settings.dump import dump
 from pdproxy.settings.errors import SettingsError
-from pdproxy.settings.load import EngineFlag, load
+from pdproxy.settings.load import EngineFlag, Flag, load
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.schema import Node, Pool, Settings
 from pdproxy.settings.transfer_checks import bootstrap_address, pairs_to_try
@@ -175,6 +175,15 @@ def test_a_policy_by_its_name_alone(text: str, wanted: PoolPolicy, read: Read, m
     assert isinstance(made, Scripted) is (wanted.placement == "scripted")
 
 
+def test_a_policy_by_its_flag() -> None:
+    """In place of the file's section."""
+    engines = [EngineFlag("prefill", "p:1"), EngineFlag("decode", "d:1")]
+    pool = load(None, {}, [Flag("--policy", "pool.policy", "power_of_two")], engines).pool
+    assert pool.policy == PoolPolicy(prefill="power_of_two", decode="power_of_two")
+    with pytest.raises(SettingsError, match=r'got "fast" \(--policy\)$'):
+        load(None, {}, [Flag("--policy", "pool.policy", "fast")], engines)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -189,6 +198,10 @@ def test_a_policy_by_its_name_alone(text: str, wanted: PoolPolicy, read: Read, m
         ("3", None),
         ("{session_header: 'a b'}", 'pools[0].policy.session_header: expected a header\'s name, got "a b"'),
         ("{session_header: ''}", 'pools[0].policy.session_header: expected a header\'s name, got ""'),
+        (
+            "{refuse_late: true}",
+            "pools[0].policy.refuse_late: has no effect with placement split, which predicts no times",
+        ),
         ("{refuse_late: maybe}", 'pools[0].policy.refuse_late: expected true or false, got "maybe"'),
     ],
 )

@@ -15,7 +15,8 @@ from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.kept_turns import TurnLimits
 from pdproxy.serving.kv.ready import KvReady
 from pdproxy.serving.kv.turns import Turns
-from pdproxy.settings.schema import LMCache, Node, Pool, Settings
+from pdproxy.settings.connector_options import LMCache
+from pdproxy.settings.schema import Node, Pool, Settings
 from pdproxy.settings.transfer_checks import receiver_host
 from pdproxy.transfer.contract import Contract, Receiver
 from pdproxy.transfer.registry import entry_of

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from pdproxy.scheduling import placements, policies
 from pdproxy.settings.load import POOL
+from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.schema import Pool, Role
 from pdproxy.transfer import registry
 
@@ -50,6 +52,13 @@ def _connectors() -> str:
     return (
         f"how KV is transferred, as the engines are configured: {', '.join(registry.names())}; auto: ask the engines "
         f"(default: {Pool().connector})"
+    )
+
+
+def _policies() -> str:
+    return (
+        f"who serves a request: a placement ({', '.join(placements.names())}), or a policy for all legs "
+        f"({', '.join(policies.names())}) (default: {placements.SPLIT}, with {PoolPolicy().prefill})"
     )
 
 
@@ -223,6 +232,11 @@ GROUPS: tuple[FlagGroup, ...] = (
                 "folder of a model with its tokenizer (default: the model that the engines report, if it is on this machine)",
             ),
         ),
+    ),
+    FlagGroup(
+        "choosing engines",
+        None,
+        (_flag("--policy", "NAME", f"{POOL}policy", _policies),),
     ),
     FlagGroup(
         "limits",

@@ -53,8 +53,9 @@ class Compatibility:
 
     def compatible(self, roles: tuple[Role, ...], nodes: tuple[Node, ...]) -> bool:
         """Return whether every two of these engines may serve one request, each in its role."""
-        known = self._known.get(roles)
-        if known is None:
+        try:
+            known = self._known[roles]
+        except KeyError:
             known = self._known[roles] = {}
         compatible = known.get(nodes)
         if compatible is None:

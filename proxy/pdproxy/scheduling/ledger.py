@@ -16,15 +16,14 @@ from pdproxy.scheduling.breakers import Breakers
 from pdproxy.scheduling.compatibility import Compatibility, prefill_and_decode
 from pdproxy.scheduling.eligibility import Eligibility
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
-from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
+from pdproxy.scheduling.nodes import ALL_USES, Evidence, Node, NodeSpec, Role
 from pdproxy.scheduling.placement import Candidates, Placement
 from pdproxy.scheduling.policies import make_policies
-from pdproxy.scheduling.policy import Ask, Cached, Policy, PolicyFactory, no_chance
+from pdproxy.scheduling.policy import Ask, Cached, PolicyFactory, no_chance
 
 ALONE = (Role.AGGREGATED, Role.DECODE)
 """The roles that usually serve a request by themselves, the first choice first."""
 _SPLIT = (Role.PREFILL, Role.DECODE)
-_WHOLE = (Role.AGGREGATED,)
 
 
 class Ledger:
@@ -55,11 +54,15 @@ class Ledger:
         self._policies = make_policies(policies, chance, cached)
         self.needs_details = placement is not None or any(one.needs_details for one in self._policies.values())
         """Whether anything here reads the details of an `Ask`. Read only."""
-        self._interested: dict[frozenset[Role], tuple[Policy, ...]] = {}
+        self._interested = {
+            uses: tuple(policy for role, policy in self._policies.items() if role in uses) for uses in ALL_USES
+        }
         """The policies that rank engines with these uses."""
         self.placement = placement
         """Read only."""
         self._candidates: dict[tuple[str | None, bool], Candidates] = {}
+        self._not_paired: list[str] | None = None
+        """Sentences on engines that are not paired, None if they have to be looked for."""
         self._breakers = Breakers(breaker_failures, breaker_cooldown)
         self._eligibility = Eligibility(self._nodes.values(), self._policies)
         self._compatibility = Compatibility()
@@ -187,7 +190,14 @@ class Ledger:
             if self._has_places:
                 ranked = [[node for node in nodes if not node.full] for nodes in ranked]
             nodes = self._compatibility.first(roles, ranked)
-        return None if nodes is None else Assignment(self._open_all(roles, nodes, ask))
+        if nodes is None:
+            return None
+        alone, size = len(nodes) == 1, ask.prompt_bytes
+        leases: list[Lease] = []
+        for role, node in zip(roles, nodes, strict=True):
+            # A decode engine that gets the prompt's KV has no work with the prompt.
+            leases.append(self._open(node, role, size if alone or role is not Role.DECODE else 0, ask))
+        return Assignment(tuple(leases))
 
     def place(self, ask: Ask, *, split: bool, without: Collection[str] = ()) -> Assignment | None:
         """Lease the engines that the placement chooses: one that serves the request whole, or a prefill and a decode engine.
@@ -204,8 +214,13 @@ class Ledger:
         placed = None if candidates is None else self.placement.place(ask, candidates)
         if placed is None:
             return None
-        roles = _WHOLE if len(placed.nodes) == 1 else _SPLIT
-        return Assignment(self._open_all(roles, placed.nodes, ask), placed.reason, placed.values)
+        if len(placed.nodes) == 1:
+            leases: tuple[Lease, ...] = (self._open(placed.nodes[0], Role.AGGREGATED, ask.prompt_bytes, ask),)
+        else:
+            prefill, decode = placed.nodes
+            prefill_lease = self._open(prefill, Role.PREFILL, ask.prompt_bytes, ask)
+            leases = (prefill_lease, self._open(decode, Role.DECODE, 0, ask))
+        return Assignment(leases, placed.reason, placed.values)
 
     def is_placeable(self, ask: Ask, *, split: bool, without: Collection[str] = ()) -> bool:
         """Return whether `place` has any engines to choose from."""
@@ -321,25 +336,11 @@ class Ledger:
         nodes = tuple(best)
         return nodes if len(nodes) == len(roles) and self._compatibility.compatible(roles, nodes) else None
 
-    def _open_all(self, roles: tuple[Role, ...], nodes: Sequence[Node], ask: Ask) -> tuple[Lease, ...]:
-        alone, size = len(nodes) == 1, ask.prompt_bytes
-        # A decode engine that gets the prompt's KV has no work with the prompt.
-        return tuple(
-            [
-                self._open(node, role, size if alone or role is not Role.DECODE else 0, ask)
-                for role, node in zip(roles, nodes, strict=True)
-            ]
-        )
-
     def _open(self, node: Node, role: Role, prompt_bytes: int, ask: Ask) -> Lease:
         node.requests += 1
         node.prompt_bytes += prompt_bytes
         lease = Lease(node, role, prompt_bytes)
-        interested = self._interested.get(node.uses)
-        if interested is None:
-            interested = tuple(policy for role, policy in self._policies.items() if role in node.uses)
-            self._interested[node.uses] = interested
-        for policy in interested:
+        for policy in self._interested[node.uses]:
             policy.opened(lease, ask)
         if self.placement is not None:
             self.placement.opened(lease, ask)
@@ -350,6 +351,7 @@ class Ledger:
         self._eligibility.changed()
         self._compatibility.changed()
         self._candidates.clear()
+        self._not_paired = None
         if self.placement is not None:
             self.placement.engines_changed()
         nodes = self._nodes.values()
@@ -374,4 +376,10 @@ class Ledger:
     def shortcomings(self, now: float) -> list[str]:
         """Return what is wrong although requests are served, a sentence each."""
         told = [one.status() for one in (self.placement, *self._policies.values()) if one is not None]
-        return [*readiness.shortcomings(self.nodes, now), *dict.fromkeys(text for text in told if text is not None)]
+        if self._not_paired is None:
+            self._not_paired = readiness.not_paired(self.nodes)
+        return [
+            *readiness.shortcomings(self.nodes, now),
+            *self._not_paired,
+            *dict.fromkeys(text for text in told if text is not None),
+        ]

@@ -30,6 +30,8 @@ _USES = {
     Role.ANY: frozenset({Role.PREFILL, Role.DECODE, Role.AGGREGATED}),
 }
 _PREFILL_OR_WHOLE = frozenset({Role.PREFILL, Role.AGGREGATED})
+ALL_USES = (*_USES.values(), _PREFILL_OR_WHOLE)
+"""What `Node.uses` can be."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ def why_degraded(nodes: Sequence[Node], now: float) -> str | None:
 
 
 def shortcomings(nodes: Sequence[Node], now: float) -> list[str]:
-    """Return what is wrong although requests are served, a sentence each."""
+    """Return what is wrong with single engines although requests are served, a sentence each."""
     found = [f"{node.role.value} {node.url}: {node.down_because}" for node in nodes if node.down_because]
     up = [node for node in nodes if node.down_because is None]
     found += [
@@ -69,11 +69,15 @@ def shortcomings(nodes: Sequence[Node], now: float) -> list[str]:
         for node in up
         if now < node.open_until
     ]
-    return found + _not_paired(up)
+    return found
 
 
-def _not_paired(nodes: Sequence[Node]) -> list[str]:
-    """Return which engines are not paired although the settings pair them. Not a sentence for each pair: `ANY` makes n x n."""
+def not_paired(nodes: Sequence[Node]) -> list[str]:
+    """Return which engines that are up are not paired although the settings pair them, a sentence each.
+
+    Not one for each pair: `ANY` makes n x n. Looking at all takes milliseconds for a hundred engines.
+    """
+    nodes = [node for node in nodes if node.down_because is None]
     wrong: dict[Node, dict[Node, str]] = {}
     for prefill in (node for node in nodes if Role.PREFILL in node.uses):
         for decode in (node for node in nodes if Role.DECODE in node.uses):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pdproxy.settings.connector_options import Cpu, LMCache
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
@@ -21,7 +22,6 @@ Role = Literal["prefill", "decode", "aggregated", "any"]
 Connector = Annotated[str, names_of(registry.choices)]
 Dispatch = Literal["sequential", "concurrent"]
 RemoteHost = Literal["engine", "url"]
-FirstTokenFrom = Literal["prefill", "decode"]
 OnTimeout = Literal["recompute", "fail"]
 VLLM_BOOTSTRAP_PORT = 8998
 """vLLM's default for VLLM_MOONCAKE_BOOTSTRAP_PORT. vllm-omni assumes 25201 if its stages name none."""
@@ -167,39 +167,6 @@ class Receiver(Section, frozen=True):
 
     alloc_ports: tuple[Port, ...] = ()
     """Ports at which space for a transfer is requested, in the order of ranks."""
-
-
-class LMCache(Section, frozen=True):
-    """How LMCache's PD mode is configured. Names and defaults are its own."""
-
-    first_token: FirstTokenFrom = "prefill"  # noqa: S105 - a token of text
-    """Which engine makes the answer's first token. `prefill` saves a step; requests that need parsers or depend on their own
-    output so far still get it from the decode engine. `decode`: all do."""
-
-    chunk_size: Count = 256
-    """Tokens in a chunk."""
-
-    save_unfull_chunk: bool = False
-    """Whether prompts shorter than a chunk are split between two engines. LMCache 0.5.6's PD mode moves partial chunks whatever
-    its own setting of this name is, unless its `discard_partial_chunks` is on: then no notice of such a prompt comes, and it
-    waits until `deadlines.kv_ready`."""
-
-    first_rank_only: bool = False
-    """Whether only the first rank stores KV and sends a notice (models with one latent KV for all heads)."""
-
-    pd_buffer_size: Count | None = None
-    """Bytes of a decode engine's receive buffer. With this and `kv_bytes_per_token`, a prompt waits for space in it before it
-    is prefilled. None: no bound is known."""
-
-    kv_bytes_per_token: Count | None = None
-    """Bytes of KV per token, on one rank: 2 x layers x KV heads x head size x bytes of the type, divided by the ranks."""
-
-
-class Cpu(Section, frozen=True):
-    """For the connector cpu."""
-
-    block_size: Count = 16
-    """Tokens in a KV block of the decode engines, vLLM's `--block-size`. They load nothing of a shorter prompt."""
 
 
 class Node(Section, frozen=True):

@@ -67,11 +67,13 @@ async def begin_placed(
             raise TooLateError("no engine can serve this request in time now")
         return placed
 
-    if split and resources.transfer.buffers.bounded:
+    placed = choose(without)
+    if placed is not None and len(placed.leases) > 1 and resources.transfer.buffers.bounded:
+        # It waits behind other prompts, and is placed when its turn comes. What one engine serves whole does not wait for them.
+        _give_up(resources, placed)
         attempt = await _with_space(resources, request, choose, without)
     else:
-        assignment = choose(without)
-        attempt = None if assignment is None else _made(resources, request, assignment)
+        attempt = None if placed is None else _made(resources, request, placed)
     if attempt is not None:
         leases, assignment = attempt.assignment.leases, attempt.assignment
         decision = Decision(
@@ -98,17 +100,13 @@ async def _with_space(
     count = 0 if ids is None else buffers.chunks(ids.count)
     space: BufferSpace | None = None
 
-    def give_up(chosen: Assignment) -> None:
-        for lease in chosen.leases:
-            resources.close(lease, Verdict.NEUTRAL)
-
     def choose_with_space(full: tuple[str, ...]) -> Assignment | None:
         nonlocal space
         chosen = choose((*without, *full))
         if chosen is not None and len(chosen.leases) > 1:
             url = chosen.leases[-1].node.url
             if url in full:  # a placement falls back to engines that are excluded
-                give_up(chosen)
+                _give_up(resources, chosen)
                 return None
             space = buffers.take(url, count)
         return chosen
@@ -116,11 +114,16 @@ async def _with_space(
     def possible() -> bool:
         chosen = choose(without)
         if chosen is not None:
-            give_up(chosen)
+            _give_up(resources, chosen)
         return chosen is not None
 
     assignment = await buffers.wait_for_space(count, choose_with_space, possible)
     return None if assignment is None else _made(resources, request, assignment, space)
+
+
+def _give_up(resources: ExchangeResources, assignment: Assignment) -> None:
+    for lease in assignment.leases:
+        resources.close(lease, Verdict.NEUTRAL)
 
 
 def _made(

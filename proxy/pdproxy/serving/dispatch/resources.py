@@ -87,11 +87,6 @@ class ExchangeResources:
         if self.tokenizing is not None:
             self.tokenizing.check.served(url, parsed, ids, sent, served)
 
-    def first_token(self, lease: Lease) -> None:
-        """Note that the client gets its first token from the engine of a lease."""
-        if self.ledger.placement is not None:
-            self.ledger.began(lease, self.now())
-
     def close(self, lease: Lease, verdict: Verdict, relay: Relay | None = None) -> None:
         """End a lease. Report it if this takes the engine out of use. `relay`: that of the answer, if the engine has answered."""
         node, tokens = lease.node, None
