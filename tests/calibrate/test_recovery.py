@@ -50,17 +50,19 @@ def options(hardware: Hardware, budget: int = 2048, length: int = 16384) -> dict
     }
 
 
-def noisy(seen: Seen, chance: random.Random, jitter: float) -> Seen:
-    """Return it with each time up to `jitter` seconds late, in order."""
+def noisy(seen: Seen, chance: random.Random, jitter: float, prompts_late: float = 0.0) -> Seen:
+    """Return it with each time up to `jitter` seconds late, in order; prompts `prompts_late` seconds more."""
 
     def late(times: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(sorted(time + chance.uniform(0, jitter) for time in times))
 
-    prompts = tuple(Prompt(one.sent, one.answered + chance.uniform(0, jitter)) for one in seen.beside)
+    prompts = tuple(Prompt(one.sent, one.answered + prompts_late + chance.uniform(0, jitter)) for one in seen.beside)
     return Seen(tuple(late(times) for times in seen.streams), prompts)
 
 
-def measured(one: dict[str, Any], *, jitter: float = 0.0, trials: int = 10_000, **limits: Any) -> Measured:
+def measured(
+    one: dict[str, Any], *, jitter: float = 0.0, prompts_late: float = 0.0, trials: int = 10_000, **limits: Any
+) -> Measured:
     chance, left = random.Random(5), [trials]
 
     async def run(trial: Trial) -> Seen:
@@ -68,7 +70,7 @@ def measured(one: dict[str, Any], *, jitter: float = 0.0, trials: int = 10_000, 
         if left[0] < 0:
             raise OutOfTimeError("over")
         seen = seen_of(trial, one)
-        return noisy(seen, chance, jitter) if jitter else seen
+        return noisy(seen, chance, jitter, prompts_late)
 
     return asyncio.run(Experiments(run, Limits(one["max_model_len"], **limits)).all())
 
@@ -102,6 +104,47 @@ def test_the_terms_come_back_from_times_that_are_late_by_up_to_a_quarter_of_a_st
         assert one_spread.high >= getattr(found.hardware, name) * 0.9999, name
 
 
+@pytest.mark.parametrize(("budget", "length"), [(8192, 16384), (2048, 4096), (4096, 8192)])
+def test_a_budget_as_long_as_the_longest_prompt_but_one_is_found_though_prompts_are_answered_late(
+    budget: int, length: int
+) -> None:
+    # Prompts of exactly the budget are cut, too, but their last step has one token: it looks like any other.
+    rows = measured(options(H200, budget, length), jitter=0.0005, prompts_late=0.6 * H200.decode_step_s)
+    assert rows.budget == budget
+    fit = found_in(rows).hardware
+    assert fit.prefill_tokens_per_s == pytest.approx(H200.prefill_tokens_per_s, rel=0.1)
+
+
+def test_a_given_budget_that_is_not_the_engines_is_noted() -> None:
+    rows = measured(options(H200, 512), budget=4096)
+    assert len(rows.notes) == 1
+    assert rows.notes[0].startswith("--max-num-batched-tokens 4096 does not seem to be the engine's: prompts of 16382 tokens")
+    assert not measured(options(H200, 2048), jitter=0.0005, budget=2048).notes
+
+
+def test_streams_that_do_not_run_together_are_not_tried_again_and_noted() -> None:
+    one = options(SLOW, 1024, 2048) | {"max_num_seqs": 8}
+    rows = measured(one)
+    assert any(note.startswith("16 streams of 32 tokens did not run together") for note in rows.notes)
+    assert max(row.streams for row in rows.decodes) == 8
+    assert not [trial for trial, _ in rows.trials if trial.streams > 16]
+
+
+def test_a_very_slow_engine_gets_no_trial_that_takes_minutes() -> None:
+    one = options(structs.replace(SLOW, prefill_tokens_per_s=40.0), 2048, 4096)
+    longest = 0.0
+
+    async def run(trial: Trial) -> Seen:
+        nonlocal longest
+        seen = seen_of(trial, one)
+        ends = [times[-1] for times in seen.streams] + [prompt.answered for prompt in seen.beside]
+        longest = max(longest, *ends)
+        return seen
+
+    asyncio.run(Experiments(run, Limits(4096)).all())
+    assert 5 < longest < 45
+
+
 def test_a_slow_engine_with_short_prompts() -> None:
     rows = measured(options(SLOW, 1024, 2048))
     found = found_in(rows)
@@ -113,7 +156,7 @@ def test_a_slow_engine_with_short_prompts() -> None:
 def test_an_engine_whose_budget_no_prompt_reaches() -> None:
     rows = measured(options(SLOW, 8192, 2048))
     assert rows.budget is None
-    assert rows.budget_note == "no prompt of up to 1024 tokens was cut"
+    assert rows.budget_note == "no prompt of up to 2046 tokens was cut"
     assert found_in(rows).hardware.decode_step_s == pytest.approx(SLOW.decode_step_s, rel=0.03)
 
 

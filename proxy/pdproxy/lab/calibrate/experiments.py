@@ -17,7 +17,7 @@ from pdproxy.lab.calibrate.trials import OutOfTimeError, Runner, Seen, Trial
 SHORT = 32
 """Tokens of the short prompts of streams."""
 _SMALLEST = 64
-_LADDER = 2.0
+_LADDER = 2
 _ROUNDS = 3
 _DECODE_OUTPUT = 48
 _AFTER = 10
@@ -31,6 +31,10 @@ _MOST_OUTPUT = 1024
 _NO_STEPS = "the steps of prompts can't be told apart"
 _SHARE = 0.02
 """The share of the whole time that one prompt may take."""
+_MANY = 4
+"""How many times as long a trial with many prompts or streams may take."""
+_STREAM_TOKENS = 256
+"""Tokens that are left for the stream beside the longest prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,8 @@ class Measured:
     """How the budget was found, or why not."""
     complete: bool = False
     """Whether the time was enough for all trials."""
+    notes: list[str] = field(default_factory=list)
+    """What does not agree with the options."""
 
 
 class Experiments:
@@ -75,6 +81,8 @@ class Experiments:
         """Seconds per prompt token, as far as known."""
         self._one_step = 0
         """The longest prompt that was computed in one step, beside a stream."""
+        self._longest: int | None = None
+        """The longest prompt of all; None: not known yet."""
 
     async def all(self) -> Measured:
         """Carry out everything, or what the time is enough for.
@@ -136,31 +144,42 @@ class Experiments:
     async def _warm_up(self) -> None:
         for _ in range(2):
             await self._run(Trial("warm-up", 1, SHORT, 12, (_SMALLEST,)))
+        await self._alone(4 * _SMALLEST)  # how slow it is, before many prompts are sent at once
 
     # -- decode
 
     async def _decode(self) -> None:
         for streams in _STREAMS:
-            await self._streams(streams, SHORT)
+            if not await self._streams(streams, SHORT):
+                break
         long = int(min(_LONGEST, self._limits.max_model_len // 2, self._affordable()))
         if long >= 4 * SHORT:
             for streams in _LONG_STREAMS:
-                await self._streams(streams, long)
+                if not await self._streams(streams, long):
+                    break
 
-    async def _streams(self, streams: int, tokens: int) -> None:
+    async def _streams(self, streams: int, tokens: int) -> bool:
+        """Carry out a trial of streams. Return whether more of them make sense."""
         # The first streams decode while the others' prompts are computed: they need so many more tokens.
         steps = self._waits(streams * tokens)
         for _ in range(_TRIES):
             output = min(_DECODE_OUTPUT + steps, _MOST_OUTPUT)
-            trial = Trial(f"{streams} streams of {tokens} tokens", streams, tokens, output)
-            if not self._fits(trial) or (self._slope and streams * tokens * self._slope > self._most_s * 4):
-                return
-            row = decode_row(trial, await self._do(trial))
+            trial = Trial(f"{streams} stream{'s' if streams > 1 else ''} of {tokens} tokens", streams, tokens, output)
+            if not self._fits(trial) or (self._slope and streams * tokens * self._slope > self._most_s * _MANY):
+                return False
+            seen = await self._do(trial)
+            row = decode_row(trial, seen)
             if row is not None:
                 self.measured.decodes.append(row)
                 self._step = self._step or row.seconds
-                return
+                return True
             steps = max(2 * steps, _DECODE_OUTPUT)
+            taken = max(times[-1] for times in seen.streams) - min(times[0] for times in seen.streams)
+            if taken * (_DECODE_OUTPUT + steps) / output > self._most_s * _MANY:
+                break
+        note = f"{streams} streams of {tokens} tokens did not run together for long enough (--max-num-seqs of the engine?)"
+        self.measured.notes += [note] if note not in self.measured.notes else []
+        return False
 
     def _waits(self, tokens: int) -> int:
         """Return how many decode steps may pass while so many prompt tokens are computed beside them."""
@@ -176,12 +195,22 @@ class Experiments:
     # -- prompts
 
     async def _ladder(self) -> None:
-        tokens = float(_SMALLEST)
-        while tokens + 1 < self._limits.max_model_len and tokens <= max(self._affordable(), 4 * _SMALLEST):
-            await self._alone(int(tokens))
-            if await self._beside(int(tokens)) is None:
+        tokens = _SMALLEST
+        while tokens <= self._most_tokens():
+            await self._alone(tokens)
+            if await self._beside(tokens) is None:
                 return
             tokens *= _LADDER
+        # The longest one, too: powers of two are usual budgets, and a prompt of exactly a budget is hardly seen to be cut.
+        longest = self._longest = self._longest or self._most_tokens()
+        if longest > tokens // _LADDER:
+            await self._alone(longest)
+            await self._beside(longest)
+
+    def _most_tokens(self) -> int:
+        limits = self._limits
+        room = limits.max_model_len if limits.kv_tokens is None else int(limits.kv_tokens * 0.8) - _STREAM_TOKENS
+        return int(min(limits.max_model_len - 2, room, max(self._affordable(), 4 * _SMALLEST)))
 
     async def _alone(self, tokens: int) -> None:
         trial = Trial(f"a prompt of {tokens} tokens", beside=(tokens,))
@@ -217,6 +246,7 @@ class Experiments:
         if self._limits.budget is not None:
             self.measured.budget = self._limits.budget
             self.measured.budget_note = "given"
+            self._check_given(self._limits.budget)
             return
         usual = self._usual_steps()
         cut = [tokens for tokens, steps in usual.items() if steps > 1]
@@ -250,6 +280,18 @@ class Experiments:
             self.measured.budget_note = f"assumed: {between}, and this is the only power of two there"
         else:
             self.measured.budget_note = f"{between}: {_NO_STEPS}"
+
+    def _check_given(self, budget: int) -> None:
+        """Note it if most prompts that were cut, or should have been, took other numbers of steps than the budget says."""
+        said = {tokens: -(-tokens // (budget - 1)) for tokens in self._usual_steps()}
+        cut = {tokens: steps for tokens, steps in self._usual_steps().items() if max(steps, said[tokens]) > 1}
+        wrong = [tokens for tokens, steps in cut.items() if steps != said[tokens]]
+        if 2 * len(wrong) > len(cut):
+            one = wrong[-1]
+            self.measured.notes.append(
+                f"--max-num-batched-tokens {budget} does not seem to be the engine's: prompts of {one} tokens took {cut[one]} steps"
+                f" beside a stream, not {said[one]}"
+            )
 
     async def _one(self, tokens: int) -> bool | None:
         """Return whether a prompt is computed in one step beside a stream, as most of up to three trials say."""

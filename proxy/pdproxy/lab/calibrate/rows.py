@@ -13,6 +13,8 @@ MIN_STEPS = 8
 """A decode row needs so many steps of all its streams together."""
 _LONG = 1.5
 """A step that takes so many times as long as those before has prompt tokens in it."""
+_EARLY = 0.3
+"""How much earlier than the stream's token of the same step a prompt's token may come, in usual steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ def chunk_row(trial: Trial, seen: Seen, known: int | None = None) -> ChunkRow | 
     """
     times, prompt, tokens = seen.streams[0], seen.beside[0], trial.beside[0]
     usual = _usual(times, prompt)
-    last = _step_of(times, prompt.answered)
+    last = None if usual is None else _step_of(times, prompt.answered, usual)
     if usual is None or last is None or last < (known or 1):
         return None
     if known is not None:
@@ -106,7 +108,10 @@ def _usual(times: tuple[float, ...], prompt: Prompt) -> float | None:
     return median(gaps) if len(gaps) >= 3 else None
 
 
-def _step_of(times: tuple[float, ...], when: float) -> int | None:
-    """Return the place of the token that came with something else at a time; None: all came before."""
-    place = min(range(len(times)), key=lambda i: abs(times[i] - when))
-    return place if place < len(times) - 1 else None
+def _step_of(times: tuple[float, ...], when: float, usual: float) -> int | None:
+    """Return the place of the stream's token that came with a prompt's token; None: the stream may have ended before.
+
+    The prompt's token has a connection of its own, whose answer begins with it: it comes rather later than the stream's.
+    """
+    place = bisect_right(times, when + _EARLY * usual) - 1
+    return place if 0 <= place < len(times) - 1 else None

@@ -148,7 +148,7 @@ def _limits(info: EngineInfo, options: Options, seconds: float) -> Limits:
 def _profile(
     options: Options, info: EngineInfo, limits: Limits, measured: Measured, found: Fitted, notes: list[str]
 ) -> Profile:
-    assumed = [*notes, *found.assumed]
+    assumed = [*notes, *measured.notes, *found.assumed]
     if not measured.complete:
         assumed.append("the time was not enough for all trials (--max-seconds): fewer values, wider ranges")
     longest = max([row.tokens for row in measured.alone] + [row.tokens for row in measured.chunks], default=0)
