@@ -118,7 +118,9 @@ def test_a_budget_as_long_as_the_longest_prompt_but_one_is_found_though_prompts_
 def test_a_given_budget_that_is_not_the_engines_is_noted() -> None:
     rows = measured(options(H200, 512), budget=4096)
     assert len(rows.notes) == 1
-    assert rows.notes[0].startswith("--max-num-batched-tokens 4096 does not seem to be the engine's: prompts of 16382 tokens")
+    assert rows.notes[0].startswith(
+        "--max-num-batched-tokens 4096 does not seem to be the engine's: prompts of 16382 tokens"
+    )
     assert not measured(options(H200, 2048), jitter=0.0005, budget=2048).notes
 
 

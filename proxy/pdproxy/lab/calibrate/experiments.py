@@ -177,7 +177,9 @@ class Experiments:
             taken = max(times[-1] for times in seen.streams) - min(times[0] for times in seen.streams)
             if taken * (_DECODE_OUTPUT + steps) / output > self._most_s * _MANY:
                 break
-        note = f"{streams} streams of {tokens} tokens did not run together for long enough (--max-num-seqs of the engine?)"
+        note = (
+            f"{streams} streams of {tokens} tokens did not run together for long enough (--max-num-seqs of the engine?)"
+        )
         self.measured.notes += [note] if note not in self.measured.notes else []
         return False
 
@@ -289,8 +291,8 @@ class Experiments:
         if 2 * len(wrong) > len(cut):
             one = wrong[-1]
             self.measured.notes.append(
-                f"--max-num-batched-tokens {budget} does not seem to be the engine's: prompts of {one} tokens took {cut[one]} steps"
-                f" beside a stream, not {said[one]}"
+                f"--max-num-batched-tokens {budget} does not seem to be the engine's: prompts of {one} tokens took {cut[one]}"
+                f" steps beside a stream, not {said[one]}"
             )
 
     async def _one(self, tokens: int) -> bool | None:

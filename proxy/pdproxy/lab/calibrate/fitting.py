@@ -86,7 +86,10 @@ _TERMS = (
 def _decode(rows: Sequence[DecodeRow]) -> tuple[Spread, Spread, Spread, list[str]]:
     """Return weights_s, seconds per sequence and per token of context."""
     if len({row.streams for row in rows}) < 2:
-        raise CantTellError("decode steps of two numbers of streams at least are needed")
+        raise CantTellError(
+            "decode steps of two numbers of streams at least are needed: the time was too short (--max-seconds), or tokens came"
+            " together instead of one by one"
+        )
     table: list[Row] = [(1.0, float(row.streams), row.context) for row in rows]
     values = [row.seconds for row in rows]
     weights, per_sequence, context = _without_noise(table, values, values, keep=(0,))

@@ -127,7 +127,7 @@ def with_pair(found: Fitted, measured: PairMeasured, bytes_per_token: int | None
         assumed.append(f"kv_bytes_per_token = {bytes_per_token}: not shown; link_bytes_per_s belongs to it")
     link = _FASTEST
     if per_token.low > 0:
-        link = bytes_per_token / per_token.value
+        link = min(bytes_per_token / per_token.value, _FASTEST)
         spreads["link_bytes_per_s"] = Spread(link, bytes_per_token / per_token.high, bytes_per_token / per_token.low)
     else:
         assumed.append("link_bytes_per_s: transfers take no time per token that shows")
