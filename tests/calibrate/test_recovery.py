@@ -14,7 +14,7 @@ from pdproxy.engine_model.profile import load
 from pdproxy.lab.calibrate.experiments import Experiments, Limits, Measured
 from pdproxy.lab.calibrate.fitting import CantTellError, Fitted, fitted
 from pdproxy.lab.calibrate.misfit import misfits
-from pdproxy.lab.calibrate.rows import AloneRow, ChunkRow, DecodeRow
+from pdproxy.lab.calibrate.rows import AloneRow, ChunkRow, DecodeRow, chunk_row
 from pdproxy.lab.calibrate.trials import OutOfTimeError, Prompt, Seen, Trial, TrialError
 from pdproxy.lab.calibrate.virtual import seen_of
 
@@ -224,3 +224,27 @@ def test_a_profile_explains_its_own_measurements() -> None:
 def test_a_trial_that_an_engine_can_not_serve_is_refused() -> None:
     with pytest.raises(TrialError, match="can't serve it"):
         seen_of(Trial("too long", beside=(17_000,)), options(H200))
+
+
+def late(place: int, by: float, gap: float = 0.005) -> ChunkRow | None:
+    """A row of a prompt of one step of 0.1 s, whose token comes `by` seconds after the stream's token `place`."""
+    times = [0.0]
+    for number in range(1, 30):
+        times.append(times[-1] + (0.1 if number == place else gap))
+    trial = Trial("a", 1, 32, 30, (1000,))
+    return chunk_row(trial, Seen((tuple(times),), (Prompt(times[place - 3], times[place] + by),)), 1)
+
+
+@pytest.mark.parametrize("by", [-0.001, 0.0, 0.003, 0.008])
+def test_the_seconds_of_a_prompt_hardly_depend_on_which_token_seems_to_be_its_last_one(by: float) -> None:
+    row = late(12, by)
+    assert row is not None
+    assert row.seconds == pytest.approx(0.1)
+
+
+def test_tokens_that_come_at_once_count_as_the_first_of_them() -> None:
+    times = (0.0, 0.005, 0.01, 0.015, 0.02, 0.12, 0.1201, 0.1202, 0.14, 0.145, 0.15, 0.155)
+    row = chunk_row(Trial("a", 1, 32, 12, (1000,)), Seen((times,), (Prompt(0.016, 0.1203),)))
+    assert row is not None
+    assert row.steps == 1
+    assert row.seconds == pytest.approx(0.1, rel=0.15)

@@ -16,7 +16,10 @@ from pdproxy.lab.calibrate.trials import OutOfTimeError, Runner, Seen, Trial
 
 SHORT = 32
 """Tokens of the short prompts of streams."""
-_SMALLEST = 64
+_SMALLEST = 48
+"""Tokens of the shortest prompts. Lengths are doubled, and none is a power of two, as budgets are: the last step of a prompt that
+is just over a budget has few tokens, and hardly shows.
+"""
 _LADDER = 2
 _ROUNDS = 3
 _DECODE_OUTPUT = 48
@@ -144,7 +147,7 @@ class Experiments:
     async def _warm_up(self) -> None:
         for _ in range(2):
             await self._run(Trial("warm-up", 1, SHORT, 12, (_SMALLEST,)))
-        await self._alone(4 * _SMALLEST)  # how slow it is, before many prompts are sent at once
+        await self._alone(8 * _SMALLEST)  # how slow it is, before many prompts are sent at once
 
     # -- decode
 
@@ -203,7 +206,7 @@ class Experiments:
             if await self._beside(tokens) is None:
                 return
             tokens *= _LADDER
-        # The longest one, too: powers of two are usual budgets, and a prompt of exactly a budget is hardly seen to be cut.
+        # The longest one, too: it may be the only one that is cut.
         longest = self._longest = self._longest or self._most_tokens()
         if longest > tokens // _LADDER:
             await self._alone(longest)
@@ -212,7 +215,7 @@ class Experiments:
     def _most_tokens(self) -> int:
         limits = self._limits
         room = limits.max_model_len if limits.kv_tokens is None else int(limits.kv_tokens * 0.8) - _STREAM_TOKENS
-        return int(min(limits.max_model_len - 2, room, max(self._affordable(), 4 * _SMALLEST)))
+        return int(min(limits.max_model_len - 2, room, max(self._affordable(), 8 * _SMALLEST)))
 
     async def _alone(self, tokens: int) -> None:
         trial = Trial(f"a prompt of {tokens} tokens", beside=(tokens,))
