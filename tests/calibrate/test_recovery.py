@@ -13,8 +13,10 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import load
 from pdproxy.lab.calibrate.experiments import Experiments, Limits, Measured
 from pdproxy.lab.calibrate.fitting import CantTellError, Fitted, fitted
-from pdproxy.lab.calibrate.misfit import misfits
+from pdproxy.lab.calibrate.misfit import Misfit, misfits
+from pdproxy.lab.calibrate.report import text_of
 from pdproxy.lab.calibrate.rows import AloneRow, ChunkRow, DecodeRow, chunk_row
+from pdproxy.lab.calibrate.run import Calibration
 from pdproxy.lab.calibrate.trials import OutOfTimeError, Prompt, Seen, Trial, TrialError
 from pdproxy.lab.calibrate.virtual import seen_of
 
@@ -219,6 +221,16 @@ def test_a_profile_explains_its_own_measurements() -> None:
     assert sorted(abs(kind.relative) for kind in off)[len(off) // 2] < 0.03
     worse = misfits(rows.trials, one | {"hardware": structs.replace(found.hardware, prefill_tokens_per_s=20_000.0)})
     assert max(abs(kind.relative) for kind in worse) > 0.5
+
+
+def test_the_report_marks_what_the_profile_does_not_explain() -> None:
+    def report(predicted: float) -> str:
+        off = [Misfit("a prompt", "TTFT", 3, 1.0, predicted)]
+        return text_of(Calibration(load("h200-8b"), {}, off, "given", trials=3, seconds=1.0))
+
+    assert "+10.0 %\n" in report(1.1)
+    assert "!" not in report(1.1)
+    assert "-30.0 % !\n!: more than 20 % off." in report(0.7)
 
 
 def test_a_trial_that_an_engine_can_not_serve_is_refused() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdproxy.bench import reading
-from pdproxy.cli.load_options import typed
+from pdproxy.cli.load_options import check_writable, typed
 from pdproxy.cli.parser import examples
 from pdproxy.settings.errors import SettingsError
 
@@ -112,7 +112,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the profile, print the report, return the exit code."""
     options = _options(arguments)
-    _check_writable(arguments.out)
+    check_writable(arguments.out, "--out")
     # Imported here: wrong options should be reported at once.
     import msgspec
 
@@ -208,18 +208,6 @@ def _pair(arguments: argparse.Namespace, headers: dict[str, str]) -> Pair:
             f"--connector: {pair.connector}: its decode engine must not serve prompts alone, which is what is measured first"
         )
     return pair
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse a file that can't be written before minutes are spent. An existing one keeps its content."""
-    try:
-        existed = path.exists() or path.is_symlink()
-        with path.open("ab"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise SettingsError(f"--out: {path.name} can't be written: {error.strerror}") from None
 
 
 def _measured(options: Options) -> Calibration | None:

@@ -91,6 +91,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     chunks: tuple[int, ...]
     """Ascending."""
     policies: tuple[str, ...]
+    max_model_len: int | None = None
+    """The most tokens of a request for which the engine was measured; None: not known. Longer ones are simulated all the same."""
 
     def __post_init__(self) -> None:
         """Refuse what has no answer."""
