@@ -19,6 +19,7 @@ from pdproxy.lab.calibrate.rows import AloneRow, ChunkRow, DecodeRow, chunk_row
 from pdproxy.lab.calibrate.run import Calibration
 from pdproxy.lab.calibrate.trials import OutOfTimeError, Prompt, Seen, Trial, TrialError
 from pdproxy.lab.calibrate.virtual import seen_of
+from pdproxy.sim.facts import Facts
 
 H200 = load("h200-8b").hardware
 SLOW = Hardware(
@@ -208,7 +209,7 @@ def test_times_that_say_nothing_are_refused() -> None:
     decodes = [DecodeRow(n, 40.0 * n, chance.uniform(0.001, 1.0)) for n in (1, 2, 4, 8) * 2]
     chunks = [ChunkRow(n, 1, 1, 50.0, chance.uniform(0.001, 1.0)) for n in (64, 128, 512) * 3]
     alone = [AloneRow(n, chance.uniform(0.001, 1.0)) for n in (64, 128, 512) * 3]
-    with pytest.raises(CantTellError, match="can't be told"):
+    with pytest.raises(CantTellError, match="can't be determined"):
         fitted(decodes, chunks, alone, None)
 
 
@@ -221,6 +222,20 @@ def test_a_profile_explains_its_own_measurements() -> None:
     assert sorted(abs(kind.relative) for kind in off)[len(off) // 2] < 0.03
     worse = misfits(rows.trials, one | {"hardware": structs.replace(found.hardware, prefill_tokens_per_s=20_000.0)})
     assert max(abs(kind.relative) for kind in worse) > 0.5
+
+
+def test_an_engine_that_claims_any_number_of_blocks_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def noting(**options: Any) -> Facts:
+        made.append(options.get("num_gpu_blocks"))
+        return Facts(**options)
+
+    monkeypatch.setattr("pdproxy.lab.calibrate.virtual.Facts", noting)
+    trial, one = Trial("several", 8, 4096, 60, (12_288,)), options(H200)
+    seen = seen_of(trial, one | {"num_gpu_blocks": 1 << 24})
+    assert made[-1] < 10_000
+    assert seen == seen_of(trial, one)
 
 
 def test_the_report_marks_what_the_profile_does_not_explain() -> None:
@@ -252,6 +267,13 @@ def test_the_seconds_of_a_prompt_hardly_depend_on_which_token_seems_to_be_its_la
     row = late(12, by)
     assert row is not None
     assert row.seconds == pytest.approx(0.1)
+
+
+def test_the_first_tokens_of_a_stream_may_come_late_and_at_once() -> None:
+    times = (0.03, 0.03, 0.03, 0.03, 0.03, 0.03, 0.135, 0.14, 0.145, 0.15, 0.155, 0.16)
+    row = chunk_row(Trial("a", 1, 32, 12, (1000,)), Seen((times,), (Prompt(0.03, 0.1351),)), 1)
+    assert row is not None
+    assert row.seconds == pytest.approx(0.105)
 
 
 def test_tokens_that_come_at_once_count_as_the_first_of_them() -> None:

@@ -49,7 +49,7 @@ def fitted(
     best = _prefill(chunks, alone, weights.value, per_sequence.value, context.value, budget)
     overhead, base, per_token, attention = best.spreads
     if per_token.value <= 0 or per_token.relative > _MOST_SPREAD:
-        raise CantTellError(f"the time per prompt token can't be told: {_range(per_token, 1e6, 'µs')}")
+        raise CantTellError(f"the time per prompt token can't be determined: {_range(per_token, 1e6, 'µs')}")
     if best.unsure:
         assumed.append("whether prefill and decode share the reading of the weights: assumed that they do")
     assumed.append("request_overhead_s has all of the overhead: a client can't see how much of it is on the way back")
@@ -94,7 +94,7 @@ def _decode(rows: Sequence[DecodeRow]) -> tuple[Spread, Spread, Spread, list[str
     values = [row.seconds for row in rows]
     weights, per_sequence, context = _without_noise(table, values, values, keep=(0,))
     if weights.value <= 0 or weights.relative > _MOST_SPREAD:
-        raise CantTellError(f"the time of a decode step can't be told: {_range(weights, 1e3, 'ms')}")
+        raise CantTellError(f"the time of a decode step can't be determined: {_range(weights, 1e3, 'ms')}")
     assumed = []
     if max(row.context / row.streams for row in rows) < 256:
         assumed.append("context_token_s: only short contexts could be measured")

@@ -325,7 +325,7 @@ class HttpRunner:
                 f"an answer of {output} tokens had {reader.output_tokens} by the engine's count (does it heed ignore_eos?)"
             )
         if len(reader.times) != output:
-            raise _MergedError(f"{output} tokens came in {len(reader.times)} events: their times can't be told")
+            raise _MergedError(f"{output} tokens came in {len(reader.times)} events: the time of each one is not known")
         return reader.times
 
     async def _idle(self, seconds: float) -> None:

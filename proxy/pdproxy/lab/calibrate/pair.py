@@ -81,6 +81,8 @@ async def measure(
     lengths = [_SMALLEST << place for place in range(24) if _SMALLEST << place <= longest] or [int(longest)]
     few = Trial("a pull beside streams", _STREAMS, SHORT, _OUTPUT, (_SMALLEST,))
     several = Trial("pulls beside streams", _STREAMS, SHORT, _OUTPUT, (_SEVERAL_TOKENS,) * _SEVERAL)
+    most = limits.max_num_seqs or few.streams + len(several.beside)
+    beside = [trial for trial in (few, several) if trial.streams + len(trial.beside) <= most]
     try:
         await do(through, Trial("warm-up of the pair", beside=(64,)))
         for _ in range(_ROUNDS):
@@ -88,7 +90,7 @@ async def measure(
                 pair = await do(through, Trial(f"a prompt of {tokens} tokens through the pair", beside=(tokens,)))
                 plain = await do(alone, Trial(f"a prompt of {tokens} tokens", beside=(tokens,)))
                 found.rows.append(PairRow(tokens, pair.beside[0].ttft, plain.beside[0].ttft))
-            for trial in (few, several):
+            for trial in beside:
                 row = stall_row(trial, await do(through, trial))
                 found.stalls += [row] if row is not None else []
     except OutOfTimeError:
@@ -137,11 +139,13 @@ def with_pair(found: Fitted, measured: PairMeasured, bytes_per_token: int | None
         spreads["handoff_overhead_s"] = Spread(handoff, max(handoff - width, 0.0), handoff + width)
     assumed.append("handoff_overhead_s has the transfer's latency and the hops of the proxy, too")
     assumed.append("transfers_in_line: assumed")
-    for name, one in (("pull_s", pull), ("further_pull_s", further)):
+    single, several = (any((row.pulls > 1) is more for row in measured.stalls) for more in (False, True))
+    for name, one, pulls in (("pull_s", pull, single), ("further_pull_s", further, several)):
         if one is not None and one.value > 0:
             spreads[name] = one
         else:
-            assumed.append(f"{name} is 0: no stall shows beside streams")
+            why = "no stall shows beside streams" if pulls else "not measured, the streams ended before the pulls"
+            assumed.append(f"{name} is 0: {why}")
     return Fitted(
         structs.replace(
             hardware,

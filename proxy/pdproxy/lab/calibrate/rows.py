@@ -97,7 +97,10 @@ def chunk_row(trial: Trial, seen: Seen, known: int | None = None) -> ChunkRow | 
                 break
             first, chunk = first - 1, gap
     steps = last - first + 1
-    before, after = min(_AROUND, first - 1), min(_AROUND, len(times) - 1 - last)
+    before, after = 0, min(_AROUND, len(times) - 1 - last)
+    # The first tokens of a stream may come at once, late: they are not timed.
+    while before < min(_AROUND, first - 1) and times[first - 1 - before] - times[first - 2 - before] > usual / 2:
+        before += 1
     taken = times[last + after] - times[first - 1 - before] - (before + after) * usual
     if taken <= 0:
         return None
@@ -107,10 +110,11 @@ def chunk_row(trial: Trial, seen: Seen, known: int | None = None) -> ChunkRow | 
 
 
 def _usual(times: tuple[float, ...], prompt: Prompt) -> float | None:
-    """Return the seconds of steps before the prompt came and after it was answered; None: too few."""
+    """Return the seconds of steps after the prompt was answered, or if these are few also of those before; None: too few."""
     before = times[: bisect_right(times, prompt.sent)]
     after = times[bisect_right(times, prompt.answered) :]
-    found = [step for part in (before, after) if len(part) > 1 for step in _steps_of(part)]
+    parts = (after,) if len(after) > MIN_STEPS // 2 else (before, after)
+    found = [step for part in parts if len(part) > 1 for step in _steps_of(part)]
     return median(found) if len(found) >= 3 and median(found) > 0 else None
 
 
