@@ -118,6 +118,31 @@ def test_a_budget_as_long_as_the_longest_prompt_but_one_is_found_though_prompts_
     assert fit.prefill_tokens_per_s == pytest.approx(H200.prefill_tokens_per_s, rel=0.1)
 
 
+def test_a_budget_is_found_or_assumed_though_one_step_too_many_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 16,382 tokens are exactly two steps with a budget of 8,192, beside a stream; a disturbed search finds no boundary.
+    def seen_wrongly(trial: Trial, seen: Seen, known: int | None = None) -> ChunkRow | None:
+        row = chunk_row(trial, seen, known)
+        if row is None or known is not None or not 8000 < trial.beside[0] != 12_288:
+            return row
+        return ChunkRow(row.tokens, row.steps + (trial.beside[0] == 16_382), row.streams, row.context, row.seconds)
+
+    monkeypatch.setattr("pdproxy.lab.calibrate.experiments.chunk_row", seen_wrongly)
+    assert measured(options(H200, 8192)).budget == 8192
+
+
+def test_a_budget_that_was_not_found_is_assumed_within_its_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind(trial: Trial, seen: Seen, known: int | None = None) -> ChunkRow | None:
+        row = chunk_row(trial, seen, known)
+        return row if trial.beside[0] in (48, 96, 192, 384, 768, 1536, 3072, 6144, 12_288, 16_382) else None
+
+    monkeypatch.setattr("pdproxy.lab.calibrate.experiments.chunk_row", blind)
+    rows = measured(options(H200, 700))
+    assert rows.budget is None
+    assert rows.budget_most is not None
+    assert 700 <= rows.budget_most < 768
+    assert rows.budget_note.endswith(f" to {rows.budget_most}: the steps of prompts can't be told apart")
+
+
 def test_a_given_budget_that_is_not_the_engines_is_noted() -> None:
     rows = measured(options(H200, 512), budget=4096)
     assert len(rows.notes) == 1

@@ -64,6 +64,8 @@ class Measured:
     budget: int | None = None
     budget_note: str = ""
     """How the budget was found, or why not."""
+    budget_most: int | None = None
+    """It is at most so much, if it was not found; None: not known."""
     complete: bool = False
     """Whether the time was enough for all trials."""
     notes: list[str] = field(default_factory=list)
@@ -262,12 +264,13 @@ class Experiments:
             return
         # The longest prompt that takes one step is in [low, high]. What several steps say narrows it further.
         low, high = max(whole), min([tokens for tokens in cut if tokens > max(whole)]) - 1
+        # One step more or less may have been counted.
         for tokens in cut:
-            least, most = -(-tokens // usual[tokens]), (tokens - 1) // (usual[tokens] - 1)
+            least, most = -(-tokens // (usual[tokens] + 1)), (tokens - 1) // max(usual[tokens] - 2, 1)
             if max(low, least) <= min(high, most):
                 low, high = max(low, least), min(high, most)
         powers = [1 << bits for bits in range(24) if low <= (1 << bits) - 1 <= high]
-        between = f"it is {low + 1} to {high + 1}"
+        between, self.measured.budget_most = f"it is {low + 1} to {high + 1}", high + 1
         if powers and await self._one(powers[0] - 1) and not await self._one(powers[0]):
             low = high = powers[0] - 1
         while low < high:

@@ -157,7 +157,7 @@ def _profile(
     longest = max([row.tokens for row in measured.alone] + [row.tokens for row in measured.chunks], default=0)
     budget = measured.budget
     if budget is None:
-        budget = max(_USUAL_BUDGET, longest + 1)
+        budget = measured.budget_most or max(_USUAL_BUDGET, longest + 1)
         assumed.append(f"max_num_batched_tokens = {budget}: {measured.budget_note} (--max-num-batched-tokens says it)")
     elif measured.budget_note.startswith("assumed"):
         assumed.append(f"max_num_batched_tokens = {budget}: {measured.budget_note}")
