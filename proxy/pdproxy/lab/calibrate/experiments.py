@@ -114,7 +114,10 @@ class Experiments:
             found.chunks = []
             for trial, seen in found.trials:
                 if trial.streams and trial.beside:
-                    row = chunk_row(trial, seen, -(-trial.beside[0] // (found.budget - trial.streams)))
+                    chunk = found.budget - trial.streams
+                    if trial.beside[0] > chunk and trial.beside[0] % chunk == 1:
+                        continue  # a chunk of one token is as a decoding sequence
+                    row = chunk_row(trial, seen, -(-trial.beside[0] // chunk))
                     found.chunks += [row] if row is not None else []
         else:
             usual = self._usual_steps()

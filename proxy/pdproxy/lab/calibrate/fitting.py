@@ -47,7 +47,7 @@ def fitted(
     """
     weights, per_sequence, context, assumed = _decode(decodes)
     best = _prefill(chunks, alone, weights.value, per_sequence.value, context.value, budget)
-    overhead, base, per_token, attention = best.spreads
+    overhead, base, per_token, attention, begin = best.spreads
     if per_token.value <= 0 or per_token.relative > _MOST_SPREAD:
         raise CantTellError(f"the time per prompt token can't be determined: {_range(per_token, 1e6, 'µs')}")
     if best.unsure:
@@ -61,6 +61,7 @@ def fitted(
         "context_token_s": context,
         "chunk_base_s": base,
         "attention_s": attention,
+        "prompt_begin_s": begin,
         "request_overhead_s": overhead,
     }
     for name, one in list(found.items()):
@@ -79,6 +80,7 @@ _TERMS = (
     "context_token_s",
     "chunk_base_s",
     "attention_s",
+    "prompt_begin_s",
     "request_overhead_s",
 )
 
@@ -105,7 +107,7 @@ def _decode(rows: Sequence[DecodeRow]) -> tuple[Spread, Spread, Spread, list[str
 class _Prefill:
     once: bool
     spreads: list[Spread]
-    """Overhead, base of a chunk, per token, attention."""
+    """Overhead, base of a chunk, per token, attention, what a prompt adds to its first step."""
     loss: float
     unsure: bool = False
 
@@ -169,7 +171,7 @@ def _table(
         counted = [one for one in sizes if not once or base + one * per_token >= weights]
         if once:
             seconds -= (len(sizes) - len(counted)) * weights
-        table.rows.append((overhead, float(len(counted)), sum(counted), tokens * tokens / 2))
+        table.rows.append((overhead, float(len(counted)), sum(counted), tokens * tokens / 2, 1.0))
         table.values.append(seconds)
         table.sizes.append(size)
 

@@ -15,6 +15,7 @@ _UNITS = {
     "context_token_s": (1e9, "ns"),
     "chunk_base_s": (1e3, "ms"),
     "attention_s": (1e9, "ns"),
+    "prompt_begin_s": (1e3, "ms"),
     "request_overhead_s": (1e3, "ms"),
     "prefill_tokens_per_s": (1.0, "tokens/s"),
     "handoff_overhead_s": (1e3, "ms"),
