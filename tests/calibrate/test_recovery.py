@@ -252,10 +252,10 @@ def test_a_profile_explains_its_own_measurements() -> None:
 
 
 def test_an_engine_that_claims_any_number_of_blocks_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+    made: list[int] = []
 
     def noting(**options: Any) -> Facts:
-        made.append(options.get("num_gpu_blocks"))
+        made.append(int(options["num_gpu_blocks"]))
         return Facts(**options)
 
     monkeypatch.setattr("pdproxy.lab.calibrate.virtual.Facts", noting)
@@ -263,6 +263,20 @@ def test_an_engine_that_claims_any_number_of_blocks_costs_no_memory(monkeypatch:
     seen = seen_of(trial, one | {"num_gpu_blocks": 1 << 24})
     assert made[-1] < 10_000
     assert seen == seen_of(trial, one)
+
+
+def test_few_short_prompts_with_much_noise_still_tell_the_time_per_token() -> None:
+    hardware = Hardware(decode_step_s=0.008, prefill_tokens_per_s=5000.0)
+    found = []
+    for seed in range(6):
+        chance = random.Random(seed)
+        lengths = (48, 96, 192, 384, 510) * 2
+        late = [chance.choice((0.0, 0.004, 0.012)) for _ in range(20)]
+        chunks = [ChunkRow(n, 1, 1, 40.0, hardware.step_s(n, 1) + late.pop()) for n in lengths]
+        alone = [AloneRow(n, hardware.step_s(n, 0) + late.pop()) for n in lengths]
+        decodes = [DecodeRow(n, 60.0 * n, hardware.step_s(0, n)) for n in (1, 2, 4) * 2]
+        found.append(fitted(decodes, chunks, alone, 2048).hardware.prefill_tokens_per_s)
+    assert all(4000 < one < 6500 for one in found), found
 
 
 def test_the_report_marks_what_the_profile_does_not_explain() -> None:

@@ -150,7 +150,7 @@ def _prefill(
     unsure = other <= loss * _CLOSE + _CLOSE_BY
     if unsure and not once:
         loss, once, table = ways[1]
-    return _Prefill(once, _without_noise(table.rows, table.values, table.sizes, keep=(2,)), loss, unsure)
+    return _Prefill(once, _without_noise(table.rows, table.values, table.sizes, keep=(2,), spare=(3, 4)), loss, unsure)
 
 
 def _table(
@@ -198,15 +198,21 @@ def _sizes(tokens: int, steps: int, budget: int | None) -> list[float]:
 
 
 def _without_noise(
-    rows: Sequence[Row], values: Sequence[float], sizes: Sequence[float], keep: Sequence[int]
+    rows: Sequence[Row], values: Sequence[float], sizes: Sequence[float], keep: Sequence[int], spare: Sequence[int] = ()
 ) -> list[Spread]:
-    """Return the fit without the columns that resampling lets vanish, one after the other; those in `keep` stay."""
+    """Return the fit without the columns that resampling lets vanish, one after the other; those in `keep` stay.
+
+    Columns in `spare` are left out, too, while those in `keep` are not known well enough.
+    """
     width = len(rows[0])
     columns = list(range(width))
     while True:
         part = [tuple(row[column] for column in columns) for row in rows]
         found = dict(zip(columns, spread(part, values, sizes), strict=True))
         vague = [column for column in columns if column not in keep and found[column].low <= 0]
+        if not vague and any(found[column].relative > _MOST_SPREAD for column in keep):
+            # Too many terms for these rows: without the one with the least effect, the others may be known.
+            vague = [column for column in columns if column in spare]
         if not vague:
             return [found.get(column, Spread(0.0, 0.0, 0.0)) for column in range(width)]
         columns.remove(min(vague, key=lambda column: found[column].value * max(abs(row[column]) for row in rows)))
