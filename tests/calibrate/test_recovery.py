@@ -267,16 +267,14 @@ def test_an_engine_that_claims_any_number_of_blocks_costs_no_memory(monkeypatch:
 
 def test_few_short_prompts_with_much_noise_still_tell_the_time_per_token() -> None:
     hardware = Hardware(decode_step_s=0.008, prefill_tokens_per_s=5000.0)
-    found = []
-    for seed in range(6):
+    lengths = (48, 96, 192, 384, 510)
+    for seed in (1, 2, 3):  # with seed 2, two terms too many leave the time per token open
         chance = random.Random(seed)
-        lengths = (48, 96, 192, 384, 510) * 2
-        late = [chance.choice((0.0, 0.004, 0.012)) for _ in range(20)]
-        chunks = [ChunkRow(n, 1, 1, 40.0, hardware.step_s(n, 1) + late.pop()) for n in lengths]
-        alone = [AloneRow(n, hardware.step_s(n, 0) + late.pop()) for n in lengths]
+        chunks = [ChunkRow(n, 1, 1, 40.0, hardware.step_s(n, 1) * chance.uniform(1, 1.5)) for n in lengths]
+        alone = [AloneRow(n, hardware.step_s(n, 0) * chance.uniform(1, 1.5)) for n in lengths]
         decodes = [DecodeRow(n, 60.0 * n, hardware.step_s(0, n)) for n in (1, 2, 4) * 2]
-        found.append(fitted(decodes, chunks, alone, 2048).hardware.prefill_tokens_per_s)
-    assert all(4000 < one < 6500 for one in found), found
+        found = fitted(decodes, chunks, alone, 2048).hardware
+        assert 3300 < found.prefill_tokens_per_s < 5000
 
 
 def test_the_report_marks_what_the_profile_does_not_explain() -> None:
