@@ -100,9 +100,18 @@ def test_streams_that_end_before_the_prompts_show_no_stall() -> None:
     assert found.seconds == pytest.approx(0.6)
 
 
+@pytest.fixture
+def any_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are taken on this machine, which may be busy. What is refused for its spread is tested in virtual time."""
+    monkeypatch.setattr("pdproxy.lab.calibrate.fitting._MOST_SPREAD", 1e9)
+
+
+@pytest.mark.usefixtures("any_spread")
 def test_a_simulated_pair_behind_the_proxy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "pair.json"
-    hardware = Hardware(prefill_tokens_per_s=5000.0, pull_s=0.05, link_bytes_per_s=5e8, kv_bytes_per_token=50_000)
+    hardware = Hardware(
+        decode_step_s=0.01, prefill_tokens_per_s=4000.0, pull_s=0.2, link_bytes_per_s=5e8, kv_bytes_per_token=50_000
+    )
     shape: dict[str, Any] = {"hardware": hardware, "eos_every": 0, "max_model_len": 600, "num_gpu_blocks": 600}
     with engines(Facts(role="prefill", **shape), Facts(role="decode", **shape)) as (p, d):
         line = ["calibrate", "--prefill", p.url, "--decode", d.url, "--connector", "nixl", "--out", str(out)]
@@ -114,7 +123,7 @@ def test_a_simulated_pair_behind_the_proxy(tmp_path: Path, capsys: pytest.Captur
     profile = load(str(out))
     assert profile.hardware.kv_bytes_per_token == pytest.approx(50_000, rel=0.05)
     # A busy machine makes stalls longer, never shorter.
-    assert profile.hardware.pull_s > 0.04
+    assert profile.hardware.pull_s > 0.16
     assert "pull_s" in shown.out
     assert "with connector nixl" in profile.origin.measured
 
@@ -142,6 +151,7 @@ def test_wrong_pairs_exit_with_2_and_one_line(
     assert says in lines[0]
 
 
+@pytest.mark.usefixtures("any_spread")
 def test_a_prefill_engine_that_is_not_there_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "x.json"
     hardware = Hardware(decode_step_s=0.008, prefill_tokens_per_s=3000.0)  # far above the noise of a busy machine

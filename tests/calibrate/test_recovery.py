@@ -17,7 +17,7 @@ from pdproxy.lab.calibrate.misfit import Misfit, misfits
 from pdproxy.lab.calibrate.report import text_of
 from pdproxy.lab.calibrate.rows import AloneRow, ChunkRow, DecodeRow, chunk_row
 from pdproxy.lab.calibrate.run import Calibration
-from pdproxy.lab.calibrate.trials import OutOfTimeError, Prompt, Seen, Trial, TrialError
+from pdproxy.lab.calibrate.trials import MergedError, OutOfTimeError, Prompt, Seen, Trial, TrialError
 from pdproxy.lab.calibrate.virtual import seen_of
 from pdproxy.sim.facts import Facts
 
@@ -190,6 +190,33 @@ def test_an_engine_whose_budget_no_prompt_reaches() -> None:
     assert rows.budget is None
     assert rows.budget_note == "no prompt of up to 2046 tokens was cut"
     assert found_in(rows).hardware.decode_step_s == pytest.approx(SLOW.decode_step_s, rel=0.03)
+
+
+def test_trials_without_times_are_left_out_and_a_few_of_them_do_no_harm() -> None:
+    """Tokens come together where the machine is busy. Where they always do, that is the error."""
+    one, count = options(H200), [0]
+
+    async def run(trial: Trial) -> Seen:
+        count[0] += 1
+        if trial.streams and count[0] % 9 == 1:
+            raise MergedError("together")
+        return seen_of(trial, one)
+
+    rows = asyncio.run(Experiments(run, Limits(16384)).all())
+    assert rows.budget == 2048
+    assert found_in(rows).hardware.prefill_tokens_per_s == pytest.approx(H200.prefill_tokens_per_s, rel=0.05)
+
+    async def never(trial: Trial) -> Seen:
+        raise MergedError("always together")
+
+    with pytest.raises(MergedError, match="always"):
+        asyncio.run(Experiments(never, Limits(16384)).all())
+
+
+def test_a_budget_that_is_given_counts_though_the_time_ends_before() -> None:
+    rows = measured(options(H200), trials=40, budget=4096)
+    assert not rows.complete
+    assert (rows.budget, rows.budget_note) == (4096, "given")
 
 
 def test_a_given_budget_is_not_searched() -> None:

@@ -6,13 +6,14 @@ after any of them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdproxy.lab.calibrate.rows import AloneRow, ChunkRow, DecodeRow, alone_row, chunk_row, decode_row
-from pdproxy.lab.calibrate.trials import OutOfTimeError, Runner, Seen, Trial
+from pdproxy.lab.calibrate.trials import MergedError, OutOfTimeError, Runner, Seen, Trial
 
 SHORT = 32
 """Tokens of the short prompts of streams."""
@@ -30,6 +31,8 @@ _LONG_STREAMS = (1, 2, 4, 8)
 _LONGEST = 4096
 """Tokens of the long prompts of streams, if the engine takes them."""
 _TRIES = 3
+_MOST_MERGED = 12
+"""Trials without times, after which the engine is taken for one whose tokens never come one by one."""
 _MOST_OUTPUT = 1024
 _NO_STEPS = "the steps of prompts can't be told apart"
 _SHARE = 0.02
@@ -80,12 +83,15 @@ class Experiments:
         self._limits = limits
         self._on_trial = on_trial
         self.measured = Measured()
+        if limits.budget is not None:
+            self.measured.budget, self.measured.budget_note = limits.budget, "given"
         self._step = 0.0
         """Seconds of a decode step, as far as known."""
         self._slope = 0.0
         """Seconds per prompt token, as far as known."""
         self._one_step = 0
         """The longest prompt that was computed in one step, beside a stream."""
+        self._merged = 0
         self._longest: int | None = None
         """The longest prompt of all; None: not known yet."""
 
@@ -133,10 +139,17 @@ class Experiments:
             counts.setdefault(row.tokens, Counter())[row.steps] += 1
         return {tokens: min(one, key=lambda steps: (-one[steps], steps)) for tokens, one in sorted(counts.items())}
 
-    async def _do(self, trial: Trial) -> Seen:
+    async def _do(self, trial: Trial) -> Seen | None:
+        """Carry out a trial. None: its tokens' times are not known, as it happens when the machine is busy."""
         if self._on_trial is not None:
             self._on_trial(trial.name)
-        seen = await self._run(trial)
+        try:
+            seen = await self._run(trial)
+        except MergedError:
+            self._merged += 1
+            if self._merged >= _MOST_MERGED:
+                raise
+            return None
         self.measured.trials.append((trial, seen))
         return seen
 
@@ -151,7 +164,8 @@ class Experiments:
 
     async def _warm_up(self) -> None:
         for _ in range(2):
-            await self._run(Trial("warm-up", 1, SHORT, 12, (_SMALLEST,)))
+            with contextlib.suppress(MergedError):
+                await self._run(Trial("warm-up", 1, SHORT, 12, (_SMALLEST,)))
         await self._alone(8 * _SMALLEST)  # how slow it is, before many prompts are sent at once
 
     # -- decode
@@ -176,6 +190,8 @@ class Experiments:
             if not self._fits(trial) or (self._slope and streams * tokens * self._slope > self._most_s * _MANY):
                 return False
             seen = await self._do(trial)
+            if seen is None:
+                continue
             row = decode_row(trial, seen)
             if row is not None:
                 self.measured.decodes.append(row)
@@ -225,7 +241,10 @@ class Experiments:
     async def _alone(self, tokens: int) -> None:
         trial = Trial(f"a prompt of {tokens} tokens", beside=(tokens,))
         if self._fits(trial):
-            row = alone_row(trial, await self._do(trial))
+            seen = await self._do(trial)
+            if seen is None:
+                return
+            row = alone_row(trial, seen)
             self.measured.alone.append(row)
             if tokens >= 256:
                 self._slope = row.seconds / tokens
@@ -240,7 +259,8 @@ class Experiments:
             trial = Trial(f"a prompt of {tokens} tokens beside a stream", 1, SHORT, 6 + waits + _AFTER, (tokens,))
             if not self._fits(trial) or trial.output_tokens > _MOST_OUTPUT:
                 return None
-            row = chunk_row(trial, await self._do(trial))
+            seen = await self._do(trial)
+            row = None if seen is None else chunk_row(trial, seen)
             if row is not None:
                 if row.steps == 1:
                     self._one_step = max(self._one_step, tokens)
@@ -254,8 +274,6 @@ class Experiments:
     async def _find_budget(self) -> None:
         """Find the longest prompt that is computed in one step beside a stream: the budget less one token."""
         if self._limits.budget is not None:
-            self.measured.budget = self._limits.budget
-            self.measured.budget_note = "given"
             self._check_given(self._limits.budget)
             return
         usual = self._usual_steps()

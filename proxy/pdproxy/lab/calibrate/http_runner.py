@@ -21,7 +21,7 @@ from pdproxy.bench.errors import one_line
 from pdproxy.bench.events import BrokenStream, ErrorEvent, EventReader
 from pdproxy.bench.prompts import PATHS, Prompts
 from pdproxy.bench.workload import Lengths, Planned
-from pdproxy.lab.calibrate.trials import BESIDE_AFTER, OutOfTimeError, Prompt, Seen, Trial, TrialError
+from pdproxy.lab.calibrate.trials import BESIDE_AFTER, MergedError, OutOfTimeError, Prompt, Seen, Trial, TrialError
 from pdproxy.lab.check.metrics import EXTERNAL, Metrics, read
 
 _MOST_BYTES = 8 << 20
@@ -43,10 +43,6 @@ _AFTER_DONE = 1.0
 
 class BusyError(TrialError):
     """The engine has requests of others."""
-
-
-class _MergedError(TrialError):
-    """There were fewer events than tokens."""
 
 
 class _Card(msgspec.Struct):
@@ -205,7 +201,7 @@ class HttpRunner:
             OutOfTimeError: the time for all trials is over.
         """
         for _ in range(_ATTEMPTS - 1):
-            with contextlib.suppress(_MergedError):
+            with contextlib.suppress(MergedError):
                 return await self._once(trial)
         return await self._once(trial)
 
@@ -325,7 +321,7 @@ class HttpRunner:
                 f"an answer of {output} tokens had {reader.output_tokens} by the engine's count (does it heed ignore_eos?)"
             )
         if len(reader.times) != output:
-            raise _MergedError(f"{output} tokens came in {len(reader.times)} events: the time of each one is not known")
+            raise MergedError(f"{output} tokens came in {len(reader.times)} events: the time of each one is not known")
         return reader.times
 
     async def _idle(self, seconds: float) -> None:

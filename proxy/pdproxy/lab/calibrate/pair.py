@@ -6,6 +6,7 @@ step; both engines are taken to be equal.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from msgspec import structs
 from pdproxy.lab.calibrate.experiments import SHORT, Limits
 from pdproxy.lab.calibrate.fitting import CantTellError, Fitted
 from pdproxy.lab.calibrate.solve import Row, Spread, spread
-from pdproxy.lab.calibrate.trials import OutOfTimeError, Runner, Seen, Trial
+from pdproxy.lab.calibrate.trials import MergedError, OutOfTimeError, Runner, Seen, Trial
 
 _ROUNDS = 4
 _SMALLEST = 256
@@ -91,8 +92,9 @@ async def measure(
                 plain = await do(alone, Trial(f"a prompt of {tokens} tokens", beside=(tokens,)))
                 found.rows.append(PairRow(tokens, pair.beside[0].ttft, plain.beside[0].ttft))
             for trial in beside:
-                row = stall_row(trial, await do(through, trial))
-                found.stalls += [row] if row is not None else []
+                with contextlib.suppress(MergedError):
+                    row = stall_row(trial, await do(through, trial))
+                    found.stalls += [row] if row is not None else []
     except OutOfTimeError:
         pass
     return found
