@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import trustme
 from pdproxy.bench import session as bench_session
 from pdproxy.bench.errors import BenchError
 from pdproxy.cli.main import main
+from pdproxy.lab.simulate.cluster import Call, Cluster
+from pdproxy.lab.simulate.records import Records
 from tests.bench.servers import FAST, engines, tls_context
 
 LOAD = ["--rate", "200", "--requests", "30", "--input-tokens", "5:30", "--output-tokens", "3", "--allow-lag"]
@@ -57,6 +60,32 @@ def test_two_servers_are_measured_with_the_same_loads(tmp_path: Path, capsys: py
     assert [len(lengths) for lengths in asked] == [61, 61]
     assert main(["bench", "--compare", str(path), str(path)]) == 0
     assert "median of 4 runs" in capsys.readouterr().out
+
+
+def test_a_profile_gets_the_same_requests_as_the_servers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.jsonl"
+    asked = []
+
+    class Noting(Cluster):
+        def run(self, calls: Iterable[Call]) -> Records:
+            found = list(calls)
+            asked.append([(call.prompt, call.output) for call in found])
+            return super().run(found)
+
+    with engines(FAST) as (one,), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pdproxy.lab.simulate.run.Cluster", Noting)
+        code = main(
+            ["bench", one.url, *LOAD, "--seeds", "2", "--warm-up", "0", "--json", str(path), "--profile", "h200-8b"]
+        )
+        sent = sorted(len(request.json["prompt"]) for request in one.requests)
+    captured = capsys.readouterr()
+    assert (code, captured.err) == (0, "")
+    assert "profile h200-8b" in captured.out.splitlines()[1]
+    assert len(asked) == 2
+    assert asked[0] != asked[1]
+    assert sorted(prompt for run in asked for prompt, _ in run) == sent
+    assert {output for run in asked for _, output in run} == {3}
+    assert len(records(path)) == 2  # what was simulated is no measurement
 
 
 def test_prompts_of_two_servers_and_of_two_commands_differ(tmp_path: Path) -> None:
@@ -216,6 +245,10 @@ WRONG: list[tuple[list[str], str]] = [
     ([URL, "--rate", "1", "--slo", "a:ttft=1s", "--slo", "a:ttft=2s"], "--slo: two have the name a"),
     ([URL, "--rate", "1", "--seeds", "0"], "--seeds: expected 1 to 100"),
     ([URL, "--rate", "1", "--scale", "2"], "--scale: has no effect without --trace"),
+    ([URL, "--rate", "1", "--burstiness", "2"], "--burstiness: has no effect without --arrivals burst"),
+    ([URL, "--rate", "1", "--plot", "/nowhere/x.svg"], "--plot: x.svg can't be written"),
+    ([URL, "--rate", "1", "--profile", "nowhere"], "--profile: nowhere: neither a file nor one of"),
+    (["--compare", "x", "--profile", "h200-8b"], "--profile: has no effect without a URL"),
     ([URL, "--rate", "1", "--spread"], "--spread: has no effect without --trace"),
     ([URL, "--trace", "/no/such"], "--trace: such can't be read"),
     ([URL, "--trace", "x", "--input-tokens", "4"], "--input-tokens: has no effect with --trace"),

@@ -21,13 +21,15 @@ def page(content: bytes, status: bytes = b"200 OK") -> bytes:
 MODELS = page(b'{"data":[{"id":"m","max_model_len":2048}]}')
 
 
-def metrics(running: int = 0, prompts: int = 0, cached: int = 0, started: int = 1) -> bytes:
+def metrics(
+    running: int = 0, prompts: int = 0, cached: int = 0, started: int = 1, cache: str = "local_cache_hit"
+) -> bytes:
     """Return a page of metrics."""
     lines = (
         f"process_start_time_seconds {started}",
         f'vllm:num_requests_running{{engine="0"}} {running}',
         f'vllm:prompt_tokens_by_source_total{{engine="0",source="local_compute"}} {prompts - cached}',
-        f'vllm:prompt_tokens_by_source_total{{engine="0",source="local_cache_hit"}} {cached}',
+        f'vllm:prompt_tokens_by_source_total{{engine="0",source="{cache}"}} {cached}',
         'vllm:cache_config_info{block_size="16",num_gpu_blocks="500",engine="0"} 1',
     )
     return page("\n".join(lines).encode() + b"\n")

@@ -5,9 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec import structs
 
 from pdproxy.cli.main import main
+from pdproxy.engine_model.profile import load
+from pdproxy.lab.plan.answer import Answer, AtRate, Sizes
+from pdproxy.lab.plan.arrangement import plain
+from pdproxy.lab.plan.capacity import Level
+from pdproxy.lab.plan.report import text
+from pdproxy.lab.plan.search import Found, Result
+from tests.plan.questions import question
 from tests.simulate.loads import write_trace
 
 LOAD = ("--input-tokens", "4000", "--output-tokens", "128", "--requests", "600", "--seeds", "1", "--chunks", "512,8192")
@@ -95,8 +104,87 @@ def test_what_nothing_keeps_ends_with_1(capsys: pytest.CaptureFixture[str], tmp_
     file = tmp_path / "plan.json"
     assert main(["plan", "--gpus", "2", *LOAD, "--slo", "tpot=1ms", "--json", str(file)]) == 1
     shown = capsys.readouterr().out
-    assert shown == "No arrangement of 2 GPUs keeps tpot=1ms, and ttft=2s, for 90 % of the requests at any rate.\n"
-    assert json.loads(file.read_text())["plan"] is None
+    first, second = shown.splitlines()
+    assert first == "No arrangement of 2 GPUs keeps tpot=1ms, and ttft=2s, for 90 % of the requests at any rate."
+    assert second.startswith("Even at 0.")
+    assert second.endswith("with 2 plain engines with --max-num-batched-tokens 8192, 100 % of the requests miss TPOT.")
+    found = json.loads(file.read_text())
+    assert found["plan"] is None
+    assert found["at_a_low_rate"]["missed"] == {"ttft": 0.0, "tpot": 1.0}
+
+
+def test_requests_that_do_not_fit_or_are_longer_than_measured_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    few = ("--requests", "100", "--seeds", "1", "--chunks", "512", "--policy", "least_load", "--slo", "ttft=2s")
+    assert main(["plan", "--gpus", "1", "--input-tokens", "4000", "--kv-tokens", "2000", *few]) == 1
+    assert "100 % of the requests do not fit into an engine's KV memory of 2000 tokens" in capsys.readouterr().out
+    trace = tmp_path / "trace.jsonl"
+    line = '{"timestamp": %d, "input_length": %d, "output_length": 20}\n'
+    trace.write_text("".join(line % (1000 * n, 20_000 if n % 20 == 0 else 100) for n in range(100)))
+    assert main(["plan", "--gpus", "1", "--trace", str(trace), *few]) == 0
+    said = "5 % of the requests are longer than the profile's max_model_len of 16384 tokens, the longest has 20020."
+    assert said in capsys.readouterr().out
+
+
+def test_a_split_by_a_profile_of_one_engine_alone_is_doubted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    profile = load("h200-8b")
+    alone = structs.replace(
+        profile, hardware=structs.replace(profile.hardware, pull_s=0.0, further_pull_s=0.0, handoff_overhead_s=0.0)
+    )
+    file = tmp_path / "alone.json"
+    file.write_bytes(msgspec.json.encode(alone))
+    line = ["plan", "--gpus", "4", *LOAD, *TIGHT]
+    said = "The profile has no time for handoffs"
+    assert main([*line, "--profile", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Split: ")
+    assert said in shown
+    assert main(line) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("Split: ")
+    assert said not in shown
+
+
+def test_a_chunk_below_max_num_seqs_needs_both_options(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", "--gpus", "1", *LOAD, *LOOSE]
+    assert main([*line, "--max-num-seqs", "10000"]) == 0
+    said = "--max-num-seqs must be as low, or vLLM does not start."
+    assert said in capsys.readouterr().out
+    assert main([*line, "--max-num-seqs", "512"]) == 0
+    assert said not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("share", "headroom", "kept", "says"),
+    [
+        (0.95, 0.1, True, "95.0 % are good: 4.75 good req/s per GPU. Headroom: 10 %."),
+        (0.91, -0.005, True, "91.0 % are good: 4.55 good req/s per GPU. Headroom: 0 %."),
+        (0.89, -0.004, False, "That is too much: 2 GPUs serve 1 % less within the SLO."),
+        (0.5, -0.3, False, "That is too much: 2 GPUs serve 30 % less within the SLO."),
+        (0.88, 0.02, False, "That is too few, though higher rates keep the SLO"),
+    ],
+)
+def test_what_is_said_of_the_asked_rate_does_not_contradict_itself(
+    share: float, headroom: float, kept: bool, says: str
+) -> None:
+    asked = question("ttft=500ms")
+    best = Found(plain(2, 512, "least_load"), 200, True)
+    result = Result(gpus=2, best=best, found=(best,), runs=1, level=Level(10, 1, 1), searched=1)
+    given = AtRate(rate=10.0, share=share, goodput_per_gpu=5 * share, headroom=headroom, kept=kept)
+    found = Answer(
+        question=asked,
+        result=result,
+        best=best,
+        other=None,
+        asked=given,
+        reason=None,
+        other_reason=None,
+        sizes=Sizes(longest=10, refused=0.0, beyond=0.0),
+    )
+    assert says in text(found).splitlines()[2]
 
 
 def test_a_slo_without_ttft_does_not_let_a_queue_grow(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,6 +215,8 @@ def test_a_slo_without_ttft_does_not_let_a_queue_grow(capsys: pytest.CaptureFixt
         (["--gpus", "2", "--trace", "x", "--input-tokens", "5", *LOOSE], "--input-tokens: has no effect with --trace"),
         (["--gpus", "2", "--json", "/nowhere/file", *LOOSE], "--json: file can't be written"),
         (["--gpus", "2", "--plot", "plan.txt", *LOOSE], "--plot: expected a file that ends with .png"),
+        (["--gpus", "2", "--plot", "/nowhere/plan.svg", *LOOSE], "--plot: plan.svg can't be written"),
+        (["--gpus", "2", "--burstiness", "0.5", *LOOSE], "--burstiness: has no effect without --arrivals burst"),
         (["--gpus", "2", "--burstiness", "0.001", "--arrivals", "burst", *LOOSE], "the burstiness must be 0.01 to 100"),
     ],
 )

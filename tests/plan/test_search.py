@@ -112,6 +112,17 @@ def test_what_nothing_keeps_has_no_plan() -> None:
     assert gpus_for(question("ttft=1ms"), 1.0, requests=200, seeds=1).best is None
 
 
+def test_a_rate_at_which_engines_make_no_progress_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = question(A)
+    prober, one, level = Prober(asked, work_of(asked)), plain(1, 512, "least_load"), Level(200, 1, 1)
+    assert prober.passes(one, level, 0)
+    monkeypatch.setattr("pdproxy.lab.simulate.cluster._NO_PROGRESS", 5)
+    fresh = Prober(asked, work_of(asked))
+    assert not fresh.passes(one, level, 0)
+    run = fresh.at(one, level, 1.0)[0]
+    assert run.good["all"] < run.requests
+
+
 def test_requests_that_do_not_fit_are_misses() -> None:
     asked = question(A)
     small = msgspec.structs.replace(asked, shape=msgspec.structs.replace(asked.shape, kv_tokens=4096))

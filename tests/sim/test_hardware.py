@@ -29,7 +29,7 @@ H200 = Hardware(
 @given(
     st.builds(
         Hardware,
-        speed=st.floats(0, 100),
+        speed=st.just(0.0) | st.floats(1e-6, 100),
         prefill_tokens_per_s=st.floats(1, 1e6),
         decode_step_s=SECONDS,
         decode_step_per_seq_s=SECONDS,

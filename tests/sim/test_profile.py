@@ -61,6 +61,11 @@ def test_a_file_is_a_profile_too(tmp_path):
         ({"hardware": {"decode_steps": 1}}, "decode_steps"),
         ({"hardware": {"decode_step_s": "fast"}}, "hardware.decode_step_s"),
         ({"hardware": 5}, "hardware"),
+        ({"hardware": {"decode_step_s": 1e300}}, "decode_step_s must be at most"),
+        ({"hardware": {"kv_bytes_per_token": 10**400}}, "kv_bytes_per_token must be at most"),
+        ({"hardware": {"prefill_tokens_per_s": 1e-300}}, "prefill_tokens_per_s must be at least"),
+        ({"hardware": {"speed": 1e-300}}, "speed must be at least"),
+        ({"hardware": {"a\nb\x1b[2J" + "x" * 100_000: 1}}, "a?b?[2J"),
         ({"origin": {}}, "accelerator"),
         ({"engine": {"num_gpu_blocks": 10}}, "num_gpu_blocks"),
         ({"engine": {"num_gpu_blocks": 10**12}}, "num_gpu_blocks"),
@@ -76,6 +81,8 @@ def test_a_wrong_file_is_refused_in_one_line_that_names_it(tmp_path, changes, wo
     assert main(["sim", "--profile", name]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
+    assert said[:-1].isprintable()
+    assert len(said) < 1000
     assert "--profile" in said
     assert word in said
 

@@ -85,6 +85,18 @@ def test_a_smaller_chunk_shortens_the_gaps(capsys: pytest.CaptureFixture[str], t
         (["--aggregated", "2", "--rate", "9000", "--duration", "86400"], "are more than 1000000 in one run"),
         (["--aggregated", "2", "--rate", "4", "--duration", "5", "--requests", "5"], "give one of them"),
         (["--aggregated", "2", "--rate", "4", "--scale", "2"], "--scale: has no effect without --trace"),
+        (
+            ["--aggregated", "2", "--rate", "4", "--burstiness", "2"],
+            "--burstiness: has no effect without --arrivals burst",
+        ),
+        (
+            ["--aggregated", "2", "--rate", "4", "--prefill-chunk", "512"],
+            "--prefill-chunk: has no effect without --pre",
+        ),
+        (
+            ["--aggregated", "2", "--rate", "4", "--prefill-policy", "least_load"],
+            "--prefill-policy: has no effect without --prefill",
+        ),
         (["--aggregated", "2", "--rate", "4", "--policy", "magic"], "--policy: expected least_load"),
         (["--aggregated", "2", "--rate", "4", "--slo", "ttft=5"], "--slo: expected [NAME:]ttft=500ms"),
         (["--aggregated", "2", "--rate", "4", "--slo", "ttft=5s", "--slo", "ttft=5s"], "two have the name ttft=5s"),
@@ -109,6 +121,7 @@ def test_wrong_options_are_named_in_one_line(line: list[str], message: str, caps
     ("options", "message"),
     [
         (["--rate", "4", "--scale", "2"], "--scale: has no effect with --rate"),
+        (["--arrivals", "constant"], "--arrivals: has no effect with --trace and without --rate"),
         (["--input-tokens", "4"], "--input-tokens: has no effect with --trace"),
         (["--max-tokens", "2"], "--trace: no requests are left of it"),
         (["--slice", "90000:90001"], "--trace: no requests are left of it"),

@@ -11,11 +11,19 @@ import secrets
 import signal
 import ssl
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from pdproxy.cli.bench_options import add_options
+from pdproxy.cli.bench_profile import records_of, simulation_of
+from pdproxy.cli.load_options import (
+    DEFAULT_BURSTINESS,
+    as_settings_error,
+    check_writable,
+    mistakes_with_arrivals,
+    mistakes_with_trace,
+)
 from pdproxy.cli.parser import examples
 from pdproxy.settings.errors import SettingsError
 
@@ -63,10 +71,15 @@ def run(arguments: argparse.Namespace) -> int:
         _check(arguments)
         if arguments.plot is not None:
             plots.check(arguments.plot)
+            check_writable(arguments.plot, "--plot")
         for path in arguments.compare:
             records += read_records(path)
         if arguments.servers:
-            code = _measure(_options(arguments), arguments.json, records)
+            options, name = _options(arguments), arguments.profile
+            simulation = None if name is None else simulation_of(name, options.plan, options.slos)
+            code = _measure(options, arguments.json, records)
+            if simulation is not None and code != _INTERRUPTED:
+                records += records_of(simulation, name, options.seeds)
         if records:
             table = table_of(records)
             print(text_of(table, records), end="")
@@ -87,20 +100,10 @@ def _check(arguments: argparse.Namespace) -> None:
         mistakes.append("--rate or --trace is missing")
     if arguments.duration is not None and arguments.requests is not None:
         mistakes.append("--duration and --requests: give one of them")
-    if arguments.trace is not None:
-        mistakes += [
-            f"--{name.replace('_', '-')}: has no effect with --trace"
-            for name in ("input_tokens", "output_tokens")
-            if getattr(arguments, name) is not None
-        ]
-        if arguments.rate is not None and arguments.scale is not None:
-            mistakes.append("--scale: has no effect with --rate")
-    else:
-        mistakes += [
-            f"--{name.replace('_', '-')}: has no effect without --trace"
-            for name in ("scale", "slice", "max_tokens", "spread")
-            if getattr(arguments, name)
-        ]
+    mistakes += mistakes_with_arrivals(arguments)
+    mistakes += mistakes_with_trace(arguments, ("scale", "slice", "max-tokens", "spread"))
+    if arguments.trace is not None and arguments.rate is not None and arguments.scale is not None:
+        mistakes.append("--scale: has no effect with --rate")
     if arguments.token_ids is not None and arguments.endpoint == "chat":
         mistakes.append("--token-ids: has no effect with --endpoint chat")
     if arguments.api_key is not None and arguments.api_key_file is not None:
@@ -109,6 +112,8 @@ def _check(arguments: argparse.Namespace) -> None:
         mistakes.append("--detailed: has no effect without --json")
     if not arguments.servers and arguments.json is not None:
         mistakes.append("--json: has no effect without a URL")
+    if not arguments.servers and arguments.profile is not None:
+        mistakes.append("--profile: has no effect without a URL")
     names = [slo.name for slo in arguments.slo]
     mistakes += [f"--slo: two have the name {name}" for name in dict.fromkeys(names) if names.count(name) > 1]
     if mistakes:
@@ -127,14 +132,14 @@ def _options(arguments: argparse.Namespace) -> Options:
         endpoint=arguments.endpoint,
         arrivals="trace" if arguments.rate is None else arguments.arrivals,
         rate=None if arguments.rate is None else sum(r for r in arguments.rate if r) / (2 if arguments.rate[1] else 1),
-        burstiness=arguments.burstiness if arguments.arrivals == "burst" else 1.0,
+        burstiness=arguments.burstiness or DEFAULT_BURSTINESS if arguments.arrivals == "burst" else 1.0,
         seed=0,
         salt=arguments.salt or secrets.token_hex(8),
         requests=0,
         trace=None if arguments.trace is None else arguments.trace.name,
         left_out=left_out,
     )
-    with _as_settings_error(""):
+    with as_settings_error(""):
         servers = reading.servers(arguments.servers)
     return Options(
         servers=servers,
@@ -165,9 +170,11 @@ def _plan(arguments: argparse.Namespace) -> tuple[Callable[[int], list[Planned]]
 
     arrivals = None
     if arguments.rate is not None:
-        with _as_settings_error("--rate: "):
+        with as_settings_error("--rate: "):
             low, high = arguments.rate
-            arrivals = Arrivals(kind=arguments.arrivals, rate=low, end_rate=high, burstiness=arguments.burstiness)
+            arrivals = Arrivals(
+                kind=arguments.arrivals, rate=low, end_rate=high, burstiness=arguments.burstiness or DEFAULT_BURSTINESS
+            )
     duration, requests = arguments.duration, arguments.requests
     if arguments.trace is None:
         assert arrivals is not None
@@ -180,7 +187,7 @@ def _plan(arguments: argparse.Namespace) -> tuple[Callable[[int], list[Planned]]
 
         left_out = 0
     else:
-        with _as_settings_error("--trace: "):
+        with as_settings_error("--trace: "):
             entries = cut(read_trace(arguments.trace), *(arguments.slice or (0.0, math.inf)))
             entries = spread(entries) if arguments.spread else entries
             fitting = [e for e in entries if e.input_tokens + e.output_tokens <= (arguments.max_tokens or math.inf)]
@@ -190,7 +197,7 @@ def _plan(arguments: argparse.Namespace) -> tuple[Callable[[int], list[Planned]]
             scale = arguments.scale or 1.0
             return replayed(fitting, seed, scale=scale, arrivals=arrivals, duration=duration, requests=requests)
 
-    with _as_settings_error(""):
+    with as_settings_error(""):
         if not plan(0):
             raise ValueError("no requests: the trace's slice or the duration is too short")
     return plan, left_out
@@ -286,11 +293,3 @@ def _show(name: str, seed: int, progress: Progress) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.write(f"\r\x1b[K{line[:width]}")
         sys.stderr.flush()
-
-
-@contextlib.contextmanager
-def _as_settings_error(prefix: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise SettingsError(f"{prefix}{error}") from None

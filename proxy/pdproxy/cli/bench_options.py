@@ -8,7 +8,7 @@ from pathlib import Path
 from pdproxy.bench import reading
 from pdproxy.bench.arrivals import KINDS, MAX_REQUESTS
 from pdproxy.bench.slo import parse_slo
-from pdproxy.cli.load_options import add_lengths, add_scale, add_trace, typed
+from pdproxy.cli.load_options import add_burstiness, add_lengths, add_scale, add_trace, typed
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -34,13 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="when requests come: in equal steps, at random (poisson), in bursts, or at random with a rising or falling rate "
         "(default: poisson)",
     )
-    load.add_argument(
-        "--burstiness",
-        metavar="B",
-        type=typed(reading.number(0.0, 100.0, "a number")),
-        default=0.25,
-        help="shape of the gamma distribution of --arrivals burst: the lower, the more at once; 1 is poisson (default: 0.25)",
-    )
+    add_burstiness(load)
     load.add_argument(
         "--duration",
         metavar="S",
@@ -152,6 +146,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         help="show the runs of these files of --json, or of vLLM's benchmark, beside the servers or alone (default: none)",
+    )
+    report.add_argument(
+        "--profile",
+        metavar="NAME",
+        help="show beside the servers what one engine with this profile would do with the same requests: a shipped profile, or "
+        "a file of `pdproxy calibrate` (default: none)",
     )
     report.add_argument(
         "--allow-lag", action="store_true", help="report also if this process was late itself: p99 above 10 ms"

@@ -8,11 +8,11 @@ import contextlib
 import secrets
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from pdproxy.bench import reading
+from pdproxy.cli.load_options import check_writable, typed
 from pdproxy.cli.parser import examples
 from pdproxy.settings.errors import SettingsError
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pdproxy.lab.calibrate.run import Calibration, Options
     from pdproxy.lab.calibrate.stand_in_front import Pair
 
-T = TypeVar("T")
 _INTERRUPTED = 130
 _MAX_TEXT = 100
 
@@ -44,13 +43,13 @@ def add(commands: Commands) -> None:
         ),
     )
     parser.add_argument(
-        "server", metavar="URL", nargs="?", type=_type(reading.server), help="an engine with OpenAI's API"
+        "server", metavar="URL", nargs="?", type=typed(reading.server), help="an engine with OpenAI's API"
     )
     parser.add_argument(
-        "--prefill", metavar="URL", type=_type(reading.server), help="the prefill engine of a pair (default: none)"
+        "--prefill", metavar="URL", type=typed(reading.server), help="the prefill engine of a pair (default: none)"
     )
     parser.add_argument(
-        "--decode", metavar="URL", type=_type(reading.server), help="the decode engine of a pair (default: none)"
+        "--decode", metavar="URL", type=typed(reading.server), help="the decode engine of a pair (default: none)"
     )
     parser.add_argument(
         "--connector", metavar="NAME", help="the connector of the pair, as for `pdproxy serve` (default: none)"
@@ -59,12 +58,12 @@ def add(commands: Commands) -> None:
         "--out", metavar="FILE", type=Path, required=True, help="where the profile is written (required)"
     )
     parser.add_argument(
-        "--name", metavar="TEXT", type=_type(_text), help="the profile's name (default: that of the file)"
+        "--name", metavar="TEXT", type=typed(_text), help="the profile's name (default: that of the file)"
     )
     parser.add_argument(
         "--accelerator",
         metavar="TEXT",
-        type=_type(_text),
+        type=typed(_text),
         default="not named",
         help="what the engine runs on, for the profile (default: not named)",
     )
@@ -72,33 +71,33 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--max-seconds",
         metavar="S",
-        type=_type(reading.number(0.0, 86_400.0, "seconds")),
+        type=typed(reading.number(0.0, 86_400.0, "seconds")),
         default=300.0,
         help="seconds after which no trial goes on; the fit then uses those that have ended (default: 300)",
     )
     parser.add_argument(
         "--timeout",
         metavar="S",
-        type=_type(reading.number(0.0, 86_400.0, "seconds")),
+        type=typed(reading.number(0.0, 86_400.0, "seconds")),
         default=60.0,
         help="seconds that one trial may take (default: 60)",
     )
     parser.add_argument(
         "--max-num-batched-tokens",
         metavar="N",
-        type=_type(reading.whole(2, 1 << 24)),
+        type=typed(reading.whole(2, 1 << 24)),
         help="the engine's option of this name (default: found from the gaps of a stream)",
     )
     parser.add_argument(
         "--max-num-seqs",
         metavar="N",
-        type=_type(reading.whole(1, 1 << 24)),
+        type=typed(reading.whole(1, 1 << 24)),
         help="the engine's option of this name; no trial has more streams (default: not known)",
     )
     parser.add_argument(
         "--token-ids",
         metavar="A:B",
-        type=_type(reading.token_ids),
+        type=typed(reading.token_ids),
         help="range of the token ids of prompts (default: 300:4000)",
     )
     parser.add_argument("--busy", action="store_true", help="measure although the engine has requests of others")
@@ -113,7 +112,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the profile, print the report, return the exit code."""
     options = _options(arguments)
-    _check_writable(arguments.out)
+    check_writable(arguments.out, "--out")
     # Imported here: wrong options should be reported at once.
     import msgspec
 
@@ -159,7 +158,7 @@ def _options(arguments: argparse.Namespace) -> Options:
     )
     return Options(
         target=target,
-        name=arguments.name or _text(arguments.out.stem[:_MAX_TEXT] or "profile"),
+        name=arguments.name or _name_of(arguments.out),
         accelerator=arguments.accelerator,
         salt=secrets.token_hex(8),
         seconds=arguments.max_seconds,
@@ -211,18 +210,6 @@ def _pair(arguments: argparse.Namespace, headers: dict[str, str]) -> Pair:
     return pair
 
 
-def _check_writable(path: Path) -> None:
-    """Refuse a file that can't be written before minutes are spent. An existing one keeps its content."""
-    try:
-        existed = path.exists()
-        with path.open("ab"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise SettingsError(f"--out: {path.name} can't be written: {error.strerror}") from None
-
-
 def _measured(options: Options) -> Calibration | None:
     """Return what was found, None if it was interrupted."""
     from pdproxy.lab.calibrate.run import calibrate
@@ -255,17 +242,13 @@ def _show(name: str) -> None:
         sys.stderr.flush()
 
 
+def _name_of(path: Path) -> str:
+    """Return a profile's name from that of its file, which may have any letters."""
+    printable = "".join(letter for letter in path.stem if letter.isprintable())[:_MAX_TEXT]
+    return printable if printable.strip() else "profile"
+
+
 def _text(text: str) -> str:
     if not text.strip() or not text.isprintable() or len(text) > _MAX_TEXT:
         raise ValueError(f"expected 1 to {_MAX_TEXT} printable characters")
     return text
-
-
-def _type(read: Callable[[str], T]) -> Callable[[str], T]:
-    def parse(text: str) -> T:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parse

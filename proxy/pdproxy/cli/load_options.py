@@ -14,9 +14,12 @@ from pdproxy.settings.errors import SettingsError
 
 if TYPE_CHECKING:
     from pdproxy.bench.trace import Entry
+    from pdproxy.engine_model.profile import EngineLimits
+    from pdproxy.lab.simulate.shape import Shape
 
 T = TypeVar("T")
 DEFAULT_PROFILE = "h200-8b"
+DEFAULT_BURSTINESS = 0.25
 
 
 def typed(read: Callable[[str], T]) -> Callable[[str], T]:
@@ -63,6 +66,24 @@ def add_trace(group: argparse._ArgumentGroup, use_of_rate: str) -> None:
         type=typed(reading.whole(2, 10_000_000)),
         help="leave out requests of the trace with more tokens in prompt and answer (default: none)",
     )
+
+
+def add_burstiness(group: argparse._ArgumentGroup) -> None:
+    """Add the shape of bursts."""
+    group.add_argument(
+        "--burstiness",
+        metavar="B",
+        type=typed(reading.number(0.0, 100.0, "a number")),
+        help="shape of the gamma distribution of --arrivals burst: the lower, the more at once; 1 is poisson "
+        f"(default: {DEFAULT_BURSTINESS})",
+    )
+
+
+def mistakes_with_arrivals(arguments: argparse.Namespace) -> list[str]:
+    """Return which options of arrivals have no effect."""
+    if arguments.burstiness is not None and arguments.arrivals != "burst":
+        return ["--burstiness: has no effect without --arrivals burst"]
+    return []
 
 
 def add_scale(group: argparse._ArgumentGroup) -> None:
@@ -129,6 +150,23 @@ def mistakes_with_trace(arguments: argparse.Namespace, names: tuple[str, ...]) -
     return [f"--{name}: has no effect without --trace" for name in names if getattr(arguments, name.replace("-", "_"))]
 
 
+def shape_of(arguments: argparse.Namespace, limits: EngineLimits, chunk: int) -> Shape:
+    """Return a virtual engine: the profile's, with the options of `add_engine_limits`. `chunk`: `--max-num-batched-tokens`.
+
+    Raises:
+        ValueError: there can't be such an engine.
+    """
+    from pdproxy.lab.simulate.shape import Shape
+
+    return Shape(
+        max_num_batched_tokens=chunk,
+        max_num_seqs=arguments.max_num_seqs or limits.max_num_seqs,
+        kv_tokens=arguments.kv_tokens or limits.block_size * limits.num_gpu_blocks,
+        block_size=limits.block_size,
+        enable_prefix_caching=not arguments.no_prefix_caching,
+    )
+
+
 def opened(path: Path | None, stack: contextlib.ExitStack) -> IO[bytes] | None:
     """Open the file of --json."""
     if path is None:
@@ -137,6 +175,20 @@ def opened(path: Path | None, stack: contextlib.ExitStack) -> IO[bytes] | None:
         return stack.enter_context(path.open("wb"))
     except OSError as error:
         raise SettingsError(f"--json: {path.name} can't be written: {error.strerror}") from None
+
+
+def check_writable(path: Path | None, option: str) -> None:
+    """Refuse a file that can't be written before minutes are spent. An existing one keeps its content."""
+    if path is None:
+        return
+    try:
+        existed = path.exists() or path.is_symlink()
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise SettingsError(f"{option}: {path.name} can't be written: {error.strerror}") from None
 
 
 @contextlib.contextmanager

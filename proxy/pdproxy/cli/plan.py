@@ -12,14 +12,19 @@ from pdproxy.bench import reading
 from pdproxy.bench.arrivals import KINDS, Kind
 from pdproxy.bench.slo import parse_slo
 from pdproxy.cli.load_options import (
+    DEFAULT_BURSTINESS,
+    add_burstiness,
     add_engine_limits,
     add_lengths,
     add_profile,
     add_trace,
     as_settings_error,
+    check_writable,
     entries_of,
+    mistakes_with_arrivals,
     mistakes_with_trace,
     opened,
+    shape_of,
     typed,
 )
 from pdproxy.cli.parser import examples
@@ -46,8 +51,8 @@ def add(commands: Commands) -> None:
         help="find the engines that serve a load best: how many of which role, with which chunk size",
         description="Search, by simulation, the arrangement of engines that serves the highest rate of a load within an SLO: "
         "plain engines, or prefill and decode engines, with which --max-num-batched-tokens. Nothing is sent. It takes some "
-        "seconds. The exit code is 0, 1 if no arrangement keeps the SLO, 2 if the options are wrong, or 130 if it was "
-        "interrupted.",
+        "seconds, and minutes for many GPUs. The exit code is 0, 1 if no arrangement keeps the SLO at any rate, 2 if the options "
+        "are wrong, or 130 if it was interrupted.",
         usage="pdproxy plan --slo LIMITS [--gpus N] [--rate R] [--trace FILE] [option ...]",
         epilog=examples(
             "pdproxy plan --gpus 8 --input-tokens 4000 --output-tokens 128 --slo ttft=500ms,tpot=8ms",
@@ -87,7 +92,8 @@ def _add_goal(group: argparse._ArgumentGroup) -> None:
         "--rate",
         metavar="R",
         type=typed(reading.number(0.0, 100_000.0, "requests per second")),
-        help="requests per second that must be served (default: the trace's own, else the most that the GPUs serve)",
+        help="requests per second that should be served; the report says if it is too much "
+        "(default: the trace's own, else the most that the GPUs serve)",
     )
 
 
@@ -98,13 +104,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         choices=_KINDS,
         help="when requests come (default: poisson, or the times of --trace, stretched to the rate)",
     )
-    group.add_argument(
-        "--burstiness",
-        metavar="B",
-        type=typed(reading.number(0.0, 100.0, "a number")),
-        default=0.25,
-        help="shape of the gamma distribution of --arrivals burst (default: 0.25)",
-    )
+    add_burstiness(group)
     add_trace(group, "")
 
 
@@ -185,6 +185,7 @@ def run(arguments: argparse.Namespace) -> int:
         with contextlib.ExitStack() as stack, as_settings_error(""):
             if arguments.plot is not None:
                 plots.check(arguments.plot)
+                check_writable(arguments.plot, "--plot")
             file = opened(arguments.json, stack)
             if arguments.gpus is None:
                 assert rate is not None
@@ -194,6 +195,7 @@ def run(arguments: argparse.Namespace) -> int:
             found = answer(question, result, rate)
             if file is not None:
                 file.write(msgspec.json.encode(as_json(found)) + b"\n")
+            print(text(found), end="", flush=True)
             if arguments.plot is not None and found.best is not None:
                 plot(found, arguments.plot)
     except KeyboardInterrupt:
@@ -202,7 +204,6 @@ def run(arguments: argparse.Namespace) -> int:
     except BenchError as error:
         sys.stderr.write(f"{arguments.prog}: {error}\n")
         return error.code
-    print(text(found), end="")
     return 0 if found.best is not None else 1
 
 
@@ -214,6 +215,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.exhaustive and arguments.gpus is None:
         mistakes.append("--exhaustive: needs --gpus")
     mistakes += mistakes_with_trace(arguments, ("slice", "spread", "max-tokens"))
+    mistakes += mistakes_with_arrivals(arguments)
     if mistakes:
         raise SettingsError(*mistakes)
 
@@ -221,7 +223,6 @@ def _check(arguments: argparse.Namespace) -> None:
 def _question(arguments: argparse.Namespace) -> Question:
     from pdproxy.engine_model.profile import load
     from pdproxy.lab.plan.question import Question
-    from pdproxy.lab.simulate.shape import Shape
 
     with as_settings_error("--profile: "):
         profile = load(arguments.profile)
@@ -232,15 +233,10 @@ def _question(arguments: argparse.Namespace) -> Question:
             slo=arguments.slo,
             share=arguments.share / 100,
             hardware=profile.hardware,
-            shape=Shape(
-                max_num_batched_tokens=limits.max_num_batched_tokens,
-                max_num_seqs=arguments.max_num_seqs or limits.max_num_seqs,
-                kv_tokens=arguments.kv_tokens or limits.block_size * limits.num_gpu_blocks,
-                block_size=limits.block_size,
-                enable_prefix_caching=not arguments.no_prefix_caching,
-            ),
+            shape=shape_of(arguments, limits, limits.max_num_batched_tokens),
             chunks=arguments.chunks,
             policies=tuple(dict.fromkeys(arguments.policy or (_POLICY,))),
+            max_model_len=limits.max_model_len,
         )
 
 
@@ -248,14 +244,14 @@ def _demand(arguments: argparse.Namespace) -> Demand:
     from pdproxy.bench.workload import Lengths
     from pdproxy.lab.plan.question import Drawn, Traced
 
-    kind = cast("Kind | None", arguments.arrivals)
+    kind, burstiness = cast("Kind | None", arguments.arrivals), arguments.burstiness or DEFAULT_BURSTINESS
     if arguments.trace is not None:
-        return Traced(entries=entries_of(arguments), kind=kind, burstiness=arguments.burstiness)
+        return Traced(entries=entries_of(arguments), kind=kind, burstiness=burstiness)
     return Drawn(
         inputs=arguments.input_tokens or Lengths(1024, 1024),
         outputs=arguments.output_tokens or Lengths(128, 128),
         kind=kind or "poisson",
-        burstiness=arguments.burstiness,
+        burstiness=burstiness,
     )
 
 

@@ -12,6 +12,8 @@ from pdproxy.bench import reading
 from pdproxy.bench.arrivals import KINDS, MAX_REQUESTS
 from pdproxy.bench.slo import parse_slo
 from pdproxy.cli.load_options import (
+    DEFAULT_BURSTINESS,
+    add_burstiness,
     add_engine_limits,
     add_lengths,
     add_profile,
@@ -19,8 +21,10 @@ from pdproxy.cli.load_options import (
     add_trace,
     as_settings_error,
     entries_of,
+    mistakes_with_arrivals,
     mistakes_with_trace,
     opened,
+    shape_of,
     typed,
 )
 from pdproxy.cli.parser import examples
@@ -123,14 +127,12 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         type=typed(reading.rate),
         help="requests per second; A:B with --arrivals ramp (default: the times of --trace)",
     )
-    group.add_argument("--arrivals", choices=KINDS, default="poisson", help="when requests come (default: poisson)")
     group.add_argument(
-        "--burstiness",
-        metavar="B",
-        type=typed(reading.number(0.0, 100.0, "a number")),
-        default=0.25,
-        help="shape of the gamma distribution of --arrivals burst (default: 0.25)",
+        "--arrivals",
+        choices=KINDS,
+        help="when requests come (default: poisson, or the times of --trace without --rate)",
     )
+    add_burstiness(group)
     group.add_argument(
         "--duration",
         metavar="S",
@@ -189,6 +191,15 @@ def _check(arguments: argparse.Namespace) -> None:
     mistakes += mistakes_with_trace(arguments, ("scale", "slice", "spread", "max-tokens"))
     if arguments.trace is not None and arguments.rate is not None and arguments.scale is not None:
         mistakes.append("--scale: has no effect with --rate")
+    if arguments.trace is not None and arguments.rate is None and arguments.arrivals is not None:
+        mistakes.append("--arrivals: has no effect with --trace and without --rate")
+    mistakes += mistakes_with_arrivals(arguments)
+    if not arguments.prefill:
+        mistakes += [
+            f"--{name.replace('_', '-')}: has no effect without --prefill"
+            for name in ("prefill_chunk", "prefill_policy")
+            if getattr(arguments, name) is not None
+        ]
     names = [slo.name for slo in arguments.slo]
     mistakes += [f"--slo: two have the name {name}" for name in dict.fromkeys(names) if names.count(name) > 1]
     if mistakes:
@@ -198,7 +209,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _simulation(arguments: argparse.Namespace) -> Simulation:
     from pdproxy.engine_model.profile import load
     from pdproxy.lab.simulate.run import Simulation
-    from pdproxy.lab.simulate.shape import Fleet, Shape
+    from pdproxy.lab.simulate.shape import Fleet
     from pdproxy.scheduling.nodes import Role
 
     with as_settings_error(""):
@@ -209,15 +220,8 @@ def _simulation(arguments: argparse.Namespace) -> Simulation:
     chunk = arguments.chunk or limits.max_num_batched_tokens
     with as_settings_error(""):
         shapes = {
-            role: Shape(
-                max_num_batched_tokens=arguments.prefill_chunk if one else chunk,
-                max_num_seqs=arguments.max_num_seqs or limits.max_num_seqs,
-                kv_tokens=arguments.kv_tokens or limits.block_size * limits.num_gpu_blocks,
-                block_size=limits.block_size,
-                enable_prefix_caching=not arguments.no_prefix_caching,
-            )
+            role: shape_of(arguments, limits, (arguments.prefill_chunk if role is Role.PREFILL else None) or chunk)
             for role in Role
-            for one in [role is Role.PREFILL and arguments.prefill_chunk is not None]
         }
         chosen = {
             Role.PREFILL: arguments.prefill_policy or arguments.policy,
@@ -242,7 +246,12 @@ def _load(arguments: argparse.Namespace) -> Load:
     if arguments.rate is not None:
         with as_settings_error("--rate: "):
             low, high = arguments.rate
-            arrivals = Arrivals(kind=arguments.arrivals, rate=low, end_rate=high, burstiness=arguments.burstiness)
+            arrivals = Arrivals(
+                kind=arguments.arrivals or "poisson",
+                rate=low,
+                end_rate=high,
+                burstiness=arguments.burstiness or DEFAULT_BURSTINESS,
+            )
     duration, requests = arguments.duration, arguments.requests
     if arguments.trace is None:
         assert arrivals is not None
@@ -272,11 +281,11 @@ def _asked(arguments: argparse.Namespace) -> dict[str, object]:
         "policy",
         "chunk",
         "prefill_chunk",
-        "arrivals",
         "scale",
         "spread",
     )
     found: dict[str, object] = {name: getattr(arguments, name) for name in names}
+    found["arrivals"] = arguments.arrivals or ("trace" if arguments.rate is None else "poisson")
     return found | {"rate": arguments.rate, "trace": None if arguments.trace is None else arguments.trace.name}
 
 

@@ -11,6 +11,9 @@ import math
 import msgspec
 
 _ABOVE_0 = ("prefill_tokens_per_s", "link_bytes_per_s")
+MOST = 1e15
+"""No number is larger, and no rate or speed smaller than `LEAST`, so that sums of times stay finite."""
+LEAST = 1e-6
 
 
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,12 +59,17 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Refuse invalid values."""
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if not math.isfinite(value):
+            # An integer is finite, and may be too large for a float.
+            if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name} must be finite, got {value}")
             if name in _ABOVE_0 and value <= 0:
                 raise ValueError(f"{name} must be above 0, got {value}")
             if value < 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
+            if value > MOST:
+                raise ValueError(f"{name} must be at most {MOST:g}")
+            if name in (*_ABOVE_0, "speed") and 0 < value < LEAST:
+                raise ValueError(f"{name} must be at least {LEAST:g}, got {value:g}")
 
     @property
     def weights_s(self) -> float:

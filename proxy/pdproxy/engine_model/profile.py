@@ -17,6 +17,7 @@ MAX_BYTES = 1 << 20
 MAX_NAME = 100
 MOST = 1 << 24
 """The largest limit of an engine: a simulated engine keeps a list of its blocks."""
+_MAX_ERROR = 300
 _SUFFIX = ".json"
 
 
@@ -108,4 +109,9 @@ def _decoded(name: str, content: bytes) -> Profile:
     try:
         return msgspec.json.decode(content, type=Profile)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise ValueError(f"{name}: {_one_line(str(error))}") from None
+
+
+def _one_line(text: str) -> str:
+    """Return an error so that a terminal can show it: a field's name may have any letters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:_MAX_ERROR])

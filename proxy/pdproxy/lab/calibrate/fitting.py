@@ -47,9 +47,9 @@ def fitted(
     """
     weights, per_sequence, context, assumed = _decode(decodes)
     best = _prefill(chunks, alone, weights.value, per_sequence.value, context.value, budget)
-    overhead, base, per_token, attention = best.spreads
+    overhead, base, per_token, attention, begin = best.spreads
     if per_token.value <= 0 or per_token.relative > _MOST_SPREAD:
-        raise CantTellError(f"the time per prompt token can't be told: {_range(per_token, 1e6, 'µs')}")
+        raise CantTellError(f"the time per prompt token can't be determined: {_range(per_token, 1e6, 'µs')}")
     if best.unsure:
         assumed.append("whether prefill and decode share the reading of the weights: assumed that they do")
     assumed.append("request_overhead_s has all of the overhead: a client can't see how much of it is on the way back")
@@ -61,6 +61,7 @@ def fitted(
         "context_token_s": context,
         "chunk_base_s": base,
         "attention_s": attention,
+        "prompt_begin_s": begin,
         "request_overhead_s": overhead,
     }
     for name, one in list(found.items()):
@@ -79,6 +80,7 @@ _TERMS = (
     "context_token_s",
     "chunk_base_s",
     "attention_s",
+    "prompt_begin_s",
     "request_overhead_s",
 )
 
@@ -86,12 +88,15 @@ _TERMS = (
 def _decode(rows: Sequence[DecodeRow]) -> tuple[Spread, Spread, Spread, list[str]]:
     """Return weights_s, seconds per sequence and per token of context."""
     if len({row.streams for row in rows}) < 2:
-        raise CantTellError("decode steps of two numbers of streams at least are needed")
+        raise CantTellError(
+            "decode steps of two numbers of streams at least are needed: the time was too short (--max-seconds), or tokens came"
+            " together instead of one by one"
+        )
     table: list[Row] = [(1.0, float(row.streams), row.context) for row in rows]
     values = [row.seconds for row in rows]
     weights, per_sequence, context = _without_noise(table, values, values, keep=(0,))
     if weights.value <= 0 or weights.relative > _MOST_SPREAD:
-        raise CantTellError(f"the time of a decode step can't be told: {_range(weights, 1e3, 'ms')}")
+        raise CantTellError(f"the time of a decode step can't be determined: {_range(weights, 1e3, 'ms')}")
     assumed = []
     if max(row.context / row.streams for row in rows) < 256:
         assumed.append("context_token_s: only short contexts could be measured")
@@ -102,7 +107,7 @@ def _decode(rows: Sequence[DecodeRow]) -> tuple[Spread, Spread, Spread, list[str
 class _Prefill:
     once: bool
     spreads: list[Spread]
-    """Overhead, base of a chunk, per token, attention."""
+    """Overhead, base of a chunk, per token, attention, what a prompt adds to its first step."""
     loss: float
     unsure: bool = False
 
@@ -145,7 +150,7 @@ def _prefill(
     unsure = other <= loss * _CLOSE + _CLOSE_BY
     if unsure and not once:
         loss, once, table = ways[1]
-    return _Prefill(once, _without_noise(table.rows, table.values, table.sizes, keep=(2,)), loss, unsure)
+    return _Prefill(once, _without_noise(table.rows, table.values, table.sizes, keep=(2,), spare=(3, 4)), loss, unsure)
 
 
 def _table(
@@ -166,7 +171,7 @@ def _table(
         counted = [one for one in sizes if not once or base + one * per_token >= weights]
         if once:
             seconds -= (len(sizes) - len(counted)) * weights
-        table.rows.append((overhead, float(len(counted)), sum(counted), tokens * tokens / 2))
+        table.rows.append((overhead, float(len(counted)), sum(counted), tokens * tokens / 2, 1.0))
         table.values.append(seconds)
         table.sizes.append(size)
 
@@ -193,15 +198,21 @@ def _sizes(tokens: int, steps: int, budget: int | None) -> list[float]:
 
 
 def _without_noise(
-    rows: Sequence[Row], values: Sequence[float], sizes: Sequence[float], keep: Sequence[int]
+    rows: Sequence[Row], values: Sequence[float], sizes: Sequence[float], keep: Sequence[int], spare: Sequence[int] = ()
 ) -> list[Spread]:
-    """Return the fit without the columns that resampling lets vanish, one after the other; those in `keep` stay."""
+    """Return the fit without the columns that resampling lets vanish, one after the other; those in `keep` stay.
+
+    Columns in `spare` are left out, too, while those in `keep` are not known well enough.
+    """
     width = len(rows[0])
     columns = list(range(width))
     while True:
         part = [tuple(row[column] for column in columns) for row in rows]
         found = dict(zip(columns, spread(part, values, sizes), strict=True))
         vague = [column for column in columns if column not in keep and found[column].low <= 0]
+        if not vague and any(found[column].relative > _MOST_SPREAD for column in keep):
+            # Too many terms for these rows: without the one with the least effect, the others may be known.
+            vague = [column for column in columns if column in spare]
         if not vague:
             return [found.get(column, Spread(0.0, 0.0, 0.0)) for column in range(width)]
         columns.remove(min(vague, key=lambda column: found[column].value * max(abs(row[column]) for row in rows)))

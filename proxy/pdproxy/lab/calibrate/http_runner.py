@@ -21,8 +21,8 @@ from pdproxy.bench.errors import one_line
 from pdproxy.bench.events import BrokenStream, ErrorEvent, EventReader
 from pdproxy.bench.prompts import PATHS, Prompts
 from pdproxy.bench.workload import Lengths, Planned
-from pdproxy.lab.calibrate.trials import BESIDE_AFTER, OutOfTimeError, Prompt, Seen, Trial, TrialError
-from pdproxy.lab.check.metrics import Metrics, read
+from pdproxy.lab.calibrate.trials import BESIDE_AFTER, MergedError, OutOfTimeError, Prompt, Seen, Trial, TrialError
+from pdproxy.lab.check.metrics import EXTERNAL, Metrics, read
 
 _MOST_BYTES = 8 << 20
 """Of an answer to a question about the engine."""
@@ -35,8 +35,6 @@ _IDLE = 10.0
 """Seconds after a trial in which the engine must have no requests left."""
 _BLOCKS = re.compile(r'^vllm:cache_config_info\{.*\bnum_gpu_blocks="(\d{1,9})"', re.MULTILINE)
 _BYTES = re.compile(r"^vllm:nixl_bytes_transferred_sum\S* (\d{1,18}(?:\.\d{1,18})?(?:e\+?\d{1,2})?)$", re.MULTILINE)
-
-
 _ATTEMPTS = 3
 """Of a trial in which an event had several tokens: an API server that falls behind merges some now and then."""
 _AFTER_DONE = 1.0
@@ -45,10 +43,6 @@ _AFTER_DONE = 1.0
 
 class BusyError(TrialError):
     """The engine has requests of others."""
-
-
-class _MergedError(TrialError):
-    """There were fewer events than tokens."""
 
 
 class _Card(msgspec.Struct):
@@ -122,6 +116,8 @@ class HttpRunner:
         """Whether its metrics can be read."""
         self.prompt_tokens = 0
         """Tokens of all prompts that were sent."""
+        self.through_tokens = 0
+        """Those of them that were sent through the proxy."""
         self._before: Metrics | None = None
 
     async def aclose(self) -> None:
@@ -165,21 +161,26 @@ class HttpRunner:
             num_gpu_blocks=int(blocks[1]) or None if blocks else None,
         )
 
-    async def others(self) -> str | None:
-        """Return what shows that requests of others were there, or that prompts were found in a cache; None: nothing does."""
+    async def others(self, sent: int | None = None, *, pulls: bool = False) -> str | None:
+        """Return what shows that requests of others were there, or that prompts were found in a cache; None: nothing does.
+
+        `sent`: tokens of all prompts that it was sent, None: by this runner alone. `pulls`: whether KV comes from another engine.
+        """
+        sent = self.prompt_tokens if sent is None else sent
         if self._before is None or not self.readable:
             return None
         after = read((await self._get("/metrics")).decode("utf-8", "replace"))
-        if after is None or not after.by_source or self.prompt_tokens == 0:
+        if after is None or not after.by_source or sent == 0:
             return None
         if after.started != self._before.started:
             return "the engine was restarted meanwhile"
         moved = {name: after.by_source[name] - self._before.by_source.get(name, 0.0) for name in after.by_source}
-        foreign = sum(moved.values()) - self.prompt_tokens
-        if foreign > 0.01 * self.prompt_tokens:
+        foreign = sum(moved.values()) - sent
+        if foreign > 0.01 * sent:
             return f"others have sent {foreign:.0f} prompt tokens meanwhile"
-        cached = sum(moved.values()) - moved.get("local_compute", sum(moved.values()))
-        if cached > 0.01 * self.prompt_tokens:
+        computed = moved.get("local_compute", sum(moved.values())) + (moved.get(EXTERNAL, 0.0) if pulls else 0.0)
+        cached = sum(moved.values()) - computed
+        if cached > 0.01 * sent:
             return f"{cached:.0f} prompt tokens were not computed: a cache had them"
         return None
 
@@ -200,7 +201,7 @@ class HttpRunner:
             OutOfTimeError: the time for all trials is over.
         """
         for _ in range(_ATTEMPTS - 1):
-            with contextlib.suppress(_MergedError):
+            with contextlib.suppress(MergedError):
                 return await self._once(trial)
         return await self._once(trial)
 
@@ -251,6 +252,7 @@ class HttpRunner:
                     await self._first_of(started, tasks)
                 for body, tokens in bodies:
                     self.prompt_tokens += tokens
+                    self.through_tokens += tokens if self._beside_at is not self._engine else 0
                     sent.append(time.perf_counter())
                     tasks.append(asyncio.create_task(self._send(self._beside_at, body, tokens, 1, None)))
             found = [await task for task in tasks]
@@ -314,8 +316,12 @@ class HttpRunner:
             raise TrialError(
                 f"a prompt of {tokens} tokens had {reader.prompt_tokens} by the engine's count (--token-ids)"
             )
+        if reader.output_tokens not in (None, output):
+            raise TrialError(
+                f"an answer of {output} tokens had {reader.output_tokens} by the engine's count (does it heed ignore_eos?)"
+            )
         if len(reader.times) != output:
-            raise _MergedError(f"{output} tokens came in {len(reader.times)} events: their times can't be told")
+            raise MergedError(f"{output} tokens came in {len(reader.times)} events: the time of each one is not known")
         return reader.times
 
     async def _idle(self, seconds: float) -> None:

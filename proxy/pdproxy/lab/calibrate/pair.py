@@ -6,6 +6,7 @@ step; both engines are taken to be equal.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from msgspec import structs
 from pdproxy.lab.calibrate.experiments import SHORT, Limits
 from pdproxy.lab.calibrate.fitting import CantTellError, Fitted
 from pdproxy.lab.calibrate.solve import Row, Spread, spread
-from pdproxy.lab.calibrate.trials import OutOfTimeError, Runner, Seen, Trial
+from pdproxy.lab.calibrate.trials import MergedError, OutOfTimeError, Runner, Seen, Trial
 
 _ROUNDS = 4
 _SMALLEST = 256
@@ -81,6 +82,8 @@ async def measure(
     lengths = [_SMALLEST << place for place in range(24) if _SMALLEST << place <= longest] or [int(longest)]
     few = Trial("a pull beside streams", _STREAMS, SHORT, _OUTPUT, (_SMALLEST,))
     several = Trial("pulls beside streams", _STREAMS, SHORT, _OUTPUT, (_SEVERAL_TOKENS,) * _SEVERAL)
+    most = limits.max_num_seqs or few.streams + len(several.beside)
+    beside = [trial for trial in (few, several) if trial.streams + len(trial.beside) <= most]
     try:
         await do(through, Trial("warm-up of the pair", beside=(64,)))
         for _ in range(_ROUNDS):
@@ -88,9 +91,10 @@ async def measure(
                 pair = await do(through, Trial(f"a prompt of {tokens} tokens through the pair", beside=(tokens,)))
                 plain = await do(alone, Trial(f"a prompt of {tokens} tokens", beside=(tokens,)))
                 found.rows.append(PairRow(tokens, pair.beside[0].ttft, plain.beside[0].ttft))
-            for trial in (few, several):
-                row = stall_row(trial, await do(through, trial))
-                found.stalls += [row] if row is not None else []
+            for trial in beside:
+                with contextlib.suppress(MergedError):
+                    row = stall_row(trial, await do(through, trial))
+                    found.stalls += [row] if row is not None else []
     except OutOfTimeError:
         pass
     return found
@@ -127,7 +131,7 @@ def with_pair(found: Fitted, measured: PairMeasured, bytes_per_token: int | None
         assumed.append(f"kv_bytes_per_token = {bytes_per_token}: not shown; link_bytes_per_s belongs to it")
     link = _FASTEST
     if per_token.low > 0:
-        link = bytes_per_token / per_token.value
+        link = min(bytes_per_token / per_token.value, _FASTEST)
         spreads["link_bytes_per_s"] = Spread(link, bytes_per_token / per_token.high, bytes_per_token / per_token.low)
     else:
         assumed.append("link_bytes_per_s: transfers take no time per token that shows")
@@ -137,11 +141,13 @@ def with_pair(found: Fitted, measured: PairMeasured, bytes_per_token: int | None
         spreads["handoff_overhead_s"] = Spread(handoff, max(handoff - width, 0.0), handoff + width)
     assumed.append("handoff_overhead_s has the transfer's latency and the hops of the proxy, too")
     assumed.append("transfers_in_line: assumed")
-    for name, one in (("pull_s", pull), ("further_pull_s", further)):
+    single, several = (any((row.pulls > 1) is more for row in measured.stalls) for more in (False, True))
+    for name, one, pulls in (("pull_s", pull, single), ("further_pull_s", further, several)):
         if one is not None and one.value > 0:
             spreads[name] = one
         else:
-            assumed.append(f"{name} is 0: no stall shows beside streams")
+            why = "no stall shows beside streams" if pulls else "not measured, the streams ended before the pulls"
+            assumed.append(f"{name} is 0: {why}")
     return Fitted(
         structs.replace(
             hardware,

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.lab.calibrate.run import Calibration
 
+_FAR = 0.2
+"""A prediction that is further off is marked."""
 _UNITS = {
     "decode_step_s": (1e3, "ms"),
     "decode_step_per_seq_s": (1e6, "µs"),
     "context_token_s": (1e9, "ns"),
     "chunk_base_s": (1e3, "ms"),
     "attention_s": (1e9, "ns"),
+    "prompt_begin_s": (1e3, "ms"),
     "request_overhead_s": (1e3, "ms"),
     "prefill_tokens_per_s": (1.0, "tokens/s"),
     "handoff_overhead_s": (1e3, "ms"),
@@ -40,6 +43,10 @@ def text_of(found: Calibration) -> str:
         "The profile against its own measurements:",
         *_table([("trial", "of", "n", "measured", "predicted", "off"), *_misfits(found)]),
     ]
+    if any(abs(one.relative) > _FAR for one in found.misfits):
+        lines.append(
+            f"!: more than {100 * _FAR:.0f} % off. Either the client was late, or the model does not fit there."
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -60,7 +67,7 @@ def _misfits(found: Calibration) -> list[tuple[str, ...]]:
             str(one.trials),
             f"{one.measured * 1e3:.2f} ms",
             f"{one.predicted * 1e3:.2f} ms",
-            f"{one.relative * 100:+.1f} %",
+            f"{one.relative * 100:+.1f} %" + (" !" if abs(one.relative) > _FAR else ""),
         )
         for one in found.misfits
     ]

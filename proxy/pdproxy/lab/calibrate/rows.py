@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_right
 from dataclasses import dataclass
 from statistics import median
@@ -13,6 +12,12 @@ MIN_STEPS = 8
 """A decode row needs so many steps of all its streams together."""
 _LONG = 1.5
 """A step that takes so many times as long as those before has prompt tokens in it."""
+_EARLY = 0.3
+"""How much earlier than the stream's token of the same step a prompt's token may come, in usual steps."""
+_AT_ONCE = 0.2
+"""Tokens that are nearer to each other, in usual steps, came at once: the client or the server was late for the first ones."""
+_AROUND = 2
+"""Usual steps before and after those of a prompt that are timed with them: so it hardly matters which token came with its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +58,16 @@ def decode_row(trial: Trial, seen: Seen) -> DecodeRow | None:
         first, last = bisect_right(times, begin) - 1, bisect_right(times, end) - 1
         if last - first < MIN_STEPS:
             return None
-        # Differences over half of the window: the jitter of one event weighs little, and a stall moves few of them.
-        half = (last - first) // 2
-        steps.append(median((times[i + half] - times[i]) / half for i in range(first, last - half + 1)))
+        steps.append(median(_steps_of(times[first : last + 1])))
         context += trial.prompt_tokens + (first + last) / 2 + 0.5
     taken = median(steps)
     return DecodeRow(trial.streams, context, taken) if taken > 0 else None
+
+
+def _steps_of(times: tuple[float, ...]) -> list[float]:
+    """Return seconds per step, by differences over half of all: one late event weighs little, a stall moves few of them."""
+    half = len(times) // 2
+    return [(times[i + half] - times[i]) / half for i in range(len(times) - half)]
 
 
 def alone_row(trial: Trial, seen: Seen) -> AloneRow:
@@ -74,7 +83,7 @@ def chunk_row(trial: Trial, seen: Seen, known: int | None = None) -> ChunkRow | 
     """
     times, prompt, tokens = seen.streams[0], seen.beside[0], trial.beside[0]
     usual = _usual(times, prompt)
-    last = _step_of(times, prompt.answered)
+    last = None if usual is None else _step_of(times, prompt.answered, usual)
     if usual is None or last is None or last < (known or 1):
         return None
     if known is not None:
@@ -88,7 +97,11 @@ def chunk_row(trial: Trial, seen: Seen, known: int | None = None) -> ChunkRow | 
                 break
             first, chunk = first - 1, gap
     steps = last - first + 1
-    taken = times[last] - times[first - 1]
+    before, after = 0, min(_AROUND, len(times) - 1 - last)
+    # The first tokens of a stream may come at once, late: they are not timed.
+    while before < min(_AROUND, first - 1) and times[first - 1 - before] - times[first - 2 - before] > usual / 2:
+        before += 1
+    taken = times[last + after] - times[first - 1 - before] - (before + after) * usual
     if taken <= 0:
         return None
     # The streams run together: each has as many tokens as the first one, but for the steps in which they began.
@@ -97,16 +110,20 @@ def chunk_row(trial: Trial, seen: Seen, known: int | None = None) -> ChunkRow | 
 
 
 def _usual(times: tuple[float, ...], prompt: Prompt) -> float | None:
-    """Return the seconds of steps before the prompt came and after it was answered; None: too few."""
-    gaps = [
-        after - before
-        for before, after in itertools.pairwise(times)
-        if after <= prompt.sent or before >= prompt.answered
-    ]
-    return median(gaps) if len(gaps) >= 3 else None
+    """Return the seconds of steps after the prompt was answered, or if these are few also of those before; None: too few."""
+    before = times[: bisect_right(times, prompt.sent)]
+    after = times[bisect_right(times, prompt.answered) :]
+    parts = (after,) if len(after) > MIN_STEPS // 2 else (before, after)
+    found = [step for part in parts if len(part) > 1 for step in _steps_of(part)]
+    return median(found) if len(found) >= 3 and median(found) > 0 else None
 
 
-def _step_of(times: tuple[float, ...], when: float) -> int | None:
-    """Return the place of the token that came with something else at a time; None: all came before."""
-    place = min(range(len(times)), key=lambda i: abs(times[i] - when))
-    return place if place < len(times) - 1 else None
+def _step_of(times: tuple[float, ...], when: float, usual: float) -> int | None:
+    """Return the place of the stream's token that came with a prompt's token; None: the stream may have ended before.
+
+    The prompt's token has a connection of its own, whose answer begins with it: it comes rather later than the stream's.
+    """
+    place = bisect_right(times, when + _EARLY * usual) - 1
+    while place > 0 and times[place] - times[place - 1] < _AT_ONCE * usual:
+        place -= 1
+    return place if 0 <= place < len(times) - 1 else None

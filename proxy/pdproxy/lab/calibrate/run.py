@@ -69,15 +69,16 @@ async def calibrate(options: Options, on_trial: Callable[[str], None] | None = N
         info = await runner.info()
         limits = _limits(info, options, alone_s)
         measured = await Experiments(runner, limits, on_trial).all()
-        notes = await _others(runner, options.target)
+        notes = _of_others(runner, options.target, await runner.others())
     found = fitted(measured.decodes, measured.chunks, measured.alone, measured.budget)
     trials = len(measured.trials)
     if options.pair is None:
         found.assumed.append(_PAIR_TERMS)
     else:
         left = begun + options.seconds - time.perf_counter()
-        found, more = await _with_pair(options, options.pair, found, limits, left, on_trial)
+        found, more, seen = await _with_pair(options, options.pair, found, limits, left, on_trial)
         trials += more
+        notes += [note for note in seen if note not in notes]
     profile = _profile(options, info, limits, measured, found, notes)
     return Calibration(
         profile=profile,
@@ -89,15 +90,14 @@ async def calibrate(options: Options, on_trial: Callable[[str], None] | None = N
     )
 
 
-async def _others(runner: HttpRunner, target: Target) -> list[str]:
-    """Return what must be said of requests of others.
+def _of_others(runner: HttpRunner, target: Target, seen: str | None) -> list[str]:
+    """Return what must be said of requests of others. `seen`: what shows them.
 
     Raises:
         BusyError: there were some, and they are not accepted.
     """
     if not runner.readable:
-        return ["the engine's /metrics can't be read: requests of others would not show"]
-    seen = await runner.others()
+        return [f"the /metrics of {target.url} can't be read: requests of others would not show"]
     if seen is not None and not target.busy:
         raise BusyError(f"{seen} (--busy writes the profile all the same)")
     return [] if seen is None else [seen]
@@ -110,24 +110,27 @@ async def _with_pair(
     limits: Limits,
     seconds: float,
     on_trial: Callable[[str], None] | None,
-) -> tuple[Fitted, int]:
-    """Return the terms with those of the pair, and the number of trials."""
+) -> tuple[Fitted, int, list[str]]:
+    """Return the terms with those of the pair, the number of trials, and what must be said of requests of others."""
     target = options.target
     prefill = Target(engines.prefill, target.headers, target.tls, target.model, target.timeout, target.busy, target.ids)
     async with aclosing(HttpRunner(prefill, options.salt, seconds)) as other:
         await other.info()  # it must be there, and idle
-    async with in_front_of(engines) as running:
-        through = HttpRunner(target, f"{options.salt}:pair", seconds, Through(running.url, running.key))
-        plain = HttpRunner(target, f"{options.salt}:plain", seconds)
-        async with aclosing(through), aclosing(plain):
-            await through.info()
-            await plain.info()
-            before = await plain.transferred()
-            per_token = 1 / found.hardware.prefill_tokens_per_s
-            limits = Limits(limits.max_model_len, limits.kv_tokens, limits.max_num_seqs, limits.budget, seconds)
-            measured = await pair.measure(splitting(running, through), plain, limits, per_token, on_trial)
-            after = await plain.transferred()
-    return pair.with_pair(found, measured, _bytes_per_token(before, after)), measured.trials
+        async with in_front_of(engines) as running:
+            through = HttpRunner(target, f"{options.salt}:pair", seconds, Through(running.url, running.key))
+            plain = HttpRunner(target, f"{options.salt}:plain", seconds)
+            async with aclosing(through), aclosing(plain):
+                await through.info()
+                await plain.info()
+                before = await plain.transferred()
+                per_token = 1 / found.hardware.prefill_tokens_per_s
+                limits = Limits(limits.max_model_len, limits.kv_tokens, limits.max_num_seqs, limits.budget, seconds)
+                measured = await pair.measure(splitting(running, through), plain, limits, per_token, on_trial)
+                after = await plain.transferred()
+                at_decode = await plain.others(through.prompt_tokens + plain.prompt_tokens, pulls=True)
+        at_prefill = await other.others(through.through_tokens)
+    notes = [*_of_others(other, prefill, at_prefill), *_of_others(plain, target, at_decode)]
+    return pair.with_pair(found, measured, _bytes_per_token(before, after)), measured.trials, notes
 
 
 def _bytes_per_token(before: tuple[float, float] | None, after: tuple[float, float] | None) -> int | None:
@@ -148,13 +151,13 @@ def _limits(info: EngineInfo, options: Options, seconds: float) -> Limits:
 def _profile(
     options: Options, info: EngineInfo, limits: Limits, measured: Measured, found: Fitted, notes: list[str]
 ) -> Profile:
-    assumed = [*notes, *found.assumed]
+    assumed = [*notes, *measured.notes, *found.assumed]
     if not measured.complete:
         assumed.append("the time was not enough for all trials (--max-seconds): fewer values, wider ranges")
     longest = max([row.tokens for row in measured.alone] + [row.tokens for row in measured.chunks], default=0)
     budget = measured.budget
     if budget is None:
-        budget = max(_USUAL_BUDGET, longest + 1)
+        budget = measured.budget_most or max(_USUAL_BUDGET, longest + 1)
         assumed.append(f"max_num_batched_tokens = {budget}: {measured.budget_note} (--max-num-batched-tokens says it)")
     elif measured.budget_note.startswith("assumed"):
         assumed.append(f"max_num_batched_tokens = {budget}: {measured.budget_note}")

@@ -13,6 +13,10 @@ class TrialError(Exception):
     """A trial could not be carried out. `str()` is one line."""
 
 
+class MergedError(TrialError):
+    """Several tokens came in one event, in each attempt: their times are not known. Another trial may do."""
+
+
 class OutOfTimeError(TrialError):
     """The time for all trials is over (`--max-seconds`)."""
 

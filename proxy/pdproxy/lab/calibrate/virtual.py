@@ -10,6 +10,7 @@ from pdproxy.sim.facts import Facts
 from pdproxy.sim.request import EngineOutput, EngineRequest, SamplingParams
 from pdproxy.sim.virtual import VirtualCluster, VirtualEngine
 
+_SPARE_BLOCKS = 64
 _TO_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -25,10 +26,18 @@ def seen_of(trial: Trial, options: dict[str, Any], *, split: bool = False) -> Se
     longest = max((trial.prompt_tokens + trial.output_tokens, *(tokens + 1 for tokens in trial.beside)))
     if longest > options["max_model_len"]:
         raise TrialError("an engine with these limits can't serve it")
-    run = _Run(trial, options, split)
+    run = _Run(trial, _small(trial, options), split)
     if split:
         run.meet()
     return run.seen()
+
+
+def _small(trial: Trial, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options with no more KV blocks than the trial may need: a measured engine may claim any number of them."""
+    facts = Facts(**options)
+    whole = -(-facts.max_model_len // facts.block_size) + 1
+    needed = 2 * (trial.tokens // facts.block_size + trial.streams + len(trial.beside) + _SPARE_BLOCKS)
+    return options | {"num_gpu_blocks": min(facts.num_gpu_blocks, max(whole, needed))}
 
 
 class _Run:

@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 
-from pdproxy.lab.plan.arrangement import Arrangement
+from pdproxy.lab.plan.arrangement import Arrangement, plain
 from pdproxy.lab.plan.bounds import work_of
 from pdproxy.lab.plan.capacity import GRID, Level, Prober
-from pdproxy.lab.plan.question import Question
+from pdproxy.lab.plan.question import SAMPLE, Question
 from pdproxy.lab.plan.search import Found, Result, best_of
 from pdproxy.lab.simulate.summary import Summary
 
+_FEW = 200
 _BEYOND = GRID**5
 """How far above its capacity an arrangement is looked at, to see what it misses."""
 
@@ -29,7 +30,9 @@ class AtRate(msgspec.Struct, frozen=True, kw_only=True):
     goodput_per_gpu: float
     """Good requests per second."""
     headroom: float
-    """By which part the rate may grow until the SLO is no longer kept; below 0, it is not kept."""
+    """By which part the rate may grow until the SLO is no longer kept, to 1 %; below 0, it is too high."""
+    kept: bool
+    """Whether so many requests are good as must be."""
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +52,26 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True):
         return worst if worst is not None and self.missed[worst] > 0 else None
 
 
+class Hopeless(msgspec.Struct, frozen=True, kw_only=True):
+    """What plain engines are like at a low rate (requests per second), where nothing keeps the SLO."""
+
+    arrangement: Arrangement
+    rate: float
+    missed: dict[str, float]
+    """By limit (ttft, tpot, gap, e2e): the part of requests that misses it."""
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the requests are, of `SAMPLE` at most."""
+
+    longest: int
+    """Tokens of prompt and answer."""
+    refused: float
+    """The part that does not fit into an engine's KV memory."""
+    beyond: float
+    """The part that is longer than the engine was measured for."""
+
+
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """All that the report needs. `other`: the best arrangement of the other kind, plain or split."""
 
@@ -60,6 +83,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason | None
     """Of the best one."""
     other_reason: Reason | None
+    sizes: Sizes
+    hopeless: Hopeless | None = None
+    """If there is no best one."""
 
     @property
     def splits(self) -> bool:
@@ -80,20 +106,49 @@ def answer(question: Question, result: Result, rate: float | None) -> Answer:
         asked=None if best is None or rate is None else _at_rate(prober, best, result, rate),
         reason=None if best is None else _reason(prober, best, result.level),
         other_reason=None if other is None else _reason(prober, other, result.level),
+        sizes=_sizes(question),
+        hopeless=None if best is not None else _hopeless(prober, result),
     )
+
+
+def _sizes(question: Question) -> Sizes:
+    shape, calls = question.shape, question.sample(SAMPLE)
+    most = question.max_model_len
+    return Sizes(
+        longest=max(call.prompt + call.output for call in calls),
+        refused=sum(not shape.fits(call.prompt, call.output) for call in calls) / len(calls),
+        beyond=0.0 if most is None else sum(call.prompt + call.output > most for call in calls) / len(calls),
+    )
+
+
+def _hopeless(prober: Prober, result: Result) -> Hopeless:
+    question = prober.question
+    one = plain(result.gpus, question.chunks[-1], question.policies[0])
+    rate = prober.least(one)
+    run: Summary = prober.at(one, Level(min(result.level.requests, _FEW), 1, 1), rate)[0]
+    return Hopeless(arrangement=one, rate=rate, missed=_missed(run))
+
+
+def _missed(run: Summary) -> dict[str, float]:
+    return {name: 1 - good / run.requests for name, good in run.good.items() if name != "all"}
 
 
 def _at_rate(prober: Prober, best: Found, result: Result, rate: float) -> AtRate:
     runs = prober.at(best.arrangement, result.level, rate)
     share = sum(run.good["all"] for run in runs) / sum(run.requests for run in runs)
-    return AtRate(rate=rate, share=share, goodput_per_gpu=rate * share / result.gpus, headroom=best.rate / rate - 1)
+    return AtRate(
+        rate=rate,
+        share=share,
+        goodput_per_gpu=rate * share / result.gpus,
+        headroom=best.rate / rate - 1,
+        kept=share >= prober.question.share - 1e-9,
+    )
 
 
 def _reason(prober: Prober, found: Found, level: Level) -> Reason:
     run: Summary = prober.at(found.arrangement, Level(level.requests, 1, 1), found.rate * _BEYOND)[0]
-    missed = {name: 1 - good / run.requests for name, good in run.good.items() if name != "all"}
     return Reason(
-        missed=missed,
+        missed=_missed(run),
         busy={role: use.busy for role, use in run.roles.items()},
         with_prefill={role: use.with_prefill for role, use in run.roles.items()},
     )
@@ -112,6 +167,10 @@ def as_json(found: Answer) -> dict[str, Any]:
         "reason": None if found.reason is None else msgspec.structs.asdict(found.reason),
         "other_kind": None if found.other is None else _entry(found.other, result.gpus),
         "other_reason": None if found.other_reason is None else msgspec.structs.asdict(found.other_reason),
+        "at_a_low_rate": None
+        if found.hopeless is None
+        else {"rate": found.hopeless.rate, "missed": found.hopeless.missed},
+        "do_not_fit": found.sizes.refused,
         "alternatives": [_entry(one, result.gpus) for one in result.found],
         "simulations": result.runs,
     }

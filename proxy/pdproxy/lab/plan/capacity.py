@@ -7,6 +7,7 @@ keeps the SLO at a rate keeps it at any lower one. A run ends as soon as it is k
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import msgspec
@@ -15,7 +16,7 @@ from pdproxy.bench.slo import Slo
 from pdproxy.lab.plan.arrangement import Arrangement
 from pdproxy.lab.plan.bounds import Work, bound
 from pdproxy.lab.plan.question import Question
-from pdproxy.lab.simulate.cluster import Cluster
+from pdproxy.lab.simulate.cluster import Cluster, NoProgressError
 from pdproxy.lab.simulate.records import Records
 from pdproxy.lab.simulate.summary import Summary, kept, summarise
 from pdproxy.scheduling.nodes import Role
@@ -68,7 +69,7 @@ class Prober:
         `guess`: a place near it, which saves runs.
         """
         limit = bound(one, self.work)
-        low, high = place_of(limit * _LEAST), place_of(limit * _ABOVE) + 1
+        low, high = place_of(self.least(one)), place_of(limit * _ABOVE) + 1
         place, width = min(max(place_of(limit * 0.6) if guess is None else guess, low), high - 1), level.step
         if self.passes(one, level, place):
             while (upper := min(place + width, high)) < high and self.passes(one, level, upper):
@@ -87,6 +88,10 @@ class Prober:
                 upper = middle
         return place
 
+    def least(self, one: Arrangement) -> float:
+        """Return the lowest rate at which it is simulated."""
+        return bound(one, self.work) * _LEAST
+
     def at(self, one: Arrangement, level: Level, rate: float) -> list[Summary]:
         """Return what the runs at a rate amount to: good requests by `all`, and by each limit of the SLO alone."""
         question, slo = self.question, self.question.slo
@@ -96,7 +101,8 @@ class Prober:
         found = []
         for seed in range(level.seeds):
             cluster = self._cluster(one)
-            cluster.run(question.demand.calls(rate, level.requests, seed))
+            with contextlib.suppress(NoProgressError):  # what has not ended by then is not good
+                cluster.run(question.demand.calls(rate, level.requests, seed))
             self.runs += 1
             found.append(summarise(cluster, slos))
         return found
@@ -110,7 +116,7 @@ class Prober:
             self.runs += 1
             try:
                 cluster.run(self.question.demand.calls(rate, level.requests, seed))
-            except _DecidedError:
+            except (_DecidedError, NoProgressError):
                 break
         return count.good >= count.needed
 

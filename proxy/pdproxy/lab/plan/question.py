@@ -68,10 +68,10 @@ class Traced(msgspec.Struct, frozen=True, kw_only=True):
 
     def calls(self, rate: float, requests: int, seed: int) -> Iterator[Call]:
         """Return the first requests, in the order in which they are due. `rate`: per second."""
+        entries = self.entries[:requests]  # each run looks at all that it is given
         if self.kind is not None:
             arrivals = Arrivals(kind=self.kind, rate=rate, burstiness=self.burstiness)
-            return Replay(entries=self.entries, arrivals=arrivals, requests=requests).calls(seed)
-        entries = self.entries[:requests]
+            return Replay(entries=entries, arrivals=arrivals, requests=requests).calls(seed)
         own = self._own_rate(entries) or self._own_rate(self.entries) or 1.0
         return Replay(entries=entries, scale=rate / own, requests=requests).calls(seed)
 
@@ -91,6 +91,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     chunks: tuple[int, ...]
     """Ascending."""
     policies: tuple[str, ...]
+    max_model_len: int | None = None
+    """The most tokens of a request for which the engine was measured; None: not known. Longer ones are simulated all the same."""
 
     def __post_init__(self) -> None:
         """Refuse what has no answer."""

@@ -15,7 +15,12 @@ def text(found: Answer) -> str:
     """Return the report, with a line feed at its end."""
     best = found.best
     if best is None:
-        return f"No arrangement of {_gpus(found)} keeps {_slo(found)} at any rate.\n"
+        lines = [
+            f"No arrangement of {_gpus(found)} keeps {_slo(found)} at any rate.",
+            *_hopeless(found),
+            *_sizes(found),
+        ]
+        return "\n".join(lines) + "\n"
     lines = [_headline(best.arrangement), _capacity(found, best), *_asked(found)]
     lines += _why(found, best)
     return "\n".join([*lines, "", *_table(found, best), *_notes(found)]) + "\n"
@@ -47,10 +52,47 @@ def _asked(found: Answer) -> list[str]:
     if asked is None:
         return []
     done = f"At {_rate(asked.rate)} req/s {100 * asked.share:.1f} % are good: {_rate(asked.goodput_per_gpu)} good req/s per GPU."
+    if asked.kept:
+        return [f"{done} Headroom: {100 * max(asked.headroom, 0.0):.0f} %."]
     if asked.headroom >= 0:
-        return [f"{done} Headroom: {100 * asked.headroom:.0f} %."]
-    less = f"{-100 * asked.headroom:.0f} % less within the SLO"
+        return [
+            f"{done} That is too few, though higher rates keep the SLO: with this load, capacities are only about right."
+        ]
+    less = f"{max(-100 * asked.headroom, 1.0):.0f} % less within the SLO"
     return [f"{done} That is too much: {_gpus(found)} {'serves' if found.result.gpus == 1 else 'serve'} {less}."]
+
+
+def _hopeless(found: Answer) -> list[str]:
+    """Return what requests miss even at a low rate."""
+    low = found.hopeless
+    if low is None:
+        return []
+    parts = [
+        f"{100 * missed:.0f} % of the requests miss {_NAMES[name]}" for name, missed in low.missed.items() if missed > 0
+    ]
+    one = f"{_engines(low.arrangement.aggregated, 'plain')} with {_FLAG} {low.arrangement.chunk}"
+    return [f"Even at {_rate(low.rate)} req/s, with {one}, {', '.join(parts)}."] if parts else []
+
+
+def _sizes(found: Answer) -> list[str]:
+    """Return what must be said of long requests."""
+    sizes, question = found.sizes, found.question
+    lines = []
+    if sizes.refused:
+        lines.append(
+            f"{_part(sizes.refused)} of the requests do not fit into an engine's KV memory of {question.shape.kv_tokens} tokens:"
+            " each is a miss (--kv-tokens, --max-tokens)."
+        )
+    if sizes.beyond:
+        lines.append(
+            f"{_part(sizes.beyond)} of the requests are longer than the profile's max_model_len of {question.max_model_len}"
+            f" tokens, the longest has {sizes.longest}. They are simulated all the same."
+        )
+    return lines
+
+
+def _part(share: float) -> str:
+    return f"{100 * share:.0f} %" if share >= 0.01 else "Under 1 %"
 
 
 def _gpus(found: Answer) -> str:
@@ -130,7 +172,30 @@ def _notes(found: Answer) -> list[str]:
     return [
         "Rates at which the SLO is just kept. ~: from shorter runs, or at most so much.",
         f"{found.result.runs} simulations; the plan's capacity is from {runs} per rate.",
+        *_seqs(found),
+        *_sizes(found),
+        *_handoffs(found),
     ]
+
+
+def _handoffs(found: Answer) -> list[str]:
+    """Return what must be said of a split by a profile of one engine alone."""
+    hardware = found.question.hardware
+    if not found.splits or hardware.handoff_overhead_s or hardware.pull_s:
+        return []
+    return [
+        "The profile has no time for handoffs and for stalls by pulls. A profile of one engine alone lacks them, and so splits",
+        "look better than they are: measure a pair (pdproxy calibrate --prefill URL --decode URL).",
+    ]
+
+
+def _seqs(found: Answer) -> list[str]:
+    """Return which --max-num-seqs an engine needs: vLLM does not start with a lower --max-num-batched-tokens."""
+    one, seqs = found.best.arrangement if found.best is not None else None, found.question.shape.max_num_seqs
+    chunks = () if one is None else (one.prefill_chunk or one.chunk, one.chunk)
+    lower = sorted({chunk for chunk in chunks if chunk < seqs})
+    values = " and ".join(str(chunk) for chunk in lower)
+    return [f"With {_FLAG} {values}, --max-num-seqs must be as low, or vLLM does not start."] if lower else []
 
 
 def _rate(rate: float) -> str:

@@ -33,6 +33,10 @@ _NO_PROGRESS = 1_000_000
 """Events. A step of the engines is one; the longest answers end after fewer."""
 
 
+class NoProgressError(ValueError):
+    """The engines preempt requests again and again, and end none."""
+
+
 class Call:
     """A client's request: when it is due, in seconds, its tokens, and the keys of its prompt's whole units."""
 
@@ -87,7 +91,7 @@ class Cluster:
             self.now, _, what, argument = heappop(heap)
             self.events += 1
             if self.events - self._progress > _NO_PROGRESS:
-                raise ValueError(
+                raise NoProgressError(
                     f"no request came or ended in {_NO_PROGRESS} steps: --kv-tokens is too low for this load"
                 )
             what(argument, self.now)

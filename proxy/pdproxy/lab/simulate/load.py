@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 
 import msgspec
 
 from pdproxy.bench.arrivals import MAX_REQUESTS, Arrivals
 from pdproxy.bench.trace import BLOCK, Entry
-from pdproxy.bench.workload import Lengths
+from pdproxy.bench.workload import Lengths, Planned
 from pdproxy.lab.simulate.cluster import Call
 
 
@@ -87,4 +87,16 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
                 yield (entry.time - first + turn * length) / self.scale
 
 
-Load = Synthetic | Replay
+class Given(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that `pdproxy bench` plans: the same ones, at the same times."""
+
+    plan: Callable[[int], Sequence[Planned]]
+
+    def calls(self, seed: int) -> Iterator[Call]:
+        """Return the requests of a seed, in the order in which they are due."""
+        for number, one in enumerate(self.plan(seed)):
+            whole = (one.hash_ids or ())[: one.input_tokens // BLOCK]
+            yield Call(number, one.at, one.input_tokens, one.output_tokens, whole)
+
+
+Load = Synthetic | Replay | Given
