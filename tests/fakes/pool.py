@@ -17,8 +17,9 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.kit.clock import Clock
 from pdproxy.settings.connector_options import LMCache
 from pdproxy.settings.limits import Limits
+from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Facts as NodeFacts
-from pdproxy.settings.schema import KvReady, Node, Pool, Probes, Receiver, Settings
+from pdproxy.settings.schema import KvReady, Node, Pool, Receiver, Settings
 from pdproxy.settings.turns import Turns
 from pdproxy.sim.facts import CpuBuffer, Facts, MooncakeFacts
 from pdproxy.sim.facts import LMCache as SimLMCache

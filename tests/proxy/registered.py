@@ -15,8 +15,9 @@ from pdproxy.app.compose import Proxy
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.fleet.registration import Registrations
 from pdproxy.kit.clock import Clock
+from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Facts as NodeFacts
-from pdproxy.settings.schema import Node, Pool, Probes, Registration, Settings
+from pdproxy.settings.schema import Node, Pool, Registration, Settings
 from pdproxy.sim.facts import Facts
 from pdproxy.sim.server import SimServer
 from tests.fakes.client import Answer, Client, request

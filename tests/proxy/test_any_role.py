@@ -12,6 +12,7 @@ from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.nodes import Role
 from pdproxy.scheduling.policy import Ask
 from tests.fakes import scripts
+from tests.fakes.engine import Reply, Script
 from tests.fakes.placement import install, placed_world, scripted, split, whole
 from tests.fakes.pool import pool
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
@@ -119,7 +120,7 @@ def _placement(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("part", ["prefill", "decode", "whole"])
 @pytest.mark.parametrize("how", [scripts.eof, scripts.reset, scripts.whole(b"{}", 500)])
-async def test_an_engine_that_fails_in_any_part_is_replaced(part: str, stream: bool, how: scripts.Script) -> None:
+async def test_an_engine_that_fails_in_any_part_is_replaced(part: str, stream: bool, how: Script) -> None:
     """Before any byte: another engine takes over, the failed one gets nothing more of it, and no KV is left."""
     async with placed_world(anything=4) as w:
         victim = w.anything[1]
@@ -145,7 +146,7 @@ async def test_an_engine_that_dies_with_several_parts_at_once(part: str) -> None
         placement, victim = scripted(w), w.anything[1]
         reached = asyncio.Event()
 
-        async def held(reply: scripts.Reply) -> None:
+        async def held(reply: Reply) -> None:
             if len(victim.requests) == 3:
                 reached.set()
             await reached.wait()

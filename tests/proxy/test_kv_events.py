@@ -15,7 +15,8 @@ from pdproxy.fleet import kv_source
 from pdproxy.fleet.kv_sources import NONE
 from pdproxy.observe.events import DeadlinePassed
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
-from pdproxy.settings.schema import Node, Pool, Probes, Settings
+from pdproxy.settings.probes import Probes
+from pdproxy.settings.schema import Node, Pool, Settings
 from pdproxy.sim.facts import KvEventsConfig
 from pdproxy.sim.server import SimServer
 from tests.fakes.clock import ManualClock

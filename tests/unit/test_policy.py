@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -19,8 +19,9 @@ from pdproxy.scheduling.least_load import LeastLoad
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
 from pdproxy.scheduling.policies import POLICIES, names
-from pdproxy.scheduling.policy import Ask, Best, Policy, PolicyContext
+from pdproxy.scheduling.policy import Ask, Best, Policy, PolicyContext, PolicyFactory
 from pdproxy.settings import schema
+from pdproxy.settings.policy import PoolPolicy
 from pdproxy.tokens.ids import from_numbers
 from pdproxy.wire.request import Route, parse
 
@@ -234,7 +235,7 @@ class Favourite(Policy):
         self.learned.append(("closed", lease.node.url, lease.node.requests, verdict, now))
 
 
-def ledger(policies: Mapping[Role, Callable[[Role], Policy]], *urls: str) -> Ledger:
+def ledger(policies: Mapping[Role, PolicyFactory], *urls: str) -> Ledger:
     """Engines that are up; the first letter of each URL is its role's."""
     roles = {role.value[0]: role for role in Role if role is not Role.ANY}
     made = Ledger(
@@ -387,7 +388,7 @@ async def test_the_settings_choose_the_policies(monkeypatch: pytest.MonkeyPatch)
     )
     nodes = [schema.Node(url=f"http://{role[0]}{n}:1", role=role) for role in get_args(schema.Role)[:3] for n in (1, 2)]
     for prefill, decode in (("second", "least_load"), ("least_load", "second")):
-        chosen = schema.PoolPolicy(prefill=prefill, decode=decode)
+        chosen = PoolPolicy(prefill=prefill, decode=decode)
         proxy = Proxy.build(schema.Settings(pools=(schema.Pool(nodes=tuple(nodes), policy=chosen),)))
         for node in nodes:
             proxy.ledger.mark_up(node.url, evidence())

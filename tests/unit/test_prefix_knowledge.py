@@ -7,7 +7,7 @@ from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix import keys
 from pdproxy.scheduling.prefix.block_index import BlockIndex
 from pdproxy.scheduling.prefix.healing import GAP, MOST, Healing
-from pdproxy.scheduling.prefix.knowledge import EVENTS, FRESH, ROUTING, TEXT, FedIndex, Knowledge
+from pdproxy.scheduling.prefix.knowledge import EVENTS, FRESH, ROUTING, TEXT, FedIndex, Knowledge, Prediction
 from pdproxy.scheduling.prefix.prompts import MAX_KEYS, beginning_of
 from pdproxy.scheduling.prefix.routed import RoutedIndex
 from pdproxy.scheduling.prefix.speculative import SpeculativeIndex
@@ -283,12 +283,17 @@ def test_texts_say_how_much_of_an_engine_that_was_sent_them():
             parsed, parsed.prompts[0], None, UNIT, is_adapter=False, text_per_token=world.knowledge.text_per_token
         )
 
-    assert world.knowledge.routed(made(), FED, world.now).basis == TEXT
+    def predicted() -> Prediction:
+        found = world.knowledge.routed(made(), FED, world.now)
+        assert found is not None
+        return found
+
+    assert predicted().basis == TEXT
     for _ in range(300):
-        world.knowledge.answered(world.knowledge.routed(made(), FED, world.now), 700, 800)
+        world.knowledge.answered(predicted(), 700, 800)
     assert 7.5 < world.knowledge.text_per_token < 8.1
     assert 700 < world.knowledge.found(made(), world.now)[FED] < 850
-    world.knowledge.answered(world.knowledge.routed(made(), FED, world.now), 0, 800)
+    world.knowledge.answered(predicted(), 0, 800)
     assert world.knowledge.found(made(), world.now) == {}
 
 

@@ -11,7 +11,7 @@ from pdproxy.scheduling.prefix.reading import End, Entries, Value
 class Held:
     """What a place holds in one memory."""
 
-    __slots__ = ("copies", "ends", "shared", "values")
+    __slots__ = ("copies", "ends", "in_several", "values")
 
     def __init__(self) -> None:
         self.values: dict[int, Value] = {}
@@ -20,7 +20,7 @@ class Held:
         """Where blocks end that end inside a unit."""
         self.copies: dict[int, int] = {}
         """How many more blocks with the same hash the engine has: each is removed by itself."""
-        self.shared: dict[int, int] = {}
+        self.in_several: dict[int, int] = {}
         """How many more blocks have a key: those of several units whose tokens begin alike, and differ behind that key."""
 
     def share(self, key_bits: KeyBits, values: Sequence[Value], bit: int) -> None:
@@ -30,24 +30,24 @@ class Held:
             if isinstance(value, tuple):
                 for key in value:
                     if key in own or key_bits.has(key, bit):
-                        self.shared[key] = self.shared.get(key, 0) + 1
+                        self.in_several[key] = self.in_several.get(key, 0) + 1
                     own.add(key)
 
     def released(self, value: Value) -> Sequence[int]:
         """Return the keys that no block has any more once a block with these is gone."""
         if isinstance(value, int):
             return (value,)
-        if not self.shared:
+        if not self.in_several:
             return value
         gone = []
         for key in value:
-            others = self.shared.get(key, 0)
+            others = self.in_several.get(key, 0)
             if not others:
                 gone.append(key)
             elif others == 1:
-                del self.shared[key]
+                del self.in_several[key]
             else:
-                self.shared[key] = others - 1
+                self.in_several[key] = others - 1
         return gone
 
 
