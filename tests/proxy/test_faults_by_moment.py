@@ -13,7 +13,7 @@ import pytest
 
 from pdproxy.sim.faults.book import Fault
 from pdproxy.sim.faults.kinds import KINDS
-from pdproxy.sim.faults.moments import Moment
+from pdproxy.sim.faults.moments import MESSAGES, Moment
 from tests.fakes.client import Answer
 from tests.fakes.clock import STEP, ManualClock
 from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
@@ -29,8 +29,8 @@ def cases() -> list[tuple[str, str, Moment, bool]]:
     found: list[tuple[str, str, Moment, bool]] = []
     for kind, facts in KINDS.items():
         for moment in facts.moments:
-            if moment == "notice":
-                continue  # no answer's: tests/proxy/test_connectors.py and test_notifier.py
+            if moment in MESSAGES:
+                continue  # no answer's: tests/proxy/test_connectors.py, test_notifier.py and test_kv_events.py
             for stream in (False, True):
                 if not stream and (moment in STREAM_ONLY or facts.streams):
                     continue
