@@ -1,0 +1,134 @@
+"""Which engines are kept for prefill: none, or as many as the demand of the last seconds needs. Decided slowly. Pure.
+
+An engine that is kept gets no answers to decode, so prompts there delay nobody. How many it should be is predicted from the
+demand, for each number, as a queue: the engines that prefill are servers with a common line, and what they can't take is served
+whole by the others. One engine more or less at a time, and only if that is clearly better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pdproxy.scheduling.auto.demand import Demand
+from pdproxy.scheduling.auto.goal import Goal, Weights, step
+from pdproxy.scheduling.auto.loads import EngineLoad
+from pdproxy.scheduling.auto.times import Times
+
+REVIEW_S = 0.5
+"""Seconds between two changes."""
+_BETTER = 0.02
+"""By how much less a number must cost, in parts of the requests that miss the SLO."""
+_FULL = 0.97
+"""The part of the time that prefill engines are expected to work at most: what is more is served whole."""
+_SPREAD = 0.03
+"""How much the TPOT of answers differs without prefill beside them."""
+_RATES = (0.9, 1.0, 1.1)
+"""Parts of the measured rate that count alike: it is not exact, and it will not stay."""
+_NUMBERS = 32
+"""How many numbers of engines are compared at most."""
+
+
+def expected_cost(count: int, engines: int, demand: Demand, times: Times, goal: Goal, weights: Weights) -> float:
+    """Return what a mean request costs, where `count` of the engines are kept for prefill."""
+    costs = [_cost_at(demand.rate * part, count, engines, demand, times, goal, weights) for part in _RATES]
+    return sum(costs) / len(costs)
+
+
+def _cost_at(
+    rate: float, count: int, engines: int, demand: Demand, times: Times, goal: Goal, weights: Weights
+) -> float:
+    hardware, output = times.hardware, max(demand.output, 1.0)
+    work = rate * demand.alone_s
+    split = min(_FULL * count / work, 1.0) if work > 0 else 1.0
+    others = engines - count
+    fixed = hardware.before_engine_s + hardware.to_client_s
+    cost = 0.0
+    if split and count:
+        fixed_split = fixed + demand.alone_s + demand.moves_s
+        cost += split * _waiting(count, work * split / count, demand, demand.alone_s, fixed_split, goal, weights)
+    if split < 1.0:
+        whole = rate * (1.0 - split) * demand.beside_s / others
+        cost += (1.0 - split) * _waiting(
+            others, whole, demand, demand.beside_s, fixed + demand.beside_s, goal, weights
+        )
+    # The sequences at the others: a step takes longer with each of them, and they wait for pulls and for prompts.
+    context = demand.tokens + output / 2
+    prompts = rate * (1.0 - split) / others
+    waiting = prompts * demand.delay_s + rate * split * demand.pull_s / others
+    left = 1.0 - waiting - rate * output / others * times.per_sequence_s(context)
+    longest = times.full_step_s(times.chunk, 0, 0)
+    base = times.step_s(0, 0)
+    tpot = base / left if left > 0.01 else 100 * base
+    if prompts > 0:
+        sequences = rate * output / others * min(tpot, longest)
+        longest = times.full_step_s(times.chunk, sequences, sequences * context)
+        if not split:
+            tpot = min(tpot, longest)
+    hits = prompts * output * tpot
+    if goal.tpot is not None:
+        width = _SPREAD * goal.tpot + 0.55 * demand.delay_s * math.sqrt(hits * (1.0 + demand.variation)) / output
+        if tpot >= longest:
+            width = _SPREAD * goal.tpot
+        cost += step((tpot - goal.tpot) / width) + weights.tpot * tpot / goal.tpot
+    if goal.gap is not None and times.full_step_s(demand.tokens, 0, 0) > goal.gap:
+        cost += 1.0 - math.exp(-hits)
+    used = split * (demand.alone_s + demand.pull_s) + (1.0 - split) * demand.delay_s
+    return cost + weights.engine_s * used
+
+
+def _waiting(
+    servers: int, busy: float, demand: Demand, service_s: float, fixed_s: float, goal: Goal, weights: Weights
+) -> float:
+    """Return what the TTFT costs, if `servers` are busy for that part of the time. Sakasegawa's approximation of M/G/c."""
+    if goal.ttft is None:
+        return weights.ttft * fixed_s
+    if busy >= 1.0:
+        return 1.0
+    waits = busy ** (math.sqrt(2.0 * (servers + 1)) - 1.0)
+    mean = (1.0 + demand.variation) / 2 * waits / (servers * (1.0 - busy)) * service_s
+    left = goal.ttft - fixed_s
+    late = 1.0 if left <= 0 else waits * math.exp(-left * waits / mean) if mean > 0 else 0.0
+    return late + weights.ttft * (fixed_s + mean) / goal.ttft
+
+
+class Kept:
+    """Keeps engines of role `any` for prefill. `changes`: how often it has kept or freed one."""
+
+    def __init__(self, goal: Goal, weights: Weights) -> None:
+        self._goal, self._weights = goal, weights
+        self._reviewed = -math.inf
+        self.count = 0
+        """How many are kept."""
+        self.changes = 0
+        self.share = 0.0
+        """The part of the time in which each of them is expected to work."""
+
+    def review(self, now: float, loads: Sequence[EngineLoad], demand: Demand | None) -> None:
+        """Keep one engine more or less, if it is time. `loads`: the engines that may be kept, two or more."""
+        if now - self._reviewed < REVIEW_S or demand is None:
+            return
+        self._reviewed = now
+        engines, kept = len(loads), [load for load in loads if load.kept]
+        self.count = len(kept)
+        stride = -(-engines // _NUMBERS)
+        numbers = sorted({*range(0, engines, stride), self.count})
+        times, goal, weights = loads[0].times, self._goal, self._weights
+        costs = {
+            number: expected_cost(number, engines, demand, times, goal, weights)
+            for number in numbers
+            if number < engines
+        }
+        best = min(costs, key=lambda number: (costs[number], abs(number - self.count)))
+        if costs[best] < costs.get(self.count, math.inf) - _BETTER:
+            self.changes += 1
+            for _ in range(max(abs(best - self.count) // 2, 1)):
+                if best > self.count:
+                    least = min((load for load in loads if not load.kept), key=lambda load: load.decoding + load.expected)
+                    least.kept = True
+                    self.count += 1
+                else:
+                    least = min((load for load in loads if load.kept), key=lambda load: load.busy_s(now))
+                    least.kept = False
+                    self.count -= 1
+        self.share = min(demand.rate * demand.alone_s / self.count, 0.9) if self.count else 0.0

@@ -1,0 +1,84 @@
+"""How long work takes at one engine: `engine_model.Hardware` with a chunk size, as few numbers as a decision needs. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from pdproxy.engine_model.hardware import Hardware, attended
+
+_LEAST_CHUNK = 16
+"""Tokens of prompts in a step, however many sequences decode."""
+
+
+class Times:
+    """Seconds of an engine's work. `chunk`: the most tokens of a step (`--max-num-batched-tokens`).
+
+    `prefill_factor` and `step_factor` are what measurements make of the model's numbers; 1 as long as there are none.
+    """
+
+    __slots__ = (
+        "_attention",
+        "_chunk_base",
+        "_context",
+        "_once",
+        "_per_seq",
+        "_token",
+        "_weights",
+        "chunk",
+        "hardware",
+        "prefill_factor",
+        "step_factor",
+    )
+
+    def __init__(self, hardware: Hardware, chunk: int) -> None:
+        speed = hardware.speed or 1.0
+        self.hardware, self.chunk = hardware, chunk
+        self._token = 1 / hardware.prefill_tokens_per_s / speed
+        self._chunk_base = hardware.chunk_base_s / speed
+        self._weights = hardware.weights_s / speed
+        self._per_seq = hardware.decode_step_per_seq_s / speed
+        self._context = hardware.context_token_s / speed
+        self._attention = hardware.attention_s / speed
+        self._once = hardware.weights_read_once
+        self.prefill_factor = 1.0
+        self.step_factor = 1.0
+
+    def step_s(self, decoding: float, context: float) -> float:
+        """Return how long a step takes that only decodes."""
+        return (self._weights + decoding * self._per_seq + context * self._context) * self.step_factor
+
+    def per_sequence_s(self, context: float) -> float:
+        """Return what one more sequence with so many tokens adds to a step."""
+        return (self._per_seq + context * self._context) * self.step_factor
+
+    def full_step_s(self, prompt: float, decoding: float, context: float) -> float:
+        """Return how long a step takes that is as full as a prompt of so many tokens makes it."""
+        tokens = min(max(self.chunk - decoding, _LEAST_CHUNK), prompt)
+        chunk = self._chunk_base + tokens * self._token + self._attention * tokens * max(prompt - tokens / 2, 0.0)
+        return (chunk + self._beside(decoding, context)) * self.prefill_factor
+
+    def _beside(self, decoding: float, context: float) -> float:
+        """Return what decoding adds to a step with prefill."""
+        weights = self._weights if decoding and not self._once else 0.0
+        return weights + decoding * self._per_seq + context * self._context
+
+    def prefill_s(
+        self, tokens: int, cached: int, decoding: float, context: float, *, queued: bool
+    ) -> tuple[float, float]:
+        """Return how long prefill takes, and how much longer the sequences that decode wait for their tokens because of it.
+
+        `tokens`: those to compute; `cached`: those before them. `decoding` and `context`: sequences at the engine, and their
+        tokens. `queued`: other prompts fill the rest of the last chunk.
+        """
+        steps = tokens / max(self.chunk - decoding, _LEAST_CHUNK)
+        if not queued:
+            steps = math.ceil(steps)
+        seconds = steps * self._chunk_base + tokens * self._token
+        weights = steps * self._weights
+        if self._once and seconds < weights:
+            seconds = weights
+        seconds += self._attention * attended(tokens, cached)
+        longer = seconds - weights if self._once else seconds
+        seconds += steps * self._beside(decoding, context)
+        factor = self.prefill_factor
+        return seconds * factor, longer * factor if longer > 0.0 else 0.0
