@@ -216,7 +216,7 @@ class Auto(Placement):
         alone, _ = times.prefill_s(tokens - here, here, 0, 0, queued=True)
         beside, longer = times.prefill_s(tokens - here, here, 8, 8 * tokens, queued=True)
         moves = hardware.between_engines_s + hardware.pull_s + hardware.transfer_s(tokens) + 1.5 * times.step_s(8, 8 * tokens)
-        self.meter.add(now, alone, beside, longer, _pull_s(hardware), moves, tokens, output)
+        self.meter.add(now, alone, beside, longer, _pull_s(hardware), moves, tokens, tokens - here, output)
         self.kept.review(now, view.free, self.meter.demand(now))
 
     # -- what becomes of it

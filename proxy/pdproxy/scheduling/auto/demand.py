@@ -28,6 +28,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """What passes until its first token from the end of its prefill elsewhere."""
     tokens: float
     """Of its prompt."""
+    new_tokens: float
+    """Those of them that no cache has."""
     output: float
     """Tokens of its answer."""
 
@@ -38,7 +40,7 @@ class Meter:
     __slots__ = ("_at", "_since", "_sums")
 
     def __init__(self) -> None:
-        self._sums = (0.0,) * 9
+        self._sums = (0.0,) * 10
         self._at = 0.0
         self._since: float | None = None
 
@@ -51,6 +53,7 @@ class Meter:
         pull_s: float,
         moves_s: float,
         tokens: float,
+        new_tokens: float,
         output: float,
     ) -> None:
         """Note a request."""
@@ -58,7 +61,7 @@ class Meter:
             self._since = self._at = now
         kept = math.exp((self._at - now) / _MEMORY_S)
         self._at = now
-        new = (1.0, alone_s, alone_s * alone_s, beside_s, delay_s, pull_s, moves_s, tokens, output)
+        new = (1.0, alone_s, alone_s * alone_s, beside_s, delay_s, pull_s, moves_s, tokens, new_tokens, output)
         self._sums = tuple([old * kept + one for old, one in zip(self._sums, new, strict=True)])
 
     def demand(self, now: float) -> Demand | None:
@@ -68,7 +71,7 @@ class Meter:
         passed = max(now - self._since, 0.5)
         kept = math.exp((self._at - now) / _MEMORY_S)
         seconds = _MEMORY_S * (1.0 - math.exp(-passed / _MEMORY_S))
-        count, alone, squares, beside, delay, pull, moves, tokens, output = self._sums
+        count, alone, squares, beside, delay, pull, moves, tokens, new, output = self._sums
         if count < 1e-9 or alone <= 0.0:
             return None
         mean = alone / count
@@ -81,5 +84,6 @@ class Meter:
             pull_s=pull / count,
             moves_s=moves / count,
             tokens=tokens / count,
+            new_tokens=new / count,
             output=output / count,
         )

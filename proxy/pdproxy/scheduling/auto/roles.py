@@ -17,10 +17,16 @@ from pdproxy.scheduling.auto.times import Times
 
 REVIEW_S = 0.5
 """Seconds between two changes."""
-_BETTER = 0.02
+_BETTER = 0.03
 """By how much less a number must cost, in parts of the requests that miss the SLO."""
 _FULL = 0.97
 """The part of the time that prefill engines are expected to work at most: what is more is served whole."""
+_LEAST_LEFT = 0.05
+"""The part of the time that an engine's steps need for reading its weights, at least."""
+_ALMOST = 0.98
+"""The part of the time that can be used before a queue grows without end."""
+_OVER = 3.0
+"""What the part of the time costs that is missing."""
 _SPREAD = 0.03
 """How much the TPOT of answers differs without prefill beside them."""
 _RATES = (0.9, 1.0, 1.1)
@@ -40,36 +46,39 @@ def _cost_at(
 ) -> float:
     hardware, output = times.hardware, max(demand.output, 1.0)
     work = rate * demand.alone_s
-    split = min(_FULL * count / work, 1.0) if work > 0 else 1.0
+    split = min(_FULL * count / work, 1.0) if count and work > 0 else 0.0
     others = engines - count
-    fixed = hardware.before_engine_s + hardware.to_client_s
+    # The sequences at the others: a step takes longer with each of them, and they wait for pulls and for prompts.
+    context, decodes = demand.tokens + output / 2, rate * output / others
+    prompts = rate * (1.0 - split) / others
+    waiting = prompts * demand.delay_s + rate * split * demand.pull_s / others
+    left = 1.0 - waiting - decodes * times.per_sequence_s(context)
+    base = times.step_s(0, 0)
+    tpot = base / left if left > _LEAST_LEFT else base / _LEAST_LEFT
+    longest = math.inf
+    if prompts > 0:
+        sequences = decodes * min(tpot, times.full_step_s(demand.tokens, 0, 0))
+        longest = times.full_step_s(demand.tokens, sequences, sequences * context)
+        if not split:
+            tpot = min(tpot, longest)
+    sequences = decodes * tpot
     cost = 0.0
-    if split and count:
+    if left < _LEAST_LEFT and tpot < longest:
+        cost += _OVER * (_LEAST_LEFT - left)
+    fixed = hardware.before_engine_s + hardware.to_client_s
+    if split:
         fixed_split = fixed + demand.alone_s + demand.moves_s
         cost += split * _waiting(count, work * split / count, demand, demand.alone_s, fixed_split, goal, weights)
     if split < 1.0:
-        whole = rate * (1.0 - split) * demand.beside_s / others
-        cost += (1.0 - split) * _waiting(
-            others, whole, demand, demand.beside_s, fixed + demand.beside_s, goal, weights
-        )
-    # The sequences at the others: a step takes longer with each of them, and they wait for pulls and for prompts.
-    context = demand.tokens + output / 2
-    prompts = rate * (1.0 - split) / others
-    waiting = prompts * demand.delay_s + rate * split * demand.pull_s / others
-    left = 1.0 - waiting - rate * output / others * times.per_sequence_s(context)
-    longest = times.full_step_s(times.chunk, 0, 0)
-    base = times.step_s(0, 0)
-    tpot = base / left if left > 0.01 else 100 * base
-    if prompts > 0:
-        sequences = rate * output / others * min(tpot, longest)
-        longest = times.full_step_s(times.chunk, sequences, sequences * context)
-        if not split:
-            tpot = min(tpot, longest)
+        steps = demand.new_tokens / max(times.chunk - sequences, 1.0)
+        beside = demand.alone_s + steps * (times.step_s(sequences, sequences * context) - base)
+        busy = prompts * beside + rate * split * demand.pull_s / others
+        cost += (1.0 - split) * _waiting(others, busy, demand, beside, fixed + beside, goal, weights)
     hits = prompts * output * tpot
     if goal.tpot is not None:
-        width = _SPREAD * goal.tpot + 0.55 * demand.delay_s * math.sqrt(hits * (1.0 + demand.variation)) / output
-        if tpot >= longest:
-            width = _SPREAD * goal.tpot
+        width = _SPREAD * goal.tpot
+        if tpot < longest:
+            width += 0.55 * demand.delay_s * math.sqrt(hits * (1.0 + demand.variation)) / output
         cost += step((tpot - goal.tpot) / width) + weights.tpot * tpot / goal.tpot
     if goal.gap is not None and times.full_step_s(demand.tokens, 0, 0) > goal.gap:
         cost += 1.0 - math.exp(-hits)
@@ -81,15 +90,16 @@ def _waiting(
     servers: int, busy: float, demand: Demand, service_s: float, fixed_s: float, goal: Goal, weights: Weights
 ) -> float:
     """Return what the TTFT costs, if `servers` are busy for that part of the time. Sakasegawa's approximation of M/G/c."""
-    if goal.ttft is None:
-        return weights.ttft * fixed_s
-    if busy >= 1.0:
-        return 1.0
+    over = max(busy - _ALMOST, 0.0)
+    busy = min(busy, _ALMOST)
     waits = busy ** (math.sqrt(2.0 * (servers + 1)) - 1.0)
     mean = (1.0 + demand.variation) / 2 * waits / (servers * (1.0 - busy)) * service_s
+    cost = _OVER * over
+    if goal.ttft is None:
+        return cost + weights.ttft * (fixed_s + mean)
     left = goal.ttft - fixed_s
     late = 1.0 if left <= 0 else waits * math.exp(-left * waits / mean) if mean > 0 else 0.0
-    return late + weights.ttft * (fixed_s + mean) / goal.ttft
+    return cost + late + weights.ttft * (fixed_s + mean) / goal.ttft
 
 
 class Kept:
