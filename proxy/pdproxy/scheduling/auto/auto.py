@@ -12,26 +12,22 @@ from typing import Protocol
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.auto.correction import Error
+from pdproxy.scheduling.auto.costs import Costs
 from pdproxy.scheduling.auto.demand import Meter
-from pdproxy.scheduling.auto.goal import WEIGHTS, Goal, Weights, step
-from pdproxy.scheduling.auto.loads import EngineLoad, Leg
+from pdproxy.scheduling.auto.goal import WEIGHTS, Goal, Weights
+from pdproxy.scheduling.auto.loads import EngineLoad, Leg, Look
 from pdproxy.scheduling.auto.outputs import Outputs
-from pdproxy.scheduling.auto.roles import Kept
+from pdproxy.scheduling.auto.roles import REVIEW_S, Kept
 from pdproxy.scheduling.auto.times import Times
+from pdproxy.scheduling.auto.view import View
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.nodes import Node, Role
 from pdproxy.scheduling.placement import Candidates, Placed, Placement
 from pdproxy.scheduling.policy import Ask
 
 _BYTES_PER_TOKEN = 4
-_ALL = 6
-"""Up to so many engines are all looked at."""
-_FEW = 3
-"""Engines of a shortlist by each order."""
-_LINE = 0.5
-"""How much of the transfers that are to come a transfer waits for."""
-_COLLIDES = 0.3
-"""How likely a pull is to begin in the same step as another one that is to come."""
+_MAX_VIEWS = 64
+_NOTHING: Mapping[str, int] = {}
 
 
 class Prefixes(Protocol):
@@ -41,22 +37,24 @@ class Prefixes(Protocol):
         """Return the tokens of a prompt that engines have, by URL; engines without any may be left out."""
 
 
-class _View:
-    """The engines of a `Candidates`, as loads."""
+class _Choice:
+    """What may be done with a request: its engines, and what is predicted of it. `decode` is None where it is not split."""
 
-    __slots__ = ("all", "decode", "free", "prefill", "whole")
+    __slots__ = ("cost", "decode", "prefill", "pull_s", "tpot_s", "ttft_s")
 
-    def __init__(self, candidates: Candidates, load_of: Callable[[Node], EngineLoad]) -> None:
-        self.whole = frozenset(load_of(node) for node in candidates.whole)
-        self.prefill = frozenset(load_of(node) for node in candidates.prefill)
-        self.decode = frozenset(load_of(node) for node in candidates.decode)
-        nodes = dict.fromkeys((*candidates.whole, *candidates.prefill, *candidates.decode))
-        self.all = [load_of(node) for node in nodes]
-        self.free = [load for load in self.all if load.node.role is Role.ANY]
+    def __init__(
+        self, cost: float, prefill: Look, decode: Look | None, ttft_s: float, tpot_s: float, pull_s: float
+    ) -> None:
+        self.cost, self.prefill, self.decode = cost, prefill, decode
+        self.ttft_s, self.tpot_s, self.pull_s = ttft_s, tpot_s, pull_s
 
 
 class Auto(Placement):
-    """See the module. `times_of`: the engine's hardware and chunk size."""
+    """See the module. `times_of`: an engine's hardware and chunk size. `prefixes`: None if nothing is known of caches.
+
+    `assumed`: the times are generic ones; it behaves as `least_load` until legs have shown how wrong they are. `corrects`: whether
+    predictions are corrected by what legs take. `refuses`: whether a request that no engine can begin in time is refused.
+    """
 
     def __init__(
         self,
@@ -65,180 +63,158 @@ class Auto(Placement):
         *,
         prefixes: Prefixes | None = None,
         weights: Weights = WEIGHTS,
+        assumed: bool = False,
         corrects: bool = True,
-        keeps: bool = True,
+        refuses: bool = False,
     ) -> None:
-        self._times_of, self.goal, self._weights, self._prefixes = times_of, goal, weights, prefixes
-        self._corrects, self._keeps = corrects, keeps
+        self.goal = goal
+        self.prefixes = prefixes
+        """May be set later."""
+        self._times_of, self._weights = times_of, weights
+        self._assumed, self._corrects, self._refuses = assumed, corrects, refuses
+        self._costs = Costs(goal, weights)
         self._loads: dict[str, EngineLoad] = {}
         self._legs: dict[Lease, Leg] = {}
-        self._views: dict[Candidates, _View] = {}
-        self._turn = 0
-        self._decided: tuple[EngineLoad, EngineLoad, float, float, float, float, float] | None = None
+        self._views: dict[Candidates, View] = {}
+        self._reviewed = 0.0
+        self._choice: _Choice | None = None
         self.outputs = Outputs()
         self.meter = Meter()
         self.kept = Kept(goal, weights)
         self.ttft_error, self.tpot_error = Error(), Error()
-        self.strict = True
-        self.counts = {"whole": 0, "split": 0}
 
     def _load(self, node: Node) -> EngineLoad:
         load = self._loads.get(node.url)
         if load is None or load.node is not node:
-            load = self._loads[node.url] = EngineLoad(node, Times(*self._times_of(node)))
-            load.corrects = self._corrects
+            load = self._loads[node.url] = EngineLoad(node, Times(*self._times_of(node)), corrects=self._corrects)
         return load
 
-    def _view(self, candidates: Candidates) -> _View:
+    def _view(self, candidates: Candidates) -> View:
         view = self._views.get(candidates)
         if view is None:
-            if len(self._views) > 16:
+            if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
-            view = self._views[candidates] = _View(candidates, self._load)
+            view = self._views[candidates] = View(candidates, self._load)
         return view
-
-    def engines_changed(self) -> None:
-        """See `Placement`."""
-        self._views.clear()
 
     # -- a decision
 
     def place(self, ask: Ask, candidates: Candidates) -> Placed | None:
         """See `Placement`."""
-        now, goal, weights = ask.now, self.goal, self._weights
-        tokens = ask.tokens or max(ask.prompt_bytes // _BYTES_PER_TOKEN, 1)
-        view = self._view(candidates)
-        output = self.outputs.expected(None)
-        known = self._prefixes.cached(ask) if self._prefixes is not None else {}
-        kept_share = self.kept.share
-        self._turn += 1
-        engines = view.all
-        turn = self._turn % len(engines)
-        ttft_limit, tpot_limit, gap_limit = goal.ttft, goal.tpot, goal.gap
-        ttft_scale = 1 / ttft_limit if ttft_limit is not None else 1.0
-        tpot_inverse = 1 / (tpot_limit * weights.tpot_width) if tpot_limit is not None else 0.0
-        best_cost, best = float("inf"), None
-        prefills, decodes = [], []
-        shown = tokens + output / 2
-        for load in (*engines[turn:], *engines[:turn]):
-            load.advance(now)
-            times, decoding = load.times, load.decoding
-            hardware = times.hardware
-            context = load.context()
-            here = known.get(load.node.url, 0)
-            busy = load.busy_s(now)
-            seconds, longer = times.prefill_s(tokens - here, here, decoding, context, queued=busy > 0)
-            share = load.delay_share(now)
-            if load.kept and share < kept_share:
-                share = kept_share
-            count = decoding + load.expected
-            bare = times.step_s(count + 1, context + load.expected_tokens + shown)
-            full = times.full_step_s(times.chunk if busy else tokens - here, decoding, context)
-            tpot = bare / (1.0 - share)
-            if tpot > full and share > 0.0:
-                tpot = max(min(tpot, times.full_step_s(times.chunk, count, context)), bare)
-            # Sequences there: all with the mean age and the mean length.
-            harm = pull_harm = 0.0
-            pull = 0.0
-            if load in view.decode:
-                pull = _pull_s(hardware)
-            if decoding:
-                if tpot_limit is not None:
-                    made = load.mean_made()
-                    left = max(output - made, 0.25 * output)
-                    length = made + left
-                    ends = (load.mean_age_s(now) + left * tpot + busy) / length
-                    distance = (ends - tpot_limit) * tpot_inverse
-                    before = step(distance)
-                    rise = weights.delay / (length * tpot_limit)
-                    harm = count * (step(distance + longer / length * tpot_inverse) - before + longer * rise)
-                    if pull:
-                        pull_harm = count * (step(distance + pull / length * tpot_inverse) - before + pull * rise)
-                if gap_limit is not None and full > gap_limit:
-                    harm += count
-            lead = busy - hardware.before_engine_s
-            first = hardware.before_engine_s + seconds + (lead if lead > 0.0 else 0.0)
-            if decoding and not busy:
-                first += 0.5 * bare
-            used = longer if decoding else seconds
-            cost = harm + weights.engine_s * used
-            if load in view.prefill and (load.kept or not self.strict or load.node.role is not Role.ANY):
-                prefills.append((cost + weights.ttft * first * ttft_scale, cost, first, load, seconds, longer, full))
-            tpot_cost = 0.0
-            if tpot_limit is not None:
-                tpot_cost = step((tpot - tpot_limit) * tpot_inverse) + weights.tpot * tpot / tpot_limit
-            if load in view.whole:
-                if load.kept:
-                    cost += weights.kept
-                ttft = first + hardware.to_client_s
-                cost += tpot_cost + weights.ttft * ttft * ttft_scale
-                if ttft_limit is not None:
-                    cost += step((ttft - ttft_limit) / (ttft_limit * weights.ttft_width))
-                if gap_limit is not None and full > gap_limit:
-                    cost += share
-                if cost < best_cost:
-                    best_cost, best = cost, (load, load, seconds, longer, 0.0, ttft, tpot)
-            if load in view.decode and not load.kept:
-                moves = pull + 0.5 * bare + bare + hardware.transfer_s(tokens - here) * (1.0 + _LINE * load.pulls)
-                cost = pull_harm + tpot_cost + weights.engine_s * pull
-                if gap_limit is not None and full > gap_limit:
-                    cost += share if share > 0.2 else 0
-                decodes.append((cost + weights.ttft * moves * ttft_scale, cost, moves, load, pull, tpot))
-        if prefills and decodes:
-            prefills.sort(key=_first)
-            decodes.sort(key=_first)
-            for _, cost_there, first, prefill, seconds, longer, _ in prefills[:4]:
-                for _, cost_here, moves, decode, pull, tpot in decodes[:4]:
-                    if prefill is decode:
-                        continue
-                    hardware = decode.times.hardware
-                    ttft = first + hardware.between_engines_s + moves + hardware.to_client_s
-                    cost = cost_there + cost_here + weights.ttft * ttft * ttft_scale
-                    if ttft_limit is not None:
-                        cost += step((ttft - ttft_limit) / (ttft_limit * weights.ttft_width))
-                    if cost < best_cost and candidates.compatible(prefill.node, decode.node):
-                        best_cost, best = cost, (prefill, decode, seconds, longer, pull, ttft, tpot)
-        assert best is not None
-        self._decided = best
-        if self._keeps and len(view.free) > 1:
-            self._note(now, tokens, known, output, best, view)
-        prefill, decode = best[0], best[1]
-        if prefill is decode:
-            self.counts["whole"] += 1
-            return Placed((prefill.node,), "cost", None)
-        self.counts["split"] += 1
-        return Placed((prefill.node, decode.node), "cost", None)
+        now, view = ask.now, self._view(candidates)
+        if self._assumed and (placed := self._as_least_load(view, candidates)) is not None:
+            self._choice = None
+            return placed
+        tokens = ask.tokens or ask.prompt_bytes // _BYTES_PER_TOKEN or 1
+        known = self.prefixes.cached(ask) if self.prefixes is not None else _NOTHING
+        if now - self._reviewed >= REVIEW_S and len(view.free) > 1:
+            self._review(now, view)
+        if view.version != self.kept.changes:
+            view.sort_roles(self.kept.changes)
+        choice = self._least(now, tokens, known, view, candidates)
+        self._choice = choice
+        if choice is None or (self._refuses and self._costs.hopeless(choice.ttft_s)):
+            return None
+        load = choice.prefill.load
+        self.meter.add(now, tokens, choice.prefill.cached)
+        values = {"ttft": choice.ttft_s, "tpot": choice.tpot_s, "cost": choice.cost}
+        if choice.decode is None:
+            return Placed((load.node,), "cached" if choice.prefill.cached else "whole", values)
+        return Placed((load.node, choice.decode.load.node), "split", values)
 
-    def _note(self, now, tokens, known, output, best, view) -> None:
-        load = best[0]
-        times, here = load.times, known.get(load.node.url, 0)
-        hardware = times.hardware
-        alone, _ = times.prefill_s(tokens - here, here, 0, 0, queued=True)
-        beside, longer = times.prefill_s(tokens - here, here, 8, 8 * tokens, queued=True)
-        moves = hardware.between_engines_s + hardware.pull_s + hardware.transfer_s(tokens) + 1.5 * times.step_s(8, 8 * tokens)
-        self.meter.add(now, alone, beside, longer, _pull_s(hardware), moves, tokens, tokens - here, output)
-        self.kept.review(now, view.free, self.meter.demand(now))
+    def _least(
+        self, now: float, tokens: int, known: Mapping[str, int], view: View, candidates: Candidates
+    ) -> _Choice | None:
+        """Return the choice with the least cost, None if there is none."""
+        costs, output, share = self._costs, self.outputs.mean, self.kept.share
+        looks: dict[EngineLoad, Look] = {}
+        best: _Choice | None = None
+        least = float("inf")
+
+        def look(load: EngineLoad) -> Look:
+            found = looks.get(load)
+            if found is None:
+                found = looks[load] = load.look(now, tokens, known.get(load.url, 0) if known else 0, output, share)
+                costs.judge(found, now, output)
+            return found
+
+        for load in view.worth_whole(known):
+            one = look(load)
+            cost, ttft = costs.whole(one)
+            if cost < least:
+                least, best = cost, _Choice(cost, one, None, ttft, one.tpot_s, 0.0)
+        prefills = view.worth_prefill(known)
+        if not prefills:
+            return best
+        decodes = view.worth_decode(known)
+        compatible = candidates.compatible
+        for load in prefills:
+            prefill = look(load)
+            if prefill.cost >= least:
+                continue
+            for other in decodes:
+                if other is load:
+                    continue
+                decode = look(other)
+                cost, ttft, pull = costs.split(prefill, decode, tokens)
+                if cost < least and compatible(load.node, other.node):
+                    least, best = cost, _Choice(cost, prefill, decode, ttft, decode.tpot_s, pull)
+        if best is None:  # none of those that were worth a look may work together
+            for load, other in view.pairs(compatible):
+                prefill, decode = look(load), look(other)
+                cost, ttft, pull = costs.split(prefill, decode, tokens)
+                return _Choice(cost, prefill, decode, ttft, decode.tpot_s, pull)
+        return best
+
+    def _review(self, now: float, view: View) -> None:
+        self._reviewed = now
+        times = view.free[0].times
+        demand = self.meter.demand(now, times, Costs.pull_s(times.hardware), self.outputs.mean)
+        self.kept.review(now, view.free, demand)
+
+    def _as_least_load(self, view: View, candidates: Candidates) -> Placed | None:
+        """Return the engines with the least load, None if enough was measured for predictions."""
+        if all(load.prefill.known for load in view.all):
+            self._assumed = False
+            return None
+        if view.fixed_prefill:
+            prefills = sorted(view.fixed_prefill, key=lambda load: (load.node.prompt_bytes, load.node.requests))
+            decodes = sorted(view.decode, key=lambda load: (load.node.requests, load.node.prompt_bytes))
+            for prefill in prefills:
+                for decode in decodes:
+                    if prefill is not decode and candidates.compatible(prefill.node, decode.node):
+                        return Placed((prefill.node, decode.node), "uncalibrated")
+        if not view.whole:
+            return None
+        load = min(view.whole, key=lambda load: (load.node.requests, load.node.prompt_bytes, load.free_at))
+        return Placed((load.node,), "uncalibrated")
 
     # -- what becomes of it
 
     def opened(self, lease: Lease, ask: Ask) -> None:
         """See `Placement`."""
-        load = self._load(lease.node)
-        decided, now = self._decided, ask.now
-        answers, prefills = lease.role is not Role.PREFILL, lease.role is not Role.DECODE
-        tokens = ask.tokens or max(ask.prompt_bytes // _BYTES_PER_TOKEN, 1)
-        if decided is not None and load in decided[:2]:
-            _, _, seconds, longer, pull, ttft, tpot = decided
+        load, choice, now = self._load(lease.node), self._choice, ask.now
+        times, role = load.times, lease.role
+        tokens = ask.tokens or ask.prompt_bytes // _BYTES_PER_TOKEN or 1
+        if choice is not None and choice.prefill.load is not load and (
+            choice.decode is None or choice.decode.load is not load
+        ):
+            choice = None
+        if role is Role.DECODE:
+            pull = choice.pull_s if choice is not None else Costs.pull_s(times.hardware)
+            leg = Leg(now, tokens, 0.0, 0.0, pull)
+            longer = pull
         else:
-            seconds, longer = load.times.prefill_s(tokens, 0, load.decoding, load.context(), queued=True)
-            pull, ttft, tpot = load.times.hardware.pull_s, 0.0, 0.0
-        if not prefills:
-            seconds, longer = 0.0, pull
-        leg = Leg(now, tokens, seconds, seconds / load.times.prefill_factor, 0.0 if prefills else pull)
-        if answers:
-            leg.ttft_s, leg.tpot_s = ttft, tpot
-        load.opened(leg, arrives_at=now + load.times.hardware.before_engine_s, answers=answers, prefills=prefills)
-        load.delayed(longer, now)
+            if choice is not None:
+                seconds, longer = choice.prefill.seconds, choice.prefill.longer_s
+            else:
+                load.advance(now)
+                seconds, longer = times.prefill_s(tokens, 0, load.decoding, load.context(), True)
+            leg = Leg(now, tokens, seconds, seconds / times.prefill_factor, 0.0)
+        answers = role is not Role.PREFILL
+        if answers and choice is not None:
+            leg.ttft_s, leg.tpot_s = choice.ttft_s, choice.tpot_s
+        load.opened(leg, arrives_at=now + times.hardware.before_engine_s, answers=answers, longer_s=longer)
         self._legs[lease] = leg
 
     def began(self, lease: Lease, now: float) -> None:
@@ -251,7 +227,8 @@ class Auto(Placement):
             hardware = load.times.hardware
             load.computed(leg, leg.opened_at + hardware.before_engine_s, now - hardware.to_client_s, now)
         load.began(leg, now)
-        self.ttft_error.add(now - leg.opened_at, leg.ttft_s)
+        if leg.ttft_s:
+            self.ttft_error.add(now - leg.opened_at, leg.ttft_s)
 
     def closed(self, lease: Lease, verdict: Verdict, now: float, tokens: int | None) -> None:
         """See `Placement`."""
@@ -263,22 +240,22 @@ class Auto(Placement):
             load.ended(leg, now, tokens)
             if tokens is not None:
                 self.outputs.add(tokens)
-                if tokens > 1:
+                if tokens > 1 and leg.tpot_s:
                     self.tpot_error.add((now - leg.began_at) / (tokens - 1), leg.tpot_s)
             return
         if leg.seconds:
             hardware = load.times.hardware
-            good = verdict is Verdict.GOOD
-            done_at = now - hardware.between_engines_s if good else 0.0
+            done_at = now - hardware.between_engines_s if verdict is Verdict.GOOD else 0.0
             load.computed(leg, leg.opened_at + hardware.before_engine_s, done_at, now)
         if lease.role is not Role.PREFILL:
             load.never_began(leg)
 
+    def engines_changed(self) -> None:
+        """See `Placement`."""
+        self._views.clear()
 
-def _pull_s(hardware: Hardware) -> float:
-    """Return how long a pull stops a decode engine's sequences, on average."""
-    return hardware.pull_s + _COLLIDES * max(hardware.further_pull_s - hardware.pull_s, 0.0)
-
-
-def _first(row: tuple[float, ...]) -> float:
-    return row[0]
+    def status(self) -> str | None:
+        """See `Placement`."""
+        if not self._assumed:
+            return None
+        return "no profile: requests go to the least loaded engines until enough of them were measured"

@@ -6,8 +6,12 @@ import math
 
 import msgspec
 
+from pdproxy.scheduling.auto.times import Times
+
 _MEMORY_S = 6.0
 """How long a request counts."""
+_LEAST_S = 0.5
+"""Seconds from which a rate is known."""
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,10 +22,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """Its prefill at an engine that does nothing else."""
     variation: float
     """The variance of that, as a part of its square."""
-    beside_s: float
-    """Its prefill at an engine that decodes, too."""
     delay_s: float
-    """How much longer sequences at that engine wait because of it."""
+    """How much longer sequences wait that decode beside it."""
     pull_s: float
     """How long its KV's pull stops a decode engine."""
     moves_s: float
@@ -35,55 +37,54 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Meter:
-    """Measures the demand."""
+    """Measures the demand. A request costs a few additions; the rest is done when somebody asks."""
 
-    __slots__ = ("_at", "_since", "_sums")
+    __slots__ = ("_at", "_count", "_new", "_pairs", "_since", "_squares", "_sums", "_tokens")
 
     def __init__(self) -> None:
-        self._sums = (0.0,) * 10
+        self._sums = (0.0,) * 5
         self._at = 0.0
         self._since: float | None = None
+        self._count = self._tokens = self._new = 0
+        self._pairs = self._squares = 0.0
 
-    def add(
-        self,
-        now: float,
-        alone_s: float,
-        beside_s: float,
-        delay_s: float,
-        pull_s: float,
-        moves_s: float,
-        tokens: float,
-        new_tokens: float,
-        output: float,
-    ) -> None:
-        """Note a request."""
+    def add(self, now: float, tokens: int, cached: int) -> None:
+        """Note a request's prompt. `cached`: those of its tokens that its engine has."""
         if self._since is None:
             self._since = self._at = now
-        kept = math.exp((self._at - now) / _MEMORY_S)
-        self._at = now
-        new = (1.0, alone_s, alone_s * alone_s, beside_s, delay_s, pull_s, moves_s, tokens, new_tokens, output)
-        self._sums = tuple([old * kept + one for old, one in zip(self._sums, new, strict=True)])
+        new = tokens - cached
+        self._count += 1
+        self._tokens += tokens
+        self._new += new
+        self._pairs += new * (cached + 0.5 * new)
+        self._squares += new * new
 
-    def demand(self, now: float) -> Demand | None:
-        """Return the demand, None if there was none."""
+    def demand(self, now: float, times: Times, pull_s: float, output: float) -> Demand | None:
+        """Return the demand, None if there was none. `times`: of an engine; `output`: tokens of an answer."""
         if self._since is None:
             return None
-        passed = max(now - self._since, 0.5)
         kept = math.exp((self._at - now) / _MEMORY_S)
-        seconds = _MEMORY_S * (1.0 - math.exp(-passed / _MEMORY_S))
-        count, alone, squares, beside, delay, pull, moves, tokens, new, output = self._sums
-        if count < 1e-9 or alone <= 0.0:
+        self._at = now
+        added = (self._count, self._tokens, self._new, self._pairs, self._squares)
+        self._sums = tuple([old * kept + one for old, one in zip(self._sums, added, strict=True)])
+        self._count = self._tokens = self._new = 0
+        self._pairs = self._squares = 0.0
+        count, tokens, new, pairs, squares = self._sums
+        if count < 1e-3 or new <= 0.0:
             return None
-        mean = alone / count
+        seconds = _MEMORY_S * (1.0 - math.exp(-max(now - self._since, _LEAST_S) / _MEMORY_S))
+        mean, prompt = new / count, tokens / count
+        alone, delay = times.queued_s(mean, pairs / count)
+        hardware = times.hardware
+        moves = hardware.between_engines_s + pull_s + hardware.transfer_s(int(mean)) + 1.5 * times.step_s(8, 8 * prompt)
         return Demand(
-            rate=count * kept / seconds,
-            alone_s=mean,
+            rate=count / seconds,
+            alone_s=alone,
             variation=max(squares / count / (mean * mean) - 1.0, 0.0),
-            beside_s=beside / count,
-            delay_s=delay / count,
-            pull_s=pull / count,
-            moves_s=moves / count,
-            tokens=tokens / count,
-            new_tokens=new / count,
-            output=output / count,
+            delay_s=delay,
+            pull_s=pull_s,
+            moves_s=moves,
+            tokens=prompt,
+            new_tokens=mean,
+            output=output,
         )

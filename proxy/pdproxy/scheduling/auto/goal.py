@@ -10,9 +10,6 @@ import math
 
 import msgspec
 
-_FAR = 30.0
-
-
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """Limits in seconds; None: no such limit. `gap`: the longest time between two tokens."""
 
@@ -52,12 +49,3 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
 
 
 WEIGHTS = Weights()
-
-
-def step(distance: float) -> float:
-    """Return the chance that a limit is missed: 0.5 at a distance of 0, in widths; the logistic function."""
-    if distance < -_FAR:
-        return 0.0
-    if distance > _FAR:
-        return 1.0
-    return 1.0 / (1.0 + math.exp(-distance))

@@ -20,14 +20,31 @@ _MOST_BUSY = 0.9
 """The largest part of the time in which an engine's sequences are expected to wait for prompts."""
 _NOTHING_S = 1e-6
 _ENOUGH_ALONE = 0.5
+"""The part of an answer's steps that must be without prefill, if the answer says something of such steps."""
 _ENOUGH_TOKENS = 8
-"""Tokens of an answer that says something of steps."""
+_SEQUENCE_S = 0.004
+"""A sequence at an engine counts as so many seconds of work, where engines are put in an order."""
+_SHARE_STEPS = 2.0
+"""How much more than its share of the time a delay counts there, in steps."""
 
 
 class Leg:
     """A lease: what was predicted of it. Times in monotonic seconds, durations in seconds."""
 
-    __slots__ = ("began_alone", "began_at", "began_busy", "began_step", "opened_at", "plain_s", "pull_s", "residual_s", "seconds", "tokens", "tpot_s", "ttft_s")
+    __slots__ = (
+        "began_alone",
+        "began_at",
+        "began_busy",
+        "began_step",
+        "opened_at",
+        "plain_s",
+        "pull_s",
+        "residual_s",
+        "seconds",
+        "tokens",
+        "tpot_s",
+        "ttft_s",
+    )
 
     def __init__(self, opened_at: float, tokens: int, seconds: float, plain_s: float, pull_s: float) -> None:
         self.opened_at, self.tokens = opened_at, tokens
@@ -35,11 +52,54 @@ class Leg:
         """Prefill, and the same without the correction's factor; 0 where the KV comes from elsewhere."""
         self.pull_s = pull_s
         """How long its KV's pull stops the engine's sequences."""
+        self.residual_s = 0.0
+        """How long the step takes that is under way when it comes."""
         self.began_at: float | None = None
         self.began_step = self.began_busy = self.began_alone = 0.0
-        self.residual_s = 0.0
         self.ttft_s = self.tpot_s = 0.0
         """Predictions; 0: none."""
+
+
+class Look:
+    """What one prompt would mean for one engine. Seconds."""
+
+    __slots__ = (
+        "before",
+        "busy_s",
+        "cached",
+        "cost",
+        "distance",
+        "first_s",
+        "full_s",
+        "load",
+        "longer_s",
+        "per_s",
+        "rise",
+        "seconds",
+        "step_s",
+        "tpot_cost",
+        "tpot_s",
+    )
+
+    def __init__(
+        self,
+        load: EngineLoad,
+        cached: int,
+        busy_s: float,
+        seconds: float,
+        longer_s: float,
+        step_s: float,
+        full_s: float,
+        tpot_s: float,
+    ) -> None:
+        self.load, self.cached, self.busy_s, self.seconds, self.longer_s = load, cached, busy_s, seconds, longer_s
+        """The prompt's tokens in its cache; how long it is busy with other prompts, and would be with this one; how much longer
+        its sequences would wait."""
+        self.step_s, self.full_s, self.tpot_s = step_s, full_s, tpot_s
+        """A step with the request's sequence, one with prefill, and the mean time between its tokens."""
+        # Set by `costs.Costs.judge`: the TTFT up to the end of the prefill, what the prefill and the sequence cost; of the
+        # sequences there: how far they are from missing their TPOT, by how much a second brings them nearer, and their chance.
+        self.first_s = self.cost = self.tpot_cost = self.distance = self.per_s = self.rise = self.before = 0.0
 
 
 class EngineLoad:
@@ -56,6 +116,7 @@ class EngineLoad:
         "busy_from",
         "busy_steps",
         "corrects",
+        "decode_order",
         "decoding",
         "expected",
         "expected_tokens",
@@ -63,26 +124,24 @@ class EngineLoad:
         "kept",
         "node",
         "pending_s",
-        "place",
         "prefill",
+        "prefill_order",
         "prompts",
         "pulls",
         "step",
         "steps",
         "times",
+        "url",
     )
 
-    def __init__(self, node: Node, times: Times) -> None:
-        self.node, self.times = node, times
-        self.place = 0
-        """Its number among the engines of the placement."""
-        self.corrects = True
+    def __init__(self, node: Node, times: Times, *, corrects: bool = True) -> None:
+        self.node, self.url, self.times, self.corrects = node, node.url, times, corrects
         self.kept = False
         """Whether it is kept for prefill."""
         self.pending_s = 0.0
         """Prefill that is not done, in predicted seconds."""
         self.busy_from = 0.0
-        """When the engine began, or will begin, with the first of them."""
+        """When the engine began, or will begin, with the first of it."""
         self.free_at = 0.0
         """When it will be done."""
         self.expected = 0
@@ -108,22 +167,16 @@ class EngineLoad:
         self._last_done = 0.0
         self.prefill = Factor()
         self.step = Factor()
+        self.prefill_order = 0.0
+        """The smaller, the better for a prompt; only to find the engines that are worth a look."""
+        self.decode_order = 0.0
+        """The same for a sequence."""
 
     # -- what it has
-
-    def busy_s(self, now: float) -> float:
-        """Return how long its prompts take until all are computed."""
-        left = self.free_at - now
-        return left if left > 0.0 and self.pending_s else 0.0
 
     def context(self) -> float:
         """Return the tokens of the sequences that decode."""
         return self.prompts + self.decoding * self.steps - self._began_steps
-
-    def delay_share(self, now: float) -> float:
-        """Return the part of the time in which its sequences waited lately, for prompts and for pulls."""
-        share = self._delay * math.exp((self._delay_at - now) / MEMORY_S)
-        return share if share < _MOST_BUSY else _MOST_BUSY
 
     def mean_made(self) -> float:
         """Return how many tokens its sequences have, on average. There must be some."""
@@ -132,6 +185,42 @@ class EngineLoad:
     def mean_age_s(self, now: float) -> float:
         """Return for how long its sequences have decoded, on average. There must be some."""
         return now - self._began / self.decoding
+
+    def delay_share(self, now: float) -> float:
+        """Return the part of the time in which its sequences waited lately, for prompts and for pulls."""
+        share = self._delay * math.exp((self._delay_at - now) / MEMORY_S)
+        return share if share < _MOST_BUSY else _MOST_BUSY
+
+    def look(self, now: float, tokens: int, cached: int, output: float, kept_share: float) -> Look:
+        """Return what a prompt would mean. `cached`: its tokens that are in the cache; `output`: the answer's length.
+
+        `kept_share`: the part of the time that an engine works that is kept for prefill.
+        """
+        self.advance(now)
+        times, decoding = self.times, self.decoding
+        context = self.prompts + decoding * self.steps - self._began_steps
+        busy = self.free_at - now if self.pending_s else 0.0
+        if busy < 0.0:
+            busy = 0.0
+        seconds, longer = times.prefill_s(tokens - cached, cached, decoding, context, busy > 0.0)
+        share = self._delay * math.exp((self._delay_at - now) / MEMORY_S)
+        if self.kept and share < kept_share:
+            share = kept_share
+        if share > _MOST_BUSY:
+            share = _MOST_BUSY
+        step = times.step_s(
+            decoding + self.expected + 1, context + self.expected_tokens + tokens + 0.5 * output
+        )
+        full = times.full_step_s(times.chunk if busy else tokens - cached, decoding, context)
+        tpot = step / (1.0 - share)
+        if tpot > full:
+            # No step takes longer than a full one.
+            most = times.full_step_s(times.chunk, decoding + self.expected, context)
+            if tpot > most:
+                tpot = most if most > step else step
+        return Look(self, cached, busy, seconds, longer, step, full, tpot)
+
+    # -- what comes and goes
 
     def advance(self, now: float) -> None:
         """Count the steps until now."""
@@ -142,33 +231,31 @@ class EngineLoad:
         decoding = self.decoding
         if not decoding:
             return
-        busy = 0.0
+        times, context = self.times, self.prompts + decoding * self.steps - self._began_steps
         if self.pending_s:
-            busy = min(self.free_at, now) - max(self.busy_from, now - passed)
-        context = self.context()
-        if busy <= 0.0:
-            busy = 0.0
-        else:
-            steps = busy / self.times.full_step_s(self.times.chunk, decoding, context)
-            self.steps += steps
-            self.busy_steps += steps
-        alone = (passed - busy) / self.times.step_s(decoding, context)
+            begin, end = now - passed, now
+            if self.busy_from > begin:
+                begin = self.busy_from
+            if self.free_at < end:
+                end = self.free_at
+            if end > begin:
+                steps = (end - begin) / times.full_step_s(times.chunk, decoding, context)
+                self.steps += steps
+                self.busy_steps += steps
+                passed -= end - begin
+        alone = passed / times.step_s(decoding, context)
         self.steps += alone
-        self.alone_steps += alone * self.times.step_factor
+        self.alone_steps += alone * times.step_factor
 
-    # -- what comes and goes
-
-    def delayed(self, seconds: float, now: float) -> None:
-        """Note that its sequences will wait."""
-        self._delay = self._delay * math.exp((self._delay_at - now) / MEMORY_S) + seconds / MEMORY_S
+    def opened(self, leg: Leg, *, arrives_at: float, answers: bool, longer_s: float) -> None:
+        """A lease was opened. Its prompt arrives a little later; `longer_s`: how long the engine's sequences will wait."""
+        now = leg.opened_at
+        self.advance(now)
+        self._delay = self._delay * math.exp((self._delay_at - now) / MEMORY_S) + longer_s / MEMORY_S
         self._delay_at = now
-
-    def opened(self, leg: Leg, *, arrives_at: float, answers: bool, prefills: bool) -> None:
-        """A lease was opened. Its prompt arrives a little later."""
-        self.advance(leg.opened_at)
-        if prefills and not self.pending_s and self.decoding:
-            leg.residual_s = 0.5 * self.times.step_s(self.decoding, self.context())
-        if prefills:
+        if leg.seconds:
+            if not self.pending_s and self.decoding:
+                leg.residual_s = 0.5 * self.times.step_s(self.decoding, self.context())
             if self.free_at < arrives_at:
                 self.free_at = arrives_at
                 if not self.pending_s:
@@ -180,23 +267,25 @@ class EngineLoad:
         if answers:
             self.expected += 1
             self.expected_tokens += leg.tokens
+        self._order()
 
     def computed(self, leg: Leg, arrived_at: float, done_at: float, now: float) -> None:
         """A prompt was computed, or will not be (`done_at` is 0): what waits behind it is what is left."""
         self.advance(now)
-        self.pending_s = max(self.pending_s - leg.seconds, 0.0)
+        self.pending_s -= leg.seconds
         if self.pending_s < _NOTHING_S:
             self.pending_s = 0.0
         if not done_at:
             self.free_at = min(self.free_at, now + self.pending_s)
-            return
-        if self.decoding and not self.pending_s:
-            self._recount(min(self.free_at, now) - done_at)
-        self.free_at = done_at + self.pending_s
-        began = max(arrived_at, self._last_done)
-        self._last_done = done_at
-        if self.prefill.add(max(done_at - began - leg.residual_s, 0.0), leg.plain_s) and self.corrects:
-            self.times.prefill_factor = self.prefill.value
+        else:
+            if self.decoding and not self.pending_s:
+                self._recount(min(self.free_at, now) - done_at)
+            self.free_at = done_at + self.pending_s
+            began = max(arrived_at, self._last_done)
+            self._last_done = done_at
+            if self.prefill.add(max(done_at - began - leg.residual_s, 0.0), leg.plain_s) and self.corrects:
+                self.times.prefill_factor = self.prefill.value
+        self._order()
 
     def _recount(self, seconds: float) -> None:
         """So many seconds were counted as steps with prefill, and were not; below 0, it is the other way round."""
@@ -231,6 +320,7 @@ class EngineLoad:
         self.expected_tokens -= leg.tokens
         if leg.pull_s:
             self.pulls -= 1
+        self._order()
 
     def ended(self, leg: Leg, now: float, tokens: int | None) -> None:
         """An answer is over. `tokens`: of it, None if unknown."""
@@ -241,8 +331,6 @@ class EngineLoad:
         self._began -= leg.began_at
         self._began_steps -= leg.began_step
         predicted = self.steps - leg.began_step
-        if not self.decoding:  # no rests of sums of floats
-            self._began = self._began_steps = self.steps = 0.0
         if tokens is not None and tokens > _ENOUGH_TOKENS and predicted > 0:
             # What is left of its tokens without those of steps with prefill came in steps that only decode. Where these were
             # few, nothing is known.
@@ -252,3 +340,12 @@ class EngineLoad:
                 seconds = (now - leg.began_at) * alone / (tokens - 1)
                 if self.step.add(seconds, seconds * alone / expected) and self.corrects:
                     self.times.step_factor = self.step.value
+        if not self.decoding:  # no rests of sums of floats
+            self._began = self._began_steps = self.steps = self.busy_steps = self.alone_steps = 0.0
+        self._order()
+
+    def _order(self) -> None:
+        sequences = self.decoding + self.expected
+        self.prefill_order = self.free_at + _SEQUENCE_S * sequences
+        context = self.prompts + self.expected_tokens
+        self.decode_order = self.times.step_s(sequences, context) * (1.0 + _SHARE_STEPS * self._delay)

@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 
 from pdproxy.scheduling.auto.demand import Demand
-from pdproxy.scheduling.auto.goal import Goal, Weights, step
+from pdproxy.scheduling.auto.costs import chance
+from pdproxy.scheduling.auto.goal import Goal, Weights
 from pdproxy.scheduling.auto.loads import EngineLoad
 from pdproxy.scheduling.auto.times import Times
 
@@ -79,7 +80,7 @@ def _cost_at(
         width = _SPREAD * goal.tpot
         if tpot < longest:
             width += 0.55 * demand.delay_s * math.sqrt(hits * (1.0 + demand.variation)) / output
-        cost += step((tpot - goal.tpot) / width) + weights.tpot * tpot / goal.tpot
+        cost += chance((tpot - goal.tpot) / width) + weights.tpot * tpot / goal.tpot
     if goal.gap is not None and times.full_step_s(demand.tokens, 0, 0) > goal.gap:
         cost += 1.0 - math.exp(-hits)
     used = split * (demand.alone_s + demand.pull_s) + (1.0 - split) * demand.delay_s
@@ -107,7 +108,6 @@ class Kept:
 
     def __init__(self, goal: Goal, weights: Weights) -> None:
         self._goal, self._weights = goal, weights
-        self._reviewed = -math.inf
         self.count = 0
         """How many are kept."""
         self.changes = 0
@@ -115,10 +115,9 @@ class Kept:
         """The part of the time in which each of them is expected to work."""
 
     def review(self, now: float, loads: Sequence[EngineLoad], demand: Demand | None) -> None:
-        """Keep one engine more or less, if it is time. `loads`: the engines that may be kept, two or more."""
-        if now - self._reviewed < REVIEW_S or demand is None:
+        """Keep some engines more or less. `loads`: the engines that may be kept, two or more."""
+        if demand is None:
             return
-        self._reviewed = now
         engines, kept = len(loads), [load for load in loads if load.kept]
         self.count = len(kept)
         stride = -(-engines // _NUMBERS)
@@ -138,7 +137,7 @@ class Kept:
                     least.kept = True
                     self.count += 1
                 else:
-                    least = min((load for load in loads if load.kept), key=lambda load: load.busy_s(now))
+                    least = min((load for load in loads if load.kept), key=lambda load: load.free_at)
                     least.kept = False
                     self.count -= 1
         self.share = min(demand.rate * demand.alone_s / self.count, 0.9) if self.count else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pdproxy.engine_model.hardware import Hardware, attended
+from pdproxy.engine_model.hardware import Hardware
 
 _LEAST_CHUNK = 16
 """Tokens of prompts in a step, however many sequences decode."""
@@ -53,32 +53,47 @@ class Times:
 
     def full_step_s(self, prompt: float, decoding: float, context: float) -> float:
         """Return how long a step takes that is as full as a prompt of so many tokens makes it."""
-        tokens = min(max(self.chunk - decoding, _LEAST_CHUNK), prompt)
-        chunk = self._chunk_base + tokens * self._token + self._attention * tokens * max(prompt - tokens / 2, 0.0)
-        return (chunk + self._beside(decoding, context)) * self.prefill_factor
-
-    def _beside(self, decoding: float, context: float) -> float:
-        """Return what decoding adds to a step with prefill."""
-        weights = self._weights if decoding and not self._once else 0.0
-        return weights + decoding * self._per_seq + context * self._context
+        tokens = self.chunk - decoding
+        if tokens < _LEAST_CHUNK:
+            tokens = _LEAST_CHUNK
+        if tokens > prompt:
+            tokens = prompt
+        seconds = self._chunk_base + tokens * self._token + self._attention * tokens * (prompt - 0.5 * tokens)
+        if decoding and not self._once:
+            seconds += self._weights
+        return (seconds + decoding * self._per_seq + context * self._context) * self.prefill_factor
 
     def prefill_s(
-        self, tokens: int, cached: int, decoding: float, context: float, *, queued: bool
+        self, tokens: int, cached: int, decoding: float, context: float, queued: bool
     ) -> tuple[float, float]:
         """Return how long prefill takes, and how much longer the sequences that decode wait for their tokens because of it.
 
         `tokens`: those to compute; `cached`: those before them. `decoding` and `context`: sequences at the engine, and their
         tokens. `queued`: other prompts fill the rest of the last chunk.
         """
-        steps = tokens / max(self.chunk - decoding, _LEAST_CHUNK)
+        room = self.chunk - decoding
+        steps = tokens / (room if room > _LEAST_CHUNK else _LEAST_CHUNK)
         if not queued:
             steps = math.ceil(steps)
         seconds = steps * self._chunk_base + tokens * self._token
         weights = steps * self._weights
         if self._once and seconds < weights:
             seconds = weights
-        seconds += self._attention * attended(tokens, cached)
-        longer = seconds - weights if self._once else seconds
-        seconds += steps * self._beside(decoding, context)
+        seconds += self._attention * tokens * (cached + 0.5 * tokens)
+        longer = seconds
+        if decoding:
+            if self._once:
+                longer -= weights
+                seconds += steps * (decoding * self._per_seq + context * self._context)
+            else:
+                seconds += weights + steps * (decoding * self._per_seq + context * self._context)
         factor = self.prefill_factor
-        return seconds * factor, longer * factor if longer > 0.0 else 0.0
+        return seconds * factor, longer * factor
+
+    def queued_s(self, tokens: float, pairs: float) -> tuple[float, float]:
+        """Return the same for a mean prompt among others, at an engine that does nothing else. `pairs`: `attended` tokens."""
+        steps = tokens / self.chunk
+        seconds = max(steps * self._chunk_base + tokens * self._token, steps * self._weights if self._once else 0.0)
+        seconds += pairs * self._attention
+        longer = seconds - steps * self._weights if self._once else seconds
+        return seconds * self.prefill_factor, max(longer, 0.0) * self.prefill_factor

@@ -1,0 +1,105 @@
+"""The engines of a request's candidates as loads, and which of them are worth a look. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+
+from pdproxy.scheduling.auto.loads import EngineLoad
+from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.placement import Candidates
+
+ALL = 4
+"""Up to so many engines are all looked at."""
+FEW = 2
+"""Otherwise so many by each order."""
+_CACHED = 2
+_prefill_order = attrgetter("prefill_order")
+_decode_order = attrgetter("decode_order")
+
+
+class View:
+    """The engines of a `Candidates`."""
+
+    __slots__ = ("_by_url", "_decode", "_prefill", "_turn", "_whole", "all", "decode", "fixed_prefill", "free", "version", "whole")
+
+    def __init__(self, candidates: Candidates, load_of: Callable[[Node], EngineLoad]) -> None:
+        self.whole = [load_of(node) for node in candidates.whole]
+        self.decode = [load_of(node) for node in candidates.decode]
+        prefill = [load_of(node) for node in candidates.prefill]
+        self.fixed_prefill = [load for load in prefill if load.node.role is not Role.ANY]
+        """Those that are for prefill by the settings."""
+        self.free = [load for load in prefill if load.node.role is Role.ANY]
+        """Those that may be kept for prefill."""
+        self.all = list(dict.fromkeys((*self.whole, *prefill, *self.decode)))
+        self._by_url = {load.url: load for load in self.all}
+        self._turn = 0
+        self.version = -1
+        """Of the decision which engines are kept."""
+        self._whole: list[EngineLoad] = []
+        self._prefill: list[EngineLoad] = []
+        self._decode: list[EngineLoad] = []
+
+    def sort_roles(self, version: int) -> None:
+        """Note which engines are kept now."""
+        self.version = version
+        self._prefill = [*self.fixed_prefill, *(load for load in self.free if load.kept)]
+        if not self._prefill and not self.whole:
+            self._prefill = self.free
+        self._decode = [load for load in self.decode if not load.kept] or self.decode
+        # Those that are kept serve whole only if they are clearly better.
+        self._whole = self.whole
+
+    def worth_whole(self, known: Mapping[str, int]) -> Sequence[EngineLoad]:
+        """Return engines for the whole request. `known`: tokens in their caches, by URL."""
+        loads = self._whole
+        if len(loads) <= ALL:
+            return loads
+        worth = dict.fromkeys(sorted(loads, key=_prefill_order)[:FEW])
+        worth |= dict.fromkeys(sorted(loads, key=_decode_order)[:FEW])
+        if known:
+            self._add_cached(worth, known, loads)
+        # In turn, each engine is looked at: an order may be wrong.
+        self._turn = (self._turn + 1) % len(loads)
+        worth[loads[self._turn]] = None
+        return list(worth)
+
+    def worth_prefill(self, known: Mapping[str, int]) -> Sequence[EngineLoad]:
+        """Return engines that may prefill for another one."""
+        loads = self._prefill
+        if len(loads) <= FEW:
+            return loads
+        worth = dict.fromkeys(sorted(loads, key=_prefill_order)[:FEW])
+        if known:
+            self._add_cached(worth, known, loads)
+        return list(worth)
+
+    def worth_decode(self, known: Mapping[str, int]) -> Sequence[EngineLoad]:
+        """Return engines that may decode for another one."""
+        loads = self._decode
+        if len(loads) <= FEW:
+            return loads
+        return sorted(loads, key=_decode_order)[: FEW + 1]
+
+    def _add_cached(
+        self, worth: dict[EngineLoad, None], known: Mapping[str, int], loads: Sequence[EngineLoad]
+    ) -> None:
+        """Add those with most of the prompt, and among these with the least to do."""
+        by_url = self._by_url
+        if len(known) > _CACHED:
+            most = max(known.values())
+            urls = [url for url, tokens in known.items() if tokens == most]
+        else:
+            urls = list(known)
+        found = [load for url in urls if (load := by_url.get(url)) is not None]
+        if len(found) > _CACHED:
+            found = sorted(found, key=_prefill_order)[:_CACHED]
+        kept_counts = loads is self._prefill
+        worth |= dict.fromkeys(load for load in found if load.kept or not kept_counts or load in loads)
+
+    def pairs(self, compatible: Callable[[Node, Node], bool]) -> Iterator[tuple[EngineLoad, EngineLoad]]:
+        """Yield the engines that may share the work, those with the least to do first."""
+        for prefill in sorted(self._prefill, key=_prefill_order):
+            for decode in sorted(self._decode, key=_decode_order):
+                if prefill is not decode and compatible(prefill.node, decode.node):
+                    yield prefill, decode
