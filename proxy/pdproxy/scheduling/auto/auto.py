@@ -7,6 +7,7 @@ least. Where there are many engines, only those are looked at that have least to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -40,13 +41,11 @@ class Prefixes(Protocol):
 class _Choice:
     """What may be done with a request: its engines, and what is predicted of it. `decode` is None where it is not split."""
 
-    __slots__ = ("cost", "decode", "prefill", "pull_s", "tpot_s", "ttft_s")
+    __slots__ = ("cost", "decode", "prefill", "tpot_s", "ttft_s")
 
-    def __init__(
-        self, cost: float, prefill: Look, decode: Look | None, ttft_s: float, tpot_s: float, pull_s: float
-    ) -> None:
+    def __init__(self, cost: float, prefill: Look, decode: Look | None, ttft_s: float, tpot_s: float) -> None:
         self.cost, self.prefill, self.decode = cost, prefill, decode
-        self.ttft_s, self.tpot_s, self.pull_s = ttft_s, tpot_s, pull_s
+        self.ttft_s, self.tpot_s = ttft_s, tpot_s
 
 
 class Auto(Placement):
@@ -107,7 +106,7 @@ class Auto(Placement):
             return placed
         tokens = ask.tokens or ask.prompt_bytes // _BYTES_PER_TOKEN or 1
         known = self.prefixes.cached(ask) if self.prefixes is not None else _NOTHING
-        if now - self._reviewed >= REVIEW_S and len(view.free) > 1:
+        if now - self._reviewed >= REVIEW_S and len(view.free) > 1 and self.goal.any:
             self._review(now, view)
         if view.version != self.kept.changes:
             view.sort_roles(self.kept.changes)
@@ -129,7 +128,7 @@ class Auto(Placement):
         costs, output, share = self._costs, self.outputs.mean, self.kept.share
         looks: dict[EngineLoad, Look] = {}
         best: _Choice | None = None
-        least = float("inf")
+        least, whole = math.inf, view.serve_whole
 
         def look(load: EngineLoad) -> Look:
             found = looks.get(load)
@@ -138,38 +137,38 @@ class Auto(Placement):
                 costs.judge(found, now, output)
             return found
 
-        for load in view.worth_whole(known):
-            one = look(load)
-            cost, ttft = costs.whole(one)
-            if cost < least:
-                least, best = cost, _Choice(cost, one, None, ttft, one.tpot_s, 0.0)
         prefills = view.worth_prefill(known)
+        for load in (*view.worth_whole(known), *prefills):
+            one = look(load)
+            if load in whole:
+                cost, ttft = costs.whole(one)
+                if cost < least:
+                    least, best = cost, _Choice(cost, one, None, ttft, one.tpot_s)
         if not prefills:
             return best
-        decodes = view.worth_decode(known)
         compatible = candidates.compatible
+        decodes = [look(load) for load in view.worth_decode()]
         for load in prefills:
-            prefill = look(load)
+            prefill = looks[load]
             if prefill.cost >= least:
                 continue
-            for other in decodes:
-                if other is load:
+            for decode in decodes:
+                if decode is prefill or prefill.cost + decode.tpot_cost >= least:
                     continue
-                decode = look(other)
-                cost, ttft, pull = costs.split(prefill, decode, tokens)
-                if cost < least and compatible(load.node, other.node):
-                    least, best = cost, _Choice(cost, prefill, decode, ttft, decode.tpot_s, pull)
+                cost, ttft = costs.split(prefill, decode, tokens)
+                if cost < least and compatible(load.node, decode.load.node):
+                    least, best = cost, _Choice(cost, prefill, decode, ttft, decode.tpot_s)
         if best is None:  # none of those that were worth a look may work together
             for load, other in view.pairs(compatible):
                 prefill, decode = look(load), look(other)
-                cost, ttft, pull = costs.split(prefill, decode, tokens)
-                return _Choice(cost, prefill, decode, ttft, decode.tpot_s, pull)
+                cost, ttft = costs.split(prefill, decode, tokens)
+                return _Choice(cost, prefill, decode, ttft, decode.tpot_s)
         return best
 
     def _review(self, now: float, view: View) -> None:
         self._reviewed = now
         times = view.free[0].times
-        demand = self.meter.demand(now, times, Costs.pull_s(times.hardware), self.outputs.mean)
+        demand = self.meter.demand(now, times, times.pull_s, self.outputs.mean)
         self.kept.review(now, view.free, demand)
 
     def _as_least_load(self, view: View, candidates: Candidates) -> Placed | None:
@@ -201,9 +200,8 @@ class Auto(Placement):
         ):
             choice = None
         if role is Role.DECODE:
-            pull = choice.pull_s if choice is not None else Costs.pull_s(times.hardware)
-            leg = Leg(now, tokens, 0.0, 0.0, pull)
-            longer = pull
+            longer = times.pull_s
+            leg = Leg(now, tokens, 0.0, 0.0, longer)
         else:
             if choice is not None:
                 seconds, longer = choice.prefill.seconds, choice.prefill.longer_s
@@ -214,7 +212,7 @@ class Auto(Placement):
         answers = role is not Role.PREFILL
         if answers and choice is not None:
             leg.ttft_s, leg.tpot_s = choice.ttft_s, choice.tpot_s
-        load.opened(leg, arrives_at=now + times.hardware.before_engine_s, answers=answers, longer_s=longer)
+        load.opened(leg, arrives_at=now + times.before_s, answers=answers, longer_s=longer)
         self._legs[lease] = leg
 
     def began(self, lease: Lease, now: float) -> None:
@@ -224,8 +222,8 @@ class Auto(Placement):
             return
         load = self._load(lease.node)
         if leg.seconds:
-            hardware = load.times.hardware
-            load.computed(leg, leg.opened_at + hardware.before_engine_s, now - hardware.to_client_s, now)
+            times = load.times
+            load.computed(leg, leg.opened_at + times.before_s, now - times.to_client_s, now)
         load.began(leg, now)
         if leg.ttft_s:
             self.ttft_error.add(now - leg.opened_at, leg.ttft_s)
@@ -244,9 +242,9 @@ class Auto(Placement):
                     self.tpot_error.add((now - leg.began_at) / (tokens - 1), leg.tpot_s)
             return
         if leg.seconds:
-            hardware = load.times.hardware
-            done_at = now - hardware.between_engines_s if verdict is Verdict.GOOD else 0.0
-            load.computed(leg, leg.opened_at + hardware.before_engine_s, done_at, now)
+            times = load.times
+            done_at = now - times.between_s if verdict is Verdict.GOOD else 0.0
+            load.computed(leg, leg.opened_at + times.before_s, done_at, now)
         if lease.role is not Role.PREFILL:
             load.never_began(leg)
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 
-from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.auto.goal import Goal, Weights
 from pdproxy.scheduling.auto.loads import Look
 
 _LINE = 0.5
 """How much of the transfers that are to come a transfer waits for."""
-_COLLIDES = 0.3
-"""How likely a pull is to begin in the same step as another one."""
 _FAR = 30.0
 _LATE = 1.25
 """How much later than its limit a first token is predicted, where waiting for it is hopeless."""
@@ -44,12 +41,6 @@ class Costs:
         self._rise = weights.delay / goal.tpot if goal.tpot is not None else 0.0
         self._kept = weights.kept
 
-    @staticmethod
-    def pull_s(hardware: Hardware) -> float:
-        """Return how long a pull stops a decode engine's sequences, on average."""
-        more = hardware.further_pull_s - hardware.pull_s
-        return hardware.pull_s + (_COLLIDES * more if more > 0.0 else 0.0)
-
     def hopeless(self, ttft_s: float) -> bool:
         """Return whether a request with this predicted TTFT is not worth to be begun."""
         return self._ttft is not None and ttft_s > _LATE * self._ttft
@@ -58,8 +49,7 @@ class Costs:
         """Set what a prompt at an engine costs, by whatever choice. `output`: the mean length of answers."""
         load = look.load
         decoding, used = load.decoding, look.seconds
-        hardware = load.times.hardware
-        before = hardware.before_engine_s
+        before = load.times.before_s
         first = before + look.seconds
         if look.busy_s > before:
             first += look.busy_s - before
@@ -105,23 +95,25 @@ class Costs:
     def whole(self, look: Look) -> tuple[float, float]:
         """Return what it costs that an engine serves the request whole, and its TTFT."""
         load = look.load
-        ttft = look.first_s + load.times.hardware.to_client_s
+        ttft = look.first_s + load.times.to_client_s
         cost = look.cost + look.tpot_cost + self._ttft_cost(ttft)
         return (cost + self._kept if load.kept else cost), ttft
 
-    def split(self, prefill: Look, decode: Look, tokens: int) -> tuple[float, float, float]:
-        """Return what it costs that two engines share the work, the TTFT, and how long the pull stops the second one."""
+    def split(self, prefill: Look, decode: Look, tokens: int) -> tuple[float, float]:
+        """Return what it costs that two engines share the work, and the TTFT."""
         load = decode.load
-        hardware = load.times.hardware
-        pull = self.pull_s(hardware)
-        moves = pull + 1.5 * decode.step_s
-        moves += hardware.transfer_s(tokens - decode.cached) * (1.0 + _LINE * load.pulls)
-        ttft = prefill.first_s + hardware.between_engines_s + moves + hardware.to_client_s
-        cost = prefill.cost + decode.tpot_cost + self._engine_s * pull + self._ttft_cost(ttft)
+        times = load.times
+        pull = times.pull_s
+        ttft = prefill.first_s + times.between_s + pull + 1.5 * decode.step_s + times.to_client_s
+        transfer = times.transfer_base_s + (tokens - decode.cached) * times.transfer_token_s
+        ttft += transfer * (1.0 + _LINE * load.pulls)
+        cost = prefill.cost + decode.tpot_cost + self._engine_s * pull + self._ttft_s * ttft
+        if self._ttft is not None:
+            cost += chance((ttft - self._ttft) * self._ttft_width)
         if load.decoding:
             count = load.decoding + load.expected
             if self._tpot is not None:
                 cost += count * (chance(decode.distance + pull * decode.per_s) - decode.before + pull * decode.rise)
             elif self._gap is None:
                 cost += _DELAY * count * pull
-        return cost, ttft, pull
+        return cost, ttft

@@ -32,8 +32,13 @@ _SPREAD = 0.03
 """How much the TPOT of answers differs without prefill beside them."""
 _RATES = (0.9, 1.0, 1.1)
 """Parts of the measured rate that count alike: it is not exact, and it will not stay."""
-_NUMBERS = 32
-"""How many numbers of engines are compared at most."""
+_NUMBERS = 16
+"""How many numbers of engines are compared, evenly from 0 on; of a demand that is as before, only the next ones are."""
+_CHANGED = 0.15
+"""By which part the work with prompts or the tokens of answers must change, to be another demand."""
+_COMPARE_S = 5.0
+"""Seconds after which all are compared in any case."""
+_MOST_SHARE = 0.9
 
 
 def expected_cost(count: int, engines: int, demand: Demand, times: Times, goal: Goal, weights: Weights) -> float:
@@ -104,10 +109,12 @@ def _waiting(
 
 
 class Kept:
-    """Keeps engines of role `any` for prefill. `changes`: how often it has kept or freed one."""
+    """Keeps engines of role `any` for prefill. `changes`: how often it has kept or freed some."""
 
     def __init__(self, goal: Goal, weights: Weights) -> None:
         self._goal, self._weights = goal, weights
+        self._work = self._tokens = 0.0
+        self._compared = -math.inf
         self.count = 0
         """How many are kept."""
         self.changes = 0
@@ -118,26 +125,31 @@ class Kept:
         """Keep some engines more or less. `loads`: the engines that may be kept, two or more."""
         if demand is None:
             return
-        engines, kept = len(loads), [load for load in loads if load.kept]
-        self.count = len(kept)
-        stride = -(-engines // _NUMBERS)
-        numbers = sorted({*range(0, engines, stride), self.count})
+        engines = len(loads)
+        self.count = sum(load.kept for load in loads)
+        work, tokens = demand.rate * demand.alone_s, demand.rate * demand.output
+        numbers = {max(self.count - 1, 0), self.count, min(self.count + 1, engines - 1)}
+        changed = max(abs(work - self._work) / work, abs(tokens - self._tokens) / max(tokens, 1.0))
+        if changed > _CHANGED or now - self._compared > _COMPARE_S:
+            self._work, self._tokens, self._compared = work, tokens, now
+            numbers.update(range(0, engines, -(-engines // _NUMBERS)))
         times, goal, weights = loads[0].times, self._goal, self._weights
-        costs = {
-            number: expected_cost(number, engines, demand, times, goal, weights)
-            for number in numbers
-            if number < engines
-        }
-        best = min(costs, key=lambda number: (costs[number], abs(number - self.count)))
-        if costs[best] < costs.get(self.count, math.inf) - _BETTER:
-            self.changes += 1
-            for _ in range(max(abs(best - self.count) // 2, 1)):
-                if best > self.count:
-                    least = min((load for load in loads if not load.kept), key=lambda load: load.decoding + load.expected)
-                    least.kept = True
-                    self.count += 1
-                else:
-                    least = min((load for load in loads if load.kept), key=lambda load: load.free_at)
-                    least.kept = False
-                    self.count -= 1
-        self.share = min(demand.rate * demand.alone_s / self.count, 0.9) if self.count else 0.0
+        costs = {number: expected_cost(number, engines, demand, times, goal, weights) for number in numbers}
+        best = min(sorted(numbers), key=lambda number: (costs[number], abs(number - self.count)))
+        if costs[best] < costs[self.count] - _BETTER:
+            self._keep(best, loads)
+        self.share = min(work / self.count, _MOST_SHARE) if self.count else 0.0
+
+    def _keep(self, best: int, loads: Sequence[EngineLoad]) -> None:
+        """Go half of the way to the best number."""
+        self.changes += 1
+        self._compared = -math.inf
+        more = best > self.count
+        change = max(abs(best - self.count) // 2, 1)
+        if more:  # those whose sequences are soonest gone
+            chosen = sorted((load for load in loads if not load.kept), key=lambda load: load.decoding + load.expected)
+        else:
+            chosen = sorted((load for load in loads if load.kept), key=lambda load: load.free_at)
+        for load in chosen[:change]:
+            load.kept = more
+        self.count += change if more else -change

@@ -8,6 +8,8 @@ from pdproxy.engine_model.hardware import Hardware
 
 _LEAST_CHUNK = 16
 """Tokens of prompts in a step, however many sequences decode."""
+_COLLIDES = 0.3
+"""How likely a pull is to begin in the same step as another one."""
 
 
 class Times:
@@ -24,10 +26,16 @@ class Times:
         "_per_seq",
         "_token",
         "_weights",
+        "before_s",
+        "between_s",
         "chunk",
         "hardware",
         "prefill_factor",
+        "pull_s",
         "step_factor",
+        "to_client_s",
+        "transfer_base_s",
+        "transfer_token_s",
     )
 
     def __init__(self, hardware: Hardware, chunk: int) -> None:
@@ -40,6 +48,13 @@ class Times:
         self._context = hardware.context_token_s / speed
         self._attention = hardware.attention_s / speed
         self._once = hardware.weights_read_once
+        self.before_s, self.between_s = hardware.before_engine_s, hardware.between_engines_s
+        self.to_client_s = hardware.to_client_s
+        self.transfer_base_s = hardware.transfer_s(0)
+        self.transfer_token_s = hardware.transfer_s(1) - self.transfer_base_s
+        more = hardware.further_pull_s - hardware.pull_s
+        self.pull_s = (hardware.pull_s + (_COLLIDES * more if more > 0.0 else 0.0)) / speed
+        """How long a pull stops a decode engine's sequences, on average."""
         self.prefill_factor = 1.0
         self.step_factor = 1.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from pdproxy.scheduling.auto.loads import EngineLoad
@@ -14,6 +14,7 @@ ALL = 4
 FEW = 2
 """Otherwise so many by each order."""
 _CACHED = 2
+_TURNS = 8
 _prefill_order = attrgetter("prefill_order")
 _decode_order = attrgetter("decode_order")
 
@@ -21,10 +22,11 @@ _decode_order = attrgetter("decode_order")
 class View:
     """The engines of a `Candidates`."""
 
-    __slots__ = ("_by_url", "_decode", "_prefill", "_turn", "_whole", "all", "decode", "fixed_prefill", "free", "version", "whole")
+    __slots__ = ("_by_url", "_decode", "_prefill", "_turn", "_whole", "all", "decode", "fixed_prefill", "free", "serve_whole", "version", "whole")
 
     def __init__(self, candidates: Candidates, load_of: Callable[[Node], EngineLoad]) -> None:
         self.whole = [load_of(node) for node in candidates.whole]
+        self.serve_whole = frozenset(self.whole)
         self.decode = [load_of(node) for node in candidates.decode]
         prefill = [load_of(node) for node in candidates.prefill]
         self.fixed_prefill = [load for load in prefill if load.node.role is not Role.ANY]
@@ -47,55 +49,51 @@ class View:
         if not self._prefill and not self.whole:
             self._prefill = self.free
         self._decode = [load for load in self.decode if not load.kept] or self.decode
-        # Those that are kept serve whole only if they are clearly better.
-        self._whole = self.whole
+        self._whole = [load for load in self.whole if not load.kept] or self.whole
 
-    def worth_whole(self, known: Mapping[str, int]) -> Sequence[EngineLoad]:
-        """Return engines for the whole request. `known`: tokens in their caches, by URL."""
+    def worth_whole(self, known: Mapping[str, int]) -> Iterable[EngineLoad]:
+        """Return engines for the whole request, if they are not kept. `known`: tokens in their caches, by URL."""
         loads = self._whole
         if len(loads) <= ALL:
             return loads
-        worth = dict.fromkeys(sorted(loads, key=_prefill_order)[:FEW])
-        worth |= dict.fromkeys(sorted(loads, key=_decode_order)[:FEW])
+        worth = {min(loads, key=_prefill_order): None, min(loads, key=_decode_order): None}
         if known:
-            self._add_cached(worth, known, loads)
-        # In turn, each engine is looked at: an order may be wrong.
-        self._turn = (self._turn + 1) % len(loads)
-        worth[loads[self._turn]] = None
-        return list(worth)
+            self._add_cached(worth, known)
+        self._turn += 1
+        if not self._turn % _TURNS:  # in turn, each engine is looked at: an order may be wrong
+            worth[loads[self._turn // _TURNS % len(loads)]] = None
+        return worth
 
-    def worth_prefill(self, known: Mapping[str, int]) -> Sequence[EngineLoad]:
+    def worth_prefill(self, known: Mapping[str, int]) -> Collection[EngineLoad]:
         """Return engines that may prefill for another one."""
         loads = self._prefill
         if len(loads) <= FEW:
             return loads
         worth = dict.fromkeys(sorted(loads, key=_prefill_order)[:FEW])
         if known:
-            self._add_cached(worth, known, loads)
-        return list(worth)
+            self._add_cached(worth, known, frozenset(loads))
+        return worth
 
-    def worth_decode(self, known: Mapping[str, int]) -> Sequence[EngineLoad]:
+    def worth_decode(self) -> Sequence[EngineLoad]:
         """Return engines that may decode for another one."""
         loads = self._decode
-        if len(loads) <= FEW:
-            return loads
-        return sorted(loads, key=_decode_order)[: FEW + 1]
+        return loads if len(loads) <= FEW else sorted(loads, key=_decode_order)[:FEW]
 
     def _add_cached(
-        self, worth: dict[EngineLoad, None], known: Mapping[str, int], loads: Sequence[EngineLoad]
+        self, worth: dict[EngineLoad, None], known: Mapping[str, int], only: Container[EngineLoad] | None = None
     ) -> None:
         """Add those with most of the prompt, and among these with the least to do."""
         by_url = self._by_url
-        if len(known) > _CACHED:
-            most = max(known.values())
-            urls = [url for url, tokens in known.items() if tokens == most]
-        else:
-            urls = list(known)
-        found = [load for url in urls if (load := by_url.get(url)) is not None]
+        most = max(known.values())
+        found = [
+            load
+            for url, tokens in known.items()
+            if tokens == most and (load := by_url.get(url)) is not None and (only is None or load in only)
+        ]
         if len(found) > _CACHED:
             found = sorted(found, key=_prefill_order)[:_CACHED]
-        kept_counts = loads is self._prefill
-        worth |= dict.fromkeys(load for load in found if load.kept or not kept_counts or load in loads)
+        for load in found:
+            worth[load] = None
 
     def pairs(self, compatible: Callable[[Node, Node], bool]) -> Iterator[tuple[EngineLoad, EngineLoad]]:
         """Yield the engines that may share the work, those with the least to do first."""
