@@ -13,10 +13,10 @@ from typing import Protocol
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.auto.correction import Error
-from pdproxy.scheduling.auto.costs import Costs
+from pdproxy.scheduling.auto.costs import Costs, Look
 from pdproxy.scheduling.auto.demand import Meter
 from pdproxy.scheduling.auto.goal import WEIGHTS, Goal, Weights
-from pdproxy.scheduling.auto.loads import EngineLoad, Leg, Look
+from pdproxy.scheduling.auto.loads import EngineLoad, Leg
 from pdproxy.scheduling.auto.outputs import Outputs
 from pdproxy.scheduling.auto.roles import REVIEW_S, Kept
 from pdproxy.scheduling.auto.times import Times
@@ -133,8 +133,8 @@ class Auto(Placement):
         def look(load: EngineLoad) -> Look:
             found = looks.get(load)
             if found is None:
-                found = looks[load] = load.look(now, tokens, known.get(load.url, 0) if known else 0, output, share)
-                costs.judge(found, now, output)
+                here = known.get(load.url, 0) if known else 0
+                found = looks[load] = costs.look(load, now, tokens, here, output, share)
             return found
 
         prefills = view.worth_prefill(known)

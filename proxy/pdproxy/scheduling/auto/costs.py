@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from pdproxy.scheduling.auto.goal import Goal, Weights
-from pdproxy.scheduling.auto.loads import Look
+from pdproxy.scheduling.auto.loads import MEMORY_S, MOST_BUSY, EngineLoad
 
 _LINE = 0.5
 """How much of the transfers that are to come a transfer waits for."""
@@ -27,6 +27,51 @@ def chance(distance: float) -> float:
     return 1.0 / (1.0 + math.exp(-distance))
 
 
+class Look:
+    """What one prompt would mean for one engine. Seconds; `cost`, `tpot_cost`, `before`: costs."""
+
+    __slots__ = (
+        "before",
+        "cached",
+        "cost",
+        "distance",
+        "first_s",
+        "load",
+        "longer_s",
+        "per_s",
+        "rise",
+        "seconds",
+        "step_s",
+        "tpot_cost",
+        "tpot_s",
+    )
+    load: EngineLoad
+    cached: int
+    """The prompt's tokens in its cache."""
+    seconds: float
+    """Its prefill there."""
+    longer_s: float
+    """How much longer its sequences would wait."""
+    first_s: float
+    """From the client until the prefill is done."""
+    step_s: float
+    """A step with the request's sequence."""
+    tpot_s: float
+    """The mean time between its tokens."""
+    cost: float
+    """Of the prefill: the harm to the sequences there, and the engine's time."""
+    tpot_cost: float
+    """Of decoding there."""
+    distance: float
+    """How far the sequences there are beyond their limit of TPOT, in widths."""
+    per_s: float
+    """How much nearer to it a second brings them."""
+    rise: float
+    """What a second costs by which they wait, whether they miss the limit or not."""
+    before: float
+    """How likely one of them is to miss the limit as it is."""
+
+
 class Costs:
     """Costs are numbers of requests that miss the SLO; without one, seconds of a request that waits."""
 
@@ -45,46 +90,64 @@ class Costs:
         """Return whether a request with this predicted TTFT is not worth to be begun."""
         return self._ttft is not None and ttft_s > _LATE * self._ttft
 
-    def judge(self, look: Look, now: float, output: float) -> None:
-        """Set what a prompt at an engine costs, by whatever choice. `output`: the mean length of answers."""
-        load = look.load
-        decoding, used = load.decoding, look.seconds
-        before = load.times.before_s
-        first = before + look.seconds
-        if look.busy_s > before:
-            first += look.busy_s - before
-        harm = 0.0
+    def look(self, load: EngineLoad, now: float, tokens: int, cached: int, output: float, kept_share: float) -> Look:
+        """Return what a prompt would mean for an engine. `cached`: its tokens in the cache; `output`: an answer's mean length.
+
+        `kept_share`: the part of the time that an engine works that is kept for prefill.
+        """
+        load.advance(now)
+        times, decoding, expected, waiting = load.times, load.decoding, load.expected, load.expected_tokens
+        context = load.prompts + decoding * load.steps - load.began_steps
+        busy = load.free_at - now if load.pending_s else 0.0
+        if busy < 0.0:
+            busy = 0.0
+        seconds, longer = times.prefill_s(tokens - cached, cached, decoding, context, busy > 0.0)
+        share = load.delay * math.exp((load.delay_at - now) / MEMORY_S)
+        if load.kept and share < kept_share:
+            share = kept_share
+        if share > MOST_BUSY:
+            share = MOST_BUSY
+        step = times.step_s(decoding + expected + 1, context + waiting + tokens + 0.5 * output)
+        full = times.full_step_s(times.chunk if busy else tokens - cached, decoding, context)
+        tpot = step / (1.0 - share)
+        if tpot > full:  # no step takes longer than a full one
+            most = times.full_step_s(times.chunk, decoding + expected, context)
+            if tpot > most:
+                tpot = most if most > step else step
+        one = Look()
+        one.load, one.cached, one.seconds, one.longer_s, one.step_s, one.tpot_s = load, cached, seconds, longer, step, tpot
+        before_s = times.before_s
+        first = before_s + seconds
+        if busy > before_s:
+            first += busy - before_s
+        harm, used, limit, gap = 0.0, seconds, self._tpot, self._gap
         if decoding:
-            used = look.longer_s
-            if not look.busy_s:
-                first += 0.5 * look.step_s
-            count = decoding + load.expected
-            limit = self._tpot
+            used = longer
+            if not busy:
+                first += 0.5 * step
+            count = decoding + expected
             if limit is not None:
                 # The sequences there, as if all had the mean age and the mean length.
-                made = load.mean_made()
+                made = load.steps - load.began_steps / decoding + 1.0
                 left = output - made
                 if left < _LEAST_LEFT * output:
                     left = _LEAST_LEFT * output
                 length = made + left
-                ends = (load.mean_age_s(now) + left * look.tpot_s + look.busy_s) / length
-                look.distance = distance = (ends - limit) * self._tpot_width
-                look.per_s = per_s = self._tpot_width / length
-                look.rise = rise = self._rise / length
-                look.before = chance(distance)
-                more = look.longer_s
-                harm = count * (chance(distance + more * per_s) - look.before + more * rise)
-            elif self._gap is None:
-                harm = _DELAY * count * look.longer_s
-            if self._gap is not None and look.full_s > self._gap:
+                ends = (now - load.began_sum / decoding + left * tpot + busy) / length
+                one.distance = distance = (ends - limit) * self._tpot_width
+                one.per_s = per_s = self._tpot_width / length
+                one.rise = rise = self._rise / length
+                one.before = before = chance(distance)
+                harm = count * (chance(distance + longer * per_s) - before + longer * rise)
+            elif gap is None:
+                harm = _DELAY * count * longer
+        tpot_cost = chance((tpot - limit) * self._tpot_width) + self._tpot_s * tpot if limit is not None else 0.0
+        if gap is not None and full > gap:
+            if decoding:
                 harm += count
-        look.first_s = first
-        look.cost = harm + self._engine_s * used
-        tpot = look.tpot_s
-        if self._tpot is not None:
-            look.tpot_cost = chance((tpot - self._tpot) * self._tpot_width) + self._tpot_s * tpot
-        if self._gap is not None and look.full_s > self._gap:
-            look.tpot_cost += load.delay_share(now)
+            tpot_cost += load.delay_share(now)
+        one.first_s, one.cost, one.tpot_cost = first, harm + self._engine_s * used, tpot_cost
+        return one
 
     def _ttft_cost(self, ttft: float) -> float:
         cost = self._ttft_s * ttft

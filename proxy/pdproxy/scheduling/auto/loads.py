@@ -16,7 +16,7 @@ from pdproxy.scheduling.nodes import Node
 
 MEMORY_S = 4.0
 """How long an engine's delays are remembered, in seconds: what its sequences are to expect."""
-_MOST_BUSY = 0.9
+MOST_BUSY = 0.9
 """The largest part of the time in which an engine's sequences are expected to wait for prompts."""
 _NOTHING_S = 1e-6
 _ENOUGH_ALONE = 0.5
@@ -60,64 +60,22 @@ class Leg:
         """Predictions; 0: none."""
 
 
-class Look:
-    """What one prompt would mean for one engine. Seconds."""
-
-    __slots__ = (
-        "before",
-        "busy_s",
-        "cached",
-        "cost",
-        "distance",
-        "first_s",
-        "full_s",
-        "load",
-        "longer_s",
-        "per_s",
-        "rise",
-        "seconds",
-        "step_s",
-        "tpot_cost",
-        "tpot_s",
-    )
-
-    def __init__(
-        self,
-        load: EngineLoad,
-        cached: int,
-        busy_s: float,
-        seconds: float,
-        longer_s: float,
-        step_s: float,
-        full_s: float,
-        tpot_s: float,
-    ) -> None:
-        self.load, self.cached, self.busy_s, self.seconds, self.longer_s = load, cached, busy_s, seconds, longer_s
-        """The prompt's tokens in its cache; how long it is busy with other prompts, and would be with this one; how much longer
-        its sequences would wait."""
-        self.step_s, self.full_s, self.tpot_s = step_s, full_s, tpot_s
-        """A step with the request's sequence, one with prefill, and the mean time between its tokens."""
-        # Set by `costs.Costs.judge`: the TTFT up to the end of the prefill, what the prefill and the sequence cost; of the
-        # sequences there: how far they are from missing their TPOT, by how much a second brings them nearer, and their chance.
-        self.first_s = self.cost = self.tpot_cost = self.distance = self.per_s = self.rise = self.before = 0.0
-
-
 class EngineLoad:
     """One engine."""
 
     __slots__ = (
-        "_began",
-        "_began_steps",
-        "_delay",
-        "_delay_at",
         "_last_done",
         "_then",
         "alone_steps",
+        "began_steps",
+        "began_sum",
         "busy_from",
         "busy_steps",
         "corrects",
         "decode_order",
         "decoding",
+        "delay",
+        "delay_at",
         "expected",
         "expected_tokens",
         "free_at",
@@ -159,11 +117,11 @@ class EngineLoad:
         """Those with prefill, too."""
         self.alone_steps = 0.0
         """Those without, as they would be with no correction."""
-        self._began = 0.0
-        self._began_steps = 0.0
+        self.began_sum = self.began_steps = 0.0
+        """The sums of when they began: in seconds, and in steps."""
         self._then = 0.0
-        self._delay = 0.0
-        self._delay_at = 0.0
+        self.delay = self.delay_at = 0.0
+        """The part of the time in which they waited lately, at that time: it is forgotten from then on."""
         self._last_done = 0.0
         self.prefill = Factor()
         self.step = Factor()
@@ -176,49 +134,12 @@ class EngineLoad:
 
     def context(self) -> float:
         """Return the tokens of the sequences that decode."""
-        return self.prompts + self.decoding * self.steps - self._began_steps
-
-    def mean_made(self) -> float:
-        """Return how many tokens its sequences have, on average. There must be some."""
-        return self.steps - self._began_steps / self.decoding + 1.0
-
-    def mean_age_s(self, now: float) -> float:
-        """Return for how long its sequences have decoded, on average. There must be some."""
-        return now - self._began / self.decoding
+        return self.prompts + self.decoding * self.steps - self.began_steps
 
     def delay_share(self, now: float) -> float:
         """Return the part of the time in which its sequences waited lately, for prompts and for pulls."""
-        share = self._delay * math.exp((self._delay_at - now) / MEMORY_S)
-        return share if share < _MOST_BUSY else _MOST_BUSY
-
-    def look(self, now: float, tokens: int, cached: int, output: float, kept_share: float) -> Look:
-        """Return what a prompt would mean. `cached`: its tokens that are in the cache; `output`: the answer's length.
-
-        `kept_share`: the part of the time that an engine works that is kept for prefill.
-        """
-        self.advance(now)
-        times, decoding = self.times, self.decoding
-        context = self.prompts + decoding * self.steps - self._began_steps
-        busy = self.free_at - now if self.pending_s else 0.0
-        if busy < 0.0:
-            busy = 0.0
-        seconds, longer = times.prefill_s(tokens - cached, cached, decoding, context, busy > 0.0)
-        share = self._delay * math.exp((self._delay_at - now) / MEMORY_S)
-        if self.kept and share < kept_share:
-            share = kept_share
-        if share > _MOST_BUSY:
-            share = _MOST_BUSY
-        step = times.step_s(
-            decoding + self.expected + 1, context + self.expected_tokens + tokens + 0.5 * output
-        )
-        full = times.full_step_s(times.chunk if busy else tokens - cached, decoding, context)
-        tpot = step / (1.0 - share)
-        if tpot > full:
-            # No step takes longer than a full one.
-            most = times.full_step_s(times.chunk, decoding + self.expected, context)
-            if tpot > most:
-                tpot = most if most > step else step
-        return Look(self, cached, busy, seconds, longer, step, full, tpot)
+        share = self.delay * math.exp((self.delay_at - now) / MEMORY_S)
+        return share if share < MOST_BUSY else MOST_BUSY
 
     # -- what comes and goes
 
@@ -231,7 +152,7 @@ class EngineLoad:
         decoding = self.decoding
         if not decoding:
             return
-        times, context = self.times, self.prompts + decoding * self.steps - self._began_steps
+        times, context = self.times, self.prompts + decoding * self.steps - self.began_steps
         if self.pending_s:
             begin, end = now - passed, now
             if self.busy_from > begin:
@@ -251,8 +172,8 @@ class EngineLoad:
         """A lease was opened. Its prompt arrives a little later; `longer_s`: how long the engine's sequences will wait."""
         now = leg.opened_at
         self.advance(now)
-        self._delay = self._delay * math.exp((self._delay_at - now) / MEMORY_S) + longer_s / MEMORY_S
-        self._delay_at = now
+        self.delay = self.delay * math.exp((self.delay_at - now) / MEMORY_S) + longer_s / MEMORY_S
+        self.delay_at = now
         if leg.seconds:
             if not self.pending_s and self.decoding:
                 leg.residual_s = 0.5 * self.times.step_s(self.decoding, self.context())
@@ -311,8 +232,8 @@ class EngineLoad:
         leg.began_at, leg.began_step = now, self.steps
         leg.began_busy, leg.began_alone = self.busy_steps, self.alone_steps
         self.decoding += 1
-        self._began += now
-        self._began_steps += self.steps
+        self.began_sum += now
+        self.began_steps += self.steps
 
     def never_began(self, leg: Leg) -> None:
         """A lease was closed before its first token."""
@@ -328,8 +249,8 @@ class EngineLoad:
         assert leg.began_at is not None
         self.decoding -= 1
         self.prompts -= leg.tokens
-        self._began -= leg.began_at
-        self._began_steps -= leg.began_step
+        self.began_sum -= leg.began_at
+        self.began_steps -= leg.began_step
         predicted = self.steps - leg.began_step
         if tokens is not None and tokens > _ENOUGH_TOKENS and predicted > 0:
             # What is left of its tokens without those of steps with prefill came in steps that only decode. Where these were
@@ -341,11 +262,11 @@ class EngineLoad:
                 if self.step.add(seconds, seconds * alone / expected) and self.corrects:
                     self.times.step_factor = self.step.value
         if not self.decoding:  # no rests of sums of floats
-            self._began = self._began_steps = self.steps = self.busy_steps = self.alone_steps = 0.0
+            self.began_sum = self.began_steps = self.steps = self.busy_steps = self.alone_steps = 0.0
         self._order()
 
     def _order(self) -> None:
         sequences = self.decoding + self.expected
         self.prefill_order = self.free_at + _SEQUENCE_S * sequences
         context = self.prompts + self.expected_tokens
-        self.decode_order = self.times.step_s(sequences, context) * (1.0 + _SHARE_STEPS * self._delay)
+        self.decode_order = self.times.step_s(sequences, context) * (1.0 + _SHARE_STEPS * self.delay)
