@@ -2,16 +2,18 @@
 
 Usage: decide.py [--results FILE] [--trace FILE] [--cells "4 4000/128 A" ...] [--seeds 3] [--chunks]
 
-A cell is a number of engines (4, 16), a load and an SLO. Loads: prompts of 4,000 tokens with answers of 128, prompts of 1,000 with
-answers of 500, both in turn (`alternate`), and with --trace the trace's requests of at most 16,000 tokens. SLOs: A is TTFT
-500 ms and TPOT 15 ms, B is TPOT 8 ms instead, C is TTFT 2 s and TPOT 30 ms, for 90 % of the requests each; G is TTFT 2 s and no gap
-over 50 ms, for 95 %.
+A cell is a number of engines (4, 16), a load and an SLO. Loads: prompts of 4,000 tokens with answers of 128, prompts of 1,000
+with answers of 500, both in turn (`alternate`), and with --trace the trace's requests of at most 16,000 tokens. SLOs: A is TTFT
+500 ms and TPOT 15 ms, B is TPOT 8 ms instead, C is TTFT 2 s and TPOT 30 ms, for 90 % of the requests each; G is TTFT 2 s and no
+gap over 50 ms, for 95 %.
 
-Static are: plain engines with each chunk size, prefill and decode engines in each ratio, and these with a rule that serves prompts
-whole, if the prefill engines are busy or the prompt is short. They are searched with one seed; the best ones and `auto` are run
-with all seeds. `auto` has engines of role `any`, with the chunk size that `pdproxy plan` says for the cell; --chunks tries all.
+Static are: plain engines with each chunk size, prefill and decode engines in each ratio, and these with a rule that serves
+prompts whole, if the prefill engines are busy or the prompt is short. They are searched with one seed; the best ones and `auto`
+are run with all seeds. `auto` has engines of role `any`, with the chunk size that `pdproxy plan` says for the cell (of a split:
+that of its prefill engines); --chunks tries all. It knows what is in the engines' prefix caches, `least_load` does not.
 
-Cells that are in the results file are not run again: it can be stopped and go on. At the end, or with --show, the table is printed.
+Cells that are in the results file are not run again, so it can be stopped and go on. At the end, or with --show, the table is
+printed: rates per engine.
 """
 
 from __future__ import annotations
@@ -25,22 +27,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-from plan_exhaustive import LENGTHS, WITHIN  # noqa: F401 - the same loads
 
-from pdproxy.bench.slo import Slo, parse_slo
+from pdproxy.bench.slo import parse_slo
 from pdproxy.bench.trace import Entry, read_trace, spread
 from pdproxy.bench.workload import Lengths
 from pdproxy.engine_model.profile import load
-from pdproxy.lab.plan.arrangement import CHUNKS, Arrangement, plain, split
+from pdproxy.lab.plan.arrangement import CHUNKS, Arrangement, plain
 from pdproxy.lab.plan.bounds import bound, work_of
 from pdproxy.lab.plan.capacity import Level, Prober, place_of, rate_at
 from pdproxy.lab.plan.question import Drawn, Question, Traced
 from pdproxy.lab.plan.search import Result, levels, search
 from pdproxy.lab.simulate.cluster import Call
 from pdproxy.lab.simulate.load import Replay
-from pdproxy.lab.simulate.placements import Hybrid, auto
+from pdproxy.lab.simulate.placements import Hybrid, auto, goal_of
 from pdproxy.lab.simulate.shape import Shape
-from pdproxy.scheduling.auto.goal import Goal
+from plan_exhaustive import LENGTHS
 
 PROFILE = "h200-8b"
 SIZES = (4, 16)
@@ -74,9 +75,7 @@ class Alternating(msgspec.Struct, frozen=True, kw_only=True):
         weights = [gap for (_, _, gap), count in zip(PHASES, PHASE_REQUESTS, strict=True) for _ in range(count)]
         mean = sum(weights) / len(weights)
         now = 0.0
-        kinds = itertools.cycle(
-            kind for kind, count in zip(PHASES, PHASE_REQUESTS, strict=True) for _ in range(count)
-        )
+        kinds = itertools.cycle(kind for kind, count in zip(PHASES, PHASE_REQUESTS, strict=True) for _ in range(count))
         for number in range(requests):
             prompt, output, gap = next(kinds)
             now += chance.expovariate(1.0) * gap / mean / rate
@@ -156,7 +155,7 @@ class _Cell:
             chunks=CHUNKS,
             policies=("least_load",),
         )
-        placements = {"auto": auto(_goal(limit))}
+        placements = {"auto": auto(goal_of(limit))}
         placements |= {f"busy {legs}": lambda _, legs=legs: Hybrid(legs=legs) for legs in BUSY}
         placements |= {f"short {tokens}": lambda _, tokens=tokens: Hybrid(tokens=tokens) for tokens in SHORT}
         self.prober = Prober(self.question, work_of(self.question), placements)
@@ -177,16 +176,15 @@ class _Cell:
         splits = [one.arrangement for one in planned.found if one.arrangement.prefill]
         best_split = splits[0]
         for prefill in RATIOS[self.engines]:
-            self._try(
-                msgspec.structs.replace(best_split, prefill=prefill, decode=self.engines - prefill), known, guess
-            )
-        ratios = sorted({best_split.prefill, *RATIOS[4]} if self.engines == 4 else
-                        {max(best_split.prefill - less, 1) for less in (0, 1, 2, 4)})
+            self._try(msgspec.structs.replace(best_split, prefill=prefill, decode=self.engines - prefill), known, guess)
+        ratios = sorted(
+            {best_split.prefill, *RATIOS[4]}
+            if self.engines == 4
+            else {max(best_split.prefill - less, 1) for less in (0, 1, 2, 4)}
+        )
         rules = [f"busy {legs}" for legs in BUSY] + ([f"short {tokens}" for tokens in SHORT] if self.varies else [])
         for prefill, rule in itertools.product(ratios, rules):
-            one = msgspec.structs.replace(
-                best_split, prefill=prefill, decode=self.engines - prefill, policy=rule
-            )
+            one = msgspec.structs.replace(best_split, prefill=prefill, decode=self.engines - prefill, policy=rule)
             self._try(one, known, guess)
         ranked = sorted((one for one in known if known[one] is not None), key=lambda one: -known[one])
         sure = {}
@@ -225,14 +223,12 @@ def _demand(what: str, arguments: argparse.Namespace) -> Drawn | Traced:
     if what == "alternate":
         return Alternating()  # type: ignore[return-value] - it has what a demand needs
     if what == "trace":
-        entries = [one for one in spread(read_trace(arguments.trace)) if one.input_tokens + one.output_tokens <= LONGEST]
+        entries = [
+            one for one in spread(read_trace(arguments.trace)) if one.input_tokens + one.output_tokens <= LONGEST
+        ]
         return Slices(entries=entries)  # type: ignore[return-value]
     inputs, outputs = LENGTHS[what]
     return Drawn(inputs=Lengths(inputs, inputs), outputs=Lengths(outputs, outputs))
-
-
-def _goal(slo: Slo) -> Goal:
-    return Goal(ttft=slo.ttft, tpot=slo.tpot, gap=slo.gap)
 
 
 def _rate(place: int | None) -> float:
@@ -281,7 +277,10 @@ def table(results: dict) -> str:
         for family, ratio in families.items():
             known = worst.get(family, (9.0, "", 0))
             worst[family] = (*min(known[:2], (ratio, name)), known[2] + 1)
-    lines += ["", "worst cell of each, against the best static one of the cell (those that were tried in more than half of the cells)"]
+    lines += [
+        "",
+        "worst cell of each, against the best static one of that cell (of those that were tried in most cells)",
+    ]
     lines += [
         f"  {family:26} {ratio:5.2f}  {name}"
         for family, (ratio, name, count) in sorted(worst.items(), key=lambda item: -item[1][0])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from pdproxy.bench.slo import Slo
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.auto.auto import Auto
 from pdproxy.scheduling.auto.goal import Goal
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 
 MakePlacement = Callable[["Cluster"], Placement]
 """Makes the placement of a cluster."""
+
+
+def goal_of(slo: Slo | None = None) -> Goal:
+    """Return the goal that an SLO is for a placement; None: no limits."""
+    return Goal() if slo is None else Goal(ttft=slo.ttft, tpot=slo.tpot, gap=slo.gap)
 
 
 class EngineMemories:

@@ -29,6 +29,7 @@ from pdproxy.scheduling.policy import Ask
 _BYTES_PER_TOKEN = 4
 _MAX_VIEWS = 64
 _NOTHING: Mapping[str, int] = {}
+_NO_LEG = (None, None)
 
 
 class Prefixes(Protocol):
@@ -51,8 +52,8 @@ class _Choice:
 class Auto(Placement):
     """See the module. `times_of`: an engine's hardware and chunk size. `prefixes`: None if nothing is known of caches.
 
-    `assumed`: the times are generic ones; it behaves as `least_load` until legs have shown how wrong they are. `corrects`: whether
-    predictions are corrected by what legs take. `refuses`: whether a request that no engine can begin in time is refused.
+    `assumed`: the times are generic ones; it behaves as `least_load` until legs have shown how wrong they are. `corrects`:
+    whether predictions are corrected by what legs take. `refuses`: whether a request that no engine can begin in time is refused.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Auto(Placement):
         self._assumed, self._corrects, self._refuses = assumed, corrects, refuses
         self._costs = Costs(goal, weights)
         self._loads: dict[str, EngineLoad] = {}
-        self._legs: dict[Lease, Leg] = {}
+        self._legs: dict[Lease, tuple[EngineLoad, Leg]] = {}
         self._views: dict[Candidates, View] = {}
         self._reviewed = 0.0
         self._choice: _Choice | None = None
@@ -169,7 +170,7 @@ class Auto(Placement):
         self._reviewed = now
         times = view.free[0].times
         demand = self.meter.demand(now, times, times.pull_s, self.outputs.mean)
-        self.kept.review(now, view.free, demand)
+        self.kept.review(now, view.free, demand, len(view.fixed_prefill), len(view.all) - len(view.free))
 
     def _as_least_load(self, view: View, candidates: Candidates) -> Placed | None:
         """Return the engines with the least load, None if enough was measured for predictions."""
@@ -195,8 +196,10 @@ class Auto(Placement):
         load, choice, now = self._load(lease.node), self._choice, ask.now
         times, role = load.times, lease.role
         tokens = ask.tokens or ask.prompt_bytes // _BYTES_PER_TOKEN or 1
-        if choice is not None and choice.prefill.load is not load and (
-            choice.decode is None or choice.decode.load is not load
+        if (
+            choice is not None
+            and choice.prefill.load is not load
+            and (choice.decode is None or choice.decode.load is not load)
         ):
             choice = None
         if role is Role.DECODE:
@@ -213,14 +216,13 @@ class Auto(Placement):
         if answers and choice is not None:
             leg.ttft_s, leg.tpot_s = choice.ttft_s, choice.tpot_s
         load.opened(leg, arrives_at=now + times.before_s, answers=answers, longer_s=longer)
-        self._legs[lease] = leg
+        self._legs[lease] = (load, leg)
 
     def began(self, lease: Lease, now: float) -> None:
         """See `Placement`."""
-        leg = self._legs.get(lease)
-        if leg is None or leg.began_at is not None:
+        load, leg = self._legs.get(lease, _NO_LEG)
+        if load is None or leg is None or leg.began_at is not None:
             return
-        load = self._load(lease.node)
         if leg.seconds:
             times = load.times
             load.computed(leg, leg.opened_at + times.before_s, now - times.to_client_s, now)
@@ -230,10 +232,9 @@ class Auto(Placement):
 
     def closed(self, lease: Lease, verdict: Verdict, now: float, tokens: int | None) -> None:
         """See `Placement`."""
-        leg = self._legs.pop(lease, None)
-        if leg is None:
+        load, leg = self._legs.pop(lease, _NO_LEG)
+        if load is None or leg is None:
             return
-        load = self._load(lease.node)
         if leg.began_at is not None:
             load.ended(leg, now, tokens)
             if tokens is not None:

@@ -113,9 +113,16 @@ class Costs:
         if tpot > full:  # no step takes longer than a full one
             most = times.full_step_s(times.chunk, decoding + expected, context)
             if tpot > most:
-                tpot = most if most > step else step
+                tpot = max(step, most)
         one = Look()
-        one.load, one.cached, one.seconds, one.longer_s, one.step_s, one.tpot_s = load, cached, seconds, longer, step, tpot
+        one.load, one.cached, one.seconds, one.longer_s, one.step_s, one.tpot_s = (
+            load,
+            cached,
+            seconds,
+            longer,
+            step,
+            tpot,
+        )
         before_s = times.before_s
         first = before_s + seconds
         if busy > before_s:

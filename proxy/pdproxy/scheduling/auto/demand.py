@@ -42,7 +42,7 @@ class Meter:
     __slots__ = ("_at", "_count", "_new", "_pairs", "_since", "_squares", "_sums", "_tokens")
 
     def __init__(self) -> None:
-        self._sums = (0.0,) * 5
+        self._sums: tuple[float, ...] = (0.0,) * 5
         self._at = 0.0
         self._since: float | None = None
         self._count = self._tokens = self._new = 0

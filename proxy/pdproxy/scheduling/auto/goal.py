@@ -10,6 +10,7 @@ import math
 
 import msgspec
 
+
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """Limits in seconds; None: no such limit. `gap`: the longest time between two tokens."""
 

@@ -139,7 +139,7 @@ class EngineLoad:
     def delay_share(self, now: float) -> float:
         """Return the part of the time in which its sequences waited lately, for prompts and for pulls."""
         share = self.delay * math.exp((self.delay_at - now) / MEMORY_S)
-        return share if share < MOST_BUSY else MOST_BUSY
+        return min(MOST_BUSY, share)
 
     # -- what comes and goes
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pdproxy.scheduling.auto.demand import Demand
 from pdproxy.scheduling.auto.costs import chance
+from pdproxy.scheduling.auto.demand import Demand
 from pdproxy.scheduling.auto.goal import Goal, Weights
 from pdproxy.scheduling.auto.loads import EngineLoad
 from pdproxy.scheduling.auto.times import Times
@@ -98,7 +98,7 @@ def _waiting(
     """Return what the TTFT costs, if `servers` are busy for that part of the time. Sakasegawa's approximation of M/G/c."""
     over = max(busy - _ALMOST, 0.0)
     busy = min(busy, _ALMOST)
-    waits = busy ** (math.sqrt(2.0 * (servers + 1)) - 1.0)
+    waits = math.pow(busy, math.sqrt(2.0 * (servers + 1)) - 1.0)
     mean = (1.0 + demand.variation) / 2 * waits / (servers * (1.0 - busy)) * service_s
     cost = _OVER * over
     if goal.ttft is None:
@@ -121,31 +121,43 @@ class Kept:
         self.share = 0.0
         """The part of the time in which each of them is expected to work."""
 
-    def review(self, now: float, loads: Sequence[EngineLoad], demand: Demand | None) -> None:
-        """Keep some engines more or less. `loads`: the engines that may be kept, two or more."""
+    def review(
+        self, now: float, loads: Sequence[EngineLoad], demand: Demand | None, prefill: int = 0, fixed: int = 0
+    ) -> None:
+        """Keep some engines more or less. `loads`: the engines that may be kept, two or more.
+
+        `fixed`: how many other engines there are; `prefill`: how many of them are for prefill alone.
+        """
         if demand is None:
             return
-        engines = len(loads)
+        engines = len(loads) + (0 if fixed > prefill else -1)
         self.count = sum(load.kept for load in loads)
+        if self.count > engines:  # others went down
+            self._keep(engines, loads, at_once=True)
         work, tokens = demand.rate * demand.alone_s, demand.rate * demand.output
-        numbers = {max(self.count - 1, 0), self.count, min(self.count + 1, engines - 1)}
+        numbers = {max(self.count - 1, 0), self.count, min(self.count + 1, engines)}
         changed = max(abs(work - self._work) / work, abs(tokens - self._tokens) / max(tokens, 1.0))
         if changed > _CHANGED or now - self._compared > _COMPARE_S:
             self._work, self._tokens, self._compared = work, tokens, now
-            numbers.update(range(0, engines, -(-engines // _NUMBERS)))
+            numbers.update(range(0, engines + 1, -(-(engines + 1) // _NUMBERS)))
         times, goal, weights = loads[0].times, self._goal, self._weights
-        costs = {number: expected_cost(number, engines, demand, times, goal, weights) for number in numbers}
+        everything = len(loads) + fixed
+        costs = {
+            number: expected_cost(number + prefill, everything, demand, times, goal, weights) for number in numbers
+        }
         best = min(sorted(numbers), key=lambda number: (costs[number], abs(number - self.count)))
         if costs[best] < costs[self.count] - _BETTER:
             self._keep(best, loads)
-        self.share = min(work / self.count, _MOST_SHARE) if self.count else 0.0
+        self.share = min(work / (self.count + prefill), _MOST_SHARE) if self.count else 0.0
 
-    def _keep(self, best: int, loads: Sequence[EngineLoad]) -> None:
-        """Go half of the way to the best number."""
+    def _keep(self, best: int, loads: Sequence[EngineLoad], *, at_once: bool = False) -> None:
+        """Go half of the way to the best number, or all of it."""
         self.changes += 1
         self._compared = -math.inf
         more = best > self.count
-        change = max(abs(best - self.count) // 2, 1)
+        change = abs(best - self.count)
+        if not at_once:
+            change = max(change // 2, 1)
         if more:  # those whose sequences are soonest gone
             chosen = sorted((load for load in loads if not load.kept), key=lambda load: load.decoding + load.expected)
         else:

@@ -78,16 +78,14 @@ class Times:
             seconds += self._weights
         return (seconds + decoding * self._per_seq + context * self._context) * self.prefill_factor
 
-    def prefill_s(
-        self, tokens: int, cached: int, decoding: float, context: float, queued: bool
-    ) -> tuple[float, float]:
+    def prefill_s(self, tokens: int, cached: int, decoding: float, context: float, queued: bool) -> tuple[float, float]:
         """Return how long prefill takes, and how much longer the sequences that decode wait for their tokens because of it.
 
         `tokens`: those to compute; `cached`: those before them. `decoding` and `context`: sequences at the engine, and their
         tokens. `queued`: other prompts fill the rest of the last chunk.
         """
         room = self.chunk - decoding
-        steps = tokens / (room if room > _LEAST_CHUNK else _LEAST_CHUNK)
+        steps = tokens / (max(_LEAST_CHUNK, room))
         if not queued:
             steps = math.ceil(steps)
         seconds = steps * self._chunk_base + tokens * self._token

@@ -22,7 +22,20 @@ _decode_order = attrgetter("decode_order")
 class View:
     """The engines of a `Candidates`."""
 
-    __slots__ = ("_by_url", "_decode", "_prefill", "_turn", "_whole", "all", "decode", "fixed_prefill", "free", "serve_whole", "version", "whole")
+    __slots__ = (
+        "_by_url",
+        "_decode",
+        "_prefill",
+        "_turn",
+        "_whole",
+        "all",
+        "decode",
+        "fixed_prefill",
+        "free",
+        "serve_whole",
+        "version",
+        "whole",
+    )
 
     def __init__(self, candidates: Candidates, load_of: Callable[[Node], EngineLoad]) -> None:
         self.whole = [load_of(node) for node in candidates.whole]
