@@ -55,7 +55,9 @@ LOADS = ("4000/128", "1000/500", "alternate", "trace")
 LONGEST = 16_000
 PHASES = ((4000, 128, 1.0), (1000, 500, 0.5))
 """Of `alternate`: tokens of prompt and answer, and the relative time between two requests."""
-PHASE_REQUESTS = (300, 600)
+PHASE_REQUESTS = (75, 150)
+"""Per engine: phases of 10 to 20 s, whatever the number of engines."""
+CYCLES = 2
 BUSY = (1, 2, 4)
 SHORT = (2000, 8000)
 RATIOS = {4: (1, 2, 3), 16: (2, 4, 6, 7, 8, 9, 10, 12)}
@@ -65,19 +67,18 @@ TRACE_REQUESTS = {4: 3000, 16: 6000}
 
 
 class Alternating(msgspec.Struct, frozen=True, kw_only=True):
-    """Two kinds of requests in turn: some hundreds of the one, then as many seconds of the other. Poisson."""
+    """Two kinds of requests in turn: for some seconds the one, then for as many seconds the other. Poisson."""
 
+    engines: int
     random = True
 
     def calls(self, rate: float, requests: int, seed: int) -> Iterator[Call]:
         """Return the requests of a seed, in the order in which they are due. `rate`: per second, on average."""
         chance = random.Random(f"{seed}:alternate")
-        weights = [gap for (_, _, gap), count in zip(PHASES, PHASE_REQUESTS, strict=True) for _ in range(count)]
-        mean = sum(weights) / len(weights)
+        cycle = [kind for kind, count in zip(PHASES, PHASE_REQUESTS, strict=True) for _ in range(count * self.engines)]
+        mean = sum(gap for _, _, gap in cycle) / len(cycle)
         now = 0.0
-        kinds = itertools.cycle(kind for kind, count in zip(PHASES, PHASE_REQUESTS, strict=True) for _ in range(count))
-        for number in range(requests):
-            prompt, output, gap = next(kinds)
+        for number, (prompt, output, gap) in zip(range(requests), itertools.cycle(cycle), strict=False):
             now += chance.expovariate(1.0) * gap / mean / rate
             yield Call(number, now, prompt, output)
 
@@ -143,7 +144,7 @@ class _Cell:
         profile = load(PROFILE)
         limit = parse_slo(limits)
         self.question = Question(
-            demand=_demand(what, arguments),
+            demand=_demand(what, self.engines, arguments),
             slo=limit,
             share=share,
             hardware=profile.hardware,
@@ -159,7 +160,10 @@ class _Cell:
         placements |= {f"busy {legs}": lambda _, legs=legs: Hybrid(legs=legs) for legs in BUSY}
         placements |= {f"short {tokens}": lambda _, tokens=tokens: Hybrid(tokens=tokens) for tokens in SHORT}
         self.prober = Prober(self.question, work_of(self.question), placements)
-        requests = TRACE_REQUESTS[self.engines] if what == "trace" else None
+        requests = {
+            "trace": TRACE_REQUESTS[self.engines],
+            "alternate": CYCLES * sum(PHASE_REQUESTS) * self.engines,
+        }.get(what)
         _, long = levels(self.question, self.engines, requests, self.seeds)
         self.one, self.all = Level(long.requests, 1, STEP), Level(long.requests, self.seeds, 1)
         self.varies = what in ("trace", "alternate")
@@ -219,9 +223,9 @@ class _Cell:
         return {"auto": rates, "ratio": rates[str(planned)] / found["best"]["rate"]}
 
 
-def _demand(what: str, arguments: argparse.Namespace) -> Drawn | Traced:
+def _demand(what: str, engines: int, arguments: argparse.Namespace) -> Drawn | Traced:
     if what == "alternate":
-        return Alternating()  # type: ignore[return-value] - it has what a demand needs
+        return Alternating(engines=engines)  # type: ignore[return-value] - it has what a demand needs
     if what == "trace":
         entries = [
             one for one in spread(read_trace(arguments.trace)) if one.input_tokens + one.output_tokens <= LONGEST

@@ -82,6 +82,8 @@ class Auto(Placement):
         self.meter = Meter()
         self.kept = Kept(goal, weights)
         self.ttft_error, self.tpot_error = Error(), Error()
+        self.splits = 0
+        """Requests that were split."""
 
     def _load(self, node: Node) -> EngineLoad:
         load = self._loads.get(node.url)
@@ -120,6 +122,7 @@ class Auto(Placement):
         values = {"ttft": choice.ttft_s, "tpot": choice.tpot_s, "cost": choice.cost}
         if choice.decode is None:
             return Placed((load.node,), "cached" if choice.prefill.cached else "whole", values)
+        self.splits += 1
         return Placed((load.node, choice.decode.load.node), "split", values)
 
     def _least(
