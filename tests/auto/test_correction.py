@@ -60,11 +60,15 @@ def test_an_error_has_a_direction_and_a_size() -> None:
     assert error.count == 500
 
 
-def test_answers_are_as_long_as_they_were_but_not_longer_than_the_request_says() -> None:
+def test_answers_are_as_long_as_those_to_such_prompts_but_not_longer_than_the_request_says() -> None:
     outputs = Outputs()
     for _ in range(100):
-        outputs.add(50)
-    assert outputs.mean == pytest.approx(50, rel=0.1)
-    assert outputs.expected(None) == outputs.mean
-    assert outputs.expected(20) == 20
-    assert outputs.expected(1000) == outputs.mean
+        outputs.add(4000, 50)
+        outputs.add(900, 500)
+    assert outputs.expected(4095) == pytest.approx(50)
+    assert outputs.expected(1000) == pytest.approx(500)
+    assert 150 < outputs.expected(1_000_000) == outputs.mean < 400
+    assert outputs.expected(4000, 20) == 20
+    assert outputs.expected(4000, 1000) == pytest.approx(50)
+    assert outputs.expected(0, 0) == 1
+    assert outputs.expected(1 << 60) == outputs.mean

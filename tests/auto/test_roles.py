@@ -19,9 +19,9 @@ def demand(rate: float, tokens: int, output: int, times: Times) -> Demand:
     meter, found, number = Meter(), None, 0
     for review in range(80):
         while number / rate < review * REVIEW_S:
-            meter.add(number / rate, tokens, 0)
+            meter.add(number / rate, tokens, 0, output)
             number += 1
-        found = meter.demand(review * REVIEW_S, times, times.pull_s, output)
+        found = meter.demand(review * REVIEW_S, times, times.pull_s)
     assert found is not None
     assert found.rate == pytest.approx(rate, rel=0.1)
     return found

@@ -113,12 +113,13 @@ class Auto(Placement):
             self._review(now, view)
         if view.version != self.kept.changes:
             view.sort_roles(self.kept.changes)
-        choice = self._least(now, tokens, known, view, candidates)
+        output = self.outputs.expected(tokens)
+        choice = self._least(now, tokens, output, known, view, candidates)
         self._choice = choice
         if choice is None or (self._refuses and self._costs.hopeless(choice.ttft_s)):
             return None
         load = choice.prefill.load
-        self.meter.add(now, tokens, choice.prefill.cached)
+        self.meter.add(now, tokens, choice.prefill.cached, output)
         values = {"ttft": choice.ttft_s, "tpot": choice.tpot_s, "cost": choice.cost}
         if choice.decode is None:
             return Placed((load.node,), "cached" if choice.prefill.cached else "whole", values)
@@ -126,10 +127,10 @@ class Auto(Placement):
         return Placed((load.node, choice.decode.load.node), "split", values)
 
     def _least(
-        self, now: float, tokens: int, known: Mapping[str, int], view: View, candidates: Candidates
+        self, now: float, tokens: int, output: float, known: Mapping[str, int], view: View, candidates: Candidates
     ) -> _Choice | None:
         """Return the choice with the least cost, None if there is none."""
-        costs, output, share = self._costs, self.outputs.mean, self.kept.share
+        costs, share = self._costs, self.kept.share
         looks: dict[EngineLoad, Look] = {}
         best: _Choice | None = None
         least, whole = math.inf, view.serve_whole
@@ -172,7 +173,7 @@ class Auto(Placement):
     def _review(self, now: float, view: View) -> None:
         self._reviewed = now
         times = view.free[0].times
-        demand = self.meter.demand(now, times, times.pull_s, self.outputs.mean)
+        demand = self.meter.demand(now, times, times.pull_s)
         self.kept.review(now, view.free, demand, len(view.fixed_prefill), len(view.all) - len(view.free))
 
     def _as_least_load(self, view: View, candidates: Candidates) -> Placed | None:
@@ -205,16 +206,17 @@ class Auto(Placement):
             and (choice.decode is None or choice.decode.load is not load)
         ):
             choice = None
+        output = self.outputs.expected(tokens)
         if role is Role.DECODE:
             longer = times.pull_s
-            leg = Leg(now, tokens, 0.0, 0.0, longer)
+            leg = Leg(now, tokens, output, 0.0, 0.0, longer)
         else:
             if choice is not None:
                 seconds, longer = choice.prefill.seconds, choice.prefill.longer_s
             else:
                 load.advance(now)
                 seconds, longer = times.prefill_s(tokens, 0, load.decoding, load.context(), True)
-            leg = Leg(now, tokens, seconds, seconds / times.prefill_factor, 0.0)
+            leg = Leg(now, tokens, output, seconds, seconds / times.prefill_factor, 0.0)
         answers = role is not Role.PREFILL
         if answers and choice is not None:
             leg.ttft_s, leg.tpot_s = choice.ttft_s, choice.tpot_s
@@ -241,7 +243,7 @@ class Auto(Placement):
         if leg.began_at is not None:
             load.ended(leg, now, tokens)
             if tokens is not None:
-                self.outputs.add(tokens)
+                self.outputs.add(leg.tokens, tokens)
                 if tokens > 1 and leg.tpot_s:
                     self.tpot_error.add((now - leg.began_at) / (tokens - 1), leg.tpot_s)
             return

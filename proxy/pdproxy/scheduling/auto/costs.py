@@ -91,7 +91,7 @@ class Costs:
         return self._ttft is not None and ttft_s > _LATE * self._ttft
 
     def look(self, load: EngineLoad, now: float, tokens: int, cached: int, output: float, kept_share: float) -> Look:
-        """Return what a prompt would mean for an engine. `cached`: its tokens in the cache; `output`: an answer's mean length.
+        """Return what a prompt would mean for an engine. `cached`: its tokens in the cache; `output`: the answer's expected length.
 
         `kept_share`: the part of the time that an engine works that is kept for prefill.
         """
@@ -136,9 +136,10 @@ class Costs:
             if limit is not None:
                 # The sequences there, as if all had the mean age and the mean length.
                 made = load.steps - load.began_steps / decoding + 1.0
-                left = output - made
-                if left < _LEAST_LEFT * output:
-                    left = _LEAST_LEFT * output
+                mean = load.outputs / decoding
+                left = mean - made
+                if left < _LEAST_LEFT * mean:
+                    left = _LEAST_LEFT * mean
                 length = made + left
                 ends = (now - load.began_sum / decoding + left * tpot + busy) / length
                 one.distance = distance = (ends - limit) * self._tpot_width

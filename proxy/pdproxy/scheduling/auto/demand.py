@@ -8,9 +8,10 @@ import msgspec
 
 from pdproxy.scheduling.auto.times import Times
 
-_MEMORY_S = 6.0
-"""How long a request counts."""
-_LEAST_S = 0.5
+_REQUESTS = 200
+"""How many requests make an average; those of the last seconds, as the bounds say."""
+_LEAST_S, _MOST_S = 2.0, 6.0
+_KNOWN_S = 0.5
 """Seconds from which a rate is known."""
 
 
@@ -39,46 +40,63 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 class Meter:
     """Measures the demand. A request costs a few additions; the rest is done when somebody asks."""
 
-    __slots__ = ("_at", "_count", "_new", "_pairs", "_since", "_squares", "_sums", "_tokens")
+    __slots__ = (
+        "_at",
+        "_begun",
+        "_count",
+        "_memory_s",
+        "_new",
+        "_outputs",
+        "_pairs",
+        "_seconds",
+        "_squares",
+        "_sums",
+        "_tokens",
+    )
 
     def __init__(self) -> None:
-        self._sums: tuple[float, ...] = (0.0,) * 5
-        self._at = 0.0
-        self._since: float | None = None
+        self._sums: tuple[float, ...] = (0.0,) * 6
+        self._at = self._seconds = 0.0
+        self._memory_s = _LEAST_S
+        self._begun = False
         self._count = self._tokens = self._new = 0
-        self._pairs = self._squares = 0.0
+        self._pairs = self._squares = self._outputs = 0.0
 
-    def add(self, now: float, tokens: int, cached: int) -> None:
-        """Note a request's prompt. `cached`: those of its tokens that its engine has."""
-        if self._since is None:
-            self._since = self._at = now
+    def add(self, now: float, tokens: int, cached: int, output: float) -> None:
+        """Note a request. `cached`: those of its prompt's tokens that its engine has; `output`: the answer's expected tokens."""
+        if not self._begun:
+            self._begun, self._at = True, now
         new = tokens - cached
         self._count += 1
         self._tokens += tokens
         self._new += new
         self._pairs += new * (cached + 0.5 * new)
         self._squares += new * new
+        self._outputs += output
 
-    def demand(self, now: float, times: Times, pull_s: float, output: float) -> Demand | None:
-        """Return the demand, None if there was none. `times`: of an engine; `output`: tokens of an answer."""
-        if self._since is None:
+    def demand(self, now: float, times: Times, pull_s: float) -> Demand | None:
+        """Return the demand, None if there was none. `times`: of an engine."""
+        if not self._begun:
             return None
-        kept = math.exp((self._at - now) / _MEMORY_S)
+        passed = now - self._at
+        kept = math.exp(-passed / self._memory_s)
+        self._seconds = self._seconds * kept + passed
         self._at = now
-        added = (self._count, self._tokens, self._new, self._pairs, self._squares)
+        added = (self._count, self._tokens, self._new, self._pairs, self._squares, self._outputs)
         self._sums = tuple([old * kept + one for old, one in zip(self._sums, added, strict=True)])
         self._count = self._tokens = self._new = 0
-        self._pairs = self._squares = 0.0
-        count, tokens, new, pairs, squares = self._sums
+        self._pairs = self._squares = self._outputs = 0.0
+        count, tokens, new, pairs, squares, outputs = self._sums
         if count < 1e-3 or new <= 0.0:
             return None
-        seconds = _MEMORY_S * (1.0 - math.exp(-max(now - self._since, _LEAST_S) / _MEMORY_S))
+        rate = count / max(self._seconds, _KNOWN_S)
+        self._memory_s = min(max(_REQUESTS / rate, _LEAST_S), _MOST_S)
         mean, prompt = new / count, tokens / count
         alone, delay = times.queued_s(mean, pairs / count)
         hardware = times.hardware
         moves = hardware.between_engines_s + pull_s + hardware.transfer_s(int(mean)) + 1.5 * times.step_s(8, 8 * prompt)
         return Demand(
-            rate=count / seconds,
+            rate=rate,
             alone_s=alone,
             variation=max(squares / count / (mean * mean) - 1.0, 0.0),
             delay_s=delay,
@@ -86,5 +104,5 @@ class Meter:
             moves_s=moves,
             tokens=prompt,
             new_tokens=mean,
-            output=output,
+            output=outputs / count,
         )

@@ -40,13 +40,13 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
     """A TPOT as long as its limit."""
     delay: float = 0.15
     """A TPOT that becomes longer by its limit, beside the chance that it misses: it counts where all is late."""
-    kept: float = 0.3
+    kept: float = 0.15
     """An answer at an engine that is kept for prefill."""
     engine_s: float = 2.0
     """A second of an engine, in seconds of which others would make use."""
     ttft_width: float = 0.1
     """How far around the limit a prediction of TTFT is uncertain, as a part of it."""
-    tpot_width: float = 0.15
+    tpot_width: float = 0.07
 
 
 WEIGHTS = Weights()

@@ -37,6 +37,7 @@ class Leg:
         "began_busy",
         "began_step",
         "opened_at",
+        "output",
         "plain_s",
         "pull_s",
         "residual_s",
@@ -46,8 +47,11 @@ class Leg:
         "ttft_s",
     )
 
-    def __init__(self, opened_at: float, tokens: int, seconds: float, plain_s: float, pull_s: float) -> None:
-        self.opened_at, self.tokens = opened_at, tokens
+    def __init__(
+        self, opened_at: float, tokens: int, output: float, seconds: float, plain_s: float, pull_s: float
+    ) -> None:
+        self.opened_at, self.tokens, self.output = opened_at, tokens, output
+        """`tokens`: of the prompt; `output`: expected ones of the answer."""
         self.seconds, self.plain_s = seconds, plain_s
         """Prefill, and the same without the correction's factor; 0 where the KV comes from elsewhere."""
         self.pull_s = pull_s
@@ -81,6 +85,7 @@ class EngineLoad:
         "free_at",
         "kept",
         "node",
+        "outputs",
         "pending_s",
         "prefill",
         "prefill_order",
@@ -111,6 +116,8 @@ class EngineLoad:
         self.decoding = 0
         self.prompts = 0
         """Tokens of their prompts."""
+        self.outputs = 0.0
+        """Expected tokens of their answers."""
         self.steps = 0.0
         """Steps with decoding so far."""
         self.busy_steps = 0.0
@@ -229,6 +236,7 @@ class EngineLoad:
         self.expected -= 1
         self.expected_tokens -= leg.tokens
         self.prompts += leg.tokens
+        self.outputs += leg.output
         leg.began_at, leg.began_step = now, self.steps
         leg.began_busy, leg.began_alone = self.busy_steps, self.alone_steps
         self.decoding += 1
@@ -249,6 +257,7 @@ class EngineLoad:
         assert leg.began_at is not None
         self.decoding -= 1
         self.prompts -= leg.tokens
+        self.outputs -= leg.output
         self.began_sum -= leg.began_at
         self.began_steps -= leg.began_step
         predicted = self.steps - leg.began_step
@@ -262,7 +271,7 @@ class EngineLoad:
                 if self.step.add(seconds, seconds * alone / expected) and self.corrects:
                     self.times.step_factor = self.step.value
         if not self.decoding:  # no rests of sums of floats
-            self.began_sum = self.began_steps = self.steps = self.busy_steps = self.alone_steps = 0.0
+            self.outputs = self.began_sum = self.began_steps = self.steps = self.busy_steps = self.alone_steps = 0.0
         self._order()
 
     def _order(self) -> None:

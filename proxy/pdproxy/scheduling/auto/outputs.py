@@ -1,26 +1,40 @@
-"""How long answers are: a running mean, since nobody knows before. Pure."""
+"""How long answers are: running means, since nobody knows before. Pure.
+
+Prompts of a size often ask for answers of a size, such as summaries and chats. So each class of prompts, by powers of 2, has a
+mean of its own, once enough of its answers have ended.
+"""
 
 from __future__ import annotations
 
 _GAIN = 0.02
 _FIRST = 200.0
 """Tokens, as long as nothing is known."""
+_CLASSES = 32
+_ENOUGH = 8
 
 
 class Outputs:
     """The mean length of answers, in tokens."""
 
-    __slots__ = ("_count", "mean")
+    __slots__ = ("_count", "_counts", "_means", "mean")
 
     def __init__(self) -> None:
         self.mean = _FIRST
+        """Of all answers."""
         self._count = 0
+        self._means = [0.0] * _CLASSES
+        self._counts = [0] * _CLASSES
 
-    def add(self, tokens: int) -> None:
-        """Note the length of an answer."""
+    def add(self, prompt: int, tokens: int) -> None:
+        """Note the length of an answer. `prompt`: its prompt's tokens."""
         self._count += 1
         self.mean += max(_GAIN, 1.0 / (self._count + 1)) * (tokens - self.mean)
+        size = min(prompt.bit_length(), _CLASSES - 1)
+        self._counts[size] = count = self._counts[size] + 1
+        self._means[size] += max(_GAIN, 1.0 / count) * (tokens - self._means[size])
 
-    def expected(self, limit: int | None) -> float:
+    def expected(self, prompt: int, limit: int | None = None) -> float:
         """Return how long an answer will be. `limit`: the request's own, None if it has none."""
-        return self.mean if limit is None or limit > self.mean else float(limit)
+        size = min(prompt.bit_length(), _CLASSES - 1)
+        mean = self._means[size] if self._counts[size] >= _ENOUGH else self.mean
+        return mean if limit is None or limit > mean else float(max(limit, 1))

@@ -18,8 +18,10 @@ from pdproxy.scheduling.auto.times import Times
 
 REVIEW_S = 0.5
 """Seconds between two changes."""
-_BETTER = 0.03
+_BETTER = 0.06
 """By how much less a number must cost, in parts of the requests that miss the SLO."""
+_SLIGHTLY, _PATIENCE_S = 0.005, 8.0
+"""A number that costs less by so little is chosen if it does for so many seconds."""
 _FULL = 0.97
 """The part of the time that prefill engines are expected to work at most: what is more is served whole."""
 _LEAST_LEFT = 0.05
@@ -28,10 +30,16 @@ _ALMOST = 0.98
 """The part of the time that can be used before a queue grows without end."""
 _OVER = 3.0
 """What the part of the time costs that is missing."""
-_SPREAD = 0.03
+_SPREAD = 0.02
 """How much the TPOT of answers differs without prefill beside them."""
-_RATES = (0.9, 1.0, 1.1)
+_RATES = (0.95, 1.0, 1.05)
 """Parts of the measured rate that count alike: it is not exact, and it will not stay."""
+_UNEVEN = 0.4
+"""How unevenly prompts hit the answers beside them, against arrivals by chance. The more engines, the more evenly they come."""
+_MEAN = 0.97
+"""The mean TPOT of answers, against that of an engine whose sequences always wait for the mean part of the time."""
+_SMALL = 0.4
+"""What latencies and seconds of engines weigh here, beside requests that miss the SLO."""
 _NUMBERS = 16
 """How many numbers of engines are compared, evenly from 0 on; of a demand that is as before, only the next ones are."""
 _CHANGED = 0.15
@@ -84,12 +92,13 @@ def _cost_at(
     if goal.tpot is not None:
         width = _SPREAD * goal.tpot
         if tpot < longest:
-            width += 0.55 * demand.delay_s * math.sqrt(hits * (1.0 + demand.variation)) / output
-        cost += chance((tpot - goal.tpot) / width) + weights.tpot * tpot / goal.tpot
+            uneven = _UNEVEN * min(2.0 / math.sqrt(others), 1.0)
+            width += uneven * demand.delay_s * math.sqrt(hits * (1.0 + demand.variation)) / output
+        cost += chance((_MEAN * tpot - goal.tpot) / width) + _SMALL * weights.tpot * tpot / goal.tpot
     if goal.gap is not None and times.full_step_s(demand.tokens, 0, 0) > goal.gap:
         cost += 1.0 - math.exp(-hits)
     used = split * (demand.alone_s + demand.pull_s) + (1.0 - split) * demand.delay_s
-    return cost + weights.engine_s * used
+    return cost + _SMALL * weights.engine_s * used
 
 
 def _waiting(
@@ -102,10 +111,10 @@ def _waiting(
     mean = (1.0 + demand.variation) / 2 * waits / (servers * (1.0 - busy)) * service_s
     cost = _OVER * over
     if goal.ttft is None:
-        return cost + weights.ttft * (fixed_s + mean)
+        return cost + _SMALL * weights.ttft * (fixed_s + mean)
     left = goal.ttft - fixed_s
     late = 1.0 if left <= 0 else waits * math.exp(-left * waits / mean) if mean > 0 else 0.0
-    return cost + late + weights.ttft * (fixed_s + mean) / goal.ttft
+    return cost + late + _SMALL * weights.ttft * (fixed_s + mean) / goal.ttft
 
 
 class Kept:
@@ -115,6 +124,7 @@ class Kept:
         self._goal, self._weights = goal, weights
         self._work = self._tokens = 0.0
         self._compared = -math.inf
+        self._slightly = math.inf
         self.count = 0
         """How many are kept."""
         self.changes = 0
@@ -135,7 +145,7 @@ class Kept:
         if self.count > engines:  # others went down
             self._keep(engines, loads, at_once=True)
         work, tokens = demand.rate * demand.alone_s, demand.rate * demand.output
-        numbers = {max(self.count - 1, 0), self.count, min(self.count + 1, engines)}
+        numbers = {0, max(self.count - 1, 0), self.count, min(self.count + 1, engines)}
         changed = max(abs(work - self._work) / work, abs(tokens - self._tokens) / max(tokens, 1.0))
         if changed > _CHANGED or now - self._compared > _COMPARE_S:
             self._work, self._tokens, self._compared = work, tokens, now
@@ -146,22 +156,27 @@ class Kept:
             number: expected_cost(number + prefill, everything, demand, times, goal, weights) for number in numbers
         }
         best = min(sorted(numbers), key=lambda number: (costs[number], abs(number - self.count)))
-        if costs[best] < costs[self.count] - _BETTER:
+        gain = costs[self.count] - costs[best]
+        if gain < _SLIGHTLY:
+            self._slightly = now
+        if gain > _BETTER or now - self._slightly > _PATIENCE_S:
             self._keep(best, loads)
         self.share = min(work / (self.count + prefill), _MOST_SHARE) if self.count else 0.0
 
     def _keep(self, best: int, loads: Sequence[EngineLoad], *, at_once: bool = False) -> None:
-        """Go half of the way to the best number, or all of it."""
+        """Go most of the way to the best number, or all of it."""
         self.changes += 1
         self._compared = -math.inf
         more = best > self.count
         change = abs(best - self.count)
         if not at_once:
-            change = max(change // 2, 1)
+            change = max(2 * change // 3, 1)
         if more:  # those whose sequences are soonest gone
             chosen = sorted((load for load in loads if not load.kept), key=lambda load: load.decoding + load.expected)
         else:
             chosen = sorted((load for load in loads if load.kept), key=lambda load: load.free_at)
         for load in chosen[:change]:
             load.kept = more
+            if not more:
+                load.delay = 0.0  # what its sequences waited for was the prefill for others
         self.count += change if more else -change
