@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.scheduling.auto.correction import Error, Factor
-from pdproxy.scheduling.auto.outputs import Outputs
+from pdproxy.scheduling.auto.outputs import Outputs, limit_of
+from pdproxy.wire.request import Parsed, Route
 
 
 def measured(factor: Factor, ratio: float, count: int, *, noise: float = 0.1, seed: int = 0) -> None:
@@ -72,3 +74,21 @@ def test_answers_are_as_long_as_those_to_such_prompts_but_not_longer_than_the_re
     assert outputs.expected(4000, 1000) == pytest.approx(50)
     assert outputs.expected(0, 0) == 1
     assert outputs.expected(1 << 60) == outputs.mean
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit"),
+    [
+        ({}, None),
+        ({"max_tokens": b"7"}, 7),
+        ({"max_completion_tokens": b"9"}, 9),
+        ({"max_tokens": b"null"}, None),
+        ({"max_tokens": b'"many"'}, None),
+        ({"max_tokens": b"1e99"}, None),
+        ({"max_tokens": b"123456789012345678901234567890"}, 123456789012345678901234567890),
+    ],
+)
+def test_a_requests_own_limit_is_read(fields: dict[str, bytes], limit: int | None) -> None:
+    raw = {name: msgspec.Raw(value) for name, value in fields.items()}
+    assert limit_of(Parsed(Route.COMPLETIONS, raw, "m", True, False, False, (), None, 0)) == limit
+    assert limit_of(None) is None

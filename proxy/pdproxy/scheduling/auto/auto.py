@@ -17,7 +17,7 @@ from pdproxy.scheduling.auto.costs import Costs, Look
 from pdproxy.scheduling.auto.demand import Meter
 from pdproxy.scheduling.auto.goal import WEIGHTS, Goal, Weights
 from pdproxy.scheduling.auto.loads import EngineLoad, Leg
-from pdproxy.scheduling.auto.outputs import Outputs
+from pdproxy.scheduling.auto.outputs import Outputs, limit_of
 from pdproxy.scheduling.auto.roles import REVIEW_S, Kept
 from pdproxy.scheduling.auto.times import Times
 from pdproxy.scheduling.auto.view import View
@@ -113,7 +113,7 @@ class Auto(Placement):
             self._review(now, view)
         if view.version != self.kept.changes:
             view.sort_roles(self.kept.changes)
-        output = self.outputs.expected(tokens)
+        output = self.outputs.expected(tokens, limit_of(ask.parsed))
         choice = self._least(now, tokens, output, known, view, candidates)
         self._choice = choice
         if choice is None or (self._refuses and self._costs.hopeless(choice.ttft_s)):
@@ -206,7 +206,7 @@ class Auto(Placement):
             and (choice.decode is None or choice.decode.load is not load)
         ):
             choice = None
-        output = self.outputs.expected(tokens)
+        output = self.outputs.expected(tokens, limit_of(ask.parsed))
         if role is Role.DECODE:
             longer = times.pull_s
             leg = Leg(now, tokens, output, 0.0, 0.0, longer)

@@ -91,7 +91,7 @@ class Costs:
         return self._ttft is not None and ttft_s > _LATE * self._ttft
 
     def look(self, load: EngineLoad, now: float, tokens: int, cached: int, output: float, kept_share: float) -> Look:
-        """Return what a prompt would mean for an engine. `cached`: its tokens in the cache; `output`: the answer's expected length.
+        """Return what a prompt would mean for an engine. `cached`: its tokens in the cache; `output`: the answer, in tokens.
 
         `kept_share`: the part of the time that an engine works that is kept for prefill.
         """

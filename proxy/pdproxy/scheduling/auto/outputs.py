@@ -6,11 +6,31 @@ mean of its own, once enough of its answers have ended.
 
 from __future__ import annotations
 
+import msgspec
+
+from pdproxy.wire.request import Parsed
+
 _GAIN = 0.02
 _FIRST = 200.0
 """Tokens, as long as nothing is known."""
 _CLASSES = 32
 _ENOUGH = 8
+_LIMITS = ("max_tokens", "max_completion_tokens")
+_limit_decoder: msgspec.json.Decoder[int | None] = msgspec.json.Decoder(int | None)
+
+
+def limit_of(parsed: Parsed | None) -> int | None:
+    """Return the most tokens that a request asks for, None if it does not say so, or says what is no number."""
+    if parsed is None:
+        return None
+    for name in _LIMITS:
+        raw = parsed.fields.get(name)
+        if raw is not None:
+            try:
+                return _limit_decoder.decode(raw)
+            except msgspec.DecodeError:
+                return None
+    return None
 
 
 class Outputs:
