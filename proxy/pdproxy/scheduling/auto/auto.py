@@ -42,11 +42,13 @@ class Prefixes(Protocol):
 class _Choice:
     """What may be done with a request: its engines, and what is predicted of it. `decode` is None where it is not split."""
 
-    __slots__ = ("cost", "decode", "prefill", "tpot_s", "ttft_s")
+    __slots__ = ("cost", "decode", "output", "prefill", "tpot_s", "ttft_s")
 
     def __init__(self, cost: float, prefill: Look, decode: Look | None, ttft_s: float, tpot_s: float) -> None:
         self.cost, self.prefill, self.decode = cost, prefill, decode
         self.ttft_s, self.tpot_s = ttft_s, tpot_s
+        self.output = 0.0
+        """The expected tokens of the answer."""
 
 
 class Auto(Placement):
@@ -116,6 +118,8 @@ class Auto(Placement):
         output = self.outputs.expected(tokens, limit_of(ask.parsed))
         choice = self._least(now, tokens, output, known, view, candidates)
         self._choice = choice
+        if choice is not None:
+            choice.output = output
         if choice is None or (self._refuses and self._costs.hopeless(choice.ttft_s)):
             return None
         load = choice.prefill.load
@@ -197,22 +201,26 @@ class Auto(Placement):
 
     def opened(self, lease: Lease, ask: Ask) -> None:
         """See `Placement`."""
-        load, choice, now = self._load(lease.node), self._choice, ask.now
-        times, role = load.times, lease.role
+        choice, now, node, role = self._choice, ask.now, lease.node, lease.role
         tokens = ask.tokens or ask.prompt_bytes // _BYTES_PER_TOKEN or 1
-        if (
-            choice is not None
-            and choice.prefill.load is not load
-            and (choice.decode is None or choice.decode.load is not load)
-        ):
-            choice = None
-        output = self.outputs.expected(tokens, limit_of(ask.parsed))
+        look = None
+        if choice is not None:
+            if choice.prefill.load.node is node:
+                look = choice.prefill
+            elif choice.decode is not None and choice.decode.load.node is node:
+                look = choice.decode
+        if look is None or choice is None:
+            load, choice = self._load(node), None
+            output = self.outputs.expected(tokens, limit_of(ask.parsed))
+        else:
+            load, output = look.load, choice.output
+        times = load.times
         if role is Role.DECODE:
             longer = times.pull_s
             leg = Leg(now, tokens, output, 0.0, 0.0, longer)
         else:
-            if choice is not None:
-                seconds, longer = choice.prefill.seconds, choice.prefill.longer_s
+            if look is not None:
+                seconds, longer = look.seconds, look.longer_s
             else:
                 load.advance(now)
                 seconds, longer = times.prefill_s(tokens, 0, load.decoding, load.context(), True)
@@ -220,6 +228,7 @@ class Auto(Placement):
         answers = role is not Role.PREFILL
         if answers and choice is not None:
             leg.ttft_s, leg.tpot_s = choice.ttft_s, choice.tpot_s
+            self._choice = None
         load.opened(leg, arrives_at=now + times.before_s, answers=answers, longer_s=longer)
         self._legs[lease] = (load, leg)
 
