@@ -155,7 +155,7 @@ class Auto(Placement):
                     least, best = cost, _Choice(cost, one, None, ttft, one.tpot_s)
         if not prefills:
             return best
-        compatible = candidates.compatible
+        compatible, paired = candidates.compatible, True
         decodes = [look(load) for load in view.worth_decode()]
         for load in prefills:
             prefill = looks[load]
@@ -165,13 +165,15 @@ class Auto(Placement):
                 if decode is prefill or prefill.cost + decode.tpot_cost >= least:
                     continue
                 cost, ttft = costs.split(prefill, decode, tokens)
-                if cost < least and compatible(load.node, decode.load.node):
-                    least, best = cost, _Choice(cost, prefill, decode, ttft, decode.tpot_s)
-        if best is None:  # none of those that were worth a look may work together
+                if cost < least:
+                    paired = compatible(load.node, decode.load.node)
+                    if paired:
+                        least, best = cost, _Choice(cost, prefill, decode, ttft, decode.tpot_s)
+        if best is None or not paired:  # those that were worth a look may not work together
             for load, other in view.pairs(compatible):
                 prefill, decode = look(load), look(other)
                 cost, ttft = costs.split(prefill, decode, tokens)
-                return _Choice(cost, prefill, decode, ttft, decode.tpot_s)
+                return _Choice(cost, prefill, decode, ttft, decode.tpot_s) if cost < least else best
         return best
 
     def _review(self, now: float, view: View) -> None:

@@ -10,9 +10,7 @@ from pdproxy.scheduling.nodes import Node, Role
 from pdproxy.scheduling.placement import Candidates
 
 ALL = 4
-"""Up to so many engines are all looked at."""
-FEW = 2
-"""Otherwise so many by each order."""
+"""Up to so many engines that may serve the whole request are all looked at; otherwise the best ones by each order."""
 _CACHED = 2
 _TURNS = 8
 _prefill_order = attrgetter("prefill_order")
@@ -80,9 +78,9 @@ class View:
     def worth_prefill(self, known: Mapping[str, int]) -> Collection[EngineLoad]:
         """Return engines that may prefill for another one."""
         loads = self._prefill
-        if len(loads) <= FEW:
+        if len(loads) <= ALL // 2:
             return loads
-        worth = dict.fromkeys(sorted(loads, key=_prefill_order)[:FEW])
+        worth = {min(loads, key=_prefill_order): None}
         if known:
             self._add_cached(worth, known, frozenset(loads))
         return worth
@@ -90,7 +88,7 @@ class View:
     def worth_decode(self) -> Sequence[EngineLoad]:
         """Return engines that may decode for another one."""
         loads = self._decode
-        return loads if len(loads) <= FEW else sorted(loads, key=_decode_order)[:FEW]
+        return loads if len(loads) <= ALL // 2 else [min(loads, key=_decode_order)]
 
     def _add_cached(
         self, worth: dict[EngineLoad, None], known: Mapping[str, int], only: Container[EngineLoad] | None = None
