@@ -57,7 +57,7 @@ def test_requests_at_once_spread_over_the_engines(count: int) -> None:
 
 def test_a_prompts_prefix_attracts_it_until_that_engine_is_busy() -> None:
     known = Known()
-    of = ledger(auto(Goal(ttft=0.5, tpot=0.015), prefixes=known), [Role.ANY] * 8)
+    of = ledger(auto(Goal(ttft=0.5, tpot=0.015), cached=known.cached), [Role.ANY] * 8)
     known.tokens = {"http://5:1": 11_900}
     seen = [placed(of, 1.0, 12_000)[0].node.url for _ in range(64)]
     assert seen[0] == "http://5:1"
@@ -69,7 +69,7 @@ def test_prefixes_of_unknown_engines_mean_nothing() -> None:
     known = Known()
     known.tokens = {"http://gone:1": 4000}
     for count in (2, 16):
-        assert placed(ledger(auto(B, prefixes=known), [Role.ANY] * count), 1.0)
+        assert placed(ledger(auto(B, cached=known.cached), [Role.ANY] * count), 1.0)
 
 
 def test_prefill_and_decode_engines_share_the_work_where_decoding_whole_would_be_late() -> None:
@@ -109,6 +109,18 @@ def test_a_request_that_no_engine_can_begin_in_time_is_refused_if_so_set() -> No
         answers = [of.place(ask(1.0), split=False) for _ in range(20)]
         assert (None in answers) is refuses
         assert answers[0] is not None
+
+
+def test_a_request_may_have_limits_of_its_own() -> None:
+    goals = {1: Goal(ttft=1e-3), 2: None}
+    of = ledger(auto(Goal(ttft=9.0), own_goal=lambda ask: goals.get(ask.tokens or 0), refuses=True), ANY4)
+    assert of.place(ask(1.0, 1), split=True) is None
+    assert placed(of, 1.0, 2)
+    placement = auto(B, own_goal=lambda ask: Goal(ttft=1.0 + ask.now))
+    of = ledger(placement, ANY4)
+    for turn in range(200):
+        served(of, placed(of, float(turn)), turn + 0.5)
+    assert len(placement._costs) <= 64
 
 
 def test_a_refusal_leaves_nothing_behind() -> None:

@@ -36,7 +36,7 @@ class EngineMemories:
         }
 
     def cached(self, ask: Ask) -> Mapping[str, int]:
-        """See `auto.Prefixes`."""
+        """Return the tokens of a prompt that engines have, by URL."""
         keys, tokens = ask.keys, ask.tokens
         if not keys or tokens is None:
             return {}
@@ -55,12 +55,12 @@ def auto(goal: Goal, *, hardware: Hardware | None = None, prefixes: bool = True)
 
     def make(cluster: Cluster) -> Placement:
         believed = hardware or cluster.hardware
-        memories = EngineMemories(cluster) if prefixes else None
+        cached = EngineMemories(cluster).cached if prefixes else None
 
         def times_of(node: Node) -> tuple[Hardware, int]:
             return believed, cluster.shapes[node.role].max_num_batched_tokens
 
-        return Auto(times_of, goal, prefixes=memories)
+        return Auto(times_of, goal, cached=cached)
 
     return make
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.auto.correction import Error
@@ -28,15 +27,16 @@ from pdproxy.scheduling.policy import Ask
 
 _BYTES_PER_TOKEN = 4
 _MAX_VIEWS = 64
+_MAX_GOALS = 64
+"""Clients can name any limits."""
 _NOTHING: Mapping[str, int] = {}
 _NO_LEG = (None, None)
 
 
-class Prefixes(Protocol):
-    """What is known of the engines' prefix caches."""
-
-    def cached(self, ask: Ask) -> Mapping[str, int]:
-        """Return the tokens of a prompt that engines have, by URL; engines without any may be left out."""
+Cached = Callable[[Ask], Mapping[str, int]]
+"""Returns how many tokens of a prompt engines should have in their caches, by URL; those without may be left out."""
+OwnGoal = Callable[[Ask], Goal | None]
+"""Returns the limits that a request has named itself, None if it has named none."""
 
 
 class _Choice:
@@ -52,10 +52,11 @@ class _Choice:
 
 
 class Auto(Placement):
-    """See the module. `times_of`: an engine's hardware and chunk size. `prefixes`: None if nothing is known of caches.
+    """See the module. `times_of`: an engine's hardware and chunk size. `cached`: None if nothing is known of caches.
 
-    `assumed`: the times are generic ones; it behaves as `least_load` until legs have shown how wrong they are. `corrects`:
-    whether predictions are corrected by what legs take. `refuses`: whether a request that no engine can begin in time is refused.
+    `own_goal`: None if requests have no limits of their own. `assumed`: the times are generic ones; it behaves as `least_load`
+    until legs have shown how wrong they are. `corrects`: whether predictions are corrected by what legs take. `refuses`: whether
+    a request that no engine can begin in time is refused.
     """
 
     def __init__(
@@ -63,18 +64,21 @@ class Auto(Placement):
         times_of: Callable[[Node], tuple[Hardware, int]],
         goal: Goal,
         *,
-        prefixes: Prefixes | None = None,
+        cached: Cached | None = None,
+        own_goal: OwnGoal | None = None,
         weights: Weights = WEIGHTS,
         assumed: bool = False,
         corrects: bool = True,
         refuses: bool = False,
     ) -> None:
         self.goal = goal
-        self.prefixes = prefixes
+        self.cached = cached
         """May be set later."""
+        self._own_goal = own_goal
         self._times_of, self._weights = times_of, weights
         self._assumed, self._corrects, self._refuses = assumed, corrects, refuses
-        self._costs = Costs(goal, weights)
+        self._costs = {goal: Costs(goal, weights)}
+        """By the limits that requests have."""
         self._loads: dict[str, EngineLoad] = {}
         self._legs: dict[Lease, tuple[EngineLoad, Leg]] = {}
         self._views: dict[Candidates, View] = {}
@@ -110,17 +114,18 @@ class Auto(Placement):
             self._choice = None
             return placed
         tokens = ask.tokens or ask.prompt_bytes // _BYTES_PER_TOKEN or 1
-        known = self.prefixes.cached(ask) if self.prefixes is not None else _NOTHING
+        known = self.cached(ask) if self.cached is not None else _NOTHING
         if now - self._reviewed >= REVIEW_S and len(view.free) > 1 and self.goal.any:
             self._review(now, view)
         if view.version != self.kept.changes:
             view.sort_roles(self.kept.changes)
         output = self.outputs.expected(tokens, limit_of(ask.parsed))
-        choice = self._least(now, tokens, output, known, view, candidates)
+        costs = self._costs_of(ask)
+        choice = self._least(costs, now, tokens, output, known, view, candidates)
         self._choice = choice
         if choice is not None:
             choice.output = output
-        if choice is None or (self._refuses and self._costs.hopeless(choice.ttft_s)):
+        if choice is None or (self._refuses and costs.hopeless(choice.ttft_s)):
             return None
         load = choice.prefill.load
         self.meter.add(now, tokens, choice.prefill.cached, output)
@@ -131,10 +136,17 @@ class Auto(Placement):
         return Placed((load.node, choice.decode.load.node), "split", values)
 
     def _least(
-        self, now: float, tokens: int, output: float, known: Mapping[str, int], view: View, candidates: Candidates
+        self,
+        costs: Costs,
+        now: float,
+        tokens: int,
+        output: float,
+        known: Mapping[str, int],
+        view: View,
+        candidates: Candidates,
     ) -> _Choice | None:
         """Return the choice with the least cost, None if there is none."""
-        costs, share = self._costs, self.kept.share
+        share = self.kept.share
         looks: dict[EngineLoad, Look] = {}
         best: _Choice | None = None
         least, whole = math.inf, view.serve_whole
@@ -175,6 +187,17 @@ class Auto(Placement):
                 cost, ttft = costs.split(prefill, decode, tokens)
                 return _Choice(cost, prefill, decode, ttft, decode.tpot_s) if cost < least else best
         return best
+
+    def _costs_of(self, ask: Ask) -> Costs:
+        goal = self._own_goal(ask) if self._own_goal is not None else None
+        if goal is None:
+            goal = self.goal
+        found = self._costs.get(goal)
+        if found is None:
+            if len(self._costs) >= _MAX_GOALS:
+                self._costs.clear()
+            found = self._costs[goal] = Costs(goal, self._weights)
+        return found
 
     def _review(self, now: float, view: View) -> None:
         self._reviewed = now
