@@ -166,6 +166,18 @@ def test_generic_times_are_corrected_by_what_legs_take() -> None:
     assert placement.ttft_error.size < 0.2
 
 
+def test_excluded_engines_are_not_chosen_and_are_no_new_engines() -> None:
+    placement = auto()
+    of = ledger(placement, ANY4)
+    for turn in range(200):
+        without = {f"http://{turn % 4}:1"}
+        assignment = of.place(ask(float(turn)), split=True, without=without)
+        assert assignment is not None
+        assert not {lease.node.url for lease in assignment.leases} & without
+    assert len(placement._loads) == 4
+    assert len(placement._views_by_nodes) == 4
+
+
 def test_leases_that_others_opened_count() -> None:
     placement = auto()
     of = ledger(placement, [Role.DECODE] * 2)

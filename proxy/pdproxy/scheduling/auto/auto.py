@@ -82,7 +82,9 @@ class Auto(Placement):
         self._loads: dict[str, EngineLoad] = {}
         self._legs: dict[Lease, tuple[EngineLoad, Leg]] = {}
         self._views: dict[Candidates, View] = {}
+        self._views_by_nodes: dict[tuple[tuple[Node, ...], ...], View] = {}
         self._reviewed = 0.0
+        self._most_free = 0
         self._choice: _Choice | None = None
         self.outputs = Outputs()
         self.meter = Meter()
@@ -100,9 +102,15 @@ class Auto(Placement):
     def _view(self, candidates: Candidates) -> View:
         view = self._views.get(candidates)
         if view is None:
-            if len(self._views) >= _MAX_VIEWS:
-                self._views.clear()
-            view = self._views[candidates] = View(candidates, self._load)
+            # Where engines are excluded or bounded, each request has candidates of its own, which are mostly the same engines.
+            nodes = (candidates.whole, candidates.prefill, candidates.decode)
+            view = self._views_by_nodes.get(nodes)
+            for known in (self._views, self._views_by_nodes):
+                if len(known) >= _MAX_VIEWS:
+                    known.clear()
+            if view is None:
+                view = self._views_by_nodes[nodes] = View(candidates, self._load)
+            self._views[candidates] = view
         return view
 
     # -- a decision
@@ -116,7 +124,7 @@ class Auto(Placement):
         tokens = ask.tokens or ask.prompt_bytes // _BYTES_PER_TOKEN or 1
         known = self.cached(ask) if self.cached is not None else _NOTHING
         if now - self._reviewed >= REVIEW_S and len(view.free) > 1 and self.goal.any:
-            self._review(now, view)
+            self._review(now, view)  # of those with as many engines as any: a request may exclude some
         if view.version != self.kept.changes:
             view.sort_roles(self.kept.changes)
         output = self.outputs.expected(tokens, limit_of(ask.parsed))
@@ -200,7 +208,9 @@ class Auto(Placement):
         return found
 
     def _review(self, now: float, view: View) -> None:
-        self._reviewed = now
+        if len(view.free) < self._most_free:
+            return
+        self._most_free, self._reviewed = len(view.free), now
         times = view.free[0].times
         demand = self.meter.demand(now, times, times.pull_s)
         self.kept.review(now, view.free, demand, len(view.fixed_prefill), len(view.all) - len(view.free))
@@ -291,6 +301,8 @@ class Auto(Placement):
     def engines_changed(self) -> None:
         """See `Placement`."""
         self._views.clear()
+        self._views_by_nodes.clear()
+        self._most_free = 0
 
     def status(self) -> str | None:
         """See `Placement`."""
