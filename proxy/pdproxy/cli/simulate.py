@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130
 _MAX_ENGINES = 4096
+_AUTO = "auto"
 
 
 def add(commands: Commands) -> None:
@@ -48,10 +49,11 @@ def add(commands: Commands) -> None:
         description="Run a load on virtual engines in virtual time, behind the scheduling code of the proxy, and print "
         "latencies, rates, goodput and how busy the engines were. Nothing is sent. 100,000 requests on 64 engines take a "
         "minute. The exit code is 0, or 2 if the options are wrong, or 130 if it was interrupted.",
-        usage="pdproxy simulate (--prefill N --decode M | --aggregated K) (--rate R | --trace FILE) [option ...]",
+        usage="pdproxy simulate (--prefill N --decode M | --aggregated K | --any K) (--rate R | --trace FILE) [option ...]",
         epilog=examples(
             "pdproxy simulate --prefill 5 --decode 3 --rate 40 --input-tokens 4000 --output-tokens 128 --slo ttft=500ms,tpot=8ms",
             "pdproxy simulate --aggregated 8 --chunk 1024 --rate 40 --input-tokens 4000 --output-tokens 128",
+            "pdproxy simulate --any 8 --policy auto --rate 40 --input-tokens 4000 --output-tokens 128 --slo ttft=500ms,tpot=8ms",
             "pdproxy simulate --prefill 40 --decode 24 --trace trace.jsonl --spread --scale 20 --requests 100000 --seeds 1",
         ),
     )
@@ -89,6 +91,13 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
             default=0,
             help=f"number of {role} engines (default: 0)",
         )
+    group.add_argument(
+        "--any",
+        metavar="N",
+        type=typed(reading.whole(0, _MAX_ENGINES)),
+        default=0,
+        help="number of engines that serve requests whole or share them, as --policy auto decides (default: 0)",
+    )
     add_profile(group)
     known = ", ".join(policies.names())
     for role in ("prefill", "decode"):
@@ -101,9 +110,10 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--policy",
         metavar="NAME",
-        choices=policies.names(),
+        choices=(*policies.names(), _AUTO),
         default="least_load",
-        help=f"how engines are chosen: {known} (default: least_load)",
+        help=f"how engines are chosen: {known}, or {_AUTO}, which decides for each request where it runs and whether it is "
+        "split, for the first --slo (default: least_load)",
     )
     group.add_argument(
         "--chunk",
@@ -165,11 +175,12 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     simulation = _simulation(arguments)
     fleet = simulation.fleet
-    split, plain = (
+    kinds = (
         (f"{fleet.prefill}P{fleet.decode}D", fleet.prefill or fleet.decode),
         (f"{fleet.aggregated}A", fleet.aggregated),
+        (f"{fleet.any} any", fleet.any),
     )
-    name = arguments.name or "+".join(word for word, count in (split, plain) if count)
+    name = arguments.name or "+".join(word for word, count in kinds if count)
     with contextlib.ExitStack() as stack, as_settings_error(""):
         file = opened(arguments.json, stack)
         try:
@@ -200,6 +211,10 @@ def _check(arguments: argparse.Namespace) -> None:
             for name in ("prefill_chunk", "prefill_policy")
             if getattr(arguments, name) is not None
         ]
+    if arguments.any and arguments.policy != _AUTO:
+        mistakes.append(f"--any: only --policy {_AUTO} decides what such engines do")
+    if arguments.policy == _AUTO and (arguments.prefill_policy or arguments.decode_policy):
+        mistakes.append(f"--prefill-policy and --decode-policy: have no effect with --policy {_AUTO}")
     names = [slo.name for slo in arguments.slo]
     mistakes += [f"--slo: two have the name {name}" for name in dict.fromkeys(names) if names.count(name) > 1]
     if mistakes:
@@ -208,12 +223,15 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _simulation(arguments: argparse.Namespace) -> Simulation:
     from pdproxy.engine_model.profile import load
+    from pdproxy.lab.simulate.placements import auto, goal_of
     from pdproxy.lab.simulate.run import Simulation
     from pdproxy.lab.simulate.shape import Fleet
     from pdproxy.scheduling.nodes import Role
 
     with as_settings_error(""):
-        fleet = Fleet(prefill=arguments.prefill, decode=arguments.decode, aggregated=arguments.aggregated)
+        fleet = Fleet(
+            prefill=arguments.prefill, decode=arguments.decode, aggregated=arguments.aggregated, any=arguments.any
+        )
     with as_settings_error("--profile: "):
         profile = load(arguments.profile)
     limits = profile.engine
@@ -223,10 +241,10 @@ def _simulation(arguments: argparse.Namespace) -> Simulation:
             role: shape_of(arguments, limits, (arguments.prefill_chunk if role is Role.PREFILL else None) or chunk)
             for role in Role
         }
-        chosen = {
-            Role.PREFILL: arguments.prefill_policy or arguments.policy,
-            Role.DECODE: arguments.decode_policy or arguments.policy,
-        }
+        policy = arguments.policy
+        chosen = {}
+        if policy != _AUTO:
+            chosen = {Role.PREFILL: arguments.prefill_policy or policy, Role.DECODE: arguments.decode_policy or policy}
         return Simulation(
             fleet=fleet,
             hardware=profile.hardware,
@@ -234,6 +252,7 @@ def _simulation(arguments: argparse.Namespace) -> Simulation:
             policies=chosen,
             load=_load(arguments),
             slos=tuple(arguments.slo),
+            placement=auto(goal_of(*arguments.slo[:1])) if policy == _AUTO else None,
         )
 
 
@@ -277,6 +296,7 @@ def _asked(arguments: argparse.Namespace) -> dict[str, object]:
         "prefill",
         "decode",
         "aggregated",
+        "any",
         "profile",
         "policy",
         "chunk",

@@ -14,7 +14,9 @@ CHUNKS = (512, 1024, 2048, 4096, 8192)
 
 
 class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
-    """Either all engines plain, or prefill and decode engines. The proxy splits all prompts of a pool that has both.
+    """Either all engines plain, or prefill and decode engines, or all of role `any`, for placements.
+
+    The proxy splits all prompts of a pool that has prefill and decode engines, unless its placement decides.
 
     `chunk`: vLLM's `--max-num-batched-tokens` of plain or decode engines; `prefill_chunk`: of prefill engines, 0 without them.
     """
@@ -22,6 +24,7 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
     aggregated: int = 0
     prefill: int = 0
     decode: int = 0
+    any: int = 0
     chunk: int
     prefill_chunk: int = 0
     policy: str
@@ -29,12 +32,12 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def engines(self) -> int:
         """All of them."""
-        return self.aggregated + self.prefill + self.decode
+        return self.aggregated + self.prefill + self.decode + self.any
 
     @property
     def fleet(self) -> Fleet:
         """As `simulate` takes it."""
-        return Fleet(prefill=self.prefill, decode=self.decode, aggregated=self.aggregated)
+        return Fleet(prefill=self.prefill, decode=self.decode, aggregated=self.aggregated, any=self.any)
 
     def shapes(self, shape: Shape) -> dict[Role, Shape]:
         """Return the engines of each role, which but for the chunk size are as `shape`."""
@@ -45,6 +48,8 @@ class Arrangement(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """Such as `8 plain` or `5P3D`."""
+        if self.any:
+            return f"{self.any} any"
         return f"{self.prefill}P{self.decode}D" if self.prefill else f"{self.aggregated} plain"
 
     @property

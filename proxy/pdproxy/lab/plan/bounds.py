@@ -83,7 +83,7 @@ def _known(call: Call, seen: set[int], unit: int) -> int:
 def bound(one: Arrangement, work: Work) -> float:
     """Return the requests per second above which the engines of a role can't keep up."""
     if not one.prefill:
-        return _rate(one.aggregated, work.prefill_s(one.chunk) + work.decode_s)
+        return _rate(one.aggregated + one.any, work.prefill_s(one.chunk) + work.decode_s)
     prefill = _rate(one.prefill, work.prefill_s(one.prefill_chunk))
     return min(prefill, _rate(one.decode, max(work.decode_s + work.pull_s, work.transfer_s)))
 

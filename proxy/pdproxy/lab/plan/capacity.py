@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -17,11 +19,13 @@ from pdproxy.lab.plan.arrangement import Arrangement
 from pdproxy.lab.plan.bounds import Work, bound
 from pdproxy.lab.plan.question import Question
 from pdproxy.lab.simulate.cluster import Cluster, NoProgressError
+from pdproxy.lab.simulate.placements import MakePlacement
 from pdproxy.lab.simulate.records import Records
 from pdproxy.lab.simulate.summary import Summary, kept, summarise
 from pdproxy.scheduling.nodes import Role
 
 GRID = 1.01
+_NONE: Mapping[str, MakePlacement] = MappingProxyType({})
 _LEAST = 1 / 300
 """Below this part of its bound, an arrangement counts as one that can't keep the SLO at all."""
 _ABOVE = 1.25
@@ -47,10 +51,10 @@ def place_of(rate: float) -> int:
 
 
 class Prober:
-    """Simulates arrangements, and remembers what it found."""
+    """Simulates arrangements, and remembers what it found. `placements`: what an arrangement's policy may name, too."""
 
-    def __init__(self, question: Question, work: Work) -> None:
-        self.question, self.work = question, work
+    def __init__(self, question: Question, work: Work, placements: Mapping[str, MakePlacement] = _NONE) -> None:
+        self.question, self.work, self._placements = question, work, placements
         self.runs = 0
         """Simulations so far."""
         self._passed: dict[tuple[Arrangement, Level, int], bool] = {}
@@ -121,8 +125,9 @@ class Prober:
         return count.good >= count.needed
 
     def _cluster(self, one: Arrangement) -> Cluster:
-        policies = {Role.PREFILL: one.policy, Role.DECODE: one.policy}
-        return Cluster(one.fleet, self.question.hardware, one.shapes(self.question.shape), policies)
+        placement = self._placements.get(one.policy)
+        policies = {} if placement is not None else {Role.PREFILL: one.policy, Role.DECODE: one.policy}
+        return Cluster(one.fleet, self.question.hardware, one.shapes(self.question.shape), policies, placement)
 
 
 class _DecidedError(Exception):

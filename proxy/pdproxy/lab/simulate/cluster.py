@@ -20,6 +20,7 @@ from pdproxy.lab.simulate.work import Work
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policies import POLICIES
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.split import why_alone
@@ -50,10 +51,18 @@ class Call:
 
 
 class Cluster:
-    """A fleet in virtual time (seconds from 0). `shapes`: what the engines of a role are. `policies`: names by role. Run once."""
+    """A fleet in virtual time (seconds from 0). `shapes`: what the engines of a role are. `policies`: names by role. Run once.
+
+    `placement` makes what decides for each request whether it is split, from the cluster; None: all are split that can be.
+    """
 
     def __init__(
-        self, fleet: Fleet, hardware: Hardware, shapes: Mapping[Role, Shape], policies: Mapping[Role, str]
+        self,
+        fleet: Fleet,
+        hardware: Hardware,
+        shapes: Mapping[Role, Shape],
+        policies: Mapping[Role, str],
+        placement: Callable[[Cluster], Placement] | None = None,
     ) -> None:
         self.fleet, self.hardware, self.shapes = fleet, hardware, shapes
         self.itl = Histogram()
@@ -65,7 +74,12 @@ class Cluster:
         self._heap: list[tuple[float, int, Callable[[Any, float], None], Any]] = []
         self._number = 0
         self.records = Records()
-        counts = {Role.PREFILL: fleet.prefill, Role.DECODE: fleet.decode, Role.AGGREGATED: fleet.aggregated}
+        counts = {
+            Role.PREFILL: fleet.prefill,
+            Role.DECODE: fleet.decode,
+            Role.AGGREGATED: fleet.aggregated,
+            Role.ANY: fleet.any,
+        }
         specs = [NodeSpec(f"{role.value}-{i}", role) for role, count in counts.items() for i in range(count)]
         self.engines = {spec.url: Engine(hardware, shapes[spec.role], self._at, self, self.itl) for spec in specs}
         self.roles = {spec.url: spec.role for spec in specs}
@@ -75,7 +89,9 @@ class Cluster:
             breaker_cooldown=10.0,
             policies={role: POLICIES[name] for role, name in policies.items()},
             chance=Random(0).random,
+            placement=None if placement is None else placement(self),
         )
+        self._placed = placement is not None
         for spec in specs:
             block = shapes[spec.role].block_size
             self.ledger.mark_up(spec.url, Evidence(frozenset({_MODEL}), "", block, (), 0, 1.0))
@@ -115,31 +131,43 @@ class Cluster:
         records, ledger = self.records, self.ledger
         records.arrived(call.number, call.due, call.prompt, call.output)
         size = call.prompt * TEXT_BYTES
-        ask = Ask(_MODEL, size, now, None, self._parsed)
-        before = self.hardware.before_engine_s
-        if self._split(call, size):
-            assignment = ledger.assign(_SPLIT, ask)
+        split = self._split(call, size)
+        if self._placed:
+            ask = Ask(_MODEL, size, now, None, self._parsed, call.prompt, call.keys)
+            placed = ledger.place(ask, split=split)
+            leases = () if placed is None else placed.leases
+        else:
+            ask = Ask(_MODEL, size, now, None, self._parsed)
+            assignment = ledger.assign(_SPLIT, ask) if split else None
             if assignment is not None:
-                call.prefill_lease, call.lease = assignment.leases
-                if not self._fits(call, Role.PREFILL) or not self._fits(call, Role.DECODE):
-                    self._refused(call, now)
-                    return
-                call.prefill = Work(call, call.prompt, 1, call.keys)
-                self._at(now + before, self._prefill, call)
-                return
-        call.lease = ledger.assign_alone(ask)
-        if call.lease is None or not self._fits(call, call.lease.node.role):
+                leases = assignment.leases
+            else:
+                alone = ledger.assign_alone(ask)
+                leases = () if alone is None else (alone,)
+        if not leases:
             self._refused(call, now)
             return
-        self._at(now + before, self._alone, call)
+        call.lease = leases[-1]
+        if len(leases) > 1:
+            call.prefill_lease = leases[0]
+        if not self._fits(call.lease, call) or (call.prefill_lease and not self._fits(call.prefill_lease, call)):
+            self._refused(call, now)
+            return
+        before = self.hardware.before_engine_s
+        if call.prefill_lease is None:
+            self._at(now + before, self._alone, call)
+        else:
+            call.prefill = Work(call, call.prompt, 1, call.keys)
+            self._at(now + before, self._prefill, call)
 
     def _split(self, call: Call, size: int) -> bool:
         prompt = Prompt(None, call.prompt, size)
         block, template = self.ledger.block_size, self.ledger.template_tokens
         return why_alone(self._parsed, prompt, block_size=block, template_tokens=template) is None
 
-    def _fits(self, call: Call, role: Role) -> bool:
-        return self.shapes[role].fits(call.prompt, 1 if role is Role.PREFILL else call.output)
+    def _fits(self, lease: Lease, call: Call) -> bool:
+        output = 1 if lease.role is Role.PREFILL else call.output
+        return self.shapes[lease.node.role].fits(call.prompt, output)
 
     def _refused(self, call: Call, now: float) -> None:
         """A request that is too long for an engine's memory: an engine refuses it."""
@@ -166,7 +194,11 @@ class Cluster:
 
     def _answered(self, call: Call, now: float) -> None:
         assert call.lease is not None
-        self.ledger.close(call.lease, Verdict.GOOD, now)
+        self.ledger.close(call.lease, Verdict.GOOD, now, call.output)
+
+    def _first(self, call: Call, now: float) -> None:
+        assert call.lease is not None
+        self.ledger.began(call.lease, now)
 
     # -- what engines report
 
@@ -178,6 +210,12 @@ class Cluster:
         assert call.prefill_lease is not None
         self.engines[call.prefill_lease.node.url].release(call.prefill, now)
         call.prefill = None
+
+    def began(self, work: Work, now: float) -> None:
+        """See `engine.Listener`."""
+        call: Call = work.call
+        if self._placed and work is not call.prefill:
+            self._at(now + self.hardware.to_client_s, self._first, call)
 
     def ended(self, work: Work, now: float) -> bool:
         """See `engine.Listener`."""

@@ -324,6 +324,7 @@ class Engine:
             return
         if work.first_at is None:
             work.first_at = now
+            self._listener.began(work, now)
         else:  # it was preempted
             gap = now - work.last_at
             work.worst_s = max(work.worst_s, gap)

@@ -27,6 +27,10 @@ class KVMemory:
         """Blocks of what was released, oldest first: by the key of a unit, or below 0 what has no key."""
         self._released = 0
 
+    def has(self, key: int) -> bool:
+        """Return whether a unit is cached."""
+        return key in self._idle or key in self._used
+
     def find(self, keys: Sequence[int], limit: int) -> tuple[int, int]:
         """Return how many units at the beginning are cached, at most `limit`, and how many available blocks they have."""
         used, idle, found, unused = self._used, self._idle, 0, 0

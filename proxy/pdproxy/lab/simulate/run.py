@@ -14,13 +14,17 @@ from pdproxy.bench.slo import Slo
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.lab.simulate.cluster import Cluster
 from pdproxy.lab.simulate.load import Load
+from pdproxy.lab.simulate.placements import MakePlacement
 from pdproxy.lab.simulate.shape import Fleet, Shape
 from pdproxy.lab.simulate.summary import Record, Summary, record_of, summarise
 from pdproxy.scheduling.nodes import Role
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True):
-    """What is simulated. `shapes`: the engines of each role; `policies`: the names of scheduling policies by role."""
+    """What is simulated. `shapes`: the engines of each role; `policies`: the names of scheduling policies by role.
+
+    `placement`: makes what decides for each request whether it is split, and where it runs; None: nothing does.
+    """
 
     fleet: Fleet
     hardware: Hardware
@@ -28,9 +32,12 @@ class Simulation(msgspec.Struct, frozen=True, kw_only=True):
     policies: dict[Role, str]
     load: Load
     slos: tuple[Slo, ...] = ()
+    placement: MakePlacement | None = None
 
     def __post_init__(self) -> None:
         """Refuse what has no time."""
+        if self.fleet.any and self.placement is None:
+            raise ValueError("engines of role any need a placement")
         if not self.hardware.speed:
             raise ValueError("speed must be above 0: with 0 nothing takes time")
         if not self.hardware.step_s(0, 1):
@@ -43,7 +50,9 @@ def run(simulation: Simulation, seed: int) -> Summary:
     Raises:
         ValueError: the load has too many requests.
     """
-    cluster = Cluster(simulation.fleet, simulation.hardware, simulation.shapes, simulation.policies)
+    cluster = Cluster(
+        simulation.fleet, simulation.hardware, simulation.shapes, simulation.policies, simulation.placement
+    )
     cluster.run(simulation.load.calls(seed))
     return summarise(cluster, simulation.slos)
 

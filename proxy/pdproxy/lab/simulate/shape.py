@@ -54,10 +54,12 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     prefill: int = 0
     decode: int = 0
     aggregated: int = 0
+    any: int = 0
+    """Engines that a placement gives any of these roles."""
 
     def __post_init__(self) -> None:
         """Refuse what can't serve."""
-        for name in ("prefill", "decode", "aggregated"):
+        for name in ("prefill", "decode", "aggregated", "any"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 1 <= self.engines <= MAX_ENGINES:
@@ -68,4 +70,4 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def engines(self) -> int:
         """All of them."""
-        return self.prefill + self.decode + self.aggregated
+        return self.prefill + self.decode + self.aggregated + self.any

@@ -66,5 +66,8 @@ class Listener(Protocol):
     def pulled(self, work: Work, now: float) -> None:
         """The KV of a request is here."""
 
+    def began(self, work: Work, now: float) -> None:
+        """A request has its first token. Not of one that was preempted."""
+
     def ended(self, work: Work, now: float) -> bool:
         """A request has all its tokens. Return whether its blocks are kept until `Engine.release`."""

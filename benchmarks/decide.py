@@ -1,0 +1,297 @@
+"""What the placement `auto` serves within an SLO, beside the best static arrangement of each load: simulated, a table and JSON.
+
+Usage: decide.py [--results FILE] [--trace FILE] [--cells "4 4000/128 A" ...] [--seeds 3] [--chunks]
+
+A cell is a number of engines (4, 16), a load and an SLO. Loads: prompts of 4,000 tokens with answers of 128, prompts of 1,000
+with answers of 500, both in turn (`alternate`), and with --trace the trace's requests of at most 16,000 tokens. SLOs: A is TTFT
+500 ms and TPOT 15 ms, B is TPOT 8 ms instead, C is TTFT 2 s and TPOT 30 ms, for 90 % of the requests each; G is TTFT 2 s and no
+gap over 50 ms, for 95 %.
+
+Static are: plain engines with each chunk size, prefill and decode engines in each ratio, and these with a rule that serves
+prompts whole, if the prefill engines are busy or the prompt is short. They are searched with one seed; the best ones and `auto`
+are run with all seeds. `auto` has engines of role `any`, with the chunk size that `pdproxy plan` says for the cell (of a split:
+that of its prefill engines); --chunks tries all. It knows what is in the engines' prefix caches, `least_load` does not.
+
+Cells that are in the results file are not run again, so it can be stopped and go on. At the end, or with --show, the table is
+printed: rates per engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from pdproxy.bench.slo import parse_slo
+from pdproxy.bench.trace import Entry, read_trace, spread
+from pdproxy.bench.workload import Lengths
+from pdproxy.engine_model.profile import load
+from pdproxy.lab.plan.arrangement import CHUNKS, Arrangement, plain
+from pdproxy.lab.plan.bounds import bound, work_of
+from pdproxy.lab.plan.capacity import Level, Prober, place_of, rate_at
+from pdproxy.lab.plan.question import Drawn, Question, Traced
+from pdproxy.lab.plan.search import Result, levels, search
+from pdproxy.lab.simulate.cluster import Call
+from pdproxy.lab.simulate.load import Replay
+from pdproxy.lab.simulate.placements import Hybrid, auto, goal_of
+from pdproxy.lab.simulate.shape import Shape
+from plan_exhaustive import LENGTHS
+
+PROFILE = "h200-8b"
+SIZES = (4, 16)
+SLOS = {
+    "A": ("ttft=500ms,tpot=15ms", 0.9),
+    "B": ("ttft=500ms,tpot=8ms", 0.9),
+    "C": ("ttft=2s,tpot=30ms", 0.9),
+    "G": ("ttft=2s,gap=50ms", 0.95),
+}
+LOADS = ("4000/128", "1000/500", "alternate", "trace")
+LONGEST = 16_000
+PHASES = ((4000, 128, 1.0), (1000, 500, 0.5))
+"""Of `alternate`: tokens of prompt and answer, and the relative time between two requests."""
+PHASE_REQUESTS = (75, 150)
+"""Per engine: phases of 10 to 20 s, whatever the number of engines."""
+CYCLES = 2
+BUSY = (1, 2, 4)
+SHORT = (2000, 8000)
+RATIOS = {4: (1, 2, 3), 16: (2, 4, 6, 7, 8, 9, 10, 12)}
+STEP = 2
+"""Steps of the grid of rates (1 %) between two that are tried."""
+TRACE_REQUESTS = {4: 3000, 16: 6000}
+
+
+class Alternating(msgspec.Struct, frozen=True, kw_only=True):
+    """Two kinds of requests in turn: for some seconds the one, then for as many seconds the other. Poisson."""
+
+    engines: int
+    random = True
+
+    def calls(self, rate: float, requests: int, seed: int) -> Iterator[Call]:
+        """Return the requests of a seed, in the order in which they are due. `rate`: per second, on average."""
+        chance = random.Random(f"{seed}:alternate")
+        cycle = [kind for kind, count in zip(PHASES, PHASE_REQUESTS, strict=True) for _ in range(count * self.engines)]
+        mean = sum(gap for _, _, gap in cycle) / len(cycle)
+        now = 0.0
+        for number, (prompt, output, gap) in zip(range(requests), itertools.cycle(cycle), strict=False):
+            now += chance.expovariate(1.0) * gap / mean / rate
+            yield Call(number, now, prompt, output)
+
+
+class Slices(msgspec.Struct, frozen=True, kw_only=True):
+    """A trace's requests, with its own times stretched to the rate. Each seed begins at another third of the trace."""
+
+    entries: Sequence[Entry]
+    random = True
+
+    def calls(self, rate: float, requests: int, seed: int) -> Iterator[Call]:
+        """Return the requests of a seed, in the order in which they are due. `rate`: per second."""
+        first = seed % 3 * len(self.entries) // 3
+        entries, length = self.entries, self.entries[-1].time + 1.0
+        turned = [*entries[first:], *(msgspec.structs.replace(one, time=one.time + length) for one in entries[:first])]
+        turned = turned[:requests]
+        own = (len(turned) - 1) / (turned[-1].time - turned[0].time)
+        return Replay(entries=turned, scale=rate / own, requests=requests).calls(0)
+
+
+def main() -> None:
+    """Run the cells that are not in the results yet, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("decide.json"))
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--cells", nargs="*", metavar='"N LOAD SLO"', help="such as '4 4000/128 A' (default: all)")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--chunks", action="store_true", help="auto with all chunk sizes")
+    parser.add_argument("--again", action="store_true", help="run auto again; the static arrangements are kept")
+    parser.add_argument("--show", action="store_true", help="only print the table")
+    arguments = parser.parse_args()
+    results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
+    names = arguments.cells or [f"{n} {one} {slo}" for n in SIZES for one in LOADS for slo in SLOS]
+    for name in () if arguments.show else names:
+        _, what, _ = name.split()
+        if what == "trace" and arguments.trace is None:
+            continue
+        cell = _Cell(name, arguments)
+        found = results.setdefault(name, {})
+        began = time.process_time()
+        if "static" not in found:
+            found |= cell.static()
+            _write(arguments.results, results)
+        if "auto" not in found or arguments.again or (arguments.chunks and len(found["auto"]) == 1):
+            found |= cell.auto(found)
+            _write(arguments.results, results)
+            print(f"{line(name, found)}   {time.process_time() - began:5.0f} s", flush=True)
+    print(table(results))
+
+
+def _write(path: Path, results: dict) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(results, indent=1))
+    part.replace(path)
+
+
+class _Cell:
+    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+        size, what, slo = name.split()
+        self.engines, self.slo = int(size), slo
+        self.seeds, self.all_chunks = arguments.seeds, arguments.chunks
+        limits, share = SLOS[slo]
+        profile = load(PROFILE)
+        limit = parse_slo(limits)
+        self.question = Question(
+            demand=_demand(what, self.engines, arguments),
+            slo=limit,
+            share=share,
+            hardware=profile.hardware,
+            shape=Shape(
+                kv_tokens=profile.engine.num_gpu_blocks * profile.engine.block_size,
+                max_num_seqs=profile.engine.max_num_seqs,
+                block_size=profile.engine.block_size,
+            ),
+            chunks=CHUNKS,
+            policies=("least_load",),
+        )
+        placements = {"auto": auto(goal_of(limit))}
+        placements |= {f"busy {legs}": lambda _, legs=legs: Hybrid(legs=legs) for legs in BUSY}
+        placements |= {f"short {tokens}": lambda _, tokens=tokens: Hybrid(tokens=tokens) for tokens in SHORT}
+        self.prober = Prober(self.question, work_of(self.question), placements)
+        requests = {
+            "trace": TRACE_REQUESTS[self.engines],
+            "alternate": CYCLES * sum(PHASE_REQUESTS) * self.engines,
+        }.get(what)
+        _, long = levels(self.question, self.engines, requests, self.seeds)
+        self.one, self.all = Level(long.requests, 1, STEP), Level(long.requests, self.seeds, 1)
+        self.varies = what in ("trace", "alternate")
+
+    def static(self) -> dict:
+        """Search the static arrangements with one seed, run the best ones with all."""
+        planned: Result = search(self.question, self.engines, requests=self.one.requests, seeds=1)
+        assert planned.best is not None
+        known = {one.arrangement: one.place for one in planned.found if one.exact}
+        guess = planned.best.place
+        policy = self.question.policies[0]
+        for chunk in CHUNKS:
+            self._try(plain(self.engines, chunk, policy), known, guess)
+        splits = [one.arrangement for one in planned.found if one.arrangement.prefill]
+        best_split = splits[0]
+        for prefill in RATIOS[self.engines]:
+            self._try(msgspec.structs.replace(best_split, prefill=prefill, decode=self.engines - prefill), known, guess)
+        ratios = sorted(
+            {best_split.prefill, *RATIOS[4]}
+            if self.engines == 4
+            else {max(best_split.prefill - less, 1) for less in (0, 1, 2, 4)}
+        )
+        rules = [f"busy {legs}" for legs in BUSY] + ([f"short {tokens}" for tokens in SHORT] if self.varies else [])
+        for prefill, rule in itertools.product(ratios, rules):
+            one = msgspec.structs.replace(best_split, prefill=prefill, decode=self.engines - prefill, policy=rule)
+            self._try(one, known, guess)
+        ranked = sorted((one for one in known if known[one] is not None), key=lambda one: -known[one])
+        sure = {}
+        for one in ranked[:3]:
+            if not sure or self.prober.passes(one, self.all, max(sure.values()) + 1):
+                sure[one] = self.prober.capacity(one, self.all, known[one]) or 0
+        best = max(sure, key=lambda one: sure[one])
+        return {
+            "static": {_key(one): _rate(known[one]) for one in known},
+            "best": {"name": _key(best), "rate": _rate(sure[best])},
+            "plan": {
+                "name": planned.best.arrangement.name,
+                "chunk": planned.best.arrangement.prefill_chunk or planned.best.arrangement.chunk,
+            },
+        }
+
+    def _try(self, one: Arrangement, known: dict[Arrangement, int | None], guess: int | None) -> None:
+        if one not in known:
+            high = place_of(bound(one, self.prober.work))
+            near = None if guess is None else min(guess, high)
+            known[one] = self.prober.capacity(one, self.one, near)
+
+    def auto(self, found: dict) -> dict:
+        """Run `auto` with all seeds."""
+        planned = found["plan"]["chunk"]
+        chunks = CHUNKS if self.all_chunks else (planned,)
+        guess = place_of(found["best"]["rate"])
+        rates = {}
+        for chunk in chunks:
+            one = Arrangement(any=self.engines, chunk=chunk, policy="auto")
+            rates[str(chunk)] = _rate(self.prober.capacity(one, self.all, guess))
+        return {"auto": rates, "ratio": rates[str(planned)] / found["best"]["rate"]}
+
+
+def _demand(what: str, engines: int, arguments: argparse.Namespace) -> Drawn | Traced:
+    if what == "alternate":
+        return Alternating(engines=engines)  # type: ignore[return-value] - it has what a demand needs
+    if what == "trace":
+        entries = [
+            one for one in spread(read_trace(arguments.trace)) if one.input_tokens + one.output_tokens <= LONGEST
+        ]
+        return Slices(entries=entries)  # type: ignore[return-value]
+    inputs, outputs = LENGTHS[what]
+    return Drawn(inputs=Lengths(inputs, inputs), outputs=Lengths(outputs, outputs))
+
+
+def _rate(place: int | None) -> float:
+    return 0.0 if place is None else rate_at(place)
+
+
+def _key(one: Arrangement) -> str:
+    rule = "" if one.policy == "least_load" else f", {one.policy}"
+    return f"{one.name} {one.chunks}{rule}"
+
+
+def line(name: str, cell: dict) -> str:
+    """Return a row of the table."""
+    size = int(name.split()[0])
+    best, planned = cell["best"], cell["plan"]
+    rate = cell["auto"][str(planned["chunk"])] / size
+    most = max(cell["auto"], key=lambda chunk: cell["auto"][chunk])
+    other = f"  (chunk {most}: {cell['auto'][most] / size:.2f})" if most != str(planned["chunk"]) else ""
+    return (
+        f"{name:18} {rate:6.2f} {planned['chunk']:6}   {best['rate'] / size:6.2f}  {best['name']:34}"
+        f" {cell['ratio']:6.3f}{other}"
+    )
+
+
+def _family(key: str, size: int) -> str:
+    """Return what an arrangement is called in all cells: chunk sizes of splits differ from cell to cell."""
+    name, _, rest = key.partition(" ")
+    if rest.startswith("plain"):
+        return f"plain, chunk {rest.split()[1]}"
+    prefill = int(name.partition("P")[0])
+    rule = key.rpartition(", ")[2]
+    return f"{prefill / size:.0%} prefill" + (f", {rule}" if rule.startswith(("busy", "short")) else "")
+
+
+def table(results: dict) -> str:
+    """Return all cells, and the worst cell of each static arrangement and of `auto`. Rates are per engine."""
+    done = {name: cell for name, cell in results.items() if "auto" in cell}
+    lines = ["cell                 auto  chunk   best static                                 auto/best"]
+    lines += [line(name, cell) for name, cell in done.items()]
+    worst: dict[str, tuple[float, str, int]] = {}
+    for name, cell in done.items():
+        families = {"auto": cell["ratio"]}
+        for key, rate in cell["static"].items():
+            family = _family(key, int(name.split()[0]))
+            families[family] = max(families.get(family, 0.0), rate / cell["best"]["rate"])
+        for family, ratio in families.items():
+            known = worst.get(family, (9.0, "", 0))
+            worst[family] = (*min(known[:2], (ratio, name)), known[2] + 1)
+    lines += [
+        "",
+        "worst cell of each, against the best static one of that cell (of those that were tried in most cells)",
+    ]
+    lines += [
+        f"  {family:26} {ratio:5.2f}  {name}"
+        for family, (ratio, name, count) in sorted(worst.items(), key=lambda item: -item[1][0])
+        if 2 * count > len(done)
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

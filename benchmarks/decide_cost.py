@@ -1,0 +1,105 @@
+"""CPU time of a request's decision: the placement `auto` beside `least_load`, in the ledger, without engines.
+
+Usage: decide_cost.py [--engines 16 200] [--requests 20000] [--repeat 5]
+
+Each request is placed, begins its answer and ends; four are open per engine. Microseconds of CPU per request, the least of
+some runs, and how much `auto` adds: with an SLO by which requests are served whole, and with one by which most are split.
+Prompts share prefixes with none, one or all of the engines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections import deque
+
+from pdproxy.engine_model.profile import load
+from pdproxy.scheduling.auto.auto import Auto
+from pdproxy.scheduling.auto.goal import Goal
+from pdproxy.scheduling.leases import Verdict
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.placement import Placement
+from pdproxy.scheduling.policy import Ask
+
+OPEN = 4
+"""Open requests per engine."""
+GAP_S = 0.25
+"""Seconds between two requests, times the number of engines."""
+
+
+class Known:
+    """A prefix index that has found something before."""
+
+    def __init__(self, found: dict[str, int]) -> None:
+        self._found = found
+
+    def cached(self, ask: Ask) -> dict[str, int]:
+        """Return the same for each request."""
+        return self._found
+
+
+def ledger_of(roles: list[Role], placement: Placement | None) -> Ledger:
+    """Return a ledger with engines of these roles, all up."""
+    specs = [NodeSpec(f"http://10.0.{n // 250}.{n % 250}:8000", role) for n, role in enumerate(roles)]
+    ledger = Ledger(specs, breaker_failures=3, breaker_cooldown=10.0, placement=placement)
+    for spec in specs:
+        ledger.mark_up(spec.url, Evidence(frozenset({"m"}), "", 16, (), 0, 1.0))
+    return ledger
+
+
+def seconds(ledger: Ledger, engines: int, requests: int, roles: tuple[Role, ...]) -> float:
+    """Return the CPU time per request. `roles`: of the leases of a request, where there is no placement."""
+    waiting: deque = deque()
+    decoding: deque = deque()
+    began = time.process_time()
+    for number in range(requests):
+        now = number * GAP_S / engines
+        ask = Ask("m", 16_000, now, tokens=4000)
+        assignment = ledger.assign(roles, ask) if roles else ledger.place(ask, split=True)
+        assert assignment is not None
+        leases = assignment.leases
+        waiting.append(leases)
+        if len(waiting) > engines:
+            leases = waiting.popleft()
+            if len(leases) > 1:
+                ledger.close(leases[0], Verdict.GOOD, now)
+            ledger.began(leases[-1], now)
+            decoding.append(leases[-1])
+        if len(decoding) > (OPEN - 1) * engines:
+            ledger.close(decoding.popleft(), Verdict.GOOD, now, 128)
+    return (time.process_time() - began) / requests
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=int, nargs="*", default=[16, 200])
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--repeat", type=int, default=5)
+    arguments = parser.parse_args()
+    profile = load("h200-8b")
+    print("engines  prefixes  requests  least_load    auto   added  (us of CPU per request)")
+    for engines in arguments.engines:
+        plain, split = [Role.AGGREGATED] * engines, [Role.PREFILL, Role.DECODE] * (engines // 2)
+        urls = [node.url for node in ledger_of(plain, None).nodes]
+        for name, found in (("none", {}), ("one", {urls[1]: 2048}), ("all", dict.fromkeys(urls, 512))):
+            for kind, goal in (("whole", Goal(ttft=2.0, tpot=0.03)), ("split", Goal(ttft=0.5, tpot=0.008))):
+                whole = kind == "whole"
+                fixed = (Role.AGGREGATED,) if whole else (Role.PREFILL, Role.DECODE)
+                least, ours = math.inf, math.inf
+                for _ in range(arguments.repeat):
+                    ledger = ledger_of(plain if whole else split, None)
+                    least = min(least, seconds(ledger, engines, arguments.requests, fixed))
+                    auto = Auto(lambda _: (profile.hardware, 2048), goal, cached=Known(found).cached)
+                    ours = min(ours, seconds(ledger_of([Role.ANY] * engines, auto), engines, arguments.requests, ()))
+                assert auto.splits < arguments.requests / 10 if whole else auto.splits > arguments.requests / 4
+                print(
+                    f"{engines:7}  {name:8}  {kind:8} {least * 1e6:11.1f} {ours * 1e6:7.1f} {(ours - least) * 1e6:7.1f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

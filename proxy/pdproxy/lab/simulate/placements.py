@@ -1,0 +1,92 @@
+"""Placements in virtual time: `auto` with what the virtual engines hold, and the fixed rules that it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from pdproxy.bench.slo import Slo
+from pdproxy.engine_model.hardware import Hardware
+from pdproxy.scheduling.auto.auto import Auto
+from pdproxy.scheduling.auto.goal import Goal
+from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.placement import Candidates, Placed, Placement
+from pdproxy.scheduling.policy import Ask
+
+if TYPE_CHECKING:
+    from pdproxy.lab.simulate.cluster import Cluster
+
+MakePlacement = Callable[["Cluster"], Placement]
+"""Makes the placement of a cluster."""
+
+
+def goal_of(slo: Slo | None = None) -> Goal:
+    """Return the goal that an SLO is for a placement; None: no limits."""
+    return Goal() if slo is None else Goal(ttft=slo.ttft, tpot=slo.tpot, gap=slo.gap)
+
+
+class EngineMemories:
+    """What the virtual engines have in their prefix caches, as an index of exact KV events would say."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._engines = {
+            url: (engine.memory, cluster.shapes[cluster.roles[url]].unit_tokens)
+            for url, engine in cluster.engines.items()
+        }
+
+    def cached(self, ask: Ask) -> Mapping[str, int]:
+        """Return the tokens of a prompt that engines have, by URL."""
+        keys, tokens = ask.keys, ask.tokens
+        if not keys or tokens is None:
+            return {}
+        found = {}
+        for url, (memory, unit) in self._engines.items():
+            if memory.has(keys[0]):
+                found[url] = memory.find(keys, (tokens - 1) // unit)[0] * unit
+        return found
+
+
+def auto(goal: Goal, *, hardware: Hardware | None = None, prefixes: bool = True) -> MakePlacement:
+    """Return what makes the placement `auto`. `hardware`: what it believes the engines to be; None: what they are.
+
+    `prefixes`: whether it knows what is in their caches.
+    """
+
+    def make(cluster: Cluster) -> Placement:
+        believed = hardware or cluster.hardware
+        cached = EngineMemories(cluster).cached if prefixes else None
+
+        def times_of(node: Node) -> tuple[Hardware, int]:
+            return believed, cluster.shapes[node.role].max_num_batched_tokens
+
+        return Auto(times_of, goal, cached=cached)
+
+    return make
+
+
+class Hybrid(Placement):
+    """Splits a prompt unless it is short or the prefill engines are busy; then the decode engine with the fewest requests
+    serves it whole.
+
+    `legs`: as many requests at the least loaded prefill engine are too many; `tokens`: prompts that are not longer are short.
+    """
+
+    def __init__(self, *, legs: int | None = None, tokens: int = 0) -> None:
+        self._legs, self._tokens = legs, tokens
+        self._turn = 0
+
+    def place(self, ask: Ask, candidates: Candidates) -> Placed | None:
+        """See `Placement`."""
+        self._turn += 1
+        decode = self._least(candidates.decode or candidates.whole, "requests", "prompt_bytes")
+        if not candidates.prefill or (ask.tokens is not None and ask.tokens <= self._tokens):
+            return Placed((decode,), "short")
+        prefill = self._least(candidates.prefill, "prompt_bytes", "requests")
+        if self._legs is not None and prefill.requests >= self._legs:
+            return Placed((decode,), "busy")
+        return Placed((prefill, decode), "split")
+
+    def _least(self, nodes: tuple[Node, ...], *measures: str) -> Node:
+        turn = self._turn % len(nodes)
+        return min((*nodes[turn:], *nodes[:turn]), key=attrgetter(*measures))

@@ -1,0 +1,190 @@
+"""What each choice costs: predicted latencies against the SLO, harm to the sequences there, and seconds of engines. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from pdproxy.scheduling.auto.goal import Goal, Weights
+from pdproxy.scheduling.auto.loads import MEMORY_S, MOST_BUSY, EngineLoad
+
+_LINE = 0.5
+"""How much of the transfers that are to come a transfer waits for."""
+_FAR = 30.0
+_LATE = 1.25
+"""How much later than its limit a first token is predicted, where waiting for it is hopeless."""
+_LEAST_LEFT = 0.25
+"""Of an answer that is longer than answers are on average, so much of the mean is expected to come."""
+_DELAY = 0.05
+"""Without a limit of TPOT: what a second costs by which sequences wait, in seconds."""
+
+
+def chance(distance: float) -> float:
+    """Return the chance that a limit is missed: 0.5 at a distance of 0, in widths; the logistic function."""
+    if distance < -_FAR:
+        return 0.0
+    if distance > _FAR:
+        return 1.0
+    return 1.0 / (1.0 + math.exp(-distance))
+
+
+class Look:
+    """What one prompt would mean for one engine. Seconds; `cost`, `tpot_cost`, `before`: costs."""
+
+    __slots__ = (
+        "before",
+        "cached",
+        "cost",
+        "distance",
+        "first_s",
+        "load",
+        "longer_s",
+        "per_s",
+        "rise",
+        "seconds",
+        "step_s",
+        "tpot_cost",
+        "tpot_s",
+    )
+    load: EngineLoad
+    cached: int
+    """The prompt's tokens in its cache."""
+    seconds: float
+    """Its prefill there."""
+    longer_s: float
+    """How much longer its sequences would wait."""
+    first_s: float
+    """From the client until the prefill is done."""
+    step_s: float
+    """A step with the request's sequence."""
+    tpot_s: float
+    """The mean time between its tokens."""
+    cost: float
+    """Of the prefill: the harm to the sequences there, and the engine's time."""
+    tpot_cost: float
+    """Of decoding there."""
+    distance: float
+    """How far the sequences there are beyond their limit of TPOT, in widths."""
+    per_s: float
+    """How much nearer to it a second brings them."""
+    rise: float
+    """What a second costs by which they wait, whether they miss the limit or not."""
+    before: float
+    """How likely one of them is to miss the limit as it is."""
+
+
+class Costs:
+    """Costs are numbers of requests that miss the SLO; without one, seconds of a request that waits."""
+
+    def __init__(self, goal: Goal, weights: Weights) -> None:
+        self._ttft, self._tpot, self._gap = goal.ttft, goal.tpot, goal.gap
+        limited = goal.any
+        self._engine_s = weights.engine_s if limited else 1.0
+        self._ttft_s = weights.ttft / goal.ttft if goal.ttft is not None else weights.ttft if limited else 1.0
+        self._ttft_width = 1.0 / (weights.ttft_width * goal.ttft) if goal.ttft is not None else 0.0
+        self._tpot_s = weights.tpot / goal.tpot if goal.tpot is not None else 0.0
+        self._tpot_width = 1.0 / (weights.tpot_width * goal.tpot) if goal.tpot is not None else 0.0
+        self._rise = weights.delay / goal.tpot if goal.tpot is not None else 0.0
+        self._kept = weights.kept
+
+    def hopeless(self, ttft_s: float) -> bool:
+        """Return whether a request with this predicted TTFT is not worth to be begun."""
+        return self._ttft is not None and ttft_s > _LATE * self._ttft
+
+    def look(self, load: EngineLoad, now: float, tokens: int, cached: int, output: float, kept_share: float) -> Look:
+        """Return what a prompt would mean for an engine. `cached`: its tokens in the cache; `output`: the answer, in tokens.
+
+        `kept_share`: the part of the time that an engine works that is kept for prefill.
+        """
+        load.advance(now)
+        times, decoding, expected, waiting = load.times, load.decoding, load.expected, load.expected_tokens
+        context = load.prompts + decoding * load.steps - load.began_steps
+        busy = load.free_at - now if load.pending_s else 0.0
+        if busy < 0.0:
+            busy = 0.0
+        seconds, longer = times.prefill_s(tokens - cached, cached, decoding, context, busy > 0.0)
+        share = load.delay * math.exp((load.delay_at - now) / MEMORY_S)
+        if load.kept and share < kept_share:
+            share = kept_share
+        if share > MOST_BUSY:
+            share = MOST_BUSY
+        step = times.step_s(decoding + expected + 1, context + waiting + tokens + 0.5 * output)
+        full = times.full_step_s(times.chunk if busy else tokens - cached, decoding, context)
+        tpot = step / (1.0 - share)
+        if tpot > full:  # no step takes longer than a full one
+            most = times.full_step_s(times.chunk, decoding + expected, context)
+            if tpot > most:
+                tpot = max(step, most)
+        one = Look()
+        one.load, one.cached, one.seconds, one.longer_s, one.step_s, one.tpot_s = (
+            load,
+            cached,
+            seconds,
+            longer,
+            step,
+            tpot,
+        )
+        before_s = times.before_s
+        first = before_s + seconds
+        if busy > before_s:
+            first += busy - before_s
+        harm, used, limit, gap = 0.0, seconds, self._tpot, self._gap
+        if decoding:
+            used = longer
+            if not busy:
+                first += 0.5 * step
+            count = decoding + expected
+            if limit is not None:
+                # The sequences there, as if all had the mean age and the mean length.
+                made = load.steps - load.began_steps / decoding + 1.0
+                mean = load.outputs / decoding
+                left = mean - made
+                if left < _LEAST_LEFT * mean:
+                    left = _LEAST_LEFT * mean
+                length = made + left
+                ends = (now - load.began_sum / decoding + left * tpot + busy) / length
+                one.distance = distance = (ends - limit) * self._tpot_width
+                one.per_s = per_s = self._tpot_width / length
+                one.rise = rise = self._rise / length
+                one.before = before = chance(distance)
+                harm = count * (chance(distance + longer * per_s) - before + longer * rise)
+            elif gap is None:
+                harm = _DELAY * count * longer
+        tpot_cost = chance((tpot - limit) * self._tpot_width) + self._tpot_s * tpot if limit is not None else 0.0
+        if gap is not None and full > gap:
+            if decoding:
+                harm += count
+            tpot_cost += load.delay_share(now)
+        one.first_s, one.cost, one.tpot_cost = first, harm + self._engine_s * used, tpot_cost
+        return one
+
+    def _ttft_cost(self, ttft: float) -> float:
+        cost = self._ttft_s * ttft
+        if self._ttft is not None:
+            cost += chance((ttft - self._ttft) * self._ttft_width)
+        return cost
+
+    def whole(self, look: Look) -> tuple[float, float]:
+        """Return what it costs that an engine serves the request whole, and its TTFT."""
+        load = look.load
+        ttft = look.first_s + load.times.to_client_s
+        cost = look.cost + look.tpot_cost + self._ttft_cost(ttft)
+        return (cost + self._kept if load.kept else cost), ttft
+
+    def split(self, prefill: Look, decode: Look, tokens: int) -> tuple[float, float]:
+        """Return what it costs that two engines share the work, and the TTFT."""
+        load = decode.load
+        times = load.times
+        pull = times.pull_s
+        ttft = prefill.first_s + times.between_s + pull + 1.5 * decode.step_s + times.to_client_s
+        transfer = times.transfer_base_s + (tokens - decode.cached) * times.transfer_token_s
+        ttft += transfer * (1.0 + _LINE * load.pulls)
+        cost = prefill.cost + decode.tpot_cost + self._engine_s * pull + self._ttft_s * ttft
+        if self._ttft is not None:
+            cost += chance((ttft - self._ttft) * self._ttft_width)
+        if load.decoding:
+            count = load.decoding + load.expected
+            if self._tpot is not None:
+                cost += count * (chance(decode.distance + pull * decode.per_s) - decode.before + pull * decode.rise)
+            elif self._gap is None:
+                cost += _DELAY * count * pull
+        return cost, ttft

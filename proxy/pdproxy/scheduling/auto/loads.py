@@ -1,0 +1,281 @@
+"""What an engine has to do, in a few numbers that each lease changes in constant time. Pure.
+
+Prompts that wait are seconds of work, in the order of arrival. Sequences that decode are their number and three sums: of their
+prompts' tokens, of their start times, and of the engine's steps when they started. All of them get a token per step, so the
+steps that the engine has made since then are their tokens: an engine's steps are counted by predicted times, and corrected
+by what answers took.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pdproxy.scheduling.auto.correction import Factor
+from pdproxy.scheduling.auto.times import Times
+from pdproxy.scheduling.nodes import Node
+
+MEMORY_S = 4.0
+"""How long an engine's delays are remembered, in seconds: what its sequences are to expect."""
+MOST_BUSY = 0.9
+"""The largest part of the time in which an engine's sequences are expected to wait for prompts."""
+_NOTHING_S = 1e-6
+_ENOUGH_ALONE = 0.5
+"""The part of an answer's steps that must be without prefill, if the answer says something of such steps."""
+_ENOUGH_TOKENS = 8
+_SEQUENCE_S = 0.004
+"""A sequence at an engine counts as so many seconds of work, where engines are put in an order."""
+_SHARE_STEPS = 2.0
+"""How much more than its share of the time a delay counts there, in steps."""
+
+
+class Leg:
+    """A lease: what was predicted of it. Times in monotonic seconds, durations in seconds."""
+
+    __slots__ = (
+        "began_alone",
+        "began_at",
+        "began_busy",
+        "began_step",
+        "opened_at",
+        "output",
+        "plain_s",
+        "pull_s",
+        "residual_s",
+        "seconds",
+        "tokens",
+        "tpot_s",
+        "ttft_s",
+    )
+
+    def __init__(
+        self, opened_at: float, tokens: int, output: float, seconds: float, plain_s: float, pull_s: float
+    ) -> None:
+        self.opened_at, self.tokens, self.output = opened_at, tokens, output
+        """`tokens`: of the prompt; `output`: expected ones of the answer."""
+        self.seconds, self.plain_s = seconds, plain_s
+        """Prefill, and the same without the correction's factor; 0 where the KV comes from elsewhere."""
+        self.pull_s = pull_s
+        """How long its KV's pull stops the engine's sequences."""
+        self.residual_s = 0.0
+        """How long the step takes that is under way when it comes."""
+        self.began_at: float | None = None
+        self.began_step = self.began_busy = self.began_alone = 0.0
+        self.ttft_s = self.tpot_s = 0.0
+        """Predictions; 0: none."""
+
+
+class EngineLoad:
+    """One engine."""
+
+    __slots__ = (
+        "_last_done",
+        "_then",
+        "alone_steps",
+        "began_steps",
+        "began_sum",
+        "busy_from",
+        "busy_steps",
+        "corrects",
+        "decode_order",
+        "decoding",
+        "delay",
+        "delay_at",
+        "expected",
+        "expected_tokens",
+        "free_at",
+        "kept",
+        "node",
+        "outputs",
+        "pending_s",
+        "prefill",
+        "prefill_order",
+        "prompts",
+        "pulls",
+        "step",
+        "steps",
+        "times",
+        "url",
+    )
+
+    def __init__(self, node: Node, times: Times, *, corrects: bool = True) -> None:
+        self.node, self.url, self.times, self.corrects = node, node.url, times, corrects
+        self.kept = False
+        """Whether it is kept for prefill."""
+        self.pending_s = 0.0
+        """Prefill that is not done, in predicted seconds."""
+        self.busy_from = 0.0
+        """When the engine began, or will begin, with the first of it."""
+        self.free_at = 0.0
+        """When it will be done."""
+        self.expected = 0
+        """Leases whose first token is to come."""
+        self.expected_tokens = 0
+        """Of their prompts."""
+        self.pulls = 0
+        """Those of them whose KV comes from elsewhere."""
+        self.decoding = 0
+        self.prompts = 0
+        """Tokens of their prompts."""
+        self.outputs = 0.0
+        """Expected tokens of their answers."""
+        self.steps = 0.0
+        """Steps with decoding so far."""
+        self.busy_steps = 0.0
+        """Those with prefill, too."""
+        self.alone_steps = 0.0
+        """Those without, as they would be with no correction."""
+        self.began_sum = self.began_steps = 0.0
+        """The sums of when they began: in seconds, and in steps."""
+        self._then = 0.0
+        self.delay = self.delay_at = 0.0
+        """The part of the time in which they waited lately, at that time: it is forgotten from then on."""
+        self._last_done = 0.0
+        self.prefill = Factor()
+        self.step = Factor()
+        self.prefill_order = 0.0
+        """The smaller, the better for a prompt; only to find the engines that are worth a look."""
+        self.decode_order = 0.0
+        """The same for a sequence."""
+
+    # -- what it has
+
+    def context(self) -> float:
+        """Return the tokens of the sequences that decode."""
+        return self.prompts + self.decoding * self.steps - self.began_steps
+
+    def delay_share(self, now: float) -> float:
+        """Return the part of the time in which its sequences waited lately, for prompts and for pulls."""
+        share = self.delay * math.exp((self.delay_at - now) / MEMORY_S)
+        return min(MOST_BUSY, share)
+
+    # -- what comes and goes
+
+    def advance(self, now: float) -> None:
+        """Count the steps until now."""
+        passed = now - self._then
+        if passed <= 0.0:
+            return
+        self._then = now
+        decoding = self.decoding
+        if not decoding:
+            return
+        times, context = self.times, self.prompts + decoding * self.steps - self.began_steps
+        if self.pending_s:
+            begin, end = now - passed, now
+            if self.busy_from > begin:
+                begin = self.busy_from
+            if self.free_at < end:
+                end = self.free_at
+            if end > begin:
+                steps = (end - begin) / times.full_step_s(times.chunk, decoding, context)
+                self.steps += steps
+                self.busy_steps += steps
+                passed -= end - begin
+        alone = passed / times.step_s(decoding, context)
+        self.steps += alone
+        self.alone_steps += alone * times.step_factor
+
+    def opened(self, leg: Leg, *, arrives_at: float, answers: bool, longer_s: float) -> None:
+        """A lease was opened. Its prompt arrives a little later; `longer_s`: how long the engine's sequences will wait."""
+        now = leg.opened_at
+        self.advance(now)
+        self.delay = self.delay * math.exp((self.delay_at - now) / MEMORY_S) + longer_s / MEMORY_S
+        self.delay_at = now
+        if leg.seconds:
+            if not self.pending_s and self.decoding:
+                leg.residual_s = 0.5 * self.times.step_s(self.decoding, self.context())
+            if self.free_at < arrives_at:
+                self.free_at = arrives_at
+                if not self.pending_s:
+                    self.busy_from = arrives_at
+            self.free_at += leg.seconds
+            self.pending_s += leg.seconds
+        else:
+            self.pulls += 1
+        if answers:
+            self.expected += 1
+            self.expected_tokens += leg.tokens
+        self._order()
+
+    def computed(self, leg: Leg, arrived_at: float, done_at: float, now: float) -> None:
+        """A prompt was computed, or will not be (`done_at` is 0): what waits behind it is what is left."""
+        self.advance(now)
+        self.pending_s -= leg.seconds
+        if self.pending_s < _NOTHING_S:
+            self.pending_s = 0.0
+        if not done_at:
+            self.free_at = min(self.free_at, now + self.pending_s)
+        else:
+            if self.decoding and not self.pending_s:
+                self._recount(min(self.free_at, now) - done_at)
+            self.free_at = done_at + self.pending_s
+            began = max(arrived_at, self._last_done)
+            self._last_done = done_at
+            if self.prefill.add(max(done_at - began - leg.residual_s, 0.0), leg.plain_s) and self.corrects:
+                self.times.prefill_factor = self.prefill.value
+        self._order()
+
+    def _recount(self, seconds: float) -> None:
+        """So many seconds were counted as steps with prefill, and were not; below 0, it is the other way round."""
+        context = self.context()
+        beside = seconds / self.times.full_step_s(self.times.chunk, self.decoding, context)
+        alone = seconds / self.times.step_s(self.decoding, context)
+        self.steps += alone - beside
+        self.busy_steps -= beside
+        self.alone_steps += alone * self.times.step_factor
+
+    def began(self, leg: Leg, now: float) -> None:
+        """The first token of an answer is there."""
+        self.advance(now)
+        if leg.pull_s:
+            self.pulls -= 1
+            if self.decoding:
+                lost = leg.pull_s / self.times.step_s(self.decoding, self.context())
+                self.steps -= lost
+                self.alone_steps -= lost * self.times.step_factor
+        self.expected -= 1
+        self.expected_tokens -= leg.tokens
+        self.prompts += leg.tokens
+        self.outputs += leg.output
+        leg.began_at, leg.began_step = now, self.steps
+        leg.began_busy, leg.began_alone = self.busy_steps, self.alone_steps
+        self.decoding += 1
+        self.began_sum += now
+        self.began_steps += self.steps
+
+    def never_began(self, leg: Leg) -> None:
+        """A lease was closed before its first token."""
+        self.expected -= 1
+        self.expected_tokens -= leg.tokens
+        if leg.pull_s:
+            self.pulls -= 1
+        self._order()
+
+    def ended(self, leg: Leg, now: float, tokens: int | None) -> None:
+        """An answer is over. `tokens`: of it, None if unknown."""
+        self.advance(now)
+        assert leg.began_at is not None
+        self.decoding -= 1
+        self.prompts -= leg.tokens
+        self.outputs -= leg.output
+        self.began_sum -= leg.began_at
+        self.began_steps -= leg.began_step
+        predicted = self.steps - leg.began_step
+        if tokens is not None and tokens > _ENOUGH_TOKENS and predicted > 0:
+            # What is left of its tokens without those of steps with prefill came in steps that only decode. Where these were
+            # few, nothing is known.
+            beside = self.busy_steps - leg.began_busy
+            alone, expected = tokens - 1 - beside, self.alone_steps - leg.began_alone
+            if min(alone, expected) > _ENOUGH_ALONE * max(predicted, tokens - 1):
+                seconds = (now - leg.began_at) * alone / (tokens - 1)
+                if self.step.add(seconds, seconds * alone / expected) and self.corrects:
+                    self.times.step_factor = self.step.value
+        if not self.decoding:  # no rests of sums of floats
+            self.outputs = self.began_sum = self.began_steps = self.steps = self.busy_steps = self.alone_steps = 0.0
+        self._order()
+
+    def _order(self) -> None:
+        sequences = self.decoding + self.expected
+        self.prefill_order = self.free_at + _SEQUENCE_S * sequences
+        context = self.prompts + self.expected_tokens
+        self.decode_order = self.times.step_s(sequences, context) * (1.0 + _SHARE_STEPS * self.delay)

@@ -1,0 +1,60 @@
+"""How long answers are: running means, since nobody knows before. Pure.
+
+Prompts of a size often ask for answers of a size, such as summaries and chats. So each class of prompts, by powers of 2, has a
+mean of its own, once enough of its answers have ended.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdproxy.wire.request import Parsed
+
+_GAIN = 0.02
+_FIRST = 200.0
+"""Tokens, as long as nothing is known."""
+_CLASSES = 32
+_ENOUGH = 8
+_LIMITS = ("max_tokens", "max_completion_tokens")
+_limit_decoder: msgspec.json.Decoder[int | None] = msgspec.json.Decoder(int | None)
+
+
+def limit_of(parsed: Parsed | None) -> int | None:
+    """Return the most tokens that a request asks for, None if it does not say so, or says what is no number."""
+    if parsed is None:
+        return None
+    for name in _LIMITS:
+        raw = parsed.fields.get(name)
+        if raw is not None:
+            try:
+                return _limit_decoder.decode(raw)
+            except msgspec.DecodeError:
+                return None
+    return None
+
+
+class Outputs:
+    """The mean length of answers, in tokens."""
+
+    __slots__ = ("_count", "_counts", "_means", "mean")
+
+    def __init__(self) -> None:
+        self.mean = _FIRST
+        """Of all answers."""
+        self._count = 0
+        self._means = [0.0] * _CLASSES
+        self._counts = [0] * _CLASSES
+
+    def add(self, prompt: int, tokens: int) -> None:
+        """Note the length of an answer. `prompt`: its prompt's tokens."""
+        self._count += 1
+        self.mean += max(_GAIN, 1.0 / (self._count + 1)) * (tokens - self.mean)
+        size = min(prompt.bit_length(), _CLASSES - 1)
+        self._counts[size] = count = self._counts[size] + 1
+        self._means[size] += max(_GAIN, 1.0 / count) * (tokens - self._means[size])
+
+    def expected(self, prompt: int, limit: int | None = None) -> float:
+        """Return how long an answer will be. `limit`: the request's own, None if it has none."""
+        size = min(prompt.bit_length(), _CLASSES - 1)
+        mean = self._means[size] if self._counts[size] >= _ENOUGH else self.mean
+        return mean if limit is None or limit > mean else float(max(limit, 1))

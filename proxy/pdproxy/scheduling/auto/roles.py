@@ -1,0 +1,182 @@
+"""Which engines are kept for prefill: none, or as many as the demand of the last seconds needs. Decided slowly. Pure.
+
+An engine that is kept gets no answers to decode, so prompts there delay nobody. How many it should be is predicted from the
+demand, for each number, as a queue: the engines that prefill are servers with a common line, and what they can't take is served
+whole by the others. One engine more or less at a time, and only if that is clearly better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pdproxy.scheduling.auto.costs import chance
+from pdproxy.scheduling.auto.demand import Demand
+from pdproxy.scheduling.auto.goal import Goal, Weights
+from pdproxy.scheduling.auto.loads import EngineLoad
+from pdproxy.scheduling.auto.times import Times
+
+REVIEW_S = 0.5
+"""Seconds between two changes."""
+_BETTER = 0.06
+"""By how much less a number must cost, in parts of the requests that miss the SLO."""
+_SLIGHTLY, _PATIENCE_S = 0.005, 8.0
+"""A number that costs less by so little is chosen if it does for so many seconds."""
+_FULL = 0.97
+"""The part of the time that prefill engines are expected to work at most: what is more is served whole."""
+_LEAST_LEFT = 0.05
+"""The part of the time that an engine's steps need for reading its weights, at least."""
+_ALMOST = 0.98
+"""The part of the time that can be used before a queue grows without end."""
+_OVER = 3.0
+"""What the part of the time costs that is missing."""
+_SPREAD = 0.02
+"""How much the TPOT of answers differs without prefill beside them."""
+_RATES = (0.95, 1.0, 1.05)
+"""Parts of the measured rate that count alike: it is not exact, and it will not stay."""
+_UNEVEN = 0.4
+"""How unevenly prompts hit the answers beside them, against arrivals by chance. The more engines, the more evenly they come."""
+_MEAN = 0.97
+"""The mean TPOT of answers, against that of an engine whose sequences always wait for the mean part of the time."""
+_SMALL = 0.4
+"""What latencies and seconds of engines weigh here, beside requests that miss the SLO."""
+_NUMBERS = 16
+"""How many numbers of engines are compared, evenly from 0 on; of a demand that is as before, only the next ones are."""
+_CHANGED = 0.15
+"""By which part the work with prompts or the tokens of answers must change, to be another demand."""
+_COMPARE_S = 5.0
+"""Seconds after which all are compared in any case."""
+_MOST_SHARE = 0.9
+
+
+def expected_cost(count: int, engines: int, demand: Demand, times: Times, goal: Goal, weights: Weights) -> float:
+    """Return what a mean request costs, where `count` of the engines are kept for prefill."""
+    costs = [_cost_at(demand.rate * part, count, engines, demand, times, goal, weights) for part in _RATES]
+    return sum(costs) / len(costs)
+
+
+def _cost_at(
+    rate: float, count: int, engines: int, demand: Demand, times: Times, goal: Goal, weights: Weights
+) -> float:
+    hardware, output = times.hardware, max(demand.output, 1.0)
+    work = rate * demand.alone_s
+    split = min(_FULL * count / work, 1.0) if count and work > 0 else 0.0
+    others = engines - count
+    # The sequences at the others: a step takes longer with each of them, and they wait for pulls and for prompts.
+    context, decodes = demand.tokens + output / 2, rate * output / others
+    prompts = rate * (1.0 - split) / others
+    waiting = prompts * demand.delay_s + rate * split * demand.pull_s / others
+    left = 1.0 - waiting - decodes * times.per_sequence_s(context)
+    base = times.step_s(0, 0)
+    tpot = base / left if left > _LEAST_LEFT else base / _LEAST_LEFT
+    longest = math.inf
+    if prompts > 0:
+        sequences = decodes * min(tpot, times.full_step_s(demand.tokens, 0, 0))
+        longest = times.full_step_s(demand.tokens, sequences, sequences * context)
+        if not split:
+            tpot = min(tpot, longest)
+    sequences = decodes * tpot
+    cost = 0.0
+    if left < _LEAST_LEFT and tpot < longest:
+        cost += _OVER * (_LEAST_LEFT - left)
+    fixed = hardware.before_engine_s + hardware.to_client_s
+    if split:
+        fixed_split = fixed + demand.alone_s + demand.moves_s
+        cost += split * _waiting(count, work * split / count, demand, demand.alone_s, fixed_split, goal, weights)
+    if split < 1.0:
+        steps = demand.new_tokens / max(times.chunk - sequences, 1.0)
+        beside = demand.alone_s + steps * (times.step_s(sequences, sequences * context) - base)
+        busy = prompts * beside + rate * split * demand.pull_s / others
+        cost += (1.0 - split) * _waiting(others, busy, demand, beside, fixed + beside, goal, weights)
+    hits = prompts * output * tpot
+    if goal.tpot is not None:
+        width = _SPREAD * goal.tpot
+        if tpot < longest:
+            uneven = _UNEVEN * min(2.0 / math.sqrt(others), 1.0)
+            width += uneven * demand.delay_s * math.sqrt(hits * (1.0 + demand.variation)) / output
+        cost += chance((_MEAN * tpot - goal.tpot) / width) + _SMALL * weights.tpot * tpot / goal.tpot
+    if goal.gap is not None and times.full_step_s(demand.tokens, 0, 0) > goal.gap:
+        cost += 1.0 - math.exp(-hits)
+    used = split * (demand.alone_s + demand.pull_s) + (1.0 - split) * demand.delay_s
+    return cost + _SMALL * weights.engine_s * used
+
+
+def _waiting(
+    servers: int, busy: float, demand: Demand, service_s: float, fixed_s: float, goal: Goal, weights: Weights
+) -> float:
+    """Return what the TTFT costs, if `servers` are busy for that part of the time. Sakasegawa's approximation of M/G/c."""
+    over = max(busy - _ALMOST, 0.0)
+    busy = min(busy, _ALMOST)
+    waits = math.pow(busy, math.sqrt(2.0 * (servers + 1)) - 1.0)
+    mean = (1.0 + demand.variation) / 2 * waits / (servers * (1.0 - busy)) * service_s
+    cost = _OVER * over
+    if goal.ttft is None:
+        return cost + _SMALL * weights.ttft * (fixed_s + mean)
+    left = goal.ttft - fixed_s
+    late = 1.0 if left <= 0 else waits * math.exp(-left * waits / mean) if mean > 0 else 0.0
+    return cost + late + _SMALL * weights.ttft * (fixed_s + mean) / goal.ttft
+
+
+class Kept:
+    """Keeps engines of role `any` for prefill. `changes`: how often it has kept or freed some."""
+
+    def __init__(self, goal: Goal, weights: Weights) -> None:
+        self._goal, self._weights = goal, weights
+        self._work = self._tokens = 0.0
+        self._compared = -math.inf
+        self._slightly = math.inf
+        self.count = 0
+        """How many are kept."""
+        self.changes = 0
+        self.share = 0.0
+        """The part of the time in which each of them is expected to work."""
+
+    def review(
+        self, now: float, loads: Sequence[EngineLoad], demand: Demand | None, prefill: int = 0, fixed: int = 0
+    ) -> None:
+        """Keep some engines more or less. `loads`: the engines that may be kept, two or more.
+
+        `fixed`: how many other engines there are; `prefill`: how many of them are for prefill alone.
+        """
+        if demand is None:
+            return
+        engines = len(loads) + (0 if fixed > prefill else -1)
+        self.count = sum(load.kept for load in loads)
+        if self.count > engines:  # others went down
+            self._keep(engines, loads, at_once=True)
+        work, tokens = demand.rate * demand.alone_s, demand.rate * demand.output
+        numbers = {0, max(self.count - 1, 0), self.count, min(self.count + 1, engines)}
+        changed = max(abs(work - self._work) / work, abs(tokens - self._tokens) / max(tokens, 1.0))
+        if changed > _CHANGED or now - self._compared > _COMPARE_S:
+            self._work, self._tokens, self._compared = work, tokens, now
+            numbers.update(range(0, engines + 1, -(-(engines + 1) // _NUMBERS)))
+        times, goal, weights = loads[0].times, self._goal, self._weights
+        everything = len(loads) + fixed
+        costs = {
+            number: expected_cost(number + prefill, everything, demand, times, goal, weights) for number in numbers
+        }
+        best = min(sorted(numbers), key=lambda number: (costs[number], abs(number - self.count)))
+        gain = costs[self.count] - costs[best]
+        if gain < _SLIGHTLY:
+            self._slightly = now
+        if gain > _BETTER or now - self._slightly > _PATIENCE_S:
+            self._keep(best, loads)
+        self.share = min(work / (self.count + prefill), _MOST_SHARE) if self.count else 0.0
+
+    def _keep(self, best: int, loads: Sequence[EngineLoad], *, at_once: bool = False) -> None:
+        """Go most of the way to the best number, or all of it."""
+        self.changes += 1
+        self._compared = -math.inf
+        more = best > self.count
+        change = abs(best - self.count)
+        if not at_once:
+            change = max(2 * change // 3, 1)
+        if more:  # those whose sequences are soonest gone
+            chosen = sorted((load for load in loads if not load.kept), key=lambda load: load.decoding + load.expected)
+        else:
+            chosen = sorted((load for load in loads if load.kept), key=lambda load: load.free_at)
+        for load in chosen[:change]:
+            load.kept = more
+            if not more:
+                load.delay = 0.0  # what its sequences waited for was the prefill for others
+        self.count += change if more else -change

@@ -1,0 +1,114 @@
+"""The engines of a request's candidates as loads, and which of them are worth a look. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+
+from pdproxy.scheduling.auto.loads import EngineLoad
+from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.placement import Candidates
+
+ALL = 4
+"""Up to so many engines that may serve the whole request are all looked at; otherwise the best ones by each order."""
+_CACHED = 2
+_TURNS = 8
+_prefill_order = attrgetter("prefill_order")
+_decode_order = attrgetter("decode_order")
+
+
+class View:
+    """The engines of a `Candidates`."""
+
+    __slots__ = (
+        "_by_url",
+        "_decode",
+        "_prefill",
+        "_turn",
+        "_whole",
+        "all",
+        "decode",
+        "fixed_prefill",
+        "free",
+        "serve_whole",
+        "version",
+        "whole",
+    )
+
+    def __init__(self, candidates: Candidates, load_of: Callable[[Node], EngineLoad]) -> None:
+        self.whole = [load_of(node) for node in candidates.whole]
+        self.serve_whole = frozenset(self.whole)
+        self.decode = [load_of(node) for node in candidates.decode]
+        prefill = [load_of(node) for node in candidates.prefill]
+        self.fixed_prefill = [load for load in prefill if load.node.role is not Role.ANY]
+        """Those that are for prefill by the settings."""
+        self.free = [load for load in prefill if load.node.role is Role.ANY]
+        """Those that may be kept for prefill."""
+        self.all = list(dict.fromkeys((*self.whole, *prefill, *self.decode)))
+        self._by_url = {load.url: load for load in self.all}
+        self._turn = 0
+        self.version = -1
+        """Of the decision which engines are kept."""
+        self._whole: list[EngineLoad] = []
+        self._prefill: list[EngineLoad] = []
+        self._decode: list[EngineLoad] = []
+
+    def sort_roles(self, version: int) -> None:
+        """Note which engines are kept now."""
+        self.version = version
+        self._prefill = [*self.fixed_prefill, *(load for load in self.free if load.kept)]
+        if not self._prefill and not self.whole:
+            self._prefill = self.free
+        self._decode = [load for load in self.decode if not load.kept] or self.decode
+        self._whole = [load for load in self.whole if not load.kept] or self.whole
+
+    def worth_whole(self, known: Mapping[str, int]) -> Iterable[EngineLoad]:
+        """Return engines for the whole request, if they are not kept. `known`: tokens in their caches, by URL."""
+        loads = self._whole
+        if len(loads) <= ALL:
+            return loads
+        worth = {min(loads, key=_prefill_order): None, min(loads, key=_decode_order): None}
+        if known:
+            self._add_cached(worth, known)
+        self._turn += 1
+        if not self._turn % _TURNS:  # in turn, each engine is looked at: an order may be wrong
+            worth[loads[self._turn // _TURNS % len(loads)]] = None
+        return worth
+
+    def worth_prefill(self, known: Mapping[str, int]) -> Collection[EngineLoad]:
+        """Return engines that may prefill for another one."""
+        loads = self._prefill
+        if len(loads) <= ALL // 2:
+            return loads
+        worth = {min(loads, key=_prefill_order): None}
+        if known:
+            self._add_cached(worth, known, frozenset(loads))
+        return worth
+
+    def worth_decode(self) -> Sequence[EngineLoad]:
+        """Return engines that may decode for another one."""
+        loads = self._decode
+        return loads if len(loads) <= ALL // 2 else [min(loads, key=_decode_order)]
+
+    def _add_cached(
+        self, worth: dict[EngineLoad, None], known: Mapping[str, int], only: Container[EngineLoad] | None = None
+    ) -> None:
+        """Add those with most of the prompt, and among these with the least to do."""
+        by_url = self._by_url
+        most = max(known.values())
+        found = [
+            load
+            for url, tokens in known.items()
+            if tokens == most and (load := by_url.get(url)) is not None and (only is None or load in only)
+        ]
+        if len(found) > _CACHED:
+            found = sorted(found, key=_prefill_order)[:_CACHED]
+        for load in found:
+            worth[load] = None
+
+    def pairs(self, compatible: Callable[[Node, Node], bool]) -> Iterator[tuple[EngineLoad, EngineLoad]]:
+        """Yield the engines that may share the work, those with the least to do first."""
+        for prefill in sorted(self._prefill, key=_prefill_order):
+            for decode in sorted(self._decode, key=_decode_order):
+                if prefill is not decode and compatible(prefill.node, decode.node):
+                    yield prefill, decode

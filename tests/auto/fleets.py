@@ -1,0 +1,48 @@
+"""Hardware, engines and requests of these tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pdproxy.engine_model.hardware import Hardware
+from pdproxy.engine_model.profile import load
+from pdproxy.scheduling.auto.auto import Auto
+from pdproxy.scheduling.auto.goal import Goal
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
+from pdproxy.scheduling.policy import Ask
+
+H200 = load("h200-8b").hardware
+B = Goal(ttft=0.5, tpot=0.008)
+
+
+class Known:
+    """An index of prefixes that says what a test has put in."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, int] = {}
+
+    def cached(self, ask: Ask) -> Mapping[str, int]:
+        return self.tokens
+
+
+def auto(goal: Goal = B, *, chunk: int = 2048, hardware: Hardware = H200, **options: Any) -> Auto:
+    return Auto(lambda _: (hardware, chunk), goal, **options)
+
+
+def ledger(placement: Auto, roles: Iterable[Role]) -> Ledger:
+    """Return a ledger with an engine of each of these roles, `http://0:1`, `http://1:1`..., all up."""
+    specs = [NodeSpec(f"http://{number}:1", role) for number, role in enumerate(roles)]
+    made = Ledger(specs, breaker_failures=3, breaker_cooldown=10.0, placement=placement)
+    for spec in specs:
+        made.mark_up(spec.url, Evidence(frozenset({"m"}), "", 16, (), 0, 1.0))
+    return made
+
+
+def ask(now: float, tokens: int = 4000) -> Ask:
+    return Ask("m", 4 * tokens, now, tokens=tokens)
+
+
+def node(url: str = "http://0:1", role: Role = Role.ANY) -> Node:
+    return Node(NodeSpec(url, role))

@@ -1,0 +1,72 @@
+"""How many engines are kept for prefill, and that this does not change without a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdproxy.scheduling.auto.demand import Demand, Meter
+from pdproxy.scheduling.auto.goal import WEIGHTS, Goal
+from pdproxy.scheduling.auto.loads import EngineLoad
+from pdproxy.scheduling.auto.roles import REVIEW_S, Kept
+from pdproxy.scheduling.auto.times import Times
+from tests.auto.fleets import H200, B, node
+
+A = Goal(ttft=0.5, tpot=0.015)
+G = Goal(ttft=2.0, gap=0.05)
+
+
+def demand(rate: float, tokens: int, output: int, times: Times) -> Demand:
+    meter, found, number = Meter(), None, 0
+    for review in range(80):
+        while number / rate < review * REVIEW_S:
+            meter.add(number / rate, tokens, 0, output)
+            number += 1
+        found = meter.demand(review * REVIEW_S, times, times.pull_s)
+    assert found is not None
+    assert found.rate == pytest.approx(rate, rel=0.1)
+    return found
+
+
+def settled(goal: Goal, engines: int, asked: Demand, times: Times, *, seconds: float = 20.0) -> Kept:
+    kept = Kept(goal, WEIGHTS)
+    loads = [EngineLoad(node(f"http://{number}:1"), times) for number in range(engines)]
+    for review in range(int(seconds / REVIEW_S)):
+        kept.review(review * REVIEW_S, loads, asked)
+    assert kept.count == sum(load.kept for load in loads)
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("goal", "chunk", "engines", "rate", "tokens", "output", "least", "most"),
+    [
+        (B, 4096, 4, 4.2, 4000, 128, 2, 2),  # the best static arrangement has as many
+        (B, 4096, 16, 5.8, 4000, 128, 9, 9),
+        (A, 512, 4, 6.6, 4000, 128, 0, 0),
+        (A, 512, 16, 7.2, 4000, 128, 0, 0),
+        (G, 1024, 4, 8.3, 4000, 128, 0, 0),
+        (A, 512, 4, 14.0, 1000, 500, 0, 0),
+        (B, 512, 16, 8.8, 1000, 500, 0, 0),
+        (B, 4096, 16, 0.2, 4000, 128, 0, 0),  # hardly anything to do
+        (A, 512, 16, 100.0, 4000, 128, 0, 15),  # more than any arrangement can do
+    ],
+)
+def test_as_many_as_the_best_arrangement_has(
+    goal: Goal, chunk: int, engines: int, rate: float, tokens: int, output: int, least: int, most: int
+) -> None:
+    times = Times(H200, chunk)
+    kept = settled(goal, engines, demand(rate * engines, tokens, output, times), times)
+    assert least <= kept.count <= most
+
+
+def test_a_demand_that_stays_changes_nothing_more() -> None:
+    times = Times(H200, 4096)
+    asked = demand(5.8 * 16, 4000, 128, times)
+    once = settled(B, 16, asked, times, seconds=20.0)
+    again = settled(B, 16, asked, times, seconds=200.0)
+    assert once.changes == again.changes <= 8
+
+
+def test_one_engine_is_always_left_to_decode() -> None:
+    times = Times(H200, 4096)
+    kept = settled(Goal(ttft=0.5, tpot=0.005), 4, demand(40.0, 15_000, 2, times), times)
+    assert kept.count <= 3

@@ -1,0 +1,203 @@
+"""The placement `auto` before virtual engines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdproxy.bench.arrivals import Arrivals
+from pdproxy.bench.slo import Slo, parse_slo
+from pdproxy.bench.workload import Lengths
+from pdproxy.cli.main import main
+from pdproxy.engine_model.hardware import Hardware
+from pdproxy.engine_model.profile import load
+from pdproxy.lab.simulate.cluster import Call, Cluster
+from pdproxy.lab.simulate.load import Synthetic
+from pdproxy.lab.simulate.placements import Hybrid, auto, goal_of
+from pdproxy.lab.simulate.shape import Fleet, Shape
+from pdproxy.lab.simulate.summary import kept
+from pdproxy.scheduling.auto.auto import Auto
+from pdproxy.scheduling.nodes import Role
+from tests.simulate.loads import LEAST_LOAD, drawn
+
+H200 = load("h200-8b").hardware
+A, B = parse_slo("A:ttft=500ms,tpot=15ms"), parse_slo("B:ttft=500ms,tpot=8ms")
+
+
+def fleet(shape: Fleet, chunk: int, slo: Slo, *, believed: Hardware | None = None, prefixes: bool = True) -> Cluster:
+    shapes = dict.fromkeys(Role, Shape(max_num_batched_tokens=chunk, kv_tokens=496_000))
+    return Cluster(shape, H200, shapes, {}, auto(goal_of(slo), hardware=believed, prefixes=prefixes))
+
+
+def requests(rate: float, prompt: int, output: int, count: int, seed: int = 0) -> Iterator[Call]:
+    lengths = {"inputs": Lengths(prompt, prompt), "outputs": Lengths(output, output)}
+    return Synthetic(arrivals=Arrivals(rate=rate), requests=count, **lengths).calls(seed)
+
+
+def good(cluster: Cluster, slo: Slo, after: float = 0.0) -> float:
+    """Return the part of the requests that kept the SLO, of those that came after a time."""
+    records = cluster.records
+    numbers = [number for number in range(len(records)) if records.due[number] >= after]
+    return sum(not math.isnan(records.last[n]) and kept(slo, records, n) for n in numbers) / len(numbers)
+
+
+def placement_of(cluster: Cluster) -> Auto:
+    placement = cluster.ledger.placement
+    assert isinstance(placement, Auto)
+    return placement
+
+
+def times(hardware: Hardware, prefill: float, step: float) -> Hardware:
+    """Return hardware whose prefill and steps take so many times as long."""
+    return msgspec.structs.replace(
+        hardware,
+        prefill_tokens_per_s=hardware.prefill_tokens_per_s / prefill,
+        chunk_base_s=hardware.chunk_base_s * prefill,
+        attention_s=hardware.attention_s * prefill,
+        decode_step_s=hardware.decode_step_s * step,
+        decode_step_per_seq_s=hardware.decode_step_per_seq_s * step,
+        context_token_s=hardware.context_token_s * step,
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shape=st.sampled_from(
+        (
+            Fleet(any=1),
+            Fleet(any=4),
+            Fleet(prefill=2, decode=2),
+            Fleet(prefill=1, decode=1, any=2),
+            Fleet(aggregated=3),
+            Fleet(any=9, aggregated=1),
+        )
+    ),
+    seed=st.integers(0, 2**32),
+    rate=st.sampled_from((1.0, 20.0, 300.0)),
+    slo=st.sampled_from((A, B, parse_slo("gap=50ms"), Slo(name="none"))),
+)
+def test_no_request_is_lost_and_nothing_is_left_of_it(shape: Fleet, seed: int, rate: float, slo: Slo) -> None:
+    made = fleet(shape, 512, slo)
+    made.run(drawn(seed, 80, rate, 4000, 512))
+    assert len(made.records) == 80
+    assert not made.records.refusals
+    assert not any(math.isnan(last) for last in made.records.last)
+    assert all(engine.idle and engine.memory.available == engine.memory.blocks for engine in made.engines.values())
+    assert all(node.requests == 0 for node in made.ledger.nodes)
+    assert not placement_of(made)._legs
+
+
+def test_the_same_seed_gives_the_same_decisions() -> None:
+    runs = []
+    for _ in range(2):
+        made = fleet(Fleet(any=4), 4096, B)
+        made.run(requests(17.0, 4000, 128, 300))
+        runs.append(list(made.records.last))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    ("slo", "chunk", "rate", "prompt", "output", "split"),
+    [
+        (A, 512, 26.0, 4000, 128, (0.0, 0.05)),  # the best static arrangement serves all whole
+        (B, 4096, 17.0, 4000, 128, (0.5, 1.0)),  # ... has 2 prefill and 2 decode engines
+        (A, 512, 54.0, 1000, 500, (0.0, 0.05)),
+        (B, 512, 34.0, 1000, 500, (0.0, 0.05)),
+    ],
+)
+def test_it_serves_what_the_best_static_arrangement_serves(
+    slo: Slo, chunk: int, rate: float, prompt: int, output: int, split: tuple[float, float]
+) -> None:
+    made = fleet(Fleet(any=4), chunk, slo)
+    made.run(requests(rate, prompt, output, 900))
+    assert good(made, slo) >= 0.9
+    part = placement_of(made).splits / 900
+    assert split[0] <= part <= split[1]
+
+
+@pytest.mark.parametrize(("prefill", "step"), [(1.2, 1.2), (0.8, 0.8), (1.2, 0.8), (0.8, 1.2)])
+@pytest.mark.parametrize(("slo", "chunk", "rate"), [(A, 512, 26.0), (B, 4096, 16.5)])
+def test_a_wrong_profile_is_corrected(slo: Slo, chunk: int, rate: float, prefill: float, step: float) -> None:
+    right, wrong = fleet(Fleet(any=4), chunk, slo), fleet(Fleet(any=4), chunk, slo, believed=times(H200, prefill, step))
+    for made in (right, wrong):
+        made.run(requests(rate, 4000, 128, 900))
+    least = 0.95 if prefill == step else 0.9  # one factor for each kind of step can't mend what is wrong within a step
+    assert good(wrong, slo, after=10.0) >= least * good(right, slo, after=10.0)
+    loads = [one for one in placement_of(wrong)._loads.values() if one.prefill.count > 100]
+    assert loads
+    assert all(load.times.prefill_factor == pytest.approx(1 / prefill, rel=0.12) for load in loads)
+
+
+@pytest.mark.parametrize("slo", [A, B])
+def test_a_wrong_profile_serves_what_least_load_serves(slo: Slo) -> None:
+    for wrong in (0.8, 1.2):
+        rate = 18.0 if slo is A else 12.0
+        plain = Cluster(Fleet(aggregated=4), H200, dict.fromkeys(Role, Shape(max_num_batched_tokens=2048)), LEAST_LOAD)
+        ours = fleet(Fleet(any=4), 2048, slo, believed=times(H200, wrong, wrong), prefixes=False)
+        for made in (plain, ours):
+            made.run(requests(rate, 4000, 128, 700))
+        assert good(ours, slo) >= 0.95 * good(plain, slo)
+
+
+def test_a_step_load_changes_the_roles_once_and_they_stay() -> None:
+    made = fleet(Fleet(any=16), 4096, B)
+    placement = placement_of(made)
+    calls, number, now = [], 0, 0.0
+    for rate, seconds in ((16.0, 15.0), (85.0, 25.0), (16.0, 20.0)):
+        for call in requests(rate, 4000, 128, int(rate * seconds)):
+            calls.append(Call(number, now + call.due, 4000, 128))
+            number += 1
+        now = calls[-1].due
+    counts: list[tuple[float, int]] = []
+    place = placement.place
+
+    def watched(ask, candidates):  # type: ignore[no-untyped-def]
+        found = place(ask, candidates)
+        counts.append((ask.now, placement.kept.count))
+        return found
+
+    placement.place = watched  # type: ignore[method-assign]
+    made.run(calls)
+    few = [count for when, count in counts if 8 < when < 15]
+    many = [count for when, count in counts if 25 < when < 40]
+    after = [count for when, count in counts if when > now - 5]
+    assert max(few) <= 1
+    assert min(many) >= 7
+    assert max(after) <= 2
+    for phase in (few, many, after):
+        assert sum(one != other for one, other in pairwise(phase)) <= 2
+    records = made.records
+    steady = [n for n in range(len(records)) if 25 < records.due[n] < 40]
+    assert sum(kept(B, records, n) for n in steady) / len(steady) >= 0.97
+
+
+def test_equal_prefixes_are_computed_once_per_engine_at_most() -> None:
+    made = fleet(Fleet(any=8), 2048, A)
+    made.run(Call(n, n / 8, 8192 + 512, 64, [*range(16), 1000 + n]) for n in range(200))
+    computed = sum(engine.prefill_tokens for engine in made.engines.values())
+    assert computed <= 200 * 1024 + 8 * 8192
+
+
+def test_hybrids_split_unless_the_prompt_is_short_or_the_prefill_engines_are_busy() -> None:
+    shapes = dict.fromkeys(Role, Shape())
+    for rule, whole in ((Hybrid(), 0), (Hybrid(tokens=4000), 50), (Hybrid(legs=0), 50)):
+        made = Cluster(Fleet(prefill=1, decode=1), H200, shapes, {}, lambda _, rule=rule: rule)
+        made.run(requests(5.0, 4000, 10, 50))
+        assert made.engines["decode-0"].prefill_tokens == 4000 * whole
+
+
+def test_the_command_has_engines_of_any_role(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["simulate", "--any", "3", "--rate", "9", "--requests", "120", "--input-tokens", "4000", "--seeds", "1"]
+    assert main([*line, "--policy", "auto", "--slo", "ttft=500ms,tpot=15ms"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.splitlines()[1].split() == ["3", "any"]
+    assert "3 any: busy (%)" in shown
+    for wrong in ([], ["--policy", "auto", "--decode-policy", "least_load"]):
+        assert main([*line, *wrong]) == 2
+    assert "--policy auto" in capsys.readouterr().err

@@ -1,0 +1,71 @@
+"""The benchmarks of `auto`: their loads, what a cell holds, and the table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdproxy.bench.trace import Entry
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import itertools
+
+import decide
+import decide_cost
+
+
+def test_the_alternating_load_has_the_same_requests_at_each_rate() -> None:
+    load = decide.Alternating(engines=1)
+    slow, fast = (list(load.calls(rate, 450, 0)) for rate in (1.0, 4.0))
+    assert [(one.prompt, one.output) for one in slow] == [(one.prompt, one.output) for one in fast]
+    assert [one.due for one in slow] == pytest.approx([4 * one.due for one in fast])
+    assert [one.prompt for one in slow] == 2 * (75 * [4000] + 150 * [1000])
+    assert slow[-1].due == pytest.approx(450, rel=0.15)
+    first, second = slow[74].due, slow[224].due - slow[74].due
+    assert first == pytest.approx(second, rel=0.5)
+    assert [one.due for one in load.calls(1.0, 450, 1)] != [one.due for one in slow]
+
+
+def test_each_seed_has_another_part_of_the_trace_at_the_asked_rate() -> None:
+    entries = [Entry(10.0 + number, 600 + number, 5, (number, 100 + number)) for number in range(90)]
+    load = decide.Slices(entries=entries)
+    for seed, first in ((0, 600), (1, 630), (2, 660), (3, 600)):
+        calls = list(load.calls(5.0, 60, seed))
+        assert [calls[0].prompt, len(calls)] == [first, 60]
+        assert calls[-1].due == pytest.approx(59 / 5.0)
+        assert all(one.due <= other.due for one, other in itertools.pairwise(calls))
+
+
+def test_a_cell_is_run_once_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(decide, "BUSY", (2,))
+    monkeypatch.setattr(decide, "RATIOS", {4: (2,)})
+    monkeypatch.setattr(decide, "levels", lambda *_: (None, decide.Level(60, 1, 1)))
+    file = tmp_path / "cells.json"
+    monkeypatch.setattr(sys, "argv", ["decide.py", "--results", str(file), "--cells", "4 4000/128 C", "--seeds", "1"])
+    decide.main()
+    (cell,) = json.loads(file.read_text()).values()
+    assert cell["best"]["rate"] > 0
+    assert list(cell["auto"]) == [str(cell["plan"]["chunk"])]
+    assert cell["ratio"] > 0.8
+    assert "4 plain 512" in cell["static"]
+    assert any(", busy 2" in key for key in cell["static"])
+    assert "4 4000/128 C" in capsys.readouterr().out
+
+    def never(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(decide, "search", never)
+    decide.main()
+    assert "plain, chunk 512" in capsys.readouterr().out
+
+
+def test_the_cost_of_decisions_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "--engines", "16", "--requests", "600", "--repeat", "1"])
+    decide_cost.main()
+    assert len(capsys.readouterr().out.splitlines()) == 7
