@@ -330,8 +330,7 @@ class Engine:
                 planned = 0.0  # what comes next begins when it comes, however soon
                 continue
             planned = (planned if now - planned < _MAX_LAG else now) + step.seconds
-            # A step that takes no time still lets other tasks run.
-            await asyncio.sleep(max(planned - now, 0.0))
+            await asyncio.sleep(max(planned - now, 0.0))  # a step that takes no time still lets other tasks run
             await self._awake.wait()
             try:
                 outputs = core.finish(step, self._now())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pdproxy.lab.calibrate.trials import BESIDE_AFTER, Prompt, Seen, Trial, TrialError
@@ -87,7 +88,7 @@ class _Run:
     def _all_beside(self) -> None:
         for place, tokens in enumerate(self._trial.beside):
             self._sent.append(self._cluster.now)
-            self._beside(place, tokens, lambda now, place=place: self._answered.update({place: now}))  # type: ignore[misc]
+            self._beside(place, tokens, partial(self._answered.__setitem__, place))
 
     def _beside(self, place: int, tokens: int, answered: Callable[[float], None]) -> None:
         if self._prefill is None:
