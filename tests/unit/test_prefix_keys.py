@@ -1,6 +1,7 @@
 """The keys of a prompt's blocks."""
 
 import json
+import sys
 
 import pytest
 from hypothesis import given
@@ -64,6 +65,13 @@ def test_roots_separate_adapters_salts_and_texts():
     ]
     assert len(set(roots)) == len(roots)
     assert keys.root("", "") == keys.root(None, None)
+
+
+def test_a_long_salt_is_not_kept():
+    salt = "".join(["salt "] * 1_000_000)
+    keys.root("a", salt)
+    keys.root(None, salt)
+    assert sys.getrefcount(salt) == 2
 
 
 def test_keys_take_one_pair_of_digits():

@@ -243,6 +243,10 @@ def test_salts_adapters_and_texts_are_apart(other):
     assert not set(all_keys(prompt=prompt(1))) & set(all_keys(**{"prompt": prompt(1), **other}))
 
 
+def test_no_salt_may_be_spelled_null():
+    assert all_keys(prompt=prompt(1), cache_salt=None) == all_keys(prompt=prompt(1))
+
+
 @pytest.mark.parametrize(
     "fields", [{"truncate_prompt_tokens": 10}, {"cache_salt": 5}, {"cache_salt": "s" * 2000}], ids=str
 )

@@ -35,9 +35,11 @@ def units_of(size: int) -> Struct:
     return Struct(f"{size}s")
 
 
-@lru_cache(maxsize=1024)
 def root(lora_name: str | None = None, salt: str | None = None) -> int:
-    """Return the key before a prompt's first unit: it separates adapters, and clients with different `cache_salt`."""
+    """Return the key before a prompt's first unit: it separates adapters, and clients with different `cache_salt`.
+
+    It is not cached: an engine's events may have salts of megabytes.
+    """
     return hash(("ids", lora_name or "", salt or "")) & MASK
 
 

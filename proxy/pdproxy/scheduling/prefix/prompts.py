@@ -69,7 +69,7 @@ def beginning_of(
     if not is_absent(fields, "truncate_prompt_tokens"):
         return None  # engines cut it at its beginning
     adapter, salt = parsed.model if is_adapter else None, None
-    if "cache_salt" in fields:
+    if not is_absent(fields, "cache_salt"):
         if memoryview(fields["cache_salt"]).nbytes > MAX_SALT:
             return None
         try:
