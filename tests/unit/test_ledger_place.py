@@ -110,6 +110,18 @@ def test_excluded_engines_are_a_last_resort() -> None:
     assert names(placement) == ("xx2", "xx2", "xx2")
 
 
+def test_engines_to_avoid_come_before_excluded_ones() -> None:
+    """First those that are neither, then those that are to be avoided, then all."""
+    ledger, placement = made(spec("x"), spec("x2"), spec("x3"))
+    placement.usual = whole()
+    assert ledger.place(ASK, split=True, without={"x"}, avoid={"x2"}) is not None
+    assert names(placement) == ("x3", "x3", "x3")
+    assert ledger.place(ASK, split=True, without={"x"}, avoid={"x2", "x3"}) is not None
+    assert names(placement) == ("x2x3", "x2x3", "x2x3")
+    assert ledger.place(ASK, split=True, avoid={"x", "x2", "x3"}) is not None
+    assert names(placement) == ("xx2x3", "xx2x3", "xx2x3")
+
+
 def test_open_breakers_full_engines_and_other_models_are_left_out() -> None:
     """Full: for another engine's KV only."""
     ledger, placement = made(spec("x"), spec("x2", places=1), spec("x3"))
@@ -125,6 +137,18 @@ def test_open_breakers_full_engines_and_other_models_are_left_out() -> None:
     ledger.mark_up("x3", evidence("n"))
     ledger.place(Ask("n", 1, 5.0), split=True)
     assert names(placement) == ("x3", "x3", "x3")
+
+
+def test_an_open_breaker_counts_beside_engines_of_other_roles() -> None:
+    """The only aggregated engine is no candidate while its breaker is open and a decode engine's is not."""
+    ledger, placement = made(spec("a"), spec("d"))
+    placement.usual = whole()
+    first = ledger.place(ASK, split=False)
+    assert roles(first) == [("a", "aggregated")]
+    assert first is not None
+    ledger.close(first.leases[0], Verdict.FAILED, 5.0)
+    assert roles(ledger.place(ASK, split=False)) == [("d", "aggregated")]
+    assert names(placement) == ("d", "", "")
 
 
 def test_nobody_and_refused_are_different() -> None:

@@ -72,6 +72,8 @@ class Ledger:
         """The smallest KV block of any engine in tokens, None while unknown. Read only."""
         self.template_tokens = 0
         """The largest number of tokens that an engine's chat template adds to one message. Read only."""
+        self.adapters: frozenset[str] = frozenset()
+        """Those of the engines' models that are LoRA adapters. Read only."""
         self._has_places = False
         """Whether any engine's requests are bounded."""
         self._when_lost: Callable[[str], None] = lambda _: None
@@ -199,18 +201,21 @@ class Ledger:
             leases.append(self._open(node, role, size if alone or role is not Role.DECODE else 0, ask))
         return Assignment(tuple(leases))
 
-    def place(self, ask: Ask, *, split: bool, without: Collection[str] = ()) -> Assignment | None:
+    def place(
+        self, ask: Ask, *, split: bool, without: Collection[str] = (), avoid: Collection[str] = ()
+    ) -> Assignment | None:
         """Lease the engines that the placement chooses: one that serves the request whole, or a prefill and a decode engine.
 
-        `split`: whether two may share the work. Engines in `without` are used only if no others can serve the request. None:
-        there are no engines for it, or, if it `is_placeable`, none that the placement would have serve it now.
+        `split`: whether two may share the work. Engines in `avoid`, and then those in `without`, are used only if no others can
+        serve the request. None: there are no engines for it, or, if it `is_placeable`, none that the placement would have serve
+        it now.
 
         Raises:
             RuntimeError: the pool has no placement.
         """
         if self.placement is None:
             raise RuntimeError("the pool has no placement")
-        candidates = self._fallback(ask, split, without)
+        candidates = self._fallback(ask, split, without, avoid)
         placed = None if candidates is None else self.placement.place(ask, candidates)
         if placed is None:
             return None
@@ -226,9 +231,14 @@ class Ledger:
         """Return whether `place` has any engines to choose from."""
         return self._fallback(ask, split, without) is not None
 
-    def _fallback(self, ask: Ask, split: bool, without: Collection[str]) -> Candidates | None:
-        """Return the engines outside of `without`, all if those can't serve the request, None if none can."""
-        for excluded in (without, ()) if without else ((),):
+    def _fallback(
+        self, ask: Ask, split: bool, without: Collection[str], avoid: Collection[str] = ()
+    ) -> Candidates | None:
+        """Return the engines outside of `without` and `avoid`, with those if others can't serve the request, None if none can."""
+        levels: list[Collection[str]] = [(*without, *avoid)] if avoid else []
+        if without:
+            levels.append(without)
+        for excluded in (*levels, ()):
             candidates = self._candidates_for(ask, split, excluded)
             if candidates.whole or any(
                 prefill is not decode and self._may_pair(prefill, decode)
@@ -248,11 +258,12 @@ class Ledger:
         for role in self._alone:
             whole.update(dict.fromkeys(ranked(role, ask, without)))
         serving = [node for node in whole if ask.model is None or node.serves(ask.model)]
+        fitting = serving or [*whole]  # of one role all breakers may be open, and not of another
         prefill: tuple[Node, ...] = ()
         decode: tuple[Node, ...] = ()
         if split:
             prefill, decode = (tuple(node for node in ranked(role, ask, without) if not node.full) for role in _SPLIT)
-        found = Candidates(tuple(serving or whole), prefill, decode, self._may_pair)
+        found = Candidates(tuple([n for n in fitting if n.usable(ask.now)] or fitting), prefill, decode, self._may_pair)
         if cached and serving:  # a client can name any number of models
             self._candidates[key] = found
         return found
