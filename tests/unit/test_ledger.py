@@ -206,6 +206,19 @@ def test_differences(other: Evidence, why: str | None) -> None:
     assert why is None or why in (found or "")
 
 
+def test_an_engine_that_does_not_know_the_model_replaces_none_that_does() -> None:
+    """Its 404 would be the answer, though the model exists: the one that failed is asked again instead."""
+    made = Ledger([NodeSpec("d1", Role.DECODE), NodeSpec("d2", Role.DECODE)], breaker_failures=2, breaker_cooldown=10)
+    made.mark_up("d1", evidence())
+    made.mark_up("d2", evidence(models="x"))
+    assert made.assign_alone(Ask("m", 1, 0), without=["d1"]) is None
+    for model, without, wanted in (("m", [], "d1"), ("x", ["d1"], "d2"), ("unknown", ["d1"], "d2")):
+        lease = made.assign_alone(Ask(model, 1, 0), without=without)
+        assert lease is not None
+        assert lease.node.url == wanted
+        made.close(lease, Verdict.GOOD, 0)
+
+
 def test_a_release_goes_to_an_engine_that_knows_the_model() -> None:
     """A handle is released where its model is served, and not where it failed."""
     made = ledger()

@@ -74,9 +74,10 @@ class Reference:
         return next(iter(others or ranked), None)
 
     def ranked(self, role: Role, ask: Ask, without: Collection[str]) -> list[Node]:
-        alive = [n for n in self.nodes.values() if n.role is role and n.url not in without and n.up]
+        alive = [n for n in self.nodes.values() if n.role is role and n.up]
         serving = [n for n in alive if ask.model is None or n.serves(ask.model)]
-        fitting = serving or (alive if role is not Role.PREFILL else [])
+        known = serving or (alive if role is not Role.PREFILL else [])
+        fitting = [n for n in known if n.url not in without]
         candidates = [n for n in fitting if n.usable(ask.now)] or fitting
         return sorted(self.turned((role, "ranked"), candidates), key=load)
 

@@ -30,17 +30,18 @@ class Eligibility:
     def ranked(self, role: Role, ask: Ask, without: Collection[str]) -> list[Node]:
         """Return the engines of a role that may serve a request, best first.
 
-        A model that no engine serves matches all but prefill engines: the engine's own 404 is the answer. Engines whose
-        breaker is open are used only if there are no others: they are better than no answer.
+        A model that no engine serves, not even one of `without`, matches all but prefill engines: the engine's own 404 is the
+        answer. Engines whose breaker is open are used only if there are no others: they are better than no answer.
         """
         eligible = self.eligible(role, ask, without)
         return self._policies[role].rank(ask, eligible) if len(eligible) > 1 else eligible
 
     def eligible(self, role: Role, ask: Ask, without: Collection[str]) -> list[Node]:
         """As `ranked`, in no order."""
-        up = [node for node in self._nodes if role in node.uses and node.url not in without and node.up]
+        up = [node for node in self._nodes if role in node.uses and node.up]
         serving = [node for node in up if ask.model is None or node.serves(ask.model)]
-        fitting = serving or (up if role is not Role.PREFILL else [])
+        known = serving or (up if role is not Role.PREFILL else [])
+        fitting = [node for node in known if node.url not in without] if without else known
         return [node for node in fitting if node.usable(ask.now)] or fitting
 
     def changed(self) -> None:
