@@ -224,3 +224,38 @@ async def test_the_engine_that_keeps_the_turn_is_lost(what: str, stream: bool) -
         assert drops(pair) == [{"freeze": "unanswered", "lease_expiry": "expired"}.get(what, "failed")]
         await talk.goes_on()
         await talk.nothing_is_left(lease=True, ttl=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_keeper_that_hangs_is_not_asked_to_decode(stream: bool) -> None:
+    """P waits for its KV in vain. The next attempt has other engines in both roles, and the prompt is still split."""
+    clock = ManualClock()
+    async with talking(prefills=2, decodes=2, clock=clock) as pair:
+        talk = Talk(pair, 2, clock, stream=stream)
+        keeper = await talk.first()
+        await keeper.freeze()
+        answer, text = await talk.turn(waits=True)
+        assert seen(answer, text) == "right"
+        leg = (await pair.world.ended(2)).legs[0]
+        assert leg.attempts == 2
+        assert leg.prefill is not None
+        assert leg.decode is not None
+        assert leg.decode != keeper.url
+        await talk.goes_on()
+        await talk.nothing_is_left(lease=True, ttl=True)
+
+
+async def test_the_only_decode_engine_is_asked_although_it_may_hang() -> None:
+    """It keeps the turn, and it was P that hung: the prompt is split once more, not computed by the decode engine."""
+    clock = ManualClock()
+    async with talking(prefills=2, decodes=1, clock=clock) as pair:
+        talk = Talk(pair, 2, clock, stream=True)
+        keeper = await talk.first()
+        arm(talk, "prefill", "freeze", "queued")
+        answer, text = await talk.turn(waits=True)
+        assert seen(answer, text) == "right"
+        leg = (await pair.world.ended(2)).legs[0]
+        assert (leg.attempts, leg.decode) == (2, keeper.url)
+        assert leg.prefill is not None
+        await talk.goes_on()
+        await talk.nothing_is_left(lease=True, ttl=True)

@@ -16,6 +16,7 @@ from pdproxy.kit.errors import (
     Wait,
 )
 from pdproxy.serving.dispatch.recovery import (
+    AskAgain,
     CannotSplit,
     DecodeFailed,
     Fail,
@@ -53,6 +54,9 @@ NO_SPACE = AnswerBudgetError("no space")
         (PrefillFailed(P, Alone.PREFILL_FAILED, CLOSED), FIRST, Retry(P)),
         (PrefillFailed(P, Alone.NO_HANDLE, CLOSED), FIRST, Retry(P)),
         (PrefillFailed(P, Alone.NO_HANDLE, CLOSED), LAST, ServeAlone(Alone.NO_HANDLE, P)),
+        # It may have waited for KV that a decode engine keeps: that one is avoided, too.
+        (PrefillFailed(P, Alone.PREFILL_FAILED, TIMEOUT, D), FIRST, Retry(P, avoid=D)),
+        (PrefillFailed(P, Alone.PREFILL_FAILED, TIMEOUT, D), LAST, ServeAlone(Alone.PREFILL_FAILED, P, avoid=D)),
         # A prompt that can't be split: one engine at once, however many attempts are left.
         (CannotSplit(Alone.KV_LATE, D), FIRST, ServeAlone(Alone.KV_LATE, D)),
         (CannotSplit(Alone.PREFILL_REFUSED, P), LAST, ServeAlone(Alone.PREFILL_REFUSED, P)),
@@ -71,6 +75,8 @@ NO_SPACE = AnswerBudgetError("no space")
         (DecodeFailed(D, CLOSED, data_sent=True), FIRST, Fail(CLOSED)),
         (DecodeFailed(D, BROKEN, data_sent=True), FIRST_ALONE, Fail(BROKEN)),
         (Failed(TIMEOUT), FIRST, Fail(TIMEOUT)),
+        # What the proxy had added was refused: the same again without it.
+        (AskAgain(), FIRST, Retry(None)),
     ],
 )
 def test_what_follows(outcome: Failure, progress: Progress, action: object) -> None:

@@ -20,19 +20,29 @@ MAX_USER = 256
 """Bytes of a body's `user` that name a session. What follows makes no other session."""
 
 
-def begin(resources: ExchangeResources, request: PromptRequest, order: Order, without: Sequence[str]) -> Attempt | None:
+def begin(
+    resources: ExchangeResources, request: PromptRequest, order: Order, without: Sequence[str], avoid: Sequence[str]
+) -> Attempt | None:
     """Lease the engines of an order, and make what the contract needs for them.
 
-    `without` are URLs of engines that must not get the prompt if there are others. Return None if there are no engines for it.
+    `without` are URLs of engines that must not get the prompt: one that serves alone is taken from them only if there are no
+    others. Those of `avoid` are used if no others can serve the prompt in this order. Return None if there are no engines for it.
     """
     if not order.roles:
-        return _alone(resources, request, without)
-    assignment = resources.ledger.assign(order.roles, _ask(resources, request), without=without)
+        return _alone(resources, request, without, avoid)
+    if avoid:
+        assignment = _assigned(resources, request, order, without, avoid)
+    else:
+        assignment = resources.ledger.assign(order.roles, _ask(resources, request), without=without)
     return None if assignment is None else _prepared(Attempt(resources, request, assignment))
 
 
 async def begin_with_space(
-    resources: ExchangeResources, request: PromptRequest, order: Order, without: Sequence[str]
+    resources: ExchangeResources,
+    request: PromptRequest,
+    order: Order,
+    without: Sequence[str],
+    avoid: Sequence[str],
 ) -> Attempt | None:
     """As `begin`, where receive buffers are bounded: wait until the last engine has space for the prompt's KV.
 
@@ -41,17 +51,22 @@ async def begin_with_space(
     """
 
     def choose(excluded: Sequence[str]) -> Assignment | None:
-        return resources.ledger.assign(order.roles, _ask(resources, request), without=excluded)
+        return _assigned(resources, request, order, excluded, avoid)
 
     return await _with_space(resources, request, choose, without)
 
 
 async def begin_placed(
-    resources: ExchangeResources, request: PromptRequest, must_be_whole: Alone | None, without: Sequence[str]
+    resources: ExchangeResources,
+    request: PromptRequest,
+    must_be_whole: Alone | None,
+    without: Sequence[str],
+    avoid: Sequence[str],
 ) -> Attempt | None:
-    """Lease the engines that the pool's placement chooses. `must_be_whole`: why the request can't be split, None if it can.
+    """Lease the engines that the pool's placement chooses, those of `without` only if there are no others.
 
-    Where receive buffers are bounded, a prompt that is split waits as for `begin_with_space`.
+    `must_be_whole`: why the request can't be split, None if it can. Where receive buffers are bounded, a prompt that is split
+    waits as for `begin_with_space`.
 
     Raises:
         TooLateError: no engine can serve it in time, and such requests are refused.
@@ -61,7 +76,7 @@ async def begin_placed(
 
     def choose(excluded: Sequence[str]) -> Assignment | None:
         ask, ledger = _ask(resources, request), resources.ledger
-        placed = ledger.place(ask, split=split, without=excluded)
+        placed = ledger.place(ask, split=split, without=excluded, avoid=avoid)
         if placed is None and ledger.is_placeable(ask, split=split, without=excluded):
             _decided(resources, Decision(ask.now, _id(request), REFUSED, LATE, tokens=ask.tokens))
             raise TooLateError("no engine can serve this request in time now")
@@ -121,6 +136,14 @@ async def _with_space(
     return None if assignment is None else _made(resources, request, assignment, space)
 
 
+def _assigned(
+    resources: ExchangeResources, request: PromptRequest, order: Order, without: Sequence[str], avoid: Sequence[str]
+) -> Assignment | None:
+    ask, ledger = _ask(resources, request), resources.ledger
+    assignment = ledger.assign(order.roles, ask, without=(*without, *avoid)) if avoid else None
+    return assignment or ledger.assign(order.roles, ask, without=without)
+
+
 def _give_up(resources: ExchangeResources, assignment: Assignment) -> None:
     for lease in assignment.leases:
         resources.close(lease, Verdict.NEUTRAL)
@@ -142,13 +165,16 @@ def _prepared(attempt: Attempt) -> Attempt:
     return attempt
 
 
-def _alone(resources: ExchangeResources, request: PromptRequest, without: Sequence[str]) -> Attempt | None:
+def _alone(
+    resources: ExchangeResources, request: PromptRequest, without: Sequence[str], avoid: Sequence[str]
+) -> Attempt | None:
     parsed, ledger = request.parsed, resources.ledger
     ask = Ask(parsed.model, parsed.body_bytes, resources.now(), request.ids, parsed)
     if ledger.needs_details:
         ask = _detailed(ask, request)
+    lease = ledger.assign_alone(ask, without=(*without, *avoid)) if avoid else None
     # An engine that failed is better than no answer.
-    lease = ledger.assign_alone(ask, without=without) or ledger.assign_alone(ask)
+    lease = lease or ledger.assign_alone(ask, without=without) or ledger.assign_alone(ask)
     return None if lease is None else Attempt(resources, request, Assignment((lease,)))
 
 

@@ -75,6 +75,7 @@ class Exchange:
         "_alone",
         "_asked",
         "_attempt",
+        "_avoid",
         "_dispatcher",
         "_number",
         "_prefill_failed",
@@ -91,6 +92,8 @@ class Exchange:
         self._asked = 0
         """Attempts that had engines."""
         self._without: tuple[str, ...] = ()
+        self._avoid: tuple[str, ...] = ()
+        """Engines that may have failed, too: see `recovery.Retry`."""
         self._alone: Alone | None = None
         """Why one engine is to serve the prompt; None: it is to be split."""
         self._served_alone: Alone | None = None
@@ -186,13 +189,13 @@ class Exchange:
         dispatcher, why_alone = self._dispatcher, self._alone
         resources, order = dispatcher.resources, dispatcher.order if why_alone is None else alone.ORDER
         if resources.ledger.placement is not None:
-            attempt = await begin_placed(resources, self._request, why_alone, self._without)
+            attempt = await begin_placed(resources, self._request, why_alone, self._without, self._avoid)
             if attempt is not None and attempt.prefill_url is None:
                 order, why_alone = alone.ORDER, why_alone or Alone.DECIDED
         elif order.roles and resources.transfer.buffers.bounded:
-            attempt = await begin_with_space(resources, self._request, order, self._without)
+            attempt = await begin_with_space(resources, self._request, order, self._without, self._avoid)
         else:
-            attempt = begin(resources, self._request, order, self._without)
+            attempt = begin(resources, self._request, order, self._without, self._avoid)
         if attempt is None:
             return NoEngines()
         self._attempt = attempt
@@ -226,6 +229,8 @@ class Exchange:
             return action
         if action.exclude is not None:
             self._without += (action.exclude,)
+        if action.avoid is not None:
+            self._avoid += (action.avoid,)
         if not isinstance(action, Retry):
             self._alone = action.reason
         return action

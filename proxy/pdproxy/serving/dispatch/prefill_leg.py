@@ -127,11 +127,8 @@ class PrefillLeg:
                 try:
                     async with resources.clock.within(seconds):
                         answer = await self._answer_or_handle()
-                        if (
-                            self._turn is not None
-                            and isinstance(answer, Answer)
-                            and self._turn.has_failed(answer.status)
-                        ):
+                        turn = self._turn
+                        if turn is not None and isinstance(answer, Answer) and turn.has_failed(answer.status):
                             self.dispatch = with_turn(self.dispatch, None)
                             answer = await self._answer_or_handle()
                     return self._noticed(answer) if isinstance(answer, Handle) else self._read(answer)
@@ -144,12 +141,12 @@ class PrefillLeg:
             raise
         except TimeoutError:
             self._verdict = Verdict.FAILED
-            if self._turn is not None:
-                self._turn.hung()
+            keeper = None if self._turn is None else self._turn.hung()
             self._adopt(lambda: None)  # it may be about to finish, and only its answer names its KV
             self._adopted = False  # the lease ends now
             self._pending = None
-            return self._failed(EngineTimeoutError(f"{self._url} did not prefill in {seconds:g} s", wait=Wait.PREFILL))
+            late = EngineTimeoutError(f"{self._url} did not prefill in {seconds:g} s", wait=Wait.PREFILL)
+            return self._failed(late, keeper=keeper)
         except EngineError as error:
             self._verdict = verdict_of(error)
             return self._failed(error)
@@ -272,10 +269,12 @@ class PrefillLeg:
         finished = handle.first is not None and handle.first.finish_reason is not None
         return Prefilled(self._take(handle), answer.body if finished else b"")
 
-    def _failed(self, error: EngineError, reason: Alone = Alone.PREFILL_FAILED) -> PrefillFailed:
+    def _failed(
+        self, error: EngineError, reason: Alone = Alone.PREFILL_FAILED, *, keeper: str | None = None
+    ) -> PrefillFailed:
         if isinstance(wait := getattr(error, "wait", None), Wait):
             self._attempt.resources.observers.notify(DeadlinePassed(wait.value, self._url))
-        return PrefillFailed(self._url, reason, error)
+        return PrefillFailed(self._url, reason, error, keeper)
 
     # -- custody
 

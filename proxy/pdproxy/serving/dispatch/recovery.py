@@ -27,12 +27,14 @@ class NoEngines(msgspec.Struct, frozen=True):
 class PrefillFailed(msgspec.Struct, frozen=True):
     """The prefill engine at `url` made no KV that can be used.
 
-    `reason`: why one engine serves the prompt if no other pair can.
+    `reason`: why one engine serves the prompt if no other pair can. `keeper`: the URL of the decode engine whose KV it was given
+    and may have waited for in vain, None if there was none.
     """
 
     url: str
     reason: Alone
     error: EngineError
+    keeper: str | None = None
 
 
 class CannotSplit(msgspec.Struct, frozen=True):
@@ -80,16 +82,21 @@ Outcome = Answered | Failure
 
 
 class Retry(msgspec.Struct, frozen=True):
-    """Try again in the same way, without the engine at `exclude` (None: with all)."""
+    """Try again in the same way, without the engine at `exclude` (None: with all).
+
+    `avoid`: the URL of one that may have failed, too: it is used only if no others can serve the prompt in this way.
+    """
 
     exclude: str | None
+    avoid: str | None = None
 
 
 class ServeAlone(msgspec.Struct, frozen=True):
-    """Have one engine serve the prompt alone, without the one at `exclude` (None: any)."""
+    """Have one engine serve the prompt alone, without the one at `exclude` (None: any). `avoid`: as of `Retry`."""
 
     reason: Alone
     exclude: str | None = None
+    avoid: str | None = None
 
 
 class Fail(msgspec.Struct, frozen=True):
@@ -120,9 +127,9 @@ def after(outcome: Failure, progress: Progress) -> Action:
             return Fail(OverloadedError("no engine can serve this request: see /ready"))
         case NoEngines():
             return ServeAlone(progress.prefill_failed or Alone.NO_PAIR)
-        case PrefillFailed(url, reason, _):
+        case PrefillFailed(url, reason, _, keeper):
             # A failed prefill alone never fails the request: in the end one engine serves it without a prefill leg.
-            return Retry(url) if progress.number < progress.limit else ServeAlone(reason, url)
+            return Retry(url, keeper) if progress.number < progress.limit else ServeAlone(reason, url, keeper)
         case CannotSplit(reason, exclude):
             return ServeAlone(reason, exclude)
         case DecodeFailed(url, error, _):

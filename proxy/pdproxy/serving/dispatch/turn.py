@@ -86,11 +86,16 @@ class TurnBefore:
             tokens = handle.created_cache_tokens or handle.prompt_tokens
             self._turns.speeds.measured(self._node, tokens, self._now() - self._since)
 
-    def hung(self) -> None:
-        """The leg has reached its deadline."""
+    def hung(self) -> str | None:
+        """The leg has reached its deadline. Return the decode engine whose KV it was given, None if it was given none.
+
+        Nobody knows which of the two does not answer the other.
+        """
         reuse, self._reuse = self._reuse, None
-        if reuse is not None:
-            self._turns.hung(reuse)
+        if reuse is None:
+            return None
+        self._turns.hung(reuse)
+        return reuse.turn.record.decode
 
     def over(self, *, asked: bool) -> None:
         """The leg is over. `asked`: the engine has been sent the prompt, and may still pull if it has not answered."""
