@@ -102,6 +102,58 @@ def test_a_ledger_with_any_policy_serves_and_forgets(name: str) -> None:
     assert [(node.requests, node.prompt_bytes) for node in made.nodes] == [(0, 0)] * 4
 
 
+def fleet(name: str, *specs: NodeSpec) -> Ledger:
+    """Engines that are up, all roles of which have a policy."""
+    made = Ledger(
+        specs,
+        breaker_failures=3,
+        breaker_cooldown=5,
+        policies=dict.fromkeys((Role.PREFILL, Role.DECODE), POLICIES[name]),
+        chance=Random(1).random,
+    )
+    for node in made.nodes:
+        made.mark_up(node.url, evidence())
+    return made
+
+
+def used(made: Ledger, whole: str) -> Counter[tuple[str, str]]:
+    """How often each engine had each role: requests one after the other, split, or whole where `whole` has a 1."""
+    found = Counter[tuple[str, str]]()
+    for n in range(120):
+        ask = Ask("m", 100, float(n), session=f"s{n}", tokens=50)
+        if whole[n % len(whole)] == "1":
+            lease = made.assign_alone(ask)
+            leases = () if lease is None else (lease,)
+        else:
+            pair = made.assign((Role.PREFILL, Role.DECODE), ask)
+            leases = () if pair is None else pair.leases
+        assert leases
+        for lease in leases:
+            found[lease.node.url, lease.role.value] += 1
+            made.close(lease, Verdict.GOOD, float(n))
+    return found
+
+
+@pytest.mark.parametrize("whole", ["0", "01", "001"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("name", names())
+def test_engines_for_any_role_have_all_roles(name: str, count: int, whole: str) -> None:
+    """The best one to prefill is mostly also the best one to decode, and can't do both for one request."""
+    found = used(fleet(name, *[NodeSpec(f"http://{n}:1", Role.ANY) for n in range(count)]), whole)
+    assert {url for url, role in found if role == "prefill"} == {f"http://{n}:1" for n in range(count)}
+    assert {url for url, role in found if role == "decode"} == {f"http://{n}:1" for n in range(count)}
+
+
+@pytest.mark.parametrize("whole", ["0", "01", "001", "0111"])
+@pytest.mark.parametrize("name", names())
+def test_no_engine_starves_in_its_rack(name: str, whole: str) -> None:
+    """Two racks, of which the second one has more engines: pairs form within each of them."""
+    specs = [NodeSpec(f"http://p{n}:1", Role.PREFILL, within=(("rack", "abb"[n]),)) for n in range(3)]
+    specs += [NodeSpec(f"http://d{n}:1", Role.DECODE, within=(("rack", "abb"[n]),)) for n in range(3)]
+    found = used(fleet(name, *specs), whole)
+    assert {url for url, role in found if role != "aggregated"} == {spec.url for spec in specs}
+
+
 # -- round_robin, random, power_of_two
 
 
@@ -112,6 +164,19 @@ def test_round_robin_takes_turns_whatever_the_load() -> None:
     made.close(next(lease for lease in got if lease), Verdict.FAILED, 0.0)
     excluded = [made.assign_alone(ASK, without={"http://1:1"}) for _ in range(4)]
     assert [lease.node.url[7] for lease in excluded if lease] == ["2", "0", "2", "0"]
+
+
+def test_round_robin_takes_turns_within_each_model() -> None:
+    """Requests of two models alternate: with one turn for all, each would have the same engine every time."""
+    made = ledger("round_robin", 4)
+    for node in made.nodes:
+        made.mark_up(node.url, Evidence(frozenset("mn"[node.url[7] > "1"]), "1", 16, ((1, 2),), 5, 1.0))
+    found = Counter[str]()
+    for n in range(40):
+        lease = made.assign_alone(Ask("mn"[n % 2], 100, 0.0))
+        assert lease is not None
+        found[lease.node.url] += 1
+    assert set(found.values()) == {10}
 
 
 def test_random_takes_each_engine_as_often() -> None:
@@ -205,7 +270,7 @@ def test_no_session_overloads_an_engine(loads: list[int], session: str) -> None:
     """The engine that is chosen has at most 1.25 times the mean afterwards, rounded up."""
     among = nodes(*loads)
     node = home(among, session)
-    bound = BOUND * (sum(loads) + 1) / len(loads)
+    bound = BOUND * max(1.0, (sum(loads) + 1) / len(loads))
     assert node.requests < bound
     ranked = policy("session").rank(in_session(session), among)
     assert ranked[0] is node
@@ -220,6 +285,17 @@ def test_one_hot_session_is_spread_by_the_bound() -> None:
     loads = sorted(node.requests for node in made.nodes)
     assert loads[-1] <= 32, loads  # 1.25 x 25, rounded up
     assert sum(loads) == 100
+
+
+@pytest.mark.parametrize("count", [2, 3, 16])
+def test_in_a_pool_with_few_requests_sessions_stay(count: int) -> None:
+    """Two requests at one engine are no overload, however idle the others are; a third one leaves."""
+    among = nodes(*[0] * count)
+    first = home(among, "s")
+    first.requests = 1
+    assert home(among, "s") is first
+    first.requests = 2
+    assert home(among, "s") is not first
 
 
 # -- prefix

@@ -23,7 +23,7 @@ def least_load(context: PolicyContext) -> Policy:
 POLICIES: Mapping[str, PolicyFactory] = MappingProxyType(
     {
         "least_load": least_load,
-        "round_robin": lambda _: RoundRobin(),
+        "round_robin": lambda context: RoundRobin(context.role),
         "random": lambda context: RandomChoice(context.chance),
         "power_of_two": lambda context: PowerOfTwo(context.role, context.chance),
         "session": lambda context: Session(context.role),

@@ -4,31 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdproxy.scheduling.nodes import Node
+from pdproxy.scheduling.leases import Lease
+from pdproxy.scheduling.nodes import Node, Role
 from pdproxy.scheduling.policy import Ask, Best, Policy
+
+_MAX_ENGINES = 4096
+"""Engines whose last turn is remembered. Those that were removed are forgotten as the oldest ones."""
 
 
 class RoundRobin(Policy):
-    """Each choice takes the engine after the one before, in the order of the settings.
+    """The engine whose last turn in this role was longest ago comes first; of those without any, the first one of the settings.
 
-    Engines that may not serve a request are left out of its turn, and don't get it later.
+    A turn is a lease, not a choice: where the engines that two roles would choose can't work together, others get the request.
+    With a counter of choices, some of them might never have a turn.
     """
 
-    def __init__(self) -> None:
-        self._turn = -1
+    def __init__(self, role: Role) -> None:
+        self._prefills = role is Role.PREFILL
+        self._number = 0
+        self._turns: dict[Node, int] = {}
+        """The number of each engine's last turn, the oldest one first."""
 
     def rank(self, ask: Ask, nodes: Sequence[Node]) -> list[Node]:
         """See `Policy`."""
-        self._turn += 1
-        turn = self._turn % len(nodes)
-        return [*nodes[turn:], *nodes[:turn]]
+        return sorted(nodes, key=self._turn)
 
     def best_of(self, nodes: Sequence[Node]) -> Best:
         """See `Policy`."""
-        count = len(nodes)
+        turn = self._turn
+        return lambda _: min(nodes, key=turn)
 
-        def best(ask: Ask) -> Node:
-            self._turn += 1
-            return nodes[self._turn % count]
+    def opened(self, lease: Lease, ask: Ask) -> None:
+        """See `Policy`."""
+        if (lease.role is Role.PREFILL) is not self._prefills:
+            return  # it does this for another role's policy
+        turns, self._number = self._turns, self._number + 1
+        turns.pop(lease.node, None)
+        turns[lease.node] = self._number
+        if len(turns) > _MAX_ENGINES:
+            del turns[next(iter(turns))]
 
-        return best
+    def _turn(self, node: Node) -> int:
+        return self._turns.get(node, 0)

@@ -17,7 +17,11 @@ from pdproxy.scheduling.nodes import Node, Role
 from pdproxy.scheduling.policy import Ask, Best, Policy
 
 BOUND = 1.25
-"""An engine gets a session's request only while it then has at most so many times the mean of all engines' requests."""
+"""An engine gets a session's request only while it then has at most so many times the mean of all engines' requests, rounded up.
+
+The mean counts as one request at least: an engine then has at most two. With less, in a pool with few requests every second
+request of an engine would leave for one that has nothing of its conversation, though none of them has much to do.
+"""
 
 
 class Session(Policy):
@@ -71,7 +75,7 @@ class Session(Policy):
 
     def _most(self, nodes: Sequence[Node]) -> float:
         """Return the number of requests from which on an engine gets no more: there is always an engine below it."""
-        return BOUND * (sum([node.requests for node in nodes]) + 1) / len(nodes)
+        return BOUND * max(1.0, (sum([node.requests for node in nodes]) + 1) / len(nodes))
 
     def _by_score(self, session: str, nodes: Sequence[Node]) -> list[Node]:
         key = _hash(session)
