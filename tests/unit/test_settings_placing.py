@@ -124,6 +124,26 @@ def test_pairs_of_engines_for_any_role_are_tried_in_a_ring() -> None:
     assert pairs_to_try(alone) == []
 
 
+def test_pairs_of_engines_for_any_role_are_tried_within_their_label() -> None:
+    """Neighbours in the settings are in different racks: a ring of all engines would have no pair."""
+    nodes = tuple(Node(url=f"http://{name}:1", role="any", labels={"rack": name[0]}) for name in ("a1", "b1", "a2", "b2"))
+    pairs = [(p.url[7:9], d.url[7:9]) for p, d in pairs_to_try(Pool(nodes=nodes, pair_within=("rack",)))]
+    assert sorted(pairs) == [("a1", "a2"), ("a2", "a1"), ("b1", "b2"), ("b2", "b1")]
+
+
+def test_each_engine_for_any_role_is_tried_with_its_sources() -> None:
+    """Each takes KV of one other only, and none of its neighbour's in the settings."""
+    sources = {"a": "c", "b": "d", "c": "a", "d": "b"}
+    nodes = tuple(
+        Node(url=f"http://{name}:1", role="any", sources=(f"http://{source}:1",)) for name, source in sources.items()
+    )
+    pairs = {(p.url[7], d.url[7]) for p, d in pairs_to_try(Pool(nodes=nodes))}
+    assert pairs == {("c", "a"), ("d", "b"), ("a", "c"), ("b", "d")}
+    one = tuple(Node(url=f"http://{n}:1", role="any", sources=("http://0:1",) if n else ()) for n in range(4))
+    tried = {(p.url[7], d.url[7]) for p, d in pairs_to_try(Pool(nodes=one))}
+    assert {d for _, d in tried} == set("0123"), "each one as decode engine, all but one with the only source"
+
+
 # -- labels
 
 

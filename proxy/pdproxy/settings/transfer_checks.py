@@ -115,10 +115,19 @@ def check_pairs(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistake
 def pairs_to_try(pool: Pool) -> list[tuple[Node, Node]]:
     """Return the prefill and decode engines of a pool that are tried together: those that the settings let work together.
 
-    Of engines for any role, each makes KV for the next one only: it is then tried in both roles, without a try for all of n x n.
+    Of engines for any role, each makes KV for the next one that may take it, and takes the KV of the nearest one before it that
+    it may take: all are tried in both roles, without a try for each of n x n pairs.
     """
     both = [node for node in pool.nodes if node.role == "any"]
-    following = {one.url: other for one, other in zip(both, [*both[1:], *both[:1]], strict=True)}
+    ring: set[tuple[str, str]] = set()
+    for at, node in enumerate(both):
+        others = [*both[at + 1 :], *both[:at]]
+        after = next((other for other in others if _takes(other, node, pool)), None)
+        before = next((other for other in reversed(others) if _takes(node, other, pool)), None)
+        if after is not None:
+            ring.add((node.url, after.url))
+        if before is not None:
+            ring.add((before.url, node.url))
     return [
         (prefill, decode)
         for prefill in pool.nodes
@@ -127,7 +136,7 @@ def pairs_to_try(pool: Pool) -> list[tuple[Node, Node]]:
         and decode.decodes
         and prefill is not decode
         and _takes(decode, prefill, pool)
-        and (not (prefill.role == decode.role == "any") or following[prefill.url] is decode)
+        and (not (prefill.role == decode.role == "any") or (prefill.url, decode.url) in ring)
     ]
 
 
