@@ -10,6 +10,7 @@ import pytest
 from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.schema import Settings
 from tests.fakes.passed import asked as requests_of
+from tests.fakes.passed import everyone, fine
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, world
 
 LONG_PROMPT = "a prompt that has some blocks of KV, because it goes on for a while, and then some more"
@@ -108,6 +109,15 @@ async def test_routes_that_are_never_split_have_sessions_by_the_header() -> None
             assert (await w.ask("/tokenize", body, [("X-Session-ID", "s")])).status == 200
         counts = [requests_of(engine, "/tokenize") - old for engine, old in zip(w.decode, before, strict=True)]
         assert sorted(counts) == [0, 0, 6]
+
+
+async def test_what_an_invocation_sends_whole_has_its_session_by_the_header() -> None:
+    async with world(1, 3, adjust=SESSION) as w:
+        everyone(w, "/invocations", fine)
+        for n in range(6):
+            answer = await w.ask("/invocations", {"input": f"some text {n}"}, [("X-Session-ID", "s")])
+            assert answer.status == 200
+        assert sorted(requests_of(engine, "/invocations") for engine in w.decode) == [0, 0, 6]
 
 
 # -- labels

@@ -22,7 +22,7 @@ from pdproxy.serving.dispatch.hints import NO_HINTS
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
-from pdproxy.serving.request.hints import DECISION, read_hints
+from pdproxy.serving.request.hints import DECISION, read_hints, session_of
 from pdproxy.serving.request.lifecycle import Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.merged_answer import merge_usage_events
 from pdproxy.serving.request.passthrough import IncomingPassthrough, Passthrough, PassthroughRequest
@@ -202,7 +202,8 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
         if incoming.adapter is not None:
             forward = (*forward, (ADAPTER_HEADER, incoming.adapter))
         entry = ENTRIES[incoming.route.value]
-        passed = IncomingPassthrough(entry, self.request_id, incoming.authorization, "", forward, b"")
+        session = session_of(self._service.session_header, dict(reversed(incoming.hints)))
+        passed = IncomingPassthrough(entry, self.request_id, incoming.authorization, "", forward, b"", session=session)
         request = PassthroughRequest(self._service.passthrough, passed, WaitingWriter(self.writer))
         fields = parsed.fields
         body = PassedBody(msgspec.json.encode(fields), self.model, has_value(fields, "stream", b"true"))
