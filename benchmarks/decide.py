@@ -39,7 +39,7 @@ from pdproxy.lab.plan.question import Drawn, Question, Traced
 from pdproxy.lab.plan.search import Result, levels, search
 from pdproxy.lab.simulate.cluster import Call
 from pdproxy.lab.simulate.load import Replay
-from pdproxy.lab.simulate.placements import Hybrid, auto, goal_of
+from pdproxy.lab.simulate.placements import Hybrid, auto, bounds_of
 from pdproxy.lab.simulate.shape import Shape
 from plan_exhaustive import LENGTHS
 
@@ -156,7 +156,7 @@ class _Cell:
             chunks=CHUNKS,
             policies=("least_load",),
         )
-        placements = {"auto": auto(goal_of(limit))}
+        placements = {"auto": auto(bounds_of(limit))}
         placements |= {f"busy {legs}": lambda _, legs=legs: Hybrid(legs=legs) for legs in BUSY}
         placements |= {f"short {tokens}": lambda _, tokens=tokens: Hybrid(tokens=tokens) for tokens in SHORT}
         self.prober = Prober(self.question, work_of(self.question), placements)

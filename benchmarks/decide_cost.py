@@ -16,12 +16,12 @@ from collections import deque
 
 from pdproxy.engine_model.profile import load
 from pdproxy.scheduling.auto.auto import Auto
-from pdproxy.scheduling.auto.goal import Goal
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Ask
+from pdproxy.scheduling.slo import Slo
 
 OPEN = 4
 """Open requests per engine."""
@@ -85,14 +85,14 @@ def main() -> None:
         plain, split = [Role.AGGREGATED] * engines, [Role.PREFILL, Role.DECODE] * (engines // 2)
         urls = [node.url for node in ledger_of(plain, None).nodes]
         for name, found in (("none", {}), ("one", {urls[1]: 2048}), ("all", dict.fromkeys(urls, 512))):
-            for kind, goal in (("whole", Goal(ttft=2.0, tpot=0.03)), ("split", Goal(ttft=0.5, tpot=0.008))):
+            for kind, slo in (("whole", Slo(ttft=2.0, tpot=0.03)), ("split", Slo(ttft=0.5, tpot=0.008))):
                 whole = kind == "whole"
                 fixed = (Role.AGGREGATED,) if whole else (Role.PREFILL, Role.DECODE)
                 least, ours = math.inf, math.inf
                 for _ in range(arguments.repeat):
                     ledger = ledger_of(plain if whole else split, None)
                     least = min(least, seconds(ledger, engines, arguments.requests, fixed))
-                    auto = Auto(lambda _: (profile.hardware, 2048), goal, cached=Known(found).cached)
+                    auto = Auto(lambda _: (profile.hardware, 2048), slo, cached=Known(found).cached)
                     ours = min(ours, seconds(ledger_of([Role.ANY] * engines, auto), engines, arguments.requests, ()))
                 assert auto.splits < arguments.requests / 10 if whole else auto.splits > arguments.requests / 4
                 print(

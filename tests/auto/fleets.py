@@ -8,13 +8,14 @@ from typing import Any
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import load
 from pdproxy.scheduling.auto.auto import Auto
-from pdproxy.scheduling.auto.goal import Goal
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, Node, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
+from pdproxy.scheduling.slo import Slo
+from pdproxy.wire.request import Parsed, Route
 
 H200 = load("h200-8b").hardware
-B = Goal(ttft=0.5, tpot=0.008)
+B = Slo(ttft=0.5, tpot=0.008)
 
 
 class Known:
@@ -27,8 +28,8 @@ class Known:
         return self.tokens
 
 
-def auto(goal: Goal = B, *, chunk: int = 2048, hardware: Hardware = H200, **options: Any) -> Auto:
-    return Auto(lambda _: (hardware, chunk), goal, **options)
+def auto(slo: Slo = B, *, chunk: int = 2048, hardware: Hardware = H200, **options: Any) -> Auto:
+    return Auto(lambda _: (hardware, chunk), slo, **options)
 
 
 def ledger(placement: Auto, roles: Iterable[Role]) -> Ledger:
@@ -40,8 +41,12 @@ def ledger(placement: Auto, roles: Iterable[Role]) -> Ledger:
     return made
 
 
-def ask(now: float, tokens: int = 4000) -> Ask:
-    return Ask("m", 4 * tokens, now, tokens=tokens)
+def parsed(*, stream: bool) -> Parsed:
+    return Parsed(Route.COMPLETIONS, {}, "m", stream, False, False, (), None, 0)
+
+
+def ask(now: float, tokens: int = 4000, *, slo: Slo | None = None, stream: bool = True) -> Ask:
+    return Ask("m", 4 * tokens, now, parsed=parsed(stream=stream), tokens=tokens, slo=slo)
 
 
 def node(url: str = "http://0:1", role: Role = Role.ANY) -> Node:

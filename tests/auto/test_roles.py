@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from pdproxy.scheduling.auto.demand import Demand, Meter
-from pdproxy.scheduling.auto.goal import WEIGHTS, Goal
 from pdproxy.scheduling.auto.loads import EngineLoad
 from pdproxy.scheduling.auto.roles import REVIEW_S, Kept
 from pdproxy.scheduling.auto.times import Times
+from pdproxy.scheduling.auto.weights import WEIGHTS
+from pdproxy.scheduling.slo import Slo
 from tests.auto.fleets import H200, B, node
 
-A = Goal(ttft=0.5, tpot=0.015)
-G = Goal(ttft=2.0, gap=0.05)
+A = Slo(ttft=0.5, tpot=0.015)
+G = Slo(ttft=2.0, gap=0.05)
 
 
 def demand(rate: float, tokens: int, output: int, times: Times) -> Demand:
@@ -27,8 +28,8 @@ def demand(rate: float, tokens: int, output: int, times: Times) -> Demand:
     return found
 
 
-def settled(goal: Goal, engines: int, asked: Demand, times: Times, *, seconds: float = 20.0) -> Kept:
-    kept = Kept(goal, WEIGHTS)
+def settled(slo: Slo, engines: int, asked: Demand, times: Times, *, seconds: float = 20.0) -> Kept:
+    kept = Kept(slo, WEIGHTS)
     loads = [EngineLoad(node(f"http://{number}:1"), times) for number in range(engines)]
     for review in range(int(seconds / REVIEW_S)):
         kept.review(review * REVIEW_S, loads, asked)
@@ -37,7 +38,7 @@ def settled(goal: Goal, engines: int, asked: Demand, times: Times, *, seconds: f
 
 
 @pytest.mark.parametrize(
-    ("goal", "chunk", "engines", "rate", "tokens", "output", "least", "most"),
+    ("slo", "chunk", "engines", "rate", "tokens", "output", "least", "most"),
     [
         (B, 4096, 4, 4.2, 4000, 128, 2, 2),  # the best static arrangement has as many
         (B, 4096, 16, 5.8, 4000, 128, 9, 9),
@@ -51,10 +52,10 @@ def settled(goal: Goal, engines: int, asked: Demand, times: Times, *, seconds: f
     ],
 )
 def test_as_many_as_the_best_arrangement_has(
-    goal: Goal, chunk: int, engines: int, rate: float, tokens: int, output: int, least: int, most: int
+    slo: Slo, chunk: int, engines: int, rate: float, tokens: int, output: int, least: int, most: int
 ) -> None:
     times = Times(H200, chunk)
-    kept = settled(goal, engines, demand(rate * engines, tokens, output, times), times)
+    kept = settled(slo, engines, demand(rate * engines, tokens, output, times), times)
     assert least <= kept.count <= most
 
 
@@ -68,5 +69,5 @@ def test_a_demand_that_stays_changes_nothing_more() -> None:
 
 def test_one_engine_is_always_left_to_decode() -> None:
     times = Times(H200, 4096)
-    kept = settled(Goal(ttft=0.5, tpot=0.005), 4, demand(40.0, 15_000, 2, times), times)
+    kept = settled(Slo(ttft=0.5, tpot=0.005), 4, demand(40.0, 15_000, 2, times), times)
     assert kept.count <= 3

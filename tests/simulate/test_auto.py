@@ -19,7 +19,7 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import load
 from pdproxy.lab.simulate.cluster import Call, Cluster
 from pdproxy.lab.simulate.load import Synthetic
-from pdproxy.lab.simulate.placements import Hybrid, auto, goal_of
+from pdproxy.lab.simulate.placements import Hybrid, auto, bounds_of
 from pdproxy.lab.simulate.shape import Fleet, Shape
 from pdproxy.lab.simulate.summary import kept
 from pdproxy.scheduling.auto.auto import Auto
@@ -32,7 +32,7 @@ A, B = parse_slo("A:ttft=500ms,tpot=15ms"), parse_slo("B:ttft=500ms,tpot=8ms")
 
 def fleet(shape: Fleet, chunk: int, slo: Slo, *, believed: Hardware | None = None, prefixes: bool = True) -> Cluster:
     shapes = dict.fromkeys(Role, Shape(max_num_batched_tokens=chunk, kv_tokens=496_000))
-    return Cluster(shape, H200, shapes, {}, auto(goal_of(slo), hardware=believed, prefixes=prefixes))
+    return Cluster(shape, H200, shapes, {}, auto(bounds_of(slo), hardware=believed, prefixes=prefixes))
 
 
 def requests(rate: float, prompt: int, output: int, count: int, seed: int = 0) -> Iterator[Call]:

@@ -96,7 +96,6 @@ def _placement(pool: Pool, profiles: Profiles, cached: Cached | None) -> Placeme
         refuse_late=pool.policy.refuse_late,
         hardware=profiles.hardware,
         chunk=profiles.chunk,
-        chance=Random().random,
         cached=cached,
     )
     return make(context)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from pdproxy import __version__
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe import catalog
+from pdproxy.observe import catalog, catalog_decisions
 from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Gauge
+from pdproxy.scheduling.placement import Placement, PlacementState
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.upstream.answer_budget import AnswerBudget
@@ -59,6 +60,23 @@ def process_gauges(tasks: TaskOwner, log: Log | None, lines: LogObserver) -> lis
         Gauge(catalog.TASK_RESTARTS, failures),
         Gauge(catalog.LINES_DROPPED, lambda: [((), log.dropped if log is not None else 0)]),
         Gauge(catalog.REFUSALS_NOT_LOGGED, lambda: [((), lines.refusals_not_logged)]),
+    ]
+
+
+def placement_gauges(placement: Placement) -> list[Gauge]:
+    """Return the gauges of what a placement predicts and decides. Each is read at every scrape."""
+
+    def state() -> PlacementState:
+        return placement.state() or PlacementState({}, {}, 0)
+
+    def errors() -> Samples:
+        found = state().errors
+        return [((of, kind), value) for of, both in found.items() for kind, value in zip(("mean", "size"), both, strict=True)]
+
+    return [
+        Gauge(catalog_decisions.PREDICTION_ERRORS, errors),
+        Gauge(catalog_decisions.TIME_CORRECTIONS, lambda: list(state().corrections.items())),
+        Gauge(catalog_decisions.KEPT_FOR_PREFILL, lambda: [((), state().kept)]),
     ]
 
 

@@ -223,7 +223,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _simulation(arguments: argparse.Namespace) -> Simulation:
     from pdproxy.engine_model.profile import load
-    from pdproxy.lab.simulate.placements import auto, goal_of
+    from pdproxy.lab.simulate.placements import auto, bounds_of
     from pdproxy.lab.simulate.run import Simulation
     from pdproxy.lab.simulate.shape import Fleet
     from pdproxy.scheduling.nodes import Role
@@ -252,7 +252,7 @@ def _simulation(arguments: argparse.Namespace) -> Simulation:
             policies=chosen,
             load=_load(arguments),
             slos=tuple(arguments.slo),
-            placement=auto(goal_of(*arguments.slo[:1])) if policy == _AUTO else None,
+            placement=auto(bounds_of(*arguments.slo[:1])) if policy == _AUTO else None,
         )
 
 

@@ -364,7 +364,7 @@ class Ledger:
         self._candidates.clear()
         self._not_paired = None
         if self.placement is not None:
-            self.placement.engines_changed()
+            self.placement.engines_changed(self.nodes)
         nodes = self._nodes.values()
         self._has_places = any(node.spec.places is not None for node in nodes)
         self._starting = self._starting and not (nodes and all(node.probed for node in nodes))

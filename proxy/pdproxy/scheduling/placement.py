@@ -40,6 +40,19 @@ class Placed:
     values: Mapping[str, float] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PlacementState:
+    """How well a placement predicts, and what it has decided for longer than a request.
+
+    `errors`: by `ttft` and `tpot`: the mean of (measured - predicted) / predicted lately, and of its size. `corrections`: by an
+    engine's URL and `prefill` or `step`: what its predicted times are multiplied by. `kept`: how many engines are kept for prefill.
+    """
+
+    errors: Mapping[str, tuple[float, float]]
+    corrections: Mapping[tuple[str, str], float]
+    kept: int
+
+
 class Placement(ABC):
     """Decides which engines serve a request. Engines are read only."""
 
@@ -59,12 +72,16 @@ class Placement(ABC):
         """A lease was closed. `tokens`: how many the client got from this engine, None where unknown."""
         return
 
-    def engines_changed(self) -> None:
-        """An engine came up, went down or changed."""
+    def engines_changed(self, nodes: Sequence[Node]) -> None:
+        """An engine came up, went down or changed. `nodes`: all of the pool."""
         return
 
     def status(self) -> str | None:
         """Return what an operator should know, such as that nothing was measured yet; None: nothing."""
+        return None
+
+    def state(self) -> PlacementState | None:
+        """Return its numbers for operators, None if it has none."""
         return None
 
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from pdproxy.engine_model.hardware import Hardware
+from pdproxy.scheduling.auto.auto import Auto
+from pdproxy.scheduling.nodes import Node
 from pdproxy.scheduling.placement import Placement
-from pdproxy.scheduling.policy import Cached, no_chance
+from pdproxy.scheduling.policy import Cached
 from pdproxy.scheduling.slo import NO_SLO, Slo
 
 SPLIT = "split"
@@ -25,20 +27,40 @@ class PlacementContext:
 
     `refuse_late`: whether a request is refused that no engine can serve within its objective. `hardware(url)`: how long an
     engine's work takes by its profile, None where it has none. `chunk(url)`: the most tokens of a step of that engine, by its
-    profile, None as before. `chance`, `cached`: as in `PolicyContext`.
+    profile, None as before. `cached`: as in `PolicyContext`.
     """
 
     slo: Slo = NO_SLO
     refuse_late: bool = False
     hardware: Callable[[str], Hardware | None] = _no_hardware
     chunk: Callable[[str], int | None] = lambda _: None
-    chance: Callable[[], float] = no_chance
     cached: Cached | None = None
 
 
 PlacementFactory = Callable[[PlacementContext], Placement]
 
-PLACEMENTS: Mapping[str, PlacementFactory] = MappingProxyType({})
+GENERIC = Hardware()
+"""What an engine is taken to be that has no profile, until it was measured."""
+_GENERIC_CHUNK = 8192
+"""vLLM's default on large accelerators."""
+
+
+def auto(context: PlacementContext) -> Placement:
+    """Return the placement `auto`."""
+
+    def times_of(node: Node) -> tuple[Hardware, int]:
+        return context.hardware(node.url) or GENERIC, context.chunk(node.url) or _GENERIC_CHUNK
+
+    return Auto(
+        times_of,
+        context.slo,
+        cached=context.cached,
+        assumed=lambda node: context.hardware(node.url) is None,
+        refuses=context.refuse_late,
+    )
+
+
+PLACEMENTS: Mapping[str, PlacementFactory] = MappingProxyType({"auto": auto})
 """What `pools[].policy.placement` may be, besides `split`."""
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from pdproxy.bench.slo import Slo
+from pdproxy.bench import slo as bench
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.auto.auto import Auto
-from pdproxy.scheduling.auto.goal import Goal
 from pdproxy.scheduling.nodes import Node
 from pdproxy.scheduling.placement import Candidates, Placed, Placement
 from pdproxy.scheduling.policy import Ask
+from pdproxy.scheduling.slo import NO_SLO, Slo
 
 if TYPE_CHECKING:
     from pdproxy.lab.simulate.cluster import Cluster
@@ -21,9 +21,9 @@ MakePlacement = Callable[["Cluster"], Placement]
 """Makes the placement of a cluster."""
 
 
-def goal_of(slo: Slo | None = None) -> Goal:
-    """Return the goal that an SLO is for a placement; None: no limits."""
-    return Goal() if slo is None else Goal(ttft=slo.ttft, tpot=slo.tpot, gap=slo.gap)
+def bounds_of(slo: bench.Slo | None = None) -> Slo:
+    """Return the bounds of an SLO of a measurement, for a placement; None: no bounds."""
+    return NO_SLO if slo is None else Slo(slo.ttft, slo.tpot, slo.gap)
 
 
 class EngineMemories:
@@ -47,7 +47,7 @@ class EngineMemories:
         return found
 
 
-def auto(goal: Goal, *, hardware: Hardware | None = None, prefixes: bool = True) -> MakePlacement:
+def auto(slo: Slo, *, hardware: Hardware | None = None, prefixes: bool = True) -> MakePlacement:
     """Return what makes the placement `auto`. `hardware`: what it believes the engines to be; None: what they are.
 
     `prefixes`: whether it knows what is in their caches.
@@ -60,7 +60,7 @@ def auto(goal: Goal, *, hardware: Hardware | None = None, prefixes: bool = True)
         def times_of(node: Node) -> tuple[Hardware, int]:
             return believed, cluster.shapes[node.role].max_num_batched_tokens
 
-        return Auto(times_of, goal, cached=cached)
+        return Auto(times_of, slo, cached=cached)
 
     return make
 

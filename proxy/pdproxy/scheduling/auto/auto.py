@@ -8,35 +8,30 @@ least. Where there are many engines, only those are looked at that have least to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.auto.correction import Error
 from pdproxy.scheduling.auto.costs import Costs, Look
 from pdproxy.scheduling.auto.demand import Meter
-from pdproxy.scheduling.auto.goal import WEIGHTS, Goal, Weights
 from pdproxy.scheduling.auto.loads import EngineLoad, Leg
 from pdproxy.scheduling.auto.outputs import Outputs, limit_of
 from pdproxy.scheduling.auto.roles import REVIEW_S, Kept
 from pdproxy.scheduling.auto.times import Times
 from pdproxy.scheduling.auto.view import View
+from pdproxy.scheduling.auto.weights import WEIGHTS, Weights
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.nodes import Node, Role
-from pdproxy.scheduling.placement import Candidates, Placed, Placement
-from pdproxy.scheduling.policy import Ask
+from pdproxy.scheduling.placement import Candidates, Placed, Placement, PlacementState
+from pdproxy.scheduling.policy import Ask, Cached
+from pdproxy.scheduling.slo import Slo
 
 _BYTES_PER_TOKEN = 4
 _MAX_VIEWS = 64
-_MAX_GOALS = 64
-"""Clients can name any limits."""
+_MAX_SLOS = 64
+"""Clients can name any."""
 _NOTHING: Mapping[str, int] = {}
 _NO_LEG = (None, None)
-
-
-Cached = Callable[[Ask], Mapping[str, int]]
-"""Returns how many tokens of a prompt engines should have in their caches, by URL; those without may be left out."""
-OwnGoal = Callable[[Ask], Goal | None]
-"""Returns the limits that a request has named itself, None if it has named none."""
 
 
 class _Choice:
@@ -52,33 +47,31 @@ class _Choice:
 
 
 class Auto(Placement):
-    """See the module. `times_of`: an engine's hardware and chunk size. `cached`: None if nothing is known of caches.
+    """See the module. `times_of`: an engine's hardware and chunk size. `slo`: bounds above 0; a request's own go before.
 
-    `own_goal`: None if requests have no limits of their own. `assumed`: the times are generic ones; it behaves as `least_load`
-    until legs have shown how wrong they are. `corrects`: whether predictions are corrected by what legs take. `refuses`: whether
-    a request that no engine can begin in time is refused.
+    `cached`: None if nothing is known of caches. `assumed`: whether the times of an engine are generic ones; as long as one of
+    these was not measured, requests go to the engines with the least load. `corrects`: whether predictions are corrected by what
+    legs take. `refuses`: whether a request that no engine can begin in time is refused.
     """
 
     def __init__(
         self,
         times_of: Callable[[Node], tuple[Hardware, int]],
-        goal: Goal,
+        slo: Slo,
         *,
         cached: Cached | None = None,
-        own_goal: OwnGoal | None = None,
         weights: Weights = WEIGHTS,
-        assumed: bool = False,
+        assumed: Callable[[Node], bool] = lambda _: False,
         corrects: bool = True,
         refuses: bool = False,
     ) -> None:
-        self.goal = goal
-        self.cached = cached
-        """May be set later."""
-        self._own_goal = own_goal
+        self.slo = slo
+        self._cached = cached
         self._times_of, self._weights = times_of, weights
         self._assumed, self._corrects, self._refuses = assumed, corrects, refuses
-        self._costs = {goal: Costs(goal, weights)}
-        """By the limits that requests have."""
+        self._costs = {slo: Costs(slo, weights)}
+        """By the bounds that requests have."""
+        self._nodes: Sequence[Node] = ()
         self._loads: dict[str, EngineLoad] = {}
         self._legs: dict[Lease, tuple[EngineLoad, Leg]] = {}
         self._views: dict[Candidates, View] = {}
@@ -88,7 +81,7 @@ class Auto(Placement):
         self._choice: _Choice | None = None
         self.outputs = Outputs()
         self.meter = Meter()
-        self.kept = Kept(goal, weights)
+        self.kept = Kept(slo, weights)
         self.ttft_error, self.tpot_error = Error(), Error()
         self.splits = 0
         """Requests that were split."""
@@ -96,7 +89,8 @@ class Auto(Placement):
     def _load(self, node: Node) -> EngineLoad:
         load = self._loads.get(node.url)
         if load is None or load.node is not node:
-            load = self._loads[node.url] = EngineLoad(node, Times(*self._times_of(node)), corrects=self._corrects)
+            times, assumed = Times(*self._times_of(node)), self._assumed(node)
+            load = self._loads[node.url] = EngineLoad(node, times, assumed=assumed, corrects=self._corrects)
         return load
 
     def _view(self, candidates: Candidates) -> View:
@@ -118,12 +112,12 @@ class Auto(Placement):
     def place(self, ask: Ask, candidates: Candidates) -> Placed | None:
         """See `Placement`."""
         now, view = ask.now, self._view(candidates)
-        if self._assumed and (placed := self._as_least_load(view, candidates)) is not None:
+        if not view.measured and (placed := self._as_least_load(view, candidates)) is not None:
             self._choice = None
             return placed
         tokens = ask.tokens or ask.prompt_bytes // _BYTES_PER_TOKEN or 1
-        known = self.cached(ask) if self.cached is not None else _NOTHING
-        if now - self._reviewed >= REVIEW_S and len(view.free) > 1 and self.goal.any:
+        known = self._cached(ask) if self._cached is not None else _NOTHING
+        if now - self._reviewed >= REVIEW_S and len(view.free) > 1 and self.slo:
             self._review(now, view)  # of those with as many engines as any: a request may exclude some
         if view.version != self.kept.changes:
             view.sort_roles(self.kept.changes)
@@ -197,14 +191,12 @@ class Auto(Placement):
         return best
 
     def _costs_of(self, ask: Ask) -> Costs:
-        goal = self._own_goal(ask) if self._own_goal is not None else None
-        if goal is None:
-            goal = self.goal
-        found = self._costs.get(goal)
+        slo = self.slo if ask.slo is None else ask.slo.over(self.slo)
+        found = self._costs.get(slo)
         if found is None:
-            if len(self._costs) >= _MAX_GOALS:
+            if len(self._costs) >= _MAX_SLOS:
                 self._costs.clear()
-            found = self._costs[goal] = Costs(goal, self._weights)
+            found = self._costs[slo] = Costs(slo, self._weights)
         return found
 
     def _review(self, now: float, view: View) -> None:
@@ -217,8 +209,8 @@ class Auto(Placement):
 
     def _as_least_load(self, view: View, candidates: Candidates) -> Placed | None:
         """Return the engines with the least load, None if enough was measured for predictions."""
-        if all(load.prefill.known for load in view.all):
-            self._assumed = False
+        view.measured = all(load.known for load in view.all)
+        if view.measured:
             return None
         if view.fixed_prefill:
             prefills = sorted(view.fixed_prefill, key=lambda load: (load.node.prompt_bytes, load.node.requests))
@@ -265,12 +257,15 @@ class Auto(Placement):
             leg.ttft_s, leg.tpot_s = choice.ttft_s, choice.tpot_s
             self._choice = None
         load.opened(leg, arrives_at=now + times.before_s, answers=answers, longer_s=longer)
+        if answers and ask.parsed is not None and ask.parsed.starts_in_silence:
+            # Nothing is seen of it before its end: it begins when it was predicted to.
+            load.begins_unseen(leg, now + leg.ttft_s if leg.ttft_s else max(load.free_at, now))
         self._legs[lease] = (load, leg)
 
     def began(self, lease: Lease, now: float) -> None:
         """See `Placement`."""
         load, leg = self._legs.get(lease, _NO_LEG)
-        if load is None or leg is None or leg.began_at is not None:
+        if load is None or leg is None or leg.began_at is not None or leg.unseen:
             return
         if leg.seconds:
             times = load.times
@@ -288,24 +283,49 @@ class Auto(Placement):
             load.ended(leg, now, tokens)
             if tokens is not None:
                 self.outputs.add(leg.tokens, tokens)
-                if tokens > 1 and leg.tpot_s:
+                if tokens > 1 and leg.tpot_s and not leg.unseen:
                     self.tpot_error.add((now - leg.began_at) / (tokens - 1), leg.tpot_s)
             return
         if leg.seconds:
             times = load.times
-            done_at = now - times.between_s if verdict is Verdict.GOOD else 0.0
-            load.computed(leg, leg.opened_at + times.before_s, done_at, now)
+            is_prefill = lease.role is Role.PREFILL and verdict is Verdict.GOOD
+            load.computed(leg, leg.opened_at + times.before_s, now - times.between_s if is_prefill else 0.0, now)
+        leg.unseen = False  # it does not begin any more
+        if tokens is not None and lease.role is not Role.PREFILL:
+            self.outputs.add(leg.tokens, tokens)
         if lease.role is not Role.PREFILL:
             load.never_began(leg)
 
-    def engines_changed(self) -> None:
+    def engines_changed(self, nodes: Sequence[Node]) -> None:
         """See `Placement`."""
+        self._nodes = nodes
+        present = {node.url: node for node in nodes}
+        for url in [url for url, load in self._loads.items() if present.get(url) is not load.node]:
+            del self._loads[url]
         self._views.clear()
         self._views_by_nodes.clear()
         self._most_free = 0
 
     def status(self) -> str | None:
         """See `Placement`."""
-        if not self._assumed:
+        unknown = [node.url for node in self._nodes if not self._load(node).known]
+        if not unknown:
             return None
-        return "no profile: requests go to the least loaded engines until enough of them were measured"
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        return (
+            f"no profile of {unknown[0]}{more}: until enough of their answers were measured, requests go to the engines"
+            " with the least load"
+        )
+
+    def state(self) -> PlacementState:
+        """See `Placement`."""
+        loads = self._loads.values()
+        return PlacementState(
+            errors={"ttft": self.ttft_error.both, "tpot": self.tpot_error.both},
+            corrections={
+                (load.url, work): value
+                for load in loads
+                for work, value in (("prefill", load.times.prefill_factor), ("step", load.times.step_factor))
+            },
+            kept=self.kept.count,
+        )

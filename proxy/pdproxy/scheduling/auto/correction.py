@@ -66,6 +66,11 @@ class Error:
         self.bias = self.size = 0.0
         self.count = 0
 
+    @property
+    def both(self) -> tuple[float, float]:
+        """Its bias and its size."""
+        return self.bias, self.size
+
     def add(self, measured: float, predicted: float) -> None:
         """Note a measurement."""
         if predicted <= 0.0:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from pdproxy.scheduling.auto.goal import Goal, Weights
 from pdproxy.scheduling.auto.loads import MEMORY_S, MOST_BUSY, EngineLoad
+from pdproxy.scheduling.auto.weights import Weights
+from pdproxy.scheduling.slo import Slo
 
 _LINE = 0.5
 """How much of the transfers that are to come a transfer waits for."""
@@ -75,15 +76,15 @@ class Look:
 class Costs:
     """Costs are numbers of requests that miss the SLO; without one, seconds of a request that waits."""
 
-    def __init__(self, goal: Goal, weights: Weights) -> None:
-        self._ttft, self._tpot, self._gap = goal.ttft, goal.tpot, goal.gap
-        limited = goal.any
+    def __init__(self, slo: Slo, weights: Weights) -> None:
+        self._ttft, self._tpot, self._gap = slo.ttft, slo.tpot, slo.gap
+        limited = bool(slo)
         self._engine_s = weights.engine_s if limited else 1.0
-        self._ttft_s = weights.ttft / goal.ttft if goal.ttft is not None else weights.ttft if limited else 1.0
-        self._ttft_width = 1.0 / (weights.ttft_width * goal.ttft) if goal.ttft is not None else 0.0
-        self._tpot_s = weights.tpot / goal.tpot if goal.tpot is not None else 0.0
-        self._tpot_width = 1.0 / (weights.tpot_width * goal.tpot) if goal.tpot is not None else 0.0
-        self._rise = weights.delay / goal.tpot if goal.tpot is not None else 0.0
+        self._ttft_s = weights.ttft / slo.ttft if slo.ttft is not None else weights.ttft if limited else 1.0
+        self._ttft_width = 1.0 / (weights.ttft_width * slo.ttft) if slo.ttft is not None else 0.0
+        self._tpot_s = weights.tpot / slo.tpot if slo.tpot is not None else 0.0
+        self._tpot_width = 1.0 / (weights.tpot_width * slo.tpot) if slo.tpot is not None else 0.0
+        self._rise = weights.delay / slo.tpot if slo.tpot is not None else 0.0
         self._kept = weights.kept
 
     def hopeless(self, ttft_s: float) -> bool:
@@ -111,7 +112,8 @@ class Costs:
         full = times.full_step_s(times.chunk if busy else tokens - cached, decoding, context)
         tpot = step / (1.0 - share)
         if tpot > full:  # no step takes longer than a full one
-            most = times.full_step_s(times.chunk, decoding + expected, context)
+            begun = times.chunk / tokens
+            most = times.full_step_s(times.chunk, decoding + expected, context, begun if begun < 1.0 else 1.0)
             if tpot > most:
                 tpot = max(step, most)
         one = Look()

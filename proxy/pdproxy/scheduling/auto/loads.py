@@ -9,6 +9,7 @@ by what answers took.
 from __future__ import annotations
 
 import math
+from heapq import heappop, heappush
 
 from pdproxy.scheduling.auto.correction import Factor
 from pdproxy.scheduling.auto.times import Times
@@ -45,6 +46,7 @@ class Leg:
         "tokens",
         "tpot_s",
         "ttft_s",
+        "unseen",
     )
 
     def __init__(
@@ -62,6 +64,8 @@ class Leg:
         self.began_step = self.began_busy = self.began_alone = 0.0
         self.ttft_s = self.tpot_s = 0.0
         """Predictions; 0: none."""
+        self.unseen = False
+        """Whether its first token is not seen: its answer comes as a whole. Nothing is learned of how long it took."""
 
 
 class EngineLoad:
@@ -69,8 +73,11 @@ class EngineLoad:
 
     __slots__ = (
         "_last_done",
+        "_number",
         "_then",
+        "_unseen",
         "alone_steps",
+        "assumed",
         "began_steps",
         "began_sum",
         "busy_from",
@@ -97,8 +104,13 @@ class EngineLoad:
         "url",
     )
 
-    def __init__(self, node: Node, times: Times, *, corrects: bool = True) -> None:
+    def __init__(self, node: Node, times: Times, *, assumed: bool = False, corrects: bool = True) -> None:
         self.node, self.url, self.times, self.corrects = node, node.url, times, corrects
+        self.assumed = assumed
+        """Whether its times are generic ones."""
+        self._unseen: list[tuple[float, int, Leg]] = []
+        """Answers that come as a whole, by the time when they begin: a heap."""
+        self._number = 0
         self.kept = False
         """Whether it is kept for prefill."""
         self.pending_s = 0.0
@@ -139,6 +151,11 @@ class EngineLoad:
 
     # -- what it has
 
+    @property
+    def known(self) -> bool:
+        """Whether its times are known: from a profile, or from measurements."""
+        return not self.assumed or self.prefill.known or self.step.known
+
     def context(self) -> float:
         """Return the tokens of the sequences that decode."""
         return self.prompts + self.decoding * self.steps - self.began_steps
@@ -152,6 +169,8 @@ class EngineLoad:
 
     def advance(self, now: float) -> None:
         """Count the steps until now."""
+        while self._unseen and self._unseen[0][0] <= now:
+            self._begin_unseen(*heappop(self._unseen))
         passed = now - self._then
         if passed <= 0.0:
             return
@@ -167,7 +186,7 @@ class EngineLoad:
             if self.free_at < end:
                 end = self.free_at
             if end > begin:
-                steps = (end - begin) / times.full_step_s(times.chunk, decoding, context)
+                steps = (end - begin) / self._full_step_s(context)
                 self.steps += steps
                 self.busy_steps += steps
                 passed -= end - begin
@@ -215,10 +234,30 @@ class EngineLoad:
                 self.times.prefill_factor = self.prefill.value
         self._order()
 
+    def _full_step_s(self, context: float) -> float:
+        """Return how long a step with prefill takes, if prompts are as long as those of the sequences here."""
+        times = self.times
+        begun = times.chunk * self.decoding / self.prompts if self.prompts else 1.0
+        return times.full_step_s(times.chunk, self.decoding, context, begun if begun < 1.0 else 1.0)
+
+    def begins_unseen(self, leg: Leg, at: float) -> None:
+        """The first token of an answer will not be seen: it is taken to be there at that time, if the answer is not over."""
+        leg.unseen = True
+        self._number += 1
+        heappush(self._unseen, (at, self._number, leg))
+
+    def _begin_unseen(self, at: float, _: int, leg: Leg) -> None:
+        if not leg.unseen:
+            return  # it is over
+        self.pending_s -= leg.seconds
+        if self.pending_s < _NOTHING_S:
+            self.pending_s = 0.0
+        self.began(leg, max(at, self._then))
+
     def _recount(self, seconds: float) -> None:
         """So many seconds were counted as steps with prefill, and were not; below 0, it is the other way round."""
         context = self.context()
-        beside = seconds / self.times.full_step_s(self.times.chunk, self.decoding, context)
+        beside = seconds / self._full_step_s(context)
         alone = seconds / self.times.step_s(self.decoding, context)
         self.steps += alone - beside
         self.busy_steps -= beside
@@ -261,7 +300,7 @@ class EngineLoad:
         self.began_sum -= leg.began_at
         self.began_steps -= leg.began_step
         predicted = self.steps - leg.began_step
-        if tokens is not None and tokens > _ENOUGH_TOKENS and predicted > 0:
+        if tokens is not None and tokens > _ENOUGH_TOKENS and predicted > 0 and not leg.unseen:
             # What is left of its tokens without those of steps with prefill came in steps that only decode. Where these were
             # few, nothing is known.
             beside = self.busy_steps - leg.began_busy

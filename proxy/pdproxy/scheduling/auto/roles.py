@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from pdproxy.scheduling.auto.costs import chance
 from pdproxy.scheduling.auto.demand import Demand
-from pdproxy.scheduling.auto.goal import Goal, Weights
 from pdproxy.scheduling.auto.loads import EngineLoad
 from pdproxy.scheduling.auto.times import Times
+from pdproxy.scheduling.auto.weights import Weights
+from pdproxy.scheduling.slo import Slo
 
 REVIEW_S = 0.5
 """Seconds between two changes."""
@@ -49,14 +50,14 @@ _COMPARE_S = 5.0
 _MOST_SHARE = 0.9
 
 
-def expected_cost(count: int, engines: int, demand: Demand, times: Times, goal: Goal, weights: Weights) -> float:
+def expected_cost(count: int, engines: int, demand: Demand, times: Times, slo: Slo, weights: Weights) -> float:
     """Return what a mean request costs, where `count` of the engines are kept for prefill."""
-    costs = [_cost_at(demand.rate * part, count, engines, demand, times, goal, weights) for part in _RATES]
+    costs = [_cost_at(demand.rate * part, count, engines, demand, times, slo, weights) for part in _RATES]
     return sum(costs) / len(costs)
 
 
 def _cost_at(
-    rate: float, count: int, engines: int, demand: Demand, times: Times, goal: Goal, weights: Weights
+    rate: float, count: int, engines: int, demand: Demand, times: Times, slo: Slo, weights: Weights
 ) -> float:
     hardware, output = times.hardware, max(demand.output, 1.0)
     work = rate * demand.alone_s
@@ -71,8 +72,9 @@ def _cost_at(
     tpot = base / left if left > _LEAST_LEFT else base / _LEAST_LEFT
     longest = math.inf
     if prompts > 0:
-        sequences = decodes * min(tpot, times.full_step_s(demand.tokens, 0, 0))
-        longest = times.full_step_s(demand.tokens, sequences, sequences * context)
+        begun = min(times.chunk / demand.tokens, 1.0)
+        sequences = decodes * min(tpot, times.full_step_s(demand.tokens, 0, 0, begun))
+        longest = times.full_step_s(demand.tokens, sequences, sequences * context, begun)
         if not split:
             tpot = min(tpot, longest)
     sequences = decodes * tpot
@@ -82,27 +84,27 @@ def _cost_at(
     fixed = hardware.before_engine_s + hardware.to_client_s
     if split:
         fixed_split = fixed + demand.alone_s + demand.moves_s
-        cost += split * _waiting(count, work * split / count, demand, demand.alone_s, fixed_split, goal, weights)
+        cost += split * _waiting(count, work * split / count, demand, demand.alone_s, fixed_split, slo, weights)
     if split < 1.0:
         steps = demand.new_tokens / max(times.chunk - sequences, 1.0)
         beside = demand.alone_s + steps * (times.step_s(sequences, sequences * context) - base)
         busy = prompts * beside + rate * split * demand.pull_s / others
-        cost += (1.0 - split) * _waiting(others, busy, demand, beside, fixed + beside, goal, weights)
+        cost += (1.0 - split) * _waiting(others, busy, demand, beside, fixed + beside, slo, weights)
     hits = prompts * output * tpot
-    if goal.tpot is not None:
-        width = _SPREAD * goal.tpot
+    if slo.tpot is not None:
+        width = _SPREAD * slo.tpot
         if tpot < longest:
             uneven = _UNEVEN * min(2.0 / math.sqrt(others), 1.0)
             width += uneven * demand.delay_s * math.sqrt(hits * (1.0 + demand.variation)) / output
-        cost += chance((_MEAN * tpot - goal.tpot) / width) + _SMALL * weights.tpot * tpot / goal.tpot
-    if goal.gap is not None and times.full_step_s(demand.tokens, 0, 0) > goal.gap:
+        cost += chance((_MEAN * tpot - slo.tpot) / width) + _SMALL * weights.tpot * tpot / slo.tpot
+    if slo.gap is not None and times.full_step_s(demand.tokens, 0, 0) > slo.gap:
         cost += 1.0 - math.exp(-hits)
     used = split * (demand.alone_s + demand.pull_s) + (1.0 - split) * demand.delay_s
     return cost + _SMALL * weights.engine_s * used
 
 
 def _waiting(
-    servers: int, busy: float, demand: Demand, service_s: float, fixed_s: float, goal: Goal, weights: Weights
+    servers: int, busy: float, demand: Demand, service_s: float, fixed_s: float, slo: Slo, weights: Weights
 ) -> float:
     """Return what the TTFT costs, if `servers` are busy for that part of the time. Sakasegawa's approximation of M/G/c."""
     over = max(busy - _ALMOST, 0.0)
@@ -110,18 +112,18 @@ def _waiting(
     waits = math.pow(busy, math.sqrt(2.0 * (servers + 1)) - 1.0)
     mean = (1.0 + demand.variation) / 2 * waits / (servers * (1.0 - busy)) * service_s
     cost = _OVER * over
-    if goal.ttft is None:
+    if slo.ttft is None:
         return cost + _SMALL * weights.ttft * (fixed_s + mean)
-    left = goal.ttft - fixed_s
+    left = slo.ttft - fixed_s
     late = 1.0 if left <= 0 else waits * math.exp(-left * waits / mean) if mean > 0 else 0.0
-    return cost + late + _SMALL * weights.ttft * (fixed_s + mean) / goal.ttft
+    return cost + late + _SMALL * weights.ttft * (fixed_s + mean) / slo.ttft
 
 
 class Kept:
     """Keeps engines of role `any` for prefill. `changes`: how often it has kept or freed some."""
 
-    def __init__(self, goal: Goal, weights: Weights) -> None:
-        self._goal, self._weights = goal, weights
+    def __init__(self, slo: Slo, weights: Weights) -> None:
+        self._slo, self._weights = slo, weights
         self._work = self._tokens = 0.0
         self._compared = -math.inf
         self._slightly = math.inf
@@ -150,10 +152,10 @@ class Kept:
         if changed > _CHANGED or now - self._compared > _COMPARE_S:
             self._work, self._tokens, self._compared = work, tokens, now
             numbers.update(range(0, engines + 1, -(-(engines + 1) // _NUMBERS)))
-        times, goal, weights = loads[0].times, self._goal, self._weights
+        times, slo, weights = loads[0].times, self._slo, self._weights
         everything = len(loads) + fixed
         costs = {
-            number: expected_cost(number + prefill, everything, demand, times, goal, weights) for number in numbers
+            number: expected_cost(number + prefill, everything, demand, times, slo, weights) for number in numbers
         }
         best = min(sorted(numbers), key=lambda number: (costs[number], abs(number - self.count)))
         gain = costs[self.count] - costs[best]

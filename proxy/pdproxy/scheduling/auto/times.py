@@ -20,6 +20,7 @@ class Times:
 
     __slots__ = (
         "_attention",
+        "_begin",
         "_chunk_base",
         "_context",
         "_once",
@@ -43,6 +44,7 @@ class Times:
         self.hardware, self.chunk = hardware, chunk
         self._token = 1 / hardware.prefill_tokens_per_s / speed
         self._chunk_base = hardware.chunk_base_s / speed
+        self._begin = hardware.prompt_begin_s / speed
         self._weights = hardware.weights_s / speed
         self._per_seq = hardware.decode_step_per_seq_s / speed
         self._context = hardware.context_token_s / speed
@@ -66,14 +68,18 @@ class Times:
         """Return what one more sequence with so many tokens adds to a step."""
         return (self._per_seq + context * self._context) * self.step_factor
 
-    def full_step_s(self, prompt: float, decoding: float, context: float) -> float:
-        """Return how long a step takes that is as full as a prompt of so many tokens makes it."""
+    def full_step_s(self, prompt: float, decoding: float, context: float, begun: float = 1.0) -> float:
+        """Return how long a step takes that is as full as a prompt of so many tokens makes it.
+
+        `begun`: how many prompts begin in it; on average a part of one, where a prompt takes several steps.
+        """
         tokens = self.chunk - decoding
         if tokens < _LEAST_CHUNK:
             tokens = _LEAST_CHUNK
         if tokens > prompt:
             tokens = prompt
         seconds = self._chunk_base + tokens * self._token + self._attention * tokens * (prompt - 0.5 * tokens)
+        seconds += begun * self._begin
         if decoding and not self._once:
             seconds += self._weights
         return (seconds + decoding * self._per_seq + context * self._context) * self.prefill_factor
@@ -92,7 +98,7 @@ class Times:
         weights = steps * self._weights
         if self._once and seconds < weights:
             seconds = weights
-        seconds += self._attention * tokens * (cached + 0.5 * tokens)
+        seconds += self._attention * tokens * (cached + 0.5 * tokens) + self._begin
         longer = seconds
         if decoding:
             if self._once:
@@ -107,6 +113,6 @@ class Times:
         """Return the same for a mean prompt among others, at an engine that does nothing else. `pairs`: `attended` tokens."""
         steps = tokens / self.chunk
         seconds = max(steps * self._chunk_base + tokens * self._token, steps * self._weights if self._once else 0.0)
-        seconds += pairs * self._attention
+        seconds += pairs * self._attention + self._begin
         longer = seconds - steps * self._weights if self._once else seconds
         return seconds * self.prefill_factor, max(longer, 0.0) * self.prefill_factor

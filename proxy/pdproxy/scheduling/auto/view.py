@@ -30,6 +30,7 @@ class View:
         "decode",
         "fixed_prefill",
         "free",
+        "measured",
         "serve_whole",
         "version",
         "whole",
@@ -46,6 +47,8 @@ class View:
         """Those that may be kept for prefill."""
         self.all = list(dict.fromkeys((*self.whole, *prefill, *self.decode)))
         self._by_url = {load.url: load for load in self.all}
+        self.measured = False
+        """Whether enough is known of all of them for predictions."""
         self._turn = 0
         self.version = -1
         """Of the decision which engines are kept."""

@@ -1,4 +1,4 @@
-"""What predicted latencies cost against the SLO. Pure.
+"""What a prediction weighs against the SLO. Pure.
 
 A cost is a number of requests that miss the SLO: a prediction near a limit counts as a part of one, by a logistic step, since
 predictions are not exact. To this comes a small part of the latencies themselves, which decides where no limit is near.
@@ -6,29 +6,7 @@ predictions are not exact. To this comes a small part of the latencies themselve
 
 from __future__ import annotations
 
-import math
-
 import msgspec
-
-
-class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits in seconds; None: no such limit. `gap`: the longest time between two tokens."""
-
-    ttft: float | None = None
-    tpot: float | None = None
-    gap: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what no engine can keep."""
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be above 0 seconds, got {value}")
-
-    @property
-    def any(self) -> bool:
-        """Whether there is a limit."""
-        return self.ttft is not None or self.tpot is not None or self.gap is not None
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
