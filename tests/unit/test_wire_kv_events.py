@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 
 from pdproxy.wire.kv_events import (
     END,
+    MAX_BLOCKS,
     MAX_EVENTS,
     MAX_HASH,
+    MAX_PARTS,
+    MAX_TOKENS,
     Cleared,
     Event,
     Removed,
@@ -148,10 +151,16 @@ def test_unknown_events_are_skipped(event: object) -> None:
         encode(STORED | {"group_idx": 1 << 16}),
         encode(STORED | {"extra_keys": [[{"a": 1}], None]}),
         encode(STORED | {"extra_keys": [[[["too deep"]]], None]}),
+        encode(STORED | {"block_hashes": [1] * (MAX_BLOCKS + 1)}),
+        encode(STORED | {"token_ids": [1] * (MAX_TOKENS + 1)}),
+        encode(STORED | {"extra_keys": [None] * (MAX_BLOCKS + 1)}),
+        encode(STORED | {"extra_keys": [["a"] * (MAX_PARTS + 1), None]}),
+        encode(STORED | {"extra_keys": [[["a"] * (MAX_PARTS + 1)], None]}),
+        encode({"type": "BlockRemoved", "block_hashes": [1] * (MAX_BLOCKS + 1)}),
         encode(STORED)[:-1],
         encode(STORED)[:-20] + b"\xdd\xff\xff\xff\xff",
     ],
-    ids=lambda raw: raw[:12].hex(),
+    ids=lambda raw: f"{raw[:12].hex()}-{len(raw)}",
 )
 def test_what_is_no_event_is_skipped(raw: bytes) -> None:
     assert read_event(raw)[0] is Unreadable.UNDECODABLE
@@ -162,6 +171,20 @@ def test_extra_keys_are_tuples_that_can_be_keys() -> None:
     assert isinstance(event, Stored)
     assert event.extra_keys == [("lora", ("image", 3), "salt", b"digest"), None]
     assert len(set(event.extra_keys)) == 2
+
+
+def test_extra_keys_of_one_kind_stay_as_they_are() -> None:
+    given = [("a", "b", 1, 2.5, True, b"digest", None), ("a",), None]
+    event, _ = read(STORED | {"extra_keys": given})
+    assert isinstance(event, Stored)
+    assert event.extra_keys == given
+
+
+def test_the_longest_event_is_read() -> None:
+    hashes, ids = [1] * MAX_BLOCKS, [1] * MAX_TOKENS
+    event, _ = read(STORED | {"block_hashes": hashes, "token_ids": ids, "extra_keys": [["a"] * MAX_PARTS] * 2})
+    assert isinstance(event, Stored)
+    assert (len(event.block_hashes), len(event.token_ids)) == (MAX_BLOCKS, MAX_TOKENS)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,11 @@ MAX_BYTES = 4 << 20
 """A longer message is refused: this is a prefix of 800,000 tokens that is announced again. Usual ones have some KB."""
 MAX_EVENTS = 1 << 16
 """Events of a message. A step that evicts its whole batch's blocks has some thousand."""
+MAX_BLOCKS = 1 << 16
+"""Blocks of an event: a prompt of a million tokens, 16 in each block."""
+MAX_TOKENS = 1 << 20
+MAX_PARTS = 1 << 10
+"""Extra keys of a block, and parts of one of them. Even a block of 1,024 tokens has no more media."""
 MAX_HASH = 64
 """Bytes of a block's hash: 32 with SHA-256."""
 MAX_NAME = 1024
@@ -39,6 +44,9 @@ digests of embeddings, in this order."""
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 _Group = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 _Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+_Hashes = Annotated[list[BlockHash], msgspec.Meta(max_length=MAX_BLOCKS)]
+_Tokens = Annotated[list[TokenId], msgspec.Meta(max_length=MAX_TOKENS)]
+_Extra = Annotated[tuple[Any, ...], msgspec.Meta(max_length=MAX_PARTS)]
 _FULL = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 """Kinds of groups in which each block of a prefix must be there for a hit (vLLM's subclasses of `FullAttentionSpec`)."""
 
@@ -50,14 +58,14 @@ class Stored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
     block. `group_idx`: the group of layers; `kv_cache_spec_kind`: how these layers read KV.
     """
 
-    block_hashes: list[BlockHash]
+    block_hashes: _Hashes
     parent_block_hash: BlockHash | None
-    token_ids: list[TokenId]
+    token_ids: _Tokens
     block_size: _Size
     lora_id: msgspec.Raw = msgspec.Raw()
     medium: _Name | None = None
     lora_name: _Name | None = None
-    extra_keys: list[tuple[Any, ...] | None] | None = None
+    extra_keys: Annotated[list[_Extra | None], msgspec.Meta(max_length=MAX_BLOCKS)] | None = None
     """`ExtraKeys` of each block: hashable."""
     group_idx: _Group | None = None
     kv_cache_spec_kind: _Name | None = None
@@ -83,7 +91,7 @@ class Stored(msgspec.Struct, tag_field="type", tag="BlockStored", gc=False):
 class Removed(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
     """Blocks were evicted."""
 
-    block_hashes: list[BlockHash]
+    block_hashes: _Hashes
     medium: _Name | None = None
     group_idx: _Group | None = None
     locality: msgspec.Raw = msgspec.Raw()
@@ -159,7 +167,7 @@ class Batch(msgspec.Struct, frozen=True):
     rank: int | None
 
 
-_SCALARS = (str, bytes, int, float, type(None))
+_SCALARS = frozenset({str, bytes, int, bool, float, type(None)})
 _NAMES = {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
 _FAILURES = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError)
 _outer = msgspec.msgpack.Decoder(_Outer).decode
@@ -203,11 +211,13 @@ def read_event(raw: bytes | msgspec.Raw) -> tuple[Event | Unreadable, bool]:
 def _make_hashable(keys: list[tuple[Any, ...] | None]) -> bool:
     """Turn arrays in extra keys into tuples. Return False if there is something else than `ExtraKeys`."""
     for at, one in enumerate(keys):
-        if one is not None:
-            keys[at] = found = tuple(tuple(key) if isinstance(key, list) else key for key in one)
-            for key in found:
-                if not all(isinstance(part, _SCALARS) for part in (key if isinstance(key, tuple) else (key,))):
-                    return False
+        if one is None or _SCALARS.issuperset(map(type, one)):
+            continue  # nearly all: checked without a loop of Python's over the parts
+        keys[at] = found = tuple([tuple(key) if isinstance(key, list) else key for key in one])
+        for key in found:
+            parts = key if isinstance(key, tuple) else (key,)
+            if len(parts) > MAX_PARTS or not _SCALARS.issuperset(map(type, parts)):
+                return False
     return True
 
 
