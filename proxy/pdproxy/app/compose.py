@@ -1,24 +1,22 @@
-"""Makes all parts of a proxy from the settings, and starts and stops them."""
+"""Makes all parts of a proxy from the settings, and connects them."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
 from pdproxy.app.credentials import Credentials
-from pdproxy.app.drain import drain
 from pdproxy.app.engines import EngineSetup, Profiles, build_ledger, no_key
 from pdproxy.app.front import Front
 from pdproxy.app.gauges import memory_gauges, process_gauges, request_gauges, state_gauges
 from pdproxy.app.heartbeat import Heartbeat
-from pdproxy.app.kv_events import ReadingKvEvents, build_kv_events
-from pdproxy.app.notices import Noticing, build_notices
-from pdproxy.app.prefixes import KnowingPrefixes, build_knowledge, build_prefixes
+from pdproxy.app.kv_events import build_kv_events
+from pdproxy.app.notices import build_notices
+from pdproxy.app.parts import Parts
+from pdproxy.app.prefixes import build_knowledge, build_prefixes
 from pdproxy.app.readiness import ReadinessCheck, ledger_source
-from pdproxy.app.registrations import Registering, build_registrations
-from pdproxy.app.tokens import TRANSFORMERS, Library, Tokens, build_tokens
+from pdproxy.app.registrations import build_registrations
+from pdproxy.app.tokens import TRANSFORMERS, Library, build_tokens
 from pdproxy.app.transfer import build_transfer, build_turns
 from pdproxy.app.watch import UNWATCHED, Watch
 from pdproxy.fleet.audit import Auditor
@@ -33,15 +31,13 @@ from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Metrics
-from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.prefix.knowledge import FedIndex
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.dispatch.decisions import Decisions
-from pdproxy.serving.dispatch.resources import ExchangeResources, KvTransfer
+from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.gauges import kv_gauges, turn_gauges
 from pdproxy.serving.kv.lost_pushes import LostPushes
-from pdproxy.serving.kv.turns import Turns
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader, readers
 from pdproxy.serving.request.passthrough import Passthrough
@@ -59,39 +55,8 @@ from pdproxy.wire.body_bounds import Bounds as BodyBounds
 
 
 @dataclass(slots=True, kw_only=True)
-class Proxy:
-    """All parts of one running proxy. Start it inside an event loop, and stop it there."""
-
-    settings: Settings
-    credentials: Credentials
-    ledger: Ledger
-    engines: EngineRegistry
-    setup: EngineSetup
-    admin: EngineAdmin
-    prober: Prober
-    transfer: KvTransfer
-    custodian: Custodian
-    turns: Turns | None
-    notices: Noticing
-    registrations: Registering | None
-    kv_events: ReadingKvEvents | None
-    prefixes: KnowingPrefixes | None
-    tokens: Tokens | None
-    known_clients: Clients
-    admission: Admission
-    bodies: BodyReader
-    service: Service
-    legs: PassthroughLegs
-    front: Front
-    body_budget: BodyBudget
-    answer_budget: AnswerBudget
-    unread_answers: UnreadAnswers
-    connections: Connections
-    readiness: ReadinessCheck
-    metrics: Metrics
-    observers: Observers
-    tasks: TaskOwner
-    heartbeat: Heartbeat
+class Proxy(Parts):
+    """One proxy, made from its settings."""
 
     @classmethod
     def build(
@@ -267,46 +232,3 @@ class Proxy:
             tasks=tasks,
             heartbeat=Heartbeat(observers),
         )
-
-    def start(self) -> None:
-        """Bind the sockets for engines' messages, and start all background tasks.
-
-        Raises:
-            SettingsError: one of them can't be bound.
-        """
-        self.notices.start()
-        if self.registrations is not None:
-            self.registrations.start()
-        if self.kv_events is not None:
-            self.kv_events.start()
-        if self.prefixes is not None:
-            self.prefixes.start(self.tasks)
-        self.heartbeat.start()
-        self.credentials.start(self.tasks)
-        if self.tokens is not None:
-            self.tasks.keep(self.tokens.canaries.run, "canaries")
-        self.prober.start()
-
-    async def drain(self, requests: Collection[asyncio.Task[object]]) -> None:
-        """Refuse new requests, and wait for those in flight and for the release of their KV. See `app.drain`."""
-        deadline = self.settings.deadlines.drain
-        await drain(requests, self.admission, self.custodian, deadline, self.observers, self.turns)
-
-    async def stop(self) -> None:
-        """End all background tasks, and drop all connections."""
-        self.heartbeat.stop()
-        await self.tasks.settle(0)
-        self.notices.socket.close()
-        if self.registrations is not None:
-            self.registrations.socket.close()
-        if self.kv_events is not None:
-            self.kv_events.stop()
-        if self.prefixes is not None:
-            self.prefixes.of_requests.stop()
-        if self.tokens is not None:
-            self.tokens.stop()
-        for engine in self.engines.known.values():
-            engine.client.close()
-        await self.bodies.workers.close()
-        await self.admin.close()
-        await self.legs.close()
