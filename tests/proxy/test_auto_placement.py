@@ -13,7 +13,7 @@ import pytest
 
 from pdproxy.scheduling.auto.auto import Auto
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
-from pdproxy.settings.schema import Settings
+from pdproxy.settings.schema import Facts, Settings
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, world
 
 WANTED = [("X-PDProxy-Decision", "1")]
@@ -71,6 +71,23 @@ async def test_it_serves_on_engines_of_all_roles(prefill: int, decode: int, anyt
         placement = auto_of(w)
         assert not placement._legs
         assert all((one.expected, one.decoding, one.pending_s) == (0, 0, 0.0) for one in placement._loads.values())
+
+
+async def test_an_engines_own_settings_say_how_many_tokens_its_steps_have() -> None:
+    """Else its profile does."""
+
+    def adjust(settings: Settings) -> Settings:
+        first, second = settings.pool.nodes
+        own = msgspec.structs.replace(second, facts=Facts(max_num_batched_tokens=512))
+        pool = msgspec.structs.replace(
+            settings.pool, policy=PoolPolicy(placement="auto"), profile="h200-8b", nodes=(first, own)
+        )
+        return msgspec.structs.replace(settings, pools=(pool,))
+
+    async with world(0, 0, anything=2, adjust=adjust) as w:
+        assert (await w.ask(COMPLETIONS, completion(prompt=IDS))).status == 200
+        chunks = {url: load.times.chunk for url, load in auto_of(w)._loads.items()}
+        assert chunks == {w.anything[0].url: 8192, w.anything[1].url: 512}
 
 
 async def test_streams_show_how_wrong_its_times_are() -> None:

@@ -39,18 +39,23 @@ class Profiles:
     def __init__(self, pool: str | None) -> None:
         self._pool = _read(pool)
         self._engines: dict[str, Profile] = {}
+        self._chunks: dict[str, int] = {}
 
     def set(self, node: Node) -> None:
-        """Read an engine's own profile, if it has one.
+        """Read an engine's own profile, if it has one, and note the most tokens of its steps.
 
         Raises:
             SettingsError: it can't be read any more.
         """
-        own = _read(node.facts.profile)
+        own, chunk = _read(node.facts.profile), node.facts.max_num_batched_tokens
         if own is None:
             self._engines.pop(node.url, None)
         else:
             self._engines[node.url] = own
+        if chunk is None:
+            self._chunks.pop(node.url, None)
+        else:
+            self._chunks[node.url] = chunk
 
     def hardware(self, url: str) -> Hardware | None:
         """Return the times of an engine, None where no profile has them."""
@@ -58,7 +63,9 @@ class Profiles:
         return None if profile is None else profile.hardware
 
     def chunk(self, url: str) -> int | None:
-        """Return the most tokens of a step of an engine, None where no profile has them."""
+        """Return the most tokens of a step of an engine, None where neither its settings nor a profile has them."""
+        if url in self._chunks:
+            return self._chunks[url]
         profile = self._engines.get(url, self._pool)
         return None if profile is None else profile.engine.max_num_batched_tokens
 

@@ -132,6 +132,9 @@ class Facts(Section, frozen=True):
     profile: File | None = None
     """How long its work takes, in place of the pool's `profile`."""
 
+    max_num_batched_tokens: Count | None = None
+    """The most tokens of its steps, as it was started. None: as its profile says, or else 8192."""
+
     bootstrap: Text | None = None
     """A prefill engine's Mooncake bootstrap server, `http://host:port`, also for decode engines. None: at its own host and the
     pool's `bootstrap_port`."""
