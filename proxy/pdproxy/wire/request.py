@@ -81,9 +81,8 @@ _UNUSUAL = Alone.UNUSUAL
 class Incoming(msgspec.Struct):
     """A request as it was received. The reader of the body removes it from here.
 
-    `forward` has the headers (name, value) that are forwarded to engines, without the credentials, and `hints` those that say
-    something to the proxy itself; `adapter` is the value of `client_routes.ADAPTER_HEADER`. `client`: the client's address;
-    `key`: the name of its key.
+    `forward` has the headers (name, value) that go on to engines, without the credentials, `hints` those for the proxy itself;
+    `adapter` is the value of `client_routes.ADAPTER_HEADER`. `client`: the client's address; `key`: the name of its key.
     """
 
     route: Route
@@ -184,8 +183,6 @@ class Parsed(msgspec.Struct, frozen=True):
 _messages_decoder = msgspec.json.Decoder(list[Message])
 _bool_decoder = msgspec.json.Decoder(bool | None)
 _int_decoder = msgspec.json.Decoder(int | None)
-
-
 _LIMITS = frozenset({"max_tokens", "max_completion_tokens"})
 _DECIDING = _LIMITS | {
     "n",
