@@ -8,7 +8,7 @@ from functools import partial
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.engines import EngineSetup, Profiles, build_ledger, no_key
 from pdproxy.app.front import Front
-from pdproxy.app.gauges import memory_gauges, process_gauges, request_gauges, state_gauges
+from pdproxy.app.gauges import memory_gauges, placement_gauges, process_gauges, request_gauges, state_gauges
 from pdproxy.app.heartbeat import Heartbeat
 from pdproxy.app.kv_events import build_kv_events
 from pdproxy.app.notices import build_notices
@@ -162,6 +162,8 @@ class Proxy(Parts):
         metrics.add_gauges(request_gauges(admission, bodies))
         metrics.add_gauges(memory_gauges(connections, body_budget, answer_budget, unread_answers))
         metrics.add_gauges(process_gauges(tasks, log, lines))
+        if ledger.placement is not None:
+            metrics.add_gauges(placement_gauges(ledger.placement))
         if turns is not None:
             engines.keep_known(turns.named)
             wrong.append(turns.shortcomings)
