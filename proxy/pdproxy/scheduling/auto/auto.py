@@ -124,11 +124,10 @@ class Auto(Placement):
         output = self.outputs.expected(tokens, limit_of(ask.parsed))
         costs = self._costs_of(ask)
         choice = self._least(costs, now, tokens, output, known, view, candidates)
-        self._choice = choice
-        if choice is not None:
-            choice.output = output
         if choice is None or (self._refuses and costs.hopeless(choice.ttft_s)):
+            self._choice = None
             return None
+        self._choice, choice.output = choice, output
         load = choice.prefill.load
         self.meter.add(now, tokens, choice.prefill.cached, output)
         values = {"ttft": choice.ttft_s, "tpot": choice.tpot_s, "cost": choice.cost}
