@@ -1,6 +1,7 @@
 """What the placement `auto` serves within an SLO, beside the best static arrangement of each load: simulated, a table and JSON.
 
-Usage: decide.py [--results FILE] [--trace FILE] [--cells "4 4000/128 A" ...] [--seeds 3] [--chunks]
+Usage: decide.py [--results FILE] [--trace FILE] [--cells "4 4000/128 A" ...] [--seeds 3] [--chunks] [--held-out 100]
+                 [--plot FILE]
 
 A cell is a number of engines (4, 16), a load and an SLO. Loads: prompts of 4,000 tokens with answers of 128, prompts of 1,000
 with answers of 500, both in turn (`alternate`), and with --trace the trace's requests of at most 16,000 tokens. SLOs: A is TTFT
@@ -12,8 +13,10 @@ prompts whole, if the prefill engines are busy or the prompt is short. They are 
 are run with all seeds. `auto` has engines of role `any`, with the chunk size that `pdproxy plan` says for the cell (of a split:
 that of its prefill engines); --chunks tries all. It knows what is in the engines' prefix caches, `least_load` does not.
 
+--held-out runs the best static arrangement and `auto` once more, with seeds from that one on, which nobody has looked at before.
+
 Cells that are in the results file are not run again, so it can be stopped and go on. At the end, or with --show, the table is
-printed: rates per engine.
+printed: rates per engine. --plot draws auto's part of the best static arrangement as a heat map, which needs matplotlib.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from pdproxy.lab.simulate.cluster import Call
 from pdproxy.lab.simulate.load import Replay
 from pdproxy.lab.simulate.placements import Hybrid, auto, bounds_of
 from pdproxy.lab.simulate.shape import Shape
+from decide_table import line, plot, table
 from plan_exhaustive import LENGTHS
 
 PROFILE = "h200-8b"
@@ -108,6 +112,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--chunks", action="store_true", help="auto with all chunk sizes")
     parser.add_argument("--again", action="store_true", help="run auto again; the static arrangements are kept")
+    parser.add_argument("--held-out", type=int, metavar="SEED", help="also with seeds from this one on")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a heat map: .png or .svg")
     parser.add_argument("--show", action="store_true", help="only print the table")
     arguments = parser.parse_args()
     results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
@@ -126,7 +132,13 @@ def main() -> None:
             found |= cell.auto(found)
             _write(arguments.results, results)
             print(f"{line(name, found)}   {time.process_time() - began:5.0f} s", flush=True)
+        if arguments.held_out is not None and found.get("held_out", {}).get("seed") != arguments.held_out:
+            found["held_out"] = _Cell(name, arguments, arguments.held_out).held_out(found)
+            _write(arguments.results, results)
+            print(f"{name:18} held out: {found['held_out']['ratio']:6.3f}", flush=True)
     print(table(results))
+    if arguments.plot is not None:
+        plot(results, SIZES, LOADS, tuple(SLOS), arguments.plot)
 
 
 def _write(path: Path, results: dict) -> None:
@@ -135,16 +147,29 @@ def _write(path: Path, results: dict) -> None:
     part.replace(path)
 
 
+class Later(msgspec.Struct, frozen=True, kw_only=True):
+    """A demand with other seeds: the first one is `seed`."""
+
+    demand: Drawn | Traced
+    seed: int
+    random = True
+
+    def calls(self, rate: float, requests: int, seed: int) -> Iterator[Call]:
+        """Return the requests of a seed, in the order in which they are due. `rate`: per second."""
+        return self.demand.calls(rate, requests, self.seed + seed)
+
+
 class _Cell:
-    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+    def __init__(self, name: str, arguments: argparse.Namespace, seed: int = 0) -> None:
+        """Make a cell. `seed`: the first one."""
         size, what, slo = name.split()
-        self.engines, self.slo = int(size), slo
+        self.engines, self.slo, self.seed = int(size), slo, seed
         self.seeds, self.all_chunks = arguments.seeds, arguments.chunks
         limits, share = SLOS[slo]
         profile = load(PROFILE)
         limit = parse_slo(limits)
         self.question = Question(
-            demand=_demand(what, self.engines, arguments),
+            demand=Later(demand=_demand(what, self.engines, arguments), seed=seed),  # type: ignore[arg-type]
             slo=limit,
             share=share,
             hardware=profile.hardware,
@@ -198,7 +223,7 @@ class _Cell:
         best = max(sure, key=lambda one: sure[one])
         return {
             "static": {_key(one): _rate(known[one]) for one in known},
-            "best": {"name": _key(best), "rate": _rate(sure[best])},
+            "best": {"name": _key(best), "rate": _rate(sure[best]), "arrangement": msgspec.to_builtins(best)},
             "plan": {
                 "name": planned.best.arrangement.name,
                 "chunk": planned.best.arrangement.prefill_chunk or planned.best.arrangement.chunk,
@@ -222,6 +247,14 @@ class _Cell:
             rates[str(chunk)] = _rate(self.prober.capacity(one, self.all, guess))
         return {"auto": rates, "ratio": rates[str(planned)] / found["best"]["rate"]}
 
+    def held_out(self, found: dict) -> dict:
+        """Run the best static arrangement and `auto`, with the chunk size of the plan."""
+        best = msgspec.convert(found["best"]["arrangement"], Arrangement)
+        ours = Arrangement(any=self.engines, chunk=found["plan"]["chunk"], policy="auto")
+        guess = place_of(found["best"]["rate"])
+        static, auto = (_rate(self.prober.capacity(one, self.all, guess)) for one in (best, ours))
+        return {"seed": self.seed, "static": static, "auto": auto, "ratio": auto / static}
+
 
 def _demand(what: str, engines: int, arguments: argparse.Namespace) -> Drawn | Traced:
     if what == "alternate":
@@ -242,55 +275,6 @@ def _rate(place: int | None) -> float:
 def _key(one: Arrangement) -> str:
     rule = "" if one.policy == "least_load" else f", {one.policy}"
     return f"{one.name} {one.chunks}{rule}"
-
-
-def line(name: str, cell: dict) -> str:
-    """Return a row of the table."""
-    size = int(name.split()[0])
-    best, planned = cell["best"], cell["plan"]
-    rate = cell["auto"][str(planned["chunk"])] / size
-    most = max(cell["auto"], key=lambda chunk: cell["auto"][chunk])
-    other = f"  (chunk {most}: {cell['auto'][most] / size:.2f})" if most != str(planned["chunk"]) else ""
-    return (
-        f"{name:18} {rate:6.2f} {planned['chunk']:6}   {best['rate'] / size:6.2f}  {best['name']:34}"
-        f" {cell['ratio']:6.3f}{other}"
-    )
-
-
-def _family(key: str, size: int) -> str:
-    """Return what an arrangement is called in all cells: chunk sizes of splits differ from cell to cell."""
-    name, _, rest = key.partition(" ")
-    if rest.startswith("plain"):
-        return f"plain, chunk {rest.split()[1]}"
-    prefill = int(name.partition("P")[0])
-    rule = key.rpartition(", ")[2]
-    return f"{prefill / size:.0%} prefill" + (f", {rule}" if rule.startswith(("busy", "short")) else "")
-
-
-def table(results: dict) -> str:
-    """Return all cells, and the worst cell of each static arrangement and of `auto`. Rates are per engine."""
-    done = {name: cell for name, cell in results.items() if "auto" in cell}
-    lines = ["cell                 auto  chunk   best static                                 auto/best"]
-    lines += [line(name, cell) for name, cell in done.items()]
-    worst: dict[str, tuple[float, str, int]] = {}
-    for name, cell in done.items():
-        families = {"auto": cell["ratio"]}
-        for key, rate in cell["static"].items():
-            family = _family(key, int(name.split()[0]))
-            families[family] = max(families.get(family, 0.0), rate / cell["best"]["rate"])
-        for family, ratio in families.items():
-            known = worst.get(family, (9.0, "", 0))
-            worst[family] = (*min(known[:2], (ratio, name)), known[2] + 1)
-    lines += [
-        "",
-        "worst cell of each, against the best static one of that cell (of those that were tried in most cells)",
-    ]
-    lines += [
-        f"  {family:26} {ratio:5.2f}  {name}"
-        for family, (ratio, name, count) in sorted(worst.items(), key=lambda item: -item[1][0])
-        if 2 * count > len(done)
-    ]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":
