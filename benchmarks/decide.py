@@ -88,14 +88,14 @@ class Alternating(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slices(msgspec.Struct, frozen=True, kw_only=True):
-    """A trace's requests, with its own times stretched to the rate. Each seed begins at another third of the trace."""
+    """A trace's requests, with its own times stretched to the rate. The seeds 0 to 2 begin at the thirds of the trace, others in their middle."""
 
     entries: Sequence[Entry]
     random = True
 
     def calls(self, rate: float, requests: int, seed: int) -> Iterator[Call]:
         """Return the requests of a seed, in the order in which they are due. `rate`: per second."""
-        first = seed % 3 * len(self.entries) // 3
+        first = (2 * (seed % 3) + (seed > 2)) * len(self.entries) // 6
         entries, length = self.entries, self.entries[-1].time + 1.0
         turned = [*entries[first:], *(msgspec.structs.replace(one, time=one.time + length) for one in entries[:first])]
         turned = turned[:requests]
