@@ -219,6 +219,34 @@ def test_engines_for_any_role_share_load() -> None:
     assert {node.requests for node in ledger.nodes} <= {14, 15, 16}
 
 
+RACK_A, RACK_B = ((("rack", name),) for name in "ab")
+
+
+@pytest.mark.parametrize(
+    ("specs", "left"),
+    [
+        ([spec("p", within=RACK_A), spec("d", within=RACK_A), spec("d2", within=RACK_B)], ["decode d2"]),
+        ([spec("p", within=RACK_A), spec("d", within=RACK_B)], ["prefill p", "decode d"]),
+        ([spec("p"), spec("p2"), spec("d", sources=frozenset({"p"}))], ["prefill p2"]),
+        ([spec("x", within=RACK_A), spec("x2", within=RACK_A), spec("x3", within=RACK_B)], ["any x3"]),
+        ([spec("x", within=RACK_A), spec("d", within=RACK_A), spec("p", within=RACK_A)], []),
+        ([spec("p", within=RACK_A), spec("d", within=RACK_A), spec("a", within=RACK_B)], []),
+        ([spec("x")], []),
+        ([spec("d"), spec("d2")], []),
+        ([spec("p"), spec("x", sources=frozenset({"p"})), spec("x2", sources=frozenset({"p"}))], []),
+    ],
+)
+def test_engines_that_the_settings_leave_no_partner_are_named(specs: list[NodeSpec], left: list[str]) -> None:
+    """A label that was misspelled would leave an engine idle for ever. Also while it is down: that changes nothing."""
+    ledger = Ledger(specs, breaker_failures=1, breaker_cooldown=10)
+    for one in specs:
+        ledger.mark_up(one.url, evidence())
+    said = [f"{name} shares work with no engine: sources and pair_within leave it none" for name in left]
+    assert ledger.shortcomings(0.0) == said
+    ledger.mark_down(specs[-1].url, "gone", 0.0)
+    assert [text for text in ledger.shortcomings(0.0) if "shares work" in text] == said
+
+
 # -- objectives
 
 

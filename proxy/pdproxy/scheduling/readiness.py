@@ -73,10 +73,15 @@ def shortcomings(nodes: Sequence[Node], now: float) -> list[str]:
 
 
 def not_paired(nodes: Sequence[Node]) -> list[str]:
-    """Return which engines that are up are not paired although the settings pair them, a sentence each.
+    """Return which engines that are up are not paired although the settings pair them, and which ones those leave no partner.
 
-    Not one for each pair: `ANY` makes n x n. Looking at all takes milliseconds for a hundred engines.
+    A sentence each, not one for each pair: `ANY` makes n x n. Looking at all takes milliseconds for a hundred engines.
     """
+    found = [
+        f"{node.role.value} {node.url} shares work with no engine: sources and pair_within leave it none"
+        for node in nodes
+        if _is_left_out(node, nodes)
+    ]
     nodes = [node for node in nodes if node.down_because is None]
     wrong: dict[Node, dict[Node, str]] = {}
     for prefill in (node for node in nodes if Role.PREFILL in node.uses):
@@ -86,7 +91,6 @@ def not_paired(nodes: Sequence[Node]) -> list[str]:
             if (why := prefill_and_decode(prefill, decode)) is not None:
                 wrong.setdefault(prefill, {}).setdefault(decode, why)
                 wrong.setdefault(decode, {}).setdefault(prefill, why)
-    found: list[str] = []
     while wrong:
         worst = max(wrong, key=lambda node: (len(wrong[node]), node.role is not Role.PREFILL))
         others = wrong.pop(worst)
@@ -96,6 +100,21 @@ def not_paired(nodes: Sequence[Node]) -> list[str]:
                 del wrong[other]
         found += _sentences(worst, others)
     return found
+
+
+def _is_left_out(node: Node, nodes: Sequence[Node]) -> bool:
+    """Return whether an engine could share work with others by their roles, and with none by the settings."""
+    has_other = False
+    for other in nodes:
+        if other is node:
+            continue
+        for prefill, decode in ((node, other), (other, node)):
+            if Role.PREFILL not in prefill.uses or Role.DECODE not in decode.uses:
+                continue
+            if decode.spec.takes_from(prefill.spec):
+                return False
+            has_other = True
+    return has_other
 
 
 def _sentences(node: Node, others: Mapping[Node, str]) -> list[str]:
