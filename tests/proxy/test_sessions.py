@@ -83,7 +83,8 @@ async def test_the_header_is_the_settings() -> None:
 async def test_hostile_names_of_sessions(value: str) -> None:
     """Whatever they are, they are served; the part that counts is bounded."""
     async with world(2, 2, adjust=SESSION) as w:
-        assert len(await asked(w, [("X-Session-ID", value)])) in (2, 4)
+        wanted = 2 if value.strip() else 4  # an empty one is none
+        assert len(await asked(w, [("X-Session-ID", value)])) == wanted
         ask = {"user": value} if value != "\t" else {"user": {"a": [1, 2]}}
         answer = await w.ask(COMPLETIONS, completion(**ask))
         assert answer.status in (200, 400), "an engine judges the body's field"
