@@ -39,6 +39,7 @@ class PlainIndex:
         extra_keys: Sequence[object] | None,
         *,
         counts: bool,
+        from_start: bool = False,
     ) -> None:
         self._call("stored", place, list(block_hashes), parent, list(token_ids), block_size, medium, group, counts)
         for number, found in enumerate(block_hashes):

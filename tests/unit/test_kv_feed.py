@@ -11,6 +11,7 @@ from pdproxy.fleet import kv_events, kv_source, kv_sources
 from pdproxy.fleet.kv_events import BLOCKS_AT_ONCE, Backlog, EventCounts, Feed
 from pdproxy.fleet.kv_source import ReplayResult
 from pdproxy.observe import catalog_kv_events as catalog
+from pdproxy.scheduling.prefix.block_index import BlockIndex
 from pdproxy.wire.kv_events import Unreadable
 from tests.fakes.kv_index import PlainIndex, raws, removed, stored
 from tests.sim.raw import turns
@@ -72,6 +73,38 @@ async def test_a_long_event_is_passed_in_parts_that_join() -> None:
         assert ids == list(range(at * 4, (at + len(hashes)) * 4))
         parent, at = hashes[-1], at + len(hashes)
     assert at == count
+
+
+async def test_a_long_removal_is_passed_in_parts() -> None:
+    stage = Stage()
+    count = 3 * BLOCKS_AT_ONCE + 5
+    stage.feed.put(stage.backlog, raws(removed(*range(count), medium="CPU", group_idx=2)))
+    await turns(1)
+    assert sum(len(call[2]) for call in stage.index.calls) <= BLOCKS_AT_ONCE
+    await turns()
+    assert [one for call in stage.index.calls for one in call[2]] == list(range(count))
+    assert {(*call[:2], *call[3:]) for call in stage.index.calls} == {("removed", 0, "CPU", 2)}
+    assert max(len(call[2]) for call in stage.index.calls) <= BLOCKS_AT_ONCE
+    assert stage.counts.blocks == {"removed": count}
+
+
+@pytest.mark.parametrize("parent", [None, 7])
+async def test_each_part_says_whether_its_event_begins_with_a_prompts_first_block(parent: int | None) -> None:
+    """A report of blocks that are known must not look like blocks that were computed once more, whatever its length."""
+    index = BlockIndex(4, 10_000)
+    place = index.add_place()
+    failures: list[Exception] = []
+    feed = Feed(index, EventCounts(), failures.append)
+    names = list(range(100, 2100))
+    index.stored(place, [7], None, [9] * 4, 4, "GPU", 0, None, None, counts=True)
+    for _ in range(2):
+        feed.put(Backlog(place), raws(stored(*names, parent=parent, group_idx=0)))
+        await turns()
+    assert index.counters.repeated == 2000
+    feed.put(Backlog(place), raws(removed(*names, medium="GPU", group_idx=0)))
+    await turns()
+    assert index.blocks(place) == (1 if parent is None else 2001)
+    assert not failures
 
 
 async def test_one_turn_of_the_loop_takes_a_bounded_number_of_blocks() -> None:

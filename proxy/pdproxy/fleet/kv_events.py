@@ -45,11 +45,13 @@ class Index(Protocol):
         extra_keys: Sequence[ExtraKeys | None] | None,
         *,
         counts: bool,
+        from_start: bool = False,
     ) -> None:
         """Take note of blocks that follow each other behind `parent`.
 
         `token_ids`: `block_size` per block; none if only the hashes are known. `medium`: GPU, CPU or STORAGE. `extra_keys`: of
-        each block a tuple or None. `counts`: whether the group's blocks must all be there for a hit.
+        each block a tuple or None. `counts`: whether the group's blocks must all be there for a hit. `from_start`: whether the
+        event of which these are a part begins with a prompt's first block.
         """
 
     def removed(self, place: int, block_hashes: Sequence[int | bytes], medium: str, group: int) -> None:
@@ -84,8 +86,8 @@ class Backlog:
     resume: Callable[[], None] = lambda: None
     events: deque[msgspec.Raw] = field(default_factory=deque)
     bytes: int = 0
-    stored: Stored | None = None
-    """An event of which a part was passed, and how many blocks of it were."""
+    event: Stored | Removed | None = None
+    """An event that is passed in parts, and how many blocks of it were."""
     passed: int = 0
     queued: bool = False
 
@@ -134,7 +136,7 @@ class Feed:
         """Drop what waits for a place."""
         self._bytes -= backlog.bytes
         backlog.events.clear()
-        backlog.bytes, backlog.stored = 0, None
+        backlog.bytes, backlog.event = 0, None
         self._blocked.discard(backlog)
 
     def restart(self, backlog: Backlog) -> None:
@@ -150,9 +152,9 @@ class Feed:
                 budget -= self._pass(backlog, budget)
             except Exception as error:  # a defect must not stop the events behind this one
                 self._failed(error)
-                backlog.stored = None
+                backlog.event = None
                 budget -= 1
-            if backlog.stored is not None or backlog.events:
+            if backlog.event is not None or backlog.events:
                 self._waiting.append(backlog)  # places take turns
             else:
                 backlog.queued = False
@@ -166,8 +168,8 @@ class Feed:
 
     def _pass(self, backlog: Backlog, budget: int) -> int:
         """Pass an event on, or up to `budget` blocks of it. Return its cost in blocks."""
-        if backlog.stored is not None:
-            return self._part(backlog, backlog.stored, budget)
+        if backlog.event is not None:
+            return self._part(backlog, backlog.event, budget)
         if not backlog.events:
             return 0
         raw = backlog.events.popleft()
@@ -179,15 +181,13 @@ class Feed:
         if unknown:
             self._counts.skipped["unknown_field"] += 1
         match event:
-            case Stored():
-                if not event.consistent:
-                    self._counts.skipped["inconsistent"] += 1
-                elif event.block_hashes:
-                    backlog.stored, backlog.passed = event, 0
-            case Removed():
-                cost += len(event.block_hashes)
-                self._counts.blocks["removed"] += len(event.block_hashes)
-                self._index.removed(backlog.place, event.block_hashes, _medium(event.medium), event.group_idx or 0)
+            case Stored() if not event.consistent:
+                self._counts.skipped["inconsistent"] += 1
+            case Stored() | Removed():
+                if event.block_hashes:
+                    backlog.event, backlog.passed = event, 0
+                    if cost < budget:
+                        cost += self._part(backlog, event, budget - cost)
             case Cleared():
                 self._counts.blocks["cleared"] += 1
                 self._index.cleared(backlog.place)
@@ -195,20 +195,24 @@ class Feed:
                 self._counts.skipped[event.value] += 1
         return cost
 
-    def _part(self, backlog: Backlog, event: Stored, budget: int) -> int:
+    def _part(self, backlog: Backlog, event: Stored | Removed, budget: int) -> int:
         start, count = backlog.passed, len(event.block_hashes)
-        end = min(start + budget, count)
-        backlog.passed = end
+        end = backlog.passed = min(start + budget, count)
         if end == count:
-            backlog.stored = None
+            backlog.event = None
         all_of_it = start == 0 and end == count
+        hashes = event.block_hashes if all_of_it else event.block_hashes[start:end]
+        if isinstance(event, Removed):
+            self._counts.blocks["removed"] += end - start
+            self._index.removed(backlog.place, hashes, _medium(event.medium), event.group_idx or 0)
+            return end - start
         size, keys = event.block_size, event.extra_keys
         # Groups that keep only some blocks name the tokens of all: they belong to no block then.
         ids = event.token_ids if len(event.token_ids) == count * size else []
         self._counts.blocks["stored"] += end - start
         self._index.stored(
             backlog.place,
-            event.block_hashes if all_of_it else event.block_hashes[start:end],
+            hashes,
             event.block_hashes[start - 1] if start else event.parent_block_hash,
             ids if all_of_it else ids[start * size : end * size],
             size,
@@ -217,6 +221,7 @@ class Feed:
             event.lora_name,
             keys if keys is None or all_of_it else keys[start:end],
             counts=event.counts,
+            from_start=event.parent_block_hash is None,
         )
         return end - start
 
