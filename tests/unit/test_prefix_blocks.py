@@ -57,7 +57,7 @@ class Model:
     def stored(self, place, blocks, parent, tokens, size, medium, group, lora, extras, *, counts):
         one = self.places[place]
         blocks, parent = [number(block) for block in blocks], number(parent)
-        if counts and one["group"] is None:
+        if counts and one["group"] is None and medium == "GPU":
             one["group"] = group
         if not counts or one["group"] != group:
             return
@@ -125,14 +125,15 @@ def check(index):
     total = 0
     for one in index._places.values():
         for medium, held in one.held.items():
-            total += len(held.values)
+            total += held.size
+            assert held.size == sum(1 if isinstance(value, int) else len(value) or 1 for value in held.values.values())
             assert set(held.copies) <= set(held.values)
             assert all(count > 0 for count in held.copies.values())
             assert set(held.ends) == {block for block, value in held.values.items() if value == ()}
             keys_of = {key for value in held.values.values() for key in ((value,) if isinstance(value, int) else value)}
             for shard in index._media[medium].shards:
                 assert all(key in keys_of for key, bits in shard.items() if bits & one.bit)
-    leaving = sum(len(held.values) for _, media in index._leaving for held in media.values())
+    leaving = sum(held.size for _, media in index._leaving for held in media.values())
     assert len(index) == total + leaving
     assert len(index) <= index.max_blocks
     owned = index._bits.live

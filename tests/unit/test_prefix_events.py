@@ -192,6 +192,16 @@ def test_one_group_is_entered(index, engine):
     assert found(index, tokens(2))[0] == {engine.place: 1}
 
 
+def test_which_group_is_entered_is_not_taken_from_other_memory(index, engine):
+    """vLLM's offloading sends events of all groups as if they counted, without tokens."""
+    engine.stored([7], [], size=0, medium="CPU", group=0)
+    engine.stored([1, 2], tokens(2), group=1)
+    engine.stored([1, 2], [], size=0, medium="CPU", group=1)
+    engine.removed([1, 2], group=1)
+    assert index.counters.not_counted == 1
+    assert found(index, tokens(2)) == ({}, {engine.place: 2})
+
+
 def test_a_restarted_engine_may_count_another_group(index, engine):
     engine.stored([1], tokens(1), group=1)
     index.restart(engine.place)
@@ -363,6 +373,22 @@ def test_restarts_in_a_row_wait_for_nothing():
     assert (len(index), index.distinct()) == (0, 0)
 
 
+def test_many_contents_that_are_over_do_not_have_the_largest_removed_at_once():
+    """An engine can empty its cache a hundred times in one message."""
+    index = BlockIndex(UNIT, 100_000)
+    engine = Engine(index)
+    engine.stored([*range(20_000)], tokens(20_000))
+    for _ in range(80):
+        index.cleared(engine.place)
+        engine.stored([1], tokens(1))
+    assert len(index) > 5_000
+    assert len(index._leaving) <= 65
+    assert found(index, tokens(9))[0] == {engine.place: 1}
+    while index.tidy(1000):
+        pass
+    assert (len(index), index.distinct()) == (1, 1)
+
+
 # -- space
 
 
@@ -410,6 +436,37 @@ def test_parts_of_units_lose_their_space_as_well():
     check(index)
     assert index.blocks(small.place) == 10
     assert 50 <= index.blocks(large.place) < 90
+
+
+def test_blocks_of_several_units_take_the_space_of_several():
+    """One event can bring a block of 60,000 units."""
+    index = BlockIndex(UNIT, 100)
+    large, small = Engine(index), Engine(index)
+    large.stored([1], tokens(60_000), size=60_000 * UNIT)
+    assert (len(index), index.counters.no_space) == (0, 1)
+    large.stored([*range(20)], tokens(160), size=8 * UNIT)
+    check(index)
+    assert (index.blocks(large.place), len(index), index.counters.no_space) == (12, 96, 9)
+    small.stored([*range(10)], tokens(40, 50_000), size=4 * UNIT)
+    check(index)
+    assert index.blocks(small.place) == 10
+    assert found(index, tokens(40, 50_000))[0] == {small.place: 40}
+    assert found(index, tokens(160))[0] == {large.place: 8 * index.blocks(large.place)}
+    assert index.counters.no_space == 9 + 12 - index.blocks(large.place)
+    large.removed([*range(20)])
+    small.removed([*range(10)])
+    check(index)
+    assert (len(index), index.distinct()) == (0, 0)
+
+
+def test_of_equal_hashes_in_one_event_the_first_one_counts():
+    index = BlockIndex(UNIT, 100)
+    engine = Engine(index)
+    engine.stored([1, 2, 1], tokens(3)[: 3 * 8], size=8)
+    check(index)
+    assert found(index, tokens(3))[0] == {engine.place: 1}
+    index.remove_place(engine.place)
+    assert (index.tidy(1000), len(index)) == (False, 0)
 
 
 def test_what_waits_to_be_removed_gives_its_space_first():
@@ -519,10 +576,11 @@ def test_two_hashes_of_the_same_tokens(index, engine):
 
 
 def test_many_kinds_of_memory_are_one(index, engine):
+    engine.stored([99], tokens(1, 9000))
     for number in range(50):
         engine.stored([number], tokens(1, number * UNIT), medium=f"kind {number}")
     assert len(index._media) == 2
-    assert index.blocks(engine.place) == 50
+    assert index.blocks(engine.place) == 51
     assert found(index, tokens(1)) == ({}, {engine.place: 1})
     index.remove_place(engine.place)
     assert not index.tidy(1000)

@@ -131,6 +131,37 @@ def test_a_place_has_a_capacity_of_its_own():
     assert index.lookup(prompt(*"abcdefgh")).gpu == {1: 3, 2: 3}
 
 
+def test_all_places_together_are_bounded_whatever_they_claim_to_hold():
+    index = RoutedIndex(3, 10)
+    for place in (1, 2):
+        index.set_capacity(place, 10**18)
+    for number in range(8):
+        index.routed(1, prompt("a", str(number)))
+    assert len(index) == 9
+    index.routed(2, prompt(*"xyz"))
+    assert len(index) == 10
+    assert index.lookup(prompt(*"xyz")).gpu == {2: 3}
+    assert index.lookup(prompt("a", "0")).gpu == {1: 1}
+    assert index.lookup(prompt("a", "7")).gpu == {1: 2}
+    index.routed(3, prompt(*"abcdefghijklmnop"))
+    assert len(index) == 10
+    index.routed(2, prompt(*"abcdefghijklmnop"))
+    assert len(index) == 10
+    assert index.lookup(prompt(*"abcdefghijklmnop")).gpu[2] == 3
+
+
+def test_what_is_forgotten_leaves_the_capacity():
+    index = RoutedIndex(3)
+    index.set_capacity(1, 5)
+    for _ in range(2):
+        index.routed(1, prompt(*"abcdefgh"))
+        assert index.lookup(prompt(*"abcdefgh")).gpu == {1: 5}
+        index.forget(1)
+        assert (len(index), index.lookup(prompt(*"abcdefgh")).gpu) == (0, {})
+    index.gone(1, prompt("a")[0])
+    assert len(index) == 0
+
+
 @settings(deadline=None)
 @given(
     st.lists(

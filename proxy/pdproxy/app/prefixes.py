@@ -124,7 +124,7 @@ def build_knowledge(pool: Pool) -> Knowledge | None:
     return Knowledge(
         own.unit,
         BlockIndex(own.unit, own.max_blocks, reports=heals),
-        RoutedIndex(own.engine_blocks),
+        RoutedIndex(own.engine_blocks, own.max_blocks),
         SpeculativeIndex(own.ttl, SPECULATIVE_KEYS),
         Healing(on=heals),
     )

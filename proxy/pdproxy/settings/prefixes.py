@@ -19,7 +19,8 @@ class Prefixes(Section, frozen=True):
     """Tokens by which prompts are compared: the engines' block size, or a whole part of it."""
 
     max_blocks: Annotated[int, Meta(ge=1024, le=10**9)] = 2_000_000
-    """Blocks of all engines that are kept of their KV events, some 150 bytes each. Beyond that those with the most lose some."""
+    """Blocks of `unit` tokens of all engines that are kept of their KV events, some 150 bytes each; and as many of the prompts
+    that were sent to engines without events. Beyond that the engines with the most lose some."""
 
     ttl: Seconds = 2.0
     """Seconds for which a prompt that was sent to an engine counts as cached there, before its events say so."""

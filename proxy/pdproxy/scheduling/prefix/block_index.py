@@ -13,15 +13,10 @@ from typing import Any
 
 from pdproxy.scheduling.prefix import reading
 from pdproxy.scheduling.prefix.counters import Counters
-from pdproxy.scheduling.prefix.held import Held, Place, all_keys, known_of
+from pdproxy.scheduling.prefix.held import Held, Place, all_keys, known_of, size_of, sizes_of
 from pdproxy.scheduling.prefix.keys import MASK, TOKEN_BYTES, chain, following, pack, root
 from pdproxy.scheduling.prefix.matches import Bits, KeyBits, Matches, Steps, ended_runs, ended_runs_anywhere
-from pdproxy.scheduling.prefix.reading import BlockHash, Entries, OddEventError, Value
-
-GPU = "GPU"
-_MEDIA = frozenset({GPU, "CPU", "STORAGE"})
-_OTHER = "OTHER"
-"""All kinds of memory that vLLM itself doesn't have."""
+from pdproxy.scheduling.prefix.reading import GPU, BlockHash, Entries, OddEventError, Value
 
 _AT_ONCE = 64
 """Entries that are removed in one go where nothing forces it: some ten microseconds."""
@@ -32,7 +27,7 @@ _WAITING = 64
 class BlockIndex:
     """Keys of `unit` tokens each; `max_blocks`: how many blocks of all places are kept at most.
 
-    Engines' block sizes may be multiples of `unit`, or parts of it. With parts a unit counts as held while the block is that
+    A block of several units counts as several. Engines' block sizes may be multiples of `unit`, or parts of it. With parts a unit counts as held while the block is that
     ends it. Blocks of an unknown place are ignored: events may be late.
 
     `reports`: requests with `kv_cache_report_mode: full` make engines report blocks that they reuse, from a prompt's first one
@@ -58,7 +53,7 @@ class BlockIndex:
         """Bits that are retired, with what they held."""
 
     def __len__(self) -> int:
-        """The number of blocks, of all places and memories, also those that wait to be removed."""
+        """The number of blocks, of all places and memories, also those that wait to be removed. Of several units: several."""
         return self._size
 
     # -- places
@@ -109,8 +104,12 @@ class BlockIndex:
         extra_keys: Sequence[Sequence[Any] | None] | None,
         *,
         counts: bool,
+        from_start: bool = False,
     ) -> None:
-        """Enter blocks of a BlockStored event. `counts`: the group's attention is full, so its blocks decide about hits."""
+        """Enter blocks of a BlockStored event. `counts`: the group's attention is full, so its blocks decide about hits.
+
+        `from_start`: they are a part of an event that begins with a prompt's first block.
+        """
         one = self._places.get(place)
         count = len(block_hashes)
         if one is None or not count:
@@ -129,25 +128,14 @@ class BlockIndex:
             return  # so are nearly all events; what follows takes three times as long
         if self._leaving:
             self.tidy(2 * count + _AT_ONCE)
-        if counts and one.group is None:
+        medium = reading.medium_of(medium)
+        if counts and one.group is None and medium == GPU:  # vLLM's offloading does not say which groups count
             one.group = group
         if not counts or group != one.group:
             self.counters.not_counted += count
             return
         hashes = reading.folded(block_hashes)
-        medium = _medium(medium)
-        if self._size + count > self.max_blocks:
-            known = one.held[medium].values if medium in one.held else {}
-            new = [at for at, block in enumerate(hashes) if block not in known]
-            room = self._room(one, len(new))
-            if room < len(new):
-                self.counters.no_space += len(new) - room
-                count = new[room]  # a block without those before it would be of no use
-                if not count:
-                    return
-                hashes, token_ids = hashes[:count], token_ids[: count * max(block_size, 0)]
-                extra_keys = extra_keys[:count] if extra_keys else extra_keys
-        may_be_report = self._reports and parent is None and medium == GPU
+        may_be_report = self._reports and medium == GPU and (from_start or parent is None)
         begin = None
         if token_ids and block_size > 0:
             if parent is None:
@@ -189,13 +177,13 @@ class BlockIndex:
         if group != one.group:
             self.counters.not_counted += len(block_hashes)
             return ()
-        medium = _medium(medium)
+        medium = reading.medium_of(medium)
         held = one.held.get(medium)
         if held is None:
             self.counters.unknown_block += len(block_hashes)
             return ()
         gone: list[int] = []
-        entries, copies = 0, held.copies
+        entries, size, copies = 0, 0, held.copies
         for block in reading.folded(block_hashes):
             if copies and block in copies:
                 copies[block] -= 1
@@ -207,6 +195,7 @@ class BlockIndex:
                 self.counters.unknown_block += 1
                 continue
             entries += 1
+            size += size_of(value)
             if isinstance(value, int):
                 gone.append(value)
             elif value:
@@ -214,7 +203,8 @@ class BlockIndex:
             else:
                 del held.ends[block]
         self._media[medium].discard(gone, one.bit)
-        self._size -= entries
+        held.size -= size
+        self._size -= size
         self.counters.removed += entries
         return gone
 
@@ -296,12 +286,15 @@ class BlockIndex:
             keys = chain(key, data, self._unit_bytes)
             known.update(zip(hashes, keys, strict=True))
         self._gpu.add(keys, one.bit)
+        held.size += count
         self._size += count
         self.counters.stored += count
         return True
 
     def _enter(self, one: Place, medium: str, entries: Entries, *, may_be_report: bool) -> None:
         """Enter blocks. `may_be_report`: those that are known may merely be reported once more."""
+        if self._size + sizes_of(entries.values) > self.max_blocks:
+            entries = self._fitting(one, medium, entries)
         if not entries.hashes:
             return
         hashes, values, ends = entries
@@ -316,6 +309,7 @@ class BlockIndex:
             fresh = values
             known.update(new)
         else:
+            new = dict(zip(reversed(hashes), reversed(values), strict=True))  # of equal hashes the first one counts
             fresh = [value for block, value in new.items() if block not in known]
             again = []
             first_values: list[Value] = []
@@ -335,21 +329,20 @@ class BlockIndex:
         if not isinstance(values[0], int):
             held.share(keys, fresh, one.bit)
         keys.add(all_keys(values), one.bit)
-        self._size += len(known) - before
+        size = sizes_of(fresh)
+        held.size += size
+        self._size += size
         self.counters.stored += len(known) - before
 
     def _drop(self, medium: str, held: Held, bit: int, limit: int) -> int:
-        """Take out the newest blocks, `limit` at most. Return how many."""
-        count = min(limit, len(held.values))
-        values = []
-        for _ in range(count):
-            block, value = held.values.popitem()
-            held.ends.pop(block, None)
-            held.copies.pop(block, None)
-            values.append(value if isinstance(value, int) else tuple(held.released(value)))
+        """Take out the newest blocks, of a size of `limit` or little more. Return their size."""
+        before = held.size
+        values: list[Value] = []
+        while held.values and before - held.size < limit:
+            values.append(held.pop())
         self._media[medium].discard(all_keys(values), bit)
-        self._size -= count
-        return count
+        self._size -= before - held.size
+        return before - held.size
 
     def _retire(self, one: Place) -> None:
         """Let what a place holds match nothing any more. Its entries are removed later: they may be hundreds of thousands."""
@@ -361,7 +354,9 @@ class BlockIndex:
         self._leaving.append((one.bit, media))
         self.tidy(_AT_ONCE)
         while len(self._leaving) > _WAITING:
-            self.tidy(sum(len(held.values) for held in self._leaving[0][1].values()))
+            sizes = [sum(held.size for held in media.values()) for _, media in self._leaving]
+            self._leaving.rotate(-sizes.index(min(sizes)))  # the largest may have millions of blocks
+            self.tidy(min(sizes))
 
     def _empty(self, number: int, one: Place) -> None:
         if one.blocks():
@@ -369,8 +364,19 @@ class BlockIndex:
             one.bit = self._bits.take(number)
         one.held = {}
 
+    def _fitting(self, one: Place, medium: str, entries: Entries) -> Entries:
+        """Return the first ones of these blocks, as many as there is space for."""
+        known = one.held[medium].values if medium in one.held else {}
+        hashes, values, ends = entries
+        sizes = [0 if block in known else size_of(value) for block, value in zip(hashes, values, strict=True)]
+        room = self._room(one, sum(sizes))
+        # A block without those before it would be of no use.
+        end = next((at for at, size in enumerate(itertools.accumulate(sizes)) if size > room), len(sizes))
+        self.counters.no_space += len(sizes[end:]) - sizes[end:].count(0)
+        return Entries(hashes[:end], values[:end], {at: found for at, found in ends.items() if at < end})
+
     def _room(self, one: Place, wanted: int) -> int:
-        """Return how many of the wanted blocks a place may enter.
+        """Return how much of a wanted size a place may enter.
 
         Without space a place takes it from the place with the most blocks, up to an equal share of all.
         """
@@ -379,17 +385,14 @@ class BlockIndex:
             return wanted
         self.tidy(wanted - free)
         share = self.max_blocks // len(self._places)
-        wanted = min(wanted, max(share - one.blocks(), self.max_blocks - self._size))
+        wanted = min(wanted, max(share - one.size(), self.max_blocks - self._size))
         while (missing := wanted - (self.max_blocks - self._size)) > 0:
-            largest = max(self._places.values(), key=Place.blocks)
-            most = largest.blocks() - share
+            largest = max(self._places.values(), key=Place.size)
+            most = largest.size() - share
             if most <= 0:
                 return self.max_blocks - self._size
-            medium, held = max(largest.held.items(), key=lambda item: len(item[1].values))
-            self.counters.no_space += self._drop(medium, held, largest.bit, min(max(missing, _AT_ONCE), most))
+            medium, held = max(largest.held.items(), key=lambda item: item[1].size)
+            blocks = len(held.values)
+            self._drop(medium, held, largest.bit, min(max(missing, _AT_ONCE), most))
+            self.counters.no_space += blocks - len(held.values)
         return wanted
-
-
-def _medium(name: str) -> str:
-    name = name.upper()
-    return name if name in _MEDIA else _OTHER

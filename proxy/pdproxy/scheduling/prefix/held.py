@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pdproxy.scheduling.prefix.matches import KeyBits
 from pdproxy.scheduling.prefix.reading import End, Entries, Value
@@ -11,17 +11,27 @@ from pdproxy.scheduling.prefix.reading import End, Entries, Value
 class Held:
     """What a place holds in one memory."""
 
-    __slots__ = ("copies", "ends", "in_several", "values")
+    __slots__ = ("copies", "ends", "in_several", "size", "values")
 
     def __init__(self) -> None:
         self.values: dict[int, Value] = {}
         """The keys that end in a block, by its hash."""
+        self.size = 0
+        """The sizes of all its blocks (`size_of`)."""
         self.ends: dict[int, End] = {}
         """Where blocks end that end inside a unit."""
         self.copies: dict[int, int] = {}
         """How many more blocks with the same hash the engine has: each is removed by itself."""
         self.in_several: dict[int, int] = {}
         """How many more blocks have a key: those of several units whose tokens begin alike, and differ behind that key."""
+
+    def pop(self) -> Value:
+        """Take the newest block out. Return those of its keys that no other one has."""
+        block, value = self.values.popitem()
+        self.ends.pop(block, None)
+        self.copies.pop(block, None)
+        self.size -= size_of(value)
+        return value if isinstance(value, int) else tuple(self.released(value))
 
     def share(self, key_bits: KeyBits, values: Sequence[Value], bit: int) -> None:
         """Note the keys of new blocks that others have, too. Call it before they are added."""
@@ -66,6 +76,10 @@ class Place:
         """Return how many blocks it holds, in all its memories."""
         return sum(len(held.values) for held in self.held.values())
 
+    def size(self) -> int:
+        """Return the sizes of all its blocks."""
+        return sum(held.size for held in self.held.values())
+
     def find(self, block: int) -> tuple[Value, End] | None:
         """Return the keys that end in a block, and where it ends; None if it isn't known."""
         for held in self.held.values():
@@ -75,6 +89,16 @@ class Place:
                     return value, End(value, b"")
                 return value, End(value[-1], b"") if value else held.ends[block]
         return None
+
+
+def size_of(value: Value) -> int:
+    """Return what a block counts for: one, or its keys if it has several. One event can bring a block of 60,000 keys."""
+    return 1 if isinstance(value, int) else len(value) or 1
+
+
+def sizes_of(values: Iterable[Value]) -> int:
+    """Return the sizes of these blocks together."""
+    return sum(map(size_of, values))
 
 
 def known_of(one: Place, hashes: Sequence[int]) -> Entries:

@@ -7,6 +7,11 @@ from typing import Any, NamedTuple
 
 from pdproxy.scheduling.prefix.keys import MASK, TOKEN_BYTES, behind, chain, pack, root
 
+GPU = "GPU"
+_MEDIA = frozenset({GPU, "CPU", "STORAGE"})
+_OTHER = "OTHER"
+"""All kinds of memory that vLLM itself doesn't have."""
+
 BlockHash = int | bytes
 """As events carry it: 64 bits as an integer, or all bytes of the hash."""
 
@@ -39,6 +44,12 @@ def folded(hashes: Sequence[BlockHash]) -> list[int]:
         return [one & MASK for one in hashes]  # type: ignore[operator]
     except TypeError:
         return [one & MASK if isinstance(one, int) else int.from_bytes(one[-8:], "big") & MASK for one in hashes]
+
+
+def medium_of(name: str) -> str:
+    """Return a kind of memory: one of four."""
+    name = name.upper()
+    return name if name in _MEDIA else _OTHER
 
 
 def first(lora_name: str | None, extra_keys: Sequence[Any] | None) -> End:
