@@ -121,6 +121,7 @@ def used(made: Ledger, whole: str) -> Counter[tuple[str, str]]:
     found = Counter[tuple[str, str]]()
     for n in range(120):
         ask = Ask("m", 100, float(n), session=f"s{n}", tokens=50)
+        leases: tuple[Lease, ...]
         if whole[n % len(whole)] == "1":
             lease = made.assign_alone(ask)
             leases = () if lease is None else (lease,)
