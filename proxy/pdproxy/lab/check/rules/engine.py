@@ -101,7 +101,7 @@ def not_an_engine(facts: Facts) -> Iterator[Finding]:
                 says=f"{_name(engine)} has no metrics of vLLM: nothing shows whether KV moves",
                 remedy="if a router answers here, give the engine's own URL; else start it without --disable-log-stats",
             )
-        elif engine.could_be_asked and engine.role in ("decode", "any") and not metrics.by_source:
+        elif engine.could_be_asked and engine.role in ("decode", "any") and not (metrics and metrics.by_source):
             yield Finding(
                 level="warning",
                 code="no_metrics",
