@@ -78,6 +78,15 @@ class EventCounts:
     skipped: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass(slots=True)
+class SourceCounts(EventCounts):
+    """What was counted of all sources. `messages`: by engine and by what was done with them; `gaps` by engine."""
+
+    messages: Counter[tuple[str, str]] = field(default_factory=Counter)
+    gaps: Counter[tuple[str, str]] = field(default_factory=Counter)
+    replays: Counter[str] = field(default_factory=Counter)
+
+
 @dataclass(slots=True, eq=False)
 class Backlog:
     """The events of one place that wait. `resume` is called when there is room again after there was none."""

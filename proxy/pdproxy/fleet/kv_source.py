@@ -11,21 +11,25 @@ last asked. These rules are kept:
   for again.
 - If the answer does not come, or what was lost is no longer kept there, what is known of the place may be wrong: it is forgotten.
   The events go on from there.
-- A replay that is not answered within `deadline` seconds has failed. After a replay, the next one begins `COOLDOWN` seconds later
-  at the earliest; after one that failed, gaps are not closed for a while, doubled each time up to `MAX_PAUSE`.
+- A replay that is not answered within `deadline` seconds has failed. After a replay, also one that was broken off, the next one
+  begins `COOLDOWN` seconds later at the earliest; after one that failed, gaps are not closed for a while, doubled each time up
+  to `MAX_PAUSE`.
+- Messages for which there is no space are left with the engine. If it is the engine that connects, its messages come all the
+  same: they are dropped, and asked for again once there is space.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import logging
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from pdproxy.fleet.kv_events import Backlog, EventCounts, Feed
+from pdproxy.fleet.kv_events import Backlog, Feed, SourceCounts
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import Wait
 from pdproxy.kit.frames import frames
@@ -44,6 +48,8 @@ LOG_S = 10.0
 """A source's restarts are logged so many seconds apart: anybody who publishes can cause them."""
 HELD_BYTES = 4 << 20
 """Bytes of messages that wait for the end of a replay."""
+_OF_ITS_OWN = 1024
+"""Bytes for which a message counts beside its payload, which may be empty: it takes time, too, once the replay has ended."""
 MAX_REPLAY_S = 60.0
 """Seconds of a whole replay, its repetitions included: vLLM's 10,000 messages take a few."""
 MAX_PASSES, MAX_IN_VAIN = 100, 3
@@ -60,15 +66,6 @@ class ReplayResult(enum.Enum):
     UNANSWERED = "unanswered"
     INCOMPLETE = "incomplete"
     FAILED = "failed"
-
-
-@dataclass(slots=True)
-class SourceCounts(EventCounts):
-    """What was counted of all sources. `messages`: by engine and by what was done with them; `gaps` by engine."""
-
-    messages: Counter[tuple[str, str]] = field(default_factory=Counter)
-    gaps: Counter[tuple[str, str]] = field(default_factory=Counter)
-    replays: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +116,8 @@ class Source:
         self._held: deque[tuple[int, bytes]] = deque()
         self._held_bytes = 0
         self._overflown = False
+        self._dropped = False
+        """Whether messages were dropped for want of space since the last replay began."""
         self._replaying: asyncio.Task[None] | None = None
         self._again = False
         """Whether another replay follows the one that runs, before messages that wait are taken."""
@@ -168,12 +167,13 @@ class Source:
             self._forget_run()
             self._ask()
         self._newest = number
-        if self._replaying is None:
+        if self._replaying is None and self._parts.feed.room(self._backlog):
             self._take(number, payload)
-        elif self._held_bytes < HELD_BYTES:
+        elif self._replaying is not None and self._held_bytes < HELD_BYTES:
             self._hold(number, payload)
         else:
-            self._overflown = True
+            self._overflown = self._replaying is not None
+            self._dropped = not self._overflown
             self._count("dropped")
 
     def restarted(self, *, ask: bool = True) -> None:
@@ -187,7 +187,7 @@ class Source:
         self._end_replay()
         self._parts.feed.restart(self._backlog)
         self._drop_held()
-        self._next, self._newest, self._again = 0, None, False
+        self._next, self._newest, self._again, self._dropped = 0, None, False, False
         self._resume()
 
     def _log_restart(self) -> None:
@@ -217,8 +217,7 @@ class Source:
                     self._give_up("unavailable")
                 self._apply(number, payload, "live")
             else:
-                self._held.appendleft((number, payload))
-                self._held_bytes += len(payload)
+                self._hold(number, payload, first=True)
                 self._ask()
 
     def _apply(self, number: int, payload: bytes, how: str) -> None:
@@ -230,9 +229,9 @@ class Source:
         else:
             self._parts.feed.put(self._backlog, batch.events)
 
-    def _hold(self, number: int, payload: bytes) -> None:
-        self._held.append((number, payload))
-        self._held_bytes += len(payload)
+    def _hold(self, number: int, payload: bytes, *, first: bool = False) -> None:
+        (self._held.appendleft if first else self._held.append)((number, payload))
+        self._held_bytes += len(payload) + _OF_ITS_OWN
 
     def _drop_held(self) -> None:
         self._held.clear()
@@ -243,7 +242,7 @@ class Source:
         overflown, self._overflown = self._overflown, False
         while self._held and self._replaying is None:
             number, payload = self._held.popleft()
-            self._held_bytes -= len(payload)
+            self._held_bytes -= len(payload) + _OF_ITS_OWN
             if self._next is not None and number > self._next and not overflown:
                 self._count("stale")
                 self._newest = None
@@ -259,6 +258,9 @@ class Source:
 
     def _has_room(self) -> None:
         self._room.set()
+        if self._dropped:
+            self._dropped = False
+            self._ask()
         self._resume()
 
     # -- replays
@@ -279,13 +281,15 @@ class Source:
     async def _replay(self, open_replay: Callable[[], Replay]) -> None:
         parts = self._parts
         if (pause := self._not_before - parts.clock.now()) > 0:
-            await _sleep(parts.clock, pause)
+            await sleep(parts.clock, pause)
         async with parts.slots:
+            self._not_before = parts.clock.now() + COOLDOWN
+            end = parts.clock.now() + MAX_REPLAY_S
             try:
-                result = await self._replayed(open_replay)
+                result = await self._replayed(open_replay, end)
                 while self._again and result in (ReplayResult.COMPLETE, ReplayResult.TOO_OLD):
                     self._again = False
-                    result = await self._replayed(open_replay)
+                    result = await self._replayed(open_replay, end)
             except TimeoutError:
                 parts.observers.notify(DeadlinePassed(Wait.KV_REPLAY.value, self._node))
                 result = ReplayResult.UNANSWERED
@@ -309,12 +313,11 @@ class Source:
         self._again = False
         self._take_held()
 
-    async def _replayed(self, open_replay: Callable[[], Replay]) -> ReplayResult:
-        """Ask until the engine has nothing more. Raises TimeoutError if it does not answer, ValueError, OSError.
+    async def _replayed(self, open_replay: Callable[[], Replay], end: float) -> ReplayResult:
+        """Ask until the engine has nothing more, or it is `end`. Raises TimeoutError if it does not answer, ValueError, OSError.
 
         Each question has its own connection: answers to one that was given up can't be taken for those of the next.
         """
-        end = self._parts.clock.now() + MAX_REPLAY_S
         result, in_vain = ReplayResult.COMPLETE, 0
         for _ in range(MAX_PASSES):
             before = self._next or 0
@@ -385,9 +388,8 @@ class Source:
         self._parts.counts.gaps[self._node, cause] += 1
 
 
-async def _sleep(clock: Clock, seconds: float) -> None:
-    try:
+async def sleep(clock: Clock, seconds: float) -> None:
+    """Wait, by a clock."""
+    with contextlib.suppress(TimeoutError):
         async with clock.within(seconds):
             await asyncio.Event().wait()
-    except TimeoutError:
-        return

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.fleet.kv_events import Feed, Index
-from pdproxy.fleet.kv_source import MAX_REPLAYS, Source, SourceCounts, SourceParts
+from pdproxy.fleet.kv_events import Feed, Index, SourceCounts
+from pdproxy.fleet.kv_source import MAX_REPLAYS, Source, SourceParts, sleep
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError
 from pdproxy.kit.tasks import TaskOwner
@@ -165,7 +165,7 @@ class KvEventSources:
                 if isinstance(error, EngineTimeoutError):
                     self._observers.notify(DeadlinePassed(error.wait.value, engine.url))
                 entry.trouble = f"can't be asked for its KV events: {error.message}"
-                await _pause(self._clock, pause)
+                await sleep(self._clock, pause)
                 pause = min(2 * pause, SELDOM)
                 continue
             self._apply(engine, entry, found, override)
@@ -371,11 +371,3 @@ def _offset(endpoint: str | None, rank: int) -> str | None:
         return None
     place, _, port = endpoint.rpartition(":")
     return f"{place}:{int(port) + rank}"
-
-
-async def _pause(clock: Clock, seconds: float) -> None:
-    try:
-        async with clock.within(seconds):
-            await asyncio.Event().wait()
-    except TimeoutError:
-        return

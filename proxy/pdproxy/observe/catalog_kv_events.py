@@ -18,7 +18,7 @@ RESULTS = (
     ("replayed", "taken from a replay"),
     ("repeated", "a replay had brought it before"),
     ("stale", "it belongs to a run of the engine that is over"),
-    ("dropped", "there was no space for it while a replay ran; it is asked for again"),
+    ("dropped", "there was no space for it; it is asked for again"),
 )
 CAUSES = (
     ("lost", "messages are missing before it"),
