@@ -251,10 +251,28 @@ async def test_engines_that_connect_are_told_apart_by_their_topics(stack: AsyncE
     read.up(third.url)
     await until(read.sources.shortcomings)
     assert f"{third.url} publishes KV events to port {port} with the topic 'ab'" in read.sources.shortcomings()[0]
+    assert (third.url, 0) not in read.sources.places
     read.engines.remove(sims[0].url)
     await complete(sims[0], prompt(20))
     await complete(sims[1], prompt(21))
     await read.agrees(sims[1])
+
+
+async def test_an_engine_that_publishes_no_more_has_no_places(stack: AsyncExitStack) -> None:
+    """It was started again without the option: what is known of its cache otherwise counts then."""
+    sim, read = await engine(stack, data_parallel_size=2), await reader(stack)
+    assert not read.sources.connected(sim.url)
+    await read.follow(sim, 2)
+    assert read.sources.connected(sim.url)
+    assert len(read.sources.places) == 2
+    read.down(sim.url)
+    sim.faults.add("status@queued:path=/kv_event_sources,status=404,rate=1")
+    read.up(sim.url)
+    await until(read.sources.shortcomings)
+    assert (dict(read.sources.places), read.index.blocks) == ({}, {})
+    assert not read.sources.connected(sim.url)
+    read.engines.remove(sim.url)
+    assert not read.sources.connected(sim.url)
 
 
 async def test_an_engine_that_publishes_nothing_is_named(stack: AsyncExitStack) -> None:
@@ -307,6 +325,7 @@ async def test_an_endpoint_that_nobody_has_is_named(stack: AsyncExitStack) -> No
     read.up(sim.url)
     await until(read.sources.shortcomings)
     assert "no connection to tcp://127.0.0.1:" in read.sources.shortcomings()[0]
+    assert not read.sources.connected(sim.url)
     assert read.metric("pdproxy_kv_event_sources", state="not_connected") == 1
 
 

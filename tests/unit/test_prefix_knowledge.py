@@ -138,6 +138,23 @@ def test_an_engine_whose_events_come_is_known_by_them_alone():
     assert world.sent(prompt(1), OTHER).basis == ROUTING
 
 
+def test_while_an_engines_events_do_not_come_what_was_sent_counts():
+    world = World()
+    lost: set[str] = {FED}
+    world.knowledge.connected = lambda url: url not in lost
+    assert world.served(prompt(1), 0).basis == ROUTING
+    world.later()
+    assert world.cached(prompt(1)) == {FED: 96}
+    lost.clear()
+    assert world.cached(prompt(1)) == {}
+    world.stored(prompt(1)[:48])
+    assert world.sent(prompt(1)).basis == EVENTS
+    world.later()
+    assert world.cached(prompt(1)) == {FED: 48}
+    world.knowledge.remove(FED)
+    assert world.cached(prompt(1)) == {}
+
+
 def test_how_right_it_was_is_counted_by_what_it_is_based_on():
     world = World()
     world.served(prompt(1), 0)

@@ -144,7 +144,7 @@ def build_prefixes(
         return None
     knowledge.adapters = lambda: ledger.adapters
     if kv_events is not None:
-        knowledge.places = kv_events.sources.places
+        knowledge.places, knowledge.connected = kv_events.sources.places, kv_events.sources.connected
     prefixes = KnowingPrefixes(knowledge, engines, now)
     engines.watch(prefixes)
     observers.add(prefixes)

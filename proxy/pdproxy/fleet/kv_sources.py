@@ -110,8 +110,14 @@ class KvEventSources:
 
     @property
     def places(self) -> Mapping[tuple[str, int], int]:
-        """The places of the index by engine (its URL) and rank. Read only."""
+        """The places of the index by engine (its URL) and rank: of those whose sources are known. Read only."""
         return self._places
+
+    def connected(self, url: str) -> bool:
+        """Return whether the events of all of an engine's ranks come, as far as that is known."""
+        engine = self._engines.get(url)
+        entry = None if engine is None else self._entries.get(engine)
+        return entry is not None and bool(entry.ranks) and all(one.source.connected for one in entry.ranks.values())
 
     # -- engines
 
@@ -128,8 +134,7 @@ class KvEventSources:
             entry.task.cancel()
         for rank in list(entry.ranks):
             self._drop(engine, entry, rank)
-        for key in [key for key in self._places if key[0] == engine.url]:
-            self._index.remove_place(self._places.pop(key))
+        self._forget_places(engine, entry)
         for counted in (self.counts.messages, self.counts.gaps):
             for labels in [labels for labels in counted if labels[0] == engine.url]:
                 del counted[labels]
@@ -196,6 +201,12 @@ class KvEventSources:
                 entry.ranks[rank].source.restarted()
             else:
                 self._open(engine, entry, rank, address)
+        self._forget_places(engine, entry)
+
+    def _forget_places(self, engine: Engine, entry: _Entry) -> None:
+        """Forget the places of ranks that have no source any more: other knowledge of such an engine counts then."""
+        for key in [key for key in self._places if key[0] == engine.url and key[1] not in entry.ranks]:
+            self._index.remove_place(self._places.pop(key))
 
     def _open(self, engine: Engine, entry: _Entry, rank: int, address: Address) -> None:
         place = self._places.get((engine.url, rank))

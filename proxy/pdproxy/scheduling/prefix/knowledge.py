@@ -74,6 +74,8 @@ class Knowledge:
     adapters: Callable[[], frozenset[str]] = frozenset
     places: Places = field(default_factory=dict)
     """Of the engines whose events are read."""
+    connected: Callable[[str], bool] = lambda url: True
+    """Whether the events of such an engine come at present."""
     scores: dict[str, PredictionScore] = field(
         default_factory=lambda: {basis: PredictionScore() for basis in (EVENTS, ROUTING, TEXT)}
     )
@@ -85,6 +87,8 @@ class Knowledge:
     _fed: dict[str, list[int]] = field(default_factory=dict)
     _fed_urls: dict[int, str] = field(default_factory=dict)
     _numbers: int = 0
+    _by_routing: set[str] = field(default_factory=set)
+    """Engines of which prompts with token ids were noted as routed, since there were no events."""
     _suspects: OrderedDict[tuple[str, int | None], None] = field(default_factory=OrderedDict)
     """Where events said too much once: the engine, and the first key that it did not hold."""
     disproved: int = 0
@@ -114,24 +118,22 @@ class Knowledge:
         engine = self._engines.pop(url, None)
         if engine is not None:
             del self._urls[engine.place]
+            self._by_routing.discard(url)
             self.routing.remove_place(engine.place)
             self.speculative.remove_place(engine.place)
             self.healing.forget(url)
 
     def is_fed(self, url: str) -> bool:
-        """Return whether an engine's events are read."""
-        return url in self._sources()
+        """Return whether an engine's events are read, and come."""
+        return url in self._sources() and self.connected(url)
 
     def _sources(self) -> Mapping[str, list[int]]:
         """Return the fed engines with their places."""
         if self._stale or len(self._fed_urls) != len(self.places):
-            before, self._fed, self._fed_urls, self._stale = self._fed, {}, {}, False
+            self._fed, self._fed_urls, self._stale = {}, {}, False
             for (url, _), place in self.places.items():
                 self._fed.setdefault(url, []).append(place)
                 self._fed_urls[place] = url
-            for url in self._fed.keys() - before.keys():
-                if (engine := self._engines.get(url)) is not None:
-                    self.routing.remove_place(engine.place)  # from now on its events say what it holds
         return self._fed
 
     # -- events
@@ -174,6 +176,8 @@ class Knowledge:
     def _search(self, beginning: Beginning, now: float) -> dict[str, int]:
         units: dict[str, int] = {}
         if not beginning.of_text and self._sources():
+            if self._by_routing:
+                self._forget_routing()
             _longest(units, self.blocks.lookup(beginning.keys), self._fed_urls)
             _longest(units, self.speculative.lookup(beginning.keys, now), self._urls)
         _longest(units, self.routing.lookup(beginning.keys), self._urls)
@@ -187,6 +191,12 @@ class Knowledge:
                 if tokens:
                     found[url] = tokens
         return found
+
+    def _forget_routing(self) -> None:
+        """Forget what was routed to engines whose events come (again): from now on these say what the engines hold."""
+        for url in [url for url in self._by_routing if self.is_fed(url)]:
+            self._by_routing.discard(url)
+            self.routing.forget(self._engines[url].place)
 
     # -- requests
 
@@ -210,6 +220,8 @@ class Knowledge:
             self.speculative.routed(engine.place, beginning.keys, now)
         else:
             self.routing.routed(engine.place, beginning.keys)
+            if not beginning.of_text:
+                self._by_routing.add(url)
         return prediction
 
     def answered(self, prediction: Prediction, reported: int, prompt: int) -> None:
