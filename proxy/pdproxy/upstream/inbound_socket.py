@@ -47,6 +47,9 @@ class InboundSocket(ABC):
         self.address: str | None = None
         """The address, None while the socket is neither bound nor connected."""
         self._paused = False
+        self._next: asyncio.Handle | None = None
+        """The next reading, if it needs no wake-up. There is one at most: else each wake-up would add one for as long as messages
+        come, and all of them would read in each turn of the event loop."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.address or 'not bound'}>"
@@ -70,46 +73,47 @@ class InboundSocket(ABC):
             OSError: the address can't be bound.
         """
         self._context = zmq.Context()
-        socket = self._made(self._context, ipv6=":" in host)
         place = f"[{host}]" if ":" in host else host
         try:
-            socket.bind(f"tcp://{place}:{port or '*'}")
-        except zmq.ZMQError as error:
-            socket.close()
+            socket = self._opened(self._context, f"tcp://{place}:{port or '*'}", ipv6=":" in host, binds=True)
+        except OSError:
             self._context.destroy(linger=0)
             self._context = None
-            raise OSError(error.errno, error.strerror) from None
+            raise
         self._begin(socket, socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def connect(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         """Connect in the running event loop, and again whenever the connection is lost. `context` stays the caller's.
 
         Raises:
-            OSError: ZMQ can't use the address.
+            OSError: ZMQ can't use the address, or there can be no more sockets.
         """
-        socket = self._made(context, ipv6="[" in address)
-        try:
-            socket.connect(address)
-        except zmq.ZMQError as error:
-            socket.close()
-            raise OSError(error.errno, error.strerror) from None
-        self._begin(socket, address)
+        self._begin(self._opened(context, address, ipv6="[" in address, binds=False), address)
 
-    def _made(self, context: zmq.Context[zmq.Socket[bytes]], *, ipv6: bool) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = context.socket(self.kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVHWM, self.high_water)
-        socket.setsockopt(zmq.MAXMSGSIZE, self.max_bytes)
-        if ipv6:
-            socket.setsockopt(zmq.IPV6, 1)
-        self._prepare(socket)
+    def _opened(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, *, ipv6: bool, binds: bool
+    ) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] | None = None
+        try:
+            socket = context.socket(self.kind)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVHWM, self.high_water)
+            socket.setsockopt(zmq.MAXMSGSIZE, self.max_bytes)
+            if ipv6:
+                socket.setsockopt(zmq.IPV6, 1)
+            self._prepare(socket)
+            (socket.bind if binds else socket.connect)(address)
+        except zmq.ZMQError as error:
+            if socket is not None:
+                socket.close()
+            raise OSError(error.errno, error.strerror) from None
         return socket
 
     def _begin(self, socket: zmq.Socket[bytes], address: str) -> None:
         self._socket, self.address, self._paused = socket, address, False
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(socket.fileno(), self._readable)
-        self._loop.call_soon(self._readable)  # the descriptor reports only changes
+        self._go_on()  # the descriptor reports only changes
 
     def close(self) -> None:
         """Stop listening. Closing what is neither bound nor connected changes nothing."""
@@ -117,19 +121,38 @@ class InboundSocket(ABC):
             return
         if not self._paused:
             self._loop.remove_reader(self._socket.fileno())
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
         self._socket.close()
         if self._context is not None:
             self._context.destroy(linger=0)
         self._socket = self._context = self.address = None
 
     def resume(self) -> None:
-        """Go on after more was not wanted."""
+        """Go on after more was not wanted, or after a failure."""
         if self._paused and self._socket is not None and self._loop is not None:
             self._paused = False
             self._loop.add_reader(self._socket.fileno(), self._readable)
-            self._loop.call_soon(self._readable)
+            self._go_on()
+
+    def _pause(self) -> None:
+        assert self._loop is not None
+        assert self._socket is not None
+        self._paused = True
+        self._loop.remove_reader(self._socket.fileno())  # it would report the same messages at each turn
+
+    def _go_on(self) -> None:
+        assert self._loop is not None
+        if self._next is None:
+            self._next = self._loop.call_soon(self._read)
 
     def _readable(self) -> None:
+        if self._next is None:
+            self._read()
+
+    def _read(self) -> None:
+        self._next = None
         if self._socket is None or self._loop is None or self._paused:
             return
         read = 0
@@ -137,8 +160,7 @@ class InboundSocket(ABC):
             if read >= AT_ONCE_BYTES:
                 break
             if not self._wanted():
-                self._paused = True
-                self._loop.remove_reader(self._socket.fileno())  # it would report the same messages at each turn
+                self._pause()
                 return
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -149,7 +171,8 @@ class InboundSocket(ABC):
                     logger.error("the socket for %s failed: %s", self.name, error.strerror)  # noqa: TRY400 - complete as it is
                 self._failing = True
                 self._failed(error)
-                self._loop.call_later(RETRY, self._readable)
+                self._pause()
+                self._loop.call_later(RETRY, self.resume)
                 return
             self._failing = False
             read += sum(map(len, frames))
@@ -157,4 +180,4 @@ class InboundSocket(ABC):
                 self._take(frames)
             except Exception as error:  # a defect here must not lose the messages behind this one
                 self._failed(error)
-        self._loop.call_soon(self._readable)
+        self._go_on()
