@@ -14,6 +14,7 @@ from typing import Any
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.lab.simulate.engine import Engine
 from pdproxy.lab.simulate.gaps import Histogram
+from pdproxy.lab.simulate.memories import EngineMemories
 from pdproxy.lab.simulate.records import Records
 from pdproxy.lab.simulate.shape import Fleet, Shape
 from pdproxy.lab.simulate.work import Work
@@ -22,7 +23,7 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policies import POLICIES
-from pdproxy.scheduling.policy import Ask
+from pdproxy.scheduling.policy import Ask, PolicyFactory
 from pdproxy.scheduling.split import why_alone
 from pdproxy.wire.request import Parsed, Prompt, Route
 
@@ -51,9 +52,10 @@ class Call:
 
 
 class Cluster:
-    """A fleet in virtual time (seconds from 0). `shapes`: what the engines of a role are. `policies`: names by role. Run once.
+    """A fleet in virtual time (seconds from 0). `shapes`: what the engines of a role are. Run once.
 
-    `placement` makes what decides for each request whether it is split, from the cluster; None: all are split that can be.
+    `policies`: by role, names or what makes them; those that ask what engines have in their caches know it exactly. `placement`
+    makes what decides for each request whether it is split, from the cluster; None: all are split that can be.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Cluster:
         fleet: Fleet,
         hardware: Hardware,
         shapes: Mapping[Role, Shape],
-        policies: Mapping[Role, str],
+        policies: Mapping[Role, str | PolicyFactory],
         placement: Callable[[Cluster], Placement] | None = None,
     ) -> None:
         self.fleet, self.hardware, self.shapes = fleet, hardware, shapes
@@ -83,12 +85,16 @@ class Cluster:
         specs = [NodeSpec(f"{role.value}-{i}", role) for role, count in counts.items() for i in range(count)]
         self.engines = {spec.url: Engine(hardware, shapes[spec.role], self._at, self, self.itl) for spec in specs}
         self.roles = {spec.url: spec.role for spec in specs}
+        self.memories = EngineMemories(
+            {url: (engine.memory, shapes[self.roles[url]].unit_tokens) for url, engine in self.engines.items()}
+        )
         self.ledger = Ledger(
             specs,
             breaker_failures=3,
             breaker_cooldown=10.0,
-            policies={role: POLICIES[name] for role, name in policies.items()},
+            policies={role: POLICIES[one] if isinstance(one, str) else one for role, one in policies.items()},
             chance=Random(0).random,
+            cached=self.memories.cached,
             placement=None if placement is None else placement(self),
         )
         self._placed = placement is not None
@@ -132,12 +138,14 @@ class Cluster:
         records.arrived(call.number, call.due, call.prompt, call.output)
         size = call.prompt * TEXT_BYTES
         split = self._split(call, size)
-        if self._placed:
+        if ledger.needs_details:
             ask = Ask(_MODEL, size, now, None, self._parsed, call.prompt, call.keys)
+        else:
+            ask = Ask(_MODEL, size, now, None, self._parsed)
+        if self._placed:
             placed = ledger.place(ask, split=split)
             leases = () if placed is None else placed.leases
         else:
-            ask = Ask(_MODEL, size, now, None, self._parsed)
             assignment = ledger.assign(_SPLIT, ask) if split else None
             if assignment is not None:
                 leases = assignment.leases

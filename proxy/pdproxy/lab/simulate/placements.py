@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -26,27 +26,6 @@ def bounds_of(slo: bench.Slo | None = None) -> Slo:
     return NO_SLO if slo is None else Slo(slo.ttft, slo.tpot, slo.gap)
 
 
-class EngineMemories:
-    """What the virtual engines have in their prefix caches, as an index of exact KV events would say."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._engines = {
-            url: (engine.memory, cluster.shapes[cluster.roles[url]].unit_tokens)
-            for url, engine in cluster.engines.items()
-        }
-
-    def cached(self, ask: Ask) -> Mapping[str, int]:
-        """Return the tokens of a prompt that engines have, by URL."""
-        keys, tokens = ask.keys, ask.tokens
-        if not keys or tokens is None:
-            return {}
-        found = {}
-        for url, (memory, unit) in self._engines.items():
-            if memory.has(keys[0]):
-                found[url] = memory.find(keys, (tokens - 1) // unit)[0] * unit
-        return found
-
-
 def auto(slo: Slo, *, hardware: Hardware | None = None, prefixes: bool = True) -> MakePlacement:
     """Return what makes the placement `auto`. `hardware`: what it believes the engines to be; None: what they are.
 
@@ -55,7 +34,7 @@ def auto(slo: Slo, *, hardware: Hardware | None = None, prefixes: bool = True) -
 
     def make(cluster: Cluster) -> Placement:
         believed = hardware or cluster.hardware
-        cached = EngineMemories(cluster).cached if prefixes else None
+        cached = cluster.memories.cached if prefixes else None
 
         def times_of(node: Node) -> tuple[Hardware, int]:
             return believed, cluster.shapes[node.role].max_num_batched_tokens
