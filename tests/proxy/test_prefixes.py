@@ -72,17 +72,19 @@ async def test_an_engine_that_refuses_the_field_gets_no_more_and_no_client_learn
     async with knowing(1, NO_REPLAYS, prefixes={"ttl": 0.001}) as known:
         await forget(known)
         await known.ask(prompt(1))
-        known.sims[0].faults.add("status:status=400,next=1,path=/v1/completions")
-        await known.settled()
-        await known.ask(prompt(1))  # asks, is refused, and is sent again as the client wrote it
-        assert known.world.metric("pdproxy_prefix_heals_total", result="refused") == 1
+        for _ in range(healing.REFUSALS):
+            known.sims[0].faults.add("status:status=400,next=1,path=/v1/completions")
+            await known.settled()
+            await known.ask(prompt(1))  # asks, is refused, and is sent again as the client wrote it
+        assert known.world.metric("pdproxy_prefix_heals_total", result="refused") == healing.REFUSALS
         for _ in range(3):
             await known.settled()
             await known.ask(prompt(1))
-        assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == 1
+        assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == healing.REFUSALS
 
 
 async def test_a_clients_own_bad_request_is_still_answered_400() -> None:
+    """And it does not look as if the engine refused the field."""
     async with knowing(1, NO_REPLAYS, prefixes={"ttl": 0.001}) as known:
         await forget(known)
         await known.ask(prompt(1))
@@ -90,6 +92,11 @@ async def test_a_clients_own_bad_request_is_still_answered_400() -> None:
         known.sims[0].faults.add("status:status=400,next=2,path=/v1/completions")
         body = {"model": "tiny", "prompt": prompt(1), "max_tokens": 2}
         assert (await known.world.ask("/v1/completions", body)).status == 400
+        for _ in range(3):
+            await known.ask(prompt(1))
+            await known.settled()
+        assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == 2
+        assert known.world.metric("pdproxy_prefix_heals_total", result="refused") == 1
 
 
 @pytest.mark.parametrize("heal", [True, False])
@@ -252,7 +259,8 @@ async def test_a_prefill_engine_is_asked_to_report_and_may_refuse() -> None:
         assert known.world.metric("pdproxy_prefix_heals_total", result="refused") == 1
         assert known.world.metric("pdproxy_alone_total") == 0
         await ask(1)
-        assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == 1
+        assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == 2
+        assert known.world.metric("pdproxy_prefix_heals_total", result="refused") == 1
 
 
 async def test_prompts_that_are_tokenized_here_are_known_by_their_ids() -> None:

@@ -6,7 +6,7 @@ import pytest
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix import keys
 from pdproxy.scheduling.prefix.block_index import BlockIndex
-from pdproxy.scheduling.prefix.healing import GAP, MOST, Healing
+from pdproxy.scheduling.prefix.healing import GAP, MOST, REFUSALS, Healing
 from pdproxy.scheduling.prefix.knowledge import EVENTS, FRESH, ROUTING, TEXT, FedIndex, Knowledge, Prediction
 from pdproxy.scheduling.prefix.prompts import MAX_KEYS, beginning_of
 from pdproxy.scheduling.prefix.routed import RoutedIndex
@@ -228,13 +228,22 @@ def test_healing_is_bounded():
     assert not healing.due("a", [[12]], 1.0 + GAP / 2)
     assert not healing.due("a", [[10, 11]], 2.0)
     assert healing.due("a", [[12]], 2.0)
-    healing.refuses("a")
+    for refusals in (REFUSALS - 1, 1):
+        healing.accepted("a")
+        for _ in range(refusals):
+            healing.refuses("a")
     healing.wanted("a", 13)
-    assert not healing.due("a", [[13, 14]], 3.0)
+    assert healing.due("a", [[13, 14]], 3.0)
+    healing.wanted("a", 13)
+    for _ in range(REFUSALS - 1):
+        healing.refuses("a")
+    assert not healing.due("a", [[13]], 4.0)
+    healing.wanted("a", 13)
+    assert not healing.due("a", [[13]], 5.0)
     healing.forget("a")
     healing.wanted("a", 13)
-    assert healing.due("a", [[13]], 4.0)
-    assert (healing.asked, healing.refused) == (3, 1)
+    assert healing.due("a", [[13]], 6.0)
+    assert (healing.asked, healing.refused) == (4, 2 * REFUSALS - 1)
 
 
 # -- what prompts are known by

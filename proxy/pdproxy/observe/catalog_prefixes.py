@@ -85,5 +85,13 @@ PREFIX_HEALS = Description(
     Kind.COUNTER,
     "Requests that asked their engine to report the blocks that it reuses, since it had more in its cache than was known",
     "requests",
-    (Label("result", (("asked", "sent with vllm_xargs"), ("refused", "the engine refuses them: it gets no more"))),),
+    (
+        Label(
+            "result",
+            (
+                ("asked", "sent with vllm_xargs"),
+                ("refused", "answered 400; an engine that does so three times in a row gets no more"),
+            ),
+        ),
+    ),
 )

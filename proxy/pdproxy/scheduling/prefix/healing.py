@@ -14,22 +14,25 @@ MOST = 256
 """Beginnings of each engine that wait for a request."""
 GAP = 0.1
 """Seconds between two such requests of one engine: each costs events for all blocks of its prompt."""
+REFUSALS = 3
+"""So many in a row show that an engine refuses the field. One may be the fault of the client's own request."""
 
 
 class Healing:
-    """`on`: whether any request asks. `asked` and `refused`: how many did, and how many engines refused it. Read only."""
+    """`on`: whether any request asks. `asked` and `refused`: how many did, and how many of them were refused. Read only."""
 
     def __init__(self, *, on: bool = True) -> None:
         self._on = on
         self._wanted: dict[str, OrderedDict[int, None]] = {}
         self._last: dict[str, float] = {}
-        self._refuse: set[str] = set()
+        self._refusals: dict[str, int] = {}
+        """By engine, how many in a row."""
         self.asked = 0
         self.refused = 0
 
     def wanted(self, url: str, key: int | None) -> None:
         """Note that an engine holds a block of this key, which was not known. None: the prompt has no such block."""
-        if not self._on or key is None or url in self._refuse:
+        if not self._on or key is None or self._refusals.get(url, 0) >= REFUSALS:
             return
         keys = self._wanted.setdefault(url, OrderedDict())
         keys[key] = None
@@ -50,14 +53,19 @@ class Healing:
         self.asked += 1
         return True
 
+    def accepted(self, url: str) -> None:
+        """Note that an engine has answered such a request."""
+        self._refusals.pop(url, None)
+
     def refuses(self, url: str) -> None:
-        """Note that an engine refuses such requests: it gets no more until it is started again."""
+        """Note that an engine refuses such a request: after `REFUSALS` it gets no more until it is started again."""
         self.refused += 1
-        self._refuse.add(url)
-        self._wanted.pop(url, None)
+        self._refusals[url] = self._refusals.get(url, 0) + 1
+        if self._refusals[url] >= REFUSALS:
+            self._wanted.pop(url, None)
 
     def forget(self, url: str) -> None:
         """Forget an engine: it is gone, or was started again."""
-        self._refuse.discard(url)
+        self._refusals.pop(url, None)
         self._wanted.pop(url, None)
         self._last.pop(url, None)

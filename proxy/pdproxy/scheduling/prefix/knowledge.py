@@ -226,9 +226,11 @@ class Knowledge:
 
     def answered(self, prediction: Prediction, reported: int, prompt: int) -> None:
         """Compare a prediction with what the engine says: `reported` of the `prompt`'s tokens were in its cache."""
+        beginning, url = prediction.beginning, prediction.url
+        if prediction.heals:
+            self.healing.accepted(url)
         if not prediction.scored or reported > prompt:
             return
-        beginning, url = prediction.beginning, prediction.url
         engine = self._engines.get(url)
         error = self.scores[prediction.basis].add(prediction.tokens, reported)
         if engine is None:
