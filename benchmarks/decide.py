@@ -31,6 +31,7 @@ from pathlib import Path
 
 import msgspec
 
+from decide_table import line, plot, table
 from pdproxy.bench.slo import parse_slo
 from pdproxy.bench.trace import Entry, read_trace, spread
 from pdproxy.bench.workload import Lengths
@@ -44,7 +45,6 @@ from pdproxy.lab.simulate.cluster import Call
 from pdproxy.lab.simulate.load import Replay
 from pdproxy.lab.simulate.placements import Hybrid, auto, bounds_of
 from pdproxy.lab.simulate.shape import Shape
-from decide_table import line, plot, table
 from plan_exhaustive import LENGTHS
 
 PROFILE = "h200-8b"
@@ -88,7 +88,7 @@ class Alternating(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Slices(msgspec.Struct, frozen=True, kw_only=True):
-    """A trace's requests, with its own times stretched to the rate. The seeds 0 to 2 begin at the thirds of the trace, others in their middle."""
+    """A trace's requests, with its own times stretched to the rate. Seeds 0 to 2 begin at its thirds, others in their middle."""
 
     entries: Sequence[Entry]
     random = True

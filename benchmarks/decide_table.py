@@ -74,7 +74,9 @@ def plot(results: dict, sizes: Sequence[int], loads: Sequence[str], slos: Sequen
         for row, ratios in enumerate(cells):
             for column, ratio in enumerate(ratios):
                 text = "not run" if ratio is None else f"{ratio:.2f}"
-                axes.text(column, row, text, ha="center", va="center", weight="bold" if ratio and ratio < 1 else "normal")
+                axes.text(
+                    column, row, text, ha="center", va="center", weight="bold" if ratio and ratio < 1 else "normal"
+                )
         axes.set_xticks(range(len(slos)), slos)
         axes.set_yticks(range(len(loads)), loads)
         axes.set_title(f"{size} engines: auto / best static")

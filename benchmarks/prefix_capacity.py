@@ -1,11 +1,11 @@
-"""What knowing engines' prefix caches gains on a trace of conversations: SLO capacity, computed prompt tokens and TTFT, simulated.
+"""What knowing engines' prefix caches gains on a trace of conversations: SLO capacity, computed tokens and TTFT, simulated.
 
 Usage: prefix_capacity.py --trace FILE [--fleets 8 4P4D] [--slos A C] [--seeds 3] [--requests 4000] [--chunk 2048] [--json FILE]
 
 Fleets: so many plain engines, or prefill and decode engines. Choosers: `least_load`, `power_of_two` and `prefix` for all legs;
 `auto`, which on plain engines chooses one and otherwise may also serve whole on decode engines; and the rule `cache_aware` of
-vllm-router, as its documentation has it: the least load if the engines' loads differ much, else the engine with the longest match in
-a tree of what was sent to it, if that is more than a part of the prompt, else the one with the smallest tree.
+vllm-router, as its documentation has it: the least load if the engines' loads differ much, else the engine with the longest
+match in a tree of what was sent to it, if that is more than a part of the prompt, else the one with the smallest tree.
 
 Capacity is the highest rate at which 90 % of the requests keep the SLO, over all seeds, in steps of 1 %. The other columns are of
 one rate for all: the capacity of `least_load`.
@@ -103,7 +103,9 @@ class Comparison:
         )
         self._shapes = dict.fromkeys(Role, shape)
         self.fleet = _fleet(fleet)
-        entries = [one for one in spread(read_trace(arguments.trace)) if one.input_tokens + one.output_tokens <= LONGEST]
+        entries = [
+            one for one in spread(read_trace(arguments.trace)) if one.input_tokens + one.output_tokens <= LONGEST
+        ]
         self._demand = Slices(entries=entries)
 
     def cluster(self, chooser: str, rate: float, seed: int) -> Cluster:
@@ -153,7 +155,11 @@ class Comparison:
         ttft = spread_of([records.first[n] - records.due[n] for n in range(len(records))])
         assert ttft is not None
         computed = sum(engine.prefill_tokens for engine in made.engines.values())
-        return {"computed": computed / sum(records.prompt), "ttft_p50": ttft.percentiles[50], "ttft_p95": ttft.percentiles[95]}
+        return {
+            "computed": computed / sum(records.prompt),
+            "ttft_p50": ttft.percentiles[50],
+            "ttft_p95": ttft.percentiles[95],
+        }
 
 
 def _fleet(text: str) -> Fleet:

@@ -108,10 +108,10 @@ async def test_streams_show_how_wrong_its_times_are() -> None:
 async def test_without_a_profile_it_says_so_until_it_has_measured() -> None:
     async with auto_world(anything=2, profile=None) as w:
         first, second = (engine.url for engine in w.anything)
-        assert (await w.get("/ready")).json["details"] == [
+        said = (
             f"no profile of {first} and 1 more: until enough of their answers were measured, requests go to the engines"
-            " with the least load"
-        ]
+        )
+        assert (await w.get("/ready")).json["details"] == [f"{said} with the least load"]
         reasons = []
         for number in range(60):
             body = completion(prompt=[*range(64), number], stream=True, max_tokens=3)

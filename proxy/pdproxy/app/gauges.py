@@ -71,7 +71,11 @@ def placement_gauges(placement: Placement) -> list[Gauge]:
 
     def errors() -> Samples:
         found = state().errors
-        return [((of, kind), value) for of, both in found.items() for kind, value in zip(("mean", "size"), both, strict=True)]
+        return [
+            ((of, kind), value)
+            for of, both in found.items()
+            for kind, value in zip(("mean", "size"), both, strict=True)
+        ]
 
     return [
         Gauge(catalog_decisions.PREDICTION_ERRORS, errors),

@@ -45,7 +45,7 @@ class PlacementState:
     """How well a placement predicts, and what it has decided for longer than a request.
 
     `errors`: by `ttft` and `tpot`: the mean of (measured - predicted) / predicted lately, and of its size. `corrections`: by an
-    engine's URL and `prefill` or `step`: what its predicted times are multiplied by. `kept`: how many engines are kept for prefill.
+    engine's URL and `prefill` or `step`: what its predicted times are multiplied by. `kept`: engines that are kept for prefill.
     """
 
     errors: Mapping[str, tuple[float, float]]

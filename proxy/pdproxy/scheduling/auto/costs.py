@@ -113,7 +113,7 @@ class Costs:
         tpot = step / (1.0 - share)
         if tpot > full:  # no step takes longer than a full one
             begun = times.chunk / tokens
-            most = times.full_step_s(times.chunk, decoding + expected, context, begun if begun < 1.0 else 1.0)
+            most = times.full_step_s(times.chunk, decoding + expected, context, min(1.0, begun))
             if tpot > most:
                 tpot = max(step, most)
         one = Look()

@@ -238,7 +238,7 @@ class EngineLoad:
         """Return how long a step with prefill takes, if prompts are as long as those of the sequences here."""
         times = self.times
         begun = times.chunk * self.decoding / self.prompts if self.prompts else 1.0
-        return times.full_step_s(times.chunk, self.decoding, context, begun if begun < 1.0 else 1.0)
+        return times.full_step_s(times.chunk, self.decoding, context, min(1.0, begun))
 
     def begins_unseen(self, leg: Leg, at: float) -> None:
         """The first token of an answer will not be seen: it is taken to be there at that time, if the answer is not over."""

@@ -56,9 +56,7 @@ def expected_cost(count: int, engines: int, demand: Demand, times: Times, slo: S
     return sum(costs) / len(costs)
 
 
-def _cost_at(
-    rate: float, count: int, engines: int, demand: Demand, times: Times, slo: Slo, weights: Weights
-) -> float:
+def _cost_at(rate: float, count: int, engines: int, demand: Demand, times: Times, slo: Slo, weights: Weights) -> float:
     hardware, output = times.hardware, max(demand.output, 1.0)
     work = rate * demand.alone_s
     split = min(_FULL * count / work, 1.0) if count and work > 0 else 0.0
@@ -154,9 +152,7 @@ class Kept:
             numbers.update(range(0, engines + 1, -(-(engines + 1) // _NUMBERS)))
         times, slo, weights = loads[0].times, self._slo, self._weights
         everything = len(loads) + fixed
-        costs = {
-            number: expected_cost(number + prefill, everything, demand, times, slo, weights) for number in numbers
-        }
+        costs = {number: expected_cost(number + prefill, everything, demand, times, slo, weights) for number in numbers}
         best = min(sorted(numbers), key=lambda number: (costs[number], abs(number - self.count)))
         gain = costs[self.count] - costs[best]
         if gain < _SLIGHTLY:
