@@ -51,6 +51,7 @@ def test_wrong_endpoints_are_named(endpoint: str) -> None:
 def test_each_rank_needs_a_port() -> None:
     node = NodeKvEvents(endpoint="tcp://*:65535")
     assert "leaves no port for each of 2 ranks" in wrong(settings(KvEvents(), node, ranks=2))
+    assert "leaves no port for each of 2 ranks" in wrong(settings(KvEvents(endpoint="tcp://*:65535"), ranks=2))
     checked(settings(KvEvents(), node))
     own = KvEvents(host="127.0.0.1", port=65535)
     assert wrong(settings(own, ranks=2)).startswith("pools[0].kv_events.port = 65535 leaves no port")

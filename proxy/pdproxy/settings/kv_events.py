@@ -59,9 +59,9 @@ def check_kv_events(
     own: KvEvents, nodes: Iterable[tuple[NodeKvEvents, int, KeyPath]], path: KeyPath, found: Mistakes
 ) -> None:
     """Check the endpoints of a pool. `nodes`: each one's section, its number of ranks, and the key of the section."""
-    sections = [(own, 1, path), *nodes]
-    most = max((ranks for _, ranks, _ in sections), default=1)
-    for section, ranks, here in sections:
+    of_nodes = list(nodes)
+    most = max((ranks for _, ranks, _ in of_nodes), default=1)
+    for section, ranks, here in [(own, most, path), *of_nodes]:
         for name in ("endpoint", "replay_endpoint"):
             text = getattr(section, name)
             if text is None:
