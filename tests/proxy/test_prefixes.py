@@ -8,6 +8,7 @@ import pytest
 
 from pdproxy.fleet import kv_source
 from pdproxy.scheduling.prefix import healing
+from pdproxy.serving.dispatch import prefixes
 from pdproxy.settings.kv_events import KvEvents
 from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.prefixes import Prefixes
@@ -289,3 +290,12 @@ async def test_long_prompts_keys_are_made_in_a_thread() -> None:
         assert known.world.metric("pdproxy_prefix_tokens_total", what="reported") == 19_984
         assert known.world.proxy.prefixes is not None
         assert known.world.proxy.prefixes.of_requests._threads._threads
+
+
+async def test_more_long_prompts_than_can_wait_are_served_without_knowledge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "WAITING", 0)
+    async with knowing(1, max_model_len=40_000, num_gpu_blocks=8192) as known:
+        await known.ask([300 + at % 3001 for at in range(20_000)])
+        assert known.world.metric("pdproxy_prefix_skipped_total", reason="busy") == 1
+        await known.ask(prompt(1))
+        assert known.all() == (1, 0, 0)

@@ -75,9 +75,10 @@ def test_keys_beyond_the_bound_are_left_out():
     index.routed(1, prompt(*"abcd"), 0.0)
     index.routed(2, prompt(*"abcd"), 0.0)
     assert index.lookup(prompt(*"abcd"), 0.0).gpu == {1: 4}
-    assert index.no_space == 4
-    index.routed(2, prompt(*"abcd"), TTL)
+    assert index.no_space == 1
+    index.routed(2, [*prompt(*"abcd"), *prompt(*"efgh"), *prompt("i")], TTL)
     assert index.lookup(prompt(*"abcd"), TTL).gpu == {1: 4, 2: 4}
+    assert (index.no_space, len(index)) == (2, 8)
 
 
 def test_a_place_that_is_gone_gives_its_bit_back_after_both_generations():

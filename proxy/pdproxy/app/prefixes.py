@@ -101,6 +101,9 @@ class KnowingPrefixes:
             counters = knowledge.blocks.counters
             return [((one.name,), getattr(counters, one.name)) for one in fields(counters)]
 
+        def skipped() -> Samples:
+            return [(("busy",), self.of_requests.skipped), (("no_space",), knowledge.speculative.no_space)]
+
         def heals() -> Samples:
             return [(("asked",), knowledge.healing.asked), (("refused",), knowledge.healing.refused)]
 
@@ -110,6 +113,7 @@ class KnowingPrefixes:
             Gauge(catalog.PREFIX_BLOCKS, kept),
             Gauge(catalog.PREFIX_EVENT_BLOCKS, blocks),
             Gauge(catalog.PREFIX_DISPROVED, lambda: [((), knowledge.disproved)]),
+            Gauge(catalog.PREFIX_SKIPPED, skipped),
             Gauge(catalog.PREFIX_HEALS, heals),
         ]
 

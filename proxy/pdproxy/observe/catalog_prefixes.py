@@ -80,6 +80,21 @@ PREFIX_DISPROVED = Description(
     "prompts",
     (),
 )
+PREFIX_SKIPPED = Description(
+    "pdproxy_prefix_skipped_total",
+    Kind.COUNTER,
+    "Prompts of which less is known than could be, for a bound",
+    "prompts",
+    (
+        Label(
+            "reason",
+            (
+                ("busy", "too many long prompts at once: it was not looked for in any cache"),
+                ("no_space", "more was sent in the last seconds than is kept of that: not all of it counts as just sent"),
+            ),
+        ),
+    ),
+)
 PREFIX_HEALS = Description(
     "pdproxy_prefix_heals_total",
     Kind.COUNTER,

@@ -21,7 +21,7 @@ class SpeculativeIndex:
         self.ttl = ttl
         self.max_keys = max_keys
         self.no_space = 0
-        """Keys that were not entered for `max_keys`. Read only."""
+        """Prompts that were not entered as a whole, for `max_keys`. Read only."""
         self._bits = Bits()
         self._places: dict[int, int] = {}
         self._young, self._old = KeyBits(), KeyBits()
@@ -42,8 +42,8 @@ class SpeculativeIndex:
             bit = self._places[place] = self._bits.take(place)
         for step in steps:
             if self._size + len(step) > self.max_keys:
-                self.no_space += len(step)
-                continue
+                self.no_space += 1
+                break  # what follows would be of no use
             # Keys of several places, or of one place several times, count several times: the bound errs on the safe side.
             self._size += len(step)
             self._young.add(step, bit)

@@ -32,13 +32,14 @@ _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class Prefixes:
-    """Asks `knowledge` for requests. `now`: monotonic seconds."""
+    """Asks `knowledge` for requests. `now`: monotonic seconds. `skipped`: long prompts too many. Read only."""
 
     def __init__(self, knowledge: Knowledge, now: Callable[[], float]) -> None:
         self.knowledge = knowledge
         self._now = now
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="prefix keys")
         self._waiting = 0
+        self.skipped = 0
 
     def __repr__(self) -> str:
         return f"<Prefixes {self._waiting} waiting>"
@@ -59,6 +60,7 @@ class Prefixes:
         )
         if beginning is not None and beginning.is_long:
             if self._waiting >= WAITING:
+                self.skipped += 1
                 return None
             self._waiting += 1
             work = asyncio.get_running_loop().run_in_executor(self._threads, _made, beginning)
