@@ -14,6 +14,7 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
+from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.slo import NO_SLO, Slo
 from tests.auto.fleets import B, Known, ask, auto, ledger
 
@@ -218,6 +219,32 @@ def test_excluded_engines_are_not_chosen_and_are_no_new_engines() -> None:
         assert not {lease.node.url for lease in assignment.leases} & without
     assert len(placement._loads) == 4
     assert len(placement._views_by_nodes) == 4
+
+
+def test_models_have_a_demand_of_their_own() -> None:
+    """Much work for one model keeps none of the other model's engines for prefill."""
+    placement = auto(B, chunk=4096)
+    of = ledger(placement, ANY4 * 2)
+    for number in range(4):
+        of.mark_up(
+            f"http://{number}:1", Evidence(frozenset({"other", "lora"}), "", 16, (), 0, 1.0, None, frozenset({"lora"}))
+        )
+    now = 0.0
+    for turn in range(2000):
+        now += 1 / 18
+        leases = placed(of, now)
+        if len(leases) > 1:
+            of.close(leases[0], Verdict.GOOD, now + 0.02)
+        of.began(leases[-1], now + 0.03)
+        of.close(leases[-1], Verdict.GOOD, now + 0.04, 128)
+        if not turn % 20:
+            for model in ("other", "lora"):
+                assignment = of.place(Ask(model, 400, now, tokens=100), split=True)
+                assert assignment is not None
+                served(of, assignment.leases, now)
+    assert placement.state().kept > 0
+    assert not any(load.kept for url, load in placement._loads.items() if int(url[7]) < 4)
+    assert len(placement._groups) == 2
 
 
 def test_leases_that_others_opened_count() -> None:

@@ -159,7 +159,7 @@ def test_a_step_load_changes_the_roles_once_and_they_stay() -> None:
 
     def watched(ask, candidates):  # type: ignore[no-untyped-def]
         found = place(ask, candidates)
-        counts.append((ask.now, placement.kept.count))
+        counts.append((ask.now, placement.state().kept))
         return found
 
     placement.place = watched  # type: ignore[method-assign]

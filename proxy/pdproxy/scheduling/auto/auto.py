@@ -18,7 +18,7 @@ from pdproxy.scheduling.auto.loads import EngineLoad, Leg
 from pdproxy.scheduling.auto.outputs import Outputs, limit_of
 from pdproxy.scheduling.auto.roles import REVIEW_S, Kept
 from pdproxy.scheduling.auto.times import Times
-from pdproxy.scheduling.auto.view import View
+from pdproxy.scheduling.auto.view import View, models_of
 from pdproxy.scheduling.auto.weights import WEIGHTS, Weights
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.nodes import Node, Role
@@ -44,6 +44,18 @@ class _Choice:
         self.ttft_s, self.tpot_s = ttft_s, tpot_s
         self.output = 0.0
         """The expected tokens of the answer."""
+
+
+class _Group:
+    """Engines that serve the same models: the demand for them, and which of them are kept for prefill."""
+
+    __slots__ = ("kept", "meter", "most_free", "reviewed")
+
+    def __init__(self, slo: Slo, weights: Weights) -> None:
+        self.meter, self.kept = Meter(), Kept(slo, weights)
+        self.reviewed = 0.0
+        self.most_free = 0
+        """The most engines of role `any` that a request could choose from: others exclude some."""
 
 
 class Auto(Placement):
@@ -76,12 +88,10 @@ class Auto(Placement):
         self._legs: dict[Lease, tuple[EngineLoad, Leg]] = {}
         self._views: dict[Candidates, View] = {}
         self._views_by_nodes: dict[tuple[tuple[Node, ...], ...], View] = {}
-        self._reviewed = 0.0
-        self._most_free = 0
+        self._groups: dict[frozenset[str], _Group] = {}
+        """By the names of their models, without adapters."""
         self._choice: _Choice | None = None
         self.outputs = Outputs()
-        self.meter = Meter()
-        self.kept = Kept(slo, weights)
         self.ttft_error, self.tpot_error = Error(), Error()
         self.splits = 0
         """Requests that were split."""
@@ -104,6 +114,8 @@ class Auto(Placement):
                     known.clear()
             if view is None:
                 view = self._views_by_nodes[nodes] = View(candidates, self._load)
+                if view.models not in self._groups:
+                    self._groups[view.models] = _Group(self.slo, self._weights)
             self._views[candidates] = view
         return view
 
@@ -117,19 +129,20 @@ class Auto(Placement):
             return placed
         tokens = ask.tokens or ask.prompt_bytes // _BYTES_PER_TOKEN or 1
         known = self._cached(ask) if self._cached is not None else _NOTHING
-        if now - self._reviewed >= REVIEW_S and len(view.free) > 1 and self.slo:
-            self._review(now, view)  # of those with as many engines as any: a request may exclude some
-        if view.version != self.kept.changes:
-            view.sort_roles(self.kept.changes)
+        group = self._groups[view.models]
+        if now - group.reviewed >= REVIEW_S and len(view.free) > 1 and self.slo:
+            self._review(now, view, group)
+        if view.version != group.kept.changes:
+            view.sort_roles(group.kept.changes)
         output = self.outputs.expected(tokens, limit_of(ask.parsed))
         costs = self._costs_of(ask)
-        choice = self._least(costs, now, tokens, output, known, view, candidates)
+        choice = self._least(costs, now, tokens, output, known, view, candidates, group.kept.share)
         if choice is None or (self._refuses and costs.hopeless(choice.ttft_s)):
             self._choice = None
             return None
         self._choice, choice.output = choice, output
         load = choice.prefill.load
-        self.meter.add(now, tokens, choice.prefill.cached, output)
+        group.meter.add(now, tokens, choice.prefill.cached, output)
         values = {"ttft": choice.ttft_s, "tpot": choice.tpot_s, "cost": choice.cost}
         if choice.decode is None:
             return Placed((load.node,), "cached" if choice.prefill.cached else "whole", values)
@@ -145,9 +158,9 @@ class Auto(Placement):
         known: Mapping[str, int],
         view: View,
         candidates: Candidates,
+        share: float,
     ) -> _Choice | None:
-        """Return the choice with the least cost, None if there is none."""
-        share = self.kept.share
+        """Return the choice with the least cost, None if there is none. `share`: of the time that kept engines work."""
         looks: dict[EngineLoad, Look] = {}
         best: _Choice | None = None
         least, whole = math.inf, view.serve_whole
@@ -198,13 +211,14 @@ class Auto(Placement):
             found = self._costs[slo] = Costs(slo, self._weights)
         return found
 
-    def _review(self, now: float, view: View) -> None:
-        if len(view.free) < self._most_free:
+    @staticmethod
+    def _review(now: float, view: View, group: _Group) -> None:
+        if len(view.free) < group.most_free:
             return
-        self._most_free, self._reviewed = len(view.free), now
+        group.most_free, group.reviewed = len(view.free), now
         times = view.free[0].times
-        demand = self.meter.demand(now, times, times.pull_s)
-        self.kept.review(now, view.free, demand, len(view.fixed_prefill), len(view.all) - len(view.free))
+        demand = group.meter.demand(now, times, times.pull_s)
+        group.kept.review(now, view.free, demand, len(view.fixed_prefill), len(view.all) - len(view.free))
 
     def _as_least_load(self, view: View, candidates: Candidates) -> Placed | None:
         """Return the engines with the least load, None if enough was measured for predictions."""
@@ -303,7 +317,10 @@ class Auto(Placement):
             del self._loads[url]
         self._views.clear()
         self._views_by_nodes.clear()
-        self._most_free = 0
+        served = {models_of(node) for node in nodes}
+        self._groups = {models: group for models, group in self._groups.items() if models in served}
+        for group in self._groups.values():
+            group.most_free = 0
 
     def status(self) -> str | None:
         """See `Placement`."""
@@ -326,5 +343,5 @@ class Auto(Placement):
                 for load in loads
                 for work, value in (("prefill", load.times.prefill_factor), ("step", load.times.step_factor))
             },
-            kept=self.kept.count,
+            kept=sum(group.kept.count for group in self._groups.values()),
         )

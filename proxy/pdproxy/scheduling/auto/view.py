@@ -17,8 +17,14 @@ _prefill_order = attrgetter("prefill_order")
 _decode_order = attrgetter("decode_order")
 
 
+def models_of(node: Node) -> frozenset[str]:
+    """Return the names of the models that an engine serves, without adapters."""
+    evidence = node.evidence
+    return frozenset() if evidence is None else evidence.models - evidence.adapters
+
+
 class View:
-    """The engines of a `Candidates`."""
+    """The engines of a `Candidates`: one at least."""
 
     __slots__ = (
         "_by_url",
@@ -31,6 +37,7 @@ class View:
         "fixed_prefill",
         "free",
         "measured",
+        "models",
         "serve_whole",
         "version",
         "whole",
@@ -46,6 +53,8 @@ class View:
         self.free = [load for load in prefill if load.node.role is Role.ANY]
         """Those that may be kept for prefill."""
         self.all = list(dict.fromkeys((*self.whole, *prefill, *self.decode)))
+        self.models = models_of(self.all[0].node)
+        """What the first of them serves; the others serve the same, or the request names no model."""
         self._by_url = {load.url: load for load in self.all}
         self.measured = False
         """Whether enough is known of all of them for predictions."""
