@@ -3,6 +3,8 @@
 import msgspec
 import pytest
 
+from pdproxy.scheduling.leases import Assignment, Lease
+from pdproxy.scheduling.nodes import Node, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.prefix import keys
 from pdproxy.scheduling.prefix.block_index import BlockIndex
@@ -11,7 +13,7 @@ from pdproxy.scheduling.prefix.knowledge import EVENTS, FRESH, ROUTING, TEXT, Fe
 from pdproxy.scheduling.prefix.prompts import MAX_KEYS, beginning_of
 from pdproxy.scheduling.prefix.routed import RoutedIndex
 from pdproxy.scheduling.prefix.speculative import SpeculativeIndex
-from pdproxy.serving.dispatch.prefixes import reporting
+from pdproxy.serving.dispatch.prefixes import Prefixes, reporting
 from pdproxy.tokens.ids import from_numbers
 from pdproxy.wire.request import Route, parse
 
@@ -217,6 +219,24 @@ def test_a_request_asks_for_what_was_not_known():
     world.later()
     assert not world.sent(prompt(1)).heals
     assert world.knowledge.healing.asked == 1
+
+
+def test_a_decode_engine_that_gets_the_kv_is_asked_nothing():
+    """Its request could not carry the field, and its answer says nothing of its own cache."""
+    world = World()
+    world.stored(prompt(1)[:32])
+    world.served(prompt(1), 96)
+    world.later()
+    split = ((OTHER, Role.PREFILL), (FED, Role.DECODE))
+    leases = tuple(Lease(Node(NodeSpec(url, role), run_number=0), role, 0) for url, role in split)
+    parsed = parse(Route.COMPLETIONS, msgspec.json.encode({"model": "m", "prompt": prompt(1)}))
+    prefixes = Prefixes(world.knowledge, lambda: world.now)
+    made = prefixes.routed(world.begin(prompt(1)), parsed, Assignment(leases))
+    assert [(one.url, one.scored, one.heals) for one in made] == [(OTHER, True, False), (FED, False, False)]
+    assert world.knowledge.healing.asked == 0
+    (alone,) = prefixes.routed(world.begin(prompt(1)), parsed, Assignment(leases[1:]))
+    assert (alone.scored, alone.heals) == (True, True)
+    prefixes.stop()
 
 
 def test_healing_is_bounded():

@@ -74,9 +74,13 @@ class Prefixes:
 
     def routed(self, beginning: Beginning, parsed: Parsed, assignment: Assignment) -> tuple[Prediction, ...]:
         """Note that a prompt is sent to engines. Return what is expected of their caches."""
-        now = self._now()
+        now, first = self._now(), assignment.leases[0]
         may_hit = parsed.alone not in _NEVER_HIT
-        made = [self.knowledge.routed(beginning, lease.node.url, now, may_hit=may_hit) for lease in assignment.leases]
+        made = [
+            # A decode engine that gets the KV from another one says nothing of its own cache, and is asked nothing.
+            self.knowledge.routed(beginning, lease.node.url, now, may_hit=may_hit and lease is first)
+            for lease in assignment.leases
+        ]
         return tuple(one for one in made if one is not None)
 
     def answered(self, prediction: Prediction, reported: int | None, prompt: int) -> None:
