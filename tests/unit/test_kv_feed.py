@@ -75,6 +75,16 @@ async def test_a_long_event_is_passed_in_parts_that_join() -> None:
     assert at == count
 
 
+async def test_large_blocks_count_as_several() -> None:
+    stage = Stage()
+    stage.feed.put(stage.backlog, raws(stored(*range(100), size=1024)))
+    await turns(500)
+    parts = [len(call[2]) for call in stage.index.calls]
+    assert max(parts) == BLOCKS_AT_ONCE // 17
+    assert sum(parts) == 100
+    assert all(len(call[4]) == 1024 * len(call[2]) for call in stage.index.calls)
+
+
 async def test_a_long_removal_is_passed_in_parts() -> None:
     stage = Stage()
     count = 3 * BLOCKS_AT_ONCE + 5

@@ -112,6 +112,16 @@ def test_what_was_just_sent_may_be_evicted_already():
     assert world.cached(prompt(1)) == {FED: 32}
 
 
+def test_what_was_just_sent_is_in_the_gpu_whatever_other_memory_drops():
+    world = World()
+    hashes, place = world.stored(prompt(1)), world.places[FED, 0]
+    world.index.stored(place, hashes, None, [], 0, "CPU", 0, None, None, counts=True)
+    world.index.removed(place, hashes, "GPU", 0)
+    world.sent(prompt(1))
+    world.index.removed(place, hashes, "CPU", 0)
+    assert world.cached(prompt(1)) == {FED: 96}
+
+
 @pytest.mark.parametrize("how", ["cleared", "restart", "restarted", "remove"])
 def test_what_is_over_is_forgotten(how):
     world = World()

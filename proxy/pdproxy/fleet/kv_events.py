@@ -17,8 +17,8 @@ from pdproxy.wire.kv_events import GPU, Cleared, ExtraKeys, Removed, Stored, Unr
 
 BLOCKS_AT_ONCE = 512
 """Blocks that the index is given in one turn of the event loop, all places together: about a millisecond."""
-BYTES_PER_BLOCK = 64
-"""Reading so many bytes of an event takes as long as passing a block on."""
+BYTES_PER_BLOCK, TOKENS_PER_BLOCK = 64, 64
+"""Reading so many bytes of an event, or passing so many tokens on, takes as long as passing a block on."""
 BACKLOG_BYTES = 4 << 20
 """Bytes of events of one place that may wait: more is left with its engine."""
 TOTAL_BYTES = 32 << 20
@@ -206,7 +206,8 @@ class Feed:
 
     def _part(self, backlog: Backlog, event: Stored | Removed, budget: int) -> int:
         start, count = backlog.passed, len(event.block_hashes)
-        end = backlog.passed = min(start + budget, count)
+        cost = 1 + event.block_size // TOKENS_PER_BLOCK if isinstance(event, Stored) else 1
+        end = backlog.passed = min(start + max(1, budget // cost), count)
         if end == count:
             backlog.event = None
         all_of_it = start == 0 and end == count
@@ -232,7 +233,7 @@ class Feed:
             counts=event.counts,
             from_start=event.parent_block_hash is None,
         )
-        return end - start
+        return cost * (end - start)
 
 
 def _medium(name: str | None) -> str:

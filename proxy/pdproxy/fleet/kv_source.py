@@ -56,6 +56,8 @@ MAX_PASSES, MAX_IN_VAIN = 100, 3
 """Questions of one replay, and those in a row that may bring no further message. Usually each brings a thousand and more."""
 MAX_REPLAYS = 4
 """Replays at the same time, of all sources together."""
+REPLAYED_AT_ONCE = 16 << 10
+"""Bytes of a replay's answers that are taken in one turn of the event loop."""
 
 
 class ReplayResult(enum.Enum):
@@ -344,7 +346,7 @@ class Source:
         Return how it has ended, and whether messages were asked for that the engine has no more.
         """
         clock, feed = self._parts.clock, self._parts.feed
-        found, too_old, first = _Pass.DONE, False, True
+        found, too_old, first, taken = _Pass.DONE, False, True, 0
         while True:
             try:
                 async with clock.within(self._parts.deadline if first else QUIET):
@@ -357,8 +359,11 @@ class Source:
                 return (_Pass.OTHER_RUN if verify and first else found), too_old
             if clock.now() >= end:
                 return _Pass.GAP, too_old
-            await asyncio.sleep(0)  # many answers may be here already: other tasks go on in between
             number, payload = answer
+            taken += len(payload) + _OF_ITS_OWN
+            if taken >= REPLAYED_AT_ONCE:  # many answers may be here already: other tasks go on in between
+                taken = 0
+                await asyncio.sleep(0)
             expected = self._next or 0
             if found is not _Pass.DONE or (first and number < start):
                 continue

@@ -1,7 +1,8 @@
 """A ZMQ socket to which engines send messages: it is bound here, or connects to an engine that publishes.
 
-Owns the socket, and the ZMQ context of one that is bound. Anybody who reaches the port can send: ZMQ itself limits the size of
-messages, and their number by its high-water mark. A burst is read in portions, so that streams flow in between.
+Owns the socket, and the ZMQ context of one that is bound. Anybody who reaches the port can send: ZMQ itself limits the size of a
+message's parts, and the number of messages by its high-water mark; it does not limit the number of parts. A burst is read in
+portions, so that streams flow in between.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pdproxy.scheduling.prefix.healing import Healing
 from pdproxy.scheduling.prefix.matches import Matches
 from pdproxy.scheduling.prefix.prediction import PredictionScore, cached_tokens
 from pdproxy.scheduling.prefix.prompts import MAX_KEYS, TOKEN_TEXT, Beginning
-from pdproxy.scheduling.prefix.reading import BlockHash
+from pdproxy.scheduling.prefix.reading import GPU, BlockHash
 from pdproxy.scheduling.prefix.routed import RoutedIndex
 from pdproxy.scheduling.prefix.speculative import SpeculativeIndex
 
@@ -307,7 +307,9 @@ class FedIndex:
 
     def removed(self, place: int, block_hashes: Sequence[BlockHash], medium: str, group: int) -> None:
         """Take note that blocks are gone."""
-        self._knowledge.evicted(place, self._blocks.removed(place, block_hashes, medium, group))
+        keys = self._blocks.removed(place, block_hashes, medium, group)
+        if medium == GPU:  # what was just sent there is in the GPU's memory, whatever others drop
+            self._knowledge.evicted(place, keys)
 
     def cleared(self, place: int) -> None:
         """Take note that the engine has emptied its prefix cache."""
