@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import AsyncIterator, Callable
 from typing import Self
@@ -194,6 +195,16 @@ async def test_a_gap_is_closed_from_the_last_message_on(stage: Stage) -> None:
     assert stage.engine.asked == [1]
     assert (stage.gaps("lost"), stage.messages("repeated")) == (1, 3)
     assert stage.index.count("restart") == 0
+
+
+async def test_one_turn_of_the_loop_takes_a_bounded_part_of_a_replay(stage: Stage) -> None:
+    stage.engine.publish(200)
+    stage.source.begin()
+    seen = [0]
+    while seen[-1] < 200:
+        await turns(1)
+        seen.append(stage.messages("replayed"))
+    assert max(after - before for before, after in itertools.pairwise(seen)) <= kv_source.REPLAYED_AT_ONCE // 1024
 
 
 async def test_events_keep_their_order_through_a_replay(stage: Stage) -> None:
@@ -570,8 +581,11 @@ async def test_nothing_waits_for_a_replay_while_replays_fail(stage: Stage) -> No
     assert await stage.settled() == {1000, 1001, 1002}
 
 
-async def test_a_connection_made_while_a_replay_runs_is_followed_by_another_one(stage: Stage) -> None:
+async def test_a_connection_made_while_a_replay_runs_is_followed_by_another_one(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What waits is taken only then: its numbers may go on by chance where the run before has ended."""
+    monkeypatch.setattr(kv_source, "REPLAYED_AT_ONCE", 1)
     stage.engine.publish(3)
     stage.source.begin()
     while not stage.engine.asked:
