@@ -14,8 +14,7 @@ last asked. These rules are kept:
 - A replay that is not answered within `deadline` seconds has failed. After a replay, also one that was broken off, the next one
   begins `COOLDOWN` seconds later at the earliest; after one that failed, gaps are not closed for a while, doubled each time up
   to `MAX_PAUSE`.
-- Messages for which there is no space are left with the engine. If it is the engine that connects, its messages come all the
-  same: they are dropped, and asked for again once there is space.
+- Messages for which there is no space wait with the engine; those of one that connects are dropped, and asked for again.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ class Source:
         self._held_bytes = 0
         self._overflown = False
         self._dropped = False
-        """Whether messages were dropped for want of space since the last replay began."""
+        """Whether messages were dropped since there was no space."""
         self._replaying: asyncio.Task[None] | None = None
         self._again = False
         """Whether another replay follows the one that runs, before messages that wait are taken."""

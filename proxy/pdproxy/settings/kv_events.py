@@ -21,7 +21,8 @@ class KvEvents(Section, frozen=True):
     """Engines' reports of the blocks that they have cached (their `--kv-events-config`), over ZMQ."""
 
     enabled: bool = False
-    """Whether they are read. Engines that publish none lose nothing by it, and `/ready` names them."""
+    """Whether they are read, where a policy or placement asks for it. Engines that publish none lose nothing by it, and `/ready`
+    names them."""
 
     endpoint: Text | None = None
     """Where an engine publishes, `tcp://host:port`, as in its configuration: with `*` as the host, at its own. Other

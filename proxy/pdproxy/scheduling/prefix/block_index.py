@@ -27,8 +27,8 @@ _WAITING = 64
 class BlockIndex:
     """Keys of `unit` tokens each; `max_blocks`: how many blocks of all places are kept at most.
 
-    A block of several units counts as several. Engines' block sizes may be multiples of `unit`, or parts of it. With parts a unit counts as held while the block is that
-    ends it. Blocks of an unknown place are ignored: events may be late.
+    Engines' block sizes may be multiples of `unit`, or parts of it. A block of several units counts as several. With parts a unit
+    counts as held while the block is that ends it. Blocks of an unknown place are ignored: events may be late.
 
     `reports`: requests with `kv_cache_report_mode: full` make engines report blocks that they reuse, from a prompt's first one
     on. Such an event looks like one about equal blocks that were computed once more. Taken for those, the blocks would stay for
