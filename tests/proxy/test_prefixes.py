@@ -14,6 +14,7 @@ from pdproxy.settings.policy import PoolPolicy
 from pdproxy.settings.prefixes import Prefixes
 from pdproxy.sim.facts import KvEventsConfig
 from tests.fakes.pool import Pair, pool
+from tests.fakes.ports import free_port
 from tests.fakes.tokenizer import SimTokenizer
 from tests.proxy.kv_events import ANY, prompt
 from tests.proxy.prefixes import Known, knowing
@@ -116,6 +117,18 @@ async def test_without_events_what_was_sent_is_known() -> None:
         for number in (3, 0, 5, 2, 4, 1):
             assert await known.ask([*prompt(number), 7, 8, 9]) == first[number]
         assert known.all("routing") == (12, 0, 0)
+
+
+async def test_while_no_events_come_what_was_sent_is_known() -> None:
+    """Engine and proxy connect to the same port, and nobody binds it."""
+    nobody = KvEventsConfig(enable_kv_cache_events=True, endpoint=f"tcp://127.0.0.1:{free_port()}", topic="t")
+    async with knowing(1, nobody, connected=False) as known:
+        await until(lambda: known.world.metric("pdproxy_kv_event_sources", state="not_connected") == 1)
+        for _ in range(2):
+            await known.ask(prompt(1))
+        assert (known.all("routing"), known.all()) == ((2, 0, 0), (0, 0, 0))
+        assert known.world.metric("pdproxy_prefix_tokens_total", what="reported") == 96
+        assert known.world.metric("pdproxy_prefix_heals_total", result="asked") == 0
 
 
 async def test_without_events_an_engine_holds_no_more_than_its_blocks() -> None:
