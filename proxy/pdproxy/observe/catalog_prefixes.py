@@ -83,14 +83,14 @@ PREFIX_DISPROVED = Description(
 PREFIX_SKIPPED = Description(
     "pdproxy_prefix_skipped_total",
     Kind.COUNTER,
-    "Prompts of which less is known than could be, for a bound",
+    "Prompts of which less is known because of a bound",
     "prompts",
     (
         Label(
             "reason",
             (
-                ("busy", "too many long prompts at once: it was not looked for in any cache"),
-                ("no_space", "more was sent in the last seconds than is kept of that: not all of it counts as just sent"),
+                ("busy", "64 long prompts were waiting for their keys already: no cache was searched for it"),
+                ("no_space", "the prompts of the last seconds have more keys than are kept: not all of it counts as just sent"),
             ),
         ),
     ),
