@@ -75,7 +75,8 @@ def test_a_profile_gets_the_same_requests_as_the_servers(tmp_path: Path, capsys:
     with engines(FAST) as (one,), pytest.MonkeyPatch.context() as patch:
         patch.setattr("pdproxy.lab.simulate.run.Cluster", Noting)
         code = main(
-            ["bench", one.url, *LOAD, "--seeds", "2", "--warm-up", "0", "--json", str(path), "--profile", "h200-8b"]
+            ["bench", one.url, *LOAD, "--seeds", "2", "--first-seed", "7", "--warm-up", "0", "--json", str(path)]
+            + ["--profile", "h200-8b"]
         )
         sent = sorted(len(request.json["prompt"]) for request in one.requests)
     captured = capsys.readouterr()
@@ -85,7 +86,7 @@ def test_a_profile_gets_the_same_requests_as_the_servers(tmp_path: Path, capsys:
     assert asked[0] != asked[1]
     assert sorted(prompt for run in asked for prompt, _ in run) == sent
     assert {output for run in asked for _, output in run} == {3}
-    assert len(records(path)) == 2  # what was simulated is no measurement
+    assert [one["pdproxy"]["seed"] for one in records(path)] == [7, 8]  # what was simulated is no measurement
 
 
 def test_prompts_of_two_servers_and_of_two_commands_differ(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ SHAPE = Shape(endpoint="completions", arrivals="constant", rate=100, burstiness=
 def options(url: str, **fields: object) -> Options:
     known = {
         "servers": (Address("it", url),),
-        "seeds": 2,
+        "seeds": range(2),
         "plan": lambda seed: synthetic(
             Arrivals(kind="constant", rate=100), Lengths(4, 4), Lengths(2, 2), seed, requests=10
         ),
@@ -96,7 +96,7 @@ async def test_it_can_be_stopped_between_two_runs() -> None:
 async def test_no_warm_up_and_a_given_model_ask_nothing_before() -> None:
     found: list[Record] = []
     async with SimServer(FAST, chance=1) as sim:
-        await Session(options(sim.url, warm_up=0, model="sim", seeds=1), found.append).measure()
+        await Session(options(sim.url, warm_up=0, model="sim", seeds=range(1)), found.append).measure()
         assert len(sim.requests) == 10
     assert found[0]["model_id"] == "sim"
 

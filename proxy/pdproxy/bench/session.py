@@ -42,7 +42,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure. `plan` returns the requests of a seed, `shape` describes them without seed and number."""
 
     servers: tuple[Address, ...]
-    seeds: int
+    seeds: range
     plan: Callable[[int], list[Planned]]
     shape: Shape
     endpoint: Endpoint
@@ -113,7 +113,7 @@ class Session:
             gc.collect()
             gc.freeze()  # what is there by now need not be searched while times are taken
             try:
-                for seed in range(self._options.seeds):
+                for seed in self._options.seeds:
                     planned = self._options.plan(seed)
                     for target in self._targets:
                         if not self.stopped:
@@ -128,7 +128,7 @@ class Session:
             model = options.model or await _first_model(session, server, options)
             target = Target(name=server.name, url=server.url, model=model, headers=options.headers)
             self._targets.append(target)
-            first = options.plan(0)[:1]
+            first = options.plan(options.seeds.start)[:1]
             planned = (
                 [msgspec.structs.replace(first[0], at=i * _WARM_UP_GAP) for i in range(options.warm_up)]
                 if first

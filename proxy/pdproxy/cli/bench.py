@@ -143,7 +143,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         servers = reading.servers(arguments.servers)
     return Options(
         servers=servers,
-        seeds=arguments.seeds,
+        seeds=range(arguments.first_seed, arguments.first_seed + arguments.seeds),
         plan=plan,
         shape=shape,
         endpoint=arguments.endpoint,

@@ -55,6 +55,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=3,
         help="runs of each server, each with another seed (default: 3)",
     )
+    load.add_argument(
+        "--first-seed",
+        metavar="N",
+        type=typed(reading.whole(0, 1_000_000)),
+        default=0,
+        help="the seed of the first run; the same seed has the same requests (default: 0)",
+    )
     trace = parser.add_argument_group("load from a trace", "Lengths and common beginnings of prompts are the trace's.")
     add_trace(trace, "; with --rate only the times are others")
     add_scale(trace)

@@ -45,7 +45,7 @@ def simulation_of(name: str, plan: Callable[[int], Sequence[Planned]], slos: tup
         )
 
 
-def records_of(simulation: Simulation, name: str, seeds: int) -> list[dict[str, Any]]:
+def records_of(simulation: Simulation, name: str, seeds: range) -> list[dict[str, Any]]:
     """Run the seeds of a bench and return a record of each, with the profile's name as that of the server.
 
     Raises:

@@ -58,11 +58,11 @@ def run(simulation: Simulation, seed: int) -> Summary:
 
 
 def run_all(
-    simulation: Simulation, name: str, seeds: int, asked: Record, done: Callable[[Record], None] = lambda _: None
+    simulation: Simulation, name: str, seeds: range, asked: Record, done: Callable[[Record], None] = lambda _: None
 ) -> list[Record]:
-    """Run several seeds, from 0 on; `done` gets each record as soon as it is there."""
+    """Run several seeds; `done` gets each record as soon as it is there."""
     records = []
-    for seed in range(seeds):
+    for seed in seeds:
         records.append(record_of(run(simulation, seed), name, seed, simulation.slos, asked))
         done(records[-1])
     return records
