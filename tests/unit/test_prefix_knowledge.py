@@ -231,6 +231,19 @@ def test_a_request_asks_for_what_was_not_known():
     assert world.knowledge.healing.asked == 1
 
 
+def test_what_the_unit_hides_is_not_asked_for():
+    """An engine's blocks may be smaller than the unit: of its last ones nothing is known, whatever it reports."""
+    world = World(block_size=4)
+    world.stored(prompt(1))
+    assert world.served(prompt(1)[:94], 92).tokens == 80
+    world.later()
+    assert not world.sent(prompt(1)[:94]).heals
+    assert world.served(prompt(1)[:94], 40).tokens == 80
+    world.served(prompt(2), 16)
+    world.later()
+    assert world.sent(prompt(2)).heals
+
+
 def test_a_decode_engine_that_gets_the_kv_is_asked_nothing():
     """Its request could not carry the field, and its answer says nothing of its own cache."""
     world = World()

@@ -246,7 +246,8 @@ class Knowledge:
             return
         if error > 0 and prediction.basis == EVENTS:
             self._too_much(engine, prediction, reported)
-        elif error < 0 and prediction.basis == EVENTS and not prediction.heals:
+        elif -error >= beginning.unit and prediction.basis == EVENTS and not prediction.heals:
+            # An engine with smaller blocks than the unit reports more than can be known, by less than a unit.
             self.healing.wanted(url, self._key_behind(beginning, prediction.tokens))
 
     def _is_one_off(self, engine: _Engine, error: int, reported: int) -> bool:
