@@ -74,10 +74,8 @@ def test_a_profile_gets_the_same_requests_as_the_servers(tmp_path: Path, capsys:
 
     with engines(FAST) as (one,), pytest.MonkeyPatch.context() as patch:
         patch.setattr("pdproxy.lab.simulate.run.Cluster", Noting)
-        code = main(
-            ["bench", one.url, *LOAD, "--seeds", "2", "--first-seed", "7", "--warm-up", "0", "--json", str(path)]
-            + ["--profile", "h200-8b"]
-        )
+        seeds = ["--seeds", "2", "--first-seed", "7"]
+        code = main(["bench", one.url, *LOAD, *seeds, "--warm-up", "0", "--json", str(path), "--profile", "h200-8b"])
         sent = sorted(len(request.json["prompt"]) for request in one.requests)
     captured = capsys.readouterr()
     assert (code, captured.err) == (0, "")
