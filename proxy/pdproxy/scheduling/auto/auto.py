@@ -292,6 +292,8 @@ class Auto(Placement):
         load, leg = self._legs.pop(lease, _NO_LEG)
         if load is None or leg is None:
             return
+        if leg.unseen:
+            load.advance(now)  # it may have begun by now
         if leg.began_at is not None:
             load.ended(leg, now, tokens)
             if tokens is not None:
@@ -299,11 +301,11 @@ class Auto(Placement):
                 if tokens > 1 and leg.tpot_s and not leg.unseen:
                     self.tpot_error.add((now - leg.began_at) / (tokens - 1), leg.tpot_s)
             return
+        leg.unseen = False  # it does not begin any more
         if leg.seconds:
             times = load.times
             is_prefill = lease.role is Role.PREFILL and verdict is Verdict.GOOD
             load.computed(leg, leg.opened_at + times.before_s, now - times.between_s if is_prefill else 0.0, now)
-        leg.unseen = False  # it does not begin any more
         if tokens is not None and lease.role is not Role.PREFILL:
             self.outputs.add(leg.tokens, tokens)
         if lease.role is not Role.PREFILL:
