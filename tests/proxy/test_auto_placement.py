@@ -111,7 +111,7 @@ async def test_without_a_profile_it_says_so_until_it_has_measured() -> None:
         said = (
             f"no profile of {first} and 1 more: until enough of their answers were measured, requests go to the engines"
         )
-        assert (await w.get("/ready")).json["details"] == [f"{said} with the least load"]
+        assert f"{said} with the least load" in (await w.get("/ready")).json["details"]
         reasons = []
         for number in range(60):
             body = completion(prompt=[*range(64), number], stream=True, max_tokens=3)
@@ -120,7 +120,7 @@ async def test_without_a_profile_it_says_so_until_it_has_measured() -> None:
             reasons.append((answer.header("x-pdproxy-decision") or "").split("reason=")[1].split(";")[0])
         assert reasons[0] == "uncalibrated"
         assert reasons[-1] != "uncalibrated"
-        assert (await w.get("/ready")).json["details"] == []
+        assert "no profile" not in (await w.get("/ready")).body.decode()
         assert {first, second} == {load.url for load in auto_of(w)._loads.values()}
 
 
