@@ -20,7 +20,7 @@ class RoundRobin(Policy):
     """
 
     def __init__(self, role: Role) -> None:
-        self._prefills = role is Role.PREFILL
+        self._role = role
         self._number = 0
         self._turns: dict[Node, int] = {}
         """The number of each engine's last turn, the oldest one first."""
@@ -36,8 +36,9 @@ class RoundRobin(Policy):
 
     def opened(self, lease: Lease, ask: Ask) -> None:
         """See `Policy`."""
-        if (lease.role is Role.PREFILL) is not self._prefills:
-            return  # it does this for another role's policy
+        role = lease.role if lease.role in lease.node.uses else Role.DECODE  # a decode engine that serves whole is ranked as one
+        if role is not self._role:
+            return
         turns, self._number = self._turns, self._number + 1
         turns.pop(lease.node, None)
         turns[lease.node] = self._number
