@@ -244,6 +244,17 @@ def test_what_the_unit_hides_is_not_asked_for():
     assert world.sent(prompt(2)).heals
 
 
+def test_what_a_full_index_can_not_take_is_not_asked_for():
+    world = World()
+    world.stored(prompt(1)[:32])
+    for max_blocks, heals in ((2, False), (3, True)):
+        world.knowledge.blocks.max_blocks = max_blocks
+        world.served(prompt(1), 96)
+        world.later()
+        assert world.sent(prompt(1)).heals == heals
+        world.later()
+
+
 def test_a_decode_engine_that_gets_the_kv_is_asked_nothing():
     """Its request could not carry the field, and its answer says nothing of its own cache."""
     world = World()
