@@ -28,6 +28,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 
@@ -43,7 +44,7 @@ from pdproxy.lab.plan.question import Drawn, Question, Traced
 from pdproxy.lab.plan.search import Result, levels, search
 from pdproxy.lab.simulate.cluster import Call
 from pdproxy.lab.simulate.load import Replay
-from pdproxy.lab.simulate.placements import Hybrid, auto, bounds_of
+from pdproxy.lab.simulate.placements import Hybrid, MakePlacement, auto, bounds_of
 from pdproxy.lab.simulate.shape import Shape
 from plan_exhaustive import LENGTHS
 
@@ -141,7 +142,7 @@ def main() -> None:
         plot(results, SIZES, LOADS, tuple(SLOS), arguments.plot)
 
 
-def _write(path: Path, results: dict) -> None:
+def _write(path: Path, results: dict[str, Any]) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(results, indent=1))
     part.replace(path)
@@ -169,7 +170,7 @@ class _Cell:
         profile = load(PROFILE)
         limit = parse_slo(limits)
         self.question = Question(
-            demand=Later(demand=_demand(what, self.engines, arguments), seed=seed),  # type: ignore[arg-type]
+            demand=cast("Drawn", Later(demand=_demand(what, self.engines, arguments), seed=seed)),
             slo=limit,
             share=share,
             hardware=profile.hardware,
@@ -182,8 +183,8 @@ class _Cell:
             policies=("least_load",),
         )
         placements = {"auto": auto(bounds_of(limit))}
-        placements |= {f"busy {legs}": lambda _, legs=legs: Hybrid(legs=legs) for legs in BUSY}
-        placements |= {f"short {tokens}": lambda _, tokens=tokens: Hybrid(tokens=tokens) for tokens in SHORT}
+        placements |= {f"busy {legs}": _hybrid(legs=legs) for legs in BUSY}
+        placements |= {f"short {tokens}": _hybrid(tokens=tokens) for tokens in SHORT}
         self.prober = Prober(self.question, work_of(self.question), placements)
         requests = {
             "trace": TRACE_REQUESTS[self.engines],
@@ -193,7 +194,7 @@ class _Cell:
         self.one, self.all = Level(long.requests, 1, STEP), Level(long.requests, self.seeds, 1)
         self.varies = what in ("trace", "alternate")
 
-    def static(self) -> dict:
+    def static(self) -> dict[str, Any]:
         """Search the static arrangements with one seed, run the best ones with all."""
         planned: Result = search(self.question, self.engines, requests=self.one.requests, seeds=1)
         assert planned.best is not None
@@ -215,8 +216,8 @@ class _Cell:
         for prefill, rule in itertools.product(ratios, rules):
             one = msgspec.structs.replace(best_split, prefill=prefill, decode=self.engines - prefill, policy=rule)
             self._try(one, known, guess)
-        ranked = sorted((one for one in known if known[one] is not None), key=lambda one: -known[one])
-        sure = {}
+        ranked = sorted((one for one in known if known[one] is not None), key=lambda one: -(known[one] or 0))
+        sure: dict[Arrangement, int] = {}
         for one in ranked[:3]:
             if not sure or self.prober.passes(one, self.all, max(sure.values()) + 1):
                 sure[one] = self.prober.capacity(one, self.all, known[one]) or 0
@@ -236,7 +237,7 @@ class _Cell:
             near = None if guess is None else min(guess, high)
             known[one] = self.prober.capacity(one, self.one, near)
 
-    def auto(self, found: dict) -> dict:
+    def auto(self, found: dict[str, Any]) -> dict[str, Any]:
         """Run `auto` with all seeds."""
         planned = found["plan"]["chunk"]
         chunks = CHUNKS if self.all_chunks else (planned,)
@@ -247,7 +248,7 @@ class _Cell:
             rates[str(chunk)] = _rate(self.prober.capacity(one, self.all, guess))
         return {"auto": rates, "ratio": rates[str(planned)] / found["best"]["rate"]}
 
-    def held_out(self, found: dict) -> dict:
+    def held_out(self, found: dict[str, Any]) -> dict[str, Any]:
         """Run the best static arrangement and `auto`, with the chunk size of the plan."""
         best = msgspec.convert(found["best"]["arrangement"], Arrangement)
         ours = Arrangement(any=self.engines, chunk=found["plan"]["chunk"], policy="auto")
@@ -256,14 +257,18 @@ class _Cell:
         return {"seed": self.seed, "static": static, "auto": auto, "ratio": auto / static}
 
 
+def _hybrid(*, legs: int | None = None, tokens: int = 0) -> MakePlacement:
+    return lambda _: Hybrid(legs=legs, tokens=tokens)
+
+
 def _demand(what: str, engines: int, arguments: argparse.Namespace) -> Drawn | Traced:
     if what == "alternate":
-        return Alternating(engines=engines)  # type: ignore[return-value] - it has what a demand needs
+        return cast("Drawn", Alternating(engines=engines))  # it has what a demand needs
     if what == "trace":
         entries = [
             one for one in spread(read_trace(arguments.trace)) if one.input_tokens + one.output_tokens <= LONGEST
         ]
-        return Slices(entries=entries)  # type: ignore[return-value]
+        return cast("Drawn", Slices(entries=entries))
     inputs, outputs = LENGTHS[what]
     return Drawn(inputs=Lengths(inputs, inputs), outputs=Lengths(outputs, outputs))
 

@@ -16,7 +16,7 @@ from collections import deque
 
 from pdproxy.engine_model.profile import load
 from pdproxy.scheduling.auto.auto import Auto
-from pdproxy.scheduling.leases import Verdict
+from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.placement import Placement
@@ -51,8 +51,8 @@ def ledger_of(roles: list[Role], placement: Placement | None) -> Ledger:
 
 def seconds(ledger: Ledger, engines: int, requests: int, roles: tuple[Role, ...]) -> float:
     """Return the CPU time per request. `roles`: of the leases of a request, where there is no placement."""
-    waiting: deque = deque()
-    decoding: deque = deque()
+    waiting: deque[tuple[Lease, ...]] = deque()
+    decoding: deque[Lease] = deque()
     began = time.process_time()
     for number in range(requests):
         now = number * GAP_S / engines

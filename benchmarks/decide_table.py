@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
-def line(name: str, cell: dict) -> str:
+def line(name: str, cell: dict[str, Any]) -> str:
     """Return a row of the table."""
     size = int(name.split()[0])
     best, planned = cell["best"], cell["plan"]
@@ -19,7 +20,7 @@ def line(name: str, cell: dict) -> str:
     )
 
 
-def _held_out(cell: dict) -> str:
+def _held_out(cell: dict[str, Any]) -> str:
     return f"  {cell['held_out']['ratio']:6.3f}" if "held_out" in cell else ""
 
 
@@ -33,7 +34,7 @@ def _family(key: str, size: int) -> str:
     return f"{prefill / size:.0%} prefill" + (f", {rule}" if rule.startswith(("busy", "short")) else "")
 
 
-def table(results: dict) -> str:
+def table(results: dict[str, Any]) -> str:
     """Return all cells, and the worst cell of each static arrangement and of `auto`. Rates are per engine."""
     done = {name: cell for name, cell in results.items() if "auto" in cell}
     lines = ["cell                 auto  chunk   best static                                 auto/best  held out"]
@@ -59,7 +60,7 @@ def table(results: dict) -> str:
     return "\n".join(lines)
 
 
-def plot(results: dict, sizes: Sequence[int], loads: Sequence[str], slos: Sequence[str], path: Path) -> None:
+def plot(results: dict[str, Any], sizes: Sequence[int], loads: Sequence[str], slos: Sequence[str], path: Path) -> None:
     """Write a heat map: a field per cell with auto / best static; blue above 1, red below; grey was not run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -19,6 +19,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from decide import LONGEST, PROFILE, SLOS, Slices
 from pdproxy.bench.measures import spread_of
@@ -31,7 +32,7 @@ from pdproxy.lab.simulate.shape import Fleet, Shape
 from pdproxy.lab.simulate.summary import kept
 from pdproxy.scheduling.leases import Lease
 from pdproxy.scheduling.nodes import Node, Role
-from pdproxy.scheduling.policy import Ask, Policy
+from pdproxy.scheduling.policy import Ask, Policy, PolicyFactory
 
 CHOOSERS = ("least_load", "power_of_two", "cache_aware", "prefix", "auto")
 THRESHOLD, ABSOLUTE, RELATIVE = 0.3, 64, 1.5
@@ -113,9 +114,8 @@ class Comparison:
         roles = (Role.PREFILL, Role.DECODE)
         placement = auto(bounds_of(self._slo)) if chooser == "auto" else None
         unit = self._shapes[Role.PREFILL].unit_tokens
-        policies = {} if placement else dict.fromkeys(roles, chooser)
-        if chooser == "cache_aware":
-            policies = dict.fromkeys(roles, lambda _: CacheAware(unit))
+        policy: str | PolicyFactory = (lambda _: CacheAware(unit)) if chooser == "cache_aware" else chooser
+        policies = {} if placement else dict.fromkeys(roles, policy)
         made = Cluster(self.fleet, self._hardware, self._shapes, policies, placement)
         made.run(self._demand.calls(rate, self._requests, seed))
         return made
@@ -148,7 +148,7 @@ class Comparison:
                 high = rate
         return low
 
-    def at(self, chooser: str, rate: float) -> dict:
+    def at(self, chooser: str, rate: float) -> dict[str, Any]:
         """Return what a rate costs, of the first seed."""
         made = self.cluster(chooser, rate, 0)
         records = made.records

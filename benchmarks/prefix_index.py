@@ -24,7 +24,8 @@ from pathlib import Path
 
 import stage
 from pdproxy.scheduling.prefix import keys
-from pdproxy.scheduling.prefix.block_index import GPU, BlockIndex
+from pdproxy.scheduling.prefix.block_index import BlockIndex
+from pdproxy.scheduling.prefix.reading import GPU
 from pdproxy.scheduling.prefix.routed import RoutedIndex
 from pdproxy.scheduling.prefix.speculative import SpeculativeIndex
 from pdproxy.tokens.ids import TokenIds, from_numbers

@@ -81,7 +81,9 @@ def test_errors_come_first():
 @pytest.mark.parametrize("role", ["decode", "any"])
 def test_an_engine_that_takes_kv_and_does_not_count_it_is_named(role: str) -> None:
     """Nothing would show that it computes prompts again."""
-    taker = engine(D, role, metrics=Metrics(started=1.0, block_size=16, nixl=True, consumer=True), policy=Policy("fail"))
+    taker = engine(
+        D, role, metrics=Metrics(started=1.0, block_size=16, nixl=True, consumer=True), policy=Policy("fail")
+    )
     (finding,) = [one for one in judge(good(engines=[good().engines[0], taker])) if one.code == "no_metrics"]
     assert (finding.level, finding.where) == ("warning", (D,))
 

@@ -19,11 +19,13 @@ from pdproxy.engine_model.hardware import Hardware
 from pdproxy.engine_model.profile import load
 from pdproxy.lab.simulate.cluster import Call, Cluster
 from pdproxy.lab.simulate.load import Synthetic
-from pdproxy.lab.simulate.placements import Hybrid, auto, bounds_of
+from pdproxy.lab.simulate.placements import Hybrid, MakePlacement, auto, bounds_of
 from pdproxy.lab.simulate.shape import Fleet, Shape
 from pdproxy.lab.simulate.summary import kept
 from pdproxy.scheduling.auto.auto import Auto
 from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.placement import Candidates, Placed
+from pdproxy.scheduling.policy import Ask
 from tests.simulate.loads import LEAST_LOAD, drawn
 
 H200 = load("h200-8b").hardware
@@ -36,8 +38,8 @@ def fleet(shape: Fleet, chunk: int, slo: Slo, *, believed: Hardware | None = Non
 
 
 def requests(rate: float, prompt: int, output: int, count: int, seed: int = 0) -> Iterator[Call]:
-    lengths = {"inputs": Lengths(prompt, prompt), "outputs": Lengths(output, output)}
-    return Synthetic(arrivals=Arrivals(rate=rate), requests=count, **lengths).calls(seed)
+    inputs, outputs = Lengths(prompt, prompt), Lengths(output, output)
+    return Synthetic(arrivals=Arrivals(rate=rate), requests=count, inputs=inputs, outputs=outputs).calls(seed)
 
 
 def good(cluster: Cluster, slo: Slo, after: float = 0.0) -> float:
@@ -157,7 +159,7 @@ def test_a_step_load_changes_the_roles_once_and_they_stay() -> None:
     counts: list[tuple[float, int]] = []
     place = placement.place
 
-    def watched(ask, candidates):  # type: ignore[no-untyped-def]
+    def watched(ask: Ask, candidates: Candidates) -> Placed | None:
         found = place(ask, candidates)
         counts.append((ask.now, placement.state().kept))
         return found
@@ -186,8 +188,13 @@ def test_equal_prefixes_are_computed_once_per_engine_at_most() -> None:
 
 def test_hybrids_split_unless_the_prompt_is_short_or_the_prefill_engines_are_busy() -> None:
     shapes = dict.fromkeys(Role, Shape())
-    for rule, whole in ((Hybrid(), 0), (Hybrid(tokens=4000), 50), (Hybrid(legs=0), 50)):
-        made = Cluster(Fleet(prefill=1, decode=1), H200, shapes, {}, lambda _, rule=rule: rule)
+    rules: list[tuple[MakePlacement, int]] = [
+        (lambda _: Hybrid(), 0),
+        (lambda _: Hybrid(tokens=4000), 50),
+        (lambda _: Hybrid(legs=0), 50),
+    ]
+    for rule, whole in rules:
+        made = Cluster(Fleet(prefill=1, decode=1), H200, shapes, {}, rule)
         made.run(requests(5.0, 4000, 10, 50))
         assert made.engines["decode-0"].prefill_tokens == 4000 * whole
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdproxy.bench.trace import Entry
+from pdproxy.lab.plan.capacity import Level
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -45,7 +46,7 @@ def test_a_cell_is_run_once_and_shown(
 ) -> None:
     monkeypatch.setattr(decide, "BUSY", (2,))
     monkeypatch.setattr(decide, "RATIOS", {4: (2,)})
-    monkeypatch.setattr(decide, "levels", lambda *_: (None, decide.Level(60, 1, 1)))
+    monkeypatch.setattr(decide, "levels", lambda *_: (None, Level(60, 1, 1)))
     file = tmp_path / "cells.json"
     monkeypatch.setattr(sys, "argv", ["decide.py", "--results", str(file), "--cells", "4 4000/128 C", "--seeds", "1"])
     decide.main()

@@ -32,7 +32,9 @@ def test_no_file_is_too_long() -> None:
     assert too_long(PACKAGE) == {}
 
 
-@pytest.mark.parametrize(("folder", "lines", "found"), [("app", 300, 0), ("app", 301, 1), ("wire", 301, 0), ("wire", 401, 1)])
+@pytest.mark.parametrize(
+    ("folder", "lines", "found"), [("app", 300, 0), ("app", 301, 1), ("wire", 301, 0), ("wire", 401, 1)]
+)
 def test_a_file_that_is_too_long_is_found(folder: str, lines: int, found: int, tmp_path: Path) -> None:
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "x.py").write_text("\n" * lines)

@@ -116,7 +116,7 @@ class Model:
         anywhere: dict[int, int] = {}
         for place, one in self.places.items():
             for runs, media in ((gpu, ("GPU",)), (anywhere, ("GPU", "CPU"))):
-                held = set()
+                held: set[object] = set()
                 for medium in media:
                     units = {unit for (of, _), (_, found) in one["blocks"].items() if of == medium for unit in found}
                     held |= units - one["unsure"][medium] if sure else units

@@ -126,7 +126,9 @@ def test_pairs_of_engines_for_any_role_are_tried_in_a_ring() -> None:
 
 def test_pairs_of_engines_for_any_role_are_tried_within_their_label() -> None:
     """Neighbours in the settings are in different racks: a ring of all engines would have no pair."""
-    nodes = tuple(Node(url=f"http://{name}:1", role="any", labels={"rack": name[0]}) for name in ("a1", "b1", "a2", "b2"))
+    nodes = tuple(
+        Node(url=f"http://{name}:1", role="any", labels={"rack": name[0]}) for name in ("a1", "b1", "a2", "b2")
+    )
     pairs = [(p.url[7:9], d.url[7:9]) for p, d in pairs_to_try(Pool(nodes=nodes, pair_within=("rack",)))]
     assert sorted(pairs) == [("a1", "a2"), ("a2", "a1"), ("b1", "b2"), ("b2", "b1")]
 

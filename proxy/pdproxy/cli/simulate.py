@@ -184,7 +184,9 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack, as_settings_error(""):
         file = opened(arguments.json, stack)
         try:
-            records = run_all(simulation, name, range(arguments.seeds), _asked(arguments), lambda one: _append(file, one))
+            records = run_all(
+                simulation, name, range(arguments.seeds), _asked(arguments), lambda one: _append(file, one)
+            )
         except KeyboardInterrupt:
             sys.stderr.write("pdproxy simulate: interrupted\n")
             return _INTERRUPTED

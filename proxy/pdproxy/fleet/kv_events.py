@@ -54,7 +54,7 @@ class Index(Protocol):
         event of which these are a part begins with a prompt's first block.
         """
 
-    def removed(self, place: int, block_hashes: Sequence[int | bytes], medium: str, group: int) -> None:
+    def removed(self, place: int, block_hashes: Sequence[int | bytes], medium: str, group: int) -> object:
         """Take note that blocks are gone."""
 
     def cleared(self, place: int) -> None:

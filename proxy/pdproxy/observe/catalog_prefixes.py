@@ -90,7 +90,10 @@ PREFIX_SKIPPED = Description(
             "reason",
             (
                 ("busy", "64 long prompts were waiting for their keys already: no cache was searched for it"),
-                ("no_space", "prompts of the last seconds have more keys than are kept: some do not count as just sent"),
+                (
+                    "no_space",
+                    "prompts of the last seconds have more keys than are kept: some do not count as just sent",
+                ),
             ),
         ),
     ),

@@ -36,7 +36,9 @@ class RoundRobin(Policy):
 
     def opened(self, lease: Lease, ask: Ask) -> None:
         """See `Policy`."""
-        role = lease.role if lease.role in lease.node.uses else Role.DECODE  # a decode engine that serves whole is ranked as one
+        role = (
+            lease.role if lease.role in lease.node.uses else Role.DECODE
+        )  # a decode engine that serves whole is ranked as one
         if role is not self._role:
             return
         turns, self._number = self._turns, self._number + 1

@@ -246,10 +246,14 @@ class Knowledge:
             return
         if error > 0 and prediction.basis == EVENTS:
             self._too_much(engine, prediction, reported)
-        elif error < 0 and prediction.basis == EVENTS and not prediction.heals:
+        elif (
             # Of an engine with smaller blocks than the unit, less than a unit is never known; of a full index, nothing more.
-            if -error >= beginning.unit and len(self.blocks) < self.blocks.max_blocks:
-                self.healing.wanted(url, self._key_behind(beginning, prediction.tokens))
+            error <= -beginning.unit
+            and prediction.basis == EVENTS
+            and not prediction.heals
+            and len(self.blocks) < self.blocks.max_blocks
+        ):
+            self.healing.wanted(url, self._key_behind(beginning, prediction.tokens))
 
     def _is_one_off(self, engine: _Engine, error: int, reported: int) -> bool:
         """Learn whether an engine drops a prompt's last block. Return whether an error may come from that."""
