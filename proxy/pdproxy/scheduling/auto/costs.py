@@ -108,7 +108,12 @@ class Costs:
             share = kept_share
         if share > MOST_BUSY:
             share = MOST_BUSY
-        step = times.step_s(decoding + expected + 1, context + waiting + tokens + 0.5 * output)
+        # Until those that are to come are there, some of the sequences have ended.
+        still = 1.0
+        if decoding and expected:
+            life = load.outputs / decoding * times.step_s(decoding, context)
+            still = 1.0 - load.wait_s / life if load.wait_s < life else 0.0
+        step = times.step_s(still * decoding + expected + 1, still * context + waiting + tokens + 0.5 * output)
         full = times.full_step_s(times.chunk if busy else tokens - cached, decoding, context)
         tpot = step / (1.0 - share)
         if tpot > full:  # no step takes longer than a full one

@@ -20,6 +20,7 @@ MEMORY_S = 4.0
 MOST_BUSY = 0.9
 """The largest part of the time in which an engine's sequences are expected to wait for prompts."""
 _NOTHING_S = 1e-6
+_WAIT_GAIN = 0.1
 _ENOUGH_ALONE = 0.5
 """The part of an answer's steps that must be without prefill, if the answer says something of such steps."""
 _ENOUGH_TOKENS = 8
@@ -102,6 +103,7 @@ class EngineLoad:
         "steps",
         "times",
         "url",
+        "wait_s",
     )
 
     def __init__(self, node: Node, times: Times, *, assumed: bool = False, corrects: bool = True) -> None:
@@ -141,6 +143,8 @@ class EngineLoad:
         self._then = 0.0
         self.delay = self.delay_at = 0.0
         """The part of the time in which they waited lately, at that time: it is forgotten from then on."""
+        self.wait_s = 0.0
+        """How long first tokens took lately, from when their leases were opened."""
         self._last_done = 0.0
         self.prefill = Factor()
         self.step = Factor()
@@ -276,6 +280,7 @@ class EngineLoad:
         self.expected_tokens -= leg.tokens
         self.prompts += leg.tokens
         self.outputs += leg.output
+        self.wait_s += _WAIT_GAIN * (now - leg.opened_at - self.wait_s)
         leg.began_at, leg.began_step = now, self.steps
         leg.began_busy, leg.began_alone = self.busy_steps, self.alone_steps
         self.decoding += 1
