@@ -62,6 +62,16 @@ def test_nothing_is_left_of_leases_however_they_end(data: st.DataObject) -> None
     assert load.context() == 0.0
 
 
+@pytest.mark.parametrize("pull_s", [0.0, 0.01])
+def test_pulls_that_take_no_time_end_too(pull_s: float) -> None:
+    load = EngineLoad(node(), Times(H200, 2048))
+    legs = [opened(load, 0.0, DECODE, pull_s=pull_s) for _ in range(2)]
+    assert load.pulls == 2
+    load.began(legs[0], 0.1)
+    load.never_began(legs[1])
+    assert load.pulls == 0
+
+
 def test_waiting_prompts_are_in_line() -> None:
     load = EngineLoad(node(), Times(H200, 2048))
     legs = [opened(load, 0.0, WHOLE) for _ in range(3)]

@@ -22,7 +22,7 @@ def demand(rate: float, tokens: int, output: int, times: Times) -> Demand:
         while number / rate < review * REVIEW_S:
             meter.add(number / rate, tokens, 0, output)
             number += 1
-        found = meter.demand(review * REVIEW_S, times, times.pull_s)
+        found = meter.demand(review * REVIEW_S, times)
     assert found is not None
     assert found.rate == pytest.approx(rate, rel=0.1)
     return found

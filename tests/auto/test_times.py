@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pdproxy.engine_model.hardware import Hardware, attended
 from pdproxy.scheduling.auto.times import Times
@@ -54,6 +55,21 @@ def test_prompts_in_line_share_their_last_chunk() -> None:
     alone, _ = times.prefill_s(100, 0, 0, 0, False)
     in_line, _ = times.prefill_s(100, 0, 0, 0, True)
     assert in_line < alone
+
+
+@given(tokens=st.integers(0, 30_000), speed=st.sampled_from((1.0, 4.0)))
+def test_a_pull_takes_as_long_as_its_tokens_say(tokens: int, speed: float) -> None:
+    hardware = Hardware(speed=speed, pull_s=0.002, further_pull_s=0.001, pull_token_s=5e-6)
+    # What a step takes longer with one; that two begin in one step makes none longer here.
+    expected = hardware.step_s(0, 4, 4000, 0.0, 1, 0, tokens) - hardware.step_s(0, 4, 4000)
+    assert Times(hardware, 2048).pull_s(tokens) == pytest.approx(expected)
+    without = Times(structs.replace(hardware, pull_token_s=0.0), 2048)
+    assert without.pull_s(tokens) == without.pull_base_s == 0.002 / speed
+
+
+def test_a_pull_that_meets_another_one_takes_longer_on_average() -> None:
+    times = Times(Hardware(pull_s=0.010, further_pull_s=0.020, pull_token_s=1e-6), 2048)
+    assert times.pull_s(4000) == pytest.approx(0.010 + 0.3 * 0.010 + 0.004)
 
 
 def test_factors_scale_what_they_are_for() -> None:

@@ -80,6 +80,34 @@ def test_two_pulls_of_one_step_take_the_first_and_the_further_time():
     assert runs[1].times[0] - begin == pytest.approx(0.625, abs=1e-6)
 
 
+def test_pulls_take_time_for_each_of_their_tokens():
+    """PROMPT and OTHER have 100 tokens each. A cache has the first blocks of the last one: they are not pulled."""
+    terms = {"pull_s": 0.5, "further_pull_s": 0.125, "pull_token_s": 0.001}
+    engines, p, d = pair(**terms)
+    handles, begin = [engines.handle(p), engines.handle(p, OTHER)], engines.now
+    running = engines.ask(d, MORE, 1)  # both wait behind this one's step
+    runs = [engines.ask(d, prompt, 1, handle) for prompt, handle in zip((PROMPT, OTHER), handles, strict=True)]
+    engines.run()
+    assert running.over == "length"
+    assert runs[1].times[0] - begin == pytest.approx(0.625 + 0.2, abs=1e-6)
+    again = (*PROMPT[:96], *range(900, 1000))
+    handle, begin = engines.handle(p, again), engines.now
+    run = engines.ask(d, again, 1, handle)
+    engines.run()
+    assert run.times[0] - begin == pytest.approx(0.5 + 0.001 * (len(again) - 96), abs=1e-6)
+
+
+def test_the_time_per_pulled_token_stops_the_sequences_of_the_decode_engine():
+    engines, p, d = pair(decode_step_s=0.01, pull_token_s=0.005)
+    handle = engines.handle(p)
+    running = engines.ask(d, OTHER, 40)
+    engines.run(until=engines.now + 0.1)
+    engines.ask(d, PROMPT, 1, handle)
+    engines.run()
+    assert max(gaps(running.times)) == pytest.approx(0.01 + 0.005 * len(PROMPT))
+    assert sum(gap > 0.02 for gap in gaps(running.times)) == 1
+
+
 def test_a_prompt_adds_to_its_first_step_alone():
     """And so does each of two prompts that begin in one step; a request whose KV comes from elsewhere adds nothing."""
     engines = Engines()
@@ -122,7 +150,10 @@ def test_posting_is_part_of_a_transfer_and_speed_divides_both():
         line = ReceivingLine(Hardware(speed=speed, transfer_latency_s=1.0, pull_s=0.5, further_pull_s=0.25))
         found = [line.add(0.0, 0) * speed, line.add(0.0, 0) * speed]
         assert found == pytest.approx([1.5, 1.75])
-    assert ReceivingLine(Hardware(speed=0, pull_s=5)).add(0.0, 1000) == 0
+        line = ReceivingLine(Hardware(speed=speed, transfer_latency_s=1.0, pull_token_s=0.25, link_bytes_per_s=1e15))
+        found = [line.add(0.0, 2) * speed, line.add(0.0, 4) * speed]
+        assert found == pytest.approx([1.5, 2.5])
+    assert ReceivingLine(Hardware(speed=0, pull_s=5, pull_token_s=1)).add(0.0, 1000) == 0
 
 
 def request(name: str, params=None) -> EngineRequest:

@@ -42,9 +42,10 @@ H200 = Hardware(
     st.integers(0, 10**9),
     st.floats(0, 1e12),
     st.integers(0, 100),
+    TOKENS,
 )
 def test_without_the_further_terms_times_are_those_of_the_first_formula(
-    hardware, prefill, decoding, context, attention, pulls
+    hardware, prefill, decoding, context, attention, pulls, pulled
 ):
     def step_s():
         if not hardware.speed:
@@ -60,27 +61,34 @@ def test_without_the_further_terms_times_are_those_of_the_first_formula(
         moving = prefill * hardware.kv_bytes_per_token / hardware.link_bytes_per_s
         return (hardware.transfer_latency_s + moving) / hardware.speed
 
-    assert hardware.step_s(prefill, decoding, context, attention, pulls) == step_s()
+    assert hardware.step_s(prefill, decoding, context, attention, pulls, pulled_tokens=pulled) == step_s()
     assert hardware.step_s(prefill, decoding) == step_s()
     assert hardware.transfer_s(prefill) == transfer_s()
     assert (hardware.before_engine_s, hardware.between_engines_s, hardware.to_client_s) == (0, 0, 0)
 
 
-@given(TOKENS, SEQUENCES, st.integers(0, 10**7), st.floats(0, 1e9), st.integers(0, 10), st.integers(0, 10))
-def test_all_terms_are_those_of_the_measured_engine(prefill, decoding, context, attention, pulls, begun):
+@given(TOKENS, SEQUENCES, st.integers(0, 10**7), st.floats(0, 1e9), st.integers(0, 10), st.integers(0, 10), TOKENS)
+def test_all_terms_are_those_of_the_measured_engine(prefill, decoding, context, attention, pulls, begun, pulled):
     weights = 0.0043 if prefill or decoding else 0.0
     expected = max(weights, 0.0021 + 21e-6 * prefill) if prefill else weights
     expected += 27e-6 * decoding + 33.6e-9 * context + 0.97e-9 * attention
     expected += 0.0098 + 0.0163 * (pulls - 1) if pulls else 0.0
     expected += 0.0033 * begun
-    assert H200.step_s(prefill, decoding, context, attention, pulls, begun) == pytest.approx(expected)
+    work = (prefill, decoding, context, attention, pulls, begun)
+    assert H200.step_s(*work) == pytest.approx(expected)
+    # Without the term for it, it does not matter how many tokens are pulled: to the last bit.
+    assert H200.step_s(*work, pulled) == H200.step_s(*work)
+    by_token = msgspec.structs.replace(H200, pull_token_s=3e-6)
+    expected += 3e-6 * pulled if pulls else 0.0
+    assert by_token.step_s(*work, pulled) == pytest.approx(expected)
 
 
-@given(
-    st.sampled_from([Hardware(), H200]),
-    st.tuples(TOKENS, SEQUENCES, st.integers(0, 10**7), st.floats(0, 1e9), st.integers(0, 10), st.integers(0, 10)),
-    st.tuples(TOKENS, SEQUENCES, st.integers(0, 10**7), st.floats(0, 1e9), st.integers(0, 10), st.integers(0, 10)),
+WORK = st.tuples(
+    TOKENS, SEQUENCES, st.integers(0, 10**7), st.floats(0, 1e9), st.integers(0, 10), st.integers(0, 10), TOKENS
 )
+
+
+@given(st.sampled_from([Hardware(), H200, msgspec.structs.replace(H200, pull_token_s=3e-6)]), WORK, WORK)
 def test_more_work_never_takes_less_time(hardware, work, more):
     total = [a + b for a, b in zip(work, more, strict=True)]
     assert hardware.step_s(*total) >= hardware.step_s(*work) >= 0
@@ -90,9 +98,9 @@ def test_more_work_never_takes_less_time(hardware, work, more):
 @given(st.floats(0.1, 100), TOKENS, SEQUENCES)
 def test_all_times_are_divided_by_the_speed(speed, prefill, decoding):
     overheads = {"request_overhead_s": 0.03, "handoff_overhead_s": 0.005, "response_overhead_s": 0.004}
-    usual = msgspec.structs.replace(H200, **overheads)
+    usual = msgspec.structs.replace(H200, pull_token_s=3e-6, **overheads)
     fast = msgspec.structs.replace(usual, speed=speed)
-    work = (prefill, decoding, 1000, 1e6, 2)
+    work = (prefill, decoding, 1000, 1e6, 2, 1, 5000)
     assert fast.step_s(*work) * speed == pytest.approx(usual.step_s(*work))
     assert fast.transfer_s(prefill) * speed == pytest.approx(usual.transfer_s(prefill))
     assert fast.before_engine_s * speed == pytest.approx(0.03)

@@ -41,6 +41,14 @@ def test_the_h200_has_the_numbers_that_were_measured():
     assert 0.09 < hardware.step_s(4000, 0, 0, 8e6) < 0.1  # 4,000 tokens in 90 to 100 ms
 
 
+def test_a_profile_without_a_time_per_pulled_token_has_none(tmp_path):
+    """As those have that were written before there was one."""
+    hardware = {"pull_s": 0.0098, "further_pull_s": 0.0163}
+    assert load(written(tmp_path / "old.json", hardware=hardware)).hardware == Hardware(**hardware, pull_token_s=0.0)
+    known = load(written(tmp_path / "new.json", hardware=hardware | {"pull_token_s": 3e-6})).hardware
+    assert known.pull_token_s == 3e-6
+
+
 def test_a_file_is_a_profile_too(tmp_path):
     profile = load(written(tmp_path / "mine.json", engine={"num_gpu_blocks": 600}))
     assert (profile.name, profile.hardware, profile.engine.num_gpu_blocks) == (
@@ -59,6 +67,7 @@ def test_a_file_is_a_profile_too(tmp_path):
         ({"hardware": {"decode_step_s": -1}}, "decode_step_s"),
         ({"hardware": {"link_bytes_per_s": 0}}, "link_bytes_per_s"),
         ({"hardware": {"decode_steps": 1}}, "decode_steps"),
+        ({"hardware": {"pull_token_s": -1e-6}}, "pull_token_s must not be negative"),
         ({"hardware": {"decode_step_s": "fast"}}, "hardware.decode_step_s"),
         ({"hardware": 5}, "hardware"),
         ({"hardware": {"decode_step_s": 1e300}}, "decode_step_s must be at most"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.lab.simulate.cluster import Call, Cluster
@@ -66,6 +67,13 @@ def test_the_kv_stays_on_the_prefill_engine_until_it_was_pulled() -> None:
     # the second prompt fits once the first one's KV has moved: 0.6 prefill, 0.601 transfer
     assert times(made, 0)[0] == pytest.approx(1.201 + 0.01)
     assert times(made, 1)[0] == pytest.approx(1.201 + 0.6 + 0.601 + 0.01)
+
+
+def test_pulls_take_time_for_each_of_their_tokens() -> None:
+    hardware = structs.replace(SIMPLE, pull_s=0.25, pull_token_s=0.01)
+    made = served(PAIR, (0.0, 50, 3), hardware=hardware)
+    # as above, and the transfer begins when it has been posted: 0.25 and 50 x 0.01 later
+    assert times(made) == [round(0.05 + 0.75 + 0.051 + 0.01, 6), round(0.05 + 0.75 + 0.051 + 0.03, 6), 0.01]
 
 
 def test_transfers_in_line_wait_for_each_other() -> None:

@@ -7,8 +7,10 @@ from statistics import median
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pdproxy.bench.trace import Entry, spread
+from pdproxy.engine_model.hardware import Hardware
 from pdproxy.lab.simulate.cluster import Call, Cluster
 from pdproxy.lab.simulate.load import Replay
 from pdproxy.lab.simulate.shape import Fleet, Shape
@@ -18,8 +20,10 @@ from tests.simulate.token_level import TokenLevel
 SEEDS = st.integers(0, 2**32)
 
 
-def compared(fleet: Fleet, shape: Shape, calls: list[Call]) -> tuple[Cluster, TokenLevel]:
-    fast, slow = cluster(fleet, shape), TokenLevel(fleet, H200, shape)
+def compared(
+    fleet: Fleet, shape: Shape, calls: list[Call], hardware: Hardware = H200
+) -> tuple[Cluster, TokenLevel]:
+    fast, slow = cluster(fleet, shape, hardware), TokenLevel(fleet, hardware, shape)
     fast.run(copies(calls))
     slow.run(copies(calls))
     return fast, slow
@@ -64,10 +68,14 @@ def test_one_engine_preempts_the_same_requests(seed: int, blocks: int, chunk: in
     decode=st.integers(1, 3),
     rate=st.sampled_from((2.0, 20.0, 100.0)),
     cached=st.booleans(),
+    per_token=st.sampled_from((0.0, 50e-6)),
 )
-def test_a_split_fleet_does_the_same_steps(seed: int, prefill: int, decode: int, rate: float, cached: bool) -> None:
+def test_a_split_fleet_does_the_same_steps(
+    seed: int, prefill: int, decode: int, rate: float, cached: bool, per_token: float
+) -> None:
     shape = Shape(max_num_batched_tokens=512, kv_tokens=64_000, unit_tokens=16, enable_prefix_caching=cached)
-    assert_equal(*compared(Fleet(prefill=prefill, decode=decode), shape, drawn(seed, 25, rate, 600, 16)))
+    fleet, hardware = Fleet(prefill=prefill, decode=decode), structs.replace(H200, pull_token_s=per_token)
+    assert_equal(*compared(fleet, shape, drawn(seed, 25, rate, 600, 16), hardware))
 
 
 @pytest.mark.parametrize("fleet", [Fleet(aggregated=2), Fleet(prefill=2, decode=1)], ids=["plain", "split"])

@@ -85,6 +85,7 @@ _HARDWARE = {
     "prompt_begin_s": "seconds that each prompt adds to its first step",
     "pull_s": "seconds that the first KV transfer that begins in a step adds to it",
     "further_pull_s": "seconds that each further one adds",
+    "pull_token_s": "seconds that each token adds whose KV is transferred by these",
     "kv_bytes_per_token": "bytes of KV per token",
     "link_bytes_per_s": "bytes per second between engines",
     "transfer_latency_s": "seconds before a transfer's first byte",

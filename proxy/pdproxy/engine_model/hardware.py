@@ -43,6 +43,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What the first KV transfer that begins in a step adds to the step."""
     further_pull_s: float = 0.0
     """What each further one adds."""
+    pull_token_s: float = 0.0
+    """What each token adds whose KV is pulled by a transfer that begins in the step."""
     kv_bytes_per_token: int = 131_072
     link_bytes_per_s: float = 50e9
     transfer_latency_s: float = 0.001
@@ -84,6 +86,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         attention: float = 0.0,
         pulls: int = 0,
         begun: int = 0,
+        pulled_tokens: int = 0,
     ) -> float:
         """Return how long one step of the engine takes: prefill in the step delays the next token of all its sequences.
 
@@ -94,6 +97,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             attention: the sum over the prompts' chunks of `attended(tokens, before)`.
             pulls: KV transfers to this engine that begin in the step.
             begun: prompts of which no step has computed a part before.
+            pulled_tokens: those of all `pulls` together.
         """
         if not self.speed:
             return 0.0
@@ -108,7 +112,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         taken += context_tokens * self.context_token_s + attention * self.attention_s
         taken += begun * self.prompt_begin_s
         if pulls:
-            taken += self.pull_s + (pulls - 1) * self.further_pull_s
+            taken += self.pull_s + (pulls - 1) * self.further_pull_s + pulled_tokens * self.pull_token_s
         return taken / self.speed
 
     def transfer_s(self, tokens: int) -> float:

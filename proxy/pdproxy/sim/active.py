@@ -6,6 +6,7 @@ Owns the facts of one request and its statistics; only the core changes them.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -107,10 +108,11 @@ class Step:
     seconds: float
 
 
-def step_of(work: list[tuple[ActiveRequest, int]], pulls: int, hardware: Hardware) -> Step:
-    """Return the step in which each request computes so many tokens, and `pulls` KV transfers begin."""
+def step_of(work: list[tuple[ActiveRequest, int]], pulls: Sequence[int], hardware: Hardware) -> Step:
+    """Return the step in which each request computes so many tokens, and KV transfers of `pulls` tokens begin."""
     decoding = [sequence.computed for sequence, count in work if count == 1]
     chunks = [(count, sequence.computed) for sequence, count in work if count > 1]
     tokens, pairs = sum(count for count, _ in chunks), sum(attended(count, before) for count, before in chunks)
     begun = sum(count > 1 and sequence.computed == sequence.local + sequence.external for sequence, count in work)
-    return Step(work, hardware.step_s(tokens, len(decoding), sum(decoding), pairs, pulls, begun))
+    seconds = hardware.step_s(tokens, len(decoding), sum(decoding), pairs, len(pulls), begun, sum(pulls))
+    return Step(work, seconds)

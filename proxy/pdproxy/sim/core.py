@@ -56,7 +56,7 @@ class Core:
         self._running: list[ActiveRequest] = []
         self._loads: dict[str, ActiveRequest] = {}
         self._outputs: list[EngineOutput] = []
-        self._pulls = 0  # KV transfers that the next step begins
+        self._pulls: list[int] = []  # tokens of the KV transfers that the next step begins
 
     # -- requests
 
@@ -132,7 +132,7 @@ class Core:
         if not preempted and not self._schedule_waiting(work, budget, now):
             return None
         self._update_gauges()
-        pulls, self._pulls = self._pulls, 0
+        pulls, self._pulls = self._pulls, []
         step = step_of(work, pulls, self.facts.hardware)
         return step if work or self._outputs or step.seconds else None
 
@@ -180,7 +180,8 @@ class Core:
             if later:
                 sequence.state = State.LOADING
                 self._loads[sequence.request.id] = sequence
-                self._pulls += self.connector.pulls_in_step
+                if self.connector.pulls_in_step:
+                    self._pulls.append(wanted)
                 continue
             if wanted:
                 self.connector.load(sequence, wanted)

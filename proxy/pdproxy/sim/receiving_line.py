@@ -22,8 +22,9 @@ class ReceivingLine:
     def add(self, now: float, tokens: int) -> float:
         """Begin a transfer of so many tokens; return in how many seconds it has ended."""
         hardware = self._hardware
-        if hardware.speed and (hardware.pull_s or hardware.further_pull_s):
+        if hardware.speed and (hardware.pull_s or hardware.further_pull_s or hardware.pull_token_s):
             posting = hardware.further_pull_s if self._posted > now + _TIE else hardware.pull_s
+            posting += tokens * hardware.pull_token_s
             self._posted = max(self._posted, now) + posting / hardware.speed
         begins = max(self._posted, now)
         if hardware.transfers_in_line:

@@ -64,7 +64,7 @@ def work_of(question: Question) -> Work:
         per_chunk_s=hardware.chunk_base_s / speed,
         tokens_s=tokens_s / count / speed,
         decode_s=decode_s / count / speed,
-        pull_s=min(hardware.pull_s, hardware.further_pull_s) / speed,
+        pull_s=(min(hardware.pull_s, hardware.further_pull_s) + uncached / count * hardware.pull_token_s) / speed,
         transfer_s=transfer_s / count / speed,
         output=output / count,
     )

@@ -181,7 +181,7 @@ def _notes(found: Answer) -> list[str]:
 def _handoffs(found: Answer) -> list[str]:
     """Return what must be said of a split by a profile of one engine alone."""
     hardware = found.question.hardware
-    if not found.splits or hardware.handoff_overhead_s or hardware.pull_s:
+    if not found.splits or hardware.handoff_overhead_s or hardware.pull_s or hardware.pull_token_s:
         return []
     return [
         "The profile has no time for handoffs and for stalls by pulls. A profile of one engine alone lacks them, and so splits",

@@ -48,7 +48,7 @@ class Engine:
         """The prompt that is cut: the youngest running request."""
         self._chunks: list[tuple[Work, int]] = []
         """The prompts of the step, and how many tokens it computes of each."""
-        self._pulls = 0
+        self._pulls = self._pulled_tokens = 0
         self._begun = 0
         """Prompts that the step begins to compute."""
         self._gaps = WorstGaps()
@@ -190,6 +190,7 @@ class Engine:
             if later:
                 work.pulls = False
                 self._pulls += 1
+                self._pulled_tokens += length - known
                 self._at(now + self._line.add(now, length - known), self._loaded, work)
                 continue
             self._begun += count > 1
@@ -218,8 +219,8 @@ class Engine:
                 else:
                     prefill += tokens
                     pairs += attended(tokens, work.computed)
-            seconds = hardware.step_s(prefill, decoding, context, pairs, pulls, self._begun)
-            self._pulls = self._begun = 0
+            seconds = hardware.step_s(prefill, decoding, context, pairs, pulls, self._begun, self._pulled_tokens)
+            self._pulls = self._begun = self._pulled_tokens = 0
             if not self._chunks and not decoding and not seconds:
                 return
             self._first = seconds

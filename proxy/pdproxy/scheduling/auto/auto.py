@@ -217,7 +217,7 @@ class Auto(Placement):
             return
         group.most_free, group.reviewed = len(view.free), now
         times = view.free[0].times
-        demand = group.meter.demand(now, times, times.pull_s)
+        demand = group.meter.demand(now, times)
         group.kept.review(now, view.free, demand, len(view.fixed_prefill), len(view.all) - len(view.free))
 
     def _as_least_load(self, view: View, candidates: Candidates) -> Placed | None:
@@ -256,7 +256,7 @@ class Auto(Placement):
             load, output = look.load, choice.output
         times = load.times
         if role is Role.DECODE:
-            longer = times.pull_s
+            longer = times.pull_s(tokens - look.cached if look is not None else tokens)
             leg = Leg(now, tokens, output, 0.0, 0.0, longer)
         else:
             if look is not None:

@@ -181,9 +181,10 @@ class Costs:
         """Return what it costs that two engines share the work, and the TTFT."""
         load = decode.load
         times = load.times
-        pull = times.pull_s
+        moved = tokens - decode.cached
+        pull = times.pull_base_s + moved * times.pull_token_s
         ttft = prefill.first_s + times.between_s + pull + 1.5 * decode.step_s + times.to_client_s
-        transfer = times.transfer_base_s + (tokens - decode.cached) * times.transfer_token_s
+        transfer = times.transfer_base_s + moved * times.transfer_token_s
         ttft += transfer * (1.0 + _LINE * load.pulls)
         cost = prefill.cost + decode.tpot_cost + self._engine_s * pull + self._ttft_s * ttft
         if self._ttft is not None:

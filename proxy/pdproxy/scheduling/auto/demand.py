@@ -26,7 +26,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     delay_s: float
     """How much longer sequences wait that decode beside it."""
     pull_s: float
-    """How long its KV's pull stops a decode engine."""
+    """How long the pull of its KV stops a decode engine."""
     moves_s: float
     """What passes until its first token from the end of its prefill elsewhere."""
     tokens: float
@@ -74,7 +74,7 @@ class Meter:
         self._squares += new * new
         self._outputs += output
 
-    def demand(self, now: float, times: Times, pull_s: float) -> Demand | None:
+    def demand(self, now: float, times: Times) -> Demand | None:
         """Return the demand, None if there was none. `times`: of an engine."""
         if not self._begun:
             return None
@@ -93,14 +93,14 @@ class Meter:
         self._memory_s = min(max(_REQUESTS / rate, _LEAST_S), _MOST_S)
         mean, prompt = new / count, tokens / count
         alone, delay = times.queued_s(mean, pairs / count)
-        hardware = times.hardware
-        moves = hardware.between_engines_s + pull_s + hardware.transfer_s(int(mean)) + 1.5 * times.step_s(8, 8 * prompt)
+        hardware, pull = times.hardware, times.pull_s(mean)
+        moves = hardware.between_engines_s + pull + hardware.transfer_s(int(mean)) + 1.5 * times.step_s(8, 8 * prompt)
         return Demand(
             rate=rate,
             alone_s=alone,
             variation=max(squares / count / (mean * mean) - 1.0, 0.0),
             delay_s=delay,
-            pull_s=pull_s,
+            pull_s=pull,
             moves_s=moves,
             tokens=prompt,
             new_tokens=mean,

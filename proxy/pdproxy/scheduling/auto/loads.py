@@ -58,7 +58,7 @@ class Leg:
         self.seconds, self.plain_s = seconds, plain_s
         """Prefill, and the same without the correction's factor; 0 where the KV comes from elsewhere."""
         self.pull_s = pull_s
-        """How long its KV's pull stops the engine's sequences."""
+        """How long the pull of its KV stops the engine's sequences."""
         self.residual_s = 0.0
         """How long the step takes that is under way when it comes."""
         self.began_at: float | None = None
@@ -270,7 +270,7 @@ class EngineLoad:
     def began(self, leg: Leg, now: float) -> None:
         """The first token of an answer is there."""
         self.advance(now)
-        if leg.pull_s:
+        if not leg.seconds:
             self.pulls -= 1
             if self.decoding:
                 lost = leg.pull_s / self.times.step_s(self.decoding, self.context())
@@ -291,7 +291,7 @@ class EngineLoad:
         """A lease was closed before its first token."""
         self.expected -= 1
         self.expected_tokens -= leg.tokens
-        if leg.pull_s:
+        if not leg.seconds:
             self.pulls -= 1
         self._order()
 

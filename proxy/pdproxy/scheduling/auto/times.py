@@ -32,7 +32,8 @@ class Times:
         "chunk",
         "hardware",
         "prefill_factor",
-        "pull_s",
+        "pull_base_s",
+        "pull_token_s",
         "step_factor",
         "to_client_s",
         "transfer_base_s",
@@ -55,10 +56,16 @@ class Times:
         self.transfer_base_s = hardware.transfer_s(0)
         self.transfer_token_s = hardware.transfer_s(1) - self.transfer_base_s
         more = hardware.further_pull_s - hardware.pull_s
-        self.pull_s = (hardware.pull_s + (_COLLIDES * more if more > 0.0 else 0.0)) / speed
-        """How long a pull stops a decode engine's sequences, on average."""
+        self.pull_base_s = (hardware.pull_s + (_COLLIDES * more if more > 0.0 else 0.0)) / speed
+        """How long a pull stops a decode engine's sequences, on average, before its first token."""
+        self.pull_token_s = hardware.pull_token_s / speed
+        """How much longer with each token that it moves."""
         self.prefill_factor = 1.0
         self.step_factor = 1.0
+
+    def pull_s(self, tokens: float) -> float:
+        """Return how long a pull of so many tokens stops a decode engine's sequences, on average."""
+        return self.pull_base_s + tokens * self.pull_token_s
 
     def step_s(self, decoding: float, context: float) -> float:
         """Return how long a step takes that only decodes."""
