@@ -94,7 +94,7 @@ def _decode(rows: Sequence[DecodeRow]) -> tuple[Spread, Spread, Spread, list[str
         )
     table: list[Row] = [(1.0, float(row.streams), row.context) for row in rows]
     values = [row.seconds for row in rows]
-    weights, per_sequence, context = _without_noise(table, values, values, keep=(0,))
+    weights, per_sequence, context = without_noise(table, values, values, keep=(0,))
     if weights.value <= 0 or weights.relative > _MOST_SPREAD:
         raise CantTellError(f"the time of a decode step can't be determined: {_range(weights, 1e3, 'ms')}")
     assumed = []
@@ -150,7 +150,7 @@ def _prefill(
     unsure = other <= loss * _CLOSE + _CLOSE_BY
     if unsure and not once:
         loss, once, table = ways[1]
-    return _Prefill(once, _without_noise(table.rows, table.values, table.sizes, keep=(2,), spare=(3, 4)), loss, unsure)
+    return _Prefill(once, without_noise(table.rows, table.values, table.sizes, keep=(2,), spare=(3, 4)), loss, unsure)
 
 
 def _table(
@@ -197,25 +197,33 @@ def _sizes(tokens: int, steps: int, budget: int | None) -> list[float]:
     return [float(min(budget, tokens - place * budget)) for place in range(steps)]
 
 
-def _without_noise(
-    rows: Sequence[Row], values: Sequence[float], sizes: Sequence[float], keep: Sequence[int], spare: Sequence[int] = ()
+def without_noise(
+    rows: Sequence[Row],
+    values: Sequence[float],
+    sizes: Sequence[float],
+    *,
+    keep: Sequence[int] = (),
+    spare: Sequence[int] = (),
+    squares: bool = False,
 ) -> list[Spread]:
     """Return the fit without the columns that resampling lets vanish, one after the other; those in `keep` stay.
 
-    Columns in `spare` are left out, too, while those in `keep` are not known well enough.
+    Columns in `spare` are left out, too, while those in `keep` are not known well enough. `squares`: see `solve.fit`.
     """
     width = len(rows[0])
     columns = list(range(width))
-    while True:
+    found: dict[int, Spread] = {}
+    while columns:
         part = [tuple(row[column] for column in columns) for row in rows]
-        found = dict(zip(columns, spread(part, values, sizes), strict=True))
+        found = dict(zip(columns, spread(part, values, sizes, squares=squares), strict=True))
         vague = [column for column in columns if column not in keep and found[column].low <= 0]
         if not vague and any(found[column].relative > _MOST_SPREAD for column in keep):
             # Too many terms for these rows: without the one with the least effect, the others may be known.
             vague = [column for column in columns if column in spare]
         if not vague:
-            return [found.get(column, Spread(0.0, 0.0, 0.0)) for column in range(width)]
+            break
         columns.remove(min(vague, key=lambda column: found[column].value * max(abs(row[column]) for row in rows)))
+    return [found[column] if column in columns else Spread(0.0, 0.0, 0.0) for column in range(width)]
 
 
 def _range(one: Spread, factor: float, unit: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdproxy.engine_model.hardware import Hardware
+from pdproxy.lab.calibrate.misfit import Misfit
 from pdproxy.lab.calibrate.run import Calibration
 
 _FAR = 0.2
@@ -21,6 +22,7 @@ _UNITS = {
     "handoff_overhead_s": (1e3, "ms"),
     "pull_s": (1e3, "ms"),
     "further_pull_s": (1e3, "ms"),
+    "pull_token_s": (1e6, "µs"),
     "link_bytes_per_s": (1e-9, "GB/s"),
 }
 
@@ -65,12 +67,19 @@ def _misfits(found: Calibration) -> list[tuple[str, ...]]:
             one.name,
             one.what,
             str(one.trials),
-            f"{one.measured * 1e3:.2f} ms",
+            _measured(one),
             f"{one.predicted * 1e3:.2f} ms",
             f"{one.relative * 100:+.1f} %" + (" !" if abs(one.relative) > _FAR else ""),
         )
         for one in found.misfits
     ]
+
+
+def _measured(one: Misfit) -> str:
+    said = f"{one.measured * 1e3:.2f} ms"
+    if one.lowest is None or one.highest is None:
+        return said
+    return f"{said} ({one.lowest * 1e3:.2f} to {one.highest * 1e3:.2f})"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -58,13 +59,13 @@ def decode_row(trial: Trial, seen: Seen) -> DecodeRow | None:
         first, last = bisect_right(times, begin) - 1, bisect_right(times, end) - 1
         if last - first < MIN_STEPS:
             return None
-        steps.append(median(_steps_of(times[first : last + 1])))
+        steps.append(median(steps_of(times[first : last + 1])))
         context += trial.prompt_tokens + (first + last) / 2 + 0.5
     taken = median(steps)
     return DecodeRow(trial.streams, context, taken) if taken > 0 else None
 
 
-def _steps_of(times: tuple[float, ...]) -> list[float]:
+def steps_of(times: Sequence[float]) -> list[float]:
     """Return seconds per step, by differences over half of all: one late event weighs little, a stall moves few of them."""
     half = len(times) // 2
     return [(times[i + half] - times[i]) / half for i in range(len(times) - half)]
@@ -114,7 +115,7 @@ def _usual(times: tuple[float, ...], prompt: Prompt) -> float | None:
     before = times[: bisect_right(times, prompt.sent)]
     after = times[bisect_right(times, prompt.answered) :]
     parts = (after,) if len(after) > MIN_STEPS // 2 else (before, after)
-    found = [step for part in parts if len(part) > 1 for step in _steps_of(part)]
+    found = [step for part in parts if len(part) > 1 for step in steps_of(part)]
     return median(found) if len(found) >= 3 and median(found) > 0 else None
 
 

@@ -13,10 +13,10 @@ from pdproxy.lab.calibrate import pair
 from pdproxy.lab.calibrate.experiments import Experiments, Limits, Measured
 from pdproxy.lab.calibrate.fitting import Fitted, fitted
 from pdproxy.lab.calibrate.http_runner import BusyError, EngineInfo, HttpRunner, Target, Through
-from pdproxy.lab.calibrate.misfit import Misfit, misfits
+from pdproxy.lab.calibrate.misfit import Misfit, misfits, pair_misfits
 from pdproxy.lab.calibrate.solve import Spread
 from pdproxy.lab.calibrate.stand_in_front import Pair, in_front_of, splitting
-from pdproxy.lab.calibrate.trials import TrialError
+from pdproxy.lab.calibrate.trials import Seen, Trial, TrialError
 
 _USUAL_LENGTH = 4096
 """Where an engine does not say how long a prompt may be."""
@@ -25,7 +25,9 @@ _ALONE_SHARE = 0.6
 """The share of the time for the engine alone, where a pair is measured, too."""
 _MOST_KV = 1e8
 """Bytes of KV per token. More is a wrong counter."""
-_PAIR_TERMS = "pull_s, further_pull_s, transfers, handoff_overhead_s: not measured, one engine alone can't show them"
+_PAIR_TERMS = (
+    "pull_s, further_pull_s, pull_token_s, transfers, handoff_overhead_s: not measured, one engine alone can't show them"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +74,20 @@ async def calibrate(options: Options, on_trial: Callable[[str], None] | None = N
         notes = _of_others(runner, options.target, await runner.others())
     found = fitted(measured.decodes, measured.chunks, measured.alone, measured.budget)
     trials = len(measured.trials)
+    through: list[tuple[Trial, Seen]] = []
     if options.pair is None:
         found.assumed.append(_PAIR_TERMS)
     else:
         left = begun + options.seconds - time.perf_counter()
-        found, more, seen = await _with_pair(options, options.pair, found, limits, left, on_trial)
-        trials += more
+        found, with_it, seen = await _with_pair(options, options.pair, found, limits, left, on_trial)
+        trials += with_it.trials
+        through = with_it.seen
         notes += [note for note in seen if note not in notes]
     profile = _profile(options, info, limits, measured, found, notes)
     return Calibration(
         profile=profile,
         spreads=found.spreads,
-        misfits=misfits(measured.trials, profile.options()),
+        misfits=[*misfits(measured.trials, profile.options()), *pair_misfits(through, profile.options())],
         budget_note=measured.budget_note,
         trials=trials,
         seconds=time.perf_counter() - begun,
@@ -110,8 +114,8 @@ async def _with_pair(
     limits: Limits,
     seconds: float,
     on_trial: Callable[[str], None] | None,
-) -> tuple[Fitted, int, list[str]]:
-    """Return the terms with those of the pair, the number of trials, and what must be said of requests of others."""
+) -> tuple[Fitted, pair.PairMeasured, list[str]]:
+    """Return the terms with those of the pair, what was measured, and what must be said of requests of others."""
     target = options.target
     prefill = Target(engines.prefill, target.headers, target.tls, target.model, target.timeout, target.busy, target.ids)
     async with aclosing(HttpRunner(prefill, options.salt, seconds)) as other:
@@ -123,14 +127,13 @@ async def _with_pair(
                 await through.info()
                 await plain.info()
                 before = await plain.transferred()
-                per_token = 1 / found.hardware.prefill_tokens_per_s
                 limits = Limits(limits.max_model_len, limits.kv_tokens, limits.max_num_seqs, limits.budget, seconds)
-                measured = await pair.measure(splitting(running, through), plain, limits, per_token, on_trial)
+                measured = await pair.measure(splitting(running, through), plain, limits, found.hardware, on_trial)
                 after = await plain.transferred()
                 at_decode = await plain.others(through.prompt_tokens + plain.prompt_tokens, pulls=True)
         at_prefill = await other.others(through.through_tokens)
     notes = [*_of_others(other, prefill, at_prefill), *_of_others(plain, target, at_decode)]
-    return pair.with_pair(found, measured, _bytes_per_token(before, after)), measured.trials, notes
+    return pair.with_pair(found, measured, _bytes_per_token(before, after)), measured, notes
 
 
 def _bytes_per_token(before: tuple[float, float] | None, after: tuple[float, float] | None) -> int | None:

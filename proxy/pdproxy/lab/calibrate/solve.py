@@ -38,10 +38,11 @@ class Spread:
         return (self.high - self.low) / self.value if self.value > 0 else float("inf")
 
 
-def fit(rows: Sequence[Row], values: Sequence[float], sizes: Sequence[float]) -> list[float]:
+def fit(rows: Sequence[Row], values: Sequence[float], sizes: Sequence[float], *, squares: bool = False) -> list[float]:
     """Return coefficients x >= 0 so that the sum of |rows · x - values| / sizes is least. Sizes must be above 0.
 
-    Iteratively reweighted least squares. Columns that the rows can't tell apart share an effect in any way: see `spread`.
+    `squares`: so that the sum of their squares is least: rows that are equal but for their values count with the mean of these,
+    not with the median. Iteratively reweighted least squares. Columns that the rows can't tell apart share an effect in any way: see `spread`.
 
     Raises:
         ValueError: no rows, or sizes that are not above 0.
@@ -57,7 +58,7 @@ def fit(rows: Sequence[Row], values: Sequence[float], sizes: Sequence[float]) ->
     wanted = [value / size for value, size in zip(values, sizes, strict=True)]
     weights = [1.0] * len(rows)
     found = [0.0] * width
-    for _ in range(_ROUNDS):
+    for _ in range(1 if squares else _ROUNDS):
         before, found = found, _least_squares(relative, wanted, weights)
         off = deviations(relative, wanted, [1.0] * len(wanted), found)
         weights = [1.0 / max(one, _FLOOR) for one in off]
@@ -76,19 +77,21 @@ def deviations(
     ]
 
 
-def spread(rows: Sequence[Row], values: Sequence[float], sizes: Sequence[float], seed: int = 0) -> list[Spread]:
+def spread(
+    rows: Sequence[Row], values: Sequence[float], sizes: Sequence[float], *, squares: bool = False, seed: int = 0
+) -> list[Spread]:
     """Return the fit, and how far it moves when rows are drawn again with replacement. Rows of a kind should be several.
 
     Raises:
         ValueError: as `fit`.
     """
-    found = fit(rows, values, sizes)
+    found = fit(rows, values, sizes, squares=squares)
     chance = random.Random(seed)
     drawn: list[list[float]] = []
     for _ in range(_RESAMPLES):
         places = chance.choices(range(len(rows)), k=len(rows))
         part = [(rows[place], values[place], sizes[place]) for place in places]
-        drawn.append(fit(*(list(one) for one in zip(*part, strict=True))))
+        drawn.append(fit(*(list(one) for one in zip(*part, strict=True)), squares=squares))
     spreads = []
     for column, value in enumerate(found):
         cuts = quantiles([one[column] for one in drawn], n=_SHARE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from msgspec import structs
@@ -17,6 +17,10 @@ from pdproxy.observe.events import RequestEnded
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import POOL, EngineFlag, Flag, load
 from pdproxy.settings.schema import Settings
+
+
+_ENDS = 1.0
+"""Seconds in which the proxy must be through with a request whose whole answer was received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +75,24 @@ async def in_front_of(pair: Pair) -> AsyncIterator[Stand]:
 
 
 def splitting(running: Stand, run: Runner) -> Runner:
-    """Return a runner that fails where the proxy had a prompt served by one engine alone."""
+    """Return a runner that fails where the proxy had a prompt served by one engine alone, and adds when the first was prefilled."""
 
     async def checked(trial: Trial) -> Seen:
         seen = await run(trial)
-        log = running.tap.log
+        tap = running.tap
+        log, count = tap.log, len(trial.beside)
+        # A client may have its whole answer a little before the proxy is through with it.
+        await tap.until(lambda: len(tap.events(RequestEnded, 0)) >= count, _ENDS)
         entries = log[:]
         del log[: len(entries)]  # it has the bodies of all prompts
-        for ended in (entry for entry in entries if isinstance(entry, RequestEnded)):
-            for leg in ended.legs:
-                if leg.why_alone is not None:
-                    raise TrialError(
-                        f"{trial.name}: served by one engine alone: {leg.why_alone} (see pdproxy conformance)"
-                    )
-        return seen
+        legs = [leg for entry in entries if isinstance(entry, RequestEnded) for leg in entry.legs]
+        for leg in legs:
+            if leg.why_alone is not None:
+                raise TrialError(f"{trial.name}: served by one engine alone: {leg.why_alone} (see pdproxy conformance)")
+        # Of an earlier attempt of the trial there may be some, too: the last ones are its own.
+        taken = [leg.prefill_s for leg in legs[-count:] if leg.prefill_s is not None] if count else []
+        if len(taken) < count or not count:
+            return seen
+        return replace(seen, prefilled=min(one.sent for one in seen.beside) + min(taken))
 
     return checked

@@ -63,6 +63,8 @@ class Seen:
     streams: tuple[tuple[float, ...], ...]
     """When each token of each stream came."""
     beside: tuple[Prompt, ...]
+    prefilled: float | None = None
+    """When the first of the prompts beside was prefilled by another engine: no KV is pulled before. None: not known."""
 
 
 Runner = Callable[[Trial], Awaitable[Seen]]

@@ -52,6 +52,7 @@ class _Run:
         self._streams: list[list[float]] = [[] for _ in range(trial.streams)]
         self._sent: list[float] = []
         self._answered: dict[int, float] = {}
+        self._prefilled: list[float] = []
         self._waiting = trial.streams
         self._failed = False
         self._count = 0
@@ -60,6 +61,7 @@ class _Run:
         """Let the engines know each other, as they do after the first prompt."""
         self._beside(0, 64, lambda _: None)
         self._cluster.run()
+        self._prefilled.clear()
 
     def seen(self) -> Seen:
         """Carry the trial out."""
@@ -73,7 +75,8 @@ class _Run:
         if self._failed or not done or len(self._answered) < len(trial.beside):
             raise TrialError("an engine with these limits can't serve it")
         prompts = [Prompt(sent - begin, self._answered[place] - begin) for place, sent in enumerate(self._sent)]
-        return Seen(tuple(tuple(time - begin for time in times) for times in self._streams), tuple(prompts))
+        streams = tuple(tuple(time - begin for time in times) for times in self._streams)
+        return Seen(streams, tuple(prompts), min(self._prefilled) - begin if self._prefilled else None)
 
     def _noting(self, times: list[float]) -> Callable[[float], None]:
         def note(now: float) -> None:
@@ -101,6 +104,7 @@ class _Run:
                 self._failed = True
                 return
             handle = output.kv_transfer_params
+            self._prefilled.append(now)
             self._cluster.at(
                 now + self._hardware.between_engines_s,
                 lambda: self._submit(self._engine, prompt, 1, handle, self._visible(answered)),
