@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +22,7 @@ from pdproxy.lab.calibrate.trials import Prompt, Seen, Trial, TrialError
 from pdproxy.lab.conformance.tap import Tap
 from pdproxy.observe.events import Gaps, LegTimes, RequestEnded
 
+EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence" / "kv-pulls-h200.json"
 STEP = 0.005
 FREE = Hardware(decode_step_s=STEP, decode_step_per_seq_s=0.0)
 """Sequences that cost a step nothing."""
@@ -118,6 +122,23 @@ def test_stalls_with_two_modes_count_with_their_mean() -> None:
     found, _ = fitted_stalls(rows, 0.0045)
     assert found["pull_token_s"].value * 4000 == pytest.approx((3 * 0.003 + 13 * 0.022) / 16, rel=0.05)
     assert found["pull_token_s"].low < found["pull_token_s"].value < found["pull_token_s"].high
+
+
+def test_the_stalls_of_an_h200_grow_with_the_tokens() -> None:
+    """Those of docs/evidence: long ones within a quarter, short ones within a step or so."""
+    (run,) = [one for one in json.loads(EVIDENCE.read_text())["runs"] if one["run"] == "default"]
+    rows = [
+        StallRow(one["n"], len(one["steps_with_pulls"]), one["n"] * one["tokens"], one["all_gaps_excess_ms"] / 1e3)
+        for one in run["trials"]
+        if one["kind"] == "pull"
+    ]
+    found, _ = fitted_stalls(rows, 0.0046)
+    assert list(found) == ["pull_token_s"]
+    assert found["pull_token_s"].value == pytest.approx(5.2e-6, rel=0.01)
+    for tokens in {row.tokens for row in rows}:
+        mean = fmean(row.seconds for row in rows if row.tokens == tokens)
+        near = 0.25 * mean if mean > 0.01 else 0.006
+        assert found["pull_token_s"].value * tokens == pytest.approx(mean, abs=near), tokens
 
 
 def test_one_disturbance_moves_little() -> None:

@@ -6,6 +6,7 @@ and far fewer where they can be merged. Streams feel the mean over time, so the 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,7 +107,11 @@ def fitted_stalls(rows: Sequence[StallRow], step_s: float) -> tuple[dict[str, Sp
     for row in rows:
         kinds.setdefault((row.pulls, row.tokens), []).append(row.seconds)
     most = {kind: _FAR * max(_third_quartile(values), 0.0) + step_s for kind, values in kinds.items()}
-    sizes = {kind: max(mean(min(one, most[kind]) for one in values), step_s) for kind, values in kinds.items()}
+    # Between equal weights, by which only the longest stalls would count, and equal relative ones, by which a stall that streams
+    # hardly feel counts as much as one of twenty steps.
+    sizes = {
+        kind: math.sqrt(max(mean(min(one, most[kind]) for one in values), step_s)) for kind, values in kinds.items()
+    }
     table: list[Row] = []
     for row in rows:
         cells = {"pull_s": row.steps, "further_pull_s": row.pulls - row.steps, "pull_token_s": row.tokens}
