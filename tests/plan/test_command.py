@@ -131,9 +131,8 @@ def test_a_split_by_a_profile_of_one_engine_alone_is_doubted(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     profile = load("h200-8b")
-    alone = structs.replace(
-        profile, hardware=structs.replace(profile.hardware, pull_s=0.0, further_pull_s=0.0, handoff_overhead_s=0.0)
-    )
+    terms = ("pull_s", "further_pull_s", "pull_token_s", "handoff_overhead_s")
+    alone = structs.replace(profile, hardware=structs.replace(profile.hardware, **dict.fromkeys(terms, 0.0)))
     file = tmp_path / "alone.json"
     file.write_bytes(msgspec.json.encode(alone))
     line = ["plan", "--gpus", "4", *LOAD, *TIGHT]

@@ -125,7 +125,8 @@ def test_a_request_alone_on_a_plain_engine_takes_the_times_of_the_profile():
 def test_a_request_alone_on_a_split_pair_takes_the_times_of_the_profile():
     hardware, one = H200.hardware, alone("split")
     prefill = hardware.step_s(4000, 0, 0, attended(4000, 0), begun=1)
-    moved = hardware.pull_s + hardware.transfer_s(4000) + hardware.step_s(0, 1, 3999)
+    posted = hardware.step_s(0, 0, pulls=1, pulled_tokens=4000)
+    moved = posted + hardware.transfer_s(4000) + hardware.step_s(0, 1, 3999)
     around = hardware.before_engine_s + hardware.between_engines_s + hardware.to_client_s
     assert one.tokens[0] - one.sent == pytest.approx(around + prefill + moved)
     assert len(one.tokens) == LOAD.output_tokens
@@ -137,7 +138,7 @@ def test_small_chunks_read_more_and_take_longer():
 
 def test_a_hybrid_serves_whole_on_the_decode_engine_what_finds_two_prefill_legs():
     first, second, third = served(row("hybrid", 300), msgspec.structs.replace(LOAD, seconds=0.01), H200, seed=1)[0]
-    handed = H200.hardware.between_engines_s + H200.hardware.pull_s
+    handed = H200.hardware.between_engines_s + H200.hardware.step_s(0, 0, pulls=1, pulled_tokens=4000)
     assert third.tokens[0] - third.sent < min(first.tokens[0] - first.sent, second.tokens[0] - second.sent) - handed
 
 
