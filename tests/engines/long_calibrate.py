@@ -42,10 +42,10 @@ def pair() -> Iterator[tuple[Engine, Engine]]:
     """A prefill and a decode engine with NIXL, without prefix caches."""
     launcher = Launcher(ensure())
     flags = "--no-enable-prefix-caching --max-num-batched-tokens 512"
-    made = []
+    made: list[Engine] = []
     try:
-        for role in ("prefill", "decode"):
-            made.append(Engine.start(launcher, f"calibrated-{role}", role, flags=flags))
+        made.append(Engine.start(launcher, "calibrated-p", "prefill", flags=flags))
+        made.append(Engine.start(launcher, "calibrated-d", "decode", flags=flags))
         yield made[0].wait(), made[1].wait()
     finally:
         for engine in made:
@@ -105,7 +105,8 @@ async def test_a_calibrated_pair_explains_its_own_trials(pair: tuple[Engine, Eng
     stall = hardware.step_s(0, 2, pulls=1, pulled_tokens=1024) - hardware.step_s(0, 2)
     print(f"a pull of 1,024 tokens stalls for {1e3 * stall:.2f} ms of steps of {1e3 * hardware.step_s(0, 2):.2f} ms")
     assert 0 <= stall < 0.02
-    line = re.search(r"^a prompt of 1024 tokens through the pair +TTFT +\d+ +([\d.]+) ms +([\d.]+) ms", report, re.MULTILINE)
+    name = "a prompt of 1024 tokens through the pair"
+    line = re.search(rf"^{name} +TTFT +\d+ +([\d.]+) ms +([\d.]+) ms", report, re.MULTILINE)
     assert line is not None
     assert float(line[2]) == pytest.approx(float(line[1]), rel=TOLERANCE)
     assert re.search(r"^4 pulls of \d+ tokens beside streams +a step and the stalls", report, re.MULTILINE)
