@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.scheduling.leases import Lease, Verdict
@@ -16,7 +17,7 @@ from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.policy import Ask
 from pdproxy.scheduling.slo import NO_SLO, Slo
-from tests.auto.fleets import B, Known, ask, auto, ledger
+from tests.auto.fleets import H200, B, Known, ask, auto, ledger
 
 ANY4 = [Role.ANY] * 4
 PAIR = [Role.PREFILL, Role.DECODE]
@@ -83,6 +84,21 @@ def test_prefill_and_decode_engines_share_the_work_where_decoding_whole_would_be
     leases = placed(of, 0.2)
     assert [lease.role for lease in leases] == [Role.PREFILL, Role.DECODE]
     assert leases[0].node is not leases[1].node
+
+
+@pytest.mark.parametrize("tokens", [1000, 4000])
+def test_a_pull_is_expected_to_take_as_long_as_its_tokens_say(tokens: int) -> None:
+    hardware = structs.replace(H200, pull_s=0.001, further_pull_s=0.001, pull_token_s=1e-6)
+    placement = auto(Slo(ttft=5.0, tpot=0.006), chunk=8192, hardware=hardware)
+    of = ledger(placement, [Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE])
+    expected = [
+        leg.pull_s
+        for lease in (lease for _ in range(16) for lease in placed(of, 0.0, tokens))
+        if lease.role is Role.DECODE
+        for _, leg in [placement._legs[lease]]
+    ]
+    assert expected
+    assert expected == pytest.approx([0.001 + 1e-6 * tokens] * len(expected))
 
 
 def test_what_must_not_be_split_is_not() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from pdproxy.scheduling.auto.demand import Demand, Meter
 from pdproxy.scheduling.auto.loads import EngineLoad
@@ -57,6 +58,15 @@ def test_as_many_as_the_best_arrangement_has(
     times = Times(H200, chunk)
     kept = settled(slo, engines, demand(rate * engines, tokens, output, times), times)
     assert least <= kept.count <= most
+
+
+def test_the_demand_has_the_pull_of_its_mean_prompt() -> None:
+    times = Times(structs.replace(H200, pull_s=0.001, further_pull_s=0.001, pull_token_s=1e-6), 4096)
+    short, long = (demand(4.0, tokens, 128, times) for tokens in (1000, 4000))
+    assert (short.pull_s, long.pull_s) == pytest.approx((0.002, 0.005))
+    transfer = times.hardware.transfer_s(4000) - times.hardware.transfer_s(1000)
+    context = 1.5 * (times.step_s(8, 32_000) - times.step_s(8, 8000))
+    assert long.moves_s - short.moves_s == pytest.approx(0.003 + transfer + context)
 
 
 def test_a_demand_that_stays_changes_nothing_more() -> None:
