@@ -95,9 +95,7 @@ def test_the_stalls_come_back_from_times_that_are_late_and_do_not_say_when_a_pro
 
     found = with_pair(Fitted(hardware), measured(hardware, change=late), 131_072).hardware
     for pulls, tokens in ((1, 1000), (1, 4000), (4, 4000), (4, 16_000)):
-        stall, expected = (
-            one.step_s(0, 2, 0, 0.0, pulls, 0, tokens) - one.step_s(0, 2) for one in (found, hardware)
-        )
+        stall, expected = (one.step_s(0, 2, 0, 0.0, pulls, 0, tokens) - one.step_s(0, 2) for one in (found, hardware))
         assert stall == pytest.approx(expected, rel=0.15, abs=0.001), (pulls, tokens)
 
 
@@ -178,7 +176,8 @@ def test_no_trial_of_a_pair_has_more_requests_than_the_engine_takes() -> None:
         most = max(most, trial.streams + len(trial.beside))
         return seen_of(trial, load("h200-8b").options(), split=True)
 
-    for takes, expected in ((8, 6), (4, 4), (3, 3), (2, 1)):  # where it takes no more than the streams, nothing is pulled beside
+    # Where it takes no more than the streams, nothing is pulled beside them.
+    for takes, expected in ((8, 6), (4, 4), (3, 3), (2, 1)):
         most = 0
         asyncio.run(measure(run, run, Limits(2048, max_num_seqs=takes), H200))
         assert most == expected

@@ -20,9 +20,7 @@ from tests.simulate.token_level import TokenLevel
 SEEDS = st.integers(0, 2**32)
 
 
-def compared(
-    fleet: Fleet, shape: Shape, calls: list[Call], hardware: Hardware = H200
-) -> tuple[Cluster, TokenLevel]:
+def compared(fleet: Fleet, shape: Shape, calls: list[Call], hardware: Hardware = H200) -> tuple[Cluster, TokenLevel]:
     fast, slow = cluster(fleet, shape, hardware), TokenLevel(fleet, hardware, shape)
     fast.run(copies(calls))
     slow.run(copies(calls))

@@ -26,7 +26,8 @@ _ALONE_SHARE = 0.6
 _MOST_KV = 1e8
 """Bytes of KV per token. More is a wrong counter."""
 _PAIR_TERMS = (
-    "pull_s, further_pull_s, pull_token_s, transfers, handoff_overhead_s: not measured, one engine alone can't show them"
+    "pull_s, further_pull_s, pull_token_s, transfers, handoff_overhead_s:"
+    " not measured, one engine alone can't show them"
 )
 
 

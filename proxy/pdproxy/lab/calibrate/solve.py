@@ -42,7 +42,9 @@ def fit(rows: Sequence[Row], values: Sequence[float], sizes: Sequence[float], *,
     """Return coefficients x >= 0 so that the sum of |rows · x - values| / sizes is least. Sizes must be above 0.
 
     `squares`: so that the sum of their squares is least: rows that are equal but for their values count with the mean of these,
-    not with the median. Iteratively reweighted least squares. Columns that the rows can't tell apart share an effect in any way: see `spread`.
+    not with the median.
+
+    Iteratively reweighted least squares. Columns that the rows can't tell apart share an effect in any way: see `spread`.
 
     Raises:
         ValueError: no rows, or sizes that are not above 0.

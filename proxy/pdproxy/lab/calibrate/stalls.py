@@ -80,11 +80,8 @@ def _stall(times: Sequence[float], begin: float, end: float, growth: float) -> t
     steps = 0
     for place in range(before, after + 1):
         # A token that the client saw late is followed by one that seems early.
-        if (
-            even[place] - even[place - 1] > usual * (1 + _SHOWS)
-            and even[place + 1] - even[place - 1] > usual * (2 + _SHOWS)
-        ):
-            steps += 1
+        one, both = even[place] - even[place - 1], even[place + 1] - even[place - 1]
+        steps += one > usual * (1 + _SHOWS) and both > usual * (2 + _SHOWS)
     return later - earlier - (after - before + 1) * usual, steps
 
 
@@ -101,7 +98,7 @@ def fitted_stalls(rows: Sequence[StallRow], step_s: float) -> tuple[dict[str, Sp
     if all(row.steps == row.pulls for row in rows):
         why["further_pull_s"] = "not measured, no two pulls began in one step"
     if len({row.tokens / row.pulls for row in rows}) < 2:
-        why["pull_token_s"] = "not measured, all pulls had the same size"
+        why["pull_token_s"] = "not measured, all pulls had the same size"  # noqa: S105 - a token of text
     names = [name for name in TERMS if name not in why]
     kinds: dict[tuple[int, int], list[float]] = {}
     for row in rows:

@@ -18,7 +18,6 @@ from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.load import POOL, EngineFlag, Flag, load
 from pdproxy.settings.schema import Settings
 
-
 _ENDS = 1.0
 """Seconds in which the proxy must be through with a request whose whole answer was received."""
 
@@ -75,7 +74,7 @@ async def in_front_of(pair: Pair) -> AsyncIterator[Stand]:
 
 
 def splitting(running: Stand, run: Runner) -> Runner:
-    """Return a runner that fails where the proxy had a prompt served by one engine alone, and adds when the first was prefilled."""
+    """Return a runner that adds when the first prompt was prefilled, and fails where one engine alone served a prompt."""
 
     async def checked(trial: Trial) -> Seen:
         seen = await run(trial)
