@@ -192,8 +192,11 @@ def through(*events: RequestEnded, beside: int = 2) -> Seen:
             tap.notify(event)
         return seen
 
-    running: Any = SimpleNamespace(tap=tap)
-    return asyncio.run(splitting(running, run)(Trial("a", beside=(10,) * beside)))
+    async def carried_out() -> Seen:
+        running: Any = SimpleNamespace(tap=tap)
+        return await splitting(running, run)(Trial("a", beside=(10,) * beside))
+
+    return asyncio.run(carried_out())
 
 
 def test_the_proxy_knows_when_the_first_prompt_was_prefilled(monkeypatch: pytest.MonkeyPatch) -> None:
