@@ -42,7 +42,7 @@ def settled(slo: Slo, engines: int, asked: Demand, times: Times, *, seconds: flo
     ("slo", "chunk", "engines", "rate", "tokens", "output", "least", "most"),
     [
         (B, 4096, 4, 4.2, 4000, 128, 2, 2),  # the best static arrangement has as many
-        (B, 4096, 16, 5.8, 4000, 128, 9, 9),
+        (B, 4096, 16, 5.2, 4000, 128, 9, 9),
         (A, 512, 4, 6.6, 4000, 128, 0, 0),
         (A, 512, 16, 7.2, 4000, 128, 0, 0),
         (G, 1024, 4, 8.3, 4000, 128, 0, 0),

@@ -73,7 +73,7 @@ def test_a_bound_by_hand() -> None:
     assert bound(split(1, 7, 8192, 512, "least_load"), work) == pytest.approx(1 / work.prefill_s(8192))
     assert bound(plain(2, 512, "least_load"), work) == pytest.approx(2 / (work.prefill_s(512) + work.decode_s))
     line = 0.0035 + 4000 * 131072 / 43.984e9
-    decode = max(work.decode_s + 4000 * 2.45e-6, line)
+    decode = max(work.decode_s + 4000 * 4e-6, line)
     assert bound(split(7, 1, 8192, 512, "least_load"), work) == pytest.approx(1 / decode)
 
 
