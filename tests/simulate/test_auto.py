@@ -151,7 +151,7 @@ def test_a_step_load_changes_the_roles_once_and_they_stay() -> None:
     made = fleet(Fleet(any=16), 4096, B)
     placement = placement_of(made)
     calls, number, now = [], 0, 0.0
-    for rate, seconds in ((16.0, 15.0), (80.0, 25.0), (16.0, 20.0)):
+    for rate, seconds in ((16.0, 15.0), (73.0, 25.0), (16.0, 20.0)):
         for call in requests(rate, 4000, 128, int(rate * seconds)):
             calls.append(Call(number, now + call.due, 4000, 128))
             number += 1

@@ -206,7 +206,7 @@ def test_the_command_prints_the_table_of_a_small_file(tmp_path, capsys):
     assert run([str(path), "--seeds", "2"]) == 0
     page = capsys.readouterr().out
     assert "median of 2 runs" in page
-    assert "| a/b | 4 | 160 → 15" in page
+    assert "| a/b | 4 | 160 → 16" in page
 
 
 @pytest.mark.parametrize("more", [["--seeds", "0"], ["--seeds", "x"], ["--seeds", "9" * 99], ["--profile", "none"]])
