@@ -163,7 +163,9 @@ def test_what_could_not_be_told_is_named() -> None:
         {},
         [f"{name} is 0: not measured, the streams ended before the pulls" for name in TERMS],
     )
-    found, assumed = fitted_stalls([StallRow(1, 1, 256, 0.01)] * 3, STEP)
+    few = "not measured, only 3 trials of pulls beside streams could be timed"
+    assert fitted_stalls([StallRow(1, 1, 256, 0.01)] * 3, STEP) == ({}, [f"{name} is 0: {few}" for name in TERMS])
+    found, assumed = fitted_stalls([StallRow(1, 1, 256, 0.01)] * 4, STEP)
     assert list(found) == ["pull_s"]
     assert assumed == [
         "further_pull_s is 0: not measured, no two pulls began in one step",

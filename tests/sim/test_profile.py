@@ -45,7 +45,8 @@ def test_the_h200_has_the_numbers_that_were_measured():
 def test_a_profile_without_a_time_per_pulled_token_has_none(tmp_path):
     """As those have that were written before there was one."""
     hardware = {"pull_s": 0.0098, "further_pull_s": 0.0163}
-    assert load(written(tmp_path / "old.json", hardware=hardware)).hardware == Hardware(**hardware, pull_token_s=0.0)
+    expected = Hardware(pull_s=0.0098, further_pull_s=0.0163, pull_token_s=0.0)
+    assert load(written(tmp_path / "old.json", hardware=hardware)).hardware == expected
     known = load(written(tmp_path / "new.json", hardware=hardware | {"pull_token_s": 3e-6})).hardware
     assert known.pull_token_s == 3e-6
 

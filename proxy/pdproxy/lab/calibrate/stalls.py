@@ -26,8 +26,10 @@ _AT_ONCE = 2
 """The first tokens of a stream may come at once, late: so many are left out where there are enough."""
 _BEFORE, _AFTER = 10, 24
 """Tokens before the first pull, and after the last one, by which it is known when the nearest of them came."""
-_SHOWS = 0.2
-"""A step is taken for one in which pulls begin if it is longer by this share of a usual one."""
+_SHOWS, _PART = 0.2, 0.25
+"""A step is taken for one in which pulls begin if it is longer by these shares of a usual one, and of the mean stall of a pull."""
+_LEAST_ROWS = 4
+"""From fewer trials than that a disturbance can't be told from a stall."""
 _FAR = 3.0
 """A stall counts as at most so many times what three quarters of its kind are below, and a step."""
 
@@ -53,7 +55,7 @@ def stall_row(trial: Trial, seen: Seen, hardware: Hardware) -> StallRow | None:
     found = [
         one
         for times in seen.streams
-        if (one := _stall(times, begin, end, trial.streams * hardware.context_token_s)) is not None
+        if (one := _stall(times, begin, end, len(trial.beside), trial.streams * hardware.context_token_s)) is not None
     ]
     if not found:
         return None
@@ -63,7 +65,7 @@ def stall_row(trial: Trial, seen: Seen, hardware: Hardware) -> StallRow | None:
     return StallRow(count, min(max(found[0][1], 1), count), tokens, seconds)
 
 
-def _stall(times: Sequence[float], begin: float, end: float, growth: float) -> tuple[float, int] | None:
+def _stall(times: Sequence[float], begin: float, end: float, pulls: int, growth: float) -> tuple[float, int] | None:
     """Return the seconds and the number of long steps of one stream. `growth`: of each step to the next one, in seconds."""
     before, after = bisect_right(times, begin), bisect_right(times, end)
     first = min(_AT_ONCE, max(before - _FEWEST, 0))
@@ -77,12 +79,14 @@ def _stall(times: Sequence[float], begin: float, end: float, growth: float) -> t
     nearest = range(max(first, before - _BEFORE), before)
     earlier = _at(even, nearest, before - 1, median(even[one] - even[one - 1] for one in nearest[1:]))
     later = _at(even, range(after, min(after + _AFTER, len(even))), after, usual)
+    seconds = later - earlier - (after - before + 1) * usual
+    shows = max(_SHOWS * usual, _PART * seconds / pulls)
     steps = 0
     for place in range(before, after + 1):
         # A token that the client saw late is followed by one that seems early.
         one, both = even[place] - even[place - 1], even[place + 1] - even[place - 1]
-        steps += one > usual * (1 + _SHOWS) and both > usual * (2 + _SHOWS)
-    return later - earlier - (after - before + 1) * usual, steps
+        steps += one > usual + shows and both > 2 * usual + shows
+    return seconds, steps
 
 
 def _at(times: Sequence[float], known: Sequence[int], place: int, step: float) -> float:
@@ -92,8 +96,13 @@ def _at(times: Sequence[float], known: Sequence[int], place: int, step: float) -
 
 def fitted_stalls(rows: Sequence[StallRow], step_s: float) -> tuple[dict[str, Spread], list[str]]:
     """Return the terms that show, and in words why the others are 0. `step_s`: seconds of the streams' usual step."""
-    if not rows:
-        return {}, [f"{name} is 0: not measured, the streams ended before the pulls" for name in TERMS]
+    if len(rows) < _LEAST_ROWS:
+        few = (
+            f"only {len(rows)} trials of pulls beside streams could be timed"
+            if rows
+            else "the streams ended before the pulls"
+        )
+        return {}, [f"{name} is 0: not measured, {few}" for name in TERMS]
     why: dict[str, str] = {}
     if all(row.steps == row.pulls for row in rows):
         why["further_pull_s"] = "not measured, no two pulls began in one step"
