@@ -27,7 +27,7 @@ _AT_ONCE = 2
 _BEFORE, _AFTER = 10, 24
 """Tokens before the first pull, and after the last one, by which it is known when the nearest of them came."""
 _SHOWS, _PART = 0.2, 0.25
-"""A step is taken for one in which pulls begin if it is longer by these shares of a usual one, and of the mean stall of a pull."""
+"""A step in which pulls begin is longer by more than these shares of a usual one, and of the mean stall of a pull."""
 _LEAST_ROWS = 4
 """From fewer trials than that a disturbance can't be told from a stall."""
 _FAR = 3.0
