@@ -1,4 +1,4 @@
-"""From real engines to a prediction: `pdproxy calibrate`, then `pdproxy bench` with the profile beside the engine; and a pair.
+"""From a real engine to a prediction: `pdproxy calibrate`, then `pdproxy bench` with the profile beside the engine.
 
 A CPU engine shares two cores with its client, so its own times vary. What is compared are medians.
 """
@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from pdproxy.engine_model.profile import load
 
 from .build import ensure
 from .engine import Engine
@@ -34,22 +32,6 @@ def engine() -> Iterator[Engine]:
         yield made.wait()
     finally:
         made.stop()
-        launcher.close()
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[Engine, Engine]]:
-    """A prefill and a decode engine with NIXL, without prefix caches."""
-    launcher = Launcher(ensure())
-    flags = "--no-enable-prefix-caching --max-num-batched-tokens 512"
-    made: list[Engine] = []
-    try:
-        made.append(Engine.start(launcher, "calibrated-p", "prefill", flags=flags))
-        made.append(Engine.start(launcher, "calibrated-d", "decode", flags=flags))
-        yield made[0].wait(), made[1].wait()
-    finally:
-        for engine in made:
-            engine.stop()
         launcher.close()
 
 
@@ -88,24 +70,3 @@ async def test_a_calibrated_profile_predicts_the_engine(engine: Engine, tmp_path
         assert line is not None, name
         seen, said = float(line[1]), float(line[2])
         assert said == pytest.approx(seen, rel=TOLERANCE), name
-
-
-async def test_a_calibrated_pair_explains_its_own_trials(pair: tuple[Engine, Engine], tmp_path: Path) -> None:
-    """TTFT through the pair, of prompts of 1,024 tokens, within 25 %. Both engines and the client share two cores.
-
-    A pull of 1,024 tokens of this small model is posted within a few milliseconds: no stall that is longer may be made up.
-    """
-    prefill, decode = pair
-    out = tmp_path / "pair.json"
-    report = await pdproxy(
-        *("calibrate", "--prefill", prefill.url, "--decode", decode.url, "--connector", "nixl", "--out", str(out)),
-        *("--max-seconds", "240", "--max-num-seqs", "16", "--token-ids", "300:2000", "--accelerator", "2 cores"),
-    )
-    hardware = load(str(out)).hardware
-    stall = hardware.step_s(0, 2, pulls=1, pulled_tokens=1024) - hardware.step_s(0, 2)
-    print(f"a pull of 1,024 tokens stalls for {1e3 * stall:.2f} ms of steps of {1e3 * hardware.step_s(0, 2):.2f} ms")
-    assert 0 <= stall < 0.02
-    name = "a prompt of 1024 tokens through the pair"
-    line = re.search(rf"^{name} +TTFT +\d+ +([\d.]+) ms +([\d.]+) ms", report, re.MULTILINE)
-    assert line is not None
-    assert float(line[2]) == pytest.approx(float(line[1]), rel=TOLERANCE)
