@@ -18,7 +18,7 @@ WHOLE, PREFILL, DECODE = "whole", "prefill", "decode"
 
 def opened(load: EngineLoad, now: float, kind: str, tokens: int = 1000, pull_s: float = 0.01) -> Leg:
     seconds = 0.0 if kind == DECODE else 0.03
-    leg = Leg(now, tokens, 100.0, seconds, seconds, pull_s if kind == DECODE else 0.0)
+    leg = Leg(now, tokens, 100.0, seconds, seconds, 1.0, pull_s if kind == DECODE else 0.0)
     load.opened(leg, arrives_at=now + 0.03, answers=kind != PREFILL, longer_s=0.01)
     return leg
 

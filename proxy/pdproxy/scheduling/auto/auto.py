@@ -257,14 +257,14 @@ class Auto(Placement):
         times = load.times
         if role is Role.DECODE:
             longer = times.pull_s(tokens - look.cached if look is not None else tokens)
-            leg = Leg(now, tokens, output, 0.0, 0.0, longer)
+            leg = Leg(now, tokens, output, 0.0, 0.0, 0.0, longer)
         else:
             if look is not None:
-                seconds, longer = look.seconds, look.longer_s
+                seconds, longer, steps = look.seconds, look.longer_s, look.steps
             else:
                 load.advance(now)
-                seconds, longer = times.prefill_s(tokens, 0, load.decoding, load.context(), True)
-            leg = Leg(now, tokens, output, seconds, seconds / times.prefill_factor, 0.0)
+                seconds, longer, steps = times.prefill_s(tokens, 0, load.decoding, load.context(), True)
+            leg = Leg(now, tokens, output, seconds, seconds / times.prefill_factor, steps, 0.0)
         answers = role is not Role.PREFILL
         if answers and choice is not None:
             leg.ttft_s, leg.tpot_s = choice.ttft_s, choice.tpot_s

@@ -43,6 +43,7 @@ class Look:
         "rise",
         "seconds",
         "step_s",
+        "steps",
         "tpot_cost",
         "tpot_s",
     )
@@ -51,6 +52,8 @@ class Look:
     """The prompt's tokens in its cache."""
     seconds: float
     """Its prefill there."""
+    steps: float
+    """In so many steps of the engine."""
     longer_s: float
     """How much longer its sequences would wait."""
     first_s: float
@@ -102,7 +105,7 @@ class Costs:
         busy = load.free_at - now if load.pending_s else 0.0
         if busy < 0.0:
             busy = 0.0
-        seconds, longer = times.prefill_s(tokens - cached, cached, decoding, context, busy > 0.0)
+        seconds, longer, steps = times.prefill_s(tokens - cached, cached, decoding, context, busy > times.before_s)
         share = load.delay * math.exp((load.delay_at - now) / MEMORY_S)
         if load.kept and share < kept_share:
             share = kept_share
@@ -122,23 +125,17 @@ class Costs:
             if tpot > most:
                 tpot = max(step, most)
         one = Look()
-        one.load, one.cached, one.seconds, one.longer_s, one.step_s, one.tpot_s = (
-            load,
-            cached,
-            seconds,
-            longer,
-            step,
-            tpot,
-        )
+        one.load, one.cached, one.seconds, one.steps = load, cached, seconds, steps
+        one.longer_s, one.step_s, one.tpot_s = longer, step, tpot
         before_s = times.before_s
         first = before_s + seconds
         if busy > before_s:
             first += busy - before_s
+        elif decoding:
+            first += 0.5 * step
         harm, used, limit, gap = 0.0, seconds, self._tpot, self._gap
         if decoding:
             used = longer
-            if not busy:
-                first += 0.5 * step
             count = decoding + expected
             if limit is not None:
                 # The sequences there, as if all had the mean age and the mean length.

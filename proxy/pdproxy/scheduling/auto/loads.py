@@ -44,6 +44,7 @@ class Leg:
         "pull_s",
         "residual_s",
         "seconds",
+        "steps",
         "tokens",
         "tpot_s",
         "ttft_s",
@@ -51,12 +52,14 @@ class Leg:
     )
 
     def __init__(
-        self, opened_at: float, tokens: int, output: float, seconds: float, plain_s: float, pull_s: float
+        self, opened_at: float, tokens: int, output: float, seconds: float, plain_s: float, steps: float, pull_s: float
     ) -> None:
         self.opened_at, self.tokens, self.output = opened_at, tokens, output
         """`tokens`: of the prompt; `output`: expected ones of the answer."""
         self.seconds, self.plain_s = seconds, plain_s
         """Prefill, and the same without the correction's factor; 0 where the KV comes from elsewhere."""
+        self.steps = steps
+        """Those of its prefill."""
         self.pull_s = pull_s
         """How long the pull of its KV stops the engine's sequences."""
         self.residual_s = 0.0
@@ -75,6 +78,7 @@ class EngineLoad:
     __slots__ = (
         "_last_done",
         "_number",
+        "_soonest",
         "_then",
         "_unseen",
         "alone_steps",
@@ -95,6 +99,7 @@ class EngineLoad:
         "node",
         "outputs",
         "pending_s",
+        "pending_steps",
         "prefill",
         "prefill_order",
         "prompts",
@@ -117,6 +122,8 @@ class EngineLoad:
         """Whether it is kept for prefill."""
         self.pending_s = 0.0
         """Prefill that is not done, in predicted seconds."""
+        self.pending_steps = 0.0
+        """The same in steps."""
         self.busy_from = 0.0
         """When the engine began, or will begin, with the first of it."""
         self.free_at = 0.0
@@ -145,7 +152,7 @@ class EngineLoad:
         """The part of the time in which they waited lately, at that time: it is forgotten from then on."""
         self.wait_s = 0.0
         """How long first tokens took lately, from when their leases were opened."""
-        self._last_done = 0.0
+        self._last_done = self._soonest = 0.0
         self.prefill = Factor()
         self.step = Factor()
         self.prefill_order = 0.0
@@ -190,7 +197,7 @@ class EngineLoad:
             if self.free_at < end:
                 end = self.free_at
             if end > begin:
-                steps = (end - begin) / self._full_step_s(context)
+                steps = (end - begin) / self.pending_s * self.pending_steps
                 self.steps += steps
                 self.busy_steps += steps
                 passed -= end - begin
@@ -205,14 +212,17 @@ class EngineLoad:
         self.delay = self.delay * math.exp((self.delay_at - now) / MEMORY_S) + longer_s / MEMORY_S
         self.delay_at = now
         if leg.seconds:
-            if not self.pending_s and self.decoding:
+            if self.decoding and self.free_at <= arrives_at:
                 leg.residual_s = 0.5 * self.times.step_s(self.decoding, self.context())
-            if self.free_at < arrives_at:
-                self.free_at = arrives_at
+            begins_at = arrives_at + leg.residual_s
+            if self.free_at < begins_at:
+                self.free_at = begins_at
                 if not self.pending_s:
-                    self.busy_from = arrives_at
+                    self.busy_from = begins_at
             self.free_at += leg.seconds
+            self._soonest = begins_at + leg.seconds
             self.pending_s += leg.seconds
+            self.pending_steps += leg.steps
         else:
             self.pulls += 1
         if answers:
@@ -223,26 +233,28 @@ class EngineLoad:
     def computed(self, leg: Leg, arrived_at: float, done_at: float, now: float) -> None:
         """A prompt was computed, or will not be (`done_at` is 0): what waits behind it is what is left."""
         self.advance(now)
-        self.pending_s -= leg.seconds
-        if self.pending_s < _NOTHING_S:
-            self.pending_s = 0.0
+        self._done(leg)
         if not done_at:
             self.free_at = min(self.free_at, now + self.pending_s)
         else:
             if self.decoding and not self.pending_s:
-                self._recount(min(self.free_at, now) - done_at)
+                self._recount(min(self.free_at, now) - done_at, leg.steps / leg.seconds)
             self.free_at = done_at + self.pending_s
+            if self.pending_s:
+                if self.free_at < self._soonest:  # the newest prompt had not come yet
+                    self.free_at = self._soonest
+                self.busy_from = self.free_at - self.pending_s
             began = max(arrived_at, self._last_done)
             self._last_done = done_at
             if self.prefill.add(max(done_at - began - leg.residual_s, 0.0), leg.plain_s) and self.corrects:
                 self.times.prefill_factor = self.prefill.value
         self._order()
 
-    def _full_step_s(self, context: float) -> float:
-        """Return how long a step with prefill takes, if prompts are as long as those of the sequences here."""
-        times = self.times
-        begun = times.chunk * self.decoding / self.prompts if self.prompts else 1.0
-        return times.full_step_s(times.chunk, self.decoding, context, min(1.0, begun))
+    def _done(self, leg: Leg) -> None:
+        self.pending_s -= leg.seconds
+        self.pending_steps -= leg.steps
+        if self.pending_s < _NOTHING_S:
+            self.pending_s = self.pending_steps = 0.0
 
     def begins_unseen(self, leg: Leg, at: float) -> None:
         """The first token of an answer will not be seen: it is taken to be there at that time, if the answer is not over."""
@@ -253,16 +265,13 @@ class EngineLoad:
     def _begin_unseen(self, at: float, _: int, leg: Leg) -> None:
         if not leg.unseen:
             return  # it is over
-        self.pending_s -= leg.seconds
-        if self.pending_s < _NOTHING_S:
-            self.pending_s = 0.0
+        self._done(leg)
         self.began(leg, max(at, self._then))
 
-    def _recount(self, seconds: float) -> None:
-        """So many seconds were counted as steps with prefill, and were not; below 0, it is the other way round."""
-        context = self.context()
-        beside = seconds / self._full_step_s(context)
-        alone = seconds / self.times.step_s(self.decoding, context)
+    def _recount(self, seconds: float, per_s: float) -> None:
+        """So many seconds were counted as steps with prefill, `per_s` of them each, and were not; below 0: the reverse."""
+        beside = seconds * per_s
+        alone = seconds / self.times.step_s(self.decoding, self.context())
         self.steps += alone - beside
         self.busy_steps -= beside
         self.alone_steps += alone * self.times.step_factor

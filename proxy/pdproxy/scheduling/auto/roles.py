@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pdproxy.scheduling.auto.costs import chance
 from pdproxy.scheduling.auto.demand import Demand
 from pdproxy.scheduling.auto.loads import EngineLoad
 from pdproxy.scheduling.auto.times import Times
@@ -31,15 +30,17 @@ _ALMOST = 0.98
 """The part of the time that can be used before a queue grows without end."""
 _OVER = 3.0
 """What the part of the time costs that is missing."""
-_SPREAD = 0.02
-"""How much the TPOT of answers differs without prefill beside them."""
+_SPREAD = 0.03
+"""How much the TPOT of answers differs by the number of sequences beside them, as a part of its limit."""
 _RATES = (0.95, 1.0, 1.05)
 """Parts of the measured rate that count alike: it is not exact, and it will not stay."""
-_UNEVEN = 0.4
-"""How unevenly prompts hit the answers beside them, against arrivals by chance. The more engines, the more evenly they come."""
-_MEAN = 0.97
-"""The mean TPOT of answers, against that of an engine whose sequences always wait for the mean part of the time."""
-_SMALL = 0.4
+_UNEVEN = 1.2
+"""The variance of what sequences wait at one engine, against prompts that come by chance. With more engines they come more
+evenly: it falls with the root of their number."""
+_MEAN, _MEAN_FEW = 0.92, 0.11
+"""The mean TPOT of answers, against that of an engine whose sequences always wait for the mean part of the time; with few engines
+it is longer, by the same rule."""
+_SMALL = 0.2
 """What latencies and seconds of engines weigh here, beside requests that miss the SLO."""
 _NUMBERS = 16
 """How many numbers of engines are compared, evenly from 0 on; of a demand that is as before, only the next ones are."""
@@ -64,7 +65,8 @@ def _cost_at(rate: float, count: int, engines: int, demand: Demand, times: Times
     # The sequences at the others: a step takes longer with each of them, and they wait for pulls and for prompts.
     context, decodes = demand.tokens + output / 2, rate * output / others
     prompts = rate * (1.0 - split) / others
-    waiting = prompts * demand.delay_s + rate * split * demand.pull_s / others
+    pulls = rate * split / others
+    waiting = prompts * demand.delay_s + pulls * demand.pull_s
     left = 1.0 - waiting - decodes * times.per_sequence_s(context)
     base = times.step_s(0, 0)
     tpot = base / left if left > _LEAST_LEFT else base / _LEAST_LEFT
@@ -86,19 +88,34 @@ def _cost_at(rate: float, count: int, engines: int, demand: Demand, times: Times
     if split < 1.0:
         steps = demand.new_tokens / max(times.chunk - sequences, 1.0)
         beside = demand.alone_s + steps * (times.step_s(sequences, sequences * context) - base)
-        busy = prompts * beside + rate * split * demand.pull_s / others
+        busy = prompts * beside + pulls * demand.pull_s
         cost += (1.0 - split) * _waiting(others, busy, demand, beside, fixed + beside, slo, weights)
-    hits = prompts * output * tpot
     if slo.tpot is not None:
-        width = _SPREAD * slo.tpot
-        if tpot < longest:
-            uneven = _UNEVEN * min(2.0 / math.sqrt(others), 1.0)
-            width += uneven * demand.delay_s * math.sqrt(hits * (1.0 + demand.variation)) / output
-        cost += chance((_MEAN * tpot - slo.tpot) / width) + _SMALL * weights.tpot * tpot / slo.tpot
+        cost += _SMALL * weights.tpot * tpot / slo.tpot
+        mean = tpot * (_MEAN + _MEAN_FEW / math.sqrt(others))
+        life = output * mean
+        squares = prompts * demand.delay_s**2 * (1.0 + demand.variation) + pulls * demand.pull_s**2
+        variance = _UNEVEN / math.sqrt(others) * squares * life + (_SPREAD * slo.tpot * output) ** 2
+        cost += _beyond(waiting * life, variance, (slo.tpot - mean) * output)
     if slo.gap is not None and times.full_step_s(demand.tokens, 0, 0) > slo.gap:
-        cost += 1.0 - math.exp(-hits)
+        cost += 1.0 - math.exp(-prompts * output * tpot)
     used = split * (demand.alone_s + demand.pull_s) + (1.0 - split) * demand.delay_s
     return cost + _SMALL * weights.engine_s * used
+
+
+def _beyond(mean: float, variance: float, more: float) -> float:
+    """Return how likely a wait is to be longer than its mean by `more`, in seconds.
+
+    It has a gamma distribution (by the approximation of Wilson and Hilferty), or a normal one where it varies more than that.
+    """
+    if mean + more <= 0.0:
+        return 1.0
+    shape, limit = mean * mean / variance, (mean + more) * mean / variance
+    if shape < 1.0:
+        z = -more / math.sqrt(variance)
+    else:
+        z = 3.0 * math.sqrt(limit) * ((shape / limit) ** (1 / 3) - 1.0 + 1.0 / (9.0 * limit))
+    return 0.5 * math.erfc(-z * math.sqrt(0.5))
 
 
 def _waiting(

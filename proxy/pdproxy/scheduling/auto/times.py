@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from pdproxy.engine_model.hardware import Hardware
 
 _LEAST_CHUNK = 16
@@ -91,20 +89,30 @@ class Times:
             seconds += self._weights
         return (seconds + decoding * self._per_seq + context * self._context) * self.prefill_factor
 
-    def prefill_s(self, tokens: int, cached: int, decoding: float, context: float, queued: bool) -> tuple[float, float]:
-        """Return how long prefill takes, and how much longer the sequences that decode wait for their tokens because of it.
+    def prefill_s(
+        self, tokens: int, cached: int, decoding: float, context: float, queued: bool
+    ) -> tuple[float, float, float]:
+        """Return how long prefill takes, how much longer the sequences that decode wait for it, and in how many steps it is done.
 
         `tokens`: those to compute; `cached`: those before them. `decoding` and `context`: sequences at the engine, and their
         tokens. `queued`: other prompts fill the rest of the last chunk.
         """
-        room = self.chunk - decoding
-        steps = tokens / (max(_LEAST_CHUNK, room))
+        room = max(_LEAST_CHUNK, self.chunk - decoding)
+        steps = tokens / room
+        rest = 0.0
         if not queued:
-            steps = math.ceil(steps)
+            full = int(steps)
+            rest = steps - full
+            steps = full + 1.0 if rest else steps
         seconds = steps * self._chunk_base + tokens * self._token
         weights = steps * self._weights
-        if self._once and seconds < weights:
-            seconds = weights
+        if self._once:
+            if rest:  # the last step may be shorter than the reading of the weights
+                short = self._weights - self._chunk_base - rest * room * self._token
+                if short > 0.0:
+                    seconds += short
+            if seconds < weights:
+                seconds = weights
         seconds += self._attention * tokens * (cached + 0.5 * tokens) + self._begin
         longer = seconds
         if decoding:
@@ -114,7 +122,7 @@ class Times:
             else:
                 seconds += weights + steps * (decoding * self._per_seq + context * self._context)
         factor = self.prefill_factor
-        return seconds * factor, longer * factor
+        return seconds * factor, longer * factor, steps
 
     def queued_s(self, tokens: float, pairs: float) -> tuple[float, float]:
         """Return the same for a mean prompt among others, at an engine that does nothing else. `pairs`: `attended` tokens."""
