@@ -10,6 +10,7 @@ import pytest
 
 from pdproxy.app.engines import Profiles, build_ledger
 from pdproxy.scheduling import placements, policies
+from pdproxy.scheduling.auto.auto import Auto
 from pdproxy.settings.crosscheck import checked_node
 from pdproxy.settings.dump import dump
 from pdproxy.settings.errors import SettingsError
@@ -177,8 +178,8 @@ def test_parallel_sizes_count_only_within_a_label(read: Read) -> None:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("session", PoolPolicy(prefill="session", decode="session")),
-        ("split", PoolPolicy()),
+        ("session", PoolPolicy(placement="split", prefill="session", decode="session")),
+        ("split", PoolPolicy(placement="split")),
         ("scripted", PoolPolicy(placement="scripted")),
         ("{decode: prefix}", PoolPolicy(decode="prefix")),
         ("{placement: scripted, decode: random}", PoolPolicy(placement="scripted", decode="random")),
@@ -197,11 +198,38 @@ def test_a_policy_by_its_name_alone(text: str, wanted: PoolPolicy, read: Read, m
     assert isinstance(made, Scripted) is (wanted.placement == "scripted")
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (NODES, "split"),
+        (f"slo: {{ttft: 0.5}}, {NODES}", "auto"),
+        (f"profile: h200-8b, {NODES}", "auto"),
+        (NODES.replace("role: decode", "role: any"), "auto"),
+        (f"policy: round_robin, {NODES.replace('role: decode', 'role: any')}", "split"),
+        (f"policy: least_load, {NODES.replace('role: decode', 'role: any')}", "split"),
+        (f"policy: {{decode: random}}, {NODES.replace('role: decode', 'role: any')}", "split"),
+        (f"policy: auto, {NODES}", "auto"),
+    ],
+)
+def test_the_placement_is_auto_where_it_has_something_to_decide_by(text: str, wanted: str, read: Read) -> None:
+    settings = read(f"pools: [{{{text}}}]")
+    assert settings.pool.placement == wanted
+    assert isinstance(build_ledger(settings, Profiles(None)).placement, Auto) is (wanted == "auto")
+
+
+@pytest.mark.parametrize("useless", ["slo: {ttft: 0.5}", "profile: h200-8b"])
+@pytest.mark.parametrize("policy", ["split", "session", "{prefill: prefix}"])
+def test_what_only_predictions_use_needs_a_placement(useless: str, policy: str, wrong: Callable[[str], str]) -> None:
+    assert wrong(f"pools: [{{policy: {policy}, {useless}, {NODES}}}]") == (
+        f"pools[0].{useless.split(':')[0]}: has no effect with placement split, which predicts no times"
+    )
+
+
 def test_a_policy_by_its_flag() -> None:
     """In place of the file's section."""
     engines = [EngineFlag("prefill", "p:1"), EngineFlag("decode", "d:1")]
     pool = load(None, {}, [Flag("--policy", "pool.policy", "power_of_two")], engines).pool
-    assert pool.policy == PoolPolicy(prefill="power_of_two", decode="power_of_two")
+    assert pool.policy == PoolPolicy(placement="split", prefill="power_of_two", decode="power_of_two")
     with pytest.raises(SettingsError, match=r'got "fast" \(--policy\)$'):
         load(None, {}, [Flag("--policy", "pool.policy", "fast")], engines)
 
@@ -215,7 +243,7 @@ def test_a_policy_by_its_flag() -> None:
         ),
         (
             "{placement: fast}",
-            f'pools[0].policy.placement: expected {" or ".join(placements.names())}, got "fast"',
+            f'pools[0].policy.placement: expected {" or ".join(placements.names())} or null, got "fast"',
         ),
         ("3", None),
         ("{session_header: 'a b'}", 'pools[0].policy.session_header: expected a header\'s name, got "a b"'),

@@ -119,7 +119,7 @@ class Proxy(Parts):
             observers.add(bootstraps)  # not for others: each event costs
         observers.add(prober, *([tokens.canaries] if tokens is not None else []), *watch.observers)
 
-        decisions = Decisions(pool.policy.placement if ledger.placement is not None else None, now)
+        decisions = Decisions(pool.placement if ledger.placement is not None else None, now)
         resources = ExchangeResources(
             transfer=transfer,
             ledger=ledger,

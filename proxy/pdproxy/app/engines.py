@@ -95,7 +95,7 @@ def build_ledger(settings: Settings, profiles: Profiles, cached: Cached | None =
 
 def _placement(pool: Pool, profiles: Profiles, cached: Cached | None) -> Placement | None:
     """Return what decides whether a prompt is split, None where it is split whenever it can be."""
-    make = placements.PLACEMENTS.get(pool.policy.placement)
+    make = placements.PLACEMENTS.get(pool.placement)
     if make is None:
         return None
     context = placements.PlacementContext(

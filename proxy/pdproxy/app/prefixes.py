@@ -122,7 +122,7 @@ def build_knowledge(pool: Pool) -> Knowledge | None:
     """Return what knows engines' prefix caches, None if the pool's policies do not ask for it."""
     policy, own = pool.policy, pool.prefixes
     asked = {policy.prefill, policy.decode} & policies.ASK_THE_INDEX
-    if not asked and policy.placement not in placements.ASK_THE_INDEX:
+    if not asked and pool.placement not in placements.ASK_THE_INDEX:
         return None
     heals = own.heal and pool.kv_events.enabled
     return Knowledge(

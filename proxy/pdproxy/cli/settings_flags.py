@@ -58,7 +58,8 @@ def _connectors() -> str:
 def _policies() -> str:
     return (
         f"who serves a request: a placement ({', '.join(placements.names())}), or a policy for all legs "
-        f"({', '.join(policies.names())}) (default: {placements.SPLIT}, with {PoolPolicy().prefill})"
+        f"({', '.join(policies.names())}) "
+        f"(default: {placements.AUTO} where it has something to decide by, else {PoolPolicy().prefill})"
     )
 
 

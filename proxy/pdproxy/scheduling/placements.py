@@ -13,6 +13,7 @@ from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Cached
 from pdproxy.scheduling.slo import NO_SLO, Slo
 
+AUTO = "auto"
 SPLIT = "split"
 """`pools[].policy.placement`: no placement. A prompt is split if it can be, and the policies of the roles choose."""
 
@@ -60,11 +61,11 @@ def auto(context: PlacementContext) -> Placement:
     )
 
 
-PLACEMENTS: Mapping[str, PlacementFactory] = MappingProxyType({"auto": auto})
+PLACEMENTS: Mapping[str, PlacementFactory] = MappingProxyType({AUTO: auto})
 """What `pools[].policy.placement` may be, besides `split`."""
 
 
-ASK_THE_INDEX = frozenset({"auto"})
+ASK_THE_INDEX = frozenset({AUTO})
 """Those that ask what engines have in their caches, as in `policies`."""
 
 

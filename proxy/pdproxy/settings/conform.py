@@ -55,7 +55,8 @@ def collect(value: object, kind: Any, where: str, path: KeyPath, found: Mistakes
         }
     if value is False and get_origin(kind) is Literal and "off" in get_args(kind):
         value = "off"  # YAML reads that word as false
-    if (names := _names(kind)) is not None and value not in names:
+    optional = get_origin(kind) in (Union, types.UnionType) and type(None) in get_args(kind)
+    if (names := _names(kind)) is not None and value not in names and not (optional and value is None):
         return _unexpected(value, kind, where, path, found)
     try:
         return msgspec.convert(value, kind)
@@ -145,12 +146,12 @@ def expectation(kind: Any) -> str:
     """Return in words what a type of the schema accepts."""
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
+    if get_origin(kind) in (Union, types.UnionType):
+        return " or ".join("null" if one is type(None) else expectation(one) for one in get_args(kind))
     if (names := _names(kind)) is not None:
         return " or ".join(names)
     if _is_section(kind) and (texts := choices(kind)):
         return f"{' or '.join(texts)}, or a mapping"
-    if get_origin(kind) in (Union, types.UnionType):
-        return " or ".join("null" if one is type(None) else expectation(one) for one in get_args(kind))
     match inspect.type_info(kind):
         case inspect.Metadata(extra_json_schema={"description": str(words)}):
             return words
@@ -178,7 +179,9 @@ def choices(kind: Any) -> tuple[str, ...]:
 
 
 def _names(kind: Any) -> tuple[str, ...] | None:
-    """Return the names that a type made with `names_of` takes, None for another type."""
+    """Return the names that a type made with `names_of` takes, or such a type or null; None for another type."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return next((names for one in get_args(kind) if (names := _names(one)) is not None), None)
     extra = next((meta.extra for meta in getattr(kind, "__metadata__", ()) if isinstance(meta, msgspec.Meta)), None)
     return tuple(extra[NAMES]()) if extra is not None and NAMES in extra else None
 

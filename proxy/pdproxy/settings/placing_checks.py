@@ -7,16 +7,21 @@ from collections.abc import Sequence
 from pdproxy.engine_model.profile import load
 from pdproxy.scheduling.placements import SPLIT
 from pdproxy.settings.errors import KeyPath, Mistakes, quote, spell_key
+from pdproxy.settings.policy import PoolSlo
 from pdproxy.settings.schema import Node, Pool
 
 
 def check_placing(pool: Pool, nodes: Sequence[Node], path: KeyPath, found: Mistakes) -> None:
     """Check a pool's labels and profiles. Mistakes are added to `found`."""
-    if pool.policy.refuse_late and pool.policy.placement == SPLIT:
-        key = (*path, "policy", "refuse_late")
-        found.add(
-            key, f"{spell_key(key)}: has no effect with placement {SPLIT}, which predicts no times{found.source(key)}"
-        )
+    if pool.placement == SPLIT:
+        useless = {
+            (*path, "policy", "refuse_late"): pool.policy.refuse_late,
+            (*path, "slo"): pool.slo != PoolSlo(),
+            (*path, "profile"): pool.profile is not None,
+        }
+        for key in (key for key, given in useless.items() if given):
+            text = f"has no effect with placement {SPLIT}, which predicts no times"
+            found.add(key, f"{spell_key(key)}: {text}{found.source(key)}")
     for at, name in enumerate(pool.pair_within):
         key = (*path, "pair_within", at)
         without = [node.url for node in nodes if (node.prefills or node.decodes) and name not in node.labels]

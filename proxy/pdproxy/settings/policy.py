@@ -23,8 +23,9 @@ class PoolPolicy(Section, frozen=True):
     In place of the section, a name alone: of a placement, or of a policy for both legs.
     """
 
-    placement: PlacementName = placements.SPLIT
-    """What decides whether a prompt is split. `split`: it is if it can be, and the policies below choose the engines."""
+    placement: PlacementName | None = None
+    """What decides whether a prompt is split. `split`: it is if it can be, and the policies below choose the engines. None: see
+    `Pool.placement`."""
 
     prefill: Policy = "least_load"
     """For the prefill leg. Fewest outstanding prompt bytes: a prefill engine's time depends on them."""
@@ -43,7 +44,9 @@ class PoolPolicy(Section, frozen=True):
         """See `Section`."""
         if text in placements.names():
             return {"placement": text}
-        return {"prefill": text, "decode": text} if text in policies.names() else None
+        if text not in policies.names():
+            return None
+        return {"placement": placements.SPLIT, "prefill": text, "decode": text}
 
     @classmethod
     def texts(cls) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pdproxy.scheduling.placements import AUTO, SPLIT
 from pdproxy.settings.connector_options import Cpu, LMCache
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines, Limits
@@ -283,6 +284,20 @@ class Pool(Section, frozen=True):
 
     nodes: tuple[Node, ...] = ()
     """The engines. Those named by flags are added after these."""
+
+    @property
+    def placement(self) -> str:
+        """What decides whether a prompt is split: `policy.placement`, by default `auto` where it has something to decide by.
+
+        That is an engine of role any, an objective or a profile. With a policy for a leg it is `split`.
+        """
+        policy, usual = self.policy, PoolPolicy()
+        if policy.placement is not None:
+            return policy.placement
+        if (policy.prefill, policy.decode) != (usual.prefill, usual.decode):
+            return SPLIT
+        decides = self.slo != PoolSlo() or self.profile is not None or any(one.role == "any" for one in self.nodes)
+        return AUTO if decides else SPLIT
 
 
 class KvReady(Section, frozen=True):
