@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import zmq
 from pdproxy.upstream import inbound_socket
 from pdproxy.upstream.inbound_socket import AT_ONCE, InboundSocket
 from pdproxy.upstream.kv_events import Subscription
-from tests.sim.raw import turns, until
+from tests.sim.raw import PATIENCE, turns, until
 
 
 class Inbound(InboundSocket):
@@ -123,6 +124,46 @@ async def test_that_there_can_be_no_more_sockets_is_an_os_error() -> None:
                 subscription.connect(context, "tcp://127.0.0.1:1")
         assert subscription.address is None
         subscription.close()
+
+
+async def test_a_lost_connection_is_reported_before_what_comes_over_the_next_one() -> None:
+    """Even if the event loop was busy meanwhile, and reads messages first: the next one may be of another run."""
+    seen: list[str | int] = []
+    subscription = Subscription(
+        lambda _topic, number, _payload: seen.append(number),
+        lambda: None,
+        lambda _: None,
+        topic="",
+        connected=lambda connected: seen.append("connected" if connected else "lost"),
+    )
+    with zmq.Context() as context:
+        with zmq.Context() as theirs:
+            publisher = theirs.socket(zmq.PUB)
+            port = publisher.bind_to_random_port("tcp://127.0.0.1")
+            subscription.connect(context, f"tcp://127.0.0.1:{port}")
+            async with asyncio.timeout(PATIENCE):
+                while 0 not in seen:  # ZMQ says nowhere when a subscription has arrived
+                    publish(publisher, 0)
+                    await asyncio.sleep(0.01)
+            publish(publisher, 1)
+            await until(lambda: 1 in seen)
+            publisher.close(linger=0)
+        # From here on the event loop does not run.
+        with zmq.Context() as theirs:
+            publisher = theirs.socket(zmq.PUB)
+            publisher.bind(f"tcp://127.0.0.1:{port}")
+            assert subscription._socket is not None
+            end = time.monotonic() + PATIENCE
+            while not subscription._socket.poll(10) and time.monotonic() < end:
+                publish(publisher, 2)
+            subscription._read()
+            assert seen[seen.index(1) + 1 :] == ["lost", "connected", 2]
+            subscription.close()
+            publisher.close(linger=0)
+
+
+def publish(publisher: zmq.Socket[bytes], number: int) -> None:
+    publisher.send_multipart([b"", number.to_bytes(8, "big"), b"payload"])
 
 
 async def test_closing_in_the_middle_of_a_burst_ends_it(endless: Endless) -> None:

@@ -612,20 +612,73 @@ async def test_what_waits_is_dropped_when_the_connection_is_another_one(stage: S
     assert await stage.settled() == set()
 
 
+async def test_a_restart_while_replays_fail_is_not_taken_for_the_same_run(stage: Stage) -> None:
+    """The first message of the new run that comes may have just the number that the run before has reached."""
+    stage.engine.silent = True
+    stage.source.begin()
+    await stage.settled()
+    await stage.clock.reach(DEADLINE)  # from now on there is a pause
+    stage.engine.silent = False
+    stage.engine.publish(2)
+    stage.send(0, 1)
+    assert await stage.settled() == {0, 1}
+    stage.source.state_changed(False)
+    stage.engine.restart()
+    stage.engine.publish(2)
+    stage.source.state_changed(True)
+    assert await stage.settled() == set()
+    stage.engine.publish()
+    stage.send(2)
+    assert await stage.settled() == {1002}
+    assert stage.engine.asked == [0]
+    assert stage.counts.replays == {"unanswered": 1, "unavailable": 1}
+    await stage.clock.advance(COOLDOWN)
+    stage.source.state_changed(True)  # the engine can be asked again: the same run
+    assert await stage.settled() == {1002}
+    assert stage.engine.asked == [0, 2]
+
+
+async def test_without_replays_another_connection_may_be_another_run() -> None:
+    """The numbers alone can't tell them apart: all is forgotten, also if the engine is the same and nothing was lost."""
+    stage = Stage(replays=False)
+    stage.source.state_changed(True)
+    stage.engine.publish(2)
+    stage.send(0, 1)
+    assert await stage.settled() == {0, 1}
+    assert stage.counts.replays == {}
+    stage.source.state_changed(False)
+    assert await stage.settled() == {0, 1}
+    stage.engine.restart()
+    stage.engine.publish(2)
+    stage.source.state_changed(True)
+    stage.engine.publish()
+    stage.send(2)
+    assert await stage.settled() == {1002}
+    assert stage.counts.replays == {"unavailable": 1}
+
+
 OPERATIONS = st.sampled_from(
-    ["deliver", "deliver", "deliver", "lose", "restart", "reconnect", "wait", "lossy", "no end", "evict"]
+    ["deliver", "deliver", "deliver", "lose", "restart", "reconnect", "wait", "lossy", "no end", "evict", "silent"]
 )
+KINDS = st.sampled_from(["replays", "no replays", "connects"])
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(OPERATIONS, max_size=40), st.randoms(use_true_random=False))
-def test_whatever_is_lost_the_end_is_what_the_engine_has(operations: list[str], chance: random.Random) -> None:
-    """Any mix of messages, losses, restarts and lossy replays: once messages come again, all is known and nothing else."""
+@given(st.lists(OPERATIONS, max_size=40), st.randoms(use_true_random=False), KINDS)
+def test_whatever_is_lost_the_end_is_what_the_engine_has(
+    operations: list[str], chance: random.Random, kind: str
+) -> None:
+    """Any mix of messages, losses, restarts and lossy replays: once messages come again, all is known and nothing else.
+
+    If an engine `connects`, nothing shows that its connection is another one, and the first message of its next run may have the
+    number that the last one has reached. The registry finds that run, some time later.
+    """
 
     async def run() -> None:
-        stage = Stage()
+        stage = Stage(replays=kind != "no replays")
         engine = stage.engine
         held: set[int | bytes] = set()
+        found = 0  # the run that the registry knows
 
         def publish(*events: object) -> int:
             number = len(engine.messages)
@@ -636,6 +689,16 @@ def test_whatever_is_lost_the_end_is_what_the_engine_has(operations: list[str], 
             found = engine.block(len(engine.messages))
             held.add(found)
             return publish(stored(found))
+
+        def connected(whether: bool) -> None:
+            if kind != "connects":
+                stage.source.state_changed(whether)
+
+        def probe() -> None:
+            nonlocal found
+            if kind == "connects" and found != engine.run:
+                found = engine.run
+                stage.source.restarted()
 
         stage.source.begin()
         for operation in operations:
@@ -651,25 +714,29 @@ def test_whatever_is_lost_the_end_is_what_the_engine_has(operations: list[str], 
                     if chance.random() < 0.5:
                         stage.send(number)
                 case "restart":
-                    stage.source.state_changed(False)
+                    connected(False)
                     engine.restart()
                     held.clear()
                     for _ in range(chance.randrange(4)):
                         store()
-                    stage.source.state_changed(True)
+                    connected(True)
                 case "reconnect":
-                    stage.source.state_changed(False)
+                    connected(False)
                     store()
-                    stage.source.state_changed(True)
+                    connected(True)
                 case "wait":
                     await turns(30)
                     await stage.clock.advance(chance.choice([0.1, QUIET, DEADLINE]))
+                    probe()
                 case "lossy":
                     engine.lost.append({chance.randrange(30)})
                 case "no end":
                     engine.lost_ends += 1
+                case "silent":
+                    engine.silent = not engine.silent
             await turns(chance.randrange(4))
-        engine.lost, engine.lost_ends = [], 0
+        engine.lost, engine.lost_ends, engine.silent = [], 0, False
+        probe()
         for _ in range(80):
             await turns(60)
             await stage.clock.advance(2.0)
@@ -680,7 +747,7 @@ def test_whatever_is_lost_the_end_is_what_the_engine_has(operations: list[str], 
         incomplete = {result for result in stage.counts.replays if result not in ("complete", "too_old")}
         known = stage.index.hashes
         assert known <= held
-        assert known == held or incomplete
+        assert known == held or incomplete or kind == "no replays"
         assert engine.open == 0
         await stage.tasks.settle(0)
 

@@ -7,8 +7,8 @@ last asked. These rules are kept:
   published so far is asked for.
 - A gap is closed by a replay. It begins with the last message that was taken: if its content is another one now, the engine has
   started again, and its numbers only look as if they went on.
-- Meanwhile messages wait. The engine's answers may have gaps themselves (its socket drops what it can't send): the rest is asked
-  for again.
+- Meanwhile messages wait. Answers may have gaps, too (the engine's socket drops what it can't send): the rest is asked for again.
+- Behind another connection may be another run: the last message is asked for again. If it can't be, all is forgotten.
 - If the answer does not come, or what was lost is no longer kept there, what is known of the place may be wrong: it is forgotten.
   The events go on from there.
 - A replay that is not answered within `deadline` seconds has failed. After a replay, also one that was broken off, the next one
@@ -39,8 +39,7 @@ from pdproxy.wire.kv_events import read_batch
 
 logger = logging.getLogger("pdproxy.kv")
 
-COOLDOWN = 1.0
-MAX_PAUSE = 60.0
+COOLDOWN, MAX_PAUSE = 1.0, 60.0
 QUIET = 0.5
 """Seconds without an answer after which a replay's answer counts as ended. Its end may be lost as its messages may."""
 LOG_S = 10.0
@@ -156,6 +155,8 @@ class Source:
         if connected:
             self._again = self._replaying is not None  # which may have been answered before that
             self._drop_held()  # of the connection before, and perhaps of another run: the replay that follows has them
+            if self._next and self._replaying is None and not self._may_ask():
+                self._give_up("unavailable")  # another run's numbers may go on where those of the run before have ended
             self._ask()
 
     def receive(self, number: int, payload: bytes) -> None:

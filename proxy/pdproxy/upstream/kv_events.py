@@ -38,7 +38,8 @@ class Subscription(InboundSocket):
     """Passes each message to `received`; calls `unreadable` for what is none, and `failed` as the base does.
 
     `wanted` returns whether more can be taken now; None: always. `connected` is called with True when a connection to the
-    publisher is there (again), and with False when it is lost. Only what connects reports this.
+    publisher is there (again), and with False when it is lost, both before messages that come over the next connection. Only what
+    connects reports this.
     """
 
     kind = zmq.SUB
@@ -108,6 +109,7 @@ class Subscription(InboundSocket):
         return self._more is None or self._more()
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
+        self._state_changed()  # a message of a new connection must not come before the news of that connection
         sequence = read_sequence(frames[1].bytes) if len(frames) == 3 else None
         if sequence is None:
             self._unreadable()
