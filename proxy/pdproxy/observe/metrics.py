@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from pdproxy.observe import catalog, catalog_decisions, catalog_peers, catalog_turns
+from pdproxy.observe import catalog, catalog_decisions, catalog_peers, catalog_refusals, catalog_turns
 from pdproxy.observe.catalog import METRICS, REMOVED
 from pdproxy.observe.description import NODE, Description, Kind
 from pdproxy.observe.events import (
@@ -184,6 +184,7 @@ class Metrics:
                 self._histogram(catalog.TOKENIZE, event.source).observe(event.seconds)
             case Refused(reason):
                 self._count(catalog.REFUSALS, reason)
+                self._overload(event.overload)
             case Evicted(what):
                 self._count(catalog.EVICTIONS, what)
             case LoopBeat(late_s):
@@ -201,6 +202,10 @@ class Metrics:
             case KvShortfall() | NodeChanged() | TokenizerJudged():
                 pass  # logged, and shown by gauges
 
+    def _overload(self, reason: str | None) -> None:
+        if reason is not None:
+            self._count(catalog_refusals.OVERLOAD_REFUSALS, reason, catalog_refusals.STATUS_OF[reason])
+
     def _decided(self, choice: str, reason: str) -> None:
         if reason not in self._reasons:
             if len(self._reasons) < catalog_decisions.MAX_REASONS:
@@ -211,6 +216,7 @@ class Metrics:
 
     def _ended(self, event: RequestEnded) -> None:
         self._request(event)
+        self._overload(event.reason)
         self._phases["queue"].observe(event.queue_s)
         self._phases["total"].observe(event.total_s)
         path = "alone"

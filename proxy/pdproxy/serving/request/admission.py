@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import OverloadedError, Wait
+from pdproxy.kit.errors import LimitError, OverloadedError, Reason, Wait
 from pdproxy.kit.fair_places import FairPlaces, NoPlaceError
 from pdproxy.observe.events import DeadlinePassed, Evicted, Observers
 from pdproxy.serving.access.clients import Client, Clients
@@ -62,7 +62,7 @@ class Admission:
             OverloadedError: shutting down, the queue is full, or no place came free in time.
         """
         if self._closed:
-            raise OverloadedError("pdproxy is shutting down")
+            raise OverloadedError("pdproxy is shutting down", Reason.DRAINING)
         if not self._places.take(client):
             await self._wait(client)
 
@@ -74,7 +74,7 @@ class Admission:
     async def close(self) -> None:
         """Refuse new requests and those that wait, and return when no request is left."""
         self._closed = True
-        self._places.refuse(OverloadedError("pdproxy is shutting down"))
+        self._places.refuse(OverloadedError("pdproxy is shutting down", Reason.DRAINING))
         self._check_drained()
         await self._drained.wait()
 
@@ -90,11 +90,15 @@ class Admission:
                 await self._places.wait(client, place)
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.QUEUE.value))
-            raise OverloadedError(f"no place came free in {self._timeout:g} s") from None
+            raise OverloadedError(f"no place came free in {self._timeout:g} s", Reason.QUEUE_TIMEOUT) from None
         except NoPlaceError as error:
             if error.displaced:
-                raise OverloadedError("requests of other clients wait, and this client has the most of them") from None
-            raise OverloadedError(f"{self.inflight} requests are being served and {self.waiting} are waiting") from None
+                raise LimitError(
+                    "requests of other clients wait, and this client has the most of them", Reason.SHARE
+                ) from None
+            raise OverloadedError(
+                f"{self.inflight} requests are being served and {self.waiting} are waiting", Reason.QUEUE_FULL
+            ) from None
         finally:
             self._check_drained()  # a place that was granted to a request that no longer wants it was released
 
@@ -106,5 +110,7 @@ class Admission:
         """Drop one slow reader of another client that holds more than its share."""
         for other in self._clients.with_slow:
             if other is not client and self.over_share(other):
-                next(iter(other.slow)).evict(OverloadedError("others wait, and the client reads too slowly"))
+                next(iter(other.slow)).evict(
+                    OverloadedError("others wait, and the client reads too slowly", Reason.SLOW_READER)
+                )
                 return

@@ -18,6 +18,7 @@ from pdproxy.kit.errors import (
     Fault,
     OverloadedError,
     PdproxyError,
+    Reason,
     UnauthorizedError,
     Wait,
 )
@@ -31,6 +32,7 @@ from pdproxy.serving.request.totals import RequestTotals
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.upstream.connection import Headers
+from pdproxy.wire.errors import retry_headers
 
 logger = logging.getLogger("pdproxy")
 
@@ -101,9 +103,7 @@ class LiveRequest(ABC, Generic[Writer]):
 
     def error_headers(self, error: PdproxyError) -> Headers:
         """Return the headers of an error that pdproxy answers itself."""
-        headers = [JSON_TYPE, (b"x-request-id", self.request_id.encode())]
-        if error.fault is Fault.CAPACITY:
-            headers.append((b"retry-after", b"1"))
+        headers = [JSON_TYPE, (b"x-request-id", self.request_id.encode()), *retry_headers(error)]
         if isinstance(error, UnauthorizedError):
             headers.append(CHALLENGE)
         return headers
@@ -129,7 +129,7 @@ class Lifecycle:
         except asyncio.CancelledError:
             error = ClientLeftError("the client closed the connection")
             if not request.writer.gone:  # it was the shutdown
-                error = OverloadedError("pdproxy is shutting down")
+                error = OverloadedError("pdproxy is shutting down", Reason.DRAINING)
             raise
         except TimeoutError:
             total = resources.deadlines.total
@@ -177,5 +177,6 @@ class Lifecycle:
                 stream=request.stream,
                 client=request.address,
                 key=request.key,
+                reason=None if error is None or error.reason is None else error.reason.value,
             )
         )

@@ -21,6 +21,7 @@ from pdproxy.kit.errors import (
     EngineTimeoutError,
     OverloadedError,
     PdproxyError,
+    Reason,
     Wait,
 )
 from pdproxy.observe.events import DeadlinePassed, LegTimes
@@ -122,7 +123,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             ask = Ask(body.model, size, resources.now(), session=incoming.session)
             lease = resources.ledger.assign_alone(ask, without=without) or resources.ledger.assign_alone(ask)
             if lease is None:
-                raise OverloadedError("no engine can serve this request: see /ready")
+                raise OverloadedError("no engine can serve this request: see /ready", Reason.NO_ENGINE)
             url = self._url = lease.node.url
             self._attempts += 1
             self._asked = resources.now()

@@ -1,0 +1,37 @@
+"""The rows of the table of metrics (`observe.catalog`) about requests that are refused now and may be served later. Only data."""
+
+from __future__ import annotations
+
+from pdproxy.kit.errors import Reason
+from pdproxy.observe.description import Description, Kind, Label
+
+_OURS, _CLIENTS = "503", "429"
+REASONS = (
+    (Reason.SHARE, _CLIENTS, "the queue was full, and its client had the most requests in it"),
+    (Reason.QUEUE_FULL, _OURS, "limits.max_queue requests wait"),
+    (Reason.QUEUE_TIMEOUT, _OURS, "no place came free in deadlines.queue"),
+    (Reason.CAPACITY, _OURS, "no decode engine had space for the prompt's KV in deadlines.queue"),
+    (Reason.OBJECTIVE, _OURS, "no engine can serve it in time (policy.refuse_late)"),
+    (Reason.NO_ENGINE, _OURS, "no engine that can serve it is up"),
+    (Reason.DRAINING, _OURS, "pdproxy is shutting down"),
+    (Reason.BODIES, _OURS, "no space for the body: limits.max_buffered_bytes"),
+    (Reason.READERS, _OURS, "too many large bodies are being read, or it was not read in deadlines.read_body"),
+    (Reason.ANSWERS, _OURS, "no space for an engine's answer: limits.max_buffered_answer_bytes"),
+    (Reason.SLOW_READER, _OURS, "its client reads too slowly and holds more than its share, while others wait"),
+    (Reason.CONNECTIONS, _OURS, "limits.max_connections are open"),
+    (Reason.OPEN_FILES, _OURS, "the process may open no more files (ulimit -n)"),
+)
+"""Each reason with its status and its meaning."""
+STATUS_OF = {reason.value: status for reason, status, _ in REASONS}
+
+OVERLOAD_REFUSALS = Description(
+    "pdproxy_refusals_total",
+    Kind.COUNTER,
+    "Requests and connections that were refused now and may succeed later, by the reason in the error's body",
+    "refusals",
+    (
+        Label("reason", tuple((reason.value, text) for reason, _, text in REASONS)),
+        Label("status", ((_CLIENTS, "the client's own limit or share"), (_OURS, "what all clients share"))),
+    ),
+    together=tuple(STATUS_OF.items()),
+)
