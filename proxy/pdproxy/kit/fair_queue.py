@@ -1,10 +1,11 @@
-"""A bounded number of places, and a queue for them that is fair between tenants, by weight and by the cost of their requests. Pure.
+"""Places, and a queue for them that is fair between tenants, by their weights and the costs of their requests. Pure.
 
-Owns the places, the requests that wait, and what each tenant has received. While requests wait, a place that comes free goes to the
-tenant that has received the least cost per weight (start-time fair queueing), there to the request with the smallest priority, and
-among those to the oldest. What was granted while nobody waited is charged to nobody: it took nothing from others. Nor is there
-credit for idle times: a tenant that begins to wait has received at least as much as the one that was served last. If the queue is
-full, a tenant with less in it displaces the newest and least urgent request of the tenant with the most, by weight.
+Owns the places, the requests that wait, and what each tenant has received. While requests wait, a place that comes free goes to
+the tenant that has received the least cost per weight (start-time fair queueing), there to the request with the smallest
+priority, and among those to the oldest. What was granted while nobody waited is charged to nobody: it took nothing from others.
+Nor is there credit for idle times: a tenant that begins to wait has received at least as much as the one that was served last.
+If the queue is full, a tenant with less in it displaces the newest and least urgent request of the tenant with the most, by
+weight.
 """
 
 from __future__ import annotations
@@ -92,9 +93,9 @@ class FairQueue(Generic[Ticket]):
 
     A request that alone is larger than `max_size` gets a place once no other is taken.
 
-    `granted` is called with the ticket of a request that waited and has a place now; it returns whether that is still wanted, and
-    otherwise the place goes to the next. `displaced` is called with the ticket of a request that waits no longer. Neither may call
-    this object.
+    `granted` is called with the ticket of a request that waited and has a place now; it returns whether that is still wanted,
+    and otherwise the place goes to the next. `displaced` is called with the ticket of a request that waits no longer. Neither
+    may call this object.
     """
 
     def __init__(
@@ -243,7 +244,7 @@ class FairQueue(Generic[Ticket]):
         return tenant
 
     def _rest(self, tenant: Tenant[Ticket]) -> None:
-        """Forget a tenant without requests, unless it has received more than others. If nobody has one, nobody has received more."""
+        """Forget a tenant without requests, unless it has received more than others; forget all if nobody has one."""
         if tenant.places or tenant.waiting:
             return
         self._active_weight -= tenant.weight
