@@ -99,15 +99,21 @@ def test_idle_times_give_no_credit() -> None:
     assert sorted(late) == ["a"] * 5 + ["b"] * 5
 
 
-def test_what_took_nothing_from_others_is_not_charged() -> None:
-    """A tenant that had all places while nobody waited is not behind a new one afterwards."""
+def test_what_took_nothing_from_others_counts_only_while_it_is_held() -> None:
+    """A tenant that got all places while nobody waited lets another one go first, and gets as much as that one from then on."""
     served = Served(4)
     for number in range(8):
         served.enter(f"a{number}", 1000.0)
-    served.enter("b0", 1000.0)
-    for number in range(2):
+    for number in range(4):
+        served.enter(f"b{number}", 1000.0)
+    for number in range(4):
         served.leave(f"a{number}", 1000.0)
-    assert served.granted[4:] == ["a4", "b0"]
+    assert served.granted[4:] == ["b0", "b1", "a4", "a5"]
+    served = Served(1)
+    for ticket in ("a0", "a1", "b0"):
+        served.enter(ticket, 1000.0)
+    served.leave("a0", 1000.0)
+    assert served.granted == ["a0", "a1"], "nobody has anything, and this one has waited longer"
 
 
 def test_debt_outlives_the_requests_that_made_it() -> None:

@@ -54,6 +54,7 @@ class Reason(Enum):
     SHARE = "share"
     QUEUE_FULL = "queue_full"
     QUEUE_TIMEOUT = "queue_timeout"
+    DEADLINE = "deadline"
     CAPACITY = "capacity"
     OBJECTIVE = "objective"
     NO_ENGINE = "no_engine"

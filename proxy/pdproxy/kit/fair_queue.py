@@ -2,9 +2,9 @@
 
 Owns the places, the requests that wait, and what each tenant has received. While requests wait, a place that comes free goes to
 the tenant that has received the least cost per weight (start-time fair queueing), there to the request with the smallest
-priority, and among those to the oldest. What was granted while nobody waited is charged to nobody: it took nothing from others.
-Nor is there credit for idle times: a tenant that begins to wait has received at least as much as the one that was served last.
-If the queue is full, a tenant with less in it displaces the newest and least urgent request of the tenant with the most, by
+priority, and among those to the oldest. What was granted while nobody waited took nothing from others: it counts only as long as
+the place is held. Nor is there credit for idle times: a tenant that begins to wait has received at least as much as the one that
+is next. If the queue is full, a tenant with less in it displaces the newest and least urgent request of the tenant with the most, by
 weight.
 """
 
@@ -29,12 +29,25 @@ class QueueFullError(Exception):
 class Tenant(Generic[Ticket]):
     """What one tenant has. `received`: cost per weight, comparable with that of others that wait."""
 
-    __slots__ = ("by_priority", "name", "places", "priorities", "received", "turn", "waiting", "waiting_cost", "weight")
+    __slots__ = (
+        "by_priority",
+        "free_cost",
+        "name",
+        "places",
+        "priorities",
+        "received",
+        "turn",
+        "waiting",
+        "waiting_cost",
+        "weight",
+    )
 
     def __init__(self, name: Hashable, weight: float) -> None:
         self.name = name
         self.weight = weight
         self.received = 0.0
+        self.free_cost = 0.0
+        """The cost of its requests that got their places while nobody waited, and still have them."""
         self.places = 0
         self.waiting = 0
         self.waiting_cost = 0.0
@@ -42,6 +55,11 @@ class Tenant(Generic[Ticket]):
         """Among tenants that have received equally much, the one with the smallest is next."""
         self.by_priority: dict[int, OrderedDict[Entry[Ticket], None]] = {}
         self.priorities: list[int] = []
+
+    @property
+    def has(self) -> float:
+        """What it has received, with all that counts only as long as it is held."""
+        return self.received + self.free_cost / self.weight if self.free_cost else self.received
 
     def first(self) -> Entry[Ticket]:
         """Return the request that is served next of those that wait."""
@@ -117,10 +135,10 @@ class FairQueue(Generic[Ticket]):
         self._queued: dict[Hashable, Tenant[Ticket]] = {}
         """Those of them with waiting requests."""
         self._order: list[tuple[float, int, Tenant[Ticket]]] = []
-        """A heap of (received, turn, tenant) of `_queued`. An item whose numbers are not the tenant's any more is dead."""
+        """A heap of (has, turn, tenant) of `_queued`. An item whose numbers are not the tenant's any more is dead."""
         self._turns = 0
         self._served = 0.0
-        """What the tenant that was served last had received before, never less than for one served earlier."""
+        """The most that a tenant had received before it was served, while others waited."""
         self._active_weight = 0.0
         self.taken = 0
         """Places that are taken."""
@@ -150,6 +168,7 @@ class FairQueue(Generic[Ticket]):
             return None
         entry = Entry(self._tenant(name, weight), ticket, cost, size, priority)
         self._give_place(entry)
+        entry.tenant.free_cost += cost
         return entry
 
     def queue_up(
@@ -168,7 +187,8 @@ class FairQueue(Generic[Ticket]):
                 raise QueueFullError
         entry = Entry(tenant, ticket, cost, size, priority)
         if not tenant.waiting:
-            tenant.received = max(tenant.received, self._served)
+            following = self._following()
+            tenant.received = max(tenant.received, self._served if following is None else following.received)
             self._queued[name] = tenant
             self._next_turn(tenant)
         tenant.append(entry)
@@ -192,10 +212,12 @@ class FairQueue(Generic[Ticket]):
         self.taken -= 1
         self.size -= entry.size
         tenant.places -= 1
-        if entry.charged and cost is not None:
+        if not entry.charged:
+            tenant.free_cost = tenant.free_cost - entry.cost if tenant.places else 0.0
+        elif cost is not None:
             tenant.received += (cost - entry.cost) / tenant.weight
-            if tenant.waiting:
-                self._push(tenant)
+        if tenant.waiting:
+            self._push(tenant)
         self._rest(tenant)
         self._fill()
 
@@ -217,12 +239,12 @@ class FairQueue(Generic[Ticket]):
         """Return the cost of the waiting requests that are served before a new one of a tenant, as far as they are known now."""
         tenant = self._tenants.get(name)
         own = 0.0 if tenant is None else tenant.waiting_cost
-        received = self._served if tenant is None else tenant.received
-        if tenant is None or not tenant.waiting:
-            received = max(received, self._served)
+        received = 0.0 if tenant is None else tenant.has
+        if not own and (following := self._following()) is not None:
+            received = max(received, following.received)
         begins = received + own / weight
         return own + sum(
-            min(other.waiting_cost, max(begins - other.received, 0.0) * other.weight)
+            min(other.waiting_cost, max(begins - other.has, 0.0) * other.weight)
             for other in self._queued.values()
             if other is not tenant
         )
@@ -238,9 +260,12 @@ class FairQueue(Generic[Ticket]):
         if not tenant.places and not tenant.waiting:
             del self._resting[name]
             self._active_weight += weight
+            tenant.weight = weight
         elif tenant.weight != weight:
             self._active_weight += weight - tenant.weight
-        tenant.weight = weight
+            tenant.weight = weight
+            if tenant.waiting:
+                self._push(tenant)
         return tenant
 
     def _rest(self, tenant: Tenant[Ticket]) -> None:
@@ -268,10 +293,19 @@ class FairQueue(Generic[Ticket]):
         self._push(tenant)
 
     def _push(self, tenant: Tenant[Ticket]) -> None:
-        heapq.heappush(self._order, (tenant.received, tenant.turn, tenant))
+        heapq.heappush(self._order, (tenant.has, tenant.turn, tenant))
         if len(self._order) > 2 * len(self._queued) + 64:
-            self._order = [(one.received, one.turn, one) for one in self._queued.values()]
+            self._order = [(one.has, one.turn, one) for one in self._queued.values()]
             heapq.heapify(self._order)
+
+    def _following(self) -> Tenant[Ticket] | None:
+        """Return the tenant that is served next of those that wait, None if nobody waits."""
+        while self._order:
+            has, turn, tenant = self._order[0]
+            if tenant.waiting and (has, turn) == (tenant.has, tenant.turn):
+                return tenant
+            heapq.heappop(self._order)
+        return None
 
     # -- places
 
@@ -294,18 +328,14 @@ class FairQueue(Generic[Ticket]):
 
     def _fill(self) -> None:
         """Grant free places to requests that wait."""
-        while self._queued and self.taken < self._places:
-            received, turn, tenant = self._order[0]
-            if not tenant.waiting or (received, turn) != (tenant.received, tenant.turn):
-                heapq.heappop(self._order)
-                continue
+        while self.taken < self._places and (tenant := self._following()) is not None:
             entry = tenant.first()
             if not self._fits(entry.size):
                 return  # nobody overtakes it: it would wait as long as smaller ones come
             heapq.heappop(self._order)
             self._remove(entry)
             if self._granted(entry.ticket):
-                self._served = max(self._served, received)
+                self._served = max(self._served, tenant.received)
                 tenant.received += entry.cost / tenant.weight
                 entry.charged = True
                 self._give_place(entry)

@@ -10,6 +10,7 @@ REASONS = (
     (Reason.SHARE, _CLIENTS, "the queue was full, and its client had the most requests in it"),
     (Reason.QUEUE_FULL, _OURS, "limits.max_queue requests wait"),
     (Reason.QUEUE_TIMEOUT, _OURS, "no place came free in deadlines.queue"),
+    (Reason.DEADLINE, _OURS, "it can't be served within its X-Request-Timeout"),
     (Reason.CAPACITY, _OURS, "no decode engine had space for the prompt's KV in deadlines.queue"),
     (Reason.OBJECTIVE, _OURS, "no engine can serve it in time (policy.refuse_late)"),
     (Reason.NO_ENGINE, _OURS, "no engine that can serve it is up"),

@@ -23,6 +23,7 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.access.routes import RouteEntry
+from pdproxy.serving.request.hints import TIMEOUT
 from pdproxy.serving.request.passthrough import IncomingPassthrough
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.upstream.connection import Headers
@@ -131,6 +132,7 @@ class PassthroughResponse(Response):
             client=self._identified.address,
             key=self._identified.key,
             session=passthrough.session(found),
+            hints=tuple(line for line in headers if line[0] == TIMEOUT),
         )
         del body  # the request refers to it
         serving = asyncio.ensure_future(passthrough.serve(request, output))

@@ -15,7 +15,7 @@ from pdproxy.scheduling.auto.correction import Error
 from pdproxy.scheduling.auto.costs import Costs, Look
 from pdproxy.scheduling.auto.demand import Meter
 from pdproxy.scheduling.auto.loads import EngineLoad, Leg
-from pdproxy.scheduling.auto.outputs import Outputs, limit_of
+from pdproxy.scheduling.outputs import Outputs, limit_of
 from pdproxy.scheduling.auto.roles import REVIEW_S, Kept
 from pdproxy.scheduling.auto.times import Times
 from pdproxy.scheduling.auto.view import View, models_of

@@ -27,12 +27,16 @@ class Evictable(Protocol):
 
 
 class Client:
-    """One client, while it has a connection or a request. `name` is the digest of a key, or an address."""
+    """One client, while it has a connection or a request. `name` is the digest of a key, or an address.
 
-    __slots__ = ("bodies", "bytes", "name", "slow", "uses")
+    `weight`: how much more of the places it may have than others, while all of them wait.
+    """
+
+    __slots__ = ("bodies", "bytes", "name", "slow", "uses", "weight")
 
     def __init__(self, name: bytes | str) -> None:
         self.name = name
+        self.weight = 1.0
         self.uses = 0
         self.bytes = 0
         """Bytes of its bodies that are held."""

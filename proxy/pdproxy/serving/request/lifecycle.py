@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
@@ -27,7 +28,8 @@ from pdproxy.kit.ids import mint, usable
 from pdproxy.observe.events import DeadlinePassed, RequestEnded
 from pdproxy.serving.access.keys import CHALLENGE
 from pdproxy.serving.dispatch.resources import ExchangeResources
-from pdproxy.serving.request.admission import Admission
+from pdproxy.serving.request.admission import Admission, Place
+from pdproxy.serving.request.demand import NO_DEMAND
 from pdproxy.serving.request.totals import RequestTotals
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.serving.stream.response_writer import ResponseWriter
@@ -52,6 +54,7 @@ class LiveRequest(ABC, Generic[Writer]):
     __slots__ = (
         "address",
         "admitted",
+        "demand",
         "endpoint",
         "first",
         "key",
@@ -61,6 +64,7 @@ class LiveRequest(ABC, Generic[Writer]):
         "request_id",
         "status",
         "stream",
+        "timeout",
         "totals",
         "writer",
     )
@@ -76,6 +80,9 @@ class LiveRequest(ABC, Generic[Writer]):
         """Whether the client wants a stream, None before that is known."""
         self.address: str | None = None
         self.key: str | None = None
+        self.demand = NO_DEMAND
+        self.timeout: float | None = None
+        """Seconds from `received` within which the client wants its answer, None if it does not say so."""
         self.admitted: float | None = None
         self.first: float | None = None
         self.status = 0
@@ -95,7 +102,7 @@ class LiveRequest(ABC, Generic[Writer]):
 
     @abstractmethod
     def add_up(self) -> None:
-        """Complete `totals` for the report. Called once, at the end."""
+        """Complete `totals` for the report. Called once, after the last engine was asked."""
 
     def answer_headers(self, headers: Headers, passed: tuple[bytes, ...]) -> Headers:
         """Return the headers of an engine's answer: those named in `passed`, and the request's id."""
@@ -120,10 +127,16 @@ class Lifecycle:
         """Serve, answer and report a request. Raises only CancelledError: at a shutdown, or when the client has left."""
         resources = self._resources
         error: PdproxyError | None = None
+        place: Place | None = None
+        total = resources.deadlines.total
         try:
             serve = await request.read()
-            async with resources.clock.within(resources.deadlines.total):
-                await self._admission.enter(request.writer.client)
+            deadline = None
+            if request.timeout is not None and request.timeout < total:
+                deadline = request.received + request.timeout
+                total = max(deadline - resources.now(), 0.0)
+            async with resources.clock.within(total):
+                place = await self._admission.enter(request.writer.client, request.demand, deadline)
                 request.admitted = resources.now()
                 await serve()
         except asyncio.CancelledError:
@@ -132,17 +145,18 @@ class Lifecycle:
                 error = OverloadedError("pdproxy is shutting down", Reason.DRAINING)
             raise
         except TimeoutError:
-            total = resources.deadlines.total
             resources.observers.notify(DeadlinePassed(Wait.TOTAL.value))
-            error = EngineTimeoutError(f"the request took longer than {total:g} s", wait=Wait.TOTAL)
+            limit = min(request.timeout or math.inf, resources.deadlines.total)
+            error = EngineTimeoutError(f"the request took longer than {limit:g} s", wait=Wait.TOTAL)
         except PdproxyError as failed:
             error = failed
         except Exception as failed:
             logger.error("request %s failed in pdproxy itself: %s", request.request_id, frames(failed))  # noqa: TRY400
             error = PdproxyError(type(failed).__name__)
         finally:
-            if request.admitted is not None:
-                self._admission.leave(request.writer.client)
+            request.add_up()
+            if place is not None:
+                place.leave(request.totals.prompt_tokens, request.totals.completion_tokens)
             try:
                 if error is not None:
                     await request.answer_error(error)
@@ -153,7 +167,6 @@ class Lifecycle:
 
     def _report(self, request: LiveRequest[Writer], error: PdproxyError | None) -> None:
         now = self._resources.now()
-        request.add_up()
         totals = request.totals
         outcome = "ok" if error is None else error.fault.value
         if error is None and request.status >= 400:

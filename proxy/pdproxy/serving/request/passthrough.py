@@ -33,6 +33,8 @@ from pdproxy.serving.dispatch.failure_class import is_clients_fault, is_schema_r
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
+from pdproxy.serving.request.demand import passed_demand
+from pdproxy.serving.request.hints import timeout_of
 from pdproxy.serving.request.lifecycle import JSON_TYPE, Lifecycle, LiveRequest, Serve
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.upstream.client import Answer
@@ -50,7 +52,8 @@ _PASSED_HEADERS = (b"content-type", b"retry-after", b"metadata", b"endpoint-load
 class IncomingPassthrough:
     """A request as it came: `forward` holds the header lines that go on to the engine, without the credentials.
 
-    `client`: the client's address; `key`: the name of its key; `session`: what names its conversation, None where nothing does.
+    `client`: the client's address; `key`: the name of its key; `session`: what names its conversation, None where nothing does;
+    `hints`: the header lines for the proxy itself.
     """
 
     entry: RouteEntry
@@ -62,6 +65,7 @@ class IncomingPassthrough:
     client: str | None = None
     key: str | None = None
     session: str | None = None
+    hints: tuple[tuple[bytes, bytes], ...] = ()
 
 
 class Passthrough:
@@ -104,11 +108,13 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         """Check and read the request."""
         incoming, service = self._incoming, self._service
         service.keys.check(incoming.authorization)
+        self.timeout = timeout_of(incoming.hints)
         if not incoming.entry.has_body:
             return partial(self.serve, NO_BODY)
         check_content_type(incoming.content_type, incoming.body)
         body = await service.bodies.passed(incoming.entry.dialect, incoming.body, self.writer.client)
         self.model, self.stream = body.model, body.stream
+        self.demand = passed_demand(len(body.data), generates=incoming.entry.slow)
         return partial(self.serve, body)
 
     async def serve(self, body: PassedBody) -> None:

@@ -22,7 +22,8 @@ from pdproxy.serving.dispatch.hints import NO_HINTS
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
-from pdproxy.serving.request.hints import DECISION, read_hints, session_of
+from pdproxy.serving.request.demand import demand_of
+from pdproxy.serving.request.hints import DECISION, read_hints, session_of, timeout_of
 from pdproxy.serving.request.lifecycle import Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.merged_answer import merge_usage_events
 from pdproxy.serving.request.passthrough import IncomingPassthrough, Passthrough, PassthroughRequest
@@ -108,7 +109,11 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             parsed = msgspec.structs.replace(parsed, model=self.model)
         if incoming.request_id is None:
             self.request_id = usable(body_request_id(parsed.fields)) or self.request_id
-        hints = read_hints(incoming.hints, service.session_header) if incoming.hints else NO_HINTS
+        self.demand = demand_of(parsed)
+        hints = NO_HINTS
+        if incoming.hints:
+            hints = read_hints(incoming.hints, service.session_header)
+            self.timeout = timeout_of(incoming.hints)
         authorization = service.keys.to_engine(incoming.authorization)
         request_id = self.request_id.encode()
         route, forward = parsed.route, incoming.forward
