@@ -138,7 +138,15 @@ class Proxy(Parts):
             prefixes=prefixes.of_requests if prefixes is not None else None,
         )
         known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
-        admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers, clock, known_clients)
+        admission = Admission(
+            limits.max_inflight,
+            limits.max_queue,
+            deadlines.queue,
+            observers,
+            clock,
+            known_clients,
+            limits.max_inflight_tokens,
+        )
         bodies = BodyReader(
             readers(limits.body_readers, limits.max_body_bytes),
             clock,

@@ -4,8 +4,8 @@ Owns the places, the requests that wait, and what each tenant has received. Whil
 the tenant that has received the least cost per weight (start-time fair queueing), there to the request with the smallest
 priority, and among those to the oldest. What was granted while nobody waited took nothing from others: it counts only as long as
 the place is held. Nor is there credit for idle times: a tenant that begins to wait has received at least as much as the one that
-is next. If the queue is full, a tenant with less in it displaces the newest and least urgent request of the tenant with the most, by
-weight.
+is next. If the queue is full, a tenant with less in it displaces the newest and least urgent request of the tenant with the most,
+by weight.
 """
 
 from __future__ import annotations

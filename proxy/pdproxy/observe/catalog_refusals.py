@@ -25,6 +25,12 @@ REASONS = (
 """Each reason with its status and its meaning."""
 STATUS_OF = {reason.value: status for reason, status, _ in REASONS}
 
+TOKENS_IN_FLIGHT = Description(
+    "pdproxy_tokens_in_flight",
+    Kind.GAUGE,
+    "Tokens of the requests that have a place: prompts and expected answers, as estimated before (limits.max_inflight_tokens)",
+    "tokens",
+)
 OVERLOAD_REFUSALS = Description(
     "pdproxy_refusals_total",
     Kind.COUNTER,

@@ -14,7 +14,7 @@ _MEAN_OVER = 10.0
 _CLASSES = 32
 _ENOUGH = 8
 _QUARTER = 0.25
-_GAIN = 0.05
+_GAIN = 0.02
 
 
 class Waits:

@@ -80,6 +80,10 @@ class Limits(Section, frozen=True):
     max_queue: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 1024
     """Requests that wait for a place; one more is refused with 503. 0: none waits."""
 
+    max_inflight_tokens: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    """Tokens of the requests that are served at once, prompts and expected answers together: a text has one token per 4 bytes,
+    an answer as many as others had lately. A request that alone exceeds it is served alone. 0: no bound."""
+
     max_connections: Count = 8192
     """Connections of clients at once: several for each request that is served. Fewer if `ulimit -n` allows fewer. If there are
     more, an idle one of the client that has the most is closed for a new one; if there is none, the new one gets 503."""

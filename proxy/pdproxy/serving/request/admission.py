@@ -1,8 +1,8 @@
 """Admission: requests wait here, before any engine works for them.
 
 Owns the places of requests being served; `kit.fair_queue` decides which request is next, and `scheduling.waits` predicts how
-long that takes. A prefilled request never waits here, because the lease on its KV is running. While a request waits, a client with
-more places than its share loses one place, if it reads that answer too slowly.
+long that takes. A prefilled request never waits here, because the lease on its KV is running. While a request waits, a client
+with more places than its share loses one place, if it reads that answer too slowly.
 """
 
 from __future__ import annotations
