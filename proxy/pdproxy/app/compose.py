@@ -33,6 +33,7 @@ from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.prefix.knowledge import FedIndex
 from pdproxy.serving.access.clients import Clients
+from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.kv.custodian import Custodian
@@ -146,6 +147,8 @@ class Proxy(Parts):
             clock,
             known_clients,
             limits.max_inflight_tokens,
+            settings.overload.output_weight,
+            by_priority=settings.overload.priority == "within",
         )
         bodies = BodyReader(
             readers(limits.body_readers, limits.max_body_bytes),
@@ -186,9 +189,10 @@ class Proxy(Parts):
             observers.add(registrations.known)
             wrong.append(registrations.known.shortcomings)
 
-        passthrough = Passthrough(resources, admission, credentials.keys, legs, bodies)
+        quotas = Quotas(credentials.keys.limits, now)
+        passthrough = Passthrough(resources, admission, credentials.keys, legs, bodies, quotas)
         session_header = pool.policy.session_header if ledger.needs_details else None
-        service = Service(resources, admission, credentials.keys, bodies, passthrough, session_header)
+        service = Service(resources, admission, credentials.keys, bodies, passthrough, quotas, session_header)
         readiness = ReadinessCheck(admission, ledger, now, credentials.why_no_key, wrong)
         metrics.add_gauges(state_gauges(readiness.state, pool.connector))
         front = Front(

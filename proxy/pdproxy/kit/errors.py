@@ -51,6 +51,9 @@ class Reason(Enum):
     """Why a request is refused now and may be served later. The value is the label of `pdproxy_refusals_total{reason}`, and the
     `reason` in the error's body."""
 
+    KEY_REQUESTS = "key_requests"
+    KEY_TOKENS = "key_tokens"
+    KEY_INFLIGHT = "key_inflight"
     SHARE = "share"
     QUEUE_FULL = "queue_full"
     QUEUE_TIMEOUT = "queue_timeout"

@@ -7,6 +7,9 @@ from pdproxy.observe.description import Description, Kind, Label
 
 _OURS, _CLIENTS = "503", "429"
 REASONS = (
+    (Reason.KEY_REQUESTS, _CLIENTS, "its key has sent as many requests as it may per minute (rpm)"),
+    (Reason.KEY_TOKENS, _CLIENTS, "its key has used as many tokens as it may per minute (tpm)"),
+    (Reason.KEY_INFLIGHT, _CLIENTS, "as many requests of its key are being served as may be (inflight)"),
     (Reason.SHARE, _CLIENTS, "the queue was full, and its client had the most requests in it"),
     (Reason.QUEUE_FULL, _OURS, "limits.max_queue requests wait"),
     (Reason.QUEUE_TIMEOUT, _OURS, "no place came free in deadlines.queue"),
@@ -25,6 +28,18 @@ REASONS = (
 """Each reason with its status and its meaning."""
 STATUS_OF = {reason.value: status for reason, status, _ in REASONS}
 
+TENANT_TOKENS = Description(
+    "pdproxy_tenant_tokens_total",
+    Kind.COUNTER,
+    "Tokens of prompts and answers by tenant, of requests that have ended",
+    "tokens",
+    (
+        Label(
+            "tenant",
+            text='a name of the file of keys or of overload.weights; "other" for other names in overload.tenant_header',
+        ),
+    ),
+)
 TOKENS_IN_FLIGHT = Description(
     "pdproxy_tokens_in_flight",
     Kind.GAUGE,

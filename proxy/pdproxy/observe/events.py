@@ -52,7 +52,8 @@ class RequestEnded(msgspec.Struct, frozen=True):
 
     `first_s`: seconds to the first data of a stream; None for other answers. `stream`: whether the client asked for one, None if
     that is not known. `client`: its address; `key`: the name of its API key, None without keys. `reason`: why it was refused,
-    one of `catalog_refusals.REASONS`; None for all other ends.
+    one of `catalog_refusals.REASONS`; None for all other ends. `tenant`: to whom its tokens count, None where nobody
+    has a name.
     """
 
     request_id: str
@@ -73,6 +74,7 @@ class RequestEnded(msgspec.Struct, frozen=True):
     client: str | None = None
     key: str | None = None
     reason: str | None = None
+    tenant: str | None = None
 
 
 class Refused(msgspec.Struct, frozen=True):

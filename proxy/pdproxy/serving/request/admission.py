@@ -22,8 +22,6 @@ LEAST_SERVICE = 0.1
 """Seconds: a request that has less left is not begun."""
 OPTIMISM = 0.5
 """The part of a predicted wait that is believed where a request is refused by it: predictions may be twice too long."""
-OUTPUT_WEIGHT = 2.0
-"""The cost of a generated token, in tokens of prompts."""
 
 
 class Place:
@@ -55,7 +53,8 @@ class Place:
 class Admission:
     """At most `max_inflight` requests at once; up to `max_queue` wait, each for up to `timeout` seconds.
 
-    `max_tokens`: the most tokens of requests with a place, prompts and expected answers together; 0: no bound.
+    `max_tokens`: the most tokens of requests with a place, prompts and expected answers together; 0: no bound. `output_weight`:
+    the cost of a generated token, in tokens of prompts. `by_priority`: whether priorities order the requests of a client.
     """
 
     def __init__(
@@ -67,7 +66,12 @@ class Admission:
         clock: Clock,
         clients: Clients,
         max_tokens: int = 0,
+        output_weight: float = 2.0,
+        *,
+        by_priority: bool = True,
     ) -> None:
+        self._output_weight = output_weight
+        self._by_priority = by_priority
         self._queue: FairQueue[Place] = FairQueue(max_inflight, max_queue, max_tokens, self._granted, self._displaced)
         self._timeout = timeout
         self._observers = observers
@@ -102,6 +106,10 @@ class Admission:
         """Whether new requests are refused because of a shutdown."""
         return self._closed
 
+    def expected(self, demand: Demand) -> float:
+        """Return how many tokens the answers of a request are likely to have."""
+        return self._outputs.expected(demand.prompt, demand.limit) * demand.answers
+
     async def enter(self, client: Client, demand: Demand = NO_DEMAND, deadline: float | None = None) -> Place:
         """Take a place. Each success is matched by one `Place.leave`. `deadline`: when the client wants its answer at the latest.
 
@@ -111,18 +119,19 @@ class Admission:
         """
         if self._closed:
             raise _shutting_down()
-        expected = self._outputs.expected(demand.prompt, demand.limit) * demand.answers
+        expected = self.expected(demand)
         place, size = Place(self, demand, expected), demand.prompt + int(expected)
-        cost = demand.prompt + OUTPUT_WEIGHT * expected
+        cost = demand.prompt + self._output_weight * expected
+        priority = demand.priority if self._by_priority else 0
         service = 0.0
         if deadline is not None:
             service = self._check(client, demand, deadline)
-        entry = self._queue.take(client.name, client.weight, place, cost, size, demand.priority)
+        entry = self._queue.take(client.name, client.weight, place, cost, size, priority)
         if entry is not None:
             place.entry = entry
         else:
             try:
-                place.entry = self._queue.queue_up(client.name, client.weight, place, cost, size, demand.priority)
+                place.entry = self._queue.queue_up(client.name, client.weight, place, cost, size, priority)
             except QueueFullError:
                 text = f"{self.inflight} requests are being served and {self.waiting} are waiting"
                 raise OverloadedError(text, Reason.QUEUE_FULL, retry_after=self._wait_of(client)) from None
@@ -137,7 +146,7 @@ class Admission:
         cost = None
         if prompt is not None or completion is not None:
             prompt = demand.prompt if prompt is None else prompt
-            cost = prompt + OUTPUT_WEIGHT * (expected if completion is None else completion)
+            cost = prompt + self._output_weight * (expected if completion is None else completion)
             if completion and demand.answers:
                 self._outputs.add(demand.prompt, completion // demand.answers)
             now = self._clock.now()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import msgspec
 
 from pdproxy.scheduling.outputs import limit_of
@@ -11,6 +13,8 @@ BYTES_PER_TOKEN = 4
 """Of a text. What it is exactly is known at the end."""
 MOST_TOKENS = 2**20
 """Of a prompt: images in base64 are many bytes and few tokens."""
+PRIORITY = b"x-vllm-priority"
+Lines = tuple[tuple[bytes, bytes], ...]
 _SMALLEST, _LARGEST = -(2**63), 2**63 - 1
 _integer: msgspec.json.Decoder[int] = msgspec.json.Decoder(int)
 
@@ -45,6 +49,31 @@ def demand_of(parsed: Parsed) -> Demand:
         limit=limit_of(parsed),
         priority=(_number(fields["priority"]) or 0) if "priority" in fields else 0,
     )
+
+
+def prioritized(
+    demand: Demand, forward: Lines, allowed: tuple[int, int] | None, *, is_known: bool = True
+) -> tuple[Demand, Lines]:
+    """Return the demand with the priority that counts, and the header lines that give engines this priority.
+
+    `forward`: the client's lines that go on to engines. The header goes before the body's field, and is not read if it is no
+    integer, as in vLLM 0.32. `allowed`: the least and the greatest that the request may have; `is_known`: whether the body's
+    field was read.
+    """
+    if allowed is None and not forward:
+        return demand, forward
+    value = next((value for name, value in forward if name == PRIORITY), None)
+    asked = None
+    if value is not None:
+        with suppress(ValueError):
+            asked = int(value.decode("latin-1"))  # as vLLM reads it
+    is_sent = asked is not None or is_known
+    asked = demand.priority if asked is None else asked
+    counts = asked if allowed is None else min(max(asked, allowed[0]), allowed[1])
+    if counts != asked or (allowed is not None and not is_sent):
+        forward = (*[line for line in forward if line[0] != PRIORITY], (PRIORITY, b"%d" % counts))
+    counts = min(max(counts, _SMALLEST), _LARGEST)
+    return (demand if counts == demand.priority else msgspec.structs.replace(demand, priority=counts)), forward
 
 
 def passed_demand(size: int, *, generates: bool) -> Demand:

@@ -27,6 +27,7 @@ from pdproxy.kit.frames import drop_traceback, frames
 from pdproxy.kit.ids import mint, usable
 from pdproxy.observe.events import DeadlinePassed, RequestEnded
 from pdproxy.serving.access.keys import CHALLENGE
+from pdproxy.serving.access.quotas import Quotas, Use
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.request.admission import Admission, Place
 from pdproxy.serving.request.demand import NO_DEMAND
@@ -104,6 +105,14 @@ class LiveRequest(ABC, Generic[Writer]):
     def add_up(self) -> None:
         """Complete `totals` for the report. Called once, after the last engine was asked."""
 
+    def tokens_used(self) -> int | None:
+        """Return the tokens of prompts and answers; None if engines have worked on it and reported none."""
+        totals = self.totals
+        prompt, completion = totals.prompt_tokens, totals.completion_tokens
+        if prompt is None and completion is None:
+            return None if any(times.attempts for times in totals.legs) else 0
+        return (self.demand.prompt if prompt is None else prompt) + (completion or 0)
+
     def answer_headers(self, headers: Headers, passed: tuple[bytes, ...]) -> Headers:
         """Return the headers of an engine's answer: those named in `passed`, and the request's id."""
         return [*[line for line in headers if line[0] in passed], (b"x-request-id", self.request_id.encode())]
@@ -119,18 +128,23 @@ class LiveRequest(ABC, Generic[Writer]):
 class Lifecycle:
     """Takes requests through their steps. One for all requests of a service."""
 
-    def __init__(self, resources: ExchangeResources, admission: Admission) -> None:
+    def __init__(self, resources: ExchangeResources, admission: Admission, quotas: Quotas) -> None:
         self._resources = resources
         self._admission = admission
+        self._quotas = quotas
 
     async def run(self, request: LiveRequest[Writer]) -> None:
         """Serve, answer and report a request. Raises only CancelledError: at a shutdown, or when the client has left."""
         resources = self._resources
         error: PdproxyError | None = None
         place: Place | None = None
+        use: Use | None = None
         total = resources.deadlines.total
         try:
+            use = self._quotas.enter(request.key)
             serve = await request.read()
+            if use is not None:
+                use.charge(request.demand.prompt + self._admission.expected(request.demand))
             deadline = None
             if request.timeout is not None and request.timeout < total:
                 deadline = request.received + request.timeout
@@ -155,6 +169,8 @@ class Lifecycle:
             error = PdproxyError(type(failed).__name__)
         finally:
             request.add_up()
+            if use is not None:
+                use.end(request.tokens_used())
             if place is not None:
                 place.leave(request.totals.prompt_tokens, request.totals.completion_tokens)
             try:
@@ -191,5 +207,6 @@ class Lifecycle:
                 client=request.address,
                 key=request.key,
                 reason=None if error is None or error.reason is None else error.reason.value,
+                tenant=request.writer.client.label,
             )
         )
