@@ -249,11 +249,21 @@ def test_the_work_ahead_is_what_fair_order_serves_before() -> None:
     for number in range(10):
         served.enter(f"a{number}", 10.0)
     assert served.queue.cost_ahead("a", 1.0) == 100.0
-    assert served.queue.cost_ahead("b", 1.0) == 0.0
+    assert served.queue.cost_ahead("b", 1.0) == 10.0, "one that has waited longer"
     for number in range(3):
         served.enter(f"b{number}", 5.0)
-    assert served.queue.cost_ahead("b", 1.0) == 30.0
-    assert served.queue.cost_ahead("a", 1.0) == 115.0
+    assert served.queue.cost_ahead("b", 1.0) == 15.0 + 15.0
+    assert served.queue.cost_ahead("a", 1.0) == 100.0 + 15.0
+
+
+def test_the_work_of_very_many_tenants_is_estimated() -> None:
+    """A few of them are looked at."""
+    served = Served(1)
+    served.enter("x0")
+    for number in range(500):
+        served.enter(chr(1000 + number), 10.0)
+    assert served.queue.cost_ahead("new", 1.0) == 5000.0
+    assert served.queue.cost_ahead(chr(1000), 1.0) == pytest.approx(5000.0, rel=0.01)
 
 
 def test_nothing_is_remembered_that_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:

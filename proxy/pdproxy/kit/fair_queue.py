@@ -14,10 +14,14 @@ import heapq
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
+from itertools import islice
 from typing import Generic, TypeVar
 
 MAX_RESTING = 4096
 """Tenants without any request of which it is remembered that they have received more than others. The oldest are forgotten."""
+
+MOST_LOOKED_AT = 64
+"""Tenants by which the work ahead of a request is estimated."""
 
 Ticket = TypeVar("Ticket")
 
@@ -236,18 +240,27 @@ class FairQueue(Generic[Ticket]):
         return tenant.places * self._active_weight > self._places * tenant.weight
 
     def cost_ahead(self, name: Hashable, weight: float) -> float:
-        """Return the cost of the waiting requests that are served before a new one of a tenant, as far as they are known now."""
+        """Return the cost of the waiting requests that are served before a new one of a tenant, as far as they are known now.
+
+        Of very many tenants only some are looked at, and the others taken to be like them.
+        """
         tenant = self._tenants.get(name)
         own = 0.0 if tenant is None else tenant.waiting_cost
         received = 0.0 if tenant is None else tenant.has
         if not own and (following := self._following()) is not None:
             received = max(received, following.received)
         begins = received + own / weight
-        return own + sum(
-            min(other.waiting_cost, max(begins - other.has, 0.0) * other.weight)
-            for other in self._queued.values()
-            if other is not tenant
-        )
+        others = len(self._queued) - (name in self._queued)
+        if not others:
+            return own
+        ahead, seen = 0.0, 0
+        for other in islice(self._queued.values(), MOST_LOOKED_AT):
+            if other is not tenant:
+                seen += 1
+                lead = begins - other.has
+                if lead >= 0:  # also with as much as this one: it has waited longer
+                    ahead += min(other.waiting_cost, max(lead * other.weight, other.waiting_cost / other.waiting))
+        return own + ahead * others / seen
 
     # -- tenants
 
