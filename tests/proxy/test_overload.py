@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from pdproxy.observe.events import NodeChanged
+from pdproxy.upstream.metrics_page import Scrape
 from tests.fakes import scripts
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import prefill
@@ -195,3 +197,64 @@ async def test_prompts_that_are_too_much_together_wait() -> None:
         huge = await w.ask(COMPLETIONS, completion(prompt="word " * 4000, max_tokens=5))
         assert huge.status == 200
         assert w.metric("pdproxy_tokens_in_flight") == 0
+
+
+# -- what engines can take
+
+
+def report(w: World, index: int, waiting: float, usage: float = 0.1) -> None:
+    """A decode engine's metrics are read."""
+    engine = w.proxy.engines.known[w.decode[index].url]
+    w.proxy.prober._auditor.scraped(engine, Scrape(1.0, 16, 1.0, waiting, usage, {}))
+
+
+def places(w: World) -> int:
+    return w.proxy.admission._queue.places
+
+
+async def test_a_number_of_requests_per_engine() -> None:
+    """The sum of the engines that are up and answer clients; an engine that goes down takes its part with it."""
+    async with world(1, 2, limits={"engine_requests": 3}) as w:
+        assert places(w) == 6
+        now = w.proxy.service.resources.now()
+        w.proxy.ledger.mark_down(w.decode[1].url, "gone", now)
+        w.proxy.observers.notify(NodeChanged(w.decode[1].url, "decode", up=False, reason="gone"))
+        assert places(w) == 3
+        w.proxy.setup.remove(w.decode[0].url)
+        assert places(w) == 1024, "without any engine requests are refused at once, for that reason"
+        assert w.metric("pdproxy_capacity", node=w.decode[1].url) == 3
+
+
+async def test_engines_get_what_they_run_without_a_queue() -> None:
+    """Once all have been seen to be full; others wait here, in their tenants' turns."""
+    async with world(1, 2, limits={"engine_requests": "auto"}) as w:
+        go = asyncio.Event()
+        for engine in w.decode:
+            engine.default = scripts.gate(go, engine.default)
+        clients = [await w.client() for _ in range(8)]
+        for client in clients:
+            client.post(COMPLETIONS, completion())
+        await until(lambda: sum(len(engine.requests) for engine in w.decode) == 8)
+        for index in (0, 1, 0):
+            report(w, index, 3.0)
+        assert places(w) == 1024
+        report(w, 1, 3.0)
+        assert places(w) == 4
+        assert w.metric("pdproxy_capacity", node=w.decode[0].url) == 2
+        late = await w.client()
+        late.post(COMPLETIONS, completion())
+        await until(lambda: w.proxy.admission.waiting == 1)
+        go.set()
+        assert [(await client.answer()).status for client in (*clients, late)] == [200] * 9
+        w.proxy.setup.remove(w.decode[0].url)
+        assert w.metric("pdproxy_capacity", node=w.decode[0].url) == 0
+
+
+async def test_an_engine_that_refuses_by_its_queue_gets_no_more() -> None:
+    """Its 503 is no failure of the engine, and another one answers."""
+    async with world(1, 2, limits={"engine_requests": "auto"}) as w:
+        refusal = scripts.whole(b'{"error":{"message":"full","type":"ServiceUnavailableError","code":503}}', 503)
+        w.decode[0].script(refusal)
+        w.decode[1].script(refusal)
+        assert [(await w.ask(COMPLETIONS, completion())).status for _ in range(2)] == [200, 200]
+        assert 1 <= places(w) <= 2

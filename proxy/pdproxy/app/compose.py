@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from pdproxy.app.capacity import PoolCapacity, Scraped
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.engines import EngineSetup, Profiles, build_ledger, no_key
 from pdproxy.app.front import Front
@@ -97,7 +98,8 @@ class Proxy(Parts):
         setup = EngineSetup(settings, credentials, engines, clock, answer_budget, watch.client, profiles)
         admin = EngineAdmin(timeout=deadlines.probe, key=engines.key, tls=engines.tls)
         auditor = Auditor(engines, ledger, observers)
-        prober = Prober(engines, ledger, admin, auditor, observers, tasks, probes, now)
+        scraped = Scraped(auditor)
+        prober = Prober(engines, ledger, admin, scraped, observers, tasks, probes, now)
 
         transfer = build_transfer(settings, engines, clock, observers)
         bootstraps = Bootstraps(engines, ledger, admin.bootstrap, observers, tasks, probes, now, transfer.contract)
@@ -150,6 +152,11 @@ class Proxy(Parts):
             settings.overload.output_weight,
             by_priority=settings.overload.priority == "within",
         )
+        if limits.engine_requests:
+            scraped.capacity = PoolCapacity(limits, engines, admission)
+            engines.watch(scraped.capacity)
+            observers.add(scraped.capacity)
+            metrics.add_gauges(scraped.capacity.gauges())
         bodies = BodyReader(
             readers(limits.body_readers, limits.max_body_bytes),
             clock,

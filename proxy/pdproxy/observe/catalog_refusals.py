@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdproxy.kit.errors import Reason
-from pdproxy.observe.description import Description, Kind, Label
+from pdproxy.observe.description import NODE, Description, Kind, Label
 
 _OURS, _CLIENTS = "503", "429"
 REASONS = (
@@ -28,6 +28,13 @@ REASONS = (
 """Each reason with its status and its meaning."""
 STATUS_OF = {reason.value: status for reason, status, _ in REASONS}
 
+CAPACITY = Description(
+    "pdproxy_capacity",
+    Kind.GAUGE,
+    "Requests that an engine can take now (limits.engine_requests). Engines without such a bound are not shown",
+    "requests",
+    (NODE,),
+)
 TENANT_TOKENS = Description(
     "pdproxy_tenant_tokens_total",
     Kind.COUNTER,

@@ -118,13 +118,14 @@ class HandleEnded(msgspec.Struct, frozen=True):
 
 
 class LegFailed(msgspec.Struct, frozen=True):
-    """A leg to an engine failed; `will_retry`: whether another engine is asked."""
+    """A leg to an engine failed; `will_retry`: whether another engine is asked; `status`: with which the engine refused it."""
 
     request_id: str
     node: str
     phase: str
     error: str
     will_retry: bool
+    status: int | None = None
 
 
 class NodeChanged(msgspec.Struct, frozen=True):

@@ -73,6 +73,7 @@ class Admission:
         self._output_weight = output_weight
         self._by_priority = by_priority
         self._queue: FairQueue[Place] = FairQueue(max_inflight, max_queue, max_tokens, self._granted, self._displaced)
+        self._max_inflight = max_inflight
         self._timeout = timeout
         self._observers = observers
         self._clock = clock
@@ -109,6 +110,10 @@ class Admission:
     def expected(self, demand: Demand) -> float:
         """Return how many tokens the answers of a request are likely to have."""
         return self._outputs.expected(demand.prompt, demand.limit) * demand.answers
+
+    def resize(self, places: int | None) -> None:
+        """Change the number of places, to `max_inflight` at most; None: to that. Requests that have one keep it."""
+        self._queue.resize(self._max_inflight if places is None else min(places, self._max_inflight))
 
     async def enter(self, client: Client, demand: Demand = NO_DEMAND, deadline: float | None = None) -> Place:
         """Take a place. Each success is matched by one `Place.leave`. `deadline`: when the client wants its answer at the latest.

@@ -168,11 +168,13 @@ class Lifecycle:
             logger.error("request %s failed in pdproxy itself: %s", request.request_id, frames(failed))  # noqa: TRY400
             error = PdproxyError(type(failed).__name__)
         finally:
-            request.add_up()
-            if use is not None:
-                use.end(request.tokens_used())
-            if place is not None:
-                place.leave(request.totals.prompt_tokens, request.totals.completion_tokens)
+            try:
+                request.add_up()
+            finally:
+                if use is not None:
+                    use.end(request.tokens_used())
+                if place is not None:
+                    place.leave(request.totals.prompt_tokens, request.totals.completion_tokens)
             try:
                 if error is not None:
                     await request.answer_error(error)
