@@ -187,7 +187,8 @@ class Metrics:
                 self._histogram(catalog.TOKENIZE, event.source).observe(event.seconds)
             case Refused(reason):
                 self._count(catalog.REFUSALS, reason)
-                self._overload(event.overload)
+                if event.overload is not None:
+                    self._overload(event.overload)
             case Evicted(what):
                 self._count(catalog.EVICTIONS, what)
             case LoopBeat(late_s):
@@ -212,9 +213,8 @@ class Metrics:
             self._tenants.add(name)
         return name
 
-    def _overload(self, reason: str | None) -> None:
-        if reason is not None:
-            self._count(catalog_refusals.OVERLOAD_REFUSALS, reason, catalog_refusals.STATUS_OF[reason])
+    def _overload(self, reason: str) -> None:
+        self._count(catalog_refusals.OVERLOAD_REFUSALS, reason, catalog_refusals.STATUS_OF[reason])
 
     def _decided(self, choice: str, reason: str) -> None:
         if reason not in self._reasons:
@@ -226,7 +226,8 @@ class Metrics:
 
     def _ended(self, event: RequestEnded) -> None:
         self._request(event)
-        self._overload(event.reason)
+        if event.reason is not None:
+            self._overload(event.reason)
         self._phases["queue"].observe(event.queue_s)
         self._phases["total"].observe(event.total_s)
         path = "alone"

@@ -53,8 +53,10 @@ class ClientIdentifier:
         """
         address = self._address(peer, headers, peer_is_trusted=peer_is_trusted)
         if not self._keys.wanted:
-            client = self._tenants.enter(address, None, headers, may_name=peer_is_trusted)
-            return Identified(client, address, None, None)
+            if peer_is_trusted:
+                client = self._tenants.enter(address, None, headers, may_name=True)
+                return Identified(client, address, None, None)
+            return Identified(self._clients.enter(address), address, None, None)
         try:
             # If a header came twice, the first one counts.
             digest = self._keys.verified(_first(headers, b"authorization"))

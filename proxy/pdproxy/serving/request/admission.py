@@ -152,10 +152,11 @@ class Admission:
         if prompt is not None or completion is not None:
             prompt = demand.prompt if prompt is None else prompt
             cost = prompt + self._output_weight * (expected if completion is None else completion)
-            if completion and demand.answers:
-                self._outputs.add(demand.prompt, completion // demand.answers)
             now = self._clock.now()
-            self._waits.ended(now, cost, demand.prompt, now - since)
+            if self._waits.ended(now, cost, now - since):
+                self._waits.served(demand.prompt, now - since)
+                if completion and demand.answers:
+                    self._outputs.add(demand.prompt, completion // demand.answers)
         entry = place.entry
         del place.entry  # they refer to each other
         self._queue.leave(entry, cost)

@@ -36,19 +36,24 @@ NO_DEMAND = Demand()
 
 def demand_of(parsed: Parsed) -> Demand:
     """Return what a generating request asks for."""
-    prompts = parsed.prompts
-    if prompts:
+    prompts, fields = parsed.prompts, parsed.fields
+    answers = 1
+    if len(prompts) == 1:  # as in most requests
+        prompt = prompts[0]
+        tokens = prompt.text_bytes // BYTES_PER_TOKEN if prompt.tokens is None else prompt.tokens
+    elif prompts:
         tokens = sum([one.tokens if one.tokens is not None else one.text_bytes // BYTES_PER_TOKEN for one in prompts])
+        answers = len(prompts)
     else:
         tokens = parsed.body_bytes // BYTES_PER_TOKEN
-    fields = parsed.fields
-    choices = _number(fields.get("n")) if "n" in fields else None
-    return Demand(
-        prompt=min(max(tokens, 1), MOST_TOKENS),
-        answers=max(len(prompts), 1) * min(max(choices or 1, 1), MOST_TOKENS),
-        limit=limit_of(parsed),
-        priority=(_number(fields["priority"]) or 0) if "priority" in fields else 0,
-    )
+    if "n" in fields:
+        answers *= min(max(_number(fields["n"]) or 1, 1), MOST_TOKENS)
+    priority = (_number(fields["priority"]) or 0) if "priority" in fields else 0
+    return Demand(_bounded(tokens), answers, limit_of(parsed), priority)
+
+
+def _bounded(tokens: int) -> int:
+    return tokens if 0 < tokens <= MOST_TOKENS else min(max(tokens, 1), MOST_TOKENS)
 
 
 def prioritized(
@@ -78,12 +83,12 @@ def prioritized(
 
 def passed_demand(size: int, *, generates: bool) -> Demand:
     """Return what a request asks for that one engine gets whole. `size`: bytes of its body."""
-    return Demand(prompt=min(max(size // BYTES_PER_TOKEN, 1), MOST_TOKENS), answers=int(generates))
+    return Demand(prompt=_bounded(size // BYTES_PER_TOKEN), answers=int(generates))
 
 
-def _number(raw: msgspec.Raw | None) -> int | None:
+def _number(raw: msgspec.Raw) -> int | None:
     """Return an integer of 64 bits, None for anything else."""
-    if raw is None or memoryview(raw).nbytes > 20:
+    if memoryview(raw).nbytes > 20:
         return None
     try:
         found = _integer.decode(raw)
