@@ -11,9 +11,9 @@ from pdproxy.upstream.metrics_page import Scrape
 from tests.fakes import scripts
 from tests.fakes.clock import ManualClock
 from tests.fakes.engine import prefill
+from tests.fakes.passed import everyone
 from tests.fakes.scripts import WORD
 from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
-from tests.proxy.test_other_routes_fail import everyone
 
 EMBEDDINGS = "/v1/embeddings"
 

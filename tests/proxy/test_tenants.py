@@ -16,9 +16,9 @@ from pdproxy.settings.schema import Settings
 from tests.fakes import scripts
 from tests.fakes.client import Client
 from tests.fakes.engine import prefill
+from tests.fakes.passed import everyone
 from tests.fakes.world import COMPLETIONS, World, completion, until, world
 from tests.proxy.test_keys import bearer
-from tests.proxy.test_other_routes_fail import everyone
 from tests.proxy.test_quotas import keys
 
 Lines = list[tuple[str, str]]

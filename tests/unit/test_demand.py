@@ -10,7 +10,7 @@ from pdproxy.serving.request.demand import MOST_TOKENS, Demand, demand_of, passe
 from pdproxy.wire.request import Route, parse
 
 
-def demand(route: Route = Route.COMPLETIONS, **fields: object) -> Demand:
+def demand(fields: dict[str, object], route: Route = Route.COMPLETIONS) -> Demand:
     return demand_of(parse(route, json.dumps({"model": "m", **fields}).encode()))
 
 
@@ -29,11 +29,11 @@ def demand(route: Route = Route.COMPLETIONS, **fields: object) -> Demand:
     ],
 )
 def test_completions(fields: dict[str, object], expected: Demand) -> None:
-    assert demand(**fields) == expected
+    assert demand(fields) == expected
 
 
 def test_chats() -> None:
-    found = demand(Route.CHAT, messages=[{"role": "user", "content": "word " * 80}], max_completion_tokens=9)
+    found = demand({"messages": [{"role": "user", "content": "word " * 80}], "max_completion_tokens": 9}, Route.CHAT)
     assert found == Demand(100, 1, 9)
 
 
@@ -43,7 +43,7 @@ def test_chats() -> None:
 def test_what_no_engine_would_accept_has_bounds_as_well(value: object) -> None:
     """Tokens and answers are numbers from 1 to a bound, whatever stands in the fields."""
     for name in ("prompt", "n", "max_tokens", "priority"):
-        found = demand(**{"prompt": "x", name: value})
+        found = demand({"prompt": "x", name: value})
         assert 1 <= found.prompt <= MOST_TOKENS
         assert found.answers >= 1
         assert -(2**63) <= found.priority < 2**63

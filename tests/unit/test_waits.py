@@ -102,8 +102,9 @@ class Simulated:
             self.now, number = arrival, number + 1
             name, cost = self.chance.choice("ab"), float(self.chance.randint(10, 1000))
             ticket = [self.now, -1.0, float(number)]
-            if (entry := self.queue.take(name, 1.0, ticket, cost, 0)) is not None:
-                self._begin(number, entry)
+            taken = self.queue.take(name, 1.0, ticket, cost, 0)
+            if taken is not None:
+                self._begin(number, taken)
                 continue
             ticket[1] = self.waits.wait(self.now, self.queue.cost_ahead(name, 1.0)) or -1.0
             self.entries[number] = self.queue.queue_up(name, 1.0, ticket, cost, 0)
