@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdproxy.scheduling.auto.correction import Error, Factor
-from pdproxy.scheduling.auto.outputs import Outputs, limit_of
+from pdproxy.scheduling.outputs import Outputs, limit_of
 from pdproxy.wire.request import Parsed, Route
 
 

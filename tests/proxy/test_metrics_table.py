@@ -5,8 +5,8 @@ import asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdproxy import __version__
-from pdproxy.kit.errors import Fault, Wait
-from pdproxy.observe import catalog
+from pdproxy.kit.errors import Fault, Reason, Wait
+from pdproxy.observe import catalog, catalog_refusals
 from pdproxy.observe.catalog import METRICS
 from pdproxy.observe.description import Kind
 from pdproxy.serving.kv.custody import End, State
@@ -31,6 +31,7 @@ def test_the_tables_label_values_are_those_of_the_code() -> None:
         return {value for value, _ in pairs}
 
     assert values(catalog.OUTCOMES) == {"ok", *(fault.value for fault in Fault)}
+    assert {reason for reason, _, _ in catalog_refusals.REASONS} == set(Reason)
     assert values(catalog.ALONE) == {one.value for one in Alone}
     assert values(catalog.WAITS) == {wait.value for wait in Wait}
     assert values(catalog.ENDS) == {end.value for end in End}

@@ -63,7 +63,8 @@ async def test_a_full_queue_has_room_for_a_client_with_less_in_it() -> None:
         first = await w.client()
         first.post(COMPLETIONS, completion(), OTHER)
         answer = await greedy[3].answer()
-        assert (answer.status, answer.header("retry-after")) == (503, "1")
+        assert (answer.status, answer.header("retry-after")) == (429, "1")
+        assert answer.json["error"]["reason"] == "share"
         assert (await w.ask(COMPLETIONS, completion(), GREEDY)).status == 503, (
             "its own request may not take another's place"
         )

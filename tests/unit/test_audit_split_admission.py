@@ -18,7 +18,7 @@ from pdproxy.observe.events import DeadlinePassed, Event, KvCounted, KvShortfall
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
 from pdproxy.scheduling.split import may_be_too_long, why_alone
 from pdproxy.serving.access.clients import Client, Clients
-from pdproxy.serving.request.admission import Admission
+from pdproxy.serving.request.admission import Admission, Place
 from pdproxy.upstream.metrics_page import Scrape, read_metrics
 from pdproxy.wire.request import Alone, Route, parse
 from tests.fakes.registry import registry, unused_client
@@ -241,8 +241,8 @@ def test_admission_keeps_its_bounds(steps: list[str], places: int, queue: int) -
     async def run() -> None:
         admission = Admission(places, queue, 60, Observers([]), Clock(), Clients())
         one = Client("one")
-        inside: list[asyncio.Task[None]] = []
-        waiting: list[asyncio.Task[None]] = []
+        inside: list[asyncio.Task[Place]] = []
+        waiting: list[asyncio.Task[Place]] = []
         for step in steps:
             if step == "enter":
                 task = asyncio.ensure_future(admission.enter(one))
@@ -253,8 +253,7 @@ def test_admission_keeps_its_bounds(steps: list[str], places: int, queue: int) -
                 else:
                     (inside if task.done() else waiting).append(task)
             elif step == "leave" and inside:
-                inside.pop()
-                admission.leave(one)
+                inside.pop().result().leave()
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
                 if waiting:
@@ -271,9 +270,9 @@ def test_admission_keeps_its_bounds(steps: list[str], places: int, queue: int) -
         for task in waiting:
             with pytest.raises(OverloadedError):
                 await task
-        for _ in inside:
+        for task in inside:
             assert not closing.done()
-            admission.leave(one)
+            task.result().leave()
             await asyncio.sleep(0)
         await asyncio.wait_for(closing, 30)
         with pytest.raises(OverloadedError):
@@ -286,10 +285,10 @@ async def test_a_place_granted_to_a_cancelled_request_goes_to_the_next() -> None
     """The request was cancelled after the grant, and before it ran."""
     admission = Admission(1, 5, 60, Observers([]), Clock(), Clients())
     one = Client("one")
-    await admission.enter(one)
+    place = await admission.enter(one)
     first, second = (asyncio.ensure_future(admission.enter(one)) for _ in range(2))
     await asyncio.sleep(0)
-    admission.leave(one)
+    place.leave()
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     await asyncio.wait_for(second, 30)
@@ -300,11 +299,11 @@ async def test_admission_ends_when_the_last_place_was_granted_to_a_cancelled_req
     """The client left in the turn of the loop in which its request got the place: a shutdown does not wait for it."""
     admission = Admission(1, 5, 60, Observers([]), Clock(), Clients())
     one = Client("one")
-    await admission.enter(one)
+    place = await admission.enter(one)
     waiting = asyncio.ensure_future(admission.enter(one))
     await asyncio.sleep(0)
     closing = asyncio.ensure_future(admission.close())  # runs before the request does
-    admission.leave(one)
+    place.leave()
     waiting.cancel()
     await asyncio.wait([waiting])
     assert waiting.cancelled()
@@ -316,18 +315,18 @@ async def test_a_place_granted_before_the_shutdown_is_served() -> None:
     """Its request has not run since: it is in flight, and the shutdown waits for it. Nobody else gets in."""
     admission = Admission(1, 5, 60, Observers([]), Clock(), Clients())
     one = Client("one")
-    await admission.enter(one)
+    place = await admission.enter(one)
     granted, refused = [asyncio.ensure_future(admission.enter(one)) for _ in range(2)]
     await asyncio.sleep(0)
-    admission.leave(one)
+    place.leave()
     closing = asyncio.ensure_future(admission.close())
-    await granted
+    second = await granted
     with pytest.raises(OverloadedError, match="shutting down"):
         await refused
     with pytest.raises(OverloadedError, match="shutting down"):
         await admission.enter(one)
     assert (admission.inflight, closing.done()) == (1, False)
-    admission.leave(one)
+    second.leave()
     await asyncio.wait_for(closing, 1)
     with pytest.raises(OverloadedError, match="shutting down"):
         await admission.enter(one)
@@ -339,13 +338,13 @@ async def test_a_place_granted_to_a_request_that_is_just_late_goes_to_the_next()
     clock, heard = Clock(), Recorder()
     admission = Admission(1, 5, 60, Observers([heard]), clock, Clients())
     one = Client("one")
-    await admission.enter(one)
+    place = await admission.enter(one)
     late = asyncio.ensure_future(admission.enter(one))
     await asyncio.sleep(0)
     ((timer,),) = clock._slots.values()
     following = asyncio.ensure_future(admission.enter(one))
     await asyncio.sleep(0)
-    admission.leave(one)
+    place.leave()
     timer.then()
     with pytest.raises(OverloadedError, match="no place came free in 60 s"):
         await late
@@ -367,8 +366,7 @@ async def test_a_slow_reader_goes_as_soon_as_another_client_waits() -> None:
     clients, reader = Clients(), Reader()
     admission = Admission(2, 5, 60, Observers([]), Clock(), clients)
     slow, other = clients.enter("slow"), clients.enter("other")
-    for _ in range(2):
-        await admission.enter(slow)
+    place, _ = [await admission.enter(slow) for _ in range(2)]
     clients.mark_slow(slow, reader)
     own = asyncio.ensure_future(admission.enter(slow))
     await asyncio.sleep(0)
@@ -376,6 +374,6 @@ async def test_a_slow_reader_goes_as_soon_as_another_client_waits() -> None:
     waiting = asyncio.ensure_future(admission.enter(other))
     await asyncio.sleep(0)
     assert len(reader.errors) == 1
-    admission.leave(slow)
+    place.leave()
     await waiting
     own.cancel()

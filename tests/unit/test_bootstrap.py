@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdproxy.fleet.bootstrap import MAX_GIVEN_UP, NOT_ASKED, Bootstraps
 from pdproxy.fleet.engine import Engine
-from pdproxy.kit.errors import EngineError, EngineTimeoutError, OverloadedError, Wait
+from pdproxy.kit.errors import EngineError, EngineTimeoutError, OverloadedError, Reason, Wait
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import BootstrapAsked, DeadlinePassed, Event, HandleEnded, NodeChanged, Observers
 from pdproxy.scheduling.nodes import Evidence, NodeSpec, Role
@@ -227,7 +227,7 @@ async def test_a_late_server_is_counted_as_a_late_probe() -> None:
 
 async def test_our_own_shortage_shows_nothing_of_the_server() -> None:
     stand = Stand()
-    assert await stand.ask(OverloadedError("no files left")) == NOT_ASKED
+    assert await stand.ask(OverloadedError("no files left", Reason.OPEN_FILES)) == NOT_ASKED
     assert stand.results == []
 
 

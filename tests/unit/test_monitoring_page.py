@@ -25,7 +25,7 @@ FULL = RequestEnded(
     request_id="r", endpoint="/v1/completions", model="m", outcome="engine", status=502,
     legs=[LegTimes("p", "d", "n", 0.1, 0.2, 0.3, attempts=1), LegTimes(None, "d", "n", None, 0.2, 0.3, attempts=1)],
     queue_s=0.0, first_s=0.2, total_s=20.0, prompt_tokens=61, completion_tokens=5, gaps=Gaps(), error="broken",
-    stream=True, client="192.0.2.1", key="file:7",
+    stream=True, client="192.0.2.1", key="file:7", reason="answers",
 )  # fmt: skip
 ALONE = RequestEnded(
     request_id="a", endpoint="/v1/completions", model="m", outcome="ok", status=200, legs=[LegTimes(None, "d", whole_s=1.0)],

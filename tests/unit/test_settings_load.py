@@ -115,6 +115,7 @@ def test_loading_changes_no_argument() -> None:
         ("PDPROXY_AUTH__ENGINE_API_KEY", "null", lambda s: s.auth.engine_api_key == "null"),
         ("PDPROXY_AUTH__ENGINE_API_KEY", "12", lambda s: s.auth.engine_api_key == "12"),
         ("PDPROXY_LIMITS__MAX_QUEUE", "0", lambda s: s.limits.max_queue == 0),
+        ("PDPROXY_OVERLOAD__WEIGHTS", '{"a": 3}', lambda s: s.overload.weights == {"a": 3}),
         ("PDPROXY_OBSERVE__LOG_FORMAT", "json", lambda s: s.observe.log_format == "json"),
     ],
 )

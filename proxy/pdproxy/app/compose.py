@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from pdproxy.app.capacity import PoolCapacity, Scraped
 from pdproxy.app.credentials import Credentials
 from pdproxy.app.engines import EngineSetup, Profiles, build_ledger, no_key
 from pdproxy.app.front import Front
@@ -33,6 +34,7 @@ from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Metrics
 from pdproxy.scheduling.prefix.knowledge import FedIndex
 from pdproxy.serving.access.clients import Clients
+from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.resources import ExchangeResources
 from pdproxy.serving.kv.custodian import Custodian
@@ -96,7 +98,8 @@ class Proxy(Parts):
         setup = EngineSetup(settings, credentials, engines, clock, answer_budget, watch.client, profiles)
         admin = EngineAdmin(timeout=deadlines.probe, key=engines.key, tls=engines.tls)
         auditor = Auditor(engines, ledger, observers)
-        prober = Prober(engines, ledger, admin, auditor, observers, tasks, probes, now)
+        scraped = Scraped(auditor)
+        prober = Prober(engines, ledger, admin, scraped, observers, tasks, probes, now)
 
         transfer = build_transfer(settings, engines, clock, observers)
         bootstraps = Bootstraps(engines, ledger, admin.bootstrap, observers, tasks, probes, now, transfer.contract)
@@ -138,7 +141,22 @@ class Proxy(Parts):
             prefixes=prefixes.of_requests if prefixes is not None else None,
         )
         known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
-        admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers, clock, known_clients)
+        admission = Admission(
+            limits.max_inflight,
+            limits.max_queue,
+            deadlines.queue,
+            observers,
+            clock,
+            known_clients,
+            limits.max_inflight_tokens,
+            settings.overload.output_weight,
+            by_priority=settings.overload.priority == "within",
+        )
+        if limits.engine_requests:
+            scraped.capacity = PoolCapacity(limits, engines, admission)
+            engines.watch(scraped.capacity)
+            observers.add(scraped.capacity)
+            metrics.add_gauges(scraped.capacity.gauges())
         bodies = BodyReader(
             readers(limits.body_readers, limits.max_body_bytes),
             clock,
@@ -178,9 +196,10 @@ class Proxy(Parts):
             observers.add(registrations.known)
             wrong.append(registrations.known.shortcomings)
 
-        passthrough = Passthrough(resources, admission, credentials.keys, legs, bodies)
+        quotas = Quotas(credentials.keys.limits, now)
+        passthrough = Passthrough(resources, admission, credentials.keys, legs, bodies, quotas)
         session_header = pool.policy.session_header if ledger.needs_details else None
-        service = Service(resources, admission, credentials.keys, bodies, passthrough, session_header)
+        service = Service(resources, admission, credentials.keys, bodies, passthrough, quotas, session_header)
         readiness = ReadinessCheck(admission, ledger, now, credentials.why_no_key, wrong)
         metrics.add_gauges(state_gauges(readiness.state, pool.connector))
         front = Front(

@@ -11,16 +11,19 @@ import logging
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from pdproxy.fleet.engine import EngineCredentials
 from pdproxy.kit.reloading_file import ReloadingFile
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.serving.access.keys import Keys, digest
 from pdproxy.settings.errors import Mistakes, SettingsError
-from pdproxy.settings.files import read_key, read_keys, read_numbered_keys
+from pdproxy.settings.files import read_key
+from pdproxy.settings.key_lines import KeyLimits, read_key_lines
 from pdproxy.settings.schema import EngineTls, ListenTls, Node, Settings
 from pdproxy.settings.tls import end_of_certificate, engine_context, following, listen_context, merged
+from pdproxy.settings.yaml_file import spell_file
 
 logger = logging.getLogger("pdproxy.files")
 
@@ -28,6 +31,13 @@ LOOK_EVERY = 1.0
 """Seconds."""
 EXPIRES_SOON = timedelta(days=2)
 """How long before its end a certificate is reported. Authorities issue certificates for six days, renewed after three."""
+
+
+class _ValidKeys(NamedTuple):
+    """The clients' keys in force: their names by their digests, and the limits of those that a file gives a name."""
+
+    names: Mapping[bytes, str]
+    limits: Mapping[str, KeyLimits]
 
 
 class Credentials:
@@ -45,10 +55,12 @@ class Credentials:
         self._following = False
         auth, pool, listen = settings.auth, settings.pool, settings.listen.tls
         self._key_file = auth.api_keys_file
-        self._valid_keys: Callable[[], Mapping[bytes, str]] | None = None
+        self._valid_keys: Callable[[], _ValidKeys] | None = None
         with found.collecting():
             self._valid_keys = self._client_keys(auth.api_keys, auth.api_keys_file)
-        self.keys = Keys(self._valid_keys)
+        self.keys = Keys()
+        if (valid := self._valid_keys) is not None:
+            self.keys = Keys(lambda: valid().names, lambda: valid().limits)
         self._common_key: Callable[[], str | None] = lambda: None
         with found.collecting():
             self._common_key = self._key("auth.engine_api_key_file", auth.engine_api_key, auth.engine_api_key_file)
@@ -115,7 +127,7 @@ class Credentials:
 
     def why_no_key(self) -> str | None:
         """Return why no client is accepted, None if keys are valid or not required."""
-        if self._valid_keys is None or self._valid_keys():
+        if self._valid_keys is None or self._valid_keys().names:
             return None
         return f"auth.api_keys_file: {self._key_file}: holds no key: every request is refused"
 
@@ -145,21 +157,27 @@ class Credentials:
             self._following = True
             self._tasks.keep(self.follow, "follow files")
 
-    def _client_keys(self, keys: Sequence[str], path: str | None) -> Callable[[], Mapping[bytes, str]] | None:
-        """Return what returns the digests and names of valid keys. A key is named by its place, which log lines may show."""
+    def _client_keys(self, keys: Sequence[str], path: str | None) -> Callable[[], _ValidKeys] | None:
+        """Return what returns the valid keys. One without a name is named by its place, which log lines may show."""
         fixed = {digest(key.encode()): f"settings:{number}" for number, key in enumerate(keys, 1)}
         if path is None:
-            return (lambda: fixed) if fixed else None
+            only = _ValidKeys(fixed, {})
+            return (lambda: only) if fixed else None
         setting = "auth.api_keys_file"
-        read_keys(setting, path)  # at the start, a file without a key is a mistake
+        if not read_key_lines(setting, path):  # at the start, a file without a key is a mistake
+            raise SettingsError(f"{setting}: {spell_file(Path(path))}: holds no key")
 
-        def read() -> Mapping[bytes, str]:
+        def read() -> _ValidKeys:
             # Later, it means that no key of it is valid any more: an operator who removes the last one has withdrawn it.
-            found = read_numbered_keys(setting, path)
+            found = read_key_lines(setting, path)
             if not found:
                 refused = "no key of it is valid now" if fixed else "every request is refused"
                 logger.error("%s: %s: holds no key: %s", setting, path, refused)
-            return {**{digest(key.encode()): f"file:{number}" for number, key in found}, **fixed}
+            names = {digest(one.key.encode()): one.name or f"file:{one.number}" for one in found}
+            limited = {digest(one.key.encode()): one.name for one in found if one.name is not None}
+            return _ValidKeys(
+                {**names, **fixed, **limited}, {one.name: one.limits for one in found if one.name is not None}
+            )
 
         return self._follow(setting, [path], read)
 

@@ -11,6 +11,7 @@ from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Metrics
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.keys import Keys
+from pdproxy.serving.access.tenants import Tenants
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.hints import noted, session_of
@@ -52,6 +53,11 @@ class Front:
     telemetry: Callable[[bytes], bool] | None
     decisions: Decisions
 
+    def _identifier(self) -> ClientIdentifier:
+        overload = self.settings.overload
+        tenants = Tenants(self.clients, self.keys, overload.tenant_header, overload.weights)
+        return ClientIdentifier(self.clients, self.keys, self.observers, tenants)
+
     def protocol(self) -> type[DataPathProtocol]:
         """Return the protocol class for uvicorn."""
         limits, deadlines = self.settings.limits, self.settings.deadlines
@@ -74,7 +80,7 @@ class Front:
         )
         path = DataPath(
             self.service.generate,
-            ClientIdentifier(self.clients, self.keys, self.observers),
+            self._identifier(),
             self.observers,
             bounds,
             CorsHeaders(self.settings.listen.cors),
@@ -88,7 +94,7 @@ class Front:
         """Return what the FastAPI routes answer with."""
         passthrough = PassthroughAsgi(
             self.passthrough.serve,
-            ClientIdentifier(self.clients, self.keys, self.observers),
+            self._identifier(),
             self.clients,
             self.bodies,
             FORWARDED,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from pdproxy import __version__
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe import catalog, catalog_decisions
+from pdproxy.observe import catalog, catalog_decisions, catalog_refusals
 from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Gauge
 from pdproxy.scheduling.placement import Placement, PlacementState
@@ -31,6 +31,7 @@ def request_gauges(admission: Admission, bodies: BodyReader) -> list[Gauge]:
 
     return [
         Gauge(catalog.INFLIGHT, lambda: [((), admission.inflight)]),
+        Gauge(catalog_refusals.TOKENS_IN_FLIGHT, lambda: [((), admission.tokens)]),
         Gauge(catalog.QUEUE, lambda: [((), admission.waiting)]),
         Gauge(catalog.BODY_READERS, readers),
     ]

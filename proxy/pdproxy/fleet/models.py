@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.kit.errors import EngineError, OverloadedError
+from pdproxy.kit.errors import EngineError, OverloadedError, Reason
 from pdproxy.scheduling.nodes import Role
 from pdproxy.upstream.admin import EngineAdmin
 
@@ -61,5 +61,5 @@ async def models(
         for name, card in named:
             cards.setdefault(name, card)
     if not cards:
-        raise failed or OverloadedError("no engine is up: see /ready")
+        raise failed or OverloadedError("no engine is up: see /ready", Reason.NO_ENGINE)
     return msgspec.json.encode(_ModelList(data=list(cards.values())))

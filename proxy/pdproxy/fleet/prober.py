@@ -11,9 +11,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.errors import EngineError, EngineRefusedError, EngineTimeoutError, OverloadedError
@@ -44,6 +43,13 @@ MAX_LATE = 3
 """An engine counts as down when so many health questions in a row have timed out: a busy one answers late."""
 
 
+class ScrapeReader(Protocol):
+    """Takes what engines report of themselves."""
+
+    def scraped(self, engine: Engine, metrics: Scrape) -> None:
+        """Take an engine's metrics."""
+
+
 class Prober:
     """Probes every engine of a pool, and reads its metrics, at the intervals of `probes`.
 
@@ -55,7 +61,7 @@ class Prober:
         engines: EngineRegistry,
         ledger: Ledger,
         admin: EngineAdmin,
-        auditor: Auditor,
+        auditor: ScrapeReader,
         observers: Observers,
         tasks: TaskOwner,
         probes: Probes,

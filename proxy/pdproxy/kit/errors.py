@@ -1,7 +1,7 @@
 """Errors by fault, so that every failure has one meaning everywhere.
 
-Owns the kinds of failure: whose fault it was (`Fault`), what the proxy waited for (`Wait`), and the exceptions with these. What a
-client gets of each is decided in one place, `pdproxy.wire.errors`.
+Owns the kinds of failure: whose fault it was (`Fault`), what the proxy waited for (`Wait`), why it can't serve a request now
+(`Reason`), and the exceptions with these. What a client gets of each is decided in one place, `pdproxy.wire.errors`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,29 @@ class Wait(Enum):
     PROBE = "probe"
 
 
+class Reason(Enum):
+    """Why a request is refused now and may be served later. The value is the label of `pdproxy_refusals_total{reason}`, and the
+    `reason` in the error's body."""
+
+    KEY_REQUESTS = "key_requests"
+    KEY_TOKENS = "key_tokens"
+    KEY_INFLIGHT = "key_inflight"
+    SHARE = "share"
+    QUEUE_FULL = "queue_full"
+    QUEUE_TIMEOUT = "queue_timeout"
+    DEADLINE = "deadline"
+    CAPACITY = "capacity"
+    OBJECTIVE = "objective"
+    NO_ENGINE = "no_engine"
+    DRAINING = "draining"
+    BODIES = "bodies"
+    READERS = "readers"
+    ANSWERS = "answers"
+    SLOW_READER = "slow_reader"
+    CONNECTIONS = "connections"
+    OPEN_FILES = "open_files"
+
+
 class PdproxyError(Exception):
     """A failure with a fault. `status` is its HTTP status if nothing was sent yet."""
 
@@ -55,6 +78,10 @@ class PdproxyError(Exception):
     type = "InternalServerError"
     public: str | None = None
     """What a client gets in place of a message that it may not read; None: the message."""
+    reason: Reason | None = None
+    """Why the request is refused for now; None for all other failures."""
+    retry_after: float | None = None
+    """In how many seconds the same request may succeed, None if that is not known."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -161,13 +188,36 @@ class OverloadedError(PdproxyError):
     status = 503
     type = "ServiceUnavailableError"
 
+    def __init__(self, message: str, reason: Reason, *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after = retry_after
+
+
+class LimitError(OverloadedError):
+    """The client is over its own limit or share: others may be served meanwhile."""
+
+    status = 429
+    type = "RateLimitError"
+
 
 class TooLateError(OverloadedError):
     """No engine can serve the request within its objective, and the settings want such requests refused."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, Reason.OBJECTIVE)
+
 
 class TooManyConnectionsError(OverloadedError):
     """`limits.max_connections` are open: a connection is refused, or one that idles is closed for another client."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, Reason.CONNECTIONS)
+
+
+def no_more_files(error: OSError) -> OverloadedError:
+    """Return the failure to open a connection because the process may open no more files."""
+    return OverloadedError(f"pdproxy can open no more connections: {error.strerror}", Reason.OPEN_FILES)
 
 
 class EngineError(PdproxyError):
@@ -184,6 +234,7 @@ class EngineError(PdproxyError):
 class AnswerBudgetError(EngineError):
     """Other answers use up `limits.max_buffered_answer_bytes`. Not a fault of the engine."""
 
+    reason = Reason.ANSWERS
     fault = Fault.CAPACITY
     status = 503
     type = "ServiceUnavailableError"

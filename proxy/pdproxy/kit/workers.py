@@ -14,7 +14,7 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Hashable, Mapping
 
-from pdproxy.kit.errors import OverloadedError
+from pdproxy.kit.errors import OverloadedError, Reason
 from pdproxy.kit.fair_places import FairPlaces, NoPlaceError
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.kit.worker import ANSWER, QUESTION
@@ -27,6 +27,9 @@ _BUFFER = 2**20
 
 class WorkerLostError(OverloadedError):
     """A worker ended, or did not start: the same work may succeed later."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, Reason.READERS)
 
 
 class NoMemoryError(Exception):
@@ -79,7 +82,7 @@ class Workers:
         try:
             await self._turns.enter(client)
         except NoPlaceError:
-            raise OverloadedError("too many large requests are waiting to be read") from None
+            raise OverloadedError("too many large requests are waiting to be read", Reason.READERS) from None
         try:
             process = await self._ready()
         except BaseException:

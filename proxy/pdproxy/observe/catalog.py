@@ -7,7 +7,14 @@ row of this table. The process's own metrics (`process_*`, `python_*`) are those
 from __future__ import annotations
 
 from pdproxy.kit.errors import Fault, Wait
-from pdproxy.observe import catalog_decisions, catalog_kv_events, catalog_peers, catalog_prefixes, catalog_turns
+from pdproxy.observe import (
+    catalog_decisions,
+    catalog_kv_events,
+    catalog_peers,
+    catalog_prefixes,
+    catalog_refusals,
+    catalog_turns,
+)
 from pdproxy.observe.description import NODE, Description, Kind, Label
 from pdproxy.observe.events import ITL_BOUNDS
 
@@ -379,7 +386,7 @@ BUILD_INFO = _gauge(
 
 _OTHERS = [
     value
-    for one in (catalog_decisions, catalog_kv_events, catalog_peers, catalog_prefixes, catalog_turns)
+    for one in (catalog_decisions, catalog_kv_events, catalog_peers, catalog_prefixes, catalog_refusals, catalog_turns)
     for value in vars(one).values()
 ]
 METRICS: tuple[Description, ...] = tuple(

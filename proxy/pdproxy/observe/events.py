@@ -51,7 +51,9 @@ class RequestEnded(msgspec.Struct, frozen=True):
     """A request has ended. `outcome` is "ok", "client_left", or the fault that ended it.
 
     `first_s`: seconds to the first data of a stream; None for other answers. `stream`: whether the client asked for one, None if
-    that is not known. `client`: its address; `key`: the name of its API key, None without keys.
+    that is not known. `client`: its address; `key`: the name of its API key, None without keys. `reason`: why it was refused,
+    one of `catalog_refusals.REASONS`; None for all other ends. `tenant`: to whom its tokens count, None where nobody
+    has a name.
     """
 
     request_id: str
@@ -71,16 +73,20 @@ class RequestEnded(msgspec.Struct, frozen=True):
     stream: bool | None = None
     client: str | None = None
     key: str | None = None
+    reason: str | None = None
+    tenant: str | None = None
 
 
 class Refused(msgspec.Struct, frozen=True):
     """A request was refused before its body was complete, or for its key; or a connection was.
 
-    `reason`: one of `catalog.REFUSED`; `client`: the client's address.
+    `reason`: one of `catalog.REFUSED`; `client`: the client's address. `overload`: one of `catalog_refusals.REASONS`, None if the
+    same request would be refused at any time.
     """
 
     reason: str
     client: str
+    overload: str | None = None
 
 
 class ServedAlone(msgspec.Struct, frozen=True):
@@ -112,13 +118,14 @@ class HandleEnded(msgspec.Struct, frozen=True):
 
 
 class LegFailed(msgspec.Struct, frozen=True):
-    """A leg to an engine failed; `will_retry`: whether another engine is asked."""
+    """A leg to an engine failed; `will_retry`: whether another engine is asked; `status`: with which the engine refused it."""
 
     request_id: str
     node: str
     phase: str
     error: str
     will_retry: bool
+    status: int | None = None
 
 
 class NodeChanged(msgspec.Struct, frozen=True):

@@ -186,6 +186,7 @@ def access_fields(event: RequestEnded) -> Fields:
         "stream": event.stream,
         "status": event.status,
         "outcome": event.outcome,
+        "reason": event.reason,
         "prefill": leg.prefill,
         "decode": leg.decode,
         "why_alone": leg.why_alone,

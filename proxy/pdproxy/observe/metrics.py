@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from pdproxy.observe import catalog, catalog_decisions, catalog_peers, catalog_turns
+from pdproxy.observe import catalog, catalog_decisions, catalog_peers, catalog_refusals, catalog_turns
 from pdproxy.observe.catalog import METRICS, REMOVED
 from pdproxy.observe.description import NODE, Description, Kind
 from pdproxy.observe.events import (
@@ -48,6 +48,8 @@ from pdproxy.observe.events import (
 
 MAX_MODEL, MAX_MODELS = 256, 1000
 """Characters of a model's name that is a label, and the number of such names. All others are counted as "other"."""
+MAX_TENANTS = 1000
+"""Tenants whose names are labels. All others are counted as "other"."""
 MAX_RANKS = 64
 """Ranks of an engine that are labels."""
 
@@ -106,6 +108,7 @@ class Metrics:
         """By engine and phase: how many legs, and their seconds."""
         self._gauges: dict[str, Gauge] = {}
         self._models: set[str] = set()
+        self._tenants: set[str] = set()
         self._nodes: set[str] = set()
         self._reasons: set[str] = set()
         self._registry.register(self)
@@ -184,6 +187,8 @@ class Metrics:
                 self._histogram(catalog.TOKENIZE, event.source).observe(event.seconds)
             case Refused(reason):
                 self._count(catalog.REFUSALS, reason)
+                if event.overload is not None:
+                    self._overload(event.overload)
             case Evicted(what):
                 self._count(catalog.EVICTIONS, what)
             case LoopBeat(late_s):
@@ -201,6 +206,16 @@ class Metrics:
             case KvShortfall() | NodeChanged() | TokenizerJudged():
                 pass  # logged, and shown by gauges
 
+    def _tenant(self, name: str) -> str:
+        if name not in self._tenants:
+            if len(self._tenants) >= MAX_TENANTS:
+                return "other"
+            self._tenants.add(name)
+        return name
+
+    def _overload(self, reason: str) -> None:
+        self._count(catalog_refusals.OVERLOAD_REFUSALS, reason, catalog_refusals.STATUS_OF[reason])
+
     def _decided(self, choice: str, reason: str) -> None:
         if reason not in self._reasons:
             if len(self._reasons) < catalog_decisions.MAX_REASONS:
@@ -211,6 +226,8 @@ class Metrics:
 
     def _ended(self, event: RequestEnded) -> None:
         self._request(event)
+        if event.reason is not None:
+            self._overload(event.reason)
         self._phases["queue"].observe(event.queue_s)
         self._phases["total"].observe(event.total_s)
         path = "alone"
@@ -222,6 +239,9 @@ class Metrics:
             self._histogram(catalog.TTFT, path).observe(event.first_s)
         if any(event.gaps.buckets):
             self._histogram(catalog.ITL).add(event.gaps.buckets, event.gaps.total)
+        if event.tenant is not None:
+            tokens = (event.prompt_tokens or 0) + (event.completion_tokens or 0)
+            self._count(catalog_refusals.TENANT_TOKENS, self._tenant(event.tenant), by=tokens)
         if event.prompt_tokens is not None:
             self._count(catalog.TOKENS, "prompt", by=event.prompt_tokens)
         if event.completion_tokens is not None:

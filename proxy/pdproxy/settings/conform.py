@@ -67,6 +67,8 @@ def collect(value: object, kind: Any, where: str, path: KeyPath, found: Mistakes
 def parse(text: str, kind: Any) -> object:
     """Read the text of a variable or a flag as `kind`. A text that is not of that kind is returned, and `conform` refuses it.
 
+    A mapping is JSON: `{"a": 3}`.
+
     A list is `a,b` or, as for vLLM's flags, JSON: `["a", "b"]`. A text that begins with `[` is always read as JSON.
     """
     text = text.strip()
@@ -75,6 +77,11 @@ def parse(text: str, kind: Any) -> object:
         if items is None:
             return text
         return [parse(item, get_args(kind)[0]) if isinstance(item, str) else item for item in items]
+    if get_origin(kind) is dict:
+        try:
+            return msgspec.json.decode(text, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+            return text
     try:
         return msgspec.convert(text, kind, strict=False)
     except _NOT_OF_THAT_KIND:

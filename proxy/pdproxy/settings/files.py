@@ -33,7 +33,7 @@ def read_numbered_keys(setting: str, path: str) -> list[tuple[int, str]]:
         SettingsError: it can't be read, or a line is not a key.
     """
     keys: list[tuple[int, str]] = []
-    for number, line in enumerate(_lines(setting, path), 1):
+    for number, line in enumerate(read_lines(setting, path), 1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue
@@ -64,7 +64,7 @@ def read_password(setting: str, path: str) -> str:
     Raises:
         SettingsError: it can't be read, or the line is empty.
     """
-    lines = _lines(setting, path)
+    lines = read_lines(setting, path)
     if not lines or not lines[0]:
         raise SettingsError(f"{setting}: {spell_file(Path(path))}: holds no password in its first line")
     return lines[0]
@@ -87,7 +87,12 @@ def read_file(setting: str, path: str) -> bytes:
     return content
 
 
-def _lines(setting: str, path: str) -> list[str]:
+def read_lines(setting: str, path: str) -> list[str]:
+    """Return the lines of a file of text.
+
+    Raises:
+        SettingsError: it can't be read.
+    """
     try:
         return read_file(setting, path).decode().splitlines()
     except UnicodeDecodeError:

@@ -5,11 +5,14 @@ Owns their names, units, bounds and defaults, each with the reason for it.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from pdproxy.settings.section import Count, Seconds, Section
+
+AUTO = "auto"
+EngineRequests = Literal["auto"] | Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class Deadlines(Section, frozen=True):
@@ -79,6 +82,14 @@ class Limits(Section, frozen=True):
 
     max_queue: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 1024
     """Requests that wait for a place; one more is refused with 503. 0: none waits."""
+
+    max_inflight_tokens: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    """Tokens of the requests that are served at once, prompts and expected answers together: a text has one token per 4 bytes,
+    an answer as many as others had lately. A request that alone exceeds it is served alone. 0: no bound."""
+
+    engine_requests: EngineRequests = 0
+    """Requests that each engine that answers clients may have on average, all of them together. `auto`: as many as it runs
+    without a queue, by what it reports. 0: no bound but `max_inflight`."""
 
     max_connections: Count = 8192
     """Connections of clients at once: several for each request that is served. Fewer if `ulimit -n` allows fewer. If there are

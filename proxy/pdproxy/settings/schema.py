@@ -12,6 +12,7 @@ from pdproxy.scheduling.placements import AUTO, SPLIT
 from pdproxy.settings.connector_options import Cpu, LMCache
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines, Limits
+from pdproxy.settings.overload import Overload
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.prefixes import Prefixes
 from pdproxy.settings.probes import Observe, Probes
@@ -88,7 +89,8 @@ class Auth(Section, frozen=True):
     the engines, which then decide."""
 
     api_keys_file: File | None = None
-    """More keys of clients, one per line; blank lines and lines that begin with `#` are skipped. Read again when it changes."""
+    """More keys of clients, one per line, alone or as `name:key` with limits such as `inflight=20 rpm=600 tpm=200000 weight=3
+    priority=0..10`; blank lines and lines that begin with `#` are skipped. Read again when it changes."""
 
     engine_api_key: Key | None = None
     """Key for the engines, sent as a bearer token by probes, and for clients that sent one of `api_keys`. Without those, a
@@ -352,6 +354,9 @@ class Settings(Section, frozen=True):
 
     limits: Limits = Limits()
     """How much is accepted at once."""
+
+    overload: Overload = Overload()
+    """Who is served first while requests wait."""
 
     kv_ready: KvReady = KvReady()
     """Where engines send notices that KV is ready."""

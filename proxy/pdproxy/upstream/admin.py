@@ -21,8 +21,8 @@ from pdproxy.kit.errors import (
     EngineTimeoutError,
     EngineTlsError,
     EngineUnreachableError,
-    OverloadedError,
     Wait,
+    no_more_files,
 )
 from pdproxy.kit.text import truncate
 from pdproxy.tokens.ids import TokenIds
@@ -281,7 +281,7 @@ class EngineAdmin:
             raise EngineTlsError(describe_certificate(error.os_error)) from None
         except aiohttp.ClientConnectorError as error:
             if error.errno in LOCAL_ERRORS:
-                raise OverloadedError(f"pdproxy can open no more connections: {error.strerror}") from None
+                raise no_more_files(error) from None
             raise EngineUnreachableError(f"no connection: {describe_os(error.os_error)}") from None
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientConnectionResetError):
             raise EngineError(f"{path}: {describe_close(tls)}") from None

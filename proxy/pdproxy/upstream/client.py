@@ -22,9 +22,9 @@ from pdproxy.kit.errors import (
     EngineTimeoutError,
     EngineTlsError,
     EngineUnreachableError,
-    OverloadedError,
     StaleConnectionError,
     Wait,
+    no_more_files,
 )
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
 from pdproxy.upstream.connection import EngineConnection, Headers, Leg, Message, Sink
@@ -285,7 +285,7 @@ class EngineClient:
             raise EngineTlsError(f"{self.url}: {describe_tls(error)}") from None
         except OSError as error:
             if error.errno in LOCAL_ERRORS:
-                raise OverloadedError(f"pdproxy can open no more connections: {error.strerror}") from None
+                raise no_more_files(error) from None
             raise EngineUnreachableError(f"{self.url} took no connection: {describe_os(error)}") from None
         self._all.add(connection)
         return connection

@@ -13,7 +13,7 @@ from ssl import SSLContext
 import aiohttp
 from yarl import URL
 
-from pdproxy.kit.errors import EngineError, EngineTlsError, EngineUnreachableError, OverloadedError, Wait
+from pdproxy.kit.errors import EngineError, EngineTlsError, EngineUnreachableError, Wait, no_more_files
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
 from pdproxy.upstream.client import LOCAL_ERRORS
 
@@ -139,7 +139,7 @@ def translated(url: str) -> Iterator[None]:
         raise EngineTlsError(f"{url}: {error.certificate_error}") from None
     except aiohttp.ClientConnectorError as error:
         if error.errno in LOCAL_ERRORS:
-            raise OverloadedError(f"pdproxy can open no more connections: {error.strerror}") from None
+            raise no_more_files(error) from None
         raise EngineUnreachableError(f"no connection to {url}: {error.strerror or error}") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise EngineError(f"{url}: {type(error).__name__}") from None

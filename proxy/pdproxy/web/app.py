@@ -23,7 +23,7 @@ from pdproxy.web.cors import middleware_options
 from pdproxy.web.docs_page import add_docs
 from pdproxy.web.passthrough_asgi import CONNECTION, PassthroughAsgi, PassthroughResponse
 from pdproxy.wire import lmcache_telemetry
-from pdproxy.wire.errors import error_body
+from pdproxy.wire.errors import error_body, retry_headers
 from pdproxy.wire.request import Route
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -79,6 +79,7 @@ def create_app(answers: Answers) -> FastAPI:
     @app.exception_handler(PdproxyError)
     async def _failed(request: Request, error: PdproxyError) -> Response:
         answer = Response(error_body(error), error.status, media_type="application/json")
+        answer.raw_headers += retry_headers(error)
         if isinstance(error, UnauthorizedError):
             if (connection := request.scope.get(CONNECTION)) is not None:
                 answers.refused(error, answers.passthrough.identify.address(connection, request.scope["headers"]))
@@ -165,6 +166,7 @@ _STATUSES = (
     (401, "No valid API key"),
     (413, "The body is too large"),
     (502, "All engines that were tried have failed"),
+    (429, "Over the client's own limit or share"),
     (503, "No engine, no place, or shutting down"),
     (504, "An engine missed a deadline"),
 )

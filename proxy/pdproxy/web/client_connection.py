@@ -12,14 +12,14 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from pdproxy.kit.errors import Fault, OverloadedError, PdproxyError
+from pdproxy.kit.errors import OverloadedError, PdproxyError
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.clients import Client, address_name
 from pdproxy.web.connection_bounds import LINGER, MAX_REFUSED, MAX_UNSENT, ConnectionBounds
 from pdproxy.web.lean_flow_control import LeanFlowControl, LeanPipeline
 from pdproxy.web.refusals import report_refusal
 from pdproxy.web.slow_readers import ReadWatch
-from pdproxy.wire.errors import error_body
+from pdproxy.wire.errors import error_body, retry_headers
 
 
 class ClientConnection(HttpToolsProtocol):
@@ -94,9 +94,7 @@ class ClientConnection(HttpToolsProtocol):
         report_refusal(self.observers, error, str(self.peer.name))
         body = error_body(error)
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
-        if error.fault is Fault.CAPACITY:
-            head += b"retry-after: 1\r\n"
-        head += b"".join([b"%b: %b\r\n" % line for line in self.more_headers()])
+        head += b"".join([b"%b: %b\r\n" % line for line in (*retry_headers(error), *self.more_headers())])
         self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + body)
         self.linger()
 

@@ -1,4 +1,4 @@
-"""Finds the client of a request: by its key if keys are required, otherwise by its address.
+"""Finds the client of a request: by its key if keys are required, otherwise by its address; or the tenant that it belongs to.
 
 Owns that rule, and the report of a request without a valid key. The address is the peer's, or the one that a trusted proxy names
 (`listen.trusted_proxies`); of an IPv6 address only the network (/64) is used.
@@ -14,6 +14,7 @@ from pdproxy.kit.frames import drop_traceback
 from pdproxy.observe.events import Observers
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.access.keys import Keys
+from pdproxy.serving.access.tenants import Tenants
 from pdproxy.upstream.connection import Headers
 from pdproxy.web.refusals import report_refusal
 
@@ -37,8 +38,11 @@ class Peer(Protocol):
 class ClientIdentifier:
     """Finds the clients of requests. Each client that is returned is in use (`Clients.enter`) until the caller ends that."""
 
-    def __init__(self, clients: Clients, keys: Keys, observers: Observers | None = None) -> None:
+    def __init__(
+        self, clients: Clients, keys: Keys, observers: Observers | None = None, tenants: Tenants | None = None
+    ) -> None:
         self._clients = clients
+        self._tenants = tenants or Tenants(clients, keys)
         self._keys = keys
         self._observers = observers or Observers(())
 
@@ -49,6 +53,9 @@ class ClientIdentifier:
         """
         address = self._address(peer, headers, peer_is_trusted=peer_is_trusted)
         if not self._keys.wanted:
+            if peer_is_trusted:
+                client = self._tenants.enter(address, None, headers, may_name=True)
+                return Identified(client, address, None, None)
             return Identified(self._clients.enter(address), address, None, None)
         try:
             # If a header came twice, the first one counts.
@@ -57,7 +64,8 @@ class ClientIdentifier:
             drop_traceback(error)  # it refers to this frame, which refers to the error
             report_refusal(self._observers, error, address)
             return Identified(self._clients.enter(address), address, None, error)
-        return Identified(self._clients.enter(digest), address, self._keys.name(digest), None)
+        key = self._keys.name(digest)
+        return Identified(self._tenants.enter(digest, key, headers, may_name=True), address, key, None)
 
     def address(self, connection: Peer, headers: Headers) -> str:
         """Return the address of a request's client."""

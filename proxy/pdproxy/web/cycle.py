@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from pdproxy.kit.errors import BodyTooLargeError, Fault, OverloadedError, PdproxyError
+from pdproxy.kit.errors import BodyTooLargeError, OverloadedError, PdproxyError
 from pdproxy.kit.frames import drop_traceback, frames
 from pdproxy.observe.events import Observers
 from pdproxy.upstream.connection import Headers
@@ -23,7 +23,7 @@ from pdproxy.web.refusals import report_refusal
 from pdproxy.web.response_cycle import ResponseCycle
 from pdproxy.wire.body_bounds import LARGE
 from pdproxy.wire.client_routes import ADAPTER_HEADER
-from pdproxy.wire.errors import error_body
+from pdproxy.wire.errors import error_body, retry_headers
 from pdproxy.wire.request import Incoming, Route
 
 logger = logging.getLogger("pdproxy")
@@ -246,8 +246,8 @@ class GenerateCycle(ResponseCycle):
         if error is not None:
             self.keep_alive = False
             report_refusal(self._data_path.observers, error, self._address)
-            retry = [(b"retry-after", b"1")] if error.fault is Fault.CAPACITY else []
-            self.whole(error.status, [(b"content-type", b"application/json"), *retry], error_body(error))
+            lines = [(b"content-type", b"application/json"), *retry_headers(error)]
+            self.whole(error.status, lines, error_body(error))
             return None
         return self._as_read(found)
 

@@ -21,6 +21,7 @@ from pdproxy.kit.errors import (
     OverloadedError,
     PathTooLongError,
     PdproxyError,
+    Reason,
     Wait,
 )
 from pdproxy.kit.frames import drop_traceback
@@ -132,7 +133,7 @@ class GuardedProtocol(ClientConnection):
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise OverloadedError("too many requests wait on this connection")  # stops the parser
+            raise OverloadedError("too many requests wait on this connection", Reason.CONNECTIONS)  # stops the parser
         super().on_message_begin()
         self._in_head = self._progress = True
         self._head_bytes = self._hosts = 0

@@ -19,11 +19,11 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from pdproxy.kit.errors import (
     BodyTooLargeError,
     ClientLeftError,
-    Fault,
     PdproxyError,
 )
 from pdproxy.serving.access.clients import Client, Clients
 from pdproxy.serving.access.routes import RouteEntry
+from pdproxy.serving.request.hints import TIMEOUT
 from pdproxy.serving.request.passthrough import IncomingPassthrough
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.upstream.connection import Headers
@@ -31,6 +31,7 @@ from pdproxy.web.body_budget import BodyBudget
 from pdproxy.web.client_identifier import ClientIdentifier, Identified
 from pdproxy.wire.api_errors import failure_body
 from pdproxy.wire.body_bounds import LARGE, Body
+from pdproxy.wire.errors import retry_headers
 
 Line = tuple[bytes, bytes]
 CONNECTION = "pdproxy.connection"
@@ -115,9 +116,7 @@ class PassthroughResponse(Response):
         except ClientLeftError:
             return
         except PdproxyError as error:
-            lines = [(b"content-type", b"application/json"), (b"connection", b"close")]
-            if error.fault is Fault.CAPACITY:
-                lines.append((b"retry-after", b"1"))
+            lines = [(b"content-type", b"application/json"), (b"connection", b"close"), *retry_headers(error)]
             passthrough.refused(error, self._identified.address)
             with contextlib.suppress(ClientLeftError):
                 await output.whole(error.status, lines, failure_body(self._entry.dialect, error))
@@ -133,6 +132,7 @@ class PassthroughResponse(Response):
             client=self._identified.address,
             key=self._identified.key,
             session=passthrough.session(found),
+            hints=tuple(line for line in headers if line[0] == TIMEOUT),
         )
         del body  # the request refers to it
         serving = asyncio.ensure_future(passthrough.serve(request, output))

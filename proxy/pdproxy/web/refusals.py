@@ -38,4 +38,4 @@ def reason_of(error: PdproxyError) -> str:
 
 def report_refusal(observers: Observers, error: PdproxyError, client: str) -> None:
     """Report a refusal of a client's request or connection. `client`: its address."""
-    observers.notify(Refused(reason_of(error), client))
+    observers.notify(Refused(reason_of(error), client, None if error.reason is None else error.reason.value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import assert_never
 
@@ -10,6 +11,8 @@ import msgspec
 from pdproxy.kit.errors import EngineRefusedError, Fault, PdproxyError, UnparsableError, UnreadableError
 from pdproxy.wire.engine import error_of
 
+MAX_RETRY_AFTER = 60.0
+"""Seconds."""
 _ENGINE_URL = re.compile(r"https?://[^\s,;]+")
 
 
@@ -18,6 +21,7 @@ class _Error(msgspec.Struct, frozen=True):
     type: str
     param: str | None
     code: int | str | None
+    reason: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class _ErrorBody(msgspec.Struct, frozen=True):
@@ -47,4 +51,16 @@ def error_body(error: PdproxyError) -> bytes:
             message = "Internal error in pdproxy"  # the log has the rest
         case _:
             assert_never(error.fault)
-    return msgspec.json.encode(_ErrorBody(_Error(message, error.type, error.param, error.code)))
+    reason = msgspec.UNSET if error.reason is None else error.reason.value
+    return msgspec.json.encode(_ErrorBody(_Error(message, error.type, error.param, error.code, reason)))
+
+
+def retry_headers(error: PdproxyError) -> list[tuple[bytes, bytes]]:
+    """Return the header `Retry-After` of an error for want of capacity, in whole seconds from 1 to 60; no header for others.
+
+    Clients wait no longer than a minute: their libraries ignore longer times, and the load will have changed by then.
+    """
+    if error.fault is not Fault.CAPACITY:
+        return []
+    seconds = min(max(error.retry_after or 0.0, 1.0), MAX_RETRY_AFTER)
+    return [(b"retry-after", b"%d" % math.ceil(seconds))]

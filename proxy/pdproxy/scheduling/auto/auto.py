@@ -15,13 +15,13 @@ from pdproxy.scheduling.auto.correction import Error
 from pdproxy.scheduling.auto.costs import Costs, Look
 from pdproxy.scheduling.auto.demand import Meter
 from pdproxy.scheduling.auto.loads import EngineLoad, Leg
-from pdproxy.scheduling.auto.outputs import Outputs, limit_of
 from pdproxy.scheduling.auto.roles import REVIEW_S, Kept
 from pdproxy.scheduling.auto.times import Times
 from pdproxy.scheduling.auto.view import View, models_of
 from pdproxy.scheduling.auto.weights import WEIGHTS, Weights
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.outputs import Outputs, limit_of
 from pdproxy.scheduling.placement import Candidates, Placed, Placement, PlacementState
 from pdproxy.scheduling.policy import Ask, Cached
 from pdproxy.scheduling.slo import Slo

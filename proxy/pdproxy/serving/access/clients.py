@@ -27,12 +27,18 @@ class Evictable(Protocol):
 
 
 class Client:
-    """One client, while it has a connection or a request. `name` is the digest of a key, or an address."""
+    """One client, while it has a connection or a request. `name` is the digest of a key, an address, or a tenant.
 
-    __slots__ = ("bodies", "bytes", "name", "slow", "uses")
+    `weight`: how much more of the places it may have than others, while all of them wait. `label`: its name in metrics, None if
+    it has none (`access.tenants`).
+    """
+
+    __slots__ = ("bodies", "bytes", "label", "name", "slow", "uses", "weight")
 
     def __init__(self, name: bytes | str) -> None:
         self.name = name
+        self.weight = 1.0
+        self.label: str | None = None
         self.uses = 0
         self.bytes = 0
         """Bytes of its bodies that are held."""

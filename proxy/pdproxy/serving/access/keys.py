@@ -10,12 +10,14 @@ import hmac
 from collections.abc import Callable, Mapping
 
 from pdproxy.kit.errors import UnauthorizedError
+from pdproxy.settings.key_lines import KeyLimits
 
 _MISSING = (
     "You didn't provide an API key. You need to provide your API key in an Authorization header using Bearer auth "
     "(i.e. Authorization: Bearer YOUR_KEY)."
 )
 _WRONG = "Incorrect API key provided."
+NO_LIMITS: Mapping[str, KeyLimits] = {}
 CHALLENGE = (b"www-authenticate", b"Bearer")
 """The header that a 401 needs."""
 
@@ -29,8 +31,14 @@ class Keys:
     other: otherwise a proxy that accepts everybody would open an engine that needs a key to everybody.
     """
 
-    def __init__(self, proxy_keys: Callable[[], Mapping[bytes, str]] | None = None) -> None:
+    def __init__(
+        self,
+        proxy_keys: Callable[[], Mapping[bytes, str]] | None = None,
+        limits: Callable[[], Mapping[str, KeyLimits]] = lambda: NO_LIMITS,
+    ) -> None:
         self._digests = proxy_keys
+        self.limits = limits
+        """Returns the limits in force, by the names that a file gives to keys. Keys without such a name have none."""
 
     def __repr__(self) -> str:
         return f"<Keys {'wanted' if self.wanted else 'not wanted'}>"
@@ -63,8 +71,13 @@ class Keys:
         return found
 
     def name(self, found: bytes) -> str | None:
-        """Return the name of a key by its digest: where it stands, not what it is. None for a key that is not valid any more."""
+        """Return the name of a key by its digest: that of its line, or its place. None for a key that is not valid now."""
         return self._digests().get(found) if self._digests is not None else None
+
+    def priorities(self, name: str | None) -> tuple[int, int] | None:
+        """Return the least and the greatest priority that requests with a key of this name may have, None for no bounds."""
+        limits = self.limits().get(name) if name is not None else None
+        return None if limits is None else limits.priority
 
     def to_engine(self, authorization: bytes | None) -> tuple[tuple[bytes, bytes], ...]:
         """Return a client's `Authorization` as header lines for engines: one line, or none."""

@@ -33,6 +33,11 @@ class RouteEntry:
     slow: bool = True
 
     @property
+    def generates(self) -> bool:
+        """Whether an answer is as long as the model makes it."""
+        return self.slow and self.dialect is not Dialect.OPENAI
+
+    @property
     def has_body(self) -> bool:
         """Whether requests have a body."""
         return "POST" in self.methods

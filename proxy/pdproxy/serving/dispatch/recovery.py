@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pdproxy.kit.errors import AnswerBudgetError, EngineError, EngineRefusedError, OverloadedError, PdproxyError
+from pdproxy.kit.errors import AnswerBudgetError, EngineError, EngineRefusedError, OverloadedError, PdproxyError, Reason
 from pdproxy.upstream.client import Answer
 from pdproxy.wire.request import Alone
 
@@ -124,7 +124,7 @@ def after(outcome: Failure, progress: Progress) -> Action:
     """Return what is done after an attempt that did not answer the client."""
     match outcome:
         case NoEngines() if progress.alone:
-            return Fail(OverloadedError("no engine can serve this request: see /ready"))
+            return Fail(OverloadedError("no engine can serve this request: see /ready", Reason.NO_ENGINE))
         case NoEngines():
             return ServeAlone(progress.prefill_failed or Alone.NO_PAIR)
         case PrefillFailed(url, reason, _, keeper):

@@ -10,7 +10,7 @@ import msgspec
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import EngineError
+from pdproxy.kit.errors import EngineError, EngineRefusedError
 from pdproxy.observe.events import LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
@@ -97,7 +97,8 @@ class ExchangeResources:
         self, headers: LegHeaders, node: str, phase: str, error: EngineError, *, will_retry: bool
     ) -> None:
         """Report a leg that failed."""
-        self.observers.notify(LegFailed(headers.request_id, node, phase, error.message, will_retry))
+        status = error.status if isinstance(error, EngineRefusedError) else None
+        self.observers.notify(LegFailed(headers.request_id, node, phase, error.message, will_retry, status))
 
 
 def _made_tokens(relay: Relay) -> int | None:

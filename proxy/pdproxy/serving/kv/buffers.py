@@ -13,7 +13,7 @@ from typing import TypeVar
 from pdproxy.fleet.engine import Engine, ReceiveBuffer
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import OverloadedError, Wait
+from pdproxy.kit.errors import OverloadedError, Reason, Wait
 from pdproxy.observe.events import DeadlinePassed, Observers
 
 _T = TypeVar("_T")
@@ -123,4 +123,4 @@ class ReceiveBuffers:
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.QUEUE.value))
             message = f"no decode engine had space for the prompt's KV in {self._timeout:g} s"
-            raise OverloadedError(message) from None
+            raise OverloadedError(message, Reason.CAPACITY) from None

@@ -1,8 +1,8 @@
 """Admission: requests wait here, before any engine works for them.
 
-Owns the places of requests being served; `kit.fair_places` decides which request is next. A prefilled request never waits here,
-because the lease on its KV is running. While a request waits, a client with more places than its share loses one place, if it
-reads that answer too slowly.
+Owns the places of requests being served; `kit.fair_queue` decides which request is next, and `scheduling.waits` predicts how
+long that takes. A prefilled request never waits here, because the lease on its KV is running. While a request waits, a client
+with more places than its share loses one place, if it reads that answer too slowly.
 """
 
 from __future__ import annotations
@@ -10,14 +10,52 @@ from __future__ import annotations
 import asyncio
 
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import OverloadedError, Wait
-from pdproxy.kit.fair_places import FairPlaces, NoPlaceError
+from pdproxy.kit.errors import LimitError, OverloadedError, Reason, Wait
+from pdproxy.kit.fair_queue import Entry, FairQueue, QueueFullError
 from pdproxy.observe.events import DeadlinePassed, Evicted, Observers
+from pdproxy.scheduling.outputs import Outputs
+from pdproxy.scheduling.waits import Waits
 from pdproxy.serving.access.clients import Client, Clients
+from pdproxy.serving.request.demand import NO_DEMAND, Demand
+
+LEAST_SERVICE = 0.1
+"""Seconds: a request that has less left is not begun."""
+OPTIMISM = 0.5
+"""The part of a predicted wait that is believed where a request is refused by it: predictions may be twice too long."""
+
+
+class Place:
+    """A request's place, or its wait for one. Released by one `leave`."""
+
+    __slots__ = ("_admission", "_demand", "_expected", "_since", "entry", "wake")
+
+    def __init__(self, admission: Admission, demand: Demand, expected: float) -> None:
+        self._admission = admission
+        self._demand = demand
+        self._expected = expected
+        self._since = 0.0
+        self.entry: Entry[Place]
+        self.wake: asyncio.Future[None] | None = None
+        """Done once the place is granted or refused. None if it was free."""
+
+    def began(self, now: float) -> None:
+        """Note when the place was granted."""
+        self._since = now
+
+    def leave(self, prompt: int | None = None, completion: int | None = None) -> None:
+        """Release the place: it is granted to a request that waits, if there is one.
+
+        `prompt`, `completion`: the tokens that the request had, None where no engine has reported any.
+        """
+        self._admission.left(self, self._demand, self._since, self._expected, prompt, completion)
 
 
 class Admission:
-    """At most `max_inflight` requests at once; up to `max_queue` wait, each for up to `timeout` seconds."""
+    """At most `max_inflight` requests at once; up to `max_queue` wait, each for up to `timeout` seconds.
+
+    `max_tokens`: the most tokens of requests with a place, prompts and expected answers together; 0: no bound. `output_weight`:
+    the cost of a generated token, in tokens of prompts. `by_priority`: whether priorities order the requests of a client.
+    """
 
     def __init__(
         self,
@@ -27,12 +65,21 @@ class Admission:
         observers: Observers,
         clock: Clock,
         clients: Clients,
+        max_tokens: int = 0,
+        output_weight: float = 2.0,
+        *,
+        by_priority: bool = True,
     ) -> None:
-        self._places = FairPlaces(max_inflight, max_queue, lambda: observers.notify(Evicted("queue")))
+        self._output_weight = output_weight
+        self._by_priority = by_priority
+        self._queue: FairQueue[Place] = FairQueue(max_inflight, max_queue, max_tokens, self._granted, self._displaced)
+        self._max_inflight = max_inflight
         self._timeout = timeout
         self._observers = observers
         self._clock = clock
         self._clients = clients
+        self._outputs = Outputs()
+        self._waits = Waits()
         self._closed = False
         self._drained = asyncio.Event()
         """Set once admission is closed and no place is taken any more."""
@@ -43,68 +90,177 @@ class Admission:
     @property
     def inflight(self) -> int:
         """Requests being served."""
-        return self._places.taken
+        return self._queue.taken
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of these requests, prompts and expected answers together."""
+        return self._queue.size
 
     @property
     def waiting(self) -> int:
         """Requests waiting for a place."""
-        return self._places.waiting
+        return self._queue.waiting
 
     @property
     def closed(self) -> bool:
         """Whether new requests are refused because of a shutdown."""
         return self._closed
 
-    async def enter(self, client: Client) -> None:
-        """Take a place. Each success is matched by one `leave`.
+    def expected(self, demand: Demand) -> float:
+        """Return how many tokens the answers of a request are likely to have."""
+        return self._outputs.expected(demand.prompt, demand.limit) * demand.answers
+
+    def resize(self, places: int | None) -> None:
+        """Change the number of places, to `max_inflight` at most; None: to that. Requests that have one keep it."""
+        self._queue.resize(self._max_inflight if places is None else min(places, self._max_inflight))
+
+    async def enter(self, client: Client, demand: Demand = NO_DEMAND, deadline: float | None = None) -> Place:
+        """Take a place. Each success is matched by one `Place.leave`. `deadline`: when the client wants its answer at the latest.
 
         Raises:
-            OverloadedError: shutting down, the queue is full, or no place came free in time.
+            OverloadedError: shutting down, the queue is full, no place came free in time, or the deadline can't be met.
+            LimitError: the queue is full, and the client has the most requests in it.
         """
         if self._closed:
-            raise OverloadedError("pdproxy is shutting down")
-        if not self._places.take(client):
-            await self._wait(client)
+            raise _shutting_down()
+        expected = self.expected(demand)
+        place, size = Place(self, demand, expected), demand.prompt + int(expected)
+        cost = demand.prompt + self._output_weight * expected
+        priority = demand.priority if self._by_priority else 0
+        service = 0.0
+        if deadline is not None:
+            service = self._check(client, demand, deadline)
+        entry = self._queue.take(client.name, client.weight, place, cost, size, priority)
+        if entry is not None:
+            place.entry = entry
+        else:
+            try:
+                place.entry = self._queue.queue_up(client.name, client.weight, place, cost, size, priority)
+            except QueueFullError:
+                text = f"{self.inflight} requests are being served and {self.waiting} are waiting"
+                raise OverloadedError(text, Reason.QUEUE_FULL, retry_after=self._wait_of(client)) from None
+            await self._wait(client, place, deadline, service)
+        place.began(self._clock.now())
+        return place
 
-    def leave(self, client: Client) -> None:
-        """Release the place: it is granted to a request that waits, if there is one."""
-        self._places.leave(client)
+    def left(
+        self, place: Place, demand: Demand, since: float, expected: float, prompt: int | None, completion: int | None
+    ) -> None:
+        """A request ends its place. For `Place.leave` only."""
+        cost = None
+        if prompt is not None or completion is not None:
+            prompt = demand.prompt if prompt is None else prompt
+            cost = prompt + self._output_weight * (expected if completion is None else completion)
+            now = self._clock.now()
+            if self._waits.ended(now, cost, now - since):
+                self._waits.served(demand.prompt, now - since)
+                if completion and demand.answers:
+                    self._outputs.add(demand.prompt, completion // demand.answers)
+        entry = place.entry
+        del place.entry  # they refer to each other
+        self._queue.leave(entry, cost)
         self._check_drained()
 
     async def close(self) -> None:
         """Refuse new requests and those that wait, and return when no request is left."""
         self._closed = True
-        self._places.refuse(OverloadedError("pdproxy is shutting down"))
+        for place in self._queue.tickets():
+            if place.wake is not None and not place.wake.done():
+                place.wake.set_exception(_shutting_down())
         self._check_drained()
         await self._drained.wait()
 
     def over_share(self, client: Client) -> bool:
         """Return whether a client holds more places than its share while others wait for one."""
-        return self._places.over_share(client)
+        return self._queue.over_share(client.name)
 
-    async def _wait(self, client: Client) -> None:
+    async def _wait(self, client: Client, place: Place, deadline: float | None, service: float) -> None:
+        place.wake = asyncio.get_running_loop().create_future()
+        self._evict_slow(client)  # not before: a client is over its share only while others wait
+        seconds, until_deadline = self._timeout, False
+        if deadline is not None and (left := deadline - service - self._clock.now()) < seconds:
+            seconds, until_deadline = max(left, 0.0), True
         try:
-            place = self._places.queue_up(client)
-            self._evict_slow(client)  # not before: a client is over its share only while others wait
-            async with self._clock.within(self._timeout):
-                await self._places.wait(client, place)
+            async with self._clock.within(seconds):
+                await place.wake
         except TimeoutError:
+            self._give_up(place)
             self._observers.notify(DeadlinePassed(Wait.QUEUE.value))
-            raise OverloadedError(f"no place came free in {self._timeout:g} s") from None
-        except NoPlaceError as error:
-            if error.displaced:
-                raise OverloadedError("requests of other clients wait, and this client has the most of them") from None
-            raise OverloadedError(f"{self.inflight} requests are being served and {self.waiting} are waiting") from None
+            if until_deadline:
+                raise self._too_late(client) from None
+            text = f"no place came free in {self._timeout:g} s"
+            raise OverloadedError(text, Reason.QUEUE_TIMEOUT, retry_after=self._wait_of(client)) from None
+        except LimitError as error:
+            self._give_up(place)
+            error.retry_after = self._wait_of(client)
+            raise
+        except BaseException:
+            self._give_up(place)
+            raise
         finally:
+            place.wake = None
             self._check_drained()  # a place that was granted to a request that no longer wants it was released
 
+    def _give_up(self, place: Place) -> None:
+        entry = place.entry
+        del place.entry  # they refer to each other
+        if entry.has_place:
+            self._queue.leave(entry)  # granted in the same turn of the loop in which the caller was cancelled
+        else:
+            self._queue.stop_waiting(entry)
+
+    def _granted(self, place: Place) -> bool:
+        wake = place.wake
+        if wake is None or wake.done():  # cancelled or refused, and its caller has not run since
+            return False
+        wake.set_result(None)
+        return True
+
+    def _displaced(self, place: Place) -> None:
+        if place.wake is not None and not place.wake.done():
+            self._observers.notify(Evicted("queue"))
+            text = "requests of other clients wait, and this client has the most of them"
+            place.wake.set_exception(LimitError(text, Reason.SHARE))
+
+    def _check(self, client: Client, demand: Demand, deadline: float) -> float:
+        """Return the least seconds that a request is likely to need with a place.
+
+        Raises:
+            OverloadedError: it can't be done by its deadline.
+        """
+        usual = self._outputs.expected(demand.prompt)
+        part = 1.0 if demand.limit is None else min(demand.limit / usual, 1.0)
+        service = max(self._waits.service(demand.prompt, part), LEAST_SERVICE)
+        now = self._clock.now()
+        if now + service > deadline:
+            raise self._too_late(client)
+        if self._queue.waiting:
+            wait = self._waits.wait(now, self._queue.cost_ahead(client.name, client.weight))
+            if wait is not None and now + wait * OPTIMISM + service > deadline:
+                raise self._too_late(client)
+        return service
+
+    def _wait_of(self, client: Client) -> float | None:
+        """Return the predicted wait of a new request of a client, None if nothing is known."""
+        return self._waits.wait(self._clock.now(), self._queue.cost_ahead(client.name, client.weight))
+
+    def _too_late(self, client: Client) -> OverloadedError:
+        text = "the request can't be served within its X-Request-Timeout now"
+        return OverloadedError(text, Reason.DEADLINE, retry_after=self._wait_of(client))
+
     def _check_drained(self) -> None:
-        if self._closed and not self._places.taken:
+        if self._closed and not self._queue.taken:
             self._drained.set()
 
     def _evict_slow(self, client: Client) -> None:
         """Drop one slow reader of another client that holds more than its share."""
         for other in self._clients.with_slow:
             if other is not client and self.over_share(other):
-                next(iter(other.slow)).evict(OverloadedError("others wait, and the client reads too slowly"))
+                error = OverloadedError("others wait, and the client reads too slowly", Reason.SLOW_READER)
+                next(iter(other.slow)).evict(error)
                 return
+
+
+def _shutting_down() -> OverloadedError:
+    return OverloadedError("pdproxy is shutting down", Reason.DRAINING)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import BodyTooLargeError, OverloadedError, Wait
+from pdproxy.kit.errors import BodyTooLargeError, OverloadedError, Reason, Wait
 from pdproxy.kit.workers import NoMemoryError, Workers
 from pdproxy.observe.events import DeadlinePassed, Observers
 from pdproxy.serving.access.clients import Client
@@ -72,6 +72,6 @@ class BodyReader:
                 return await self.workers.ask(client, msgspec.msgpack.encode(question), body)
         except TimeoutError:
             self._observers.notify(DeadlinePassed(Wait.READ_BODY.value))
-            raise OverloadedError(f"the body was not read in {self._seconds:g} s") from None
+            raise OverloadedError(f"the body was not read in {self._seconds:g} s", Reason.READERS) from None
         except NoMemoryError:
             raise BodyTooLargeError("The body takes too much memory to be read", param="body") from None

@@ -13,7 +13,9 @@ from pdproxy.serving.dispatch.hints import Hints
 SLO_TTFT, SLO_TPOT, SLO_GAP = b"x-pdproxy-slo-ttft-ms", b"x-pdproxy-slo-tpot-ms", b"x-pdproxy-slo-gap-ms"
 DECISION = b"x-pdproxy-decision"
 """As a request's header it asks for the answer's header of this name."""
-HINTS = frozenset({SLO_TTFT, SLO_TPOT, SLO_GAP, DECISION})
+TIMEOUT = b"x-request-timeout"
+"""Seconds within which the client wants its answer. The name that other proxies use."""
+HINTS = frozenset({SLO_TTFT, SLO_TPOT, SLO_GAP, DECISION, TIMEOUT})
 _NAMES = {
     SLO_TTFT: "X-PDProxy-SLO-TTFT-MS",
     SLO_TPOT: "X-PDProxy-SLO-TPOT-MS",
@@ -21,6 +23,7 @@ _NAMES = {
     DECISION: "X-PDProxy-Decision",
 }
 _NUMBER = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,9})?")
+_SECONDS = re.compile(rb"[0-9]{1,18}(\.[0-9]{0,9})?")
 _MOST_MS = 604_800_000
 """A week, as for all times in the settings."""
 MAX_SESSION = 256
@@ -45,6 +48,21 @@ def read_hints(lines: Sequence[tuple[bytes, bytes]], session_header: str | None)
         session=session_of(session_header, found),
         wants_decision=_flag(found),
     )
+
+
+def timeout_of(lines: Sequence[tuple[bytes, bytes]]) -> float | None:
+    """Return the seconds within which a client wants its answer, from its complete request on; None if it does not say so.
+
+    Raises:
+        BadRequestError: the header is no number of seconds; the message quotes nothing.
+    """
+    value = next((value for name, value in lines if name == TIMEOUT), None)
+    if value is None:
+        return None
+    text = value.strip(b" \t")
+    if not _SECONDS.fullmatch(text):
+        raise BadRequestError("X-Request-Timeout: expected seconds, such as 30 or 0.5", param="X-Request-Timeout")
+    return float(text)
 
 
 def session_of(session_header: str | None, found: Mapping[bytes, bytes]) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
@@ -18,6 +19,7 @@ from pdproxy.kit.errors import (
     Fault,
     OverloadedError,
     PdproxyError,
+    Reason,
     UnauthorizedError,
     Wait,
 )
@@ -25,12 +27,15 @@ from pdproxy.kit.frames import drop_traceback, frames
 from pdproxy.kit.ids import mint, usable
 from pdproxy.observe.events import DeadlinePassed, RequestEnded
 from pdproxy.serving.access.keys import CHALLENGE
+from pdproxy.serving.access.quotas import Quotas, Use
 from pdproxy.serving.dispatch.resources import ExchangeResources
-from pdproxy.serving.request.admission import Admission
+from pdproxy.serving.request.admission import Admission, Place
+from pdproxy.serving.request.demand import NO_DEMAND
 from pdproxy.serving.request.totals import RequestTotals
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.serving.stream.response_writer import ResponseWriter
 from pdproxy.upstream.connection import Headers
+from pdproxy.wire.errors import retry_headers
 
 logger = logging.getLogger("pdproxy")
 
@@ -50,6 +55,7 @@ class LiveRequest(ABC, Generic[Writer]):
     __slots__ = (
         "address",
         "admitted",
+        "demand",
         "endpoint",
         "first",
         "key",
@@ -59,6 +65,7 @@ class LiveRequest(ABC, Generic[Writer]):
         "request_id",
         "status",
         "stream",
+        "timeout",
         "totals",
         "writer",
     )
@@ -74,6 +81,9 @@ class LiveRequest(ABC, Generic[Writer]):
         """Whether the client wants a stream, None before that is known."""
         self.address: str | None = None
         self.key: str | None = None
+        self.demand = NO_DEMAND
+        self.timeout: float | None = None
+        """Seconds from `received` within which the client wants its answer, None if it does not say so."""
         self.admitted: float | None = None
         self.first: float | None = None
         self.status = 0
@@ -93,7 +103,15 @@ class LiveRequest(ABC, Generic[Writer]):
 
     @abstractmethod
     def add_up(self) -> None:
-        """Complete `totals` for the report. Called once, at the end."""
+        """Complete `totals` for the report. Called once, after the last engine was asked."""
+
+    def tokens_used(self) -> int | None:
+        """Return the tokens of prompts and answers; None if engines have worked on it and reported none."""
+        totals = self.totals
+        prompt, completion = totals.prompt_tokens, totals.completion_tokens
+        if prompt is None and completion is None:
+            return None if any(times.attempts for times in totals.legs) else 0
+        return (self.demand.prompt if prompt is None else prompt) + (completion or 0)
 
     def answer_headers(self, headers: Headers, passed: tuple[bytes, ...]) -> Headers:
         """Return the headers of an engine's answer: those named in `passed`, and the request's id."""
@@ -101,9 +119,7 @@ class LiveRequest(ABC, Generic[Writer]):
 
     def error_headers(self, error: PdproxyError) -> Headers:
         """Return the headers of an error that pdproxy answers itself."""
-        headers = [JSON_TYPE, (b"x-request-id", self.request_id.encode())]
-        if error.fault is Fault.CAPACITY:
-            headers.append((b"retry-after", b"1"))
+        headers = [JSON_TYPE, (b"x-request-id", self.request_id.encode()), *retry_headers(error)]
         if isinstance(error, UnauthorizedError):
             headers.append(CHALLENGE)
         return headers
@@ -112,37 +128,53 @@ class LiveRequest(ABC, Generic[Writer]):
 class Lifecycle:
     """Takes requests through their steps. One for all requests of a service."""
 
-    def __init__(self, resources: ExchangeResources, admission: Admission) -> None:
+    def __init__(self, resources: ExchangeResources, admission: Admission, quotas: Quotas) -> None:
         self._resources = resources
         self._admission = admission
+        self._quotas = quotas
 
     async def run(self, request: LiveRequest[Writer]) -> None:
         """Serve, answer and report a request. Raises only CancelledError: at a shutdown, or when the client has left."""
         resources = self._resources
         error: PdproxyError | None = None
+        place: Place | None = None
+        use: Use | None = None
+        total = resources.deadlines.total
         try:
+            use = self._quotas.enter(request.key)
             serve = await request.read()
-            async with resources.clock.within(resources.deadlines.total):
-                await self._admission.enter(request.writer.client)
+            if use is not None:
+                use.charge(request.demand.prompt + self._admission.expected(request.demand))
+            deadline = None
+            if request.timeout is not None and request.timeout < total:
+                deadline = request.received + request.timeout
+                total = max(deadline - resources.now(), 0.0)
+            async with resources.clock.within(total):
+                place = await self._admission.enter(request.writer.client, request.demand, deadline)
                 request.admitted = resources.now()
                 await serve()
         except asyncio.CancelledError:
             error = ClientLeftError("the client closed the connection")
             if not request.writer.gone:  # it was the shutdown
-                error = OverloadedError("pdproxy is shutting down")
+                error = OverloadedError("pdproxy is shutting down", Reason.DRAINING)
             raise
         except TimeoutError:
-            total = resources.deadlines.total
             resources.observers.notify(DeadlinePassed(Wait.TOTAL.value))
-            error = EngineTimeoutError(f"the request took longer than {total:g} s", wait=Wait.TOTAL)
+            limit = min(request.timeout or math.inf, resources.deadlines.total)
+            error = EngineTimeoutError(f"the request took longer than {limit:g} s", wait=Wait.TOTAL)
         except PdproxyError as failed:
             error = failed
         except Exception as failed:
             logger.error("request %s failed in pdproxy itself: %s", request.request_id, frames(failed))  # noqa: TRY400
             error = PdproxyError(type(failed).__name__)
         finally:
-            if request.admitted is not None:
-                self._admission.leave(request.writer.client)
+            try:
+                request.add_up()
+            finally:
+                if use is not None:
+                    use.end(request.tokens_used())
+                if place is not None:
+                    place.leave(request.totals.prompt_tokens, request.totals.completion_tokens)
             try:
                 if error is not None:
                     await request.answer_error(error)
@@ -153,7 +185,6 @@ class Lifecycle:
 
     def _report(self, request: LiveRequest[Writer], error: PdproxyError | None) -> None:
         now = self._resources.now()
-        request.add_up()
         totals = request.totals
         outcome = "ok" if error is None else error.fault.value
         if error is None and request.status >= 400:
@@ -177,5 +208,7 @@ class Lifecycle:
                 stream=request.stream,
                 client=request.address,
                 key=request.key,
+                reason=None if error is None or error.reason is None else error.reason.value,
+                tenant=request.writer.client.label,
             )
         )

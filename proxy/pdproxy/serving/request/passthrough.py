@@ -21,17 +21,21 @@ from pdproxy.kit.errors import (
     EngineTimeoutError,
     OverloadedError,
     PdproxyError,
+    Reason,
     Wait,
 )
 from pdproxy.observe.events import DeadlinePassed, LegTimes
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.policy import Ask
 from pdproxy.serving.access.keys import Keys
+from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.access.routes import RouteEntry
 from pdproxy.serving.dispatch.failure_class import is_clients_fault, is_schema_refusal, refused, verdict_of
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
+from pdproxy.serving.request.demand import passed_demand, prioritized
+from pdproxy.serving.request.hints import timeout_of
 from pdproxy.serving.request.lifecycle import JSON_TYPE, Lifecycle, LiveRequest, Serve
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.upstream.client import Answer
@@ -49,7 +53,8 @@ _PASSED_HEADERS = (b"content-type", b"retry-after", b"metadata", b"endpoint-load
 class IncomingPassthrough:
     """A request as it came: `forward` holds the header lines that go on to the engine, without the credentials.
 
-    `client`: the client's address; `key`: the name of its key; `session`: what names its conversation, None where nothing does.
+    `client`: the client's address; `key`: the name of its key; `session`: what names its conversation, None where nothing does;
+    `hints`: the header lines for the proxy itself.
     """
 
     entry: RouteEntry
@@ -61,19 +66,26 @@ class IncomingPassthrough:
     client: str | None = None
     key: str | None = None
     session: str | None = None
+    hints: tuple[tuple[bytes, bytes], ...] = ()
 
 
 class Passthrough:
     """Serves the routes of the kind `RouteKind.PASSED`."""
 
     def __init__(
-        self, resources: ExchangeResources, admission: Admission, keys: Keys, legs: PassthroughLegs, bodies: BodyReader
+        self,
+        resources: ExchangeResources,
+        admission: Admission,
+        keys: Keys,
+        legs: PassthroughLegs,
+        bodies: BodyReader,
+        quotas: Quotas,
     ) -> None:
         self.resources = resources
         self.keys = keys
         self.legs = legs
         self.bodies = bodies
-        self._lifecycle = Lifecycle(resources, admission)
+        self._lifecycle = Lifecycle(resources, admission, quotas)
 
     def serve(self, incoming: IncomingPassthrough, output: AsyncResponseWriter) -> Awaitable[None]:
         """Answer a request through `output`. Raises as `Lifecycle.run`."""
@@ -83,13 +95,14 @@ class Passthrough:
 class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     """A request of a route that one engine serves whole."""
 
-    __slots__ = ("_asked", "_attempts", "_incoming", "_service", "_stream", "_url", "_whole")
+    __slots__ = ("_asked", "_attempts", "_forward", "_incoming", "_service", "_stream", "_url", "_whole")
 
     def __init__(self, service: Passthrough, incoming: IncomingPassthrough, output: AsyncResponseWriter) -> None:
         super().__init__(incoming.entry.path, incoming.request_id, output, service.resources.now())
         self.method, self.address, self.key = incoming.entry.methods[0], incoming.client, incoming.key
         self._service = service
         self._incoming = incoming
+        self._forward = incoming.forward
         self._url: str | None = None
         """The URL of the engine that was asked last."""
         self._asked = 0.0
@@ -103,11 +116,15 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         """Check and read the request."""
         incoming, service = self._incoming, self._service
         service.keys.check(incoming.authorization)
+        self.timeout = timeout_of(incoming.hints)
         if not incoming.entry.has_body:
             return partial(self.serve, NO_BODY)
         check_content_type(incoming.content_type, incoming.body)
         body = await service.bodies.passed(incoming.entry.dialect, incoming.body, self.writer.client)
         self.model, self.stream = body.model, body.stream
+        demand = passed_demand(len(body.data), generates=incoming.entry.generates)
+        allowed = service.keys.priorities(self.key)
+        self.demand, self._forward = prioritized(demand, incoming.forward, allowed, is_known=False)
         return partial(self.serve, body)
 
     async def serve(self, body: PassedBody) -> None:
@@ -115,14 +132,14 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         incoming, resources, size = self._incoming, self._service.resources, len(body.data)
         authorization = self._service.keys.to_engine(incoming.authorization)
         own = [JSON_TYPE] if incoming.entry.has_body else []
-        headers = (*own, (b"x-request-id", self.request_id.encode()), *authorization, *incoming.forward)
+        headers = (*own, (b"x-request-id", self.request_id.encode()), *authorization, *self._forward)
         leg_headers = LegHeaders(self.request_id, incoming.entry.path, headers, authorization)
         without: set[str] = set()
         while True:
             ask = Ask(body.model, size, resources.now(), session=incoming.session)
             lease = resources.ledger.assign_alone(ask, without=without) or resources.ledger.assign_alone(ask)
             if lease is None:
-                raise OverloadedError("no engine can serve this request: see /ready")
+                raise OverloadedError("no engine can serve this request: see /ready", Reason.NO_ENGINE)
             url = self._url = lease.node.url
             self._attempts += 1
             self._asked = resources.now()

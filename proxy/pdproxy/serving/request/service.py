@@ -15,6 +15,7 @@ from pdproxy.kit.frames import drop_traceback
 from pdproxy.kit.ids import usable
 from pdproxy.observe.events import ServedAlone
 from pdproxy.serving.access.keys import Keys
+from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.access.routes import ENTRIES
 from pdproxy.serving.dispatch.exchange import Dispatcher, Exchange
 from pdproxy.serving.dispatch.failure_class import is_clients_fault
@@ -22,7 +23,8 @@ from pdproxy.serving.dispatch.hints import NO_HINTS
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
-from pdproxy.serving.request.hints import DECISION, read_hints, session_of
+from pdproxy.serving.request.demand import demand_of, prioritized
+from pdproxy.serving.request.hints import DECISION, read_hints, session_of, timeout_of
 from pdproxy.serving.request.lifecycle import Lifecycle, LiveRequest, Serve
 from pdproxy.serving.request.merged_answer import merge_usage_events
 from pdproxy.serving.request.passthrough import IncomingPassthrough, Passthrough, PassthroughRequest
@@ -59,15 +61,17 @@ class Service:
         keys: Keys,
         bodies: BodyReader,
         passthrough: Passthrough,
+        quotas: Quotas,
         session_header: str | None = None,
     ) -> None:
         self.session_header = session_header
         self.resources = resources
         self.passthrough = passthrough
         self.keys = keys
+        self.quotas = quotas
         self.bodies = bodies
         self.dispatcher = Dispatcher(resources)
-        self._lifecycle = Lifecycle(resources, admission)
+        self._lifecycle = Lifecycle(resources, admission, quotas)
 
     def generate(self, incoming: Incoming, output: ResponseWriter) -> Awaitable[None]:
         """Answer a request through `output`. Raises as `Lifecycle.run`."""
@@ -108,7 +112,12 @@ class GeneratingRequest(LiveRequest[ResponseWriter]):
             parsed = msgspec.structs.replace(parsed, model=self.model)
         if incoming.request_id is None:
             self.request_id = usable(body_request_id(parsed.fields)) or self.request_id
-        hints = read_hints(incoming.hints, service.session_header) if incoming.hints else NO_HINTS
+        allowed = service.keys.priorities(self.key)
+        self.demand, incoming.forward = prioritized(demand_of(parsed), incoming.forward, allowed)
+        hints = NO_HINTS
+        if incoming.hints:
+            hints = read_hints(incoming.hints, service.session_header)
+            self.timeout = timeout_of(incoming.hints)
         authorization = service.keys.to_engine(incoming.authorization)
         request_id = self.request_id.encode()
         route, forward = parsed.route, incoming.forward

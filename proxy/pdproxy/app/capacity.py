@@ -1,0 +1,86 @@
+"""Wiring of engines' windows: what engines report goes in, the number of places comes out."""
+
+from __future__ import annotations
+
+from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.engine import Engine
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.observe import catalog_refusals
+from pdproxy.observe.events import Event, LegFailed, NodeChanged
+from pdproxy.observe.metrics import Gauge
+from pdproxy.scheduling.capacity import Load, Windows
+from pdproxy.scheduling.nodes import Role
+from pdproxy.serving.request.admission import Admission
+from pdproxy.settings.limits import AUTO, Limits
+from pdproxy.upstream.metrics_page import Scrape
+
+FULL = 503
+"""The status with which vLLM refuses a request because its queue is full (`--max-num-queued-reqs`)."""
+
+
+class PoolCapacity:
+    """Keeps the number of places at what the pool's engines can take. A watcher of engines, and an observer."""
+
+    def __init__(self, limits: Limits, engines: EngineRegistry, admission: Admission) -> None:
+        self._learns = limits.engine_requests == AUTO
+        self._windows = Windows(None if isinstance(limits.engine_requests, str) else limits.engine_requests)
+        self._engines = engines
+        self._admission = admission
+
+    def scraped(self, engine: Engine, metrics: Scrape) -> None:
+        """Take what an engine reports."""
+        if self._learns:
+            self._windows.seen(_load(engine), metrics.waiting, metrics.kv_usage)
+            self._resize()
+
+    def notify(self, event: Event) -> None:
+        """Follow engines that go up and down, and one that refuses requests."""
+        match event:
+            case NodeChanged(node, up=up):
+                if not up:
+                    self._windows.forget(node)
+                self._resize()
+            case LegFailed(node=node, status=status):
+                if status == FULL and (engine := self._engines.get(node)) is not None:
+                    self._windows.refused(_load(engine))
+                    self._resize()
+
+    def added(self, engine: Engine) -> None:
+        """Nothing is sent to a new engine before it is up."""
+
+    def removed(self, engine: Engine) -> None:
+        """Take what a removed engine could do from the places."""
+        self._windows.forget(engine.url)
+        self._resize()
+
+    def gauges(self) -> list[Gauge]:
+        """Return the gauge of windows. It is read at every scrape."""
+
+        def windows() -> list[tuple[tuple[str, ...], float]]:
+            found = ((url, self._windows.of(_load(engine))) for url, engine in self._engines.items())
+            return [((url,), window) for url, window in found if window is not None]
+
+        return [Gauge(catalog_refusals.CAPACITY, windows)]
+
+    def _resize(self) -> None:
+        usable = [_load(engine) for engine in self._engines.values() if engine.node.up]
+        self._admission.resize(self._windows.places(usable, self._admission.inflight))
+
+
+class Scraped:
+    """Passes what engines report to the audit and to the pool's capacity."""
+
+    def __init__(self, auditor: Auditor) -> None:
+        self._auditor = auditor
+        self.capacity: PoolCapacity | None = None
+        """None where there are no windows."""
+
+    def scraped(self, engine: Engine, metrics: Scrape) -> None:
+        """Take what an engine reports."""
+        self._auditor.scraped(engine, metrics)
+        if self.capacity is not None:
+            self.capacity.scraped(engine, metrics)
+
+
+def _load(engine: Engine) -> Load:
+    return Load(engine.url, engine.node.requests, prefills=engine.node.role is Role.PREFILL)

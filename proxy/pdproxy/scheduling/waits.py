@@ -1,0 +1,81 @@
+"""How long a request would wait for a place, and how long it would be served then: by requests that have ended. Pure.
+
+Owns these estimates. A wait is the cost of the requests ahead, divided by the cost of those that end per second. The time of
+being served is an optimistic one, since requests are refused by it: what a quarter of the requests with prompts of that size
+needs. Nothing is said before enough requests have ended.
+"""
+
+from __future__ import annotations
+
+import math
+
+_MEAN_OVER = 10.0
+"""Seconds over which ended requests are averaged."""
+_CLASSES = 32
+_ENOUGH = 8
+_QUARTER = 0.25
+_GAIN = 0.02
+_APART = 0.1
+"""Seconds between two requests that are learned from."""
+
+
+class Waits:
+    """Estimates for all requests. `now` is monotonic seconds, costs are those of `kit.fair_queue`."""
+
+    __slots__ = ("_began", "_counted", "_counts", "_ended", "_logs", "_rate")
+
+    def __init__(self) -> None:
+        self._rate = 0.0
+        """Cost per second, as of `_ended`: each request's cost, less and less as time goes on."""
+        self._counted = 0.0
+        """The cost of requests that have ended since."""
+        self._began: float | None = None
+        self._ended = 0.0
+        self._logs = [0.0] * _CLASSES
+        """By the class of a prompt (powers of 2): the logarithm of the seconds in which a quarter of the requests are served."""
+        self._counts = [0] * _CLASSES
+
+    def ended(self, now: float, cost: float, seconds: float) -> bool:
+        """Note a request that was answered, `seconds` after it got its place. Return whether `served` is to be called for it.
+
+        That is not more often than each tenth of a second: what it does costs more than a request at a high load is worth.
+        """
+        self._counted += cost
+        if now < self._ended + _APART and self._began is not None:
+            return False
+        if self._began is None:
+            self._began = now - max(seconds, 0.1)
+        self._fold(now)
+        return True
+
+    def served(self, prompt: int, seconds: float) -> None:
+        """Learn from a request that was answered. `prompt`: its prompts' tokens."""
+        size = min(prompt.bit_length(), _CLASSES - 1)
+        self._counts[size] = count = self._counts[size] + 1
+        found = math.log(max(seconds, 1e-3))
+        if count == 1:
+            self._logs[size] = found
+        else:
+            gain = max(_GAIN, 1 / count)
+            self._logs[size] += gain * (_QUARTER if found > self._logs[size] else _QUARTER - 1)
+
+    def wait(self, now: float, ahead: float) -> float | None:
+        """Return the seconds until requests of the cost `ahead` have ended; None if none has ended in the last minutes."""
+        if self._began is None:
+            return None
+        self._fold(now)
+        seen = 1 - math.exp(-(now - self._began) / _MEAN_OVER)
+        rate = self._rate / max(seen, 0.01)
+        return ahead / rate if rate > 1e-6 else None
+
+    def service(self, prompt: int, part: float = 1.0) -> float:
+        """Return the least seconds that a request with a place is likely to need, 0 if that is not known.
+
+        `part`: how much of the usual answer it wants at most, 1 for all of it.
+        """
+        size = min(prompt.bit_length(), _CLASSES - 1)
+        return math.exp(self._logs[size]) * part if self._counts[size] >= _ENOUGH else 0.0
+
+    def _fold(self, now: float) -> None:
+        self._rate = self._rate * math.exp((self._ended - now) / _MEAN_OVER) + self._counted / _MEAN_OVER
+        self._ended, self._counted = now, 0.0

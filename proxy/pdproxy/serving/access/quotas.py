@@ -1,0 +1,140 @@
+"""Limits of keys: requests at once, requests and tokens per minute. A request over one is refused before its body is parsed.
+
+Owns what each key has used. Minutes are buckets that fill steadily and hold one minute. Tokens are charged by an estimate when a
+request is read, and by what they were at its end; a bucket may then be in debt, and the key waits until that is paid. What a key
+has used is kept by its name, so that a changed file of keys gives nobody a new minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from pdproxy.kit.errors import LimitError, Reason
+from pdproxy.settings.key_lines import KeyLimits
+
+_MINUTE = 60.0
+
+
+class _Bucket:
+    """So much per minute. `level`: what is left, below 0 for a debt."""
+
+    __slots__ = ("level", "per_minute", "since")
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self.level = float(per_minute)
+        self.since = now
+
+    def fill(self, now: float) -> None:
+        self.level = min(self.level + (now - self.since) * self.per_minute / _MINUTE, float(self.per_minute))
+        self.since = now
+
+    def seconds_until(self, level: float) -> float:
+        return (level - self.level) * _MINUTE / self.per_minute
+
+
+class _Account:
+    """What the keys of one name have used."""
+
+    __slots__ = ("inflight", "limits", "requests", "tokens")
+
+    def __init__(self, limits: KeyLimits, now: float) -> None:
+        self.inflight = 0
+        self.limits = limits
+        self.requests = _Bucket(limits.rpm, now) if limits.rpm is not None else None
+        self.tokens = _Bucket(limits.tpm, now) if limits.tpm is not None else None
+
+    def change(self, limits: KeyLimits, now: float) -> None:
+        """Follow changed limits: what was used counts on."""
+        self.limits = limits
+        self.requests = _changed(self.requests, limits.rpm, now)
+        self.tokens = _changed(self.tokens, limits.tpm, now)
+
+
+def _changed(bucket: _Bucket | None, per_minute: int | None, now: float) -> _Bucket | None:
+    if per_minute is None:
+        return None
+    if bucket is None:
+        return _Bucket(per_minute, now)
+    bucket.fill(now)
+    bucket.level += per_minute - bucket.per_minute
+    bucket.per_minute = per_minute
+    return bucket
+
+
+class Use:
+    """One request's use of its key's limits. Ended by one call of `end`."""
+
+    __slots__ = ("_account", "_charged")
+
+    def __init__(self, account: _Account) -> None:
+        self._account = account
+        self._charged = 0.0
+
+    def charge(self, tokens: float) -> None:
+        """Charge the tokens that a request is likely to have."""
+        if self._account.tokens is not None:
+            self._account.tokens.level -= tokens
+            self._charged = tokens
+
+    def end(self, tokens: int | None) -> None:
+        """End the use. `tokens`: those that the request had; None: not known, the estimate counts."""
+        self._account.inflight -= 1
+        if tokens is not None and self._account.tokens is not None:
+            self._account.tokens.level -= tokens - self._charged
+
+
+class Quotas:
+    """The limits of all keys. `limits` returns those in force, by the name of the keys."""
+
+    def __init__(self, limits: Callable[[], Mapping[str, KeyLimits]], now: Callable[[], float]) -> None:
+        self._limits = limits
+        self._now = now
+        self._accounts: dict[str, _Account] = {}
+        self._seen: Mapping[str, KeyLimits] = {}
+
+    def __repr__(self) -> str:
+        return f"<Quotas of {len(self._accounts)} names>"
+
+    def enter(self, key: str | None) -> Use | None:
+        """Begin a request of a key; None if the key has no limits.
+
+        Raises:
+            LimitError: it is over one of them.
+        """
+        limits = self._limits()
+        if limits is not self._seen:
+            self._follow(limits)
+        own = limits.get(key) if key is not None else None
+        if own is None:
+            return None
+        account = self._accounts.get(key)  # type: ignore[arg-type]
+        if account is None:
+            account = self._accounts[key] = _Account(own, self._now())  # type: ignore[index]
+        if own.inflight is not None and account.inflight >= own.inflight:
+            raise LimitError(f"{own.inflight} requests of this key are being served", Reason.KEY_INFLIGHT)
+        now = self._now()
+        requests, tokens = account.requests, account.tokens
+        if tokens is not None:
+            tokens.fill(now)
+            if tokens.level <= 0:
+                text = f"this key may use {tokens.per_minute} tokens per minute"
+                raise LimitError(text, Reason.KEY_TOKENS, retry_after=tokens.seconds_until(1.0))
+        if requests is not None:
+            requests.fill(now)
+            if requests.level < 1:
+                text = f"this key may send {requests.per_minute} requests per minute"
+                raise LimitError(text, Reason.KEY_REQUESTS, retry_after=requests.seconds_until(1.0))
+            requests.level -= 1
+        account.inflight += 1
+        return Use(account)
+
+    def _follow(self, limits: Mapping[str, KeyLimits]) -> None:
+        """Follow limits that have changed. A name that is gone is forgotten once it has no requests."""
+        now = self._now()
+        self._seen = limits
+        for name, account in list(self._accounts.items()):
+            if name in limits:
+                account.change(limits[name], now)
+            elif not account.inflight:
+                del self._accounts[name]

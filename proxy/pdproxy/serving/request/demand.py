@@ -1,0 +1,97 @@
+"""What a request asks for, as far as that is known before an engine works on it: tokens, priority."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import msgspec
+
+from pdproxy.scheduling.outputs import limit_of
+from pdproxy.wire.request import Parsed
+
+BYTES_PER_TOKEN = 4
+"""Of a text. What it is exactly is known at the end."""
+MOST_TOKENS = 2**20
+"""Of a prompt: images in base64 are many bytes and few tokens."""
+PRIORITY = b"x-vllm-priority"
+Lines = tuple[tuple[bytes, bytes], ...]
+_SMALLEST, _LARGEST = -(2**63), 2**63 - 1
+_integer: msgspec.json.Decoder[int] = msgspec.json.Decoder(int)
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What a request asks for. `prompt`: tokens of all its prompts; `answers`: how many it wants, 0 for a route without any.
+
+    `limit`: the most tokens of one answer, None if it has none. `priority` as vLLM reads it: the smallest is the most urgent.
+    """
+
+    prompt: int = 1
+    answers: int = 0
+    limit: int | None = None
+    priority: int = 0
+
+
+NO_DEMAND = Demand()
+
+
+def demand_of(parsed: Parsed) -> Demand:
+    """Return what a generating request asks for."""
+    prompts, fields = parsed.prompts, parsed.fields
+    answers = 1
+    if len(prompts) == 1:  # as in most requests
+        prompt = prompts[0]
+        tokens = prompt.text_bytes // BYTES_PER_TOKEN if prompt.tokens is None else prompt.tokens
+    elif prompts:
+        tokens = sum([one.tokens if one.tokens is not None else one.text_bytes // BYTES_PER_TOKEN for one in prompts])
+        answers = len(prompts)
+    else:
+        tokens = parsed.body_bytes // BYTES_PER_TOKEN
+    if "n" in fields:
+        answers *= min(max(_number(fields["n"]) or 1, 1), MOST_TOKENS)
+    priority = (_number(fields["priority"]) or 0) if "priority" in fields else 0
+    return Demand(_bounded(tokens), answers, limit_of(parsed), priority)
+
+
+def _bounded(tokens: int) -> int:
+    return tokens if 0 < tokens <= MOST_TOKENS else min(max(tokens, 1), MOST_TOKENS)
+
+
+def prioritized(
+    demand: Demand, forward: Lines, allowed: tuple[int, int] | None, *, is_known: bool = True
+) -> tuple[Demand, Lines]:
+    """Return the demand with the priority that counts, and the header lines that give engines this priority.
+
+    `forward`: the client's lines that go on to engines. The header goes before the body's field, and is not read if it is no
+    integer, as in vLLM 0.32. `allowed`: the least and the greatest that the request may have; `is_known`: whether the body's
+    field was read.
+    """
+    if allowed is None and not forward:
+        return demand, forward
+    value = next((value for name, value in forward if name == PRIORITY), None)
+    asked = None
+    if value is not None:
+        with suppress(ValueError):
+            asked = int(value.decode("latin-1"))  # as vLLM reads it
+    is_sent = asked is not None or is_known
+    asked = demand.priority if asked is None else asked
+    counts = asked if allowed is None else min(max(asked, allowed[0]), allowed[1])
+    if counts != asked or (allowed is not None and not is_sent):
+        forward = (*[line for line in forward if line[0] != PRIORITY], (PRIORITY, b"%d" % counts))
+    counts = min(max(counts, _SMALLEST), _LARGEST)
+    return (demand if counts == demand.priority else msgspec.structs.replace(demand, priority=counts)), forward
+
+
+def passed_demand(size: int, *, generates: bool) -> Demand:
+    """Return what a request asks for that one engine gets whole. `size`: bytes of its body."""
+    return Demand(prompt=_bounded(size // BYTES_PER_TOKEN), answers=int(generates))
+
+
+def _number(raw: msgspec.Raw) -> int | None:
+    """Return an integer of 64 bits, None for anything else."""
+    if memoryview(raw).nbytes > 20:
+        return None
+    try:
+        found = _integer.decode(raw)
+    except msgspec.DecodeError:
+        return None
+    return found if _SMALLEST <= found <= _LARGEST else None

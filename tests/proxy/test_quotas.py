@@ -1,0 +1,150 @@
+"""Limits of keys, over HTTP: what is refused, before which cost, and what is charged for requests however they end."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from pdproxy.observe.events import RequestEnded
+from tests.fakes import scripts
+from tests.fakes.clock import ManualClock
+from tests.fakes.engine import prefill
+from tests.fakes.scripts import WORD
+from tests.fakes.world import CHAT, COMPLETIONS, World, chat, completion, until, world
+from tests.proxy.test_keys import bearer, renewed
+
+EMBEDDINGS = "/v1/embeddings"
+A, B = bearer("sk-a"), bearer("sk-b")
+
+
+def keys(tmp_path: Path, text: str) -> dict[str, str]:
+    path = tmp_path / "keys"
+    path.write_text(text)
+    return {"api_keys_file": str(path)}
+
+
+def left(w: World, name: str = "a") -> float:
+    """Tokens that a name may still use."""
+    bucket = w.proxy.service.quotas._accounts[name].tokens
+    assert bucket is not None
+    return bucket.level
+
+
+async def test_requests_per_minute(tmp_path: Path) -> None:
+    """A 429 with the reason and the time, for this key alone; no engine is asked, and the body is not read."""
+    clock = ManualClock()
+    async with world(auth=keys(tmp_path, "a:sk-a rpm=2\nb:sk-b"), clock=clock) as w:
+        assert [(await w.ask(COMPLETIONS, completion(), A)).status for _ in range(2)] == [200, 200]
+        asked = len(w.prefill[0].requests)
+        for path, body in ((COMPLETIONS, b"no JSON"), (CHAT, chat()), (EMBEDDINGS, b"{}")):
+            refused = await w.ask(path, body, A)
+            assert (refused.status, refused.header("retry-after")) == (429, "30")
+            error = refused.json["error"]
+            assert (error["reason"], error["type"], error["code"]) == ("key_requests", "RateLimitError", 429)
+            assert error["message"] == "this key may send 2 requests per minute"
+        assert len(w.prefill[0].requests) == asked
+        assert w.metric("pdproxy_refusals_total", reason="key_requests", status="429") == 3
+        assert (await w.ask(COMPLETIONS, completion(), B)).status == 200
+        await clock.advance(30.0)
+        assert (await w.ask(COMPLETIONS, completion(), A)).status == 200
+
+
+async def test_the_report_names_the_key_and_the_reason(tmp_path: Path) -> None:
+    async with world(auth=keys(tmp_path, "a:sk-a rpm=1")) as w:
+        for _ in range(2):
+            await w.ask(COMPLETIONS, completion(), A)
+        ended = w.events(RequestEnded)
+        assert [(one.key, one.reason, one.outcome) for one in ended] == [
+            ("a", None, "ok"),
+            ("a", "key_requests", "capacity"),
+        ]
+
+
+async def test_requests_at_once_count_in_the_queue_as_well(tmp_path: Path) -> None:
+    """Two keys of one name share the limit; a request that is over is free again, also one whose client has left."""
+    auth = keys(tmp_path, "a:sk-a inflight=2\na:sk-b inflight=2")
+    async with world(auth=auth, limits={"max_inflight": 1}) as w:
+        go = asyncio.Event()
+        w.prefill[0].script(scripts.gate(go, prefill))
+        first, second = await w.client(), await w.client()
+        first.post(COMPLETIONS, completion(), A)
+        await until(lambda: w.proxy.admission.inflight == 1)
+        second.post(COMPLETIONS, completion(), B)
+        await until(lambda: w.proxy.admission.waiting == 1)
+        refused = await w.ask(COMPLETIONS, completion(), B)
+        assert (refused.status, refused.json["error"]["reason"]) == (429, "key_inflight")
+        second.close()
+        await until(lambda: w.proxy.admission.waiting == 0)
+        third = await w.client()
+        third.post(COMPLETIONS, completion(), B)
+        await until(lambda: w.proxy.admission.waiting == 1)
+        go.set()
+        assert [(await client.answer()).status for client in (first, third)] == [200, 200]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_are_those_that_engines_reported(tmp_path: Path, stream: bool) -> None:
+    clock = ManualClock()
+    async with world(auth=keys(tmp_path, "a:sk-a tpm=6000"), clock=clock) as w:
+        assert (await w.ask(COMPLETIONS, completion(stream=stream), A)).status == 200
+        ended = await w.ended()
+        assert ended.prompt_tokens is not None
+        assert ended.completion_tokens is not None
+        assert left(w) == 6000 - ended.prompt_tokens - ended.completion_tokens
+
+
+async def test_a_client_that_leaves_pays_for_what_was_made(tmp_path: Path) -> None:
+    """Nobody gets tokens for nothing by closing the connection before the end."""
+    clock = ManualClock()
+    async with world(auth=keys(tmp_path, "a:sk-a tpm=6000"), clock=clock) as w:
+        w.decode[0].script(scripts.streams(*[WORD] * 300, then="stall"))
+        client = await w.client()
+        client.post(COMPLETIONS, completion(stream=True, max_tokens=1000), A)
+        await client.head()
+        await until(lambda: w.proxy.admission.inflight == 1)
+        await asyncio.sleep(0.1)
+        client.close()
+        await until(lambda: w.proxy.admission.inflight == 0)
+        assert left(w) < 6000 - 100
+
+
+async def test_what_no_engine_worked_on_is_free(tmp_path: Path) -> None:
+    """Requests that are wrong, or refused for want of a place."""
+    clock = ManualClock()
+    async with world(
+        auth=keys(tmp_path, "a:sk-a tpm=6000"), limits={"max_inflight": 1, "max_queue": 0}, clock=clock
+    ) as w:
+        assert (await w.ask(COMPLETIONS, b"no JSON", A)).status == 400
+        assert (await w.ask(COMPLETIONS, completion(), [*A, ("x-request-timeout", "0")])).status == 503
+        assert left(w) == 6000
+
+
+async def test_a_key_in_debt_waits(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with world(auth=keys(tmp_path, "a:sk-a tpm=60"), clock=clock) as w:
+        long = completion(prompt="word " * 800)
+        assert (await w.ask(COMPLETIONS, long, A)).status == 200
+        refused = await w.ask(COMPLETIONS, completion(), A)
+        assert (refused.status, refused.json["error"]["reason"]) == (429, "key_tokens")
+        assert refused.header("retry-after") == "60", "it is longer, but clients ask again once a minute"
+        await clock.advance(2000.0)
+        assert (await w.ask(COMPLETIONS, completion(), A)).status == 200
+
+
+async def test_a_file_that_changes_counts_at_once_and_forgets_nothing(tmp_path: Path) -> None:
+    auth = keys(tmp_path, "a:sk-a rpm=1")
+    clock = ManualClock()
+    async with world(auth=auth, clock=clock) as w:
+        assert (await w.ask(COMPLETIONS, completion(), A)).status == 200
+        renewed(tmp_path / "keys", "a:sk-new rpm=2\nb:sk-b")
+        w.proxy.credentials.look()
+        new = bearer("sk-new")
+        assert [(await w.ask(COMPLETIONS, completion(), new)).status for _ in range(2)] == [200, 429]
+        renewed(tmp_path / "keys", "a:sk-new rpm=wrong")
+        w.proxy.credentials.look()
+        assert (await w.ask(COMPLETIONS, completion(), new)).status == 429, "the last good file is in force"
+        renewed(tmp_path / "keys", "sk-new")
+        w.proxy.credentials.look()
+        assert (await w.ask(COMPLETIONS, completion(), new)).status == 200

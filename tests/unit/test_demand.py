@@ -1,0 +1,55 @@
+"""What a request asks for is read before an engine knows it: never wrong by much, never by what a client invents."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdproxy.serving.request.demand import MOST_TOKENS, Demand, demand_of, passed_demand
+from pdproxy.wire.request import Route, parse
+
+
+def demand(fields: dict[str, object], route: Route = Route.COMPLETIONS) -> Demand:
+    return demand_of(parse(route, json.dumps({"model": "m", **fields}).encode()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"prompt": "word " * 80}, Demand(100, 1)),
+        ({"prompt": [1, 2, 3]}, Demand(3, 1)),
+        ({"prompt": ["a" * 40, "b" * 40]}, Demand(20, 2)),
+        ({"prompt": "x", "max_tokens": 7, "priority": -3}, Demand(1, 1, 7, -3)),
+        ({"prompt": "x", "n": 3}, Demand(1, 3)),
+        ({"prompt": "x", "priority": None}, Demand(1, 1)),
+        ({"prompt": "x", "priority": 2**63}, Demand(1, 1)),
+        ({"prompt": "x", "priority": "1"}, Demand(1, 1)),
+        ({"prompt": "x", "n": 10**18}, Demand(1, MOST_TOKENS)),
+    ],
+)
+def test_completions(fields: dict[str, object], expected: Demand) -> None:
+    assert demand(fields) == expected
+
+
+def test_chats() -> None:
+    found = demand({"messages": [{"role": "user", "content": "word " * 80}], "max_completion_tokens": 9}, Route.CHAT)
+    assert found == Demand(100, 1, 9)
+
+
+@given(
+    st.recursive(st.none() | st.integers() | st.text(max_size=5) | st.floats(), lambda one: st.lists(one, max_size=3))
+)
+def test_what_no_engine_would_accept_has_bounds_as_well(value: object) -> None:
+    """Tokens and answers are numbers from 1 to a bound, whatever stands in the fields."""
+    for name in ("prompt", "n", "max_tokens", "priority"):
+        found = demand({"prompt": "x", name: value})
+        assert 1 <= found.prompt <= MOST_TOKENS
+        assert found.answers >= 1
+        assert -(2**63) <= found.priority < 2**63
+
+
+def test_bodies_for_one_engine() -> None:
+    assert passed_demand(400, generates=True) == Demand(100, 1)
+    assert passed_demand(0, generates=False) == Demand(1, 0)
+    assert passed_demand(2**40, generates=False).prompt == MOST_TOKENS

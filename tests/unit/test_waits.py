@@ -1,0 +1,123 @@
+"""Predicted waits and times of service: by what has ended, without a clock."""
+
+import heapq
+import random
+
+import pytest
+
+from pdproxy.kit.fair_queue import Entry, FairQueue
+from pdproxy.scheduling.waits import Waits
+
+
+def test_nothing_is_said_before_something_has_ended() -> None:
+    waits = Waits()
+    assert waits.wait(5.0, 100.0) is None
+    assert waits.service(100) == 0.0
+
+
+def test_the_wait_is_the_work_ahead_by_the_rate_at_which_work_ends() -> None:
+    """A hundred requests of 50 tokens per second: 5000 tokens per second."""
+    waits = Waits()
+    for number in range(3000):
+        waits.ended(number / 100, 50.0, 0.5)
+    assert waits.wait(30.0, 10_000.0) == pytest.approx(2.0, rel=0.05)
+    assert waits.wait(30.0, 0.0) == 0.0
+
+
+def test_the_first_requests_already_give_a_rate() -> None:
+    """The time before the first one's begin does not count as time in which nothing ended."""
+    waits = Waits()
+    waits.ended(1000.0, 100.0, 2.0)
+    assert waits.wait(1000.0, 100.0) == pytest.approx(2.0, rel=0.15)
+
+
+def test_a_rate_is_forgotten_as_time_goes_on() -> None:
+    """After a minute without an end the wait is long, after ten it is not known."""
+    waits = Waits()
+    for number in range(1000):
+        waits.ended(number / 100, 50.0, 0.5)
+    soon, later = waits.wait(10.0, 5000.0), waits.wait(70.0, 5000.0)
+    assert soon is not None
+    assert later is not None
+    assert later > 100 * soon
+    assert waits.wait(610.0, 5000.0) is None
+
+
+def test_the_time_of_service_is_what_a_quarter_of_like_requests_needs() -> None:
+    """Prompts of other sizes do not count, and a request for less of an answer needs less."""
+    waits, chance = Waits(), random.Random(1)
+    for _ in range(5000):
+        waits.served(100, chance.uniform(1.0, 5.0))
+        waits.served(5000, 60.0)
+    assert waits.service(100) == pytest.approx(2.0, rel=0.2)
+    assert waits.service(5000) == pytest.approx(60.0, rel=0.05)
+    assert waits.service(100, 0.5) == pytest.approx(1.0, rel=0.2)
+    assert waits.service(1_000_000) == 0.0
+
+
+def test_not_every_request_of_a_high_load_is_learned_from() -> None:
+    """Each counts for the rate; one in a tenth of a second is looked at."""
+    waits = Waits()
+    looked = [waits.ended(number / 1000, 10.0, 0.5) for number in range(10_000)]
+    assert looked[0]
+    assert 90 <= sum(looked) <= 101
+    assert waits.wait(10.0, 10_000.0) == pytest.approx(1.0, rel=0.1)
+
+
+class Simulated:
+    """A queue before places, with more requests than places: what was predicted for each that waited, and how long it did."""
+
+    def __init__(self, places: int, overload: float, seed: int) -> None:
+        self.chance, self.places, self.overload = random.Random(seed), places, overload
+        self.waits, self.now = Waits(), 0.0
+        self.queue: FairQueue[list[float]] = FairQueue(places, 10**6, 0, self._granted, lambda _: None)
+        self.ends: list[tuple[float, int, Entry[list[float]], float]] = []
+        self.entries: dict[int, Entry[list[float]]] = {}
+        self.begun: list[list[float]] = []
+        self.found: list[tuple[float, float]] = []
+
+    def _granted(self, ticket: list[float]) -> bool:
+        self.begun.append(ticket)
+        return True
+
+    def _begin(self, number: int, entry: Entry[list[float]]) -> None:
+        seconds = entry.cost / 100 * self.chance.lognormvariate(0.0, 0.5)
+        heapq.heappush(self.ends, (self.now + seconds, number, entry, seconds))
+
+    def run(self, seconds: float) -> None:
+        """Requests of 10 to 1000 tokens, which take 10 ms per token with a place."""
+        number = 0
+        mean = 505 / 100 * 1.13
+        while self.now < seconds:
+            arrival = self.now + self.chance.expovariate(self.overload * self.places / mean)
+            while self.ends and self.ends[0][0] <= arrival:
+                self.now, _, entry, took = heapq.heappop(self.ends)
+                self.waits.ended(self.now, entry.cost, took)
+                self.queue.leave(entry, entry.cost)
+                while self.begun:
+                    ticket = self.begun.pop()
+                    if ticket[1] > 0 and self.now > 20:
+                        self.found.append((ticket[1], self.now - ticket[0]))
+                    self._begin(int(ticket[2]), self.entries.pop(int(ticket[2])))
+            self.now, number = arrival, number + 1
+            name, cost = self.chance.choice("ab"), float(self.chance.randint(10, 1000))
+            ticket = [self.now, -1.0, float(number)]
+            taken = self.queue.take(name, 1.0, ticket, cost, 0)
+            if taken is not None:
+                self._begin(number, taken)
+                continue
+            ticket[1] = self.waits.wait(self.now, self.queue.cost_ahead(name, 1.0)) or -1.0
+            self.entries[number] = self.queue.queue_up(name, 1.0, ticket, cost, 0)
+
+
+@pytest.mark.parametrize(("places", "overload"), [(8, 1.5), (64, 1.1), (64, 2.0)])
+def test_predicted_waits_are_near_to_real_ones(places: int, overload: float) -> None:
+    """In a simulated queue of two tenants: half of all predictions are right within a quarter, most within a factor of two."""
+    simulated = Simulated(places, overload, 3)
+    simulated.run(120.0)
+    ratios = sorted(predicted / max(real, 0.05) for predicted, real in simulated.found)
+    assert len(ratios) > 100
+    quarter = sum(0.75 <= one <= 1.33 for one in ratios) / len(ratios)
+    half = sum(0.5 <= one <= 2.0 for one in ratios) / len(ratios)
+    assert quarter >= 0.5
+    assert half >= 0.85
