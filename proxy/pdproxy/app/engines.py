@@ -85,6 +85,7 @@ def build_ledger(settings: Settings, profiles: Profiles, cached: Cached | None =
         [],
         breaker_failures=limits.breaker_failures,
         breaker_cooldown=limits.breaker_cooldown,
+        slow_start=settings.health.slow_start,
         policies={Role.PREFILL: policies.POLICIES[policy.prefill], Role.DECODE: policies.POLICIES[policy.decode]},
         alone=[Role(name) for name in entry_of(pool.connector).capabilities.alone_on],
         placement=_placement(pool, profiles, cached),

@@ -23,13 +23,16 @@ class Lease(msgspec.Struct, eq=False):
     """One leg's share of an engine's load. Close it once, with `Ledger.close`.
 
     `role`: what the engine does for this request, never `ANY`. `prompt_bytes` is 0 where the leg gets the prompt's KV from
-    another engine.
+    another engine. `trial`: the number of the engine's trials that it belongs to, 0 if it is none; `proved`: whether the engine
+    has passed it.
     """
 
     node: Node
     role: Role
     prompt_bytes: int
     closed: bool = False
+    trial: int = 0
+    proved: bool = False
 
 
 class Assignment(msgspec.Struct, frozen=True, eq=False):

@@ -129,4 +129,5 @@ class Limits(Section, frozen=True):
     """Failures of an engine in a row after which it is excluded. One may be chance, three are not."""
 
     breaker_cooldown: Seconds = 5.0
-    """Seconds for which an engine stays excluded: long enough to notice a restart, short enough to use it again soon."""
+    """Seconds for which an engine stays excluded: long enough to notice a restart, short enough to use it again soon. Then it
+    gets one request at a time, until one is good (`health.slow_start`)."""

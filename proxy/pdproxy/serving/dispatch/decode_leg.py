@@ -126,7 +126,7 @@ class DecodeLeg:
                     first = turn.whole(self._turn, first, attempt.request.parsed, attempt.relay)
                 return Answered(first)
             attempt.first_s = first_at - asked_at
-            if resources.ledger.placement is not None:
+            if self._lease.trial or resources.ledger.placement is not None:
                 resources.ledger.began(self._lease, first_at)
             if custody is not None:
                 custody.end(End.LOADED)
