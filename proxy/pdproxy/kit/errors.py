@@ -25,7 +25,7 @@ class Fault(Enum):
 
 
 class Wait(Enum):
-    """Every wait with a deadline. The value is the label of `pdproxy_deadline_total{wait}` and a key of `deadlines`."""
+    """Every wait with a deadline. The value is the label of `pdproxy_deadline_total{wait}`, and a key of `deadlines` unless it says so."""
 
     CLIENT_HEAD = "client_head"
     CLIENT_BODY = "client_body"
@@ -45,6 +45,8 @@ class Wait(Enum):
     TOTAL = "total"
     DETECT = "detect"
     PROBE = "probe"
+    STALLED = "stalled"  # health.stalled_after
+    CANARY = "canary"  # health.canary_timeout
 
 
 class PdproxyError(Exception):

@@ -78,6 +78,12 @@ class Pending:
         if self._leg is not None:
             self._leg.close()
 
+    def fail(self, error: EngineError) -> None:
+        """Close the leg, and give the one who waits an error. Once there is an outcome, this changes nothing."""
+        if self._outcome is None:
+            self.close()
+            self.failed(error)
+
     async def answered(self) -> Answer:
         """Wait for the answer, one caller at a time. A cancelled wait does not close the leg.
 
