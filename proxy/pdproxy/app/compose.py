@@ -23,9 +23,11 @@ from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.bootstrap import Bootstraps
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.gauges import MetricsOfEngines, engine_gauges
+from pdproxy.fleet.health_canary import HealthCanary
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.models import models
 from pdproxy.fleet.prober import Prober
+from pdproxy.fleet.stalls import Stalls
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
@@ -99,6 +101,12 @@ class Proxy(Parts):
         prober = Prober(engines, ledger, admin, auditor, observers, tasks, probes, now)
 
         transfer = build_transfer(settings, engines, clock, observers)
+        canary = HealthCanary(
+            admin, observers, transfer.contract.capabilities.canary_on, settings.health.canary_timeout
+        )
+        stalls = Stalls(
+            engines, ledger, canary, admin.scrape, observers, tasks, clock, settings.health, deadlines.prefill
+        )
         bootstraps = Bootstraps(engines, ledger, admin.bootstrap, observers, tasks, probes, now, transfer.contract)
         custodian = Custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
         ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
@@ -157,7 +165,7 @@ class Proxy(Parts):
         connections = Connections(limits.max_connections, observers)
         wrong = [tasks.shortcomings, ledger_source(ledger, now), auditor.shortcomings, credentials.shortcomings]
         wrong.append(lambda: custodian.stuck.shortcomings(now()))
-        metrics.add_gauges(engine_gauges(engines, auditor, now))
+        metrics.add_gauges(engine_gauges(engines, auditor, stalls, now))
         metrics.add_gauges(kv_gauges(custodian, transfer.ready, transfer.buffers))
         metrics.add_gauges(request_gauges(admission, bodies))
         metrics.add_gauges(memory_gauges(connections, body_budget, answer_budget, unread_answers))
@@ -210,6 +218,7 @@ class Proxy(Parts):
             setup=setup,
             admin=admin,
             prober=prober,
+            stalls=stalls,
             transfer=transfer,
             custodian=custodian,
             turns=turns,

@@ -37,10 +37,12 @@ class OpenLeg(Protocol):
 class OpenLegs:
     """The open legs of one engine, in the order in which they were sent."""
 
-    __slots__ = ("last_sign", "legs", "pace")
+    __slots__ = ("busy_since", "last_sign", "legs", "pace")
 
     def __init__(self) -> None:
         self.legs: dict[OpenLeg, None] = {}
+        self.busy_since = 0.0
+        """Since when there has always been one, where there is one."""
         self.last_sign = 0.0
         """When a leg that is over has shown its last sign, or ended well."""
         self.pace = Pace()
@@ -50,6 +52,8 @@ class OpenLegs:
 
     def add(self, leg: OpenLeg) -> None:
         """A leg begins."""
+        if not self.legs:
+            self.busy_since = leg.since
         self.legs[leg] = None
 
     def remove(self, leg: OpenLeg, *, ended_well: float | None = None) -> None:

@@ -25,7 +25,7 @@ class Fault(Enum):
 
 
 class Wait(Enum):
-    """Every wait with a deadline. The value is the label of `pdproxy_deadline_total{wait}`, and a key of `deadlines` unless it says so."""
+    """Every wait with a deadline. The value is the label of `pdproxy_deadline_total{wait}`, and mostly a key of `deadlines`."""
 
     CLIENT_HEAD = "client_head"
     CLIENT_BODY = "client_body"

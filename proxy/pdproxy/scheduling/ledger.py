@@ -136,6 +136,7 @@ class Ledger:
             return False
         node.stalled = why
         self._changed()
+        self._when_lost(url)
         return True
 
     def let_in(self, url: str, now: float) -> bool:

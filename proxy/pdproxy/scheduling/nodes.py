@@ -33,6 +33,9 @@ _PREFILL_OR_WHOLE = frozenset({Role.PREFILL, Role.AGGREGATED})
 ALL_USES = (*_USES.values(), _PREFILL_OR_WHOLE)
 """What `Node.uses` can be."""
 
+STATES = ("up", "down", "stalled", "excluded", "half_open", "slow_start")
+"""What `Node.state` can be."""
+
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
@@ -191,6 +194,18 @@ class Node:
     def half_open(self, now: float) -> bool:
         """Return whether its cooldown is over, and no request has shown yet that it serves again."""
         return self.trial_places == 1 and now >= self.open_until
+
+    def state(self, now: float) -> str:
+        """Return which of `STATES` the engine is in."""
+        if self.down_because is not None:
+            return "down"
+        if self.stalled is not None:
+            return "stalled"
+        if now < self.open_until:
+            return "excluded"
+        if self.half_open(now):
+            return "half_open"
+        return "slow_start" if now < self.slow_until else "up"
 
     def down_for(self, now: float) -> float:
         """Return for how many seconds the engine has been down, 0 if it is up."""

@@ -24,6 +24,7 @@ class OpenPrefillLeg:
         self.fail = fail
 
     def last_sign(self) -> float:
+        """Return that none has come."""
         return 0.0
 
     def source_lost(self, why: str) -> None:
@@ -42,25 +43,30 @@ class OpenAnswer:
         self.prompt_bytes = attempt.assignment.leases[-1].prompt_bytes
 
     def last_sign(self) -> float:
+        """Return when the last data came that went on to the client."""
         relay = self._attempt.relay
         return relay.fast_path.last if relay is not None and relay.fast_path.events else 0.0
 
     @property
     def must_progress(self) -> bool:
+        """Whether its engine has the KV, and its client reads."""
         relay = self._attempt.relay
         return relay is not None and not relay.paused and (self._attempt.custody is None or has_data(relay))
 
     @property
     def waits_for(self) -> str | None:
+        """The prefill engine of its KV, before its first data."""
         custody, relay = self._attempt.custody, self._attempt.relay
         return None if custody is None or relay is None or has_data(relay) else custody.prefill
 
     def source_lost(self, why: str) -> None:
+        """End it as one whose prefill has failed."""
         custody = self._attempt.custody
         if custody is not None and not custody.awaits_push:  # pushes are looked after by `kv.lost_pushes`
             custody.source_lost(why)
 
     def fail(self, error: EngineError) -> None:
+        """End it, before its first data or in the stream."""
         relay = self._attempt.relay
         if relay is not None and not self._end(error):
             relay.failed(error)

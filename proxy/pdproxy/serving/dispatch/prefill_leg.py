@@ -40,6 +40,7 @@ from pdproxy.upstream.connection import Message
 from pdproxy.wire.engine import prefill_answer
 from pdproxy.wire.request import Alone
 
+
 class Prefilled(msgspec.Struct, frozen=True):
     """A prompt's KV is in our custody. `body`: the engine's whole answer, if its token is already the last one; else empty."""
 
@@ -161,7 +162,6 @@ class PrefillLeg:
     def _may_ask_again(self, error: EngineError) -> bool:
         """Return whether the same engine is asked once more: only KV under the same id frees a decode engine that waits."""
         waits = self.promised is not None and self.promised.decode_waits
-        # One that stands still would not answer again: `kv.lost_pushes` frees whom that is awaited by.
         if not waits or self._asked_again or isinstance(error, EngineUnreachableError | EngineTimeoutError):
             return False
         holder = self._attempt.resources.transfer.contract.holder

@@ -33,6 +33,7 @@ from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.lifecycle import JSON_TYPE, Lifecycle, LiveRequest, Serve
+from pdproxy.serving.request.open_leg import OpenPassedLeg
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.passthrough import PassthroughLeg, PassthroughLegs
@@ -128,7 +129,11 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             self._asked = resources.now()
             verdict = Verdict.NEUTRAL
             try:
-                verdict = await self._try(lease, leg_headers, body)
+                open_leg = OpenPassedLeg(resources.engines.known[url].open_legs, self._asked, lease.prompt_bytes)
+                async with open_leg:
+                    verdict = await self._try(lease, leg_headers, body, open_leg)
+                    if verdict is Verdict.GOOD:
+                        open_leg.ended_well = resources.now()
                 return
             except EngineError as error:
                 verdict = verdict_of(error)
@@ -147,7 +152,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             finally:
                 resources.close(lease, verdict)
 
-    async def _try(self, lease: Lease, leg_headers: LegHeaders, body: PassedBody) -> Verdict:
+    async def _try(self, lease: Lease, leg_headers: LegHeaders, body: PassedBody, open_leg: OpenPassedLeg) -> Verdict:
         url, deadlines = lease.node.url, self._service.resources.deadlines
         seconds = deadlines.total if self._incoming.entry.slow and not body.stream else deadlines.first_token
         leg: PassthroughLeg | None = None
@@ -166,7 +171,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                         if leg.status == answer.status:
                             answer = Answer(leg.status, leg.headers, await leg.read())
             if answer is None:
-                await self._relay(leg, lease)
+                await self._relay(leg, lease, open_leg)
                 return Verdict.GOOD
         finally:
             if leg is not None:
@@ -182,7 +187,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         await self.writer.whole(answer.status, self.answer_headers(answer.headers, _PASSED_HEADERS), answer.body)
         return Verdict.GOOD if answer.status == 200 else Verdict.NEUTRAL
 
-    async def _relay(self, leg: PassthroughLeg, lease: Lease) -> None:
+    async def _relay(self, leg: PassthroughLeg, lease: Lease, open_leg: OpenPassedLeg) -> None:
         """Pass a stream on in whole events; the first ones only once the model has begun to generate."""
         resources, output = self._service.resources, self.writer
         url, deadlines, now = lease.node.url, resources.deadlines, resources.now
@@ -201,6 +206,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 raise EngineTimeoutError(f"{url} sent no data in time", wait=wait) from None
             if not data:
                 break
+            open_leg.sign, open_leg.paused = now(), True
             held += stream.feed(data)
             leg.share.hold(len(held) + stream.waiting)
             if held and (stream.generating or stream.ended):
@@ -209,6 +215,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                     await output.begin(self.answer_headers(leg.headers, _PASSED_HEADERS))
                 await output.write(held)
                 held = b""
+            open_leg.paused = False
         if not stream.ended or stream.rest or not output.begun:
             raise EngineError(f"{url} ended its stream before it was complete")
         await output.finish()
