@@ -16,6 +16,7 @@ class Verdict(Enum):
     GOOD = "good"
     NEUTRAL = "neutral"  # the client left, or the request was refused: this shows nothing
     FAILED = "failed"
+    DEAD = "dead"  # it said that its core has died: nothing more is sent until a probe succeeds
     UNREACHABLE = "unreachable"  # it refused the connection: nothing more is sent until a probe succeeds
 
 

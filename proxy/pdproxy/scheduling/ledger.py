@@ -24,6 +24,7 @@ from pdproxy.scheduling.policy import Ask, Cached, PolicyFactory, no_chance
 
 ALONE = (Role.AGGREGATED, Role.DECODE)
 """The roles that usually serve a request by themselves, the first choice first."""
+_DOWN = {Verdict.UNREACHABLE: "connection refused", Verdict.DEAD: "its engine core has died"}
 
 
 class Ledger:
@@ -330,8 +331,8 @@ class Ledger:
                 self._breakers.good(lease, now)
         elif verdict is Verdict.FAILED:
             return self._breakers.failed(lease, now)
-        elif verdict is Verdict.UNREACHABLE and self._nodes.get(node.url) is node:
-            return self.mark_down(node.url, "connection refused", now)
+        elif (why := _DOWN.get(verdict)) is not None and self._nodes.get(node.url) is node:
+            return self.mark_down(node.url, why, now)
         return False
 
     def _best_of_each(self, roles: tuple[Role, ...], ask: Ask) -> tuple[Node, ...] | None:

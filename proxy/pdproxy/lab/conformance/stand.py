@@ -54,7 +54,7 @@ def posted(settings: Settings) -> bool:
 def settings_for(settings: Settings, prefill: Node, decode: Node, key: str, *, notices: bool) -> Settings:
     """Return an operator's settings for a proxy of this kind.
 
-    One pair of engines, no TLS, a key of its own (so the proxy sends the engines' keys), no breaker and no watch over engines that
+    One pair of engines, no TLS, a key of its own (so the proxy sends the engines' keys), no breaker, no watch over engines that
     stand still: a failed check must not exclude an engine from the next one. It listens on the address of the settings only if
     engines post notices there. With `notices` False it receives no notice.
     """
