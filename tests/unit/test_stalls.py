@@ -72,7 +72,7 @@ class Pool:
         self.clock = Clock()
         self.clock.now = lambda: self.now
         self.tasks = TaskOwner("test")
-        settings = Health(stalled_after=AFTER, **health)  # type: ignore[arg-type]
+        settings = Health(stalled_after=AFTER, **health)
         self.stalls = Stalls(
             self.engines, self.ledger, self, self._scrape, Observers([self]), self.tasks, self.clock, settings, 120.0,  # type: ignore[arg-type]
         )  # fmt: skip

@@ -37,6 +37,7 @@ from pdproxy.scheduling.prefix.knowledge import FedIndex
 from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.resources import ExchangeResources
+from pdproxy.serving.dispatch.retry_budget import RetryBudget
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.gauges import kv_gauges, turn_gauges
 from pdproxy.serving.kv.lost_pushes import LostPushes
@@ -128,6 +129,16 @@ class Proxy(Parts):
         observers.add(prober, *([tokens.canaries] if tokens is not None else []), *watch.observers)
 
         decisions = Decisions(pool.policy.placement if ledger.placement is not None else None, now)
+        known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
+        admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers, clock, known_clients)
+        retries = RetryBudget(
+            limits.retry_share,
+            limits.min_retries,
+            limits.max_inflight,
+            lambda: admission.inflight,
+            clock,
+            deadlines.retry,
+        )
         resources = ExchangeResources(
             transfer=transfer,
             ledger=ledger,
@@ -140,13 +151,12 @@ class Proxy(Parts):
             now=now,
             clock=clock,
             answer_budget=answer_budget,
+            retries=retries,
             tokenizing=tokens.tokenizing if tokens is not None else None,
             turns=turns,
             decisions=decisions,
             prefixes=prefixes.of_requests if prefixes is not None else None,
         )
-        known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
-        admission = Admission(limits.max_inflight, limits.max_queue, deadlines.queue, observers, clock, known_clients)
         bodies = BodyReader(
             readers(limits.body_readers, limits.max_body_bytes),
             clock,
@@ -167,7 +177,7 @@ class Proxy(Parts):
         wrong.append(lambda: custodian.stuck.shortcomings(now()))
         metrics.add_gauges(engine_gauges(engines, auditor, stalls, now))
         metrics.add_gauges(kv_gauges(custodian, transfer.ready, transfer.buffers))
-        metrics.add_gauges(request_gauges(admission, bodies))
+        metrics.add_gauges(request_gauges(admission, bodies, retries))
         metrics.add_gauges(memory_gauges(connections, body_budget, answer_budget, unread_answers))
         metrics.add_gauges(process_gauges(tasks, log, lines))
         if ledger.placement is not None:

@@ -41,6 +41,7 @@ class Wait(Enum):
     CLIENT_WRITE = "client_write"
     ABANDONED_PREFILL = "abandoned_prefill"
     RELEASE = "release"
+    RETRY = "retry"
     DRAIN = "drain"
     TOTAL = "total"
     DETECT = "detect"

@@ -1,4 +1,4 @@
-"""The rows of the table of metrics (`observe.catalog`) about engines that stand still and engines that come back. Only data."""
+"""The rows of the table of metrics (`observe.catalog`) about engines that stand still or come back, and retries. Only data."""
 
 from __future__ import annotations
 
@@ -50,4 +50,17 @@ CANARIES = Description(
             ),
         ),
     ),
+)
+RETRIES = Description(
+    "pdproxy_retries",
+    Kind.GAUGE,
+    "Requests whose engine failed before its data, and that are tried again (limits.retry_share)",
+    "requests",
+    (Label("state", (("running", "another engine was asked, and has sent no data yet"), ("waiting", "too many run"))),),
+)
+RETRIES_REFUSED = Description(
+    "pdproxy_retries_refused_total",
+    Kind.COUNTER,
+    "Requests that were not tried again since too many were for deadlines.retry",
+    "requests",
 )

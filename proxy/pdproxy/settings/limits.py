@@ -58,6 +58,9 @@ class Deadlines(Section, frozen=True):
     release: Seconds = 5.0
     """Releasing KV at a prefill engine. After that, the engine's own lease frees it."""
 
+    retry: Seconds = 5.0
+    """A request that is to be tried again, before it may (`limits.retry_share`). Then its client gets the error."""
+
     drain: Seconds = 60.0
     """Running requests, after the proxy was asked to stop. Keep it below the orchestrator's grace period."""
 
@@ -121,6 +124,13 @@ class Limits(Section, frozen=True):
 
     attempts: Annotated[int, Meta(ge=1, le=100)] = 3
     """Tries of one request before its first data, the first try included. After data nothing is tried again."""
+
+    retry_share: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    """Of the requests that are served: the share that may be tried again at the same time, before its data. The others wait for
+    their turn: if one of two engines dies, half of all requests would come to the other one once more, all at once."""
+
+    min_retries: Count = 10
+    """Requests that may be tried again at the same time in any case."""
 
     engine_keepalive: Seconds = 4.0
     """Seconds for which an idle connection to an engine may be used again. vLLM closes it after 5; the margin is one second."""

@@ -10,13 +10,14 @@ import msgspec
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import EngineError
-from pdproxy.observe.events import LegFailed, NodeChanged, Observers
+from pdproxy.kit.errors import EngineError, Wait
+from pdproxy.observe.events import DeadlinePassed, LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.hints import NO_HINTS, Hints
 from pdproxy.serving.dispatch.prefixes import Prefixes
+from pdproxy.serving.dispatch.retry_budget import RetryBudget, RetrySlot
 from pdproxy.serving.dispatch.tokenizing import Tokenizing
 from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.custodian import Custodian
@@ -59,6 +60,7 @@ class ExchangeResources:
     now: Callable[[], float]
     clock: Clock
     answer_budget: AnswerBudget
+    retries: RetryBudget
     tokenizing: Tokenizing | None = None
     turns: Turns | None = None
     templates: EventTemplates = field(default_factory=EventTemplates)
@@ -92,6 +94,13 @@ class ExchangeResources:
         if self.ledger.close(lease, verdict, self.now(), tokens):
             reason = node.down_because or f"failed {node.failures} times in a row: its breaker is open"
             self.observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=reason))
+
+    async def retry_slot(self) -> RetrySlot | None:
+        """Wait for a place for one more attempt behind one that has failed. None if none came free in time."""
+        slot = await self.retries.enter()
+        if slot is None:
+            self.observers.notify(DeadlinePassed(Wait.RETRY.value))
+        return slot
 
     def report_failure(
         self, headers: LegHeaders, node: str, phase: str, error: EngineError, *, will_retry: bool

@@ -1,8 +1,8 @@
 """The retry budget: how many attempts behind the first one may be under way at once, of all requests.
 
 If one of two engines dies, half of all requests are tried again at once: as much work once more, on the engine that is left. So
-only a share of the requests in flight is tried again at the same time, and the others wait for their turn. Refusing them would lose
-what could be served; waiting bounds the load in the same way.
+only a share of the requests in flight is tried again at the same time, and the others wait for their turn. Refusing them would
+lose what could be served; waiting bounds the load in the same way.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from pdproxy.serving.access.keys import Keys
 from pdproxy.serving.access.routes import RouteEntry
 from pdproxy.serving.dispatch.failure_class import is_clients_fault, is_schema_refusal, refused, verdict_of
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
+from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.lifecycle import JSON_TYPE, Lifecycle, LiveRequest, Serve
@@ -84,7 +85,7 @@ class Passthrough:
 class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     """A request of a route that one engine serves whole."""
 
-    __slots__ = ("_asked", "_attempts", "_incoming", "_service", "_stream", "_url", "_whole")
+    __slots__ = ("_asked", "_attempts", "_incoming", "_service", "_slot", "_stream", "_url", "_whole")
 
     def __init__(self, service: Passthrough, incoming: IncomingPassthrough, output: AsyncResponseWriter) -> None:
         super().__init__(incoming.entry.path, incoming.request_id, output, service.resources.now())
@@ -98,6 +99,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         self._whole: float | None = None
         """When its whole answer had come, if that was not a stream."""
         self._attempts = 0
+        self._slot: RetrySlot | None = None
+        """The place of an attempt behind the first one, until its first data."""
         self._stream: WholeEvents | None = None
 
     async def read(self) -> Serve:
@@ -149,8 +152,21 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 if not again:
                     raise
                 without.add(url)
+                failure = error.with_traceback(None)
             finally:
                 resources.close(lease, verdict)
+                self._leave_slot()
+            self._slot = await resources.retry_slot()
+            try:
+                if self._slot is None:
+                    raise failure
+            finally:
+                del failure  # its traceback holds this frame
+
+    def _leave_slot(self) -> None:
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            slot.leave()
 
     async def _try(self, lease: Lease, leg_headers: LegHeaders, body: PassedBody, open_leg: OpenPassedLeg) -> Verdict:
         url, deadlines = lease.node.url, self._service.resources.deadlines
@@ -212,6 +228,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             if held and (stream.generating or stream.ended):
                 if not output.begun:
                     self.first, self.status = now(), 200
+                    self._leave_slot()
                     await output.begin(self.answer_headers(leg.headers, _PASSED_HEADERS))
                 await output.write(held)
                 held = b""
