@@ -170,6 +170,7 @@ class EngineSetup:
             # Without keys of clients, their own header is forwarded: our key would open the engines to everybody.
             key=credentials.key if self._credentials.keys.wanted else no_key,
             tls=credentials.tls,
+            unacknowledged=self._settings.deadlines.unacknowledged,
         )
         return self._engines.add(
             NodeSpec(

@@ -64,6 +64,10 @@ class Deadlines(Section, frozen=True):
     drain: Seconds = 60.0
     """Running requests, after the proxy was asked to stop. Keep it below the orchestrator's grace period."""
 
+    unacknowledged: Seconds = 10.0
+    """What was sent to an engine, or a question whether it is still there, without its machine's acknowledgement: its network or
+    its power is gone. For connections of prompts' legs, where the system can do it (Linux)."""
+
     total: Seconds = 3600.0
     """A whole request, whatever it waits for."""
 
