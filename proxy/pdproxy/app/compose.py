@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pdproxy.app.credentials import Credentials
-from pdproxy.app.engines import EngineSetup, Profiles, build_ledger, no_key
+from pdproxy.app.engines import EngineSetup, Profiles, build_ledger, build_outliers, no_key
 from pdproxy.app.front import Front
 from pdproxy.app.gauges import memory_gauges, placement_gauges, process_gauges, request_gauges, state_gauges
 from pdproxy.app.heartbeat import Heartbeat
@@ -21,6 +21,7 @@ from pdproxy.app.transfer import build_transfer, build_turns
 from pdproxy.app.watch import UNWATCHED, Watch
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.bootstrap import Bootstraps
+from pdproxy.fleet.ejections import Ejections
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.gauges import MetricsOfEngines, engine_gauges
 from pdproxy.fleet.health_canary import HealthCanary
@@ -108,6 +109,8 @@ class Proxy(Parts):
         stalls = Stalls(
             engines, ledger, canary, admin.scrape, observers, tasks, clock, settings.health, deadlines.prefill
         )
+        outliers = build_outliers(settings.outliers)
+        ejections = Ejections(engines, ledger, outliers, observers, tasks, now, settings.outliers.interval)
         bootstraps = Bootstraps(engines, ledger, admin.bootstrap, observers, tasks, probes, now, transfer.contract)
         custodian = Custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
         ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
@@ -152,6 +155,7 @@ class Proxy(Parts):
             clock=clock,
             answer_budget=answer_budget,
             retries=retries,
+            outliers=outliers,
             tokenizing=tokens.tokenizing if tokens is not None else None,
             turns=turns,
             decisions=decisions,
@@ -175,7 +179,7 @@ class Proxy(Parts):
         connections = Connections(limits.max_connections, observers)
         wrong = [tasks.shortcomings, ledger_source(ledger, now), auditor.shortcomings, credentials.shortcomings]
         wrong.append(lambda: custodian.stuck.shortcomings(now()))
-        metrics.add_gauges(engine_gauges(engines, auditor, stalls, now))
+        metrics.add_gauges(engine_gauges(engines, auditor, stalls, ejections, now))
         metrics.add_gauges(kv_gauges(custodian, transfer.ready, transfer.buffers))
         metrics.add_gauges(request_gauges(admission, bodies, retries))
         metrics.add_gauges(memory_gauges(connections, body_budget, answer_budget, unread_answers))
@@ -229,6 +233,7 @@ class Proxy(Parts):
             admin=admin,
             prober=prober,
             stalls=stalls,
+            ejections=ejections,
             transfer=transfer,
             custodian=custodian,
             turns=turns,

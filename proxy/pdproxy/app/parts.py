@@ -17,6 +17,7 @@ from pdproxy.app.prefixes import KnowingPrefixes
 from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.registrations import Registering
 from pdproxy.app.tokens import Tokens
+from pdproxy.fleet.ejections import Ejections
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.prober import Prober
 from pdproxy.fleet.stalls import Stalls
@@ -52,6 +53,7 @@ class Parts:
     admin: EngineAdmin
     prober: Prober
     stalls: Stalls
+    ejections: Ejections
     transfer: KvTransfer
     custodian: Custodian
     turns: Turns | None
@@ -95,6 +97,7 @@ class Parts:
             self.tasks.keep(self.tokens.canaries.run, "canaries")
         self.prober.start()
         self.stalls.start()
+        self.ejections.start()
 
     async def drain(self, requests: Collection[asyncio.Task[object]]) -> None:
         """Refuse new requests, and wait for those in flight and for the release of their KV. See `app.drain`."""

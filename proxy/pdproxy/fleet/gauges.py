@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.ejections import Ejections
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.stalls import Stalls
@@ -30,7 +31,13 @@ class MetricsOfEngines:
         self._metrics.drop_node(engine.url)
 
 
-def engine_gauges(engines: EngineRegistry, auditor: Auditor, stalls: Stalls, now: Callable[[], float]) -> list[Gauge]:
+def engine_gauges(
+    engines: EngineRegistry,
+    auditor: Auditor,
+    stalls: Stalls,
+    ejections: Ejections,
+    now: Callable[[], float],
+) -> list[Gauge]:
     """Return the gauges of all engines. Each is read at every scrape."""
 
     def inflight() -> Samples:
@@ -58,4 +65,5 @@ def engine_gauges(engines: EngineRegistry, auditor: Auditor, stalls: Stalls, now
         Gauge(catalog_health.NODE_STATE, states),
         Gauge(catalog_health.STALLS, stalls.stalls),
         Gauge(catalog_health.CANARIES, stalls.canaries),
+        Gauge(catalog_health.EJECTIONS, ejections.counts),
     ]

@@ -24,7 +24,7 @@ NODE_STATE = Description(
                 ("up", "it gets requests"),
                 ("down", "probes find it down: it gets none"),
                 ("stalled", "its core stands still (health.stalled_after): it gets none"),
-                ("excluded", "its breaker is open: it gets requests only if there is no other engine"),
+                ("excluded", "by its breaker, or as an outlier: it gets requests only if there is no other engine"),
                 ("half_open", "it gets one request at a time, until one has shown that it serves again"),
                 ("slow_start", "it gets more and more requests (health.slow_start)"),
             ),
@@ -63,4 +63,17 @@ RETRIES_REFUSED = Description(
     Kind.COUNTER,
     "Requests that were not tried again since too many were for deadlines.retry",
     "requests",
+)
+EJECTIONS = Description(
+    "pdproxy_ejections_total",
+    Kind.COUNTER,
+    "How often an engine was excluded as an outlier (outliers)",
+    "exclusions",
+    (
+        NODE,
+        Label(
+            "reason",
+            (("errors", "it failed more often than its peers"), ("latency", "it was slower than its peers")),
+        ),
+    ),
 )

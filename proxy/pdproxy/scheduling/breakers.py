@@ -72,7 +72,13 @@ class Breakers:
             return False
         self._half_open(node)
         node.open_until = now + self._cooldown
+        node.excluded_because = None
         return True
+
+    def exclude(self, node: Node, why: str, until: float) -> None:
+        """Open an engine's breaker until a time, whatever its last legs have shown."""
+        self._half_open(node)
+        node.failures, node.open_until, node.excluded_because = 0, until, why
 
     def let_in(self, node: Node, now: float) -> None:
         """Let an engine show with one request that it serves again."""
@@ -109,4 +115,5 @@ class Breakers:
     def _close(self, node: Node) -> None:
         node.open_until = node.slow_until = 0.0
         node.trials = node.trial_places = 0
+        node.excluded_because = None
         self.opened.discard(node)

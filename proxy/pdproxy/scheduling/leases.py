@@ -25,7 +25,7 @@ class Lease(msgspec.Struct, eq=False):
 
     `role`: what the engine does for this request, never `ANY`. `prompt_bytes` is 0 where the leg gets the prompt's KV from
     another engine. `trial`: the number of the engine's trials that it belongs to, 0 if it is none; `proved`: whether the engine
-    has passed it.
+    has passed it. `since`: when it was opened, in monotonic seconds.
     """
 
     node: Node
@@ -34,6 +34,7 @@ class Lease(msgspec.Struct, eq=False):
     closed: bool = False
     trial: int = 0
     proved: bool = False
+    since: float = 0.0
 
 
 class Assignment(msgspec.Struct, frozen=True, eq=False):

@@ -17,7 +17,7 @@ from pdproxy.scheduling.choice import Choice
 from pdproxy.scheduling.compatibility import Compatibility, prefill_and_decode
 from pdproxy.scheduling.eligibility import Eligibility
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
-from pdproxy.scheduling.nodes import ALL_USES, Evidence, Node, NodeSpec, Role
+from pdproxy.scheduling.nodes import ALL_USES, Evidence, Node, NodeSpec, Role, in_common
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policies import make_policies
 from pdproxy.scheduling.policy import Ask, Cached, PolicyFactory, no_chance
@@ -149,6 +149,13 @@ class Ledger:
         self._breakers.let_in(node, now)
         self._changed()
         return True
+
+    def exclude(self, url: str, why: str, until: float, now: float) -> bool:
+        """Have an engine get requests only if there is no other, until a time. Return whether it got some before."""
+        node = self._nodes.get(url)
+        if node is not None and (in_use := node.usable(now)):
+            self._breakers.exclude(node, why, until)
+        return node is not None and in_use
 
     def mark_kv(self, url: str, not_ready: str | None, mode: str | None = None, tp_size: int | None = None) -> bool:
         """Note why an engine can't take part in KV transfer yet; None: it can. Return whether that changed.
@@ -348,7 +355,7 @@ class Ledger:
     def _open(self, node: Node, role: Role, prompt_bytes: int, ask: Ask) -> Lease:
         node.requests += 1
         node.prompt_bytes += prompt_bytes
-        lease = Lease(node, role, prompt_bytes)
+        lease = Lease(node, role, prompt_bytes, since=ask.now)
         if self._breakers.opened:
             self._breakers.leased(lease)
         for policy in self._interested[node.uses]:
@@ -369,10 +376,7 @@ class Ledger:
         self._has_places = any(node.spec.places is not None for node in nodes)
         self._starting = self._starting and not (nodes and all(node.probed for node in nodes))
         self._alone_roles = [role for role in self._alone if any(role in n.uses and n.available for n in nodes)]
-        known = [node.evidence for node in nodes if node.evidence is not None]
-        self.block_size = min((one.block_size for one in known if one.block_size), default=None)
-        self.adapters = frozenset[str]().union(*(one.adapters for one in known))
-        self.template_tokens = max((one.template_tokens for one in known), default=0)
+        self.block_size, self.adapters, self.template_tokens = in_common(nodes)
 
     # -- what an operator asks
 

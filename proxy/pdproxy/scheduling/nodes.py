@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -139,6 +140,8 @@ class Node:
     """Failed legs since the last good one."""
     open_until: float = 0.0
     """When its breaker's cooldown ends, in monotonic seconds; 0 while the breaker is closed, and in a slow start."""
+    excluded_because: str | None = None
+    """Why its breaker was opened, None if for failures in a row."""
     trial_places: int = 0
     """How many requests it may have behind the cooldown: 1 until one was good, more in a slow start; 0: any number."""
     trials: int = 0
@@ -210,3 +213,11 @@ class Node:
     def down_for(self, now: float) -> float:
         """Return for how many seconds the engine has been down, 0 if it is up."""
         return now - self.down_since if self.down_because is not None else 0.0
+
+
+def in_common(nodes: Iterable[Node]) -> tuple[int | None, frozenset[str], int]:
+    """Return what all engines' evidence says: the smallest KV block, all adapters, the longest template. See `Ledger`."""
+    known = [node.evidence for node in nodes if node.evidence is not None]
+    block_size = min((one.block_size for one in known if one.block_size), default=None)
+    adapters = frozenset[str]().union(*(one.adapters for one in known))
+    return block_size, adapters, max((one.template_tokens for one in known), default=0)

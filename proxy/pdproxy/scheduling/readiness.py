@@ -77,6 +77,8 @@ def shortcomings(nodes: Sequence[Node], now: float) -> list[str]:
         name = f"{node.role.value} {node.url}"
         if node.stalled is not None:
             found.append(f"{name}: {node.stalled}")
+        elif now < node.open_until and node.excluded_because is not None:
+            found.append(f"{name}: {node.excluded_because}: it is excluded for {node.open_until - now:.1f} s")
         elif now < node.open_until:
             found.append(
                 f"{name}: failed {node.failures} times in a row, its breaker is open for {node.open_until - now:.1f} s"

@@ -12,6 +12,7 @@ from pdproxy.settings.connector_options import Cpu, LMCache
 from pdproxy.settings.health import Health
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines, Limits
+from pdproxy.settings.outliers import OutlierSettings
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.prefixes import Prefixes
 from pdproxy.settings.probes import Observe, Probes
@@ -341,6 +342,9 @@ class Settings(Section, frozen=True):
 
     health: Health = Health()
     """Engines that stand still, and engines that come back."""
+
+    outliers: OutlierSettings = OutlierSettings()
+    """Engines that fail more often, or are slower, than their peers."""
 
     kv_ready: KvReady = KvReady()
     """Where engines send notices that KV is ready."""
