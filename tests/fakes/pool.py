@@ -16,6 +16,7 @@ from pdproxy.app.tokens import TRANSFORMERS
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.kit.clock import Clock
 from pdproxy.settings.connector_options import LMCache
+from pdproxy.settings.health import Health
 from pdproxy.settings.limits import Limits
 from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Facts as NodeFacts
@@ -102,6 +103,7 @@ async def pool(
     decode_facts: Mapping[str, Any] | None = None,
     kv_ready_at_first: bool = True,
     anything: bool = False,
+    health: Mapping[str, float] | None = None,
 ) -> AsyncIterator[Pair]:
     """Run engines of a connector, usually one pair. `p`, `d`: facts of their role alone, `everybody`: of all engines.
 
@@ -109,7 +111,8 @@ async def pool(
     `notices` False: P is told a socket that nobody reads. `kv_ready_at_first`: begin when all engines can take part in KV
     transfer.
     `anything`: all engines have role any. `tokenizer`: makes ids of all prompts. `clock`: the proxy's; a test that reaches
-    deadlines passes a `ManualClock`.
+    deadlines passes a `ManualClock`. `health`: engines are not watched for standing still unless it says so: canaries would be
+    further requests.
     """
     zmq_port, http_port = free_port(), free_port()
     told = {"lmcache-pd": f"tcp://127.0.0.1:{zmq_port if notices else free_port()}"}
@@ -169,6 +172,7 @@ async def pool(
             deadlines=msgspec.structs.replace(DEADLINES, **{"kv_ready": LONG, "tokenize": LONG, **(deadlines or {})}),
             kv_ready=KvReady(**{"port": zmq_port, "notifier": connector == "nixl", **(kv_ready or {})}),
             limits=Limits(**(limits or {})),
+            health=Health(**{"stalled_after": 0, **(health or {})}),
             probes=Probes(interval=3600, scrape_interval=3600),
         )
         recorder = _Recorder()

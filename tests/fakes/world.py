@@ -20,6 +20,7 @@ from pdproxy.app.server import uvicorn_config
 from pdproxy.app.tokens import Library
 from pdproxy.kit.clock import Clock
 from pdproxy.observe.events import Event, HandleEnded, RequestEnded
+from pdproxy.settings.health import Health
 from pdproxy.settings.limits import Deadlines, Limits
 from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Auth, Cors, Listen, Node, Pool, Settings
@@ -231,7 +232,8 @@ async def world(
     before, unless they are `strangers`. `lease`: seconds that a prefill engine keeps a prompt's KV.
     `engine_tls` is what engines are met with, `client_tls` what clients connect with; `adjust` has the last word on settings.
     `facts`: of all engines, where they differ from the usual ones. `library`: where tokenizers come from; None: nowhere.
-    `clock`: the proxy's; a test that reaches deadlines passes a `ManualClock`.
+    `clock`: the proxy's; a test that reaches deadlines passes a `ManualClock`. No engine is watched for standing still, unless
+    `adjust` says so: canaries would use up scripts.
     """
     books, recorder = Books(), _Recorder()
     roles = ["prefill"] * prefill + ["decode"] * decode + ["aggregated"] * aggregated + ["any"] * anything
@@ -244,6 +246,7 @@ async def world(
         pools=(Pool(nodes=tuple(Node(url=e.url, role=e.role) for e in engines)),),  # type: ignore[arg-type]
         deadlines=msgspec.structs.replace(DEADLINES, **(deadlines or {})),
         limits=Limits(**(limits or {})),
+        health=Health(stalled_after=0),
         probes=Probes(interval=3600, scrape_interval=3600),
     )
     proxy = Proxy.build(adjust(settings), library or Shelf(), clock=clock)

@@ -15,6 +15,7 @@ from pdproxy.app.compose import Proxy
 from pdproxy.engine_model.hardware import Hardware
 from pdproxy.fleet.registration import Registrations
 from pdproxy.kit.clock import Clock
+from pdproxy.settings.health import Health
 from pdproxy.settings.probes import Probes
 from pdproxy.settings.schema import Facts as NodeFacts
 from pdproxy.settings.schema import Node, Pool, Registration, Settings
@@ -124,6 +125,7 @@ async def fleet(
         settings = Settings(
             pools=(Pool(connector=connector, dispatch=dispatch, nodes=tuple(nodes)),),
             deadlines=msgspec.structs.replace(DEADLINES, **(deadlines or {})),
+            health=Health(stalled_after=0),
             registration=Registration(**{"port": port, "timeout": 1.0, **(registration or {})}),
             probes=Probes(interval=3600, scrape_interval=3600),
         )

@@ -74,6 +74,12 @@ async def test_the_admin_port_commands_life_and_death(sim):
     assert (await ask(sim.port, completion())).answer.status == 200
 
 
+async def test_the_admin_port_stops_the_core_alone(sim):
+    states = [(await admin(sim, post(f"/{order}"))).json for order in ("freeze_core", "thaw_core")]
+    assert [(state["life"], state["core_frozen"]) for state in states] == [("up", True), ("up", False)]
+    assert (await ask(sim.port, completion())).answer.status == 200
+
+
 async def test_the_admin_port_looks_inside():
     async with SimServer(FAST, admin_port=0) as sim:
         params = {"do_remote_decode": True, "do_remote_prefill": False}

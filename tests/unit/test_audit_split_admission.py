@@ -170,6 +170,19 @@ def test_recorded_metrics_are_read() -> None:
     assert read_metrics(b"vllm:num_requests_running 2\n").waiting is None, "not reported, and not none"
 
 
+def test_what_changes_as_a_core_works_is_read_by_rank() -> None:
+    """Of a real page, and of one with two ranks; an engine without these metrics shows no progress."""
+    (values,) = read_metrics(recorded("metrics_decode.txt")).progress.values()
+    assert {29, 288, 4299} <= {*values}
+    page = b"".join(
+        b'vllm:generation_tokens_total{engine="%d",model_name="m"} %d\n' % (rank, rank + 5) for rank in (0, 1)
+    )
+    page += b'vllm:num_requests_running{engine="1",model_name="m"} 3\n'
+    assert read_metrics(page).progress == {"0": (5,), "1": (6, 3)}
+    assert read_metrics(b"vllm:num_requests_running 2\n").progress == {"": (2,)}
+    assert read_metrics(b"process_start_time_seconds 5\n").progress == {}
+
+
 @pytest.mark.parametrize(
     ("body", "block", "alone"),
     [

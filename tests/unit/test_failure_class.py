@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pdproxy.kit.errors import (
@@ -14,6 +16,11 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.scheduling.leases import Verdict
 from pdproxy.serving.dispatch.failure_class import verdict_of
+from pdproxy.sim.error_body import error_body
+from pdproxy.sim.request import EngineDeadError
+
+DEAD = json.dumps(error_body(str(EngineDeadError()), "InternalServerError", 500)).encode()
+QUOTED = json.dumps(error_body(f"The prompt was: {EngineDeadError()}", "InternalServerError", 500)).encode()
 
 
 @pytest.mark.parametrize(
@@ -24,6 +31,11 @@ from pdproxy.serving.dispatch.failure_class import verdict_of
         (EngineRefusedError("x", status=503, body=b""), Verdict.NEUTRAL, Verdict.NEUTRAL),
         (EngineRefusedError("x", status=429, body=b""), Verdict.NEUTRAL, Verdict.NEUTRAL),
         (EngineError("x"), Verdict.FAILED, Verdict.FAILED),
+        (EngineRefusedError("x", status=500, body=DEAD), Verdict.DEAD, Verdict.DEAD),
+        (EngineRefusedError("x", status=503, body=DEAD), Verdict.DEAD, Verdict.DEAD),
+        (EngineRefusedError("x", status=500, body=QUOTED), Verdict.FAILED, Verdict.NEUTRAL),
+        (EngineRefusedError("x", status=400, body=DEAD), Verdict.NEUTRAL, Verdict.NEUTRAL),
+        (EngineRefusedError("x", status=500, body=DEAD[:-1]), Verdict.FAILED, Verdict.NEUTRAL),
         (EngineTimeoutError("x", wait=Wait.FIRST_TOKEN), Verdict.FAILED, Verdict.FAILED),
         (EngineUnreachableError("x"), Verdict.UNREACHABLE, Verdict.UNREACHABLE),
         (AnswerBudgetError("x"), Verdict.NEUTRAL, Verdict.NEUTRAL),

@@ -87,7 +87,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.open:
             lease = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
             self.ledger.close(lease, verdict, self.now)
-            if verdict is Verdict.UNREACHABLE:
+            if verdict in (Verdict.UNREACHABLE, Verdict.DEAD):
                 self.down.add(lease.node.url)
             self.closed.append(lease)
 

@@ -178,7 +178,7 @@ def test_the_candidates_are_the_same_object_until_an_engine_changes() -> None:
     assert placement.candidates[-1] is not placement.candidates[0]
     for n in range(5):
         ledger.place(Ask(f"model {n}", 1, 5.0), split=True)
-    assert len(ledger._candidates) == 1
+    assert len(ledger._choice._known) == 1
 
 
 def test_without_a_placement_nothing_can_be_placed() -> None:

@@ -65,20 +65,27 @@ class Reference:
         found = [node for role in roles for node in self.ranked(role, ask, without)[:1]]
         if not found:
             return None
-        found.sort(key=lambda n: (ask.model is not None and not n.serves(ask.model), not n.usable(ask.now)))
+        tried = {n.url for n in self.nodes.values() if n.url in self.tripped and n.trials}
+        found.sort(
+            key=lambda n: (
+                ask.model is not None and not n.serves(ask.model), not n.usable(ask.now) or n.url in tried
+            )
+        )  # fmt: skip
         return self.lease(found[0], ask.prompt_bytes)
 
     def release_through(self, prefill: str, ask: Ask, prefer_not: str) -> Node | None:
         ranked = [node for node in self.ranked(Role.DECODE, ask, ()) if node.spec.takes_from(self.nodes[prefill].spec)]
         others = [node for node in ranked if node.url != prefer_not]
-        return next(iter(others or ranked), None)
+        settled = [node for node in others if node.url not in self.tripped or ask.now < node.open_until]
+        return next(iter(settled or others or ranked), None)
 
     def ranked(self, role: Role, ask: Ask, without: Collection[str]) -> list[Node]:
         alive = [n for n in self.nodes.values() if n.role is role and n.up]
         serving = [n for n in alive if ask.model is None or n.serves(ask.model)]
         known = serving or (alive if role is not Role.PREFILL else [])
         fitting = [n for n in known if n.url not in without]
-        candidates = [n for n in fitting if n.usable(ask.now)] or fitting
+        usable = [n for n in fitting if n.usable(ask.now)]
+        candidates = [n for n in usable if not (n.url in self.tripped and n.trials)] or usable or fitting
         return sorted(self.turned((role, "ranked"), candidates), key=load)
 
     def least(self, role: Role, model: str | None) -> Node | None:
@@ -98,16 +105,21 @@ class Reference:
     def group(self, role: Role, model: str | None) -> list[Node]:
         return [n for n in self.nodes.values() if n.role is role and n.up and (model is None or n.serves(model))]
 
-    @staticmethod
-    def lease(node: Node, prompt_bytes: int) -> Lease:
+    def lease(self, node: Node, prompt_bytes: int) -> Lease:
         node.requests += 1
         node.prompt_bytes += prompt_bytes
-        return Lease(node, node.role, prompt_bytes)
+        lease = Lease(node, node.role, prompt_bytes)
+        if node.url in self.tripped:
+            lease.trial = node.trial_number
+            node.trials += 1
+        return lease
 
     def close(self, lease: Lease, verdict: Verdict, now: float) -> bool:
         node = lease.node
         node.requests -= 1
         node.prompt_bytes -= lease.prompt_bytes
+        is_trial = node.url in self.tripped and lease.trial == node.trial_number
+        node.trials -= is_trial
         if verdict is Verdict.GOOD:
             node.failures = 0
             if now >= node.open_until:
@@ -117,7 +129,9 @@ class Reference:
             return self.mark_down(node.url, now)
         elif verdict is Verdict.FAILED:
             node.failures += 1
-            if node.failures >= self.failures and now >= node.open_until and node.down_because is None:
+            enough = node.failures >= self.failures or is_trial
+            if enough and now >= node.open_until and node.down_because is None:
+                node.trial_number, node.trials = node.trial_number + 1, 0
                 node.open_until = now + self.cooldown
                 self.tripped.add(node.url)
                 return True

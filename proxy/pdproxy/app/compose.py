@@ -7,7 +7,7 @@ from functools import partial
 
 from pdproxy.app.capacity import PoolCapacity, Scraped
 from pdproxy.app.credentials import Credentials
-from pdproxy.app.engines import EngineSetup, Profiles, build_ledger, no_key
+from pdproxy.app.engines import EngineSetup, Profiles, build_ledger, build_outliers, no_key
 from pdproxy.app.front import Front
 from pdproxy.app.gauges import memory_gauges, placement_gauges, process_gauges, request_gauges, state_gauges
 from pdproxy.app.heartbeat import Heartbeat
@@ -22,11 +22,14 @@ from pdproxy.app.transfer import build_transfer, build_turns
 from pdproxy.app.watch import UNWATCHED, Watch
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.bootstrap import Bootstraps
+from pdproxy.fleet.ejections import Ejections
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.gauges import MetricsOfEngines, engine_gauges
+from pdproxy.fleet.health_canary import HealthCanary
 from pdproxy.fleet.kv_events import Index
 from pdproxy.fleet.models import models
 from pdproxy.fleet.prober import Prober
+from pdproxy.fleet.stalls import Stalls
 from pdproxy.kit.clock import Clock
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
@@ -37,6 +40,7 @@ from pdproxy.serving.access.clients import Clients
 from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.resources import ExchangeResources
+from pdproxy.serving.dispatch.retry_budget import RetryBudget
 from pdproxy.serving.kv.custodian import Custodian
 from pdproxy.serving.kv.gauges import kv_gauges, turn_gauges
 from pdproxy.serving.kv.lost_pushes import LostPushes
@@ -102,6 +106,14 @@ class Proxy(Parts):
         prober = Prober(engines, ledger, admin, scraped, observers, tasks, probes, now)
 
         transfer = build_transfer(settings, engines, clock, observers)
+        canary = HealthCanary(
+            admin, observers, transfer.contract.capabilities.canary_on, settings.health.canary_timeout
+        )
+        stalls = Stalls(
+            engines, ledger, canary, admin.scrape, observers, tasks, clock, settings.health, deadlines.prefill
+        )
+        outliers = build_outliers(settings.outliers)
+        ejections = Ejections(engines, ledger, outliers, observers, tasks, now, settings.outliers.interval)
         bootstraps = Bootstraps(engines, ledger, admin.bootstrap, observers, tasks, probes, now, transfer.contract)
         custodian = Custodian(transfer.contract, ledger, engines.known, deadlines, observers, now, clock)
         ledger.when_lost(LostPushes(custodian, engines.known, admin.scrape, clock, observers).lost)
@@ -123,23 +135,6 @@ class Proxy(Parts):
         observers.add(prober, *([tokens.canaries] if tokens is not None else []), *watch.observers)
 
         decisions = Decisions(pool.placement if ledger.placement is not None else None, now)
-        resources = ExchangeResources(
-            transfer=transfer,
-            ledger=ledger,
-            engines=engines,
-            custodian=custodian,
-            deadlines=deadlines,
-            attempts=limits.attempts,
-            observers=observers,
-            auditor=auditor,
-            now=now,
-            clock=clock,
-            answer_budget=answer_budget,
-            tokenizing=tokens.tokenizing if tokens is not None else None,
-            turns=turns,
-            decisions=decisions,
-            prefixes=prefixes.of_requests if prefixes is not None else None,
-        )
         known_clients = Clients(parsed_networks(settings.listen.trusted_proxies))
         admission = Admission(
             limits.max_inflight,
@@ -157,6 +152,33 @@ class Proxy(Parts):
             engines.watch(scraped.capacity)
             observers.add(scraped.capacity)
             metrics.add_gauges(scraped.capacity.gauges())
+        retries = RetryBudget(
+            limits.retry_share,
+            limits.min_retries,
+            limits.max_inflight,
+            lambda: admission.inflight,
+            clock,
+            deadlines.retry,
+        )
+        resources = ExchangeResources(
+            transfer=transfer,
+            ledger=ledger,
+            engines=engines,
+            custodian=custodian,
+            deadlines=deadlines,
+            attempts=limits.attempts,
+            observers=observers,
+            auditor=auditor,
+            now=now,
+            clock=clock,
+            answer_budget=answer_budget,
+            retries=retries,
+            outliers=outliers,
+            tokenizing=tokens.tokenizing if tokens is not None else None,
+            turns=turns,
+            decisions=decisions,
+            prefixes=prefixes.of_requests if prefixes is not None else None,
+        )
         bodies = BodyReader(
             readers(limits.body_readers, limits.max_body_bytes),
             clock,
@@ -175,9 +197,9 @@ class Proxy(Parts):
         connections = Connections(limits.max_connections, observers)
         wrong = [tasks.shortcomings, ledger_source(ledger, now), auditor.shortcomings, credentials.shortcomings]
         wrong.append(lambda: custodian.stuck.shortcomings(now()))
-        metrics.add_gauges(engine_gauges(engines, auditor, now))
+        metrics.add_gauges(engine_gauges(engines, auditor, stalls, ejections, now))
         metrics.add_gauges(kv_gauges(custodian, transfer.ready, transfer.buffers))
-        metrics.add_gauges(request_gauges(admission, bodies))
+        metrics.add_gauges(request_gauges(admission, bodies, retries))
         metrics.add_gauges(memory_gauges(connections, body_budget, answer_budget, unread_answers))
         metrics.add_gauges(process_gauges(tasks, log, lines))
         if ledger.placement is not None:
@@ -229,6 +251,8 @@ class Proxy(Parts):
             setup=setup,
             admin=admin,
             prober=prober,
+            stalls=stalls,
+            ejections=ejections,
             transfer=transfer,
             custodian=custodian,
             turns=turns,

@@ -16,12 +16,14 @@ from pdproxy.kit.clock import Clock
 from pdproxy.scheduling import placements, policies
 from pdproxy.scheduling.ledger import Ledger
 from pdproxy.scheduling.nodes import NodeSpec, Role
+from pdproxy.scheduling.outliers import OutlierLimits, Outliers
 from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policy import Cached
 from pdproxy.scheduling.slo import Slo
 from pdproxy.settings.crosscheck import checked_node
 from pdproxy.settings.errors import SettingsError
 from pdproxy.settings.kv_events import NodeKvEvents
+from pdproxy.settings.outliers import OutlierSettings
 from pdproxy.settings.schema import Node, Pool, Settings
 from pdproxy.settings.transfer_checks import bootstrap_address, within
 from pdproxy.transfer.registry import entry_of
@@ -85,11 +87,19 @@ def build_ledger(settings: Settings, profiles: Profiles, cached: Cached | None =
         [],
         breaker_failures=limits.breaker_failures,
         breaker_cooldown=limits.breaker_cooldown,
+        slow_start=settings.health.slow_start,
         policies={Role.PREFILL: policies.POLICIES[policy.prefill], Role.DECODE: policies.POLICIES[policy.decode]},
         alone=[Role(name) for name in entry_of(pool.connector).capabilities.alone_on],
         placement=_placement(pool, profiles, cached),
         chance=Random().random,
         cached=cached,
+    )
+
+
+def build_outliers(limits: OutlierSettings) -> Outliers:
+    """Return what judges engines against their peers."""
+    return Outliers(
+        OutlierLimits(limits.error_share, limits.min_requests, limits.slower_than, limits.eject_for, limits.max_share)
     )
 
 
@@ -169,6 +179,7 @@ class EngineSetup:
             # Without keys of clients, their own header is forwarded: our key would open the engines to everybody.
             key=credentials.key if self._credentials.keys.wanted else no_key,
             tls=credentials.tls,
+            unacknowledged=self._settings.deadlines.unacknowledged,
         )
         return self._engines.add(
             NodeSpec(

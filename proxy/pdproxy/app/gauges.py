@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 from pdproxy import __version__
 from pdproxy.kit.tasks import TaskOwner
-from pdproxy.observe import catalog, catalog_decisions, catalog_refusals
+from pdproxy.observe import catalog, catalog_decisions, catalog_health, catalog_refusals
 from pdproxy.observe.logs import Log, LogObserver
 from pdproxy.observe.metrics import Gauge
 from pdproxy.scheduling.placement import Placement, PlacementState
+from pdproxy.serving.dispatch.retry_budget import RetryBudget
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.upstream.answer_budget import AnswerBudget
@@ -22,7 +23,7 @@ from pdproxy.web.unread_answers import UnreadAnswers
 Samples = list[tuple[tuple[str, ...], float]]
 
 
-def request_gauges(admission: Admission, bodies: BodyReader) -> list[Gauge]:
+def request_gauges(admission: Admission, bodies: BodyReader, retries: RetryBudget) -> list[Gauge]:
     """Return the gauges of requests. Each is read at every scrape."""
 
     def readers() -> Samples:
@@ -34,6 +35,8 @@ def request_gauges(admission: Admission, bodies: BodyReader) -> list[Gauge]:
         Gauge(catalog_refusals.TOKENS_IN_FLIGHT, lambda: [((), admission.tokens)]),
         Gauge(catalog.QUEUE, lambda: [((), admission.waiting)]),
         Gauge(catalog.BODY_READERS, readers),
+        Gauge(catalog_health.RETRIES, lambda: [(("running",), retries.running), (("waiting",), retries.waiting)]),
+        Gauge(catalog_health.RETRIES_REFUSED, lambda: [((), retries.refused)]),
     ]
 
 

@@ -17,8 +17,10 @@ from pdproxy.app.prefixes import KnowingPrefixes
 from pdproxy.app.readiness import ReadinessCheck
 from pdproxy.app.registrations import Registering
 from pdproxy.app.tokens import Tokens
+from pdproxy.fleet.ejections import Ejections
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.fleet.prober import Prober
+from pdproxy.fleet.stalls import Stalls
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.observe.events import Observers
 from pdproxy.observe.metrics import Metrics
@@ -50,6 +52,8 @@ class Parts:
     setup: EngineSetup
     admin: EngineAdmin
     prober: Prober
+    stalls: Stalls
+    ejections: Ejections
     transfer: KvTransfer
     custodian: Custodian
     turns: Turns | None
@@ -92,6 +96,8 @@ class Parts:
         if self.tokens is not None:
             self.tasks.keep(self.tokens.canaries.run, "canaries")
         self.prober.start()
+        self.stalls.start()
+        self.ejections.start()
 
     async def drain(self, requests: Collection[asyncio.Task[object]]) -> None:
         """Refuse new requests, and wait for those in flight and for the release of their KV. See `app.drain`."""

@@ -10,6 +10,7 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from pdproxy.fleet.open_legs import OpenLegs
 from pdproxy.fleet.peers import Peers
 from pdproxy.scheduling.nodes import Node
 from pdproxy.tokens.canaries import Agreement, CanaryIds
@@ -123,7 +124,7 @@ class Engine:
     - `kv_host`: the host at which other engines reach its KV. None: the one that it names itself.
     - `bootstrap`: the URL of its bootstrap server, None if it has none.
     - `registered_as`: the `host:port` that it registers as its HTTP address; "" if its connector's engines do not register.
-    - `probes`, `audit`, `run`: state, each with one writer.
+    - `probes`, `audit`, `run`: state, each with one writer. `open_legs`: legs add and remove themselves.
     """
 
     node: Node
@@ -139,6 +140,7 @@ class Engine:
     registered_as: str = ""
     probes: ProbeState = field(default_factory=ProbeState)
     audit: AuditState = field(default_factory=AuditState)
+    open_legs: OpenLegs = field(default_factory=OpenLegs)
     _run: EngineRun | None = field(default=None, repr=False)
 
     @property

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdproxy.fleet.audit import Auditor
+from pdproxy.fleet.ejections import Ejections
 from pdproxy.fleet.engine import Engine
 from pdproxy.fleet.engines import EngineRegistry
-from pdproxy.observe import catalog
+from pdproxy.fleet.stalls import Stalls
+from pdproxy.observe import catalog, catalog_health
 from pdproxy.observe.metrics import Gauge, Metrics
+from pdproxy.scheduling.nodes import STATES
 
 Samples = list[tuple[tuple[str, ...], float]]
 
@@ -28,7 +31,13 @@ class MetricsOfEngines:
         self._metrics.drop_node(engine.url)
 
 
-def engine_gauges(engines: EngineRegistry, auditor: Auditor, now: Callable[[], float]) -> list[Gauge]:
+def engine_gauges(
+    engines: EngineRegistry,
+    auditor: Auditor,
+    stalls: Stalls,
+    ejections: Ejections,
+    now: Callable[[], float],
+) -> list[Gauge]:
     """Return the gauges of all engines. Each is read at every scrape."""
 
     def inflight() -> Samples:
@@ -38,11 +47,23 @@ def engine_gauges(engines: EngineRegistry, auditor: Auditor, now: Callable[[], f
         at = now()
         return [((url, one.node.role.value), float(one.node.usable(at))) for url, one in engines.items()]
 
+    def states() -> Samples:
+        at = now()
+        found: Samples = []
+        for url, one in engines.items():
+            is_in = one.node.state(at)
+            found += [((url, state), float(state == is_in)) for state in STATES]
+        return found
+
     def missing() -> Samples:
         return [((url,), tokens) for url, tokens in auditor.missing().items()]
 
     return [
         Gauge(catalog.NODE_INFLIGHT, inflight),
-        Gauge(catalog.NODE_UP, up),
+        Gauge(catalog_health.NODE_UP, up),
         Gauge(catalog.KV_MISSING, missing),
+        Gauge(catalog_health.NODE_STATE, states),
+        Gauge(catalog_health.STALLS, stalls.stalls),
+        Gauge(catalog_health.CANARIES, stalls.canaries),
+        Gauge(catalog_health.EJECTIONS, ejections.counts),
     ]

@@ -25,7 +25,7 @@ class Fault(Enum):
 
 
 class Wait(Enum):
-    """Every wait with a deadline. The value is the label of `pdproxy_deadline_total{wait}` and a key of `deadlines`."""
+    """Every wait with a deadline. The value is the label of `pdproxy_deadline_total{wait}`, and mostly a key of `deadlines`."""
 
     CLIENT_HEAD = "client_head"
     CLIENT_BODY = "client_body"
@@ -41,10 +41,13 @@ class Wait(Enum):
     CLIENT_WRITE = "client_write"
     ABANDONED_PREFILL = "abandoned_prefill"
     RELEASE = "release"
+    RETRY = "retry"
     DRAIN = "drain"
     TOTAL = "total"
     DETECT = "detect"
     PROBE = "probe"
+    STALLED = "stalled"  # health.stalled_after
+    CANARY = "canary"  # health.canary_timeout
 
 
 class Reason(Enum):

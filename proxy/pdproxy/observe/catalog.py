@@ -9,6 +9,7 @@ from __future__ import annotations
 from pdproxy.kit.errors import Fault, Wait
 from pdproxy.observe import (
     catalog_decisions,
+    catalog_health,
     catalog_kv_events,
     catalog_peers,
     catalog_prefixes,
@@ -81,7 +82,8 @@ ALONE = (
     ("first_token", "the prefill engine's first token cannot begin the answer"),
     ("decided", "the placement chose one engine: the prompt could have been split"),
 )
-WAITS = tuple((wait.value, f"deadlines.{wait.value}") for wait in Wait)
+_OTHER_WAITS = {Wait.STALLED: "health.stalled_after", Wait.CANARY: "health.canary_timeout"}
+WAITS = tuple((wait.value, _OTHER_WAITS.get(wait, f"deadlines.{wait.value}")) for wait in Wait)
 EVICTED = (
     ("queue", "a request that waited for a place"),
     ("body", "a body that was not complete"),
@@ -328,9 +330,6 @@ HELD_BYTES = _gauge(
     ),
 )
 NODE_INFLIGHT = _gauge("pdproxy_node_inflight", "legs", "Legs in flight on an engine", NODE, ROLE)
-NODE_UP = _gauge(
-    "pdproxy_node_up", "bool", "Whether an engine may be used: probes find it up, and its breaker is closed", NODE, ROLE
-)
 KV_MISSING = _gauge(
     "pdproxy_kv_missing_tokens",
     "tokens",
@@ -386,7 +385,15 @@ BUILD_INFO = _gauge(
 
 _OTHERS = [
     value
-    for one in (catalog_decisions, catalog_kv_events, catalog_peers, catalog_prefixes, catalog_refusals, catalog_turns)
+    for one in (
+        catalog_decisions,
+        catalog_health,
+        catalog_kv_events,
+        catalog_peers,
+        catalog_prefixes,
+        catalog_refusals,
+        catalog_turns,
+    )
     for value in vars(one).values()
 ]
 METRICS: tuple[Description, ...] = tuple(

@@ -31,18 +31,20 @@ class Eligibility:
         """Return the engines of a role that may serve a request, best first.
 
         A model that no engine serves, not even one of `without`, matches all but prefill engines: the engine's own 404 is the
-        answer. Engines whose breaker is open are used only if there are no others: they are better than no answer.
+        answer. Engines whose breaker is open, or leaves them no place, are used only if there are no others, and those whose
+        cooldown is over before these: they are better than no answer.
         """
         eligible = self.eligible(role, ask, without)
         return self._policies[role].rank(ask, eligible) if len(eligible) > 1 else eligible
 
     def eligible(self, role: Role, ask: Ask, without: Collection[str]) -> list[Node]:
         """As `ranked`, in no order."""
-        up = [node for node in self._nodes if role in node.uses and node.up]
+        up = [node for node in self._nodes if role in node.uses and node.available]
         serving = [node for node in up if ask.model is None or node.serves(ask.model)]
         known = serving or (up if role is not Role.PREFILL else [])
         fitting = [node for node in known if node.url not in without] if without else known
-        return [node for node in fitting if node.usable(ask.now)] or fitting
+        now = ask.now
+        return [n for n in fitting if n.takes(now)] or [n for n in fitting if n.usable(now)] or fitting
 
     def changed(self) -> None:
         """Forget all preparations: an engine came up, went down or changed."""
@@ -53,7 +55,9 @@ class Eligibility:
 
     def _prepare(self, role: Role, model: str | None) -> Best | None:
         nodes = [
-            node for node in self._nodes if role in node.uses and node.up and (model is None or node.serves(model))
+            node
+            for node in self._nodes
+            if role in node.uses and node.available and (model is None or node.serves(model))
         ]
         if not nodes:
             return None  # not remembered: a client can name any number of models

@@ -16,6 +16,7 @@ class Verdict(Enum):
     GOOD = "good"
     NEUTRAL = "neutral"  # the client left, or the request was refused: this shows nothing
     FAILED = "failed"
+    DEAD = "dead"  # it said that its core has died: nothing more is sent until a probe succeeds
     UNREACHABLE = "unreachable"  # it refused the connection: nothing more is sent until a probe succeeds
 
 
@@ -23,13 +24,17 @@ class Lease(msgspec.Struct, eq=False):
     """One leg's share of an engine's load. Close it once, with `Ledger.close`.
 
     `role`: what the engine does for this request, never `ANY`. `prompt_bytes` is 0 where the leg gets the prompt's KV from
-    another engine.
+    another engine. `trial`: the number of the engine's trials that it belongs to, 0 if it is none; `proved`: whether the engine
+    has passed it. `since`: when it was opened, in monotonic seconds.
     """
 
     node: Node
     role: Role
     prompt_bytes: int
     closed: bool = False
+    trial: int = 0
+    proved: bool = False
+    since: float = 0.0
 
 
 class Assignment(msgspec.Struct, frozen=True, eq=False):

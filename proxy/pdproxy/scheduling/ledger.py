@@ -13,21 +13,22 @@ from types import MappingProxyType
 
 from pdproxy.scheduling import readiness
 from pdproxy.scheduling.breakers import Breakers
+from pdproxy.scheduling.choice import Choice
 from pdproxy.scheduling.compatibility import Compatibility, prefill_and_decode
 from pdproxy.scheduling.eligibility import Eligibility
 from pdproxy.scheduling.leases import Assignment, Lease, Verdict
-from pdproxy.scheduling.nodes import ALL_USES, Evidence, Node, NodeSpec, Role
-from pdproxy.scheduling.placement import Candidates, Placement
+from pdproxy.scheduling.nodes import ALL_USES, Evidence, Node, NodeSpec, Role, in_common
+from pdproxy.scheduling.placement import Placement
 from pdproxy.scheduling.policies import make_policies
 from pdproxy.scheduling.policy import Ask, Cached, PolicyFactory, no_chance
 
 ALONE = (Role.AGGREGATED, Role.DECODE)
 """The roles that usually serve a request by themselves, the first choice first."""
-_SPLIT = (Role.PREFILL, Role.DECODE)
+_DOWN = {Verdict.UNREACHABLE: "connection refused", Verdict.DEAD: "its engine core has died"}
 
 
 class Ledger:
-    """All engines of one pool. `breaker_failures` in a row open an engine's breaker for `breaker_cooldown` seconds.
+    """All engines of one pool. `breaker_failures`, `breaker_cooldown`, `slow_start`: see `Breakers`.
 
     `policies` rank the engines of each role: `LeastLoad` where none is given, and decode's for aggregated engines. `alone`: the
     roles whose engines may serve a request by themselves, the first choice first. `placement` decides for each request whether
@@ -40,6 +41,7 @@ class Ledger:
         *,
         breaker_failures: int,
         breaker_cooldown: float,
+        slow_start: float = 0.0,
         policies: Mapping[Role, PolicyFactory] = MappingProxyType({}),
         alone: Sequence[Role] = ALONE,
         placement: Placement | None = None,
@@ -60,12 +62,12 @@ class Ledger:
         """The policies that rank engines with these uses."""
         self.placement = placement
         """Read only."""
-        self._candidates: dict[tuple[str | None, bool], Candidates] = {}
         self._not_paired: list[str] | None = None
         """Sentences on engines that are not paired, None if they have to be looked for."""
-        self._breakers = Breakers(breaker_failures, breaker_cooldown)
+        self._breakers = Breakers(breaker_failures, breaker_cooldown, slow_start)
         self._eligibility = Eligibility(self._nodes.values(), self._policies)
         self._compatibility = Compatibility()
+        self._choice = Choice(self._alone, self._eligibility, self._compatibility)
         self._alone_roles: list[Role] = []
         """Those of `_alone` that have an engine that is up."""
         self.block_size: int | None = None
@@ -106,6 +108,8 @@ class Ledger:
             node.run_number = next(self._run_numbers)
         if was_down:
             self._breakers.reset(node)
+        if was_down or started_again:
+            node.stalled = None
         node.evidence, node.down_because, node.probed = evidence, None, True
         if new:
             self._changed()
@@ -125,6 +129,33 @@ class Ledger:
         if was_up:
             self._when_lost(url)
         return was_up
+
+    def mark_stalled(self, url: str, why: str) -> bool:
+        """Note that an engine stands still although it may answer probes. Return whether that is new."""
+        node = self._nodes.get(url)
+        if node is None or node.down_because is not None or node.stalled is not None:
+            return False
+        node.stalled = why
+        self._changed()
+        self._when_lost(url)
+        return True
+
+    def let_in(self, url: str, now: float) -> bool:
+        """Note that an engine moves again: one request shows whether it serves. Return whether it was stalled before."""
+        node = self._nodes.get(url)
+        if node is None or node.stalled is None:
+            return False
+        node.stalled = None
+        self._breakers.let_in(node, now)
+        self._changed()
+        return True
+
+    def exclude(self, url: str, why: str, until: float, now: float) -> bool:
+        """Have an engine get requests only if there is no other, until a time. Return whether it got some before."""
+        node = self._nodes.get(url)
+        if node is not None and (in_use := node.usable(now)):
+            self._breakers.exclude(node, why, until)
+        return node is not None and in_use
 
     def mark_kv(self, url: str, not_ready: str | None, mode: str | None = None, tp_size: int | None = None) -> bool:
         """Note why an engine can't take part in KV transfer yet; None: it can. Return whether that changed.
@@ -185,7 +216,7 @@ class Ledger:
         """
         roles = tuple(roles)
         nodes: Sequence[Node] | None = None
-        if not without and not self._breakers.opened:
+        if not (self._breakers.opened and self._breakers.any_left(ask.now)) and not without:
             nodes = self._best_of_each(roles, ask)
         if nodes is None or (self._has_places and any(node.full for node in nodes)):
             ranked = [self._eligibility.ranked(role, ask, without) for role in roles]
@@ -215,7 +246,7 @@ class Ledger:
         """
         if self.placement is None:
             raise RuntimeError("the pool has no placement")
-        candidates = self._fallback(ask, split, without, avoid)
+        candidates = self._choice.of(ask, split, without, avoid, cached=self._is_plain(ask.now))
         placed = None if candidates is None else self.placement.place(ask, candidates)
         if placed is None:
             return None
@@ -229,62 +260,26 @@ class Ledger:
 
     def is_placeable(self, ask: Ask, *, split: bool, without: Collection[str] = ()) -> bool:
         """Return whether `place` has any engines to choose from."""
-        return self._fallback(ask, split, without) is not None
+        return self._choice.of(ask, split, without, cached=self._is_plain(ask.now)) is not None
 
-    def _fallback(
-        self, ask: Ask, split: bool, without: Collection[str], avoid: Collection[str] = ()
-    ) -> Candidates | None:
-        """Return the engines outside of `without` and `avoid`, with those if others can't serve the request, None if none can."""
-        levels: list[Collection[str]] = [(*without, *avoid)] if avoid else []
-        if without:
-            levels.append(without)
-        for excluded in (*levels, ()):
-            candidates = self._candidates_for(ask, split, excluded)
-            if candidates.whole or any(
-                prefill is not decode and self._may_pair(prefill, decode)
-                for prefill in candidates.prefill
-                for decode in candidates.decode
-            ):
-                return candidates
-        return None
-
-    def _candidates_for(self, ask: Ask, split: bool, without: Collection[str]) -> Candidates:
-        cached = not without and not self._breakers.opened and not self._has_places
-        key = (ask.model, split)
-        if cached and (known := self._candidates.get(key)) is not None:
-            return known
-        ranked = self._eligibility.eligible
-        whole: dict[Node, None] = {}
-        for role in self._alone:
-            whole.update(dict.fromkeys(ranked(role, ask, without)))
-        serving = [node for node in whole if ask.model is None or node.serves(ask.model)]
-        fitting = serving or [*whole]  # of one role all breakers may be open, and not of another
-        prefill: tuple[Node, ...] = ()
-        decode: tuple[Node, ...] = ()
-        if split:
-            prefill, decode = (tuple(node for node in ranked(role, ask, without) if not node.full) for role in _SPLIT)
-        found = Candidates(tuple([n for n in fitting if n.usable(ask.now)] or fitting), prefill, decode, self._may_pair)
-        if cached and serving:  # a client can name any number of models
-            self._candidates[key] = found
-        return found
-
-    def _may_pair(self, prefill: Node, decode: Node) -> bool:
-        return self._compatibility.compatible(_SPLIT, (prefill, decode))
+    def _is_plain(self, now: float) -> bool:
+        """Return whether all engines that are up may get any number of requests."""
+        return not (self._breakers.opened and self._breakers.any_left(now)) and not self._has_places
 
     def assign_alone(self, ask: Ask, *, without: Collection[str] = ()) -> Lease | None:
         """Lease one engine that serves a request by itself, of the first role that may and has one, None if there is none."""
         node: Node | None = None
-        if not without and not self._breakers.opened:
+        if not (self._breakers.opened and self._breakers.any_left(ask.now)) and not without:
             choosers = [self._eligibility.best_of(role, ask.model) for role in self._alone_roles]
             if choosers and None not in choosers:
                 # All roles choose, as they do where all are ranked: turns move on in the same way.
                 node, *_ = [choose(ask) for choose in choosers if choose is not None]
         if node is None:
             ranked = [self._eligibility.ranked(role, ask, without) for role in self._alone]
-            # First engines that serve the model; among these first the ones whose breaker is not open.
+            # First engines that serve the model; among these first the ones whose breaker leaves a place.
             node = min(
                 (nodes[0] for nodes in ranked if nodes),
-                key=lambda n: (ask.model is not None and not n.serves(ask.model), not n.usable(ask.now)),
+                key=lambda n: (ask.model is not None and not n.serves(ask.model), not n.takes(ask.now)),
                 default=None,
             )
         return None if node is None else self._open(node, Role.AGGREGATED, ask.prompt_bytes, ask)
@@ -301,15 +296,23 @@ class Ledger:
             and (node.spec.has_source(prefill) if made_by is None else node.spec.takes_from(made_by.spec))
         ]
         others = [node for node in ranked if node.url != prefer_not]
-        return next(iter(others or ranked), None)
+        return next(iter(self._tried(others, now) or ranked), None)
 
     def readers_of(self, decode: Node, model: str | None, now: float) -> list[Node]:
         """Return the prefill engines that may pull KV of a decode engine, best first. No lease: they are asked to release it."""
         ranked = self._eligibility.ranked(Role.PREFILL, Ask(model, 0, now), ())
-        return [node for node in ranked if prefill_and_decode(node, decode) is None]
+        return self._tried([node for node in ranked if prefill_and_decode(node, decode) is None], now)
+
+    def _tried(self, nodes: list[Node], now: float) -> list[Node]:
+        """Return the engines without half-open ones, if there are others: those get one request, and releases hold no lease."""
+        if not self._breakers.opened:
+            return nodes
+        return [node for node in nodes if not node.half_open(now)] or nodes
 
     def began(self, lease: Lease, now: float) -> None:
-        """Note that the engine that answers has made its first token."""
+        """Note that the engine that answers has made its first token: for trials, and for the placement."""
+        if lease.trial and not lease.closed:
+            self._breakers.proved(lease, now)
         if self.placement is not None and not lease.closed:
             self.placement.began(lease, now)
 
@@ -324,17 +327,19 @@ class Ledger:
         node = lease.node
         node.requests -= 1
         node.prompt_bytes -= lease.prompt_bytes
+        if lease.trial:
+            self._breakers.over(lease)
         for policy in self._interested[node.uses]:
             policy.closed(lease, verdict, now)
         if self.placement is not None:
             self.placement.closed(lease, verdict, now, tokens)
         if verdict is Verdict.GOOD:
-            if node.failures or node.open_until:
-                self._breakers.good(node, now)
+            if node.failures or node.trial_places:
+                self._breakers.good(lease, now)
         elif verdict is Verdict.FAILED:
-            return self._breakers.failed(node, now)
-        elif verdict is Verdict.UNREACHABLE and self._nodes.get(node.url) is node:
-            return self.mark_down(node.url, "connection refused", now)
+            return self._breakers.failed(lease, now)
+        elif (why := _DOWN.get(verdict)) is not None and self._nodes.get(node.url) is node:
+            return self.mark_down(node.url, why, now)
         return False
 
     def _best_of_each(self, roles: tuple[Role, ...], ask: Ask) -> tuple[Node, ...] | None:
@@ -350,7 +355,9 @@ class Ledger:
     def _open(self, node: Node, role: Role, prompt_bytes: int, ask: Ask) -> Lease:
         node.requests += 1
         node.prompt_bytes += prompt_bytes
-        lease = Lease(node, role, prompt_bytes)
+        lease = Lease(node, role, prompt_bytes, since=ask.now)
+        if self._breakers.opened:
+            self._breakers.leased(lease)
         for policy in self._interested[node.uses]:
             policy.opened(lease, ask)
         if self.placement is not None:
@@ -361,18 +368,15 @@ class Ledger:
         """Forget all that was computed from the engines' state."""
         self._eligibility.changed()
         self._compatibility.changed()
-        self._candidates.clear()
+        self._choice.changed()
         self._not_paired = None
         if self.placement is not None:
             self.placement.engines_changed(self.nodes)
         nodes = self._nodes.values()
         self._has_places = any(node.spec.places is not None for node in nodes)
         self._starting = self._starting and not (nodes and all(node.probed for node in nodes))
-        self._alone_roles = [role for role in self._alone if any(role in n.uses and n.up for n in nodes)]
-        known = [node.evidence for node in nodes if node.evidence is not None]
-        self.block_size = min((one.block_size for one in known if one.block_size), default=None)
-        self.adapters = frozenset[str]().union(*(one.adapters for one in known))
-        self.template_tokens = max((one.template_tokens for one in known), default=0)
+        self._alone_roles = [role for role in self._alone if any(role in n.uses and n.available for n in nodes)]
+        self.block_size, self.adapters, self.template_tokens = in_common(nodes)
 
     # -- what an operator asks
 

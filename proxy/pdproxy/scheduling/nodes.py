@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -32,6 +33,9 @@ _USES = {
 _PREFILL_OR_WHOLE = frozenset({Role.PREFILL, Role.AGGREGATED})
 ALL_USES = (*_USES.values(), _PREFILL_OR_WHOLE)
 """What `Node.uses` can be."""
+
+STATES = ("up", "down", "stalled", "excluded", "half_open", "slow_start")
+"""What `Node.state` can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,19 @@ class Node:
     failures: int = 0
     """Failed legs since the last good one."""
     open_until: float = 0.0
-    """When its breaker's cooldown ends, in monotonic seconds; 0 while the breaker is closed."""
+    """When its breaker's cooldown ends, in monotonic seconds; 0 while the breaker is closed, and in a slow start."""
+    excluded_because: str | None = None
+    """Why its breaker was opened, None if for failures in a row."""
+    trial_places: int = 0
+    """How many requests it may have behind the cooldown: 1 until one was good, more in a slow start; 0: any number."""
+    trials: int = 0
+    """Open leases of these."""
+    trial_number: int = 0
+    """The number of its last time of trials, 0 before the first one."""
+    slow_until: float = 0.0
+    """When its slow start ends, in monotonic seconds; 0: it is in none."""
+    stalled: str | None = None
+    """Why it gets no requests although it answers probes; None: it does not stand still."""
     kv_not_ready: str | None = None
     """Why it can't take part in KV transfer yet, None if it can."""
     kv_mode: str | None = None
@@ -161,14 +177,47 @@ class Node:
         return self.down_because is None and self.evidence is not None
 
     @property
+    def available(self) -> bool:
+        """Whether it may get requests at all: it is up, and does not stand still."""
+        return self.down_because is None and self.stalled is None and self.evidence is not None
+
+    @property
     def full(self) -> bool:
         """Whether all its places are taken."""
         return self.spec.places is not None and self.requests >= self.spec.places
 
     def usable(self, now: float) -> bool:
-        """Return whether a request should be sent to the engine: it is up, and its breaker is not open."""
-        return self.up and now >= self.open_until
+        """Return whether the engine is in use: it is available, and its breaker is not open."""
+        return self.available and now >= self.open_until
+
+    def takes(self, now: float) -> bool:
+        """Return whether a request should be sent to the engine: it is in use, and its breaker leaves it a place."""
+        return self.usable(now) and (not self.trial_places or self.trials < self.trial_places)
+
+    def half_open(self, now: float) -> bool:
+        """Return whether its cooldown is over, and no request has shown yet that it serves again."""
+        return self.trial_places == 1 and now >= self.open_until
+
+    def state(self, now: float) -> str:
+        """Return which of `STATES` the engine is in."""
+        if self.down_because is not None:
+            return "down"
+        if self.stalled is not None:
+            return "stalled"
+        if now < self.open_until:
+            return "excluded"
+        if self.half_open(now):
+            return "half_open"
+        return "slow_start" if now < self.slow_until else "up"
 
     def down_for(self, now: float) -> float:
         """Return for how many seconds the engine has been down, 0 if it is up."""
         return now - self.down_since if self.down_because is not None else 0.0
+
+
+def in_common(nodes: Iterable[Node]) -> tuple[int | None, frozenset[str], int]:
+    """Return what all engines' evidence says: the smallest KV block, all adapters, the longest template. See `Ledger`."""
+    known = [node.evidence for node in nodes if node.evidence is not None]
+    block_size = min((one.block_size for one in known if one.block_size), default=None)
+    adapters = frozenset[str]().union(*(one.adapters for one in known))
+    return block_size, adapters, max((one.template_tokens for one in known), default=0)

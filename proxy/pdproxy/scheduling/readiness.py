@@ -16,26 +16,36 @@ def not_ready(nodes: Sequence[Node], *, starting: bool, alone: Sequence[Role]) -
     waiting = [node.url for node in nodes if not node.probed]
     if starting and waiting:
         return f"starting: not probed yet: {', '.join(waiting)}"
-    if any(node.up for node in nodes if not node.uses.isdisjoint(alone)):
+    if any(node.available for node in nodes if not node.uses.isdisjoint(alone)):
         return None
     roles = " or ".join(role.value for role in reversed(alone))
     if Role.DECODE in alone:
-        down = "; ".join(f"{node.url} {node.down_because}" for node in nodes if not node.uses.isdisjoint(alone))
+        down = "; ".join(
+            f"{node.url} {node.down_because or node.stalled}" for node in nodes if not node.uses.isdisjoint(alone)
+        )
         return f"no {roles} engine is up: {down}"
     if any(_is_pair(prefill, decode) for prefill in nodes for decode in nodes):
         return None
-    why = "; ".join(f"{node.url} {node.down_because or node.kv_not_ready}" for node in nodes if not _takes_part(node))
+    why = "; ".join(
+        f"{node.url} {node.down_because or node.stalled or node.kv_not_ready}"
+        for node in nodes
+        if not _takes_part(node)
+    )
     return f"no {roles} engine is up, and no prefill engine can be paired with a decode engine" + (
         f": {why}" if why else ""
     )
 
 
 def _takes_part(node: Node) -> bool:
-    return node.up and node.kv_not_ready is None
+    return node.available and node.kv_not_ready is None
 
 
 def _is_pair(prefill: Node, decode: Node) -> bool:
-    if Role.PREFILL not in prefill.uses or Role.DECODE not in decode.uses or not (prefill.up and decode.up):
+    if (
+        Role.PREFILL not in prefill.uses
+        or Role.DECODE not in decode.uses
+        or not (prefill.available and decode.available)
+    ):
         return False
     return prefill_and_decode(prefill, decode) is None
 
@@ -63,12 +73,18 @@ def shortcomings(nodes: Sequence[Node], now: float) -> list[str]:
     """Return what is wrong with single engines although requests are served, a sentence each."""
     found = [f"{node.role.value} {node.url}: {node.down_because}" for node in nodes if node.down_because]
     up = [node for node in nodes if node.down_because is None]
-    found += [
-        f"{node.role.value} {node.url}: failed {node.failures} times in a row,"
-        f" its breaker is open for {node.open_until - now:.1f} s"
-        for node in up
-        if now < node.open_until
-    ]
+    for node in up:
+        name = f"{node.role.value} {node.url}"
+        if node.stalled is not None:
+            found.append(f"{name}: {node.stalled}")
+        elif now < node.open_until and node.excluded_because is not None:
+            found.append(f"{name}: {node.excluded_because}: it is excluded for {node.open_until - now:.1f} s")
+        elif now < node.open_until:
+            found.append(
+                f"{name}: failed {node.failures} times in a row, its breaker is open for {node.open_until - now:.1f} s"
+            )
+        elif node.half_open(now):
+            found.append(f"{name}: gets one request at a time until one shows that it serves again")
     return found
 
 

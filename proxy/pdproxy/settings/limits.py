@@ -61,8 +61,15 @@ class Deadlines(Section, frozen=True):
     release: Seconds = 5.0
     """Releasing KV at a prefill engine. After that, the engine's own lease frees it."""
 
+    retry: Seconds = 5.0
+    """A request that is to be tried again, before it may (`limits.retry_share`). Then its client gets the error."""
+
     drain: Seconds = 60.0
     """Running requests, after the proxy was asked to stop. Keep it below the orchestrator's grace period."""
+
+    unacknowledged: Seconds = 10.0
+    """What was sent to an engine, or a question whether it is still there, without its machine's acknowledgement: its network or
+    its power is gone. For connections of prompts' legs, where the system can do it (Linux)."""
 
     total: Seconds = 3600.0
     """A whole request, whatever it waits for."""
@@ -133,6 +140,13 @@ class Limits(Section, frozen=True):
     attempts: Annotated[int, Meta(ge=1, le=100)] = 3
     """Tries of one request before its first data, the first try included. After data nothing is tried again."""
 
+    retry_share: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    """Of the requests that are served: the share that may be tried again at the same time, before its data. The others wait for
+    their turn: if one of two engines dies, half of all requests would come to the other one once more, all at once."""
+
+    min_retries: Count = 10
+    """Requests that may be tried again at the same time in any case."""
+
     engine_keepalive: Seconds = 4.0
     """Seconds for which an idle connection to an engine may be used again. vLLM closes it after 5; the margin is one second."""
 
@@ -140,4 +154,5 @@ class Limits(Section, frozen=True):
     """Failures of an engine in a row after which it is excluded. One may be chance, three are not."""
 
     breaker_cooldown: Seconds = 5.0
-    """Seconds for which an engine stays excluded: long enough to notice a restart, short enough to use it again soon."""
+    """Seconds for which an engine stays excluded: long enough to notice a restart, short enough to use it again soon. Then it
+    gets one request at a time, until one is good (`health.slow_start`)."""

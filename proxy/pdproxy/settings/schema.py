@@ -10,8 +10,10 @@ from typing import Annotated, Literal
 
 from pdproxy.scheduling.placements import AUTO, SPLIT
 from pdproxy.settings.connector_options import Cpu, LMCache
+from pdproxy.settings.health import Health
 from pdproxy.settings.kv_events import KvEvents, NodeKvEvents
 from pdproxy.settings.limits import Deadlines, Limits
+from pdproxy.settings.outliers import OutlierSettings
 from pdproxy.settings.overload import Overload
 from pdproxy.settings.policy import PoolPolicy, PoolSlo
 from pdproxy.settings.prefixes import Prefixes
@@ -357,6 +359,11 @@ class Settings(Section, frozen=True):
 
     overload: Overload = Overload()
     """Who is served first while requests wait."""
+    health: Health = Health()
+    """Engines that stand still, and engines that come back."""
+
+    outliers: OutlierSettings = OutlierSettings()
+    """Engines that fail more often, or are slower, than their peers."""
 
     kv_ready: KvReady = KvReady()
     """Where engines send notices that KV is ready."""

@@ -62,6 +62,12 @@ class Process(Protocol):
     async def thaw(self) -> None:
         """SIGCONT."""
 
+    async def freeze_core(self) -> None:
+        """SIGSTOP of the engine core alone."""
+
+    async def thaw_core(self) -> None:
+        """SIGCONT of the engine core."""
+
     async def restart(self) -> None:
         """SIGKILL, and a new process."""
 
@@ -85,6 +91,8 @@ class _Admin:
             "kill": sim.kill,
             "freeze": sim.freeze,
             "thaw": sim.thaw,
+            "freeze_core": sim.freeze_core,
+            "thaw_core": sim.thaw_core,
             "restart": sim.restart,
             "terminate": sim.terminate,
             "expire_leases": self._expire_leases,
@@ -157,6 +165,7 @@ class _Admin:
                 "listening": sim.listening,
                 "engine_id": sim.engine.engine_id,
                 "dead": sim.engine.dead,
+                "core_frozen": sim.engine.stops.any,
                 "running": sum(stats.running for stats in ranks),
                 "waiting": sum(stats.waiting for stats in ranks),
                 "kv_cache_usage": max(stats.kv_cache_usage for stats in ranks),

@@ -17,6 +17,7 @@ from typing import Any
 from pdproxy.kit.tasks import TaskOwner
 from pdproxy.sim.connector import PeerCommand, ProxyNotice
 from pdproxy.sim.core import Core
+from pdproxy.sim.core_stops import CoreStops
 from pdproxy.sim.cpu import Cpu, FindReceiver, Received, SendPart
 from pdproxy.sim.cpu_link import CpuLink
 from pdproxy.sim.facts import Facts
@@ -62,8 +63,6 @@ class Engine:
         self._first = 0
         self._streams: dict[str, OutputStream] = {}
         self._wake = asyncio.Event()
-        self._awake = asyncio.Event()
-        self._awake.set()
         self._tasks = TaskOwner("engine")
         self.bootstrap = bootstrap_of(facts)
         """P's bootstrap server with Mooncake."""
@@ -77,6 +76,7 @@ class Engine:
         """Where its API listens, `host:port`."""
         self.kv_events = KvEventPublishers(facts)
         self._ports = (*(link.side for link in self._links), self._receiving, self._cpu_link, self.link, self.kv_events)
+        self.stops = CoreStops(facts.data_parallel_size, self._ports, [link.side for link in self._links])
         self._storage = storage
         self.notice_sender = NoticeSender(facts.notify, keeps=facts.connector != "nixl")
         self._failing_loads = 0
@@ -92,7 +92,7 @@ class Engine:
         self.rank_stats = [Stats() for _ in range(self.facts.data_parallel_size)]
         self.started_at = time.time()
         self.dead = False
-        self.thaw()
+        self.stops.reset()
         if self.facts.connector == "lmcache-pd" and self.facts.role == "decode":
             await self._receiving.open(
                 self.engine_id,
@@ -161,8 +161,7 @@ class Engine:
         rank = self._cores.index(core)
         self._in_flight[rank] += 1
         stream = self._streams[request.id] = OutputStream(hardware.to_client_s)
-        core.add(request, self._now())
-        self.wake()
+        self._to_core(rank, lambda: core.add(request, self._now()))
         over = False
         try:
             while not over:
@@ -178,8 +177,7 @@ class Engine:
             self._in_flight[rank] -= 1
             self._streams.pop(request.id, None)
             if not over and core in self._cores and not self.dead:
-                self._guarded(lambda: core.abort(request.id, self._now()))
-                self.wake()
+                self._to_core(rank, lambda: core.abort(request.id, self._now()))
 
     def new_id(self) -> str:
         """Return 8 random hex digits, vLLM's suffix of internal request ids."""
@@ -209,17 +207,24 @@ class Engine:
             stream.fail()
         self.wake()
 
-    def freeze(self) -> None:
-        """Stop stepping and stop answering on the side channel; sockets stay open (what SIGSTOP does to the core)."""
-        self._awake.clear()
-        for ports in self._ports:
-            ports.freeze()
+    def freeze(self, rank: int | None = None) -> None:
+        """Stop stepping and stop answering on the side channel; sockets stay open (what SIGSTOP does to the core).
 
-    def thaw(self) -> None:
+        `rank`: only the core of this data-parallel rank; None: all.
+        """
+        self.stops.freeze(rank)
+
+    def thaw(self, rank: int | None = None) -> None:
         """Go on after `freeze`."""
-        self._awake.set()
-        for ports in self._ports:
-            ports.thaw()
+        for what in self.stops.thaw(rank):
+            self._guarded(what)
+        self.wake()
+
+    def _to_core(self, rank: int, what: Callable[[], None]) -> None:
+        """Have a core do something, once it is not stopped."""
+        if self.stops.send(rank, what):
+            self._guarded(what)
+            self.wake()
 
     def expire_leases(self) -> int:
         """End the lease of every handle now; return how many there were."""
@@ -314,9 +319,9 @@ class Engine:
             self.kill_core()
 
     async def _run(self, core: Core) -> None:
-        planned = 0.0
+        planned, rank = 0.0, self._cores.index(core)
         while not self.dead:
-            await self._awake.wait()
+            await self.stops.going(rank)
             self._wake.clear()
             now = self._now()
             try:
@@ -331,13 +336,13 @@ class Engine:
                 continue
             planned = (planned if now - planned < _MAX_LAG else now) + step.seconds
             await asyncio.sleep(max(planned - now, 0.0))  # a step that takes no time still lets other tasks run
-            await self._awake.wait()
+            await self.stops.going(rank)
             try:
                 outputs = core.finish(step, self._now())
             except EngineDeadError:
                 self.kill_core()
                 return
-            self.kv_events.publish(self._cores.index(core), core.kv_events.take())
+            self.kv_events.publish(rank, core.kv_events.take())
             for output in outputs:
                 if (stream := self._streams.get(output.request_id)) is not None:
                     stream.put(output)

@@ -40,8 +40,8 @@ AppFactory = Callable[[WatchedEngine], ASGIApp]
 
 _CANCEL_TIMEOUT = 2.0
 """Seconds that cancelled requests get to end when the process is killed."""
-_THAW = -1
-"""The key of the timer that thaws; those of faults have the fault's number."""
+_THAW, _THAW_CORE = -1, -2
+"""The keys of the timers that thaw; those of faults have the fault's number."""
 
 
 class Faults(FaultBook):
@@ -267,6 +267,26 @@ class SimServer:
             for connection in self._open():
                 connection.wire.release()
             await self._listener.accept()
+
+    async def freeze_core(self) -> None:
+        """SIGSTOP of the engine core alone: the API server answers what it can answer without it."""
+        self.freeze_core_now(0.0, None)
+
+    def freeze_core_now(self, seconds: float, rank: int | None) -> None:
+        """Freeze the engine core, or that of one rank; thaw after some seconds, 0: only by `thaw_core`. A rank that is not there
+        is not stopped."""
+        if self.life != "up" or (rank is not None and rank >= self.facts.data_parallel_size):
+            return
+        self.engine.freeze(rank)
+        if seconds:
+            self._later(_THAW_CORE, seconds, self.engine.thaw)
+
+    async def thaw_core(self) -> None:
+        """SIGCONT of the engine core."""
+        if (timer := self._timers.pop(_THAW_CORE, None)) is not None:
+            timer.cancel()
+        if self.life == "up":
+            self.engine.thaw()
 
     async def terminate(self) -> None:
         """SIGTERM: the port refuses, idle connections are closed, open answers send nothing more and stay open."""

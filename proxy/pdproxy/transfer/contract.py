@@ -290,6 +290,12 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     mixed_parallel_sizes: bool = False
     """A pair may have different tensor-parallel sizes, if one is a multiple of the other."""
 
+    @property
+    def canary_on(self) -> frozenset[str]:
+        """The roles whose engines may be sent a completion, to see whether they work."""
+        more = {"prefill": self.whole_on_prefill, "any": self.any_role}
+        return frozenset((*self.alone_on, *(role for role, can in more.items() if can)))
+
 
 NO_CAPABILITIES = Capabilities()
 

@@ -209,6 +209,13 @@ class EngineAdmin:
         """Return the answer to a request for one token, within `timeout` seconds."""
         return await self._request("POST", url, path, body, timeout=timeout, wait=Wait.DETECT, max_bytes=max_bytes)
 
+    async def canary(self, url: str, path: str, body: bytes, rank: int | None, *, timeout: float) -> bytes:
+        """Return the answer to a request for one token, within `timeout` seconds. `rank`: the data-parallel one."""
+        headers = {} if rank is None else {"x-data-parallel-rank": str(rank)}
+        return await self._request(
+            "POST", url, path, body, timeout=timeout, wait=Wait.CANARY, max_bytes=MAX_SHORT_ANSWER, more=headers
+        )
+
     async def bootstrap(self, address: str) -> Ranks:
         """Return what a bootstrap server says of its engine. It is no engine: it gets no key, and is asked over plain HTTP."""
         answer = await self._request("GET", address, "/query", None, "", max_bytes=MAX_ANSWER, plain=True)
@@ -244,15 +251,18 @@ class EngineAdmin:
         wait: Wait = Wait.TOKENIZE,
         max_bytes: int,
         plain: bool = False,
+        more: Mapping[str, str] | None = None,
     ) -> bytes:
-        """Return an answer's body of at most `max_bytes` bytes; with 0 it is not read. `plain`: without TLS."""
+        """Return an answer's body of at most `max_bytes` bytes; with 0 it is not read. `plain`: without TLS; `more`: headers."""
         if self._session is None:
             jar = aiohttp.DummyCookieJar()  # engines set no cookies, and a search for them costs at each request
             # Not decompressed: the data may become a thousand times as large.
             self._session = aiohttp.ClientSession(
                 trust_env=False, cookie_jar=jar, auto_decompress=False, skip_auto_headers=("Accept-Encoding",)
             )
-        headers = {"content-type": "application/json"} if body is not None else {}
+        headers = dict(more or ())
+        if body is not None:
+            headers["content-type"] = "application/json"
         if authorization is not None:
             headers |= {"authorization": authorization} if authorization else {}
         elif (key := self._key(url)) is not None:

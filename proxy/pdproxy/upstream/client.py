@@ -28,6 +28,7 @@ from pdproxy.kit.errors import (
 )
 from pdproxy.upstream.answer_budget import AnswerBudget, BudgetShare
 from pdproxy.upstream.connection import EngineConnection, Headers, Leg, Message, Sink
+from pdproxy.upstream.sockets import watch_peer
 
 LOCAL_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 """Errors at connecting that this process or machine causes, not the engine."""
@@ -77,6 +78,12 @@ class Pending:
         """Close the leg. An engine that is still at work aborts the request."""
         if self._leg is not None:
             self._leg.close()
+
+    def fail(self, error: EngineError) -> None:
+        """Close the leg, and give the one who waits an error. Once there is an outcome, this changes nothing."""
+        if self._outcome is None:
+            self.close()
+            self.failed(error)
 
     async def answered(self) -> Answer:
         """Wait for the answer, one caller at a time. A cancelled wait does not close the leg.
@@ -151,7 +158,7 @@ class EngineClient:
 
     Kept connections are reused for `keepalive` seconds, and closed once they are older; vLLM closes idle ones after 5. `key` and
     `tls` are called for each request and connection, since both may change: the bearer token, and the context of an engine with
-    TLS. `clock` keeps the deadlines, `budget` limits whole answers.
+    TLS. `clock` keeps the deadlines, `budget` limits whole answers. `unacknowledged`: see `sockets.watch_peer`.
     """
 
     def __init__(
@@ -164,6 +171,7 @@ class EngineClient:
         budget: AnswerBudget,
         key: Callable[[], str | None] = lambda: None,
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
+        unacknowledged: float = 0.0,
     ) -> None:
         parts = urlsplit(url)
         self.url = url
@@ -176,6 +184,7 @@ class EngineClient:
         self._budget = budget
         self._key = key
         self._tls = tls
+        self._unacknowledged = unacknowledged
         self._idle: list[EngineConnection] = []
         self._all: set[EngineConnection] = set()
 
@@ -270,7 +279,7 @@ class EngineClient:
         handshake = 2 * self._connect_timeout + 1 if tls is not None else None
         try:
             async with self._clock.within(self._connect_timeout):
-                _, connection = await loop.create_connection(
+                transport, connection = await loop.create_connection(
                     lambda: EngineConnection(self.url, self._free, self._lost),
                     self._host,
                     self._port,
@@ -287,6 +296,7 @@ class EngineClient:
             if error.errno in LOCAL_ERRORS:
                 raise no_more_files(error) from None
             raise EngineUnreachableError(f"{self.url} took no connection: {describe_os(error)}") from None
+        watch_peer(transport, self._unacknowledged)
         self._all.add(connection)
         return connection
 

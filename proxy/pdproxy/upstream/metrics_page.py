@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,7 +18,7 @@ from pdproxy.kit.text import truncate
 MAX_PAGE = 8 << 20
 """Bytes of a page. An engine's has 60 KB, and each data-parallel rank adds as much."""
 MAX_SAMPLES = 512
-"""Lines of a page that are read. A rank has 6 to 8 of them."""
+"""Lines of a page that are read. A rank has 7 to 9 of them."""
 MAX_LINES_BYTES = 64 << 10
 """Bytes of the lines that are read: one of 1000 with all settings of the KV cache, and others of 100."""
 MAX_LINE = 4 << 10
@@ -41,6 +41,9 @@ class Scrape:
     by_source: Mapping[str, float]
     kv_blocks: int | None = None
     """KV blocks of one rank."""
+    progress: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Values that change as a core works, by the rank that it is of ("" where lines name none); empty if it reports none. Only
+    the core's own reports change them, so that those of a core that stands still do not."""
 
 
 NO_METRICS = Scrape(0.0, None, 0.0, None, 0.0, {})
@@ -86,6 +89,11 @@ def read_metrics(page: bytes) -> Scrape:
     for labels, value in found[_BY_SOURCE]:
         source = labels.get("source", "")
         by_source[source] = by_source.get(source, 0.0) + value
+    progress: dict[str, tuple[float, ...]] = {}
+    for name in _PROGRESS:
+        for labels, value in found[name]:
+            rank = labels.get("engine", "")
+            progress[rank] = (*progress.get(rank, ()), value)
     cache = next((labels for labels, _ in found[_CACHE]), {})
     block_size, kv_blocks = cache.get("block_size", ""), cache.get("num_gpu_blocks", "")
     return Scrape(
@@ -96,6 +104,7 @@ def read_metrics(page: bytes) -> Scrape:
         kv_usage=max((value for _, value in found[_USAGE]), default=0.0),
         by_source=by_source,
         kv_blocks=int(kv_blocks) if _SIZE.fullmatch(kv_blocks) else None,
+        progress=progress,
     )
 
 
@@ -106,8 +115,10 @@ _READ = (
     _WAITING := b"vllm:num_requests_waiting",
     _USAGE := b"vllm:kv_cache_usage_perc",
     _BY_SOURCE := b"vllm:prompt_tokens_by_source_total",
+    _GENERATED := b"vllm:generation_tokens_total",
     _CACHE := b"vllm:cache_config_info",
 )
+_PROGRESS = (_GENERATED, _BY_SOURCE, _USAGE, _RUNNING, _WAITING)
 _SINGLE = (_STARTED, _CACHE)
 """Metrics with one value: the last line counts."""
 

@@ -54,9 +54,9 @@ def posted(settings: Settings) -> bool:
 def settings_for(settings: Settings, prefill: Node, decode: Node, key: str, *, notices: bool) -> Settings:
     """Return an operator's settings for a proxy of this kind.
 
-    One pair of engines, no TLS, a key of its own (so the proxy sends the engines' keys), and no breaker: a failed check must
-    not exclude an engine from the next one. It listens on the address of the settings only if engines post notices there. With
-    `notices` False it receives no notice.
+    One pair of engines, no TLS, a key of its own (so the proxy sends the engines' keys), no breaker, no watch over engines that
+    stand still: a failed check must not exclude an engine from the next one. It listens on the address of the settings only if
+    engines post notices there. With `notices` False it receives no notice.
     """
     # Each engine has one role here, and each prompt that can be split is.
     nodes = (
@@ -71,6 +71,7 @@ def settings_for(settings: Settings, prefill: Node, decode: Node, key: str, *, n
         auth=structs.replace(settings.auth, api_keys=(key,), api_keys_file=None),
         pools=(structs.replace(settings.pool, nodes=nodes, policy=PoolPolicy(), pair_within=()),),
         limits=structs.replace(settings.limits, breaker_failures=_NEVER),
+        health=structs.replace(settings.health, stalled_after=0.0),
         kv_ready=kv_ready,
     )
 

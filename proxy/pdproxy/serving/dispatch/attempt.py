@@ -21,6 +21,7 @@ from pdproxy.serving.dispatch.prefixes import of_engine, reporting
 from pdproxy.serving.dispatch.prompt_request import PromptRequest
 from pdproxy.serving.dispatch.recovery import CannotSplit, Failed, Outcome
 from pdproxy.serving.dispatch.resources import ExchangeResources
+from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.kv.buffers import BufferSpace
 from pdproxy.serving.kv.custody import Custody, End
 from pdproxy.serving.kv.orphans import PrefillRecord
@@ -53,6 +54,7 @@ class Attempt:
         "relay",
         "request",
         "resources",
+        "retry_slot",
         "shared_id",
         "whole_s",
     )
@@ -73,6 +75,8 @@ class Attempt:
         self.asked_url: str | None = None
         """The engine that was asked to answer the client, None before."""
         self.custody: Custody | None = None
+        self.retry_slot: RetrySlot | None = None
+        """The place of an attempt behind the first one, until its first data."""
         self.relay: Relay | None = None
         self.prefill_s: float | None = None
         self.overlap_s: float | None = None
@@ -215,9 +219,16 @@ class Attempt:
         """Drop what only another attempt would need: the client's request, and the prompt's ids."""
         self.request.drop()
         self.dispatch = NO_DISPATCH
+        self._leave_slot()
+
+    def _leave_slot(self) -> None:
+        if self.retry_slot is not None:
+            self.retry_slot.leave()
+            self.retry_slot = None
 
     def close(self) -> None:
         """End what no leg and no custody has taken over."""
+        self._leave_slot()
         for lease in self._unused:
             self.resources.close(lease, Verdict.NEUTRAL)
         if self._expected is not None and not self._expected_is_custodys:

@@ -58,7 +58,7 @@ def failed(
         if gave_up and custody.decode_waits:
             custody.end(End.ABORTED)  # the prefill may still end: then its KV frees both sides
         elif lost:
-            custody.end(End.STUCK)
+            custody.decode_was_late(accepted=relay is not None and relay.status == 200)
         if lost:
             return PrefillFailed(custody.prefill, Alone.PREFILL_FAILED, error)
         if isinstance(error, EngineTimeoutError):

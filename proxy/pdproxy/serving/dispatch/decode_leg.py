@@ -29,6 +29,7 @@ from pdproxy.serving.dispatch.decode_request import (
 )
 from pdproxy.serving.dispatch.decode_start import accepted, awaits_data, first_data
 from pdproxy.serving.dispatch.failure_class import verdict_of
+from pdproxy.serving.dispatch.open_leg import OpenAnswer
 from pdproxy.serving.dispatch.recovery import Answered, AskAgain, CannotSplit, DecodeFailed, PrefillFailed
 from pdproxy.serving.kv import late_close
 from pdproxy.serving.kv.custody import End
@@ -98,6 +99,8 @@ class DecodeLeg:
         new_relay(attempt)
         attempt.take(self._lease)
         attempt.asked_url = self._url
+        open_leg = OpenAnswer(attempt, started, self._end)
+        self._engine.open_legs.add(open_leg)
         try:
             if custody is not None:
                 custody.asked(url)
@@ -126,7 +129,7 @@ class DecodeLeg:
                     first = turn.whole(self._turn, first, attempt.request.parsed, attempt.relay)
                 return Answered(first)
             attempt.first_s = first_at - asked_at
-            if resources.ledger.placement is not None:
+            if self._lease.trial or resources.ledger.placement is not None:
                 resources.ledger.began(self._lease, first_at)
             if custody is not None:
                 custody.end(End.LOADED)
@@ -150,6 +153,7 @@ class DecodeLeg:
             verdict = Verdict.NEUTRAL if self.gave_up else verdict_of(error, with_kv=custody is not None)
             return failed(attempt, url, error, data_came=data_came, whole=whole, gave_up=self.gave_up, lost=self._lost)
         finally:
+            self._engine.open_legs.remove(open_leg, ended_well=resources.now() if verdict is Verdict.GOOD else None)
             if self._leg is not None:
                 if whole:
                     self._leg.let_finish(FINISH_GRACE)

@@ -39,6 +39,7 @@ from pdproxy.serving.dispatch.recovery import (
     after,
 )
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
+from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.dispatch.turn import key_of
 from pdproxy.serving.stream.relay import Relay
 from pdproxy.serving.stream.response_writer import ResponseWriter
@@ -81,6 +82,7 @@ class Exchange:
         "_prefill_failed",
         "_request",
         "_served_alone",
+        "_slot",
         "_without",
     )
 
@@ -99,6 +101,8 @@ class Exchange:
         self._served_alone: Alone | None = None
         """Why one engine served the last attempt that had engines; None: it was split."""
         self._prefill_failed: Alone | None = None
+        self._slot: RetrySlot | None = None
+        """Of the next attempt, if it is a retry."""
 
     def __repr__(self) -> str:
         return f"<Exchange {self._request.headers.request_id} {self._attempt!r}>"
@@ -156,6 +160,9 @@ class Exchange:
                 if isinstance(outcome, Answered):
                     return outcome.answer
                 action = self._recover(outcome)
+                if isinstance(outcome, PrefillFailed | DecodeFailed) and not isinstance(action, Fail):
+                    self._slot = self._slot or await self._dispatcher.resources.retry_slot()
+                    action = action if self._slot is not None else Fail(outcome.error)
                 if isinstance(action, Fail):
                     try:
                         raise action.error
@@ -165,6 +172,8 @@ class Exchange:
                     drop_traceback(outcome.error)
         finally:
             self._request.drop()  # it refers to the caller of this exchange
+            if self._slot is not None:
+                self._slot.leave()
 
     def _why_alone(self) -> Alone | None:
         """Return why one engine must serve the prompt, None to split it."""
@@ -199,6 +208,7 @@ class Exchange:
         if attempt is None:
             return NoEngines()
         self._attempt = attempt
+        attempt.retry_slot, self._slot = self._slot, None
         attempt.sent()
         self._asked += 1
         if why_alone is not None and why_alone is not self._served_alone:

@@ -13,6 +13,9 @@ from pdproxy.scheduling.leases import Verdict
 from pdproxy.upstream.client import Answer
 from pdproxy.wire.engine import error_of
 
+_DEAD = "EngineCore encountered an issue"
+"""The beginning of the message of vLLM's `EngineDeadError`."""
+
 
 def verdict_of(error: EngineError, *, with_kv: bool = False) -> Verdict:
     """Return what a failed leg shows about its engine. It is no failure of an engine that it is full, or refuses a bad request.
@@ -24,9 +27,20 @@ def verdict_of(error: EngineError, *, with_kv: bool = False) -> Verdict:
         return Verdict.UNREACHABLE
     if isinstance(error, AnswerBudgetError):
         return Verdict.NEUTRAL
+    if isinstance(error, EngineRefusedError) and _core_is_dead(error):
+        return Verdict.DEAD
     if isinstance(error, EngineRefusedError) and (with_kv or error.status < 500 or error.status == 503):
         return Verdict.NEUTRAL
     return Verdict.FAILED
+
+
+def _core_is_dead(error: EngineRefusedError) -> bool:
+    """Return whether an engine answered, or ended a stream, with vLLM's error for a core that has died.
+
+    Its API server takes seconds to notice that itself.
+    """
+    detail = error_of(error.body) if error.status >= 500 else None
+    return detail is not None and detail.message.startswith(_DEAD)
 
 
 def is_clients_fault(answer: Answer) -> bool:

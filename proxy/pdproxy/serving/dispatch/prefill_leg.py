@@ -27,7 +27,8 @@ from pdproxy.scheduling.leases import Verdict
 from pdproxy.scheduling.nodes import Role
 from pdproxy.serving.dispatch.attempt import Attempt
 from pdproxy.serving.dispatch.failure_class import is_clients_fault, refused, verdict_of
-from pdproxy.serving.dispatch.prefill_record import record_of
+from pdproxy.serving.dispatch.open_leg import OpenPrefillLeg, failing
+from pdproxy.serving.dispatch.prefill_record import largest_answer, record_of
 from pdproxy.serving.dispatch.recovery import Answered, AskAgain, CannotSplit, PrefillFailed
 from pdproxy.serving.dispatch.turn import TurnBefore, turn_before, with_turn
 from pdproxy.serving.kv.custody import Custody
@@ -38,11 +39,6 @@ from pdproxy.upstream.client import Answer, EngineClient, Pending
 from pdproxy.upstream.connection import Message
 from pdproxy.wire.engine import prefill_answer
 from pdproxy.wire.request import Alone
-
-_MAX_ANSWER = 256 << 10
-_MAX_ANSWER_PER_BYTE = 16
-"""Bytes of a prefill's answer: a constant, and a number per byte of the request. A token id has up to 8 bytes and is made of one
-byte of the prompt or more; block ids of eight groups take half of that. A larger answer is not about this prompt."""
 
 
 class Prefilled(msgspec.Struct, frozen=True):
@@ -64,6 +60,7 @@ class PrefillLeg:
         "_attempt",
         "_client",
         "_lease",
+        "_open_legs",
         "_parsed",
         "_peers",
         "_pending",
@@ -87,6 +84,7 @@ class PrefillLeg:
         self._url = self._lease.node.url
         engine = resources.engines.known[self._url]
         self._client: EngineClient = engine.client
+        self._open_legs = engine.open_legs
         # Of the run that is asked: an answer of an earlier run must not be taken for one of the next.
         self._peers = engine.run.peers if resources.transfer.contract.peer_in is not None else None
         self._pending: Pending | None = None
@@ -119,6 +117,8 @@ class PrefillLeg:
         resources = self._attempt.resources
         seconds = resources.deadlines.prefill
         self._attempt.take(self._lease)
+        open_leg = OpenPrefillLeg(resources.now(), self._lease.prompt_bytes, failing(lambda: self._pending))
+        self._open_legs.add(open_leg)
         if resources.turns is not None:
             self._turn = turn_before(self._attempt, resources.turns, self._sent_ids)
             self.dispatch = with_turn(self.dispatch, self._turn)
@@ -151,6 +151,7 @@ class PrefillLeg:
             self._verdict = verdict_of(error)
             return self._failed(error)
         finally:
+            self._open_legs.remove(open_leg, ended_well=resources.now() if self._verdict is Verdict.GOOD else None)
             if self._turn is not None:
                 self._turn.over(asked=self._pending is not None)
             if not self._adopted:
@@ -161,7 +162,7 @@ class PrefillLeg:
     def _may_ask_again(self, error: EngineError) -> bool:
         """Return whether the same engine is asked once more: only KV under the same id frees a decode engine that waits."""
         waits = self.promised is not None and self.promised.decode_waits
-        if not waits or self._asked_again or isinstance(error, EngineUnreachableError):
+        if not waits or self._asked_again or isinstance(error, EngineUnreachableError | EngineTimeoutError):
             return False
         holder = self._attempt.resources.transfer.contract.holder
         return holder.prefill_again(error.status if isinstance(error, EngineRefusedError) else None)
@@ -202,7 +203,7 @@ class PrefillLeg:
 
     async def _answer_or_handle(self) -> Answer | Handle:
         """Send the request. Return the answer, or the handle if a notice has brought that first."""
-        max_bytes = _MAX_ANSWER + _MAX_ANSWER_PER_BYTE * self._attempt.request.parsed.body_bytes
+        max_bytes = largest_answer(self._attempt.request.parsed)
         self._pending = await self._client.ask(self._message, max_bytes=max_bytes)
         if self.sent is not None:
             self.sent.set()

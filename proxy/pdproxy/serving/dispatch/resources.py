@@ -10,13 +10,16 @@ import msgspec
 from pdproxy.fleet.audit import Auditor
 from pdproxy.fleet.engines import EngineRegistry
 from pdproxy.kit.clock import Clock
-from pdproxy.kit.errors import EngineError, EngineRefusedError
-from pdproxy.observe.events import LegFailed, NodeChanged, Observers
+from pdproxy.kit.errors import EngineError, EngineRefusedError, Wait
+from pdproxy.observe.events import DeadlinePassed, LegFailed, NodeChanged, Observers
 from pdproxy.scheduling.leases import Lease, Verdict
 from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.outliers import Outliers
 from pdproxy.serving.dispatch.decisions import Decisions
 from pdproxy.serving.dispatch.hints import NO_HINTS, Hints
 from pdproxy.serving.dispatch.prefixes import Prefixes
+from pdproxy.serving.dispatch.retry_budget import RetryBudget, RetrySlot
 from pdproxy.serving.dispatch.tokenizing import Tokenizing
 from pdproxy.serving.kv.buffers import ReceiveBuffers
 from pdproxy.serving.kv.custodian import Custodian
@@ -29,6 +32,9 @@ from pdproxy.transfer.contract import Contract
 from pdproxy.upstream.answer_budget import AnswerBudget
 from pdproxy.wire.event_template import EventTemplates
 from pdproxy.wire.request import Parsed, Prompt
+
+_MIN_EVENTS = 8
+"""Of a stream, so that the time between them says something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,8 @@ class ExchangeResources:
     now: Callable[[], float]
     clock: Clock
     answer_budget: AnswerBudget
+    retries: RetryBudget
+    outliers: Outliers
     tokenizing: Tokenizing | None = None
     turns: Turns | None = None
     templates: EventTemplates = field(default_factory=EventTemplates)
@@ -86,12 +94,24 @@ class ExchangeResources:
 
     def close(self, lease: Lease, verdict: Verdict, relay: Relay | None = None) -> None:
         """End a lease. Report it if this takes the engine out of use. `relay`: that of the answer, if the engine has answered."""
-        node, tokens = lease.node, None
+        node, tokens, now = lease.node, None, self.now()
+        if verdict is Verdict.GOOD or verdict is Verdict.FAILED:
+            failed = verdict is Verdict.FAILED
+            self.outliers.ended(
+                node.url, lease.role, now, failed=failed, pace=None if failed else _pace(lease, relay, now)
+            )
         if relay is not None and self.ledger.placement is not None:
             tokens = _made_tokens(relay)
-        if self.ledger.close(lease, verdict, self.now(), tokens):
+        if self.ledger.close(lease, verdict, now, tokens):
             reason = node.down_because or f"failed {node.failures} times in a row: its breaker is open"
             self.observers.notify(NodeChanged(node.url, node.role.value, up=False, reason=reason))
+
+    async def retry_slot(self) -> RetrySlot | None:
+        """Wait for a place for one more attempt behind one that has failed. None if none came free in time."""
+        slot = await self.retries.enter()
+        if slot is None:
+            self.observers.notify(DeadlinePassed(Wait.RETRY.value))
+        return slot
 
     def report_failure(
         self, headers: LegHeaders, node: str, phase: str, error: EngineError, *, will_retry: bool
@@ -99,6 +119,15 @@ class ExchangeResources:
         """Report a leg that failed."""
         status = error.status if isinstance(error, EngineRefusedError) else None
         self.observers.notify(LegFailed(headers.request_id, node, phase, error.message, will_retry, status))
+
+
+def _pace(lease: Lease, relay: Relay | None, now: float) -> float | None:
+    """Return the seconds that an engine took for a prompt byte, or for an event; None where they can't be compared."""
+    if lease.role is Role.PREFILL:
+        return (now - lease.since) / lease.prompt_bytes if lease.prompt_bytes else None
+    if relay is None or relay.fast_path.events < _MIN_EVENTS:
+        return None
+    return relay.fast_path.total / (relay.fast_path.events - 1)
 
 
 def _made_tokens(relay: Relay) -> int | None:

@@ -167,9 +167,13 @@ class Custody:
 
     def push_lost(self) -> None:
         """Record that the prefill engine was lost before its push: end the decode leg, which would wait for it."""
+        self.source_lost(f"{self.prefill} was lost before it had pushed the KV")
+
+    def source_lost(self, why: str) -> None:
+        """End the decode leg, which would wait for the KV of a prefill engine that does not go on."""
         gone, self.on_gone = self.on_gone, None
         if gone is not None:
-            gone(f"{self.prefill} was lost before it had pushed the KV", True)
+            gone(why, True)
 
     @property
     def ends_later(self) -> bool:

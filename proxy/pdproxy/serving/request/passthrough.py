@@ -32,11 +32,13 @@ from pdproxy.serving.access.quotas import Quotas
 from pdproxy.serving.access.routes import RouteEntry
 from pdproxy.serving.dispatch.failure_class import is_clients_fault, is_schema_refusal, refused, verdict_of
 from pdproxy.serving.dispatch.resources import ExchangeResources, LegHeaders
+from pdproxy.serving.dispatch.retry_budget import RetrySlot
 from pdproxy.serving.request.admission import Admission
 from pdproxy.serving.request.body_reader import BodyReader
 from pdproxy.serving.request.demand import passed_demand, prioritized
 from pdproxy.serving.request.hints import timeout_of
 from pdproxy.serving.request.lifecycle import JSON_TYPE, Lifecycle, LiveRequest, Serve
+from pdproxy.serving.request.open_leg import OpenPassedLeg
 from pdproxy.serving.stream.async_response_writer import AsyncResponseWriter
 from pdproxy.upstream.client import Answer
 from pdproxy.upstream.passthrough import PassthroughLeg, PassthroughLegs
@@ -95,7 +97,7 @@ class Passthrough:
 class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
     """A request of a route that one engine serves whole."""
 
-    __slots__ = ("_asked", "_attempts", "_forward", "_incoming", "_service", "_stream", "_url", "_whole")
+    __slots__ = ("_asked", "_attempts", "_forward", "_incoming", "_service", "_slot", "_stream", "_url", "_whole")
 
     def __init__(self, service: Passthrough, incoming: IncomingPassthrough, output: AsyncResponseWriter) -> None:
         super().__init__(incoming.entry.path, incoming.request_id, output, service.resources.now())
@@ -110,6 +112,8 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         self._whole: float | None = None
         """When its whole answer had come, if that was not a stream."""
         self._attempts = 0
+        self._slot: RetrySlot | None = None
+        """The place of an attempt behind the first one, until its first data."""
         self._stream: WholeEvents | None = None
 
     async def read(self) -> Serve:
@@ -145,7 +149,11 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
             self._asked = resources.now()
             verdict = Verdict.NEUTRAL
             try:
-                verdict = await self._try(lease, leg_headers, body)
+                open_leg = OpenPassedLeg(resources.engines.known[url].open_legs, self._asked, lease.prompt_bytes)
+                async with open_leg:
+                    verdict = await self._try(lease, leg_headers, body, open_leg)
+                    if verdict is Verdict.GOOD:
+                        open_leg.ended_well = resources.now()
                 return
             except EngineError as error:
                 verdict = verdict_of(error)
@@ -161,10 +169,23 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 if not again:
                     raise
                 without.add(url)
+                failure = error.with_traceback(None)
             finally:
                 resources.close(lease, verdict)
+                self._leave_slot()
+            self._slot = await resources.retry_slot()
+            try:
+                if self._slot is None:
+                    raise failure
+            finally:
+                del failure  # its traceback holds this frame
 
-    async def _try(self, lease: Lease, leg_headers: LegHeaders, body: PassedBody) -> Verdict:
+    def _leave_slot(self) -> None:
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            slot.leave()
+
+    async def _try(self, lease: Lease, leg_headers: LegHeaders, body: PassedBody, open_leg: OpenPassedLeg) -> Verdict:
         url, deadlines = lease.node.url, self._service.resources.deadlines
         seconds = deadlines.total if self._incoming.entry.slow and not body.stream else deadlines.first_token
         leg: PassthroughLeg | None = None
@@ -183,7 +204,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                         if leg.status == answer.status:
                             answer = Answer(leg.status, leg.headers, await leg.read())
             if answer is None:
-                await self._relay(leg, lease)
+                await self._relay(leg, lease, open_leg)
                 return Verdict.GOOD
         finally:
             if leg is not None:
@@ -199,7 +220,7 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
         await self.writer.whole(answer.status, self.answer_headers(answer.headers, _PASSED_HEADERS), answer.body)
         return Verdict.GOOD if answer.status == 200 else Verdict.NEUTRAL
 
-    async def _relay(self, leg: PassthroughLeg, lease: Lease) -> None:
+    async def _relay(self, leg: PassthroughLeg, lease: Lease, open_leg: OpenPassedLeg) -> None:
         """Pass a stream on in whole events; the first ones only once the model has begun to generate."""
         resources, output = self._service.resources, self.writer
         url, deadlines, now = lease.node.url, resources.deadlines, resources.now
@@ -218,14 +239,17 @@ class PassthroughRequest(LiveRequest[AsyncResponseWriter]):
                 raise EngineTimeoutError(f"{url} sent no data in time", wait=wait) from None
             if not data:
                 break
+            open_leg.sign, open_leg.paused = now(), True
             held += stream.feed(data)
             leg.share.hold(len(held) + stream.waiting)
             if held and (stream.generating or stream.ended):
                 if not output.begun:
                     self.first, self.status = now(), 200
+                    self._leave_slot()
                     await output.begin(self.answer_headers(leg.headers, _PASSED_HEADERS))
                 await output.write(held)
                 held = b""
+            open_leg.paused = False
         if not stream.ended or stream.rest or not output.begun:
             raise EngineError(f"{url} ended its stream before it was complete")
         await output.finish()

@@ -62,7 +62,6 @@ class Relay:
         "_is_stream",
         "_leg",
         "_output",
-        "_paused",
         "_phase",
         "_share",
         "_takes_ids",
@@ -75,6 +74,7 @@ class Relay:
         "filter",
         "first",
         "headers",
+        "paused",
         "status",
     )
 
@@ -118,7 +118,7 @@ class Relay:
         self._share = self.budget.share()  # counts all that is held; keeps a whole answer, or the beginning of an event
         self._output: ResponseWriter | None = None
         self._leg: Reads | None = None
-        self._paused = False
+        self.paused = False
         self._ending: EngineError | None = None
 
     def __repr__(self) -> str:
@@ -167,7 +167,7 @@ class Relay:
                 EngineTimeoutError(f"the engine sent nothing for {between_tokens:g} s", wait=Wait.BETWEEN_TOKENS)
             )
 
-        timer = StallTimer(clock, between_tokens, lambda: None if self._paused else self.fast_path.last, stalled)
+        timer = StallTimer(clock, between_tokens, lambda: None if self.paused else self.fast_path.last, stalled)
         try:
             await self.done
         finally:
@@ -289,12 +289,12 @@ class Relay:
             self.done.exception()
 
     def _pause(self) -> None:
-        if not self._paused and self._leg is not None:
-            self._paused = True
+        if not self.paused and self._leg is not None:
+            self.paused = True
             self._leg.pause()
 
     def _resume(self) -> None:
-        if self._paused and self._leg is not None:
-            self._paused = False
+        if self.paused and self._leg is not None:
+            self.paused = False
             self.fast_path.last = self._time()
             self._leg.resume()

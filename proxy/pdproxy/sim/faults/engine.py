@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pdproxy.sim.error_body import error_event
-from pdproxy.sim.faults.kind import Kind, Occurrence, arguments
+from pdproxy.sim.faults.kind import FaultError, Kind, Occurrence, arguments
 from pdproxy.sim.faults.messages import send_stream
-from pdproxy.sim.faults.moments import REQUEST
+from pdproxy.sim.faults.moments import REQUEST, Moment
 from pdproxy.sim.faults.targets import Answer
 from pdproxy.sim.request import EngineDeadError
 from pdproxy.sim.sse import DONE
@@ -77,6 +80,25 @@ class _Freeze(Kind):
         return True
 
 
+class _CoreFreeze(Kind):
+    name = "core_freeze"
+    summary = (
+        "the engine core is stopped (SIGSTOP) for `seconds` (0: until thawed), the API server stays up: `/health` answers, no"
+        " metric moves (`rank`: only that data-parallel rank's core, empty: all)"
+    )
+    moments = REQUEST
+    args = arguments(seconds=0.0, rank="")
+
+    def check(self, at: Moment, args: Mapping[str, Any]) -> None:
+        if args["rank"] and not (args["rank"].isascii() and args["rank"].isdigit()):
+            raise FaultError(f"rank = {args['rank']!r} is no number")
+
+    def on_answer(self, answer: Answer, now: Occurrence) -> bool:
+        rank = now.args["rank"]
+        answer.process.freeze_core_now(now.args["seconds"], int(rank) if rank else None)
+        return True
+
+
 class _NoFin(Kind):
     name = "no_fin"
     summary = "terminated (SIGTERM): the listener is closed, open answers send nothing more and no FIN"
@@ -94,5 +116,6 @@ FAMILY: tuple[Kind, ...] = (
     _Restart(),
     _Kill(),
     _Freeze(),
+    _CoreFreeze(),
     _NoFin(),
 )

@@ -81,6 +81,9 @@ class ProcessControls(Protocol):
     def freeze_now(self, seconds: float) -> None:
         """SIGSTOP; SIGCONT after some seconds, 0: never."""
 
+    def freeze_core_now(self, seconds: float, rank: int | None) -> None:
+        """SIGSTOP of the engine core alone, or of one rank's; SIGCONT after some seconds, 0: never."""
+
 
 class Answer(Protocol):
     """The answer to one request at some moment."""

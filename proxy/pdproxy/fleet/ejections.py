@@ -1,0 +1,79 @@
+"""Compares engines with their peers at intervals, and excludes outliers (`scheduling.outliers`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from pdproxy.fleet.engine import Engine
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.events import NodeChanged, Observers
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.outliers import Outliers
+
+REASONS = ("errors", "latency")
+
+
+class Ejections:
+    """Excludes the outliers of a pool, every `interval` seconds; 0: never. A watcher of the registry."""
+
+    def __init__(
+        self,
+        engines: EngineRegistry,
+        ledger: Ledger,
+        outliers: Outliers,
+        observers: Observers,
+        tasks: TaskOwner,
+        now: Callable[[], float],
+        interval: float,
+    ) -> None:
+        self._engines = engines
+        self._ledger = ledger
+        self._outliers = outliers
+        self._observers = observers
+        self._tasks = tasks
+        self._now = now
+        self._interval = interval
+        self._counts: dict[str, Counter[str]] = {}
+        engines.watch(self)
+
+    def start(self) -> None:
+        """Compare engines from now on, unless the settings have turned it off. Needs a running event loop."""
+        if self._interval:
+            self._tasks.keep(self.run, "outliers")
+
+    def added(self, engine: Engine) -> None:
+        """Count its exclusions from now on."""
+        self._counts[engine.url] = Counter()
+
+    def removed(self, engine: Engine) -> None:
+        """Forget an engine."""
+        self._counts.pop(engine.url, None)
+        self._outliers.forget(engine.url)
+
+    async def run(self) -> None:
+        """Compare engines until cancelled."""
+        while True:
+            await asyncio.sleep(self._interval)
+            self.compare()
+
+    def compare(self) -> None:
+        """Compare engines once, and exclude outliers."""
+        groups: dict[Role, list[str]] = {}
+        for url, engine in self._engines.items():
+            if engine.node.available:
+                groups.setdefault(engine.node.role, []).append(url)
+        now = self._now()
+        for found in self._outliers.judge(now, groups.values()):
+            if self._ledger.exclude(found.url, found.why, now + found.seconds, now):
+                self._counts[found.url][found.reason] += 1
+                role = self._engines[found.url].node.role.value
+                reason = f"{found.why}: excluded for {found.seconds:g} s"
+                self._observers.notify(NodeChanged(found.url, role, up=False, reason=reason))
+
+    def counts(self) -> list[tuple[tuple[str, ...], float]]:
+        """Return how often each engine was excluded, by reason."""
+        return [((url, reason), counts[reason]) for url, counts in self._counts.items() for reason in REASONS]

@@ -1,0 +1,66 @@
+"""The legs that are under way at one engine: when each has last shown that the engine works, and how to end them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pdproxy.kit.errors import EngineError
+from pdproxy.scheduling.pace import LARGE, Pace
+
+
+class OpenLeg(Protocol):
+    """A leg that was sent to an engine, until its end. Times are those of the clock, in seconds."""
+
+    since: float
+    """When it was sent."""
+    prompt_bytes: int
+    """Of the prompt that the engine computes for it; 0 where it gets the KV."""
+
+    def last_sign(self) -> float:
+        """Return when its last data came, or a time before `since` if none has."""
+
+    @property
+    def must_progress(self) -> bool:
+        """Whether only the engine itself keeps it from going on: it waits for no KV, and its client reads."""
+
+    @property
+    def waits_for(self) -> str | None:
+        """The URL of the engine whose KV it may still wait for, None where it waits for none."""
+
+    def source_lost(self, why: str) -> None:
+        """End it: the engine whose KV it waits for stands still. An engine that has its data already is not affected."""
+
+    def fail(self, error: EngineError) -> None:
+        """End it: its engine stands still. One that is over is not affected."""
+
+
+class OpenLegs:
+    """The open legs of one engine, in the order in which they were sent."""
+
+    __slots__ = ("busy_since", "last_sign", "legs", "pace")
+
+    def __init__(self) -> None:
+        self.legs: dict[OpenLeg, None] = {}
+        self.busy_since = 0.0
+        """Since when there has always been one, where there is one."""
+        self.last_sign = 0.0
+        """When a leg that is over has shown its last sign, or ended well."""
+        self.pace = Pace()
+
+    def __repr__(self) -> str:
+        return f"<OpenLegs {len(self.legs)}>"
+
+    def add(self, leg: OpenLeg) -> None:
+        """A leg begins."""
+        if not self.legs:
+            self.busy_since = leg.since
+        self.legs[leg] = None
+
+    def remove(self, leg: OpenLeg, *, ended_well: float | None = None) -> None:
+        """A leg is over. `ended_well`: when, if its engine has answered as it should."""
+        self.legs.pop(leg, None)
+        sign = leg.last_sign() if ended_well is None else ended_well
+        if sign > leg.since:
+            self.last_sign = max(self.last_sign, sign)
+        if ended_well is not None and leg.prompt_bytes >= LARGE:
+            self.pace.prefilled(leg.prompt_bytes, ended_well - leg.since)

@@ -1,0 +1,232 @@
+"""The watch over one engine: whether its silence means that its core stands still.
+
+An engine is silent while legs to it are open and none has shown a sign. Silence alone proves nothing: a long prompt, or KV that
+another engine must send, is a silence too. So it raises a suspicion, and then the engine is asked (`health_canary`):
+
+    silent for 3/8 of the time allowed      its metrics are read, and it is asked for a token, as well as an engine whose KV its
+                                            silent legs wait for: that one may be to blame, and has no leg any more
+    a sign of it                            it works; the length of the silence is learned (`scheduling.pace`)
+    silent for all of the time allowed      it stands still: it gets no more requests, and its legs end
+    a sign of it behind that                one request shows whether it serves again
+
+Times allowed are looked at eight times, so that all of this is over within them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Protocol
+
+from pdproxy.fleet.engine import Engine
+from pdproxy.fleet.health_canary import Enquiry
+from pdproxy.fleet.open_legs import OpenLeg
+from pdproxy.kit.errors import EngineTimeoutError, Wait
+from pdproxy.scheduling.pace import Pace
+
+LOOKS = 8
+"""Looks in the time that is allowed at least."""
+SUSPECT = 3 / LOOKS
+"""Of that time: a silence from which on the engine is asked, and for so long it is asked before the verdict."""
+VERDICT = 7 / LOOKS
+"""Of that time: the silence of the verdict. The next look comes at its end."""
+SOON = 60.0
+"""Seconds: an engine that stands still again so soon after it was let in is let in later."""
+FIRST_HOLD, LONGEST_HOLD = 5.0, 300.0
+"""Seconds until such an engine is let in, doubled each time."""
+LONGEST_PAUSE = 30.0
+"""Seconds between two canaries to an engine that stands still, at most."""
+
+
+class Verdicts(Protocol):
+    """What a watch needs of all."""
+
+    stalled_after: float
+    longest: float
+    """Seconds that an engine may be silent at most, whatever was learned."""
+    pause: float
+    """Seconds between two canaries to an engine that stands still, at first: doubled each time."""
+
+    def can_ask(self, engine: Engine) -> bool:
+        """Return whether an engine may be asked for a token."""
+
+    def enquire(self, engine: Engine, results: Counter[str]) -> Enquiry:
+        """Begin to ask an engine."""
+
+    def suspect(self, url: str, since: float) -> None:
+        """Legs elsewhere wait for an engine's KV, in silence since then."""
+
+    def is_last(self, engine: Engine) -> bool:
+        """Return whether no other engine of its role can get requests."""
+
+    def stalled(self, engine: Engine, why: str) -> bool:
+        """Take an engine out of use. Return whether it was in use."""
+
+    def let_in(self, engine: Engine) -> None:
+        """Let an engine show by one request that it works again."""
+
+    def legs_waiting_for(self, url: str) -> Iterable[OpenLeg]:
+        """Return the legs at other engines that wait for KV of this one."""
+
+
+class Watch:
+    """The watch over one engine. `look` is called at intervals."""
+
+    def __init__(self, engine: Engine, verdicts: Verdicts, now: float) -> None:
+        self.engine = engine
+        self.stalls = 0
+        """How often it stood still."""
+        self.canaries: Counter[str] = Counter()
+        self._verdicts = verdicts
+        self._let_in_at = -SOON
+        self._hold = 0.0
+        self._begin(now)
+
+    def __repr__(self) -> str:
+        return f"<Watch over {self.engine.url}, {self._enquiry!r}>"
+
+    def _begin(self, now: float) -> None:
+        """Begin with a run of which nothing is known."""
+        self._run = self.engine.node.run_number
+        self._life = now
+        self._suspected: float | None = None
+        self._enquiry: Enquiry | None = None
+        self._silent_from = now
+        """Since when it had been silent as the enquiry began."""
+        self._stalled_at: float | None = None
+        self._pause = self._verdicts.pause
+        self._next_canary = 0.0
+        self.engine.open_legs.pace = Pace()
+
+    def close(self) -> None:
+        """Ask no more."""
+        if self._enquiry is not None:
+            self._enquiry.close()
+            self._enquiry = None
+
+    def excuse(self, now: float) -> None:
+        """Begin to count its silence again: the proxy itself was held up, and has not read what came."""
+        if self._stalled_at is None:
+            self.close()  # nothing is learned of that silence
+            self._life = now
+
+    def suspect(self, since: float) -> None:
+        """Legs elsewhere wait for its KV, in silence since then."""
+        if self._stalled_at is None and since >= self._life and self._suspected is None:
+            self._suspected = since
+
+    def look(self, now: float) -> None:
+        """Look at it once."""
+        node = self.engine.node
+        if not node.up or node.run_number != self._run:
+            self.close()
+            self._begin(now)
+        elif node.stalled is not None:
+            self._look_at_stalled(now)
+        else:
+            self._stalled_at = None
+            self._look_at_silence(now)
+
+    # -- while it is in use
+
+    def _look_at_silence(self, now: float) -> None:
+        legs = [*self.engine.open_legs.legs]
+        self._note_signs(legs, now)
+        since = self._silent_since(legs)
+        if since is None:
+            self.close()
+            return
+        size = max((leg.prompt_bytes for leg in legs), default=0)
+        pace, most = self.engine.open_legs.pace, self._verdicts.longest
+        allowed, silence = pace.allowed(self._verdicts.stalled_after, most, size, now), now - since
+        if silence < SUSPECT * allowed:
+            self.close()
+            return
+        enquiry = self._enquiry
+        if enquiry is None:
+            enquiry = self._enquiry = self._verdicts.enquire(self.engine, self.canaries)
+            self._silent_from = since
+        enquiry.ask()
+        for leg in legs:
+            if (url := leg.waits_for) is not None and now - leg.since >= SUSPECT * allowed:
+                self._verdicts.suspect(url, max(leg.since, since))
+        if silence >= VERDICT * allowed and now - enquiry.began >= SUSPECT * allowed:
+            self._stall(legs, silence, now)
+
+    def _note_signs(self, legs: list[OpenLeg], now: float) -> None:
+        """Note the last sign of the engine; learn from a silence that has ended."""
+        if self.engine.ranks == 1:  # of several ranks, the signs of one say nothing about the others
+            self._life = max(self._life, self.engine.open_legs.last_sign, *(leg.last_sign() for leg in legs))
+        enquiry = self._enquiry
+        if enquiry is not None:
+            self._life = max(self._life, enquiry.last_sign)
+            if self._life - enquiry.began >= self._verdicts.stalled_after / LOOKS:
+                # It was not the legs alone that were silent: the engine could not answer either.
+                self.engine.open_legs.pace.came_back(self._life - self._silent_from, now)
+        if self._suspected is not None and self._life > self._suspected:
+            self._suspected = None
+
+    def _silent_since(self, legs: list[OpenLeg]) -> float | None:
+        """Return since when the engine is silent, None if nothing is expected of it."""
+        if not self._can_ask:
+            found = [leg.since for leg in legs if leg.must_progress]
+        else:
+            if self.engine.ranks > 1:
+                found = [max(leg.since, leg.last_sign()) for leg in legs]
+            else:
+                found = [self.engine.open_legs.busy_since] if legs else []  # clients may leave again and again
+            if self._suspected is not None:
+                found.append(self._suspected)
+        return max(self._life, min(found)) if found else None
+
+    @property
+    def _can_ask(self) -> bool:
+        enquiry = self._enquiry
+        return self._verdicts.can_ask(self.engine) if enquiry is None else not enquiry.refused
+
+    def _stall(self, legs: list[OpenLeg], silence: float, now: float) -> None:
+        if not self._can_ask and self._verdicts.is_last(self.engine):
+            return  # silence alone takes no role its last engine
+        why = f"stands still: no sign of its core for {silence:.1f} s"
+        if not self._verdicts.stalled(self.engine, why):
+            return
+        self.stalls += 1
+        if now - self._let_in_at < SOON:
+            self._hold = min(LONGEST_HOLD, max(FIRST_HOLD, 2 * self._hold))
+        else:
+            self._hold = 0.0
+        self._stalled_at, self._suspected = now, None
+        self._pause, self._next_canary = self._verdicts.pause, now + self._verdicts.pause
+        self._fail(legs, now)
+
+    # -- while it stands still
+
+    def _look_at_stalled(self, now: float) -> None:
+        if self._stalled_at is None:
+            self._stalled_at = now
+        self._fail([*self.engine.open_legs.legs], now)  # also one that was leased before
+        enquiry = self._enquiry
+        if enquiry is None:
+            enquiry = self._enquiry = self._verdicts.enquire(self.engine, self.canaries)
+        if enquiry.last_sign > self._stalled_at:
+            if now >= self._stalled_at + self._hold:
+                self.close()
+                self._life = self._let_in_at = now
+                self._stalled_at = None
+                self._verdicts.let_in(self.engine)
+            return
+        due = now >= self._next_canary
+        if due:
+            self._next_canary = now + self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        enquiry.ask(canary=due)
+
+    def _fail(self, legs: list[OpenLeg], now: float) -> None:
+        """End the legs to it, and those that wait for its KV in silence."""
+        least = SUSPECT * self._verdicts.stalled_after
+        for leg in legs:
+            if self.engine.ranks == 1 or now - max(leg.since, leg.last_sign()) >= least:
+                leg.fail(EngineTimeoutError(f"{self.engine.url} stands still", wait=Wait.STALLED))
+        for leg in self._verdicts.legs_waiting_for(self.engine.url):
+            if now - leg.since >= least:
+                leg.source_lost(f"{self.engine.url} stands still, and has the KV")

@@ -1,0 +1,148 @@
+"""Engines that stand still although they may answer probes: finds them, takes them out of use, and lets them in again.
+
+Owns a watch for each engine (`fleet.stall_watch`), and the one task that looks at all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+
+from pdproxy.fleet.engine import Engine
+from pdproxy.fleet.engines import EngineRegistry
+from pdproxy.fleet.health_canary import Enquiry, HealthCanary
+from pdproxy.fleet.open_legs import OpenLeg
+from pdproxy.fleet.stall_watch import LOOKS, Watch
+from pdproxy.kit.clock import Clock
+from pdproxy.kit.tasks import TaskOwner
+from pdproxy.observe.events import NodeChanged, Observers
+from pdproxy.scheduling.ledger import Ledger
+from pdproxy.settings.health import Health
+from pdproxy.upstream.metrics_page import Scrape
+
+
+class Stalls:
+    """Watches every engine of a pool. `longest`: seconds that a leg may take anyway. A watcher of the registry."""
+
+    def __init__(
+        self,
+        engines: EngineRegistry,
+        ledger: Ledger,
+        canary: HealthCanary,
+        scrape: Callable[[str], Awaitable[Scrape]],
+        observers: Observers,
+        tasks: TaskOwner,
+        clock: Clock,
+        health: Health,
+        longest: float,
+    ) -> None:
+        self.stalled_after = health.stalled_after
+        self.longest = longest
+        self.pause = health.canary_interval
+        self._engines = engines
+        self._ledger = ledger
+        self._canary = canary
+        self._scrape = scrape
+        self._observers = observers
+        self._tasks = tasks
+        self._clock = clock
+        self._watches: dict[str, Watch] = {}
+        self._suspected: list[Watch] = []
+        engines.watch(self)
+
+    def start(self) -> None:
+        """Look at all engines from now on, unless the settings have turned it off. Needs a running event loop."""
+        if self.stalled_after:
+            self._tasks.keep(self.run, "engines that stand still")
+
+    def added(self, engine: Engine) -> None:
+        """Watch one more engine."""
+        self._watches[engine.url] = Watch(engine, self, self._clock.now())
+
+    def removed(self, engine: Engine) -> None:
+        """Watch an engine no more. Legs to it have their deadlines."""
+        if (watch := self._watches.pop(engine.url, None)) is not None:
+            watch.close()
+
+    async def run(self) -> None:
+        """Look at all engines at intervals, until cancelled."""
+        interval = self.stalled_after / LOOKS
+        last = self._clock.now()
+        while True:
+            await self._after(interval)
+            now = self._clock.now()
+            held_up = now - last > 3 * interval
+            last = now
+            self.look(now, held_up=held_up)
+
+    async def _after(self, seconds: float) -> None:
+        over = asyncio.get_running_loop().create_future()
+        timer = self._clock.after(seconds, lambda: None if over.done() else over.set_result(None))
+        try:
+            await over
+        finally:
+            timer.cancel()
+
+    def look(self, now: float, *, held_up: bool = False) -> None:
+        """Look at all engines once. `held_up`: the proxy itself stood still before, so that it could not see any sign."""
+        for watch in list(self._watches.values()):
+            if held_up:
+                watch.excuse(now)
+            watch.look(now)
+        suspected, self._suspected = self._suspected, []
+        for watch in suspected:
+            watch.look(now)
+
+    def stalls(self) -> list[tuple[tuple[str, ...], float]]:
+        """Return how often each engine stood still."""
+        return [((url,), watch.stalls) for url, watch in self._watches.items()]
+
+    def canaries(self) -> list[tuple[tuple[str, ...], float]]:
+        """Return how many canaries each engine got, by their result."""
+        return [
+            ((url, result), watch.canaries[result])
+            for url, watch in self._watches.items()
+            for result in ("answered", "failed", "refused")
+        ]
+
+    # -- for the watches
+
+    def can_ask(self, engine: Engine) -> bool:
+        """Return whether an engine may be asked for a token."""
+        return self._canary.may_ask(engine)
+
+    def enquire(self, engine: Engine, results: Counter[str]) -> Enquiry:
+        """Begin to ask an engine."""
+        return Enquiry(engine, self._canary, self._scrape, self._tasks.spawn, self._clock.now, results)
+
+    def suspect(self, url: str, since: float) -> None:
+        """Legs elsewhere wait for an engine's KV, in silence since then."""
+        if (watch := self._watches.get(url)) is not None:
+            watch.suspect(since)
+            self._suspected.append(watch)
+
+    def is_last(self, engine: Engine) -> bool:
+        """Return whether no other engine of its role can get requests."""
+        nodes = (other.node for other in self._engines.values() if other is not engine)
+        return not any(node.available for node in nodes if node.role is engine.node.role)
+
+    def stalled(self, engine: Engine, why: str) -> bool:
+        """Take an engine out of use. Return whether it was in use."""
+        if not self._ledger.mark_stalled(engine.url, why):
+            return False
+        self._observers.notify(NodeChanged(engine.url, engine.node.role.value, up=False, reason=why))
+        return True
+
+    def let_in(self, engine: Engine) -> None:
+        """Let an engine show by one request that it works again."""
+        if self._ledger.let_in(engine.url, self._clock.now()):
+            reason = "it has shown a sign, and gets one request at first"
+            self._observers.notify(NodeChanged(engine.url, engine.node.role.value, up=True, reason=reason))
+
+    def legs_waiting_for(self, url: str) -> Iterator[OpenLeg]:
+        """Return the legs at other engines that wait for KV of this one."""
+        for engine in list(self._engines.known.values()):
+            for leg in list(engine.open_legs.legs):
+                if leg.waits_for == url:
+                    yield leg

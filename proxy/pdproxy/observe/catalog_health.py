@@ -1,0 +1,79 @@
+"""The rows of the table of metrics (`observe.catalog`) about engines that stand still or come back, and retries. Only data."""
+
+from __future__ import annotations
+
+from pdproxy.observe.description import NODE, Description, Kind, Label
+
+NODE_UP = Description(
+    "pdproxy_node_up",
+    Kind.GAUGE,
+    "Whether an engine may be used: probes find it up, it does not stand still, and its breaker is closed",
+    "bool",
+    (NODE, Label("role", text="prefill, decode, aggregated or any")),
+)
+NODE_STATE = Description(
+    "pdproxy_node_state",
+    Kind.GAUGE,
+    "1 for the state that an engine is in, 0 for the others",
+    "bool",
+    (
+        NODE,
+        Label(
+            "state",
+            (
+                ("up", "it gets requests"),
+                ("down", "probes find it down: it gets none"),
+                ("stalled", "its core stands still (health.stalled_after): it gets none"),
+                ("excluded", "by its breaker, or as an outlier: it gets requests only if there is no other engine"),
+                ("half_open", "it gets one request at a time, until one has shown that it serves again"),
+                ("slow_start", "it gets more and more requests (health.slow_start)"),
+            ),
+        ),
+    ),
+)
+STALLS = Description(
+    "pdproxy_stalls_total", Kind.COUNTER, "How often an engine was found to stand still", "stalls", (NODE,)
+)
+CANARIES = Description(
+    "pdproxy_canaries_total",
+    Kind.COUNTER,
+    "Requests for one token by which engines that were silent were asked whether they work",
+    "requests",
+    (
+        NODE,
+        Label(
+            "result",
+            (
+                ("answered", "the engine works"),
+                ("failed", "no answer in health.canary_timeout, or an error of the engine"),
+                ("refused", "the engine serves no such requests, or has no place for one: this shows nothing"),
+            ),
+        ),
+    ),
+)
+RETRIES = Description(
+    "pdproxy_retries",
+    Kind.GAUGE,
+    "Requests whose engine failed before its data, and that are tried again (limits.retry_share)",
+    "requests",
+    (Label("state", (("running", "another engine was asked, and has sent no data yet"), ("waiting", "too many run"))),),
+)
+RETRIES_REFUSED = Description(
+    "pdproxy_retries_refused_total",
+    Kind.COUNTER,
+    "Requests that were not tried again since too many were for deadlines.retry",
+    "requests",
+)
+EJECTIONS = Description(
+    "pdproxy_ejections_total",
+    Kind.COUNTER,
+    "How often an engine was excluded as an outlier (outliers)",
+    "exclusions",
+    (
+        NODE,
+        Label(
+            "reason",
+            (("errors", "it failed more often than its peers"), ("latency", "it was slower than its peers")),
+        ),
+    ),
+)

@@ -1,0 +1,69 @@
+"""The engines from which a placement chooses for a request."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from pdproxy.scheduling.compatibility import Compatibility
+from pdproxy.scheduling.eligibility import Eligibility
+from pdproxy.scheduling.nodes import Node, Role
+from pdproxy.scheduling.placement import Candidates
+from pdproxy.scheduling.policy import Ask
+
+_SPLIT = (Role.PREFILL, Role.DECODE)
+
+
+class Choice:
+    """Finds the engines that may serve a request whole, and those that may share it. `alone`: the roles that may serve whole."""
+
+    def __init__(self, alone: Sequence[Role], eligibility: Eligibility, compatibility: Compatibility) -> None:
+        self._alone = alone
+        self._eligibility = eligibility
+        self._compatibility = compatibility
+        self._known: dict[tuple[str | None, bool], Candidates] = {}
+
+    def changed(self) -> None:
+        """Forget what was found: an engine came up, went down or changed."""
+        self._known.clear()
+
+    def of(
+        self, ask: Ask, split: bool, without: Collection[str], avoid: Collection[str] = (), *, cached: bool
+    ) -> Candidates | None:
+        """Return the engines outside of `without` and `avoid`, with those if others can't serve the request, None if none can.
+
+        `cached`: all engines that are up may get any number of requests, so that what was found before still holds.
+        """
+        levels: list[Collection[str]] = [(*without, *avoid)] if avoid else []
+        if without:
+            levels.append(without)
+        for excluded in (*levels, ()):
+            candidates = self._candidates(ask, split, excluded, cached and not excluded)
+            if candidates.whole or any(
+                prefill is not decode and self._may_pair(prefill, decode)
+                for prefill in candidates.prefill
+                for decode in candidates.decode
+            ):
+                return candidates
+        return None
+
+    def _candidates(self, ask: Ask, split: bool, without: Collection[str], cached: bool) -> Candidates:
+        key = (ask.model, split)
+        if cached and (known := self._known.get(key)) is not None:
+            return known
+        ranked = self._eligibility.eligible
+        whole: dict[Node, None] = {}
+        for role in self._alone:
+            whole.update(dict.fromkeys(ranked(role, ask, without)))
+        serving = [node for node in whole if ask.model is None or node.serves(ask.model)]
+        fitting = serving or [*whole]  # of one role all breakers may be open, and not of another
+        prefill: tuple[Node, ...] = ()
+        decode: tuple[Node, ...] = ()
+        if split:
+            prefill, decode = (tuple(node for node in ranked(role, ask, without) if not node.full) for role in _SPLIT)
+        found = Candidates(tuple([n for n in fitting if n.takes(ask.now)] or fitting), prefill, decode, self._may_pair)
+        if cached and serving:  # a client can name any number of models
+            self._known[key] = found
+        return found
+
+    def _may_pair(self, prefill: Node, decode: Node) -> bool:
+        return self._compatibility.compatible(_SPLIT, (prefill, decode))

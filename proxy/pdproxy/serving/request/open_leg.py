@@ -1,0 +1,63 @@
+"""A leg of a request that one engine serves whole, as the watch over engines that stand still sees it (`fleet.stalls`)."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+from pdproxy.fleet.open_legs import OpenLegs
+from pdproxy.kit.errors import EngineError
+
+
+class OpenPassedLeg:
+    """Such a leg, while it is entered as a context, by the task that works for it. Raises what it was ended with."""
+
+    __slots__ = ("_error", "_legs", "_limit", "ended_well", "paused", "prompt_bytes", "sign", "since")
+
+    waits_for = None
+
+    def __init__(self, legs: OpenLegs, since: float, prompt_bytes: int) -> None:
+        self._legs = legs
+        self._limit = asyncio.timeout(None)
+        self._error: EngineError | None = None
+        self.since = since
+        self.prompt_bytes = prompt_bytes
+        self.sign = 0.0
+        """When its last data came."""
+        self.paused = False
+        """Whether its client does not read."""
+        self.ended_well: float | None = None
+        """When, if its engine has answered as it should."""
+
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+        self._legs.add(self)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._legs.remove(self, ended_well=self.ended_well)
+        try:
+            await self._limit.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            if self._error is None:
+                raise
+            raise self._error from None
+
+    def last_sign(self) -> float:
+        """Return when its last data came."""
+        return self.sign
+
+    @property
+    def must_progress(self) -> bool:
+        """Whether its client reads."""
+        return not self.paused
+
+    def source_lost(self, why: str) -> None:
+        """It waits for no KV."""
+
+    def fail(self, error: EngineError) -> None:
+        """End it: its task gets the error. Doing so twice changes nothing."""
+        if self._error is None:
+            self._error = error
+            self._limit.reschedule(0.0)  # at once

@@ -1,0 +1,34 @@
+"""The section `health`: engines that stand still, and how an engine that was out of use is let in again.
+
+Owns names, units, bounds and defaults.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from pdproxy.settings.section import Seconds, Section
+
+OffOrSeconds = Annotated[float, Meta(ge=0, le=604_800)]
+"""Seconds; 0 turns it off."""
+
+
+class Health(Section, frozen=True):
+    """Engines that stand still, and engines that come back. In seconds."""
+
+    stalled_after: OffOrSeconds = 10.0
+    """An engine counts as standing still if its legs, its metrics and a request for one token show no sign for so long, or for
+    as long as it was silent before while it worked, four times over. Legs to it end then, and other engines serve what they
+    can. 0: engines are not watched for this."""
+
+    canary_timeout: Seconds = 5.0
+    """The answer to a request for one token, by which an engine is asked whether it works."""
+
+    canary_interval: Seconds = 2.0
+    """Between two such requests to an engine that stands still, doubled up to 30."""
+
+    slow_start: OffOrSeconds = 10.0
+    """Behind the first good request of an engine whose breaker was open: it has two places, and twice as many after each good
+    one, until this time is over. A thousand requests at once could push it over again. 0: it gets all at once."""

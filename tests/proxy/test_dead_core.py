@@ -1,0 +1,69 @@
+"""An engine that says that its core has died is down at once: the next request must not find that out again."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pdproxy.observe.events import LegFailed, NodeChanged
+from pdproxy.sim.error_body import error_body
+from tests.fakes.engine import Reply
+from tests.fakes.world import COMPLETIONS, PROMPT, TEXT, World, completion, world
+
+DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+
+
+def down(w: World) -> list[str]:
+    """The engines that get no requests."""
+    return [node.url for node in w.proxy.ledger.nodes if node.down_because is not None]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_the_first_answer_of_a_dead_core_takes_the_engine_out(role: str, stream: bool) -> None:
+    """One request finds it out, and is served by another engine; the next ones do not try it."""
+    async with world(2, 2, leaves=True) as w:
+        for engine in w.prefill if role == "prefill" else w.decode:
+            engine.sim.faults.add("dead_core@queued")
+            break
+        for _ in range(4):
+            answer = await w.ask(COMPLETIONS, completion(stream=stream))
+            assert (answer.status, answer.text) == (200, TEXT)
+        (failed,) = w.events(LegFailed)
+        assert down(w) == [failed.node]
+        assert [event.reason for event in w.events(NodeChanged) if not event.up] == ["its engine core has died"]
+
+
+async def test_a_stream_that_ends_with_it_takes_the_engine_out() -> None:
+    """The error event says so."""
+    async with world(1, 1, leaves=True) as w:
+        w.decode[0].sim.faults.add("dead_core@mid_stream")
+        answer = await w.ask(COMPLETIONS, completion(stream=True, max_tokens=12))
+        assert DEAD in answer.body.decode()
+        assert down(w) == [w.decode[0].url]
+
+
+async def test_an_engine_that_only_says_so_is_up_again_at_its_probe() -> None:
+    """The probe comes at once, and decides."""
+
+    async def says(reply: Reply) -> None:
+        await reply.whole(json.dumps(error_body(DEAD, "InternalServerError", 500)).encode(), 500)
+
+    async with world(1, 2) as w:
+        for engine in w.decode:
+            engine.script(says)
+        assert (await w.ask(COMPLETIONS, completion())).status == 503
+        assert len(down(w)) == 2
+        await w.probe()
+        assert down(w) == []
+
+
+@pytest.mark.parametrize("body", [{"echo": True, "max_tokens": 1}, {}])
+async def test_a_text_that_quotes_it_does_nothing(body: dict[str, Any]) -> None:
+    """Neither a prompt nor an answer is an error of the engine."""
+    async with world(1, 1) as w:
+        answer = await w.ask(COMPLETIONS, completion(prompt=f"{DEAD} {PROMPT}", **body))
+        assert answer.status == 200
+        assert down(w) == []

@@ -1,0 +1,87 @@
+"""An engine that fails every second request, or is slow, is excluded; one request lets it in again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from pdproxy.observe.events import NodeChanged
+from pdproxy.settings.outliers import OutlierSettings
+from pdproxy.settings.schema import Settings
+from tests.fakes.clock import ManualClock
+from tests.fakes.engine import Reply
+from tests.fakes.world import COMPLETIONS, TEXT, World, completion, world
+
+LIMITS = {"breaker_failures": 1000}
+OUTLIERS = OutlierSettings(min_requests=6, eject_for=30.0)
+
+
+def adjusted(settings: Settings) -> Settings:
+    return msgspec.structs.replace(settings, outliers=OUTLIERS)
+
+
+def states(w: World) -> list[str]:
+    now = w.proxy.ledger
+    return [node.state(w.proxy.stalls._clock.now()) for node in now.nodes]
+
+
+async def test_an_engine_that_fails_half_of_its_requests_is_excluded_and_let_in_again() -> None:
+    """No breaker sees it. All requests are served meanwhile."""
+    clock = ManualClock()
+    count = 0
+
+    async def fails_every_second(reply: Reply) -> None:
+        nonlocal count
+        count += 1
+        if count % 2:
+            await reply.whole(b"{}", 500)
+        else:
+            await reply.serve()
+
+    async with world(0, 2, limits=LIMITS, clock=clock, adjust=adjusted) as w:
+        bad, good = w.decode
+        bad.default = fails_every_second
+        while count < 10:
+            answer = await w.ask(COMPLETIONS, completion())
+            assert (answer.status, answer.text) == (200, TEXT)
+        w.proxy.ejections.compare()
+        assert states(w) == ["excluded", "up"]
+        assert w.metric("pdproxy_ejections_total", node=bad.url, reason="errors") == 1
+        assert [event.node for event in w.events(NodeChanged) if not event.up] == [bad.url]
+        assert "% of its requests failed: it is excluded for 30.0 s" in (await w.get("/ready")).body.decode()
+        before = count
+        for _ in range(6):
+            assert (await w.ask(COMPLETIONS, completion())).status == 200
+        assert count == before
+        bad.default = good.default
+        await clock.advance(30)
+        assert states(w) == ["half_open", "up"]
+        for _ in range(4):
+            assert (await w.ask(COMPLETIONS, completion())).status == 200
+        assert states(w) == ["slow_start", "up"]
+
+
+async def test_an_engine_that_is_slower_than_its_peers_is_excluded() -> None:
+    """By the time between the events of its streams."""
+
+    async def slowly(reply: Reply) -> None:
+        event = (
+            b'data: {"id":"x","object":"text_completion","created":1,"model":"tiny","choices":[{"index":0,"text":"a",'
+        )
+        event += b'"logprobs":null,"finish_reason":%b}]}\n\n'
+        await reply.start()
+        for _ in range(10):
+            await reply.piece(event % b"null")
+            await asyncio.sleep(0.03)
+        await reply.piece(event % b'"length"' + b"data: [DONE]\n\n")
+        await reply.finish()
+
+    async with world(0, 3, limits=LIMITS, adjust=adjusted) as w:
+        w.decode[0].default = slowly
+        body = completion(stream=True, max_tokens=12)
+        answers = await asyncio.gather(*(w.ask(COMPLETIONS, body) for _ in range(24)))
+        assert {answer.status for answer in answers} == {200}
+        w.proxy.ejections.compare()
+        assert states(w) == ["excluded", "up", "up"]
+        assert w.metric("pdproxy_ejections_total", node=w.decode[0].url, reason="latency") == 1

@@ -1,0 +1,106 @@
+"""Of many requests whose engine fails, a share is tried again at once: the others wait, and all end rightly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from pdproxy.observe.events import DeadlinePassed
+from tests.fakes.clock import ManualClock
+from tests.fakes.engine import FakeEngine, Reply
+from tests.fakes.world import COMPLETIONS, TEXT, World, completion, until, world
+
+LIMITS = {"min_retries": 1, "retry_share": 0.01}
+ROUTES = [(COMPLETIONS, completion()), ("/v1/responses", {"model": "tiny", "input": "x", "max_output_tokens": 4})]
+
+
+class Gate:
+    """Has an engine answer when the test says so."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.waiting = self.most = 0
+
+    async def serve(self, reply: Reply) -> None:
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        try:
+            await self.open.wait()
+            await reply.serve()
+        finally:
+            self.waiting -= 1
+
+
+def script(engine: FakeEngine, path: str, what: Callable[[Reply], Awaitable[None]]) -> None:
+    """Have an engine answer so, whatever the route is."""
+    if path == COMPLETIONS:
+        engine.default = what
+    else:
+        engine.admin[path] = what
+
+
+async def failing(w: World, gate: Gate, path: str, body: Any, count: int) -> list[asyncio.Future[Any]]:
+    """Begin so many requests that all fail once, and are then tried at a gate."""
+    first, second = w.decode
+    w.proxy.ledger.mark_down(second.url, "later", 0)
+    script(first, path, held)
+    asked: list[asyncio.Future[Any]] = [asyncio.ensure_future(w.ask(path, body)) for _ in range(count)]
+    await until(lambda: len(held_at) == count)
+    await w.probe()
+    script(second, path, gate.serve)
+    return asked
+
+
+held_at: list[asyncio.Event] = []
+
+
+async def held(reply: Reply) -> None:
+    """Fail once the test says so."""
+    event = asyncio.Event()
+    held_at.append(event)
+    await event.wait()
+    reply.reset()
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+async def test_a_request_waits_until_another_retry_has_its_data(path: str, body: dict[str, Any]) -> None:
+    """One at a time here: each gives its place on with its first data, and all are served."""
+    held_at.clear()
+    gate = Gate()
+    async with world(0, 2, limits={**LIMITS, "breaker_failures": 100}, leaves=True) as w:
+        asked = await failing(w, gate, path, body, 4)
+        for event in held_at:
+            event.set()
+        await until(lambda: w.metric("pdproxy_retries", state="waiting") == 3)
+        assert w.metric("pdproxy_retries", state="running") == 1
+        gate.open.set()
+        answers = await asyncio.gather(*asked)
+        assert [answer.status for answer in answers] == [200] * 4
+        if path == COMPLETIONS:
+            assert {answer.text for answer in answers} == {TEXT}
+        assert gate.most == 1
+        assert w.metric("pdproxy_retries", state="running") == w.metric("pdproxy_retries", state="waiting") == 0
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+async def test_a_request_that_waits_too_long_gets_the_error_of_its_engine(path: str, body: dict[str, Any]) -> None:
+    """And one whose client leaves gives up its turn."""
+    held_at.clear()
+    gate, clock = Gate(), ManualClock()
+    limits = {**LIMITS, "breaker_failures": 100}
+    async with world(0, 2, limits=limits, deadlines={"retry": 1.0}, clock=clock, leaves=True) as w:
+        asked = await failing(w, gate, path, body, 3)
+        for event in held_at:
+            event.set()
+        await until(lambda: w.metric("pdproxy_retries", state="waiting") == 2)
+        asked[-1].cancel()
+        await clock.reach(1.0)
+        await until(lambda: w.metric("pdproxy_retries", state="waiting") == 0)
+        gate.open.set()
+        answers = await asyncio.gather(*asked[:2])
+        assert sorted(answer.status for answer in answers) == [200, 502]
+        assert {event.wait for event in w.events(DeadlinePassed)} == {"retry"}
+        assert w.metric("pdproxy_retries_refused_total") >= 1

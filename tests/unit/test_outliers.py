@@ -1,0 +1,139 @@
+"""Engines that fail more often, or are slower, than their peers: who is left out, for how long, and how many at most."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdproxy.scheduling.nodes import Role
+from pdproxy.scheduling.outliers import GOOD_AFTER, LONGEST, WINDOW, OutlierLimits, Outliers
+
+NOW = 1000.0
+FOUR = ["a", "b", "c", "d"]
+
+
+def made(**limits: float) -> Outliers:
+    return Outliers(OutlierLimits(**limits))  # type: ignore[arg-type]
+
+
+def send(
+    judge: Outliers, url: str, good: int = 0, failed: int = 0, *, now: float = NOW, pace: float | None = None,
+    role: Role = Role.DECODE,
+) -> None:  # fmt: skip
+    """Have so many legs of an engine end."""
+    for _ in range(good):
+        judge.ended(url, role, now, failed=False, pace=pace)
+    for _ in range(failed):
+        judge.ended(url, role, now, failed=True)
+
+
+def out(judge: Outliers, urls: list[str], now: float = NOW) -> list[tuple[str, str]]:
+    return [(one.url, one.reason) for one in judge.judge(now, [urls])]
+
+
+@pytest.mark.parametrize(
+    ("good", "failed", "others_failed", "is_out"),
+    [(10, 10, 0, True), (11, 9, 0, False), (4, 5, 0, False), (0, 20, 0, True), (10, 10, 4, True), (10, 10, 40, False)],
+)
+def test_errors(good: int, failed: int, others_failed: int, is_out: bool) -> None:
+    """Half of enough requests, and its peers do not fail as well: then the cause is none of it."""
+    judge = made()
+    send(judge, "a", good, failed)
+    for url in FOUR[1:]:
+        send(judge, url, 20, others_failed)
+    assert out(judge, FOUR) == ([("a", "errors")] if is_out else [])
+
+
+@pytest.mark.parametrize(("slow", "count", "is_out"), [(3.1, 10, True), (2.9, 10, False), (30.0, 9, False)])
+def test_latency(slow: float, count: int, is_out: bool) -> None:
+    """More than three times the median of its peers, in enough requests."""
+    judge = made()
+    send(judge, "a", count, pace=slow)
+    for url, pace in zip(FOUR[1:], (1.0, 1.0, 50.0), strict=True):
+        send(judge, url, 10 if pace < 50 else 2, pace=pace)
+    assert out(judge, FOUR) == ([("a", "latency")] if is_out else [])
+
+
+def test_each_kind_of_work_is_compared_with_its_own() -> None:
+    """An engine that prefills long prompts is no slow decoder."""
+    judge = made()
+    send(judge, "a", 20, pace=5.0, role=Role.PREFILL)
+    send(judge, "b", 20, pace=1.0, role=Role.DECODE)
+    assert out(judge, ["a", "b"]) == []
+
+
+def test_the_last_engine_is_never_left_out() -> None:
+    """Of two one may be, and not both."""
+    judge = made()
+    send(judge, "a", 0, 20)
+    assert out(judge, ["a"]) == []
+    send(judge, "b", 20)
+    assert out(judge, ["a", "b"]) == [("a", "errors")]
+    send(judge, "b", 0, 100)
+    assert out(judge, ["a", "b"]) == []
+
+
+def test_a_share_at_most_is_left_out_at_once_the_worst_first() -> None:
+    """Of four one; of six two."""
+    judge = made(error_share=0.1)
+    six = [*FOUR, "e", "f"]
+    for n, url in enumerate(six):
+        send(judge, url, 1000, 0)
+        if n < 3:
+            send(judge, url, 0, 1000 * (n + 1), now=NOW)
+    assert [url for url, _ in out(judge, six)] == ["c", "b"]
+    assert out(judge, six) == []
+
+
+def test_each_time_it_is_left_out_for_longer() -> None:
+    """And a long time without that lets it begin anew."""
+    judge = made(eject_for=30)
+    now, seconds = NOW, []
+    for _ in range(12):
+        send(judge, "b", 20, now=now)
+        send(judge, "a", 0, 20, now=now)
+        (ejection,) = judge.judge(now, [["a", "b"]])
+        seconds.append(ejection.seconds)
+        now += ejection.seconds
+    assert seconds[:4] == [30, 60, 90, 120]
+    assert seconds[-1] == LONGEST
+    now += 30 * GOOD_AFTER + 1
+    send(judge, "b", 20, now=now)
+    send(judge, "a", 0, 20, now=now)
+    (ejection,) = judge.judge(now, [["a", "b"]])
+    assert ejection.seconds == 30
+    assert "100 % of its requests failed" in ejection.why
+
+
+def test_what_is_past_does_not_count() -> None:
+    """Nor does what was before it was left out, nor what a removed engine did."""
+    judge = made()
+    send(judge, "b", 20)
+    send(judge, "a", 0, 20)
+    assert out(judge, ["a", "b"], NOW + WINDOW) == []
+    send(judge, "b", 20)
+    send(judge, "a", 0, 20)
+    judge.forget("a")
+    assert out(judge, ["a", "b"]) == []
+
+
+ACTS = st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans(), st.floats(0, 9), st.floats(0, 20)), max_size=200)
+
+
+@given(ACTS, st.integers(1, 6))
+def test_never_too_many(acts: list[tuple[str, bool, float, float]], count: int) -> None:
+    """Whatever happens: never more than the share, and never the last."""
+    judge = made(min_requests=2, error_share=0.2)
+    urls = list("abcdef"[:count])
+    now, until = NOW, dict.fromkeys(urls, 0.0)
+    for url, failed, pace, seconds in acts:
+        now += seconds
+        judge.ended(url, Role.DECODE, now, failed=failed, pace=pace)
+        for ejection in judge.judge(now, [urls]):
+            assert until[ejection.url] <= now
+            until[ejection.url] = now + ejection.seconds
+            assert 0 < ejection.seconds <= LONGEST
+        left_out = sum(end > now for end in until.values())
+        assert left_out <= max(1, int(0.34 * count)) * (count > 1)
+        assert left_out < count
