@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from pdproxy.transfer.contract import FirstToken, Handle
-from pdproxy.transfer.splice import NotACompletionError, Splice
+from pdproxy.transfer.chat_chunks import NotACompletionError
+from pdproxy.transfer.splice import Splice
 from pdproxy.wire.request import Route, parse
 
 USAGE = {"prompt_tokens": 4, "total_tokens": 6, "completion_tokens": 2}
